@@ -1,0 +1,26 @@
+"""Prints the versions of the packages that effattn and its experiments need, as pip requirements.
+
+Those installed, or with `--oldest` the oldest that pyproject.toml allows.
+"""
+
+import importlib.metadata
+import pathlib
+import re
+import sys
+import tomllib
+
+
+def main():
+    text = pathlib.Path(__file__).parents[1].joinpath("pyproject.toml").read_text()
+    project = tomllib.loads(text)["project"]
+    needs = project["dependencies"] + project["optional-dependencies"]["experiments"]
+    oldest = dict(re.split(">=|==", need) for need in needs)
+    oldest["jaxlib"] = oldest["jax"]
+    for name, version in oldest.items():
+        if "--oldest" not in sys.argv:
+            version = importlib.metadata.version(name)
+        print(f"{name}=={version}")
+
+
+if __name__ == "__main__":
+    main()

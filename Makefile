@@ -1,0 +1,52 @@
+# Every target sets up its own environment in .venv; the machine needs only Python and make.
+#   PYTHON=python3.12   the Python to use (default: the newest that runs and can install JAX)
+#   ARGS="..."          arguments for the program that the target runs
+#   VENV=path           another place for the environment
+
+PYTHON ?=
+ARGS :=
+VENV := .venv
+
+# Between 2 and 8 test workers: each compiles on its own and takes about a gigabyte.
+CPUS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+WORKERS := $(shell n=$(CPUS); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
+
+export PYTHON
+python := $(VENV)/bin/python
+setup := @scripts/setup_venv.sh $(VENV)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test bench lint format clean
+
+help: ## show this
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
+	  printf '  make %-8s %s\n' "$$target" "$$does"; done
+	@echo '  with PYTHON=python3.X, ARGS="..." and VENV=path where they apply'
+
+demo: ## train one small language model a mechanism on real text and compare them
+	$(setup) experiments
+	$(python) -m experiments.lm $(ARGS)
+
+test: ## run all tests, in parallel
+	$(setup) experiments,test
+	$(python) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+bench: ## measure against what JAX and PyTorch ship
+	$(setup) experiments
+	$(python) -m benchmarks.run $(ARGS)
+
+lint: ## check style, format and types
+	$(setup) dev,experiments
+	$(python) -m ruff check
+	$(python) -m ruff format --check
+	$(python) -m mypy
+
+format: ## fix style and format
+	$(setup) dev,experiments
+	$(python) -m ruff check --fix
+	$(python) -m ruff format
+
+clean: ## remove the environment, builds and caches; results stay
+	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,49 @@
+"""effattn: efficient attention for JAX, every mechanism once, with one contract.
+
+The functions are here; `effattn.nn` holds the Flax modules and `effattn.decode` the states of
+decoding, both imported on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from effattn import registry
+from effattn.functional.combine import combine
+from effattn.functional.softmax import dot_product_attention
+from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
+from effattn.functional.linear import linear_attention  # isort: skip
+from effattn.segments import (
+    positions_from_segment_ids,
+    segment_ids_from_cu_seqlens,
+    segment_ids_from_lengths,
+)
+
+if TYPE_CHECKING:
+    from effattn import decode, nn
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "combine",
+    "decode",
+    "dot_product_attention",
+    "linear_attention",
+    "nn",
+    "positions_from_segment_ids",
+    "registry",
+    "segment_ids_from_cu_seqlens",
+    "segment_ids_from_lengths",
+    "sliding_window_attention",
+]
+
+_LAZY = ("decode", "nn")
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return importlib.import_module(f"effattn.{name}")
+    raise AttributeError(f"module 'effattn' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,218 @@
+"""The one place where arguments of the contract are validated, at trace time."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+IMPLEMENTATIONS = ("xla", "pallas", "mosaic_gpu", "mosaic_tpu", "triton", "cudnn")
+
+
+def query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
+    """Checks the three shapes against each other; returns the batch dimensions `*B`."""
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim < 3:
+            raise ValueError(
+                f"{name} must have shape (*batch, length, heads, head size), got {array.shape}"
+            )
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating point, got dtype {array.dtype}")
+    *batch, _, heads, size = query.shape
+    *key_batch, length, key_heads, key_size = key.shape
+    if key_batch != batch or value.shape[:-3] != tuple(batch):
+        raise ValueError(
+            "query, key and value must have the same batch dimensions, got "
+            f"{tuple(batch)}, {tuple(key_batch)} and {value.shape[:-3]}"
+        )
+    if query.dtype != key.dtype:
+        raise ValueError(
+            f"query and key must have the same dtype, got {query.dtype} and {key.dtype}"
+        )
+    if key_size != size:
+        raise ValueError(
+            f"query and key must have the same head size, got {size} in query {query.shape} and "
+            f"{key_size} in key {key.shape}"
+        )
+    if value.shape[-3:-1] != (length, key_heads):
+        raise ValueError(
+            f"value must have the length and heads of key, {(length, key_heads)}, got "
+            f"{value.shape[-3:-1]} in value {value.shape}"
+        )
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(
+            "the number of query heads must be a multiple of the number of key heads, got "
+            f"{heads} query heads and {key_heads} key heads"
+        )
+    return tuple(batch)
+
+
+def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
+    """`(*B)` integers."""
+    if value is None:
+        return None
+    value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != tuple(batch):
+        raise ValueError(
+            f"{name} must be integers of shape {tuple(batch)}, one for each example, got "
+            f"{value.dtype} of shape {value.shape}"
+        )
+    return value
+
+
+def segment_ids(
+    value: Any, batch: Sequence[int], query_length: int, key_length: int
+) -> tuple[jax.Array, jax.Array] | None:
+    """The ids of queries `(*B, T)` and of keys `(*B, S)`, from one array or a pair."""
+    if value is None:
+        return None
+    if isinstance(value, tuple | list):
+        if len(value) != 2:
+            raise ValueError(
+                f"segment_ids must be one array or a pair (query, key), got {len(value)} items"
+            )
+        pair = tuple(jnp.asarray(ids) for ids in value)
+    else:
+        if query_length != key_length:
+            raise ValueError(
+                f"segment_ids must be a pair (query ids, key ids) where query length "
+                f"{query_length} and key length {key_length} differ, got one array"
+            )
+        pair = (jnp.asarray(value),) * 2
+    for name, ids, length in zip(("query", "key"), pair, (query_length, key_length), strict=True):
+        shape = (*batch, length)
+        if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape != shape:
+            raise ValueError(
+                f"segment_ids of the {name} must be integers of shape {shape}, got {ids.dtype} of "
+                f"shape {ids.shape}"
+            )
+    return pair
+
+
+def window(value: Any) -> tuple[int, int]:
+    """(left, right) from `local_window_size`, an int w or a pair."""
+    pair = (value, value) if is_integer(value) else value
+    if (
+        not isinstance(pair, tuple | list)
+        or len(pair) != 2
+        or not all(is_integer(w) and w >= 0 for w in pair)
+    ):
+        raise ValueError(
+            "local_window_size must be an int or a pair (left, right) of ints, 0 or more: the tokens "
+            f"on each side that a token sees besides itself; got {value!r}"
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def broadcastable(
+    name: str, value: Any, shape: tuple[int, ...], axes: str = "(*B, N, T, S)"
+) -> jax.Array:
+    """The array with as many axes as `shape`, each 1 or that of `shape`."""
+    value = jnp.asarray(value)
+    given = value.shape
+    extra = value.ndim - len(shape)
+    if extra > 0 and given[:extra] == (1,) * extra:
+        value = value.reshape(given[extra:])
+    elif extra < 0:
+        value = value.reshape((1,) * -extra + given)
+    if value.ndim != len(shape) or any(
+        a not in (1, b) for a, b in zip(value.shape, shape, strict=True)
+    ):
+        raise ValueError(f"{name} must broadcast to {axes} = {shape}, got {given}")
+    return value
+
+
+def tile(value: Any) -> tuple[int, int] | None:
+    """(queries, keys) of a tile, or None."""
+    if value is None:
+        return None
+    if (
+        not isinstance(value, tuple | list)
+        or len(value) != 2
+        or not all(is_integer(side) and side > 0 for side in value)
+    ):
+        raise ValueError(f"tile must be a pair (queries, keys) of positive ints, got {value!r}")
+    return int(value[0]), int(value[1])
+
+
+def offset(value: Any, batch: Sequence[int]) -> int | jax.Array:
+    """`query_offset`: an int, or integers `()` or `(*B)`."""
+    if is_integer(value):
+        return int(value)
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape not in ((), tuple(batch)):
+        raise ValueError(
+            f"query_offset must be an int, or integers of shape () or {tuple(batch)}, got "
+            f"{array.dtype} of shape {array.shape}"
+        )
+    return array
+
+
+def positive(name: str, value: Any) -> float | None:
+    """A number above zero, or None."""
+    if value is None:
+        return None
+    if isinstance(value, jax.Array) or not value > 0:
+        raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def shaped(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A floating-point array of just that shape."""
+    value = jnp.asarray(value)
+    if value.shape != shape or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(
+            f"{name} must be floating point of shape {shape}, got {value.dtype} of shape "
+            f"{value.shape}"
+        )
+    return value
+
+
+def dropout_rate(rate: Any, rng: Any) -> float:
+    """A rate in [0, 1), with a key if it is above 0."""
+    if isinstance(rate, jax.Array) or not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate must be a number in [0, 1), got {rate!r}")
+    if rate > 0 and rng is None:
+        raise ValueError(f"dropout_rate={rate} needs dropout_rng, a jax.random key")
+    return float(rate)
+
+
+def is_integer(value: Any) -> bool:
+    """A concrete integer, Python's or NumPy's; True and False are none."""
+    return hasattr(value, "__index__") and not isinstance(value, bool | jax.Array)
+
+
+def implementations(value: Any) -> tuple[str, ...] | None:
+    """The names to try in order; None means any."""
+    if value is None:
+        return None
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, tuple | list) or not names:
+        raise ValueError(
+            f"implementation must be None, a name or a tuple of names, got {value!r}"
+        )
+    for name in names:
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(f"unknown implementation {name!r}; known are {IMPLEMENTATIONS}")
+    return tuple(names)
+
+
+def dispatch(value: Any, mechanism: str, available: Mapping[str, Callable[[], Any]]) -> Any:
+    """Calls the first implementation named that is available and takes the arguments.
+
+    Args:
+      value: the argument `implementation`; None means "xla", the fastest on every device so far.
+      mechanism: for the message.
+      available: what runs each implementation; raises `NotImplementedError` with the reason if it
+        does not take the arguments.
+    """
+    refusals = []
+    for name in implementations(value) or ("xla",):
+        if name not in available:
+            refusals.append(f"{mechanism} has no {name!r} implementation")
+            continue
+        try:
+            return available[name]()
+        except NotImplementedError as refusal:
+            refusals.append(str(refusal))
+    raise NotImplementedError("; ".join(refusals) + "; implementation='xla' takes these arguments")

@@ -1,0 +1,21 @@
+"""Decoding: states, the decoders that extend them, and generation. Nothing here needs Flax."""
+
+from effattn.decode.contiguous import ContiguousDecoder, ContiguousState
+from effattn.decode.generate import generate
+from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
+from effattn.decode.ring import RingDecoder, RingState
+from effattn.decode.sampling import sample_token
+from effattn.decode.state import Decoder, State
+
+__all__ = [
+    "ContiguousDecoder",
+    "ContiguousState",
+    "Decoder",
+    "RecurrentDecoder",
+    "RecurrentState",
+    "RingDecoder",
+    "RingState",
+    "State",
+    "generate",
+    "sample_token",
+]

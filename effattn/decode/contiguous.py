@@ -1,0 +1,110 @@
+"""The contiguous cache: every key and value so far, in order, up to a fixed capacity."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn.decode.state import check_capacity, check_state, new_lengths
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ContiguousState:
+    """Keys and values at slots `[0, length)` of each row.
+
+    Attributes:
+      key: `(B, S, K, H)`, S the capacity.
+      value: `(B, S, K, Hv)`.
+      length: `(B,)` int32, tokens seen.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    length: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ContiguousDecoder:
+    """Decodes a causal attention function that takes `query_offset` and lengths.
+
+    A step costs O(S) time; the state is O(S) a row.
+
+    Attributes:
+      function: called as `function(query, key, value, is_causal=True, query_offset=...,
+        query_seq_lengths=..., key_value_seq_lengths=..., **options)`.
+      options: the function's own arguments.
+    """
+
+    function: Callable[..., Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def init(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: Any,
+    ) -> ContiguousState:
+        """An empty cache for `max_length` tokens a row."""
+        return ContiguousState(
+            key=jnp.zeros((batch, max_length, num_kv_heads, head_dim), dtype),
+            value=jnp.zeros((batch, max_length, num_kv_heads, value_dim), dtype),
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def extend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        state: ContiguousState,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, ContiguousState]:
+        """Appends T tokens and attends from them to all tokens so far.
+
+        Args:
+          query: `(B, T, N, H)`.
+          key: `(B, T, K, H)`.
+          value: `(B, T, K, Hv)`.
+          state: from `init` or an earlier `extend`.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+
+        Returns:
+          `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
+
+        Raises:
+          ValueError: a row outgrows the capacity and the lengths are concrete. Under a trace the
+            lengths are not known: tokens past the capacity are then not stored (no earlier token
+            is ever overwritten), and later outputs do not see them.
+        """
+        batch, time = query.shape[:2]
+        check_state(state, ContiguousState, batch)
+        lengths = new_lengths(lengths, batch, time)
+        capacity = state.key.shape[1]
+        check_capacity(state.length, lengths, capacity)
+        steps = jnp.arange(time, dtype=jnp.int32)
+        # Padding is sent to slot `capacity`, which does not exist, and so is dropped.
+        slots = jnp.where(steps < lengths[:, None], state.length[:, None] + steps, capacity)
+        rows = jnp.arange(batch)[:, None]
+        length = state.length + lengths
+        new = ContiguousState(
+            key=state.key.at[rows, slots].set(key.astype(state.key.dtype), mode="drop"),
+            value=state.value.at[rows, slots].set(value.astype(state.value.dtype), mode="drop"),
+            length=length,
+        )
+        out = self.function(
+            query,
+            new.key.astype(key.dtype),
+            new.value.astype(value.dtype),
+            is_causal=True,
+            query_offset=state.length,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=jnp.minimum(length, capacity),
+            **self.options,
+        )
+        return out, new

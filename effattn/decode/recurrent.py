@@ -1,0 +1,98 @@
+"""The recurrent state: what a recurrence carries, of a size that does not grow."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn.decode.state import check_state, new_lengths
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecurrentState:
+    """The state that a recurrence returns.
+
+    Attributes:
+      state: the pytree that the function takes as `initial_state`, batch first; at least float32.
+      length: `(B,)` int32, tokens seen.
+    """
+
+    state: Any
+    length: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentDecoder:
+    """Decodes a function that takes `initial_state` and, with `return_state`, gives the next one.
+
+    A step costs O(1) in the length of the prefix, and so does the state.
+
+    Attributes:
+      function: called as `function(query, key, value, initial_state=..., return_state=True,
+        query_seq_lengths=..., key_value_seq_lengths=..., **options)`, with `is_causal=True` if it
+        can also be bidirectional.
+      options: the function's own arguments.
+    """
+
+    function: Callable[..., Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def init(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: Any,
+    ) -> RecurrentState:
+        """The zero state. It does not grow, so `max_length` does not bound it."""
+        key = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, head_dim), dtype)
+        value = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, value_dim), dtype)
+        _, state = jax.eval_shape(self._attend, key, key, value)
+        return RecurrentState(
+            state=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state),
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def extend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        state: RecurrentState,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, RecurrentState]:
+        """Runs the recurrence over T more tokens.
+
+        Args:
+          query: `(B, T, N, H)`.
+          key: `(B, T, K, H)`.
+          value: `(B, T, K, Hv)`.
+          state: from `init` or an earlier `extend`.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+
+        Returns:
+          `(out (B, T, N, Hv), state)`; padding leaves the state as it was.
+        """
+        batch, time = query.shape[:2]
+        check_state(state, RecurrentState, batch)
+        lengths = new_lengths(lengths, batch, time)
+        out, carried = self._attend(
+            query,
+            key,
+            value,
+            initial_state=state.state,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+        )
+        return out, RecurrentState(state=carried, length=state.length + lengths)
+
+    def _attend(self, query, key, value, **kwargs):
+        if "is_causal" in inspect.signature(self.function).parameters:
+            kwargs["is_causal"] = True
+        return self.function(query, key, value, return_state=True, **self.options, **kwargs)

@@ -1,0 +1,129 @@
+"""The ring cache: the last few keys and values, all that a causal window can still reach."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn.decode.state import check_state, new_lengths
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RingState:
+    """The last W keys and values of each row, oldest first; the newest sits at slot W - 1.
+
+    Attributes:
+      key: `(B, W, K, H)`; of a row that has seen fewer than W tokens, the last `length` slots.
+      value: `(B, W, K, Hv)`.
+      length: `(B,)` int32, tokens seen.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    length: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RingDecoder:
+    """Decodes causal sliding-window attention: O(W) a step and a row, however long the prefix.
+
+    Attributes:
+      function: called as `function(query, key, value, is_causal=True, query_offset=W,
+        segment_ids=(...), **options)`.
+      options: the function's own arguments; `local_window_size` and `dilation` give W.
+    """
+
+    function: Callable[..., Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def span(self) -> int:
+        """W, the number of past tokens that a token reaches back over."""
+        if "local_window_size" not in self.options:
+            raise ValueError(
+                "decoding with a ring cache needs local_window_size among the options, "
+                f"got {sorted(self.options)}"
+            )
+        window = self.options["local_window_size"]
+        left = window if isinstance(window, int) else window[0]
+        return left * self.options.get("dilation", 1)
+
+    def init(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: Any,
+    ) -> RingState:
+        """An empty ring. It has no capacity to outgrow, so `max_length` does not bound it."""
+        return RingState(
+            key=jnp.zeros((batch, self.span, num_kv_heads, head_dim), dtype),
+            value=jnp.zeros((batch, self.span, num_kv_heads, value_dim), dtype),
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def extend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        state: RingState,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, RingState]:
+        """Attends from T tokens to the ring and to themselves, and keeps the last W tokens.
+
+        T may be larger than the window. A `score_mod` sees the positions in the whole sequence.
+
+        Args:
+          query: `(B, T, N, H)`.
+          key: `(B, T, K, H)`.
+          value: `(B, T, K, Hv)`.
+          state: from `init` or an earlier `extend`.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+
+        Returns:
+          `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
+        """
+        batch, time = query.shape[:2]
+        check_state(state, RingState, batch)
+        lengths = new_lengths(lengths, batch, time)
+        span = self.span
+        keys = jnp.concatenate([state.key.astype(key.dtype), key], axis=1)
+        values = jnp.concatenate([state.value.astype(value.dtype), value], axis=1)
+        # Slots [0, span) are the ring, filled from its end; slots from `span` on are new.
+        slots = jnp.arange(span + time, dtype=jnp.int32)
+        filled = (slots >= span - state.length[:, None]) & (slots < span + lengths[:, None])
+        key_ids = filled.astype(jnp.int32)
+        out = self.function(
+            query,
+            keys,
+            values,
+            is_causal=True,
+            query_offset=span,
+            segment_ids=(key_ids[:, span:], key_ids),
+            **self._options_at(state.length - span),
+        )
+        # A row that took n tokens keeps slots [n, n + span).
+        kept = lengths[:, None] + jnp.arange(span, dtype=jnp.int32)
+        rows = jnp.arange(batch)[:, None]
+        return out, RingState(
+            key=keys[rows, kept].astype(state.key.dtype),
+            value=values[rows, kept].astype(state.value.dtype),
+            length=state.length + lengths,
+        )
+
+    def _options_at(self, start: jax.Array) -> Mapping[str, Any]:
+        """The options, where slot 0 of row b is position `start[b]` of its sequence."""
+        score_mod = self.options.get("score_mod")
+        if score_mod is None:
+            return self.options
+
+        def shifted(logit, b, h, i, j):
+            return score_mod(logit, b, h, i + start[b], j + start[b])
+
+        return {**self.options, "score_mod": shifted}

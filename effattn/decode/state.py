@@ -1,0 +1,100 @@
+"""The state protocol: what decoding carries, and how a mechanism extends it.
+
+A *state* is a small frozen pytree with `length (B,)` int32, the number of tokens that each row has
+seen. A *decoder* makes and extends states for one attention function. `extend` takes any T >= 1
+tokens from any state, of which row b has `lengths[b]` (right padded): prefill, chunked prefill,
+unequal prompts and single steps are the same call.
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class State(Protocol):
+    """What every decode state has: a pytree that says how many tokens each row has seen."""
+
+    @property
+    def length(self) -> jax.Array:
+        """`(B,)` int32."""
+        ...
+
+
+class Decoder(Protocol):
+    """How one attention function decodes; made as `decoder(function, options)`."""
+
+    def init(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: Any,
+    ) -> Any:
+        """The empty state of `batch` rows that may come to hold `max_length` tokens each."""
+        ...
+
+    def extend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        state: Any,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Attends from T new tokens to all tokens so far: `(out (B, T, N, Hv), new state)`."""
+        ...
+
+
+def is_concrete(*arrays: Any) -> bool:
+    """Whether all values are known now, outside of any trace."""
+    return not any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
+def new_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
+    """How many of `time` right-padded tokens each row has, `(B,)` int32; all of them for None."""
+    if time < 1:
+        raise ValueError("extend needs at least one token, got a sequence of length 0")
+    if lengths is None:
+        return jnp.full((batch,), time, jnp.int32)
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"lengths must be integers of shape ({batch},), one for each row, "
+            f"got {lengths.dtype} of shape {lengths.shape}"
+        )
+    if is_concrete(lengths):
+        values = np.asarray(lengths)
+        if values.min(initial=0) < 0 or values.max(initial=0) > time:
+            raise ValueError(
+                f"lengths must lie between 0 and the {time} tokens given, got {values.tolist()}"
+            )
+    return lengths.astype(jnp.int32)
+
+
+def check_capacity(length: jax.Array, lengths: jax.Array, capacity: int) -> None:
+    """`ValueError` if a row would outgrow `capacity`, where that can be known before running."""
+    if is_concrete(length, lengths):
+        needed = int(np.max(np.asarray(length) + np.asarray(lengths), initial=0))
+        if needed > capacity:
+            raise ValueError(
+                f"the state holds {capacity} tokens a row and {needed} are needed; "
+                f"call init_state with max_length of at least {needed}"
+            )
+
+
+def check_state(state: Any, kind: type, batch: int) -> None:
+    """`ValueError` unless `state` is of that kind and for that many rows."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state must be the {kind.__name__} that init_state returned, "
+            f"got {type(state).__name__}"
+        )
+    if state.length.shape != (batch,):
+        raise ValueError(
+            f"state has length of shape {state.length.shape} and cannot be extended by {batch} "
+            "rows; init_state takes the number of rows as batch"
+        )

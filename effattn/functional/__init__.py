@@ -1,0 +1,1 @@
+"""The mechanisms as pure functions, one file a mechanism."""

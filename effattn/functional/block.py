@@ -1,0 +1,218 @@
+"""From the arguments that softmax mechanisms share to the block-attention core."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from effattn import _checks, dropout
+from effattn.functional.combine import combine
+from effattn.xla import tiling
+from effattn.xla.block_attention import Operands, Origin, Rule, block_attention
+
+ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The arguments of `dot_product_attention` beside query, key and value, checked."""
+
+    bias: jax.Array | None
+    mask: jax.Array | None
+    scale: float | jax.Array
+    is_causal: bool
+    query_offset: int | jax.Array
+    query_lengths: jax.Array | None
+    key_lengths: jax.Array | None
+    segments: tuple[jax.Array, jax.Array] | None
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    score_mod: ScoreMod | None
+    sink: jax.Array | None
+    dropout_rate: float
+    dropout_rng: jax.Array | None
+    precision: jax.lax.PrecisionLike
+    tile: tuple[int, int] | None
+    origin: Origin | None = None
+
+
+def check(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    scale: float | jax.Array | None,
+    is_causal: bool,
+    query_offset: Any,
+    query_seq_lengths: Any,
+    key_value_seq_lengths: Any,
+    segment_ids: Any,
+    local_window_size: Any,
+    logits_soft_cap: float | None,
+    score_mod: ScoreMod | None,
+    sink: Any,
+    dropout_rate: float,
+    dropout_rng: jax.Array | None,
+    precision: jax.lax.PrecisionLike,
+    tile: Any,
+) -> Arguments:
+    """Validates the contract's arguments; `ValueError` says what each got and what it needs."""
+    batch = _checks.query_key_value(query, key, value)
+    heads, queries, keys = query.shape[-2], query.shape[-3], key.shape[-3]
+    pairs = (*batch, heads, queries, keys)
+    if bias is not None:
+        bias = _checks.broadcastable("bias", bias, pairs)
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise ValueError(f"bias must be floating point, got dtype {bias.dtype}")
+    if mask is not None:
+        mask = _checks.broadcastable("mask", mask, pairs)
+        if mask.dtype != jnp.bool_:
+            raise ValueError(
+                f"mask must be bool, True where a pair may attend, got dtype {mask.dtype}; an "
+                "additive mask is a bias"
+            )
+    return Arguments(
+        bias=bias,
+        mask=mask,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        is_causal=is_causal,
+        query_offset=_checks.offset(query_offset, batch),
+        query_lengths=_checks.lengths("query_seq_lengths", query_seq_lengths, batch),
+        key_lengths=_checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        segments=_checks.segment_ids(segment_ids, batch, queries, keys),
+        window=None if local_window_size is None else _checks.window(local_window_size),
+        soft_cap=_checks.positive("logits_soft_cap", logits_soft_cap),
+        score_mod=score_mod,
+        sink=None if sink is None else _checks.shaped("sink", sink, (heads,)),
+        dropout_rate=_checks.dropout_rate(dropout_rate, dropout_rng),
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=_checks.tile(tile),
+    )
+
+
+def attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments
+) -> tuple[jax.Array, jax.Array]:
+    """The output `(*B, T, N, Hv)` and the log-sum-exp `(*B, T, N)`."""
+    *batch, queries, heads, _ = query.shape
+    keys, key_heads = key.shape[-3:-1]
+    by_group = (key_heads, heads // key_heads)
+
+    key_mask, mask = _valid(given.key_lengths, keys), given.mask
+    if mask is not None and mask.shape[-2] == mask.shape[-3] == 1:
+        of_keys = jnp.broadcast_to(mask[..., 0, 0, :], (*batch, keys))
+        key_mask, mask = of_keys if key_mask is None else key_mask & of_keys, None
+    query_mask = _valid(given.query_lengths, queries)
+    present = key_mask
+    if given.segments is not None:
+        of_queries, of_keys = (ids != 0 for ids in given.segments)
+        query_mask = of_queries if query_mask is None else query_mask & of_queries
+        present = of_keys if present is None else present & of_keys
+    query, key, value = (
+        _zero_where_absent(array, valid)
+        for array, valid in ((query, query_mask), (key, present), (value, present))
+    )
+    scale = given.scale
+    if not isinstance(scale, int | float):
+        query, scale = (query * scale).astype(query.dtype), 1.0
+
+    left, right = given.window or (None, None)
+    if given.is_causal:
+        right = 0
+    offset, traced_offset = given.query_offset, None
+    if not _checks.is_integer(offset):
+        offset, traced_offset = None, offset
+    score_mod, constants = None, ()
+    if given.score_mod is not None:
+        dtype = functools.reduce(jnp.promote_types, (query.dtype, value.dtype, jnp.float32))
+        score_mod, constants = _without_closure(given.score_mod, dtype)
+    tile = given.tile or tiling.choose_tile(
+        (queries, keys), math.prod(batch) * heads, left, right
+    )
+    rule = Rule(
+        tile=tile,
+        scale=float(scale),
+        left=left,
+        right=right,
+        offset=offset,
+        soft_cap=given.soft_cap,
+        score_mod=score_mod,
+        dropout_rate=given.dropout_rate,
+        precision=given.precision,
+        origin=given.origin,
+    )
+    operands = Operands(
+        query=query.reshape(*batch, queries, *by_group, query.shape[-1]),
+        key=key,
+        value=value,
+        bias=_split_heads(given.bias, by_group),
+        constants=constants,
+        mask=_split_heads(mask, by_group),
+        key_mask=key_mask,
+        segments=given.segments,
+        offset=traced_offset,
+        seed=dropout.seed_from_rng(given.dropout_rng) if given.dropout_rate else None,
+    )
+    out, lse = block_attention(rule, operands)
+    out = out.reshape(*batch, queries, heads, value.shape[-1])
+    lse = lse.reshape(*batch, queries, heads)
+    if given.sink is not None:
+        out, lse = _with_sink(out, lse, given.sink)
+    out = _zero_where_absent(out, query_mask)
+    if query_mask is not None:
+        lse = jnp.where(query_mask[..., None], lse, -jnp.inf)
+    return out, lse
+
+
+def _valid(lengths, size):
+    """bool `(*B, size)`, True before each length."""
+    return None if lengths is None else jnp.arange(size) < lengths[..., None]
+
+
+def _zero_where_absent(array, present):
+    """`(*B, L, heads, H)` with zeros, also in the gradient, where `(*B, L)` is False."""
+    return array if present is None else jnp.where(present[..., None, None], array, 0)
+
+
+def _split_heads(array, by_group):
+    """`(*#B, #N, #T, #S)` to `(*#B, #K, #G, #T, #S)`."""
+    if array is None:
+        return None
+    *batch, heads, queries, keys = array.shape
+    return array.reshape(*batch, *(by_group if heads > 1 else (1, 1)), queries, keys)
+
+
+def _with_sink(out, lse, sink):
+    """One more logit in the softmax, with a value of zero."""
+    sink = jnp.broadcast_to(sink.astype(lse.dtype), lse.shape)
+    return combine((out, jnp.zeros_like(out)), (lse, sink))
+
+
+def _without_closure(score_mod: ScoreMod, dtype):
+    """The function with the arrays it closes over as its first argument, and those arrays.
+
+    Only arguments have gradients, and only those may be traced by an enclosing transformation.
+    """
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    logit = jax.ShapeDtypeStruct((), dtype)
+    traced = jax.make_jaxpr(score_mod)(logit, index, index, index, index)
+    results = traced.out_avals
+    if len(results) != 1 or results[0].shape or not jnp.issubdtype(results[0].dtype, jnp.floating):
+        raise ValueError(
+            "score_mod(logit, b, h, i, j) must return one floating-point scalar for scalar "
+            f"arguments, got {', '.join(str(r) for r in results) or 'nothing'}"
+        )
+
+    def with_constants(constants, *args):
+        closed = jex_core.ClosedJaxpr(traced.jaxpr, list(constants))
+        return jex_core.jaxpr_as_fun(closed)(*args)[0]
+
+    return with_constants, tuple(jnp.asarray(c) for c in traced.consts)

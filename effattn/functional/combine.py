@@ -1,0 +1,45 @@
+"""Attend, then combine: softmax attention over a union of disjoint key sets."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+def combine(
+    outputs: Sequence[jax.Array], lses: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    r"""Attention over a union of disjoint key sets, from the attention over each.
+
+        lse = log sum_p exp(lse_p),    out = sum_p exp(lse_p - lse) out_p
+
+    Args:
+      outputs: one `(*B, T, N, Hv)` for each part.
+      lses: their log-sum-exps `(*B, T, N)`; -inf where a part is empty for a row.
+
+    Returns:
+      The output, in the dtype of the first, and the log-sum-exp of the whole: what one call over all
+      the keys returns with `return_residual`. Where all parts are empty, zeros and -inf.
+    """
+    if len(outputs) != len(lses) or not outputs:
+        raise ValueError(
+            f"combine needs as many lses as outputs and at least one, got {len(outputs)} outputs and "
+            f"{len(lses)} lses"
+        )
+    for out, lse in zip(outputs, lses, strict=True):
+        if out.shape != outputs[0].shape or lse.shape != out.shape[:-1]:
+            raise ValueError(
+                "combine needs outputs of one shape (*B, T, N, Hv) and lses (*B, T, N), got "
+                f"{[o.shape for o in outputs]} and {[one.shape for one in lses]}"
+            )
+    largest = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    weights = [jnp.exp(lse - largest) for lse in lses]
+    total = functools.reduce(jnp.add, weights)
+    total_or_one = jnp.where(total == 0, 1, total)
+    mixed = functools.reduce(
+        jnp.add, (w[..., None] * out for w, out in zip(weights, outputs, strict=True))
+    )
+    out = (mixed / total_or_one[..., None]).astype(outputs[0].dtype)
+    return out, jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))

@@ -1,0 +1,42 @@
+"""Feature maps: what linear attention applies to queries and keys in place of the exponential."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+
+FeatureMap = Callable[[jax.Array], jax.Array]
+
+
+def identity(x: jax.Array) -> jax.Array:
+    """x."""
+    return x
+
+
+def relu(x: jax.Array) -> jax.Array:
+    """max(x, 0)."""
+    return jax.nn.relu(x)
+
+
+def elu(x: jax.Array) -> jax.Array:
+    """elu(x) + 1, of Katharopoulos et al. 2020: x + 1 above zero, exp(x) below."""
+    positive = x > 0
+    return jnp.where(positive, x + 1, jnp.exp(jnp.where(positive, 0, x)))
+
+
+FEATURE_MAPS: Mapping[str, FeatureMap] = MappingProxyType(
+    {"identity": identity, "relu": relu, "elu": elu}
+)
+
+
+def resolve(feature_map: str | FeatureMap) -> FeatureMap:
+    """The map of that name, or the callable itself; `ValueError` for anything else."""
+    if callable(feature_map):
+        return feature_map
+    if feature_map not in FEATURE_MAPS:
+        raise ValueError(
+            f"unknown feature_map {feature_map!r}; give a callable from (..., H) to (..., F), "
+            f"or one of {', '.join(FEATURE_MAPS)}"
+        )
+    return FEATURE_MAPS[feature_map]

@@ -1,0 +1,283 @@
+"""Linear attention: a kernel of feature maps in the place of the softmax."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from effattn import _checks, registry
+from effattn.functional import feature_maps
+from effattn.functional.feature_maps import FeatureMap
+from effattn.xla.linear_recurrence import (
+    CHUNK,
+    Documents,
+    Rule,
+    Tokens,
+    linear_recurrence,
+    linear_sum,
+)
+
+
+def linear_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float | jax.Array | None = None,
+    feature_map: str | FeatureMap = "elu",
+    normalize: bool | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    initial_state: jax.Array | None = None,
+    return_state: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    chunk_size: int | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Linear attention (Katharopoulos et al. 2020, "Transformers are RNNs").
+
+    With a feature map phi, over the keys s that query t may attend to,
+
+        out_t = sum_s sim_ts v_s / sum_s sim_ts,    sim_ts = scale * phi(q_t) . phi(k_s)
+
+    or the numerator alone if not normalised. Time is O((T + S) F Hv) and memory O(T + S); the causal
+    form runs in chunks, as a recurrence whose state is one F x Hv matrix a key head.
+
+    Args:
+      query: `(*B, T, N, H)`, with any number of batch dimensions.
+      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      value: `(*B, S, K, Hv)`.
+      scale: multiplies the similarity; default H**-0.5. It cancels when normalised.
+      feature_map: "elu" (elu + 1), "relu", "identity", or a callable from `(..., H)` to `(..., F)`
+        that treats vectors alike. It is applied to queries and keys.
+      normalize: divide by the sum of the similarities; default yes, except for the identity.
+      is_causal: query t attends to the keys up to t; needs T == S.
+      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
+      key_value_seq_lengths: `(*B)` int, valid keys of each row.
+      segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
+        equal ids, which are one contiguous run; 0 is padding.
+      initial_state: the state before the first token, as returned by an earlier call. With
+        `segment_ids` it belongs to the first document.
+      return_state: also return the state after the last valid token. With `segment_ids` it is that
+        of the last document.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      chunk_size: tokens of one masked product of the causal form; tuning only.
+      implementation: None or "xla", or a tuple of names tried in order.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
+      the sum of phi(k) v^T, `(*B, K, F, Hv)`, or if normalised `(*B, K, F, Hv + 1)` with the sum of
+      phi(k) in its last column. State and sums have the promoted dtype of query, key and value, at
+      least float32. A query without keys, or whose similarities sum to zero, gives zeros.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or options.
+      NotImplementedError: an implementation that linear attention does not have.
+      TypeError: in forward-mode differentiation of the causal or packed form.
+    """
+    batch = _checks.query_key_value(query, key, value)
+    queries, keys = query.shape[-3], key.shape[-3]
+    packed = _checks.segment_ids(segment_ids, batch, queries, keys)
+    query_lengths = _checks.lengths("query_seq_lengths", query_seq_lengths, batch)
+    key_lengths = _checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state)
+    phi = feature_maps.resolve(feature_map)
+    rule = Rule(
+        normalized=phi is not feature_maps.identity if normalize is None else normalize,
+        feature_map=phi,
+        precision=precision,
+        chunk=CHUNK if chunk_size is None else _checks.count("chunk_size", chunk_size),
+    )
+    query_ids, key_ids = (None, None) if packed is None else packed
+    given = _Arguments(
+        rule=rule,
+        scale=_scale(scale, query, rule),
+        is_causal=is_causal,
+        query_mask=_mask(query_lengths, query_ids, queries),
+        key_mask=_mask(key_lengths, key_ids, keys),
+        segment_ids=packed,
+        initial_state=initial_state,
+    )
+    with jax.named_scope("linear_attention"):
+        out, state = _checks.dispatch(
+            implementation,
+            "linear_attention",
+            {"xla": lambda: _attend(query, key, value, given)},
+        )
+    return (out, state) if return_state else out
+
+
+class _Arguments(NamedTuple):
+    """The arguments as checked; masks are bool `(*B, T)` and `(*B, S)`, None without padding."""
+
+    rule: Rule
+    scale: jax.Array | None
+    is_causal: bool
+    query_mask: jax.Array | None
+    key_mask: jax.Array | None
+    segment_ids: tuple[jax.Array, jax.Array] | None
+    initial_state: jax.Array | None
+
+
+def _attend(query, key, value, given: _Arguments):
+    """`(out, state)`; no state for packed bidirectional rows."""
+    rule, scale, key_mask = given.rule, given.scale, given.key_mask
+    query = _clear(query, given.query_mask)
+    key, value = _clear(key, key_mask), _clear(value, key_mask)
+    if rule.feature_map not in feature_maps.FEATURE_MAPS.values():
+        # The core's own map is a constant of the program; a caller's may close over arrays.
+        query, key = (_features(rule.feature_map, x) for x in (query, key))
+        rule = rule._replace(feature_map=feature_maps.identity)
+    state = _initial_state(given, key, value, _sum_dtype(query, key, value))
+    if given.is_causal:
+        ids = given.segment_ids
+        documents = None if ids is None else Documents.of(ids[1], key_mask)
+        tokens = Tokens(key_mask, documents)
+        out, state = linear_recurrence(rule, query, key, value, state, scale, tokens)
+    elif given.segment_ids is None:
+        out, state = linear_sum(rule, query, key, value, state, scale, key_mask)
+    else:
+        operands = (query, key, value, state, scale, key_mask)
+        out, state = _attend_within_documents(rule, *operands, given.segment_ids), None
+    return checkpoint_name(_clear(out, given.query_mask), "linear_attention"), state
+
+
+def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state):
+    """What may not go together."""
+    if is_causal and queries != keys:
+        raise ValueError(
+            f"is_causal=True needs as many queries as keys, got {queries} and {keys}; to continue a "
+            "sequence pass the new tokens alone, with the initial_state that return_state=True gave"
+        )
+    if is_causal and isinstance(segment_ids, tuple | list):
+        raise ValueError(
+            "segment_ids must be one array (*B, T) where is_causal=True, got a pair: query and key t "
+            "are the same token"
+        )
+    with_state = initial_state is not None or return_state
+    if with_state and segment_ids is not None and not is_causal:
+        raise ValueError(
+            "initial_state and return_state with segment_ids need is_causal=True: a packed "
+            "bidirectional row has a sum for each document; pass one document a row, padded by "
+            "key_value_seq_lengths"
+        )
+
+
+def _scale(scale, query, rule):
+    """The scale in the dtype of the sums; None where it cancels."""
+    scale = jnp.asarray(query.shape[-1] ** -0.5 if scale is None else scale)
+    if scale.ndim or not jnp.issubdtype(scale.dtype, jnp.number):
+        raise ValueError(f"scale must be a number, got {scale.dtype} of shape {scale.shape}")
+    return None if rule.normalized else scale.astype(_sum_dtype(query))
+
+
+def _sum_dtype(*arrays):
+    """The dtype of sums, normalisers and states."""
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+def _features(phi, x):
+    """The features by a caller's map."""
+    features = phi(x)
+    if features.shape[:-1] != x.shape[:-1] or not jnp.issubdtype(features.dtype, jnp.floating):
+        raise ValueError(
+            "feature_map must map (..., H) to floating point (..., F); "
+            f"it mapped {x.shape} to {features.dtype} of shape {features.shape}"
+        )
+    return features
+
+
+def _mask(lengths, segment_ids, length):
+    """Which tokens are not padding, bool `(*B, length)`; None if all are."""
+    mask = None if segment_ids is None else segment_ids != 0
+    if lengths is None:
+        return mask
+    within = jnp.arange(length) < lengths[..., None]
+    return within if mask is None else mask & within
+
+
+def _clear(x, mask):
+    """`x (*B, L, K, H)` with zeros in the padding."""
+    return x if mask is None else jnp.where(mask[..., None, None], x, 0)
+
+
+def _initial_state(given, key, value, dtype):
+    """The given state in the dtype of the sums, or zeros."""
+    *batch, _, heads, features = key.shape
+    shape = (*batch, heads, features, value.shape[-1] + given.rule.normalized)
+    if given.initial_state is None:
+        return jnp.zeros(shape, dtype)
+    return _checks.shaped("initial_state", given.initial_state, shape).astype(dtype)
+
+
+def _attend_within_documents(rule, query, key, value, state, scale, key_mask, segment_ids):
+    """Bidirectional attention inside packed documents.
+
+    The tokens are reordered, each document's keys first and then its queries, and read by one
+    causal recurrence. That is linear in T + S, whatever the documents are.
+    """
+    query_ids, key_ids = segment_ids
+    queries, keys = query.shape[-3], key.shape[-3]
+    ids = jnp.concatenate([key_ids, query_ids], -1)
+    order = jnp.argsort(ids, -1, stable=True)
+    place = jnp.argsort(order, -1)
+
+    def merge(x, before, after):
+        padding = [(0, 0)] * (x.ndim - 3) + [(before, after), (0, 0), (0, 0)]
+        return _permute(jnp.pad(x, padding), order, place)
+
+    key_mask = jnp.concatenate([key_mask, jnp.zeros(query_ids.shape, bool)], -1)
+    key_mask, ids = (jnp.take_along_axis(x, order, -1) for x in (key_mask, ids))
+    out, _ = linear_recurrence(
+        rule,
+        merge(query, keys, 0),
+        merge(key, 0, queries),
+        merge(value, 0, queries),
+        state,
+        scale,
+        Tokens(key_mask, Documents.of(ids)),
+    )
+    return _permute(out, place, order)[..., keys:, :, :]
+
+
+@jax.custom_vjp
+def _permute(x, order, place):
+    """The tokens of `x (*B, L, K, H)` in a new order, of which `place` is the inverse."""
+    return jnp.take_along_axis(x, order[..., None, None], -3)
+
+
+def _permute_bwd(inverse, cotangent):
+    place, order = inverse
+    return _permute(cotangent, place, order), None, None
+
+
+_permute.defvjp(lambda x, order, place: (_permute(x, order, place), (place, order)), _permute_bwd)
+
+
+registry.register(
+    registry.Mechanism(
+        name="linear",
+        family="linear",
+        paper="Katharopoulos et al. 2020, Transformers are RNNs",
+        function=linear_attention,
+        capabilities=frozenset(
+            {
+                "bidirectional",
+                "causal",
+                "cross",
+                "grouped",
+                "lengths",
+                "segments",
+                "state",
+                "decode",
+            }
+        ),
+        options={"feature_map": "elu", "normalize": None},
+        decoder="effattn.decode.recurrent:RecurrentDecoder",
+        complexity="O(N F Hv)",
+        time_exponent=1.0,
+    )
+)

@@ -1,0 +1,205 @@
+"""Sliding-window attention, dilated or not."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn import _checks, registry
+from effattn.functional import block
+from effattn.functional.block import ScoreMod
+
+
+def sliding_window_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    local_window_size: int | tuple[int, int],
+    dilation: int = 1,
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_offset: int | jax.Array = 0,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    logits_soft_cap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    tile: tuple[int, int] | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""Softmax attention over the neighbours of each token (Beltagy et al. 2020, "Longformer").
+
+    The query at position i attends to the keys at positions i + d s, for the steps s from -left to
+    right and dilation d. Tokens in different residue classes modulo d never meet, so a dilated window
+    is d plain windows over the classes, and costs what one plain window costs.
+
+    Time O(T (left + right + 1) (H + Hv)), memory O(T + S), forward and backward. A window at least as
+    wide as the sequence is `effattn.dot_product_attention`.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, S, K, H)`, N a multiple of K.
+      value: `(*B, S, K, Hv)`.
+      local_window_size: w or (left, right), steps on each side; the token itself is extra. A causal
+        window of 256 keys is (255, 0).
+      dilation: tokens in a step, 1 or more.
+      scale: default H**-0.5. May be an array, with a gradient.
+      is_causal: nothing at later positions, whatever the window's right side.
+      query_offset: query t stands at position t + offset; an int, or an int array `()` or `(*B)`.
+      query_seq_lengths, key_value_seq_lengths: int `(*B)`; what lies beyond is padding.
+      segment_ids: int `(*B, T)`, or a pair `(*B, T)`, `(*B, S)`; 0 is padding.
+      logits_soft_cap, score_mod, sink, dropout_rate, dropout_rng, precision: as in
+        `effattn.dot_product_attention`.
+      tile: queries and keys in a tile; tuning only.
+      implementation: None or "xla", or a tuple tried in order.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf for a row that attends to nothing.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    if not _checks.is_integer(dilation) or dilation < 1:
+        raise ValueError(f"dilation must be an int, 1 or more tokens, got {dilation!r}")
+    given = block.check(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        local_window_size=_checks.window(local_window_size),
+        logits_soft_cap=logits_soft_cap,
+        score_mod=score_mod,
+        sink=sink,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=tile,
+    )
+    attend = block.attend if dilation == 1 else functools.partial(_attend_dilated, int(dilation))
+    with jax.named_scope("sliding_window_attention"):
+        out, lse = _checks.dispatch(
+            implementation,
+            "sliding_window_attention",
+            {"xla": lambda: attend(query, key, value, given)},
+        )
+    return (out, lse) if return_residual else out
+
+
+def _attend_dilated(dilation: int, query, key, value, given: block.Arguments):
+    """Attends within each residue class of positions, the classes being one more batch axis."""
+    batch, (queries, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
+    # The first query's class: queries are moved up to it, so that class and index match the keys'.
+    shift = given.query_offset % dilation
+    fold_keys = functools.partial(_fold, dilation, axis=len(batch))
+
+    def fold_queries(array):
+        return fold_keys(_shift(array, shift, dilation - 1, axis=len(batch)))
+
+    def unfold_queries(array):
+        array = jnp.moveaxis(array, len(batch), len(batch) + 1)
+        array = array.reshape(*batch, -1, *array.shape[len(batch) + 2 :])
+        return _unshift(array, shift, queries, axis=len(batch))
+
+    key_lengths = keys if given.key_lengths is None else jnp.minimum(given.key_lengths, keys)
+    query_lengths = given.query_lengths
+    folded = dataclasses.replace(
+        given,
+        query_offset=_per_class(given.query_offset // dilation, batch, dilation),
+        query_lengths=None
+        if query_lengths is None
+        else _class_lengths(query_lengths + shift, batch, dilation),
+        key_lengths=_class_lengths(key_lengths, batch, dilation),
+        segments=given.segments
+        and (fold_queries(given.segments[0]), fold_keys(given.segments[1])),
+        origin=_origin_of_classes(dilation),
+    )
+    out, lse = block.attend(fold_queries(query), fold_keys(key), fold_keys(value), folded)
+    return unfold_queries(out), unfold_queries(lse)
+
+
+@functools.cache
+def _origin_of_classes(dilation: int):
+    def origin(b, i, j):
+        b, residue = b // dilation, b % dilation
+        return b, i * dilation + residue, j * dilation + residue
+
+    return origin
+
+
+def _fold(dilation: int, array, axis: int):
+    """`(*B, L, ...)` to `(*B, d, ceil(L / d), ...)`, with zeros after the end."""
+    padding = [(0, 0)] * array.ndim
+    padding[axis] = (0, -array.shape[axis] % dilation)
+    array = jnp.pad(array, padding)
+    array = array.reshape(*array.shape[:axis], -1, dilation, *array.shape[axis + 1 :])
+    return jnp.moveaxis(array, axis + 1, axis)
+
+
+def _shift(array, shift, most: int, axis: int):
+    """Puts `shift` zeros, an int or one for each example, before the tokens, and the rest after."""
+    padding = [(0, 0)] * array.ndim
+    if _checks.is_integer(shift):
+        padding[axis] = (int(shift), 0)
+        return jnp.pad(array, padding)
+    padding[axis] = (most, most)
+    size = array.shape[axis] + most
+    return _slice_each(jnp.pad(array, padding), most - shift, size, axis)
+
+
+def _unshift(array, shift, size: int, axis: int):
+    return _slice_each(array, shift, size, axis)
+
+
+def _slice_each(array, start, size: int, axis: int):
+    """`size` tokens from `start`, a number or one for each example `(*B)`."""
+    if jnp.ndim(start) == 0:
+        return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
+    cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
+    for _ in range(axis):
+        cut = jax.vmap(cut)
+    return cut(array, start)
+
+
+def _per_class(value, batch, dilation: int):
+    """`(*B)` to `(*B, d)`; numbers stay."""
+    if jnp.ndim(value) == 0:
+        return value
+    return jnp.broadcast_to(value[..., None], (*batch, dilation))
+
+
+def _class_lengths(lengths, batch, dilation: int):
+    """How many positions below each length are in each class: `(*B, d)`."""
+    lengths = jnp.broadcast_to(jnp.asarray(lengths), batch)[..., None]
+    return (lengths - jnp.arange(dilation) + dilation - 1) // dilation
+
+
+registry.register(
+    registry.Mechanism(
+        name="sliding_window",
+        family="sparse",
+        paper="Beltagy et al. 2020, Longformer",
+        function=sliding_window_attention,
+        capabilities=frozenset(registry.CAPABILITIES) - {"bias", "mask", "state"},
+        options={"local_window_size": (127, 0), "dilation": 1},
+        decoder="effattn.decode.ring:RingDecoder",
+        complexity="O(N w)",
+        time_exponent=1.0,
+    )
+)

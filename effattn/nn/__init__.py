@@ -1,0 +1,24 @@
+"""Flax NNX modules around the attention functions."""
+
+from effattn.decode.generate import generate
+from effattn.nn.adapters import as_attention_fn
+from effattn.nn.alibi import Alibi, alibi_slopes
+from effattn.nn.attention import CrossAttention, SelfAttention
+from effattn.nn.feed_forward import SwiGLU
+from effattn.nn.rotary import RotaryEmbedding
+from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
+
+__all__ = [
+    "Alibi",
+    "Block",
+    "CrossAttention",
+    "RotaryEmbedding",
+    "SelfAttention",
+    "SwiGLU",
+    "TransformerConfig",
+    "TransformerLM",
+    "TransformerState",
+    "alibi_slopes",
+    "as_attention_fn",
+    "generate",
+]

@@ -1,0 +1,154 @@
+"""Mechanisms inside Flax's own attention layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
+
+from effattn.nn.binding import Binding, bind
+from effattn.nn.randomness import check_dropout_rate
+
+
+def as_attention_fn(
+    mechanism: str | Callable[..., jax.Array] = "softmax", *, is_causal: bool = False, **options: Any
+) -> Callable[..., jax.Array]:
+    """An `attention_fn` for `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadAttention`.
+
+        nnx.MultiHeadAttention(8, 512, attention_fn=as_attention_fn("linear"), decode=False, ...)
+
+    It has the parameters of `flax.nnx.dot_product_attention`, and honours each or raises:
+
+    - `mask` `(*B, 1, 1, S)` is read as padding of the keys, whatever its pattern. Other masks go to
+      mechanisms that take them. A row with nothing to attend to gives zeros.
+    - One query and several keys under such a mask is how the layers decode (`decode=True`): the
+      query then sits at the last valid key, so that windows and `score_mod` see its position.
+    - `is_causal` is also an option here, as Linen's layer does not pass it. Prefer it to a mask.
+    - Dropout draws every weight on its own, which takes `broadcast_dropout=False` in the layer.
+    - `module` (`sow_weights=True`) raises: no mechanism here forms the matrix of weights.
+
+    The softmax is always at least float32 (Linen's `force_fp32_for_softmax`).
+
+    Args:
+      mechanism: a registered name, a registered function or a `functools.partial` of one, or any
+        function of query, key and value.
+      is_causal: attend to the past and the present only.
+      **options: the mechanism's own arguments, such as `local_window_size`.
+
+    Raises:
+      ValueError: an unknown name or option, now; an argument that the mechanism cannot honour,
+        when called.
+    """
+    function, binding, options = bind(mechanism, options)
+    if is_causal:
+        binding.require("causal", "is_causal=True")
+    always_causal = is_causal
+
+    def attention_fn(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: nnx.Module | None = None,
+        promote_dtype: Callable[..., Any] = flax_promote_dtype,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        if module is not None:
+            raise ValueError(
+                f"attention {binding.name!r} never forms the matrix of attention weights, so there "
+                "is none to sow; leave out module (sow_weights=True)"
+            )
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        keywords = {
+            **options,
+            **_dropout_keywords(
+                binding, dropout_rate, dropout_rng, deterministic, broadcast_dropout
+            ),
+        }
+        if precision is not None:
+            if not binding.takes("precision"):
+                raise ValueError(f"attention {binding.name!r} takes no precision, got {precision}")
+            keywords["precision"] = precision
+        if bias is not None:
+            binding.require("bias", "bias")
+            keywords["bias"] = bias
+        is_causal = is_causal or always_causal
+        decoding = False
+        if mask is not None:
+            mask = _as_boolean(mask, query.ndim)
+            if mask.shape[-3:] == (1, 1, key.shape[-3]):
+                decoding = query.shape[-3] == 1 and key.shape[-3] > 1
+                keywords.update(_padding_keywords(binding, mask, query, key, decoding))
+            elif binding.has("mask"):
+                keywords["mask"] = mask
+            else:
+                binding.require(
+                    "mask",
+                    f"a mask of shape {mask.shape} (not padding, (*B, 1, 1, S); a causal mask is "
+                    "better asked for by is_causal=True)",
+                )
+        # A decoding step may look at every valid key.
+        if is_causal and not decoding:
+            binding.require("causal", "is_causal=True")
+            if binding.takes("is_causal"):
+                keywords["is_causal"] = True
+        return function(query, key, value, **keywords)
+
+    return attention_fn
+
+
+def _dropout_keywords(
+    binding: Binding,
+    rate: float,
+    rng: jax.Array | None,
+    deterministic: bool,
+    broadcast: bool,
+) -> dict[str, Any]:
+    check_dropout_rate(rate)
+    if deterministic or rate == 0.0:
+        return {}
+    binding.require("dropout", f"dropout_rate={rate}")
+    if rng is None:
+        raise ValueError(
+            f"dropout_rate={rate} needs dropout_rng, a jax.random key, or deterministic=True"
+        )
+    if broadcast:
+        raise ValueError(
+            "dropout is drawn for every example and head on its own and cannot be shared among "
+            "them; pass broadcast_dropout=False"
+        )
+    return {"dropout_rate": rate, "dropout_rng": rng}
+
+
+def _as_boolean(mask: jax.Array, ndim: int) -> jax.Array:
+    """Flax's masks may be of floats and may lack batch axes."""
+    mask = jnp.asarray(mask).astype(bool)
+    return mask.reshape((1,) * (ndim - mask.ndim) + mask.shape)
+
+
+def _padding_keywords(
+    binding: Binding, mask: jax.Array, query: jax.Array, key: jax.Array, decoding: bool
+) -> dict[str, Any]:
+    """Keywords for a mask `(*#B, 1, 1, S)` over the keys."""
+    keywords: dict[str, Any] = {}
+    batch = key.shape[:-3]
+    valid = jnp.broadcast_to(mask[..., 0, 0, :], (*batch, key.shape[-3]))
+    if binding.has("mask"):
+        keywords["mask"] = mask
+    else:
+        binding.require("segments", "a padding mask")
+        query_ids = jnp.ones((*batch, query.shape[-3]), jnp.int32)
+        keywords["segment_ids"] = (query_ids, valid.astype(jnp.int32))
+    if decoding and binding.has("offset"):
+        last = key.shape[-3] - 1 - jnp.argmax(valid[..., ::-1], axis=-1)
+        keywords["query_offset"] = last.astype(jnp.int32)
+    return keywords

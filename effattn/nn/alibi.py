@@ -1,0 +1,42 @@
+"""Attention with linear biases (ALiBi), as a `score_mod`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """The slope of each head, `(N,)` float32.
+
+    For a power of two N they are 2**(-8/N), 2**(-16/N), ..., 2**-8. Other numbers take all the
+    slopes of the next lower power of two, then every second slope of the one above.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+    lower = 1 << (num_heads.bit_length() - 1)
+    upper = 2 * lower
+    slopes = 2.0 ** (-8 / lower * np.arange(1, lower + 1))
+    between = 2.0 ** (-8 / upper * np.arange(1, upper, 2))
+    return np.concatenate([slopes, between[: num_heads - lower]]).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alibi:
+    """Lowers each logit by its head's slope times the distance |i - j|.
+
+    Press et al. 2022, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
+    Extrapolation". Pass it as `score_mod`; two of the same number of heads are equal, so that a
+    traced function is reused.
+
+    Attributes:
+      num_heads: N, the query heads.
+    """
+
+    num_heads: int
+
+    def __call__(self, logit, b, h, i, j) -> jax.Array:
+        """The logit of query position i and key position j in head h."""
+        slope = jnp.asarray(alibi_slopes(self.num_heads), logit.dtype)[h]
+        return logit - slope * jnp.abs(i - j).astype(logit.dtype)

@@ -1,0 +1,449 @@
+"""Self-attention and cross-attention around any attention function."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from effattn import registry
+from effattn.nn.binding import Binding, bind
+from effattn.nn.randomness import check_dropout_rate, dropout_key
+from effattn.nn.rotary import RotaryEmbedding
+from effattn.segments import positions_from_segment_ids
+
+default_kernel_init = nnx.initializers.lecun_normal()
+
+
+class _Attention(nnx.Module):
+    """Projections to and from heads, and the attention function between them."""
+
+    def __init__(
+        self,
+        in_features: int,
+        context_features: int,
+        num_heads: int,
+        attention: str | Callable[..., Any],
+        *,
+        num_kv_heads: int | None,
+        head_dim: int | None,
+        qk_norm: bool,
+        dropout_rate: float,
+        use_bias: bool,
+        dtype: Any,
+        param_dtype: Any,
+        kernel_init: Callable[..., Any],
+        out_kernel_init: Callable[..., Any] | None,
+        rngs: nnx.Rngs,
+        options: dict[str, Any],
+    ):
+        if head_dim is None:
+            if in_features % num_heads:
+                raise ValueError(
+                    f"in_features ({in_features}) must be a multiple of num_heads ({num_heads}) "
+                    "when head_dim is not given"
+                )
+            head_dim = in_features // num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads "
+                f"({num_kv_heads})"
+            )
+        function, binding, options = bind(attention, options)
+        if num_kv_heads != num_heads:
+            binding.require("grouped", f"num_kv_heads={num_kv_heads}")
+        check_dropout_rate(dropout_rate)
+        if dropout_rate:
+            binding.require("dropout", f"dropout_rate={dropout_rate}")
+
+        self.in_features = in_features
+        self.context_features = context_features
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dropout_rate = dropout_rate
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.attention = function
+        self.binding = binding
+        learned = (jax.Array, np.ndarray, nnx.Variable)
+        self.options = tuple(
+            (name, option) for name, option in options.items() if not isinstance(option, learned)
+        )
+        self.array_options = nnx.Dict(
+            {
+                name: option if isinstance(option, nnx.Variable) else nnx.Variable(option)
+                for name, option in options.items()
+                if isinstance(option, learned)
+            }
+        )
+        linear = functools.partial(
+            nnx.LinearGeneral,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        project = functools.partial(linear, kernel_init=kernel_init)
+        self.query = project(in_features, (num_heads, head_dim))
+        self.key = project(context_features, (num_kv_heads, head_dim))
+        self.value = project(context_features, (num_kv_heads, head_dim))
+        self.out = linear(
+            (num_heads, head_dim),
+            in_features,
+            axis=(-2, -1),
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
+        )
+        norm = functools.partial(
+            nnx.RMSNorm, head_dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.query_norm = norm() if qk_norm else None
+        self.key_norm = norm() if qk_norm else None
+
+    def _heads(self, x: jax.Array, context: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        query, key, value = self.query(x), self.key(context), self.value(context)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query, key, value
+
+    def _options(self) -> dict[str, Any]:
+        arrays = {name: variable[...] for name, variable in self.array_options.items()}
+        return {**dict(self.options), **arrays}
+
+    def _dropout(self, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> dict[str, Any]:
+        key = dropout_key(rngs) if self.dropout_rate else None
+        return {} if key is None else {"dropout_rate": self.dropout_rate, "dropout_rng": key}
+
+
+class SelfAttention(_Attention):
+    """A mixer, tokens to tokens, of any attention function.
+
+        q, k, v = x Wq, x Wk, x Wv;   y = attention(rotary(norm(q)), rotary(norm(k)), v) Wo
+
+    Args:
+      in_features: D.
+      num_heads: N query heads.
+      attention: a registered name (`effattn.registry.names()`), or a function of query
+        `(B, T, N, H)`, key and value `(B, T, K, H)`, such as those of `effattn` or a
+        `functools.partial` of one. What else it can take is read from the registry, or from its
+        signature if it is not registered.
+      num_kv_heads: K, a divisor of N; default N.
+      head_dim: H; default D / N.
+      rotary: rotates queries and keys by position; None does not.
+      qk_norm: RMS-normalises the features of each query and key head, with a learned scale.
+      is_causal: attend to the past and the present only. False leaves a function that is not
+        registered as it is.
+      dropout_rate: of the attention weights, where the function has dropout; active in calls
+        that get `rngs`.
+      use_bias: biases in the four projections.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      rngs: for the initial parameters.
+      **options: further arguments of the attention function, `local_window_size=(255, 0)` say. An
+        `nnx.Param` is learned: `sink=nnx.Param(jnp.zeros(num_heads))`.
+
+    Raises:
+      ValueError: sizes that do not fit, an unknown name or option, or something asked of a
+        mechanism that cannot do it; the message names the mechanisms that can.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        attention: str | Callable[..., Any] = "softmax",
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary: RotaryEmbedding | None = None,
+        qk_norm: bool = False,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = default_kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        super().__init__(
+            in_features,
+            in_features,
+            num_heads,
+            attention,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            dropout_rate=dropout_rate,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            rngs=rngs,
+            options=options,
+        )
+        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
+            raise ValueError(f"rotary must be a RotaryEmbedding or None, got {rotary!r}")
+        if rotary is not None and self.head_dim % 2:
+            raise ValueError(f"rotary embedding needs an even head size, got {self.head_dim}")
+        if is_causal:
+            self.binding.require("causal", "is_causal=True")
+        else:
+            self.binding.require("bidirectional", "is_causal=False")
+        self.rotary = rotary
+        self.is_causal = is_causal
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """Mixes whole sequences.
+
+        Args:
+          x: `(B, T, D)`.
+          lengths: `(B,)` int, valid tokens of each right-padded row.
+          segment_ids: `(B, T)` int; tokens attend within equal ids, 0 is padding, and positions
+            count from the start of each run.
+          rngs: for the dropout of attention weights: `nnx.Rngs`, or a key; None has no dropout.
+
+        Returns:
+          `(B, T, D)`. Nothing in the padding reaches the other tokens.
+        """
+        _check_tokens("x", x, self.in_features)
+        batch, time = x.shape[:2]
+        padding, valid = _padding(self.binding, batch, time, lengths, segment_ids)
+        x = _zero_padding(x, valid)
+        query, key, value = self._heads(x, x)
+        if self.rotary is not None:
+            positions = (
+                jnp.arange(time) if segment_ids is None else positions_from_segment_ids(segment_ids)
+            )
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        if self.is_causal and self.binding.takes("is_causal"):
+            padding["is_causal"] = True
+        out = self.attention(
+            query, key, value, **self._options(), **padding, **self._dropout(rngs)
+        )
+        return self.out(out)
+
+    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
+        """The empty decode state of `batch` rows of up to `max_length` tokens.
+
+        Args:
+          batch: B.
+          max_length: tokens that a row may come to hold; mechanisms whose state does not grow
+            are not bound by it.
+          dtype: of cached keys and values; default the module's.
+        """
+        if dtype is None:
+            dtype = self.param_dtype if self.dtype is None else self.dtype
+        return self._decoder().init(
+            batch, max_length, self.num_kv_heads, self.head_dim, self.head_dim, dtype
+        )
+
+    def extend(
+        self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Mixes T >= 1 more tokens, given all before them.
+
+        Args:
+          x: `(B, T, D)`.
+          state: from `init_state` or an earlier call.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+
+        Returns:
+          `(y (B, T, D), state)`.
+        """
+        decoder = self._decoder()
+        _check_tokens("x", x, self.in_features)
+        batch, time = x.shape[:2]
+        if lengths is not None:
+            x = _zero_padding(x, jnp.arange(time) < jnp.asarray(lengths)[:, None])
+        query, key, value = self._heads(x, x)
+        if self.rotary is not None:
+            positions = state.length[:, None] + jnp.arange(time)
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        out, state = decoder.extend(query, key, value, state, lengths)
+        return self.out(out), state
+
+    def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """`extend` by one token, x `(B, 1, D)`."""
+        if x.shape[1] != 1:
+            raise ValueError(f"step takes one token, x (B, 1, D), got x of shape {x.shape}")
+        return self.extend(x, state)
+
+    def _decoder(self) -> Any:
+        if not self.is_causal:
+            raise ValueError(
+                "a bidirectional SelfAttention cannot decode; make it with is_causal=True"
+            )
+        mechanism = self.binding.mechanism
+        if mechanism is None or mechanism.decoder is None:
+            raise NotImplementedError(
+                f"how attention {self.binding.name!r} decodes is not known; give a registered "
+                f"mechanism that decodes ({', '.join(registry.names('decode'))}), its function, "
+                "or a functools.partial of it"
+            )
+        return registry.load(mechanism.decoder)(mechanism.function, self._options())
+
+
+class CrossAttention(_Attention):
+    """Attends from tokens to a context, with any attention function.
+
+        q = x Wq;   k, v = c Wk, c Wv;   y = attention(norm(q), norm(k), v) Wo
+
+    It is never causal and carries no state: in a decoder, call it on the new tokens.
+
+    Args:
+      in_features: D.
+      num_heads: N query heads.
+      attention: as in `SelfAttention`.
+      context_features: C, the size of the context's tokens; default D.
+
+    The other arguments are those of `SelfAttention`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        attention: str | Callable[..., Any] = "softmax",
+        *,
+        context_features: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        dropout_rate: float = 0.0,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = default_kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        super().__init__(
+            in_features,
+            in_features if context_features is None else context_features,
+            num_heads,
+            attention,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            dropout_rate=dropout_rate,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            rngs=rngs,
+            options=options,
+        )
+        self.binding.require("cross", "a context")
+        self.binding.require("bidirectional", "a context")
+
+    def __call__(
+        self,
+        x: jax.Array,
+        context: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        context_lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        context_segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends from x to the context.
+
+        Args:
+          x: `(B, T, D)`.
+          context: `(B, S, C)`.
+          lengths: `(B,)` int, valid tokens of x.
+          context_lengths: `(B,)` int, valid tokens of the context.
+          segment_ids: `(B, T)` int, attending to equal ids of the context; 0 is padding.
+          context_segment_ids: `(B, S)` int; given together with `segment_ids`.
+          rngs: for the dropout of attention weights: `nnx.Rngs`, or a key; None has no dropout.
+
+        Returns:
+          `(B, T, D)`.
+        """
+        _check_tokens("x", x, self.in_features)
+        _check_tokens("context", context, self.context_features)
+        if (segment_ids is None) != (context_segment_ids is None):
+            raise ValueError("segment_ids and context_segment_ids must be given together")
+        batch = x.shape[0]
+        padding, valid = _padding(self.binding, batch, x.shape[1], lengths, segment_ids)
+        context_padding, context_valid = _padding(
+            self.binding, batch, context.shape[1], context_lengths, context_segment_ids, "context_"
+        )
+        keywords = {
+            "query_seq_lengths": padding.get("query_seq_lengths"),
+            "key_value_seq_lengths": context_padding.get("key_value_seq_lengths"),
+        }
+        keywords = {name: array for name, array in keywords.items() if array is not None}
+        if segment_ids is not None:
+            keywords["segment_ids"] = (segment_ids, context_segment_ids)
+        query, key, value = self._heads(
+            _zero_padding(x, valid), _zero_padding(context, context_valid)
+        )
+        out = self.attention(
+            query, key, value, **self._options(), **keywords, **self._dropout(rngs)
+        )
+        return self.out(out)
+
+
+def _check_tokens(name: str, x: jax.Array, features: int) -> None:
+    if x.ndim != 3 or x.shape[-1] != features:
+        raise ValueError(
+            f"{name} must have shape (batch, length, {features}), got {x.shape}"
+        )
+
+
+def _padding(
+    binding: Binding,
+    batch: int,
+    time: int,
+    lengths: jax.Array | None,
+    segment_ids: jax.Array | None,
+    prefix: str = "",
+) -> tuple[dict[str, Any], jax.Array | None]:
+    """Keywords of the attention function, and which tokens are valid `(B, T)`, None for all."""
+    keywords: dict[str, Any] = {}
+    valid = None
+    if lengths is not None:
+        binding.require("lengths", f"{prefix}lengths")
+        lengths = jnp.asarray(lengths)
+        if lengths.shape != (batch,):
+            raise ValueError(
+                f"{prefix}lengths must have shape ({batch},), got {lengths.shape}"
+            )
+        keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+        valid = jnp.arange(time) < lengths[:, None]
+    if segment_ids is not None:
+        binding.require("segments", f"{prefix}segment_ids")
+        segment_ids = jnp.asarray(segment_ids)
+        if segment_ids.shape != (batch, time):
+            raise ValueError(
+                f"{prefix}segment_ids must have shape ({batch}, {time}), got {segment_ids.shape}"
+            )
+        keywords["segment_ids"] = segment_ids
+        nonzero = segment_ids != 0
+        valid = nonzero if valid is None else valid & nonzero
+    return keywords, valid
+
+
+def _zero_padding(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Zeros in the padding, so that a NaN there reaches no gradient of a projection."""
+    return x if valid is None else jnp.where(valid[..., None], x, 0)

@@ -1,0 +1,151 @@
+"""From what a user names (a mechanism, a function, a partial of one) to something to call."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from effattn import registry
+
+# What a function must be able to take to have a capability; it tells what an unregistered one can.
+_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "causal": ("is_causal",),
+    "offset": ("query_offset",),
+    "lengths": ("query_seq_lengths", "key_value_seq_lengths"),
+    "segments": ("segment_ids",),
+    "bias": ("bias",),
+    "mask": ("mask",),
+    "score_mod": ("score_mod",),
+    "dropout": ("dropout_rate", "dropout_rng"),
+}
+
+# Given by the modules at each call, so not among a module's options.
+_RESERVED = frozenset(
+    {
+        "query",
+        "key",
+        "value",
+        "is_causal",
+        "query_offset",
+        "query_seq_lengths",
+        "key_value_seq_lengths",
+        "segment_ids",
+        "dropout_rate",
+        "dropout_rng",
+        "initial_state",
+        "return_state",
+        "return_residual",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """What is known of an attention function. Hashable, as a static attribute of a module is.
+
+    Attributes:
+      name: for messages; the registry's, if it is registered.
+      registered: whether it is.
+      parameters: the names it takes; None if it takes any keyword.
+    """
+
+    name: str
+    registered: bool
+    parameters: frozenset[str] | None
+
+    @property
+    def mechanism(self) -> registry.Mechanism | None:
+        """The registry's entry, or None for a function that is not registered."""
+        return registry.get(self.name) if self.registered else None
+
+    def takes(self, *names: str) -> bool:
+        """Whether the function has all these parameters."""
+        return self.parameters is None or self.parameters.issuperset(names)
+
+    def has(self, capability: str) -> bool:
+        """Whether the mechanism claims it or, if not registered, the signature allows it."""
+        if self.registered:
+            return capability in registry.get(self.name).capabilities
+        return self.takes(*_PARAMETERS.get(capability, ()))
+
+    def require(self, capability: str, what: str) -> None:
+        """`ValueError` with advice if `what` was asked of a mechanism that cannot do it."""
+        if not self.has(capability):
+            names = ", ".join(registry.names(capability)) or "none"
+            lacks = f"lacks {capability!r} ({registry.CAPABILITIES[capability]})"
+            if not self.registered:
+                takes = " and ".join(f"`{name}`" for name in _PARAMETERS[capability])
+                lacks = f"takes no {takes}"
+            raise ValueError(
+                f"{what} was given, but attention {self.name!r} {lacks}; "
+                f"registered mechanisms that have it: {names}"
+            )
+
+
+def bind(
+    attention: str | Callable[..., Any], options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Binding, dict[str, Any]]:
+    """Resolves `attention` and checks its options.
+
+    Args:
+      attention: a registered name, a registered function, a `functools.partial` of one (its
+        keywords become options), or any other function or module of query, key and value.
+      options: arguments for the function; those given here win over those of a partial, and both
+        over the registry's defaults.
+
+    Returns:
+      The function to call, what is known of it, and all options.
+
+    Raises:
+      ValueError: an unknown name, or an option that the function does not take.
+    """
+    options = dict(options)
+    while isinstance(attention, functools.partial) and not attention.args:
+        options = {**attention.keywords, **options}
+        attention = attention.func
+    mechanism = _entry(attention)
+    if mechanism is not None:
+        function, name = mechanism.function, mechanism.name
+        options = {**mechanism.options, **options}
+    elif callable(attention):
+        function = attention
+        name = getattr(attention, "__name__", type(attention).__name__)
+    else:
+        raise ValueError(
+            "attention must be a registered name or a function of query, key and value, "
+            f"got {attention!r}; registered are {', '.join(registry.names())}"
+        )
+    binding = Binding(name, mechanism is not None, _parameters(function))
+    reserved = sorted(_RESERVED & options.keys())
+    if reserved:
+        raise ValueError(
+            f"{', '.join(reserved)} cannot be an option of attention {name!r}: "
+            "the module sets it, from its own arguments or at each call"
+        )
+    unknown = sorted(option for option in options if not binding.takes(option))
+    if unknown:
+        known = sorted((binding.parameters or frozenset()) - _RESERVED)
+        raise ValueError(
+            f"attention {name!r} has no option {', '.join(unknown)}; its options are "
+            f"{', '.join(known)}"
+        )
+    # Modules keep options as static, hashable attributes, and configurations come as lists.
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    return function, binding, options
+
+
+def _entry(attention: Any) -> registry.Mechanism | None:
+    if isinstance(attention, str):
+        return registry.get(attention)
+    for name in registry.names():
+        if registry.get(name).function is attention:
+            return registry.get(name)
+    return None
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return frozenset(parameters)

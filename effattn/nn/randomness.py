@@ -1,0 +1,27 @@
+"""Random keys for modules, which keep no random state of their own."""
+
+import jax
+from flax import nnx
+
+
+def dropout_key(rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> jax.Array | None:
+    """One key from what a caller passes as `rngs`: `nnx.Rngs`, a stream, a key, or nothing."""
+    if isinstance(rngs, nnx.Rngs):
+        return rngs.dropout()
+    if isinstance(rngs, nnx.RngStream):
+        return rngs()
+    return rngs
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zeroes each element with probability `rate` and scales the rest; nothing without a key."""
+    if key is None or rate == 0.0:
+        return x
+    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jax.numpy.where(kept, x / (1.0 - rate), 0)
+
+
+def check_dropout_rate(rate: float) -> None:
+    """`ValueError` unless the rate is in [0, 1)."""
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")

@@ -1,0 +1,53 @@
+"""Rotary position embedding."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryEmbedding:
+    """Turns pairs of features by angles that grow with the position.
+
+    Features m and m + H/2 form a pair, turned by `position / scaling * theta**(-2m / H)`, so that
+    the product of a query and a key depends on the distance between them only. Su et al. 2021,
+    "RoFormer: Enhanced Transformer with Rotary Position Embedding"; the linear scaling is that of
+    Chen et al. 2023, "Extending Context Window of Large Language Models via Positional
+    Interpolation".
+
+    Attributes:
+      theta: base of the wavelengths; larger turns slower.
+      scaling: divides positions; 4.0 fits four times the trained length into the trained angles.
+    """
+
+    theta: float = 10000.0
+    scaling: float = 1.0
+
+    def __post_init__(self):
+        for name in ("theta", "scaling"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"rotary {name} must be positive, got {getattr(self, name)}")
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Rotates queries or keys.
+
+        Args:
+          x: `(*B, T, N, H)`, H even.
+          positions: `(T,)` or `(*B, T)`, int.
+
+        Returns:
+          The shape and dtype of `x`; angles are computed in float32, or x's dtype if wider.
+        """
+        head_dim = x.shape[-1]
+        if head_dim % 2:
+            raise ValueError(f"rotary embedding needs an even head size, got {head_dim}")
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        frequency = self.theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
+        angle = (positions.astype(dtype) / self.scaling)[..., None, None] * frequency
+        cos, sin = jnp.cos(angle), jnp.sin(angle)  # (*B, T, 1, H / 2)
+        first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+        rotated = jnp.concatenate(
+            [first * cos - second * sin, second * cos + first * sin], axis=-1
+        )
+        return rotated.astype(x.dtype)

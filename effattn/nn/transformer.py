@@ -1,0 +1,408 @@
+"""A decoder-only Transformer language model over any mixers."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import registry
+from effattn.decode.state import check_capacity, check_state, new_lengths
+from effattn.nn.alibi import Alibi
+from effattn.nn.feed_forward import SwiGLU
+from effattn.nn.randomness import check_dropout_rate, dropout, dropout_key
+from effattn.nn.rotary import RotaryEmbedding
+from effattn.segments import positions_from_segment_ids
+
+Mixer = str | Mapping[str, Any]
+
+_POSITIONS = ("rotary", "learned", "alibi", "none")
+
+_embedding_init = nnx.initializers.normal(0.02)
+
+_REMAT_POLICIES = (
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The sizes and options of a `TransformerLM`.
+
+    Attributes:
+      vocab_size: V.
+      num_layers: L.
+      features: D.
+      num_heads: N query heads.
+      num_kv_heads: K, a divisor of N; default N.
+      head_dim: H; default D / N.
+      hidden_features: of the feed-forward layer; default 8/3 D, rounded up to a multiple of 8.
+      mixer: a registered name, a mapping of a name and options
+        (`{"name": "sliding_window", "local_window_size": (63, 0)}`), or L of those in a sequence.
+      positions: "rotary", "learned" (one vector a position, added to the tokens), "alibi", or
+        "none".
+      rotary_theta: see `RotaryEmbedding`.
+      rotary_scaling: see `RotaryEmbedding`.
+      max_length: number of learned positions; only they need it.
+      tie_embeddings: the logits use the embedding of the tokens.
+      parallel: mixer and feed-forward layer both read the same normalised input, and their sum is
+        added, as in GPT-J; else one after the other.
+      dropout_rate: of what each sublayer adds, and of the embeddings.
+      dtype: of the computation, such as "bfloat16"; default `param_dtype`.
+      param_dtype: of the parameters and so of their gradients.
+      remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat_policy: what remat keeps: a function from `jax.checkpoint_policies`, or the name of one
+        that takes no arguments.
+      qk_norm: RMS-normalise queries and keys.
+    """
+
+    vocab_size: int
+    num_layers: int
+    features: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden_features: int | None = None
+    # A mapping has no hash; equal configurations still have equal hashes without it.
+    mixer: Mixer | tuple[Mixer, ...] | list[Mixer] = dataclasses.field(
+        default="softmax", hash=False
+    )
+    positions: str = "rotary"
+    rotary_theta: float = 10000.0
+    rotary_scaling: float = 1.0
+    max_length: int | None = None
+    tie_embeddings: bool = True
+    parallel: bool = False
+    dropout_rate: float = 0.0
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    remat: bool = False
+    remat_policy: str | Callable[..., Any] | None = None
+    qk_norm: bool = False
+
+    def __post_init__(self):
+        for name in ("vocab_size", "num_layers", "features", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_kv_heads", "head_dim", "hidden_features", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {value}")
+        if self.positions not in _POSITIONS:
+            raise ValueError(
+                f"positions must be one of {', '.join(_POSITIONS)}, got {self.positions!r}"
+            )
+        if self.positions == "learned" and self.max_length is None:
+            raise ValueError("learned positions need max_length, how many of them there are")
+        check_dropout_rate(self.dropout_rate)
+        if self.remat_policy is not None:
+            if not self.remat:
+                raise ValueError("remat_policy says what remat keeps and needs remat=True")
+            if isinstance(self.remat_policy, str) and self.remat_policy not in _REMAT_POLICIES:
+                raise ValueError(
+                    f"remat_policy must be one of {', '.join(_REMAT_POLICIES)} or a function from "
+                    f"jax.checkpoint_policies, got {self.remat_policy!r}"
+                )
+        if not isinstance(self.mixer, (str, Mapping)) and len(self.mixer) != self.num_layers:
+            raise ValueError(
+                f"mixer must be one for all layers or one for each of the {self.num_layers} "
+                f"layers, got {len(self.mixer)}"
+            )
+        for layer in range(self.num_layers):
+            registry.get(self.layer_mixer(layer)[0])
+
+    def layer_mixer(self, layer: int) -> tuple[str, dict[str, Any]]:
+        """The name and the options of a layer's mixer."""
+        mixer = self.mixer if isinstance(self.mixer, (str, Mapping)) else self.mixer[layer]
+        if isinstance(mixer, str):
+            return mixer, {}
+        if "name" not in mixer:
+            raise ValueError(
+                f"a mixer given as a mapping needs the mechanism's \"name\", got {dict(mixer)}"
+            )
+        return mixer["name"], {key: mixer[key] for key in mixer if key != "name"}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TransformerState:
+    """What a `TransformerLM` carries when it decodes.
+
+    Attributes:
+      layers: the state of each layer's mixer.
+      length: `(B,)` int32, tokens seen.
+    """
+
+    layers: tuple[Any, ...]
+    length: jax.Array
+
+
+class Block(nnx.Module):
+    """One layer: a mixer and a SwiGLU layer, each with RMSNorm before it and a residual around."""
+
+    def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
+        name, options = config.layer_mixer(layer)
+        dtypes = _dtypes(config)
+        # 2 L branches add to the residual stream; so scaled, their sum starts with variance O(1).
+        residual_init = nnx.initializers.variance_scaling(
+            1 / (2 * config.num_layers), "fan_in", "truncated_normal"
+        )
+        if config.positions == "rotary":
+            options["rotary"] = RotaryEmbedding(config.rotary_theta, config.rotary_scaling)
+        elif config.positions == "alibi":
+            options["score_mod"] = Alibi(config.num_heads)
+            if "score_mod" not in registry.get(name).capabilities:
+                raise ValueError(
+                    f"positions='alibi' needs the capability 'score_mod', which {name!r} lacks; "
+                    f"mechanisms that have it: {', '.join(registry.names('score_mod'))}"
+                )
+        self.mixer = registry.get(name).build(
+            config.features,
+            config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qk_norm=config.qk_norm,
+            out_kernel_init=residual_init,
+            rngs=rngs,
+            **dtypes,
+            **options,
+        )
+        hidden_features = config.hidden_features
+        if hidden_features is None:
+            hidden_features = -(-config.features * 8 // 3 // 8) * 8
+        self.feed_forward = SwiGLU(
+            config.features, hidden_features, out_kernel_init=residual_init, rngs=rngs, **dtypes
+        )
+        self.mixer_norm = nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
+        self.feed_forward_norm = (
+            None if config.parallel else nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
+        )
+        self.dropout_rate = config.dropout_rate
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: jax.Array | None = None,
+    ) -> jax.Array:
+        """`(B, T, D)` to `(B, T, D)`; `rngs` is a key, or None for no dropout."""
+        mixer_key, *keys = (None, None, None) if rngs is None else jax.random.split(rngs, 3)
+
+        def mix(h):
+            return self.mixer(h, lengths=lengths, segment_ids=segment_ids, rngs=mixer_key), None
+
+        return self._sublayers(x, mix, keys)[0]
+
+    def extend(
+        self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """The same for T more tokens, given the mixer's state of those before."""
+        return self._sublayers(
+            x, lambda h: self.mixer.extend(h, state, lengths=lengths), (None, None)
+        )
+
+    def _sublayers(self, x, mix, keys):
+        h = self.mixer_norm(x)
+        mixed, state = mix(h)
+        mixed = dropout(mixed, self.dropout_rate, keys[0])
+        if self.feed_forward_norm is not None:
+            x = x + mixed
+            return x + dropout(
+                self.feed_forward(self.feed_forward_norm(x)), self.dropout_rate, keys[1]
+            ), state
+        return x + mixed + dropout(self.feed_forward(h), self.dropout_rate, keys[1]), state
+
+
+class TransformerLM(nnx.Module):
+    """A causal language model: embedding, L pre-norm blocks, RMSNorm, logits.
+
+    Vaswani et al. 2017, with RMSNorm (Zhang and Sennrich 2019) before each sublayer and SwiGLU
+    (Shazeer 2020). Projections into the residual stream start smaller by sqrt(2 L).
+
+    Args:
+      config: sizes and options.
+      rngs: for the initial parameters.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        dtypes = _dtypes(config)
+        embed = functools.partial(
+            nnx.Embed,
+            features=config.features,
+            embedding_init=_embedding_init,
+            rngs=rngs,
+            **dtypes,
+        )
+        self.embed = embed(config.vocab_size)
+        self.positions = embed(config.max_length) if config.positions == "learned" else None
+        self.blocks = nnx.List(
+            [Block(config, layer, rngs=rngs) for layer in range(config.num_layers)]
+        )
+        self.norm = nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else nnx.Linear(
+                config.features,
+                config.vocab_size,
+                use_bias=False,
+                kernel_init=_embedding_init,
+                preferred_element_type=_logits_dtype(config),
+                rngs=rngs,
+                **dtypes,
+            )
+        )
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """The logits of each next token.
+
+        Args:
+          tokens: `(B, T)` int; any value in the padding.
+          lengths: `(B,)` int, valid tokens of each right-padded row.
+          segment_ids: `(B, T)` int, packed documents: equal ids are one, 0 is padding.
+          rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
+
+        Returns:
+          `(B, T, V)`, at least float32.
+        """
+        _check_tokens(tokens)
+        batch, time = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(time), tokens.shape)
+        valid = None
+        if segment_ids is not None:
+            segment_ids = jnp.asarray(segment_ids)
+            if segment_ids.shape != tokens.shape:
+                raise ValueError(
+                    f"segment_ids must have the shape {tokens.shape} of tokens, "
+                    f"got {segment_ids.shape}"
+                )
+            valid = segment_ids != 0
+            positions = positions_from_segment_ids(segment_ids)
+        elif self.positions is not None and time > self.positions.num_embeddings:
+            raise ValueError(
+                f"tokens have length {time}, and there are only "
+                f"{self.positions.num_embeddings} learned positions (max_length)"
+            )
+        if lengths is not None:
+            lengths = new_lengths(lengths, batch, time)
+            within = jnp.arange(time) < lengths[:, None]
+            valid = within if valid is None else valid & within
+
+        key = dropout_key(rngs)
+        x = self._embed(tokens, positions, valid)
+        x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
+        for layer, block in enumerate(self.blocks):
+            x = self._block(block, x, lengths, segment_ids, _fold_in(key, layer))
+        return self._logits(x)
+
+    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> TransformerState:
+        """The empty decode state; arguments as in `SelfAttention.init_state`."""
+        if self.positions is not None and max_length > self.positions.num_embeddings:
+            raise ValueError(
+                f"max_length={max_length} was asked for, and there are only "
+                f"{self.positions.num_embeddings} learned positions"
+            )
+        return TransformerState(
+            layers=tuple(block.mixer.init_state(batch, max_length, dtype) for block in self.blocks),
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def extend(
+        self, tokens: jax.Array, state: TransformerState, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, TransformerState]:
+        """The logits of T >= 1 more tokens, given all before them.
+
+        Args:
+          tokens: `(B, T)` int.
+          state: from `init_state` or an earlier call.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+
+        Returns:
+          `(logits (B, T, V), state)`.
+        """
+        _check_tokens(tokens)
+        batch, time = tokens.shape
+        check_state(state, TransformerState, batch)
+        lengths = new_lengths(lengths, batch, time)
+        if self.positions is not None:
+            check_capacity(state.length, lengths, self.positions.num_embeddings)
+        steps = jnp.arange(time)
+        x = self._embed(tokens, state.length[:, None] + steps, steps < lengths[:, None])
+        layers = []
+        for block, layer_state in zip(self.blocks, state.layers, strict=True):
+            x, layer_state = block.extend(x, layer_state, lengths=lengths)
+            layers.append(layer_state)
+        return self._logits(x), TransformerState(tuple(layers), state.length + lengths)
+
+    def step(
+        self, tokens: jax.Array, state: TransformerState
+    ) -> tuple[jax.Array, TransformerState]:
+        """`extend` by one token, `(B, 1)`."""
+        if tokens.ndim != 2 or tokens.shape[1] != 1:
+            raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
+        return self.extend(tokens, state)
+
+    def _embed(self, tokens, positions, valid):
+        if valid is not None:
+            # Whatever number fills the padding, it may not index past the tables: that gives NaN.
+            tokens, positions = jnp.where(valid, tokens, 0), jnp.where(valid, positions, 0)
+        x = self.embed(tokens)
+        return x if self.positions is None else x + self.positions(positions)
+
+    def _block(self, block, *args):
+        def call(block, x, lengths, segment_ids, key):
+            return block(x, lengths=lengths, segment_ids=segment_ids, rngs=key)
+
+        if self.config.remat:
+            policy = self.config.remat_policy
+            if isinstance(policy, str):
+                policy = getattr(jax.checkpoint_policies, policy)
+            call = jax.checkpoint(call, policy=policy)
+        return call(block, *args)
+
+    def _logits(self, x):
+        x = self.norm(x)
+        dtype = _logits_dtype(self.config)
+        if self.head is not None:
+            return self.head(x).astype(dtype)
+        embedding = self.embed.embedding[...].astype(x.dtype)
+        return jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=dtype)
+
+
+def _dtypes(config: TransformerConfig) -> dict[str, Any]:
+    param_dtype = jnp.dtype(config.param_dtype)
+    return {
+        "dtype": param_dtype if config.dtype is None else jnp.dtype(config.dtype),
+        "param_dtype": param_dtype,
+    }
+
+
+def _logits_dtype(config: TransformerConfig) -> Any:
+    return jnp.promote_types(_dtypes(config)["dtype"], jnp.float32)
+
+
+def _check_tokens(tokens: jax.Array) -> None:
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens must be integers of shape (B, T), got {tokens.dtype} of shape {tokens.shape}"
+        )
+
+
+def _fold_in(key: jax.Array | None, number: int) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, number)

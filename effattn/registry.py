@@ -1,0 +1,124 @@
+"""Every mechanism by name: what it is, where it was published, what it can do.
+
+An entry is declared beside its mechanism (`effattn/functional/<name>.py`) and collected here. Nothing
+in this module imports Flax: `Mechanism.build` names the module class and imports it when called.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+CAPABILITIES: Mapping[str, str] = MappingProxyType(
+    {
+        "bidirectional": "attends to both sides of a token",
+        "causal": "attends to the past and the present only",
+        "cross": "query and key sequences may differ in length",
+        "grouped": "several query heads may share a key head",
+        "offset": "`query_offset` places the queries in the key sequence",
+        "lengths": "padding by `query_seq_lengths` and `key_value_seq_lengths`",
+        "segments": "packing by `segment_ids`",
+        "window": "`local_window_size`",
+        "bias": "a dense additive `bias`, with its gradient",
+        "mask": "a dense boolean `mask`",
+        "score_mod": "`score_mod(logit, b, h, i, j)`",
+        "soft_cap": "`logits_soft_cap`",
+        "sink": "a learned `sink` logit a head",
+        "dropout": "`dropout_rate` and `dropout_rng`",
+        "residual": "`return_residual` gives the log-sum-exp",
+        "state": "`initial_state` and `return_state`",
+        "decode": "`init_state` and `extend` in its module",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """One way of attending.
+
+    Attributes:
+      name: what users type.
+      family: the row group of the table of mechanisms ("exact", "sparse", "linear", ...).
+      paper: authors, year and title of the publication.
+      function: the pure function, taking query, key and value.
+      builder: "module:attribute" of the callable that makes its Flax mixer; imported on use.
+      decoder: "module:attribute" of the state it decodes with (see `effattn.decode`), or None.
+      capabilities: names from `CAPABILITIES`.
+      options: the function's own arguments, with the values used when none are given.
+      time_exponent, memory_exponent: growth in length of FLOPs and of temporary bytes.
+      complexity: the time, as written in the table.
+      causality: "exact" (bit for bit), or "rounding" where the order of summation moves.
+    """
+
+    name: str
+    family: str
+    paper: str
+    function: Callable[..., Any]
+    capabilities: frozenset[str]
+    complexity: str
+    time_exponent: float
+    memory_exponent: float = 1.0
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    builder: str = "effattn.nn.attention:SelfAttention"
+    decoder: str | None = None
+    causality: str = "exact"
+
+    def __post_init__(self):
+        unknown = self.capabilities - CAPABILITIES.keys()
+        if unknown:
+            raise ValueError(
+                f"mechanism {self.name!r} claims unknown capabilities {sorted(unknown)}; "
+                f"known are {sorted(CAPABILITIES)}"
+            )
+
+    def build(self, in_features: int, num_heads: int, **kwargs: Any) -> Any:
+        """The mechanism's Flax mixer, from tokens `(B, T, D)` to tokens."""
+        return load(self.builder)(in_features, num_heads, attention=self.name, **kwargs)
+
+
+_MECHANISMS: dict[str, Mechanism] = {}
+
+
+def load(reference: str) -> Any:
+    """The object named by "module:attribute", imported now."""
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def register(mechanism: Mechanism) -> Mechanism:
+    """Adds an entry; a name can be taken once."""
+    if mechanism.name in _MECHANISMS:
+        raise ValueError(f"a mechanism named {mechanism.name!r} is registered already")
+    _MECHANISMS[mechanism.name] = mechanism
+    return mechanism
+
+
+def get(name: str) -> Mechanism:
+    """The entry of that name; `ValueError` with the known names if there is none."""
+    if name not in _MECHANISMS:
+        raise ValueError(f"unknown mechanism {name!r}; registered are {', '.join(names())}")
+    return _MECHANISMS[name]
+
+
+def names(capability: str | None = None) -> tuple[str, ...]:
+    """The registered names, in order of registration; all, or those with a capability."""
+    if capability is not None and capability not in CAPABILITIES:
+        raise ValueError(f"unknown capability {capability!r}; known are {sorted(CAPABILITIES)}")
+    return tuple(
+        name
+        for name, entry in _MECHANISMS.items()
+        if capability is None or capability in entry.capabilities
+    )
+
+
+def table() -> str:
+    """All mechanisms as a Markdown table, as the README shows it."""
+    lines = ["| name | family | time | causal | paper |", "| --- | --- | --- | --- | --- |"]
+    for entry in _MECHANISMS.values():
+        directions = [d for d in ("causal", "bidirectional") if d in entry.capabilities]
+        causal = " and ".join(directions)
+        lines.append(
+            f"| `{entry.name}` | {entry.family} | {entry.complexity} | {causal} | {entry.paper} |"
+        )
+    return "\n".join(lines)

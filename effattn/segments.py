@@ -1,0 +1,53 @@
+"""Packed documents: the integer ids that say which tokens belong together.
+
+Ids are ints `(*B, T)`; tokens attend only within equal ids, equal ids are one contiguous run, and id 0
+is padding.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def segment_ids_from_lengths(lengths: jax.Array, max_length: int) -> jax.Array:
+    """One document a row, `lengths` `(*B)` tokens long: int32 ids `(*B, max_length)`, 1 and then 0."""
+    lengths = jnp.asarray(lengths)
+    _check_integers("lengths", lengths)
+    return (jnp.arange(max_length) < lengths[..., None]).astype(jnp.int32)
+
+
+def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total_length: int) -> jax.Array:
+    """Ids of documents packed into one row, from their borders.
+
+    Args:
+      cu_seqlens: `(n + 1,)` int, cumulative lengths starting at 0, as flash-attn and fla take them;
+        document d is the tokens from cu_seqlens[d] up to, not including, cu_seqlens[d + 1].
+      total_length: tokens in the row; those past cu_seqlens[n] are padding.
+
+    Returns:
+      int32 `(total_length,)`: d + 1 in document d, 0 in padding.
+    """
+    cu_seqlens = jnp.asarray(cu_seqlens)
+    _check_integers("cu_seqlens", cu_seqlens)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens must be one-dimensional with at least 2 entries, got {cu_seqlens.shape}"
+        )
+    token = jnp.arange(total_length, dtype=cu_seqlens.dtype)
+    ids = jnp.searchsorted(cu_seqlens, token, side="right").astype(jnp.int32)
+    return jnp.where(token < cu_seqlens[-1], ids, 0)
+
+
+def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
+    """Each token's position within its own run of ids: int32 `(*B, T)`, 0 at a document's start."""
+    index = jnp.broadcast_to(
+        jnp.arange(segment_ids.shape[-1], dtype=jnp.int32), segment_ids.shape
+    )
+    border = segment_ids[..., 1:] != segment_ids[..., :-1]
+    starts = jnp.where(border, index[..., 1:], 0)
+    starts = jnp.concatenate([jnp.zeros_like(index[..., :1]), starts], axis=-1)
+    return index - jax.lax.cummax(starts, axis=starts.ndim - 1)
+
+
+def _check_integers(name: str, array: jax.Array) -> None:
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got dtype {array.dtype}")

@@ -1,0 +1,437 @@
+r"""Softmax attention in tiles, with memory linear in length both forward and backward.
+
+The maths of a tile is FlashAttention's (Dao et al. 2022, Dao 2023): forward an online softmax, backward
+the weights again from the saved log-sum-exp L,
+
+    P = exp(logits - L),    dV = P^T dO,    dP = dO V^T,    d logits = P * (dP - (dO . O) + dL),
+
+and from d logits the gradients of query, key, bias, and of what `score_mod` closes over.
+
+Both directions walk the same tiles (`effattn.xla.tiling`): for each tile of queries, the run of key
+tiles that causality, the window or a layout leave non-empty; only tiles on the border of that run
+evaluate which pairs may attend. Batch and heads stay axes of every product, so they can be sharded.
+
+Shapes: batch dimensions `*B`, key heads K, query heads a key head G, queries T in tiles of t, keys S in
+tiles of s, head sizes H and Hv.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from effattn import dropout
+from effattn.xla.tiling import BlockLayout, Walk
+
+
+Origin = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What is fixed when the program is traced.
+
+    Attributes:
+      tile: queries and keys in a tile.
+      scale: multiplies the products of queries and keys.
+      left, right: how far back and ahead of its position a query sees; None is without limit.
+        Causality is right = 0.
+      offset: position of the first query; None if it is traced, as the operand `offset`.
+      soft_cap: c, for c * tanh(logits / c) after the bias.
+      score_mod: `(constants, logit, b, h, i, j) -> logit` on scalars, the last step.
+      dropout_rate: share of the weights that are dropped.
+      precision: of the matrix products.
+      origin: `(b, i, j) -> (b, i, j)`, from the example and positions here to those that
+        `score_mod` and dropout are told, where a mechanism has rearranged its tokens.
+    """
+
+    tile: tuple[int, int]
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    offset: int | None = 0
+    soft_cap: float | None = None
+    score_mod: Callable[..., jax.Array] | None = None
+    dropout_rate: float = 0.0
+    precision: Any = None
+    origin: Origin | None = None
+
+
+class Operands(NamedTuple):
+    """The arrays; None where absent. Those marked * have gradients.
+
+    Attributes:
+      query: `(*B, T, K, G, H)` *.
+      key: `(*B, S, K, H)` *.
+      value: `(*B, S, K, Hv)` *.
+      bias: `(*#B, #K, #G, #T, #S)`, added to the logits *.
+      constants: arrays that `score_mod` closes over *.
+      mask: bool `(*#B, #K, #G, #T, #S)`, the pairs that may attend.
+      key_mask: bool `(*B, S)`, the keys that anyone may attend to.
+      segments: int ids of the queries `(*B, T)` and of the keys `(*B, S)`; equal ids may attend.
+      offset: int `()` or `(*B)`, position of the first query.
+      seed: uint32 `(2,)` of the dropout.
+      layout: the tiles to visit.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None = None
+    constants: tuple[jax.Array, ...] = ()
+    mask: jax.Array | None = None
+    key_mask: jax.Array | None = None
+    segments: tuple[jax.Array, jax.Array] | None = None
+    offset: jax.Array | None = None
+    seed: jax.Array | None = None
+    layout: BlockLayout | None = None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def block_attention(rule: Rule, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """Attention of every query over the keys that it may see.
+
+    Returns the output `(*B, T, K, G, Hv)` in the dtype of `value`, zeros for a row that sees nothing,
+    and the log-sum-exp of the logits `(*B, T, K, G)`, at least float32, -inf for such a row. Both are
+    differentiable, in reverse mode. Time is O(H + Hv) a pair over the tiles visited; memory O(T + S).
+    """
+    return _attend(rule, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(rule: Rule, x: Operands):
+    return _forward(rule, x)
+
+
+def _forward(rule: Rule, x: Operands):
+    tiles = _Tiles(rule, x)
+    *batch, length, heads, group, _ = x.query.shape
+    values = x.value.shape[-1]
+    rows = (*batch, heads, group, tiles.walk.query_tile)
+
+    def query_tile(n, outputs):
+        out, lse = outputs
+        query = tiles.rows(x.query, n)
+
+        def key_tile(masked, m, carry):
+            largest, total, mixed = carry
+            key, value = tiles.keys(tiles.key, n, m), tiles.keys(tiles.value, n, m)
+            products = tiles.products(query, key)
+            logits = tiles.scores(n, m, products, tiles.pairs(x.bias, n, m), x.constants)
+            logits = tiles.masked(n, m, logits) if masked else logits
+            new = jnp.maximum(largest, logits.max(-1))
+            # A row that has seen nothing yet has -inf here, and any finite shift keeps it at zero.
+            shift = jnp.where(new == -jnp.inf, 0, new)
+            weights = jnp.exp(logits - shift[..., None])
+            decay = jnp.exp(largest - shift)
+            total = total * decay + weights.sum(-1)
+            weights = tiles.dropped(n, m, weights).astype(value.dtype)
+            mixed = mixed * decay[..., None] + tiles.mixtures(weights, value)
+            return new, total, mixed
+
+        start = (
+            jnp.full(rows, -jnp.inf, tiles.dtype),
+            jnp.zeros(rows, tiles.dtype),
+            jnp.zeros((*rows, values), tiles.dtype),
+        )
+        largest, total, mixed = tiles.walk.over_keys(n, key_tile, start)
+        total_or_one = jnp.where(total == 0, 1, total)
+        tile_lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
+        tile_out = (mixed / total_or_one[..., None]).astype(out.dtype)
+        return tiles.put_rows(out, n, tile_out), tiles.put_rows(lse, n, tile_lse)
+
+    out = jnp.zeros((*batch, length, heads, group, values), x.value.dtype)
+    lse = jnp.zeros((*batch, length, heads, group), tiles.dtype)
+    return tiles.walk.over_queries(query_tile, (out, lse))
+
+
+def _attend_fwd(rule: Rule, x: Operands):
+    out, lse = _forward(rule, x)
+    # Named, so that a remat policy can save what is dear to compute again.
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out, lse), (x, out, lse)
+
+
+def _attend_bwd(rule: Rule, saved, cotangents):
+    x, out, lse = saved
+    d_out, d_lse = cotangents
+    tiles = _Tiles(rule, x)
+    *batch, length, heads, _, size = x.query.shape
+    floating, rejoin = _partition(x.constants)
+    # dO . O - dL, what all d logits of a row share
+    shared = jnp.einsum("...h,...h->...", d_out, out, preferred_element_type=tiles.dtype) - d_lse
+
+    def query_tile(n, gradients):
+        d_query, *others = gradients
+        query = tiles.rows(x.query, n)
+        d_out_tile = tiles.new_rows(n, tiles.rows(d_out, n))
+        shared_tile = tiles.new_rows(n, tiles.rows(shared, n))[..., None]
+        lse_tile = tiles.rows(lse, n)[..., None]
+        lse_tile = jnp.where(lse_tile == -jnp.inf, 0, lse_tile)
+
+        def key_tile(masked, m, carry):
+            d_query_tile, d_key, d_value, d_bias, d_floating = carry
+            key, value = tiles.keys(tiles.key, n, m), tiles.keys(tiles.value, n, m)
+            logits, pull_back = jax.vjp(
+                lambda products, bias, floating: tiles.scores(
+                    n, m, products, bias, rejoin(floating)
+                ),
+                tiles.products(query, key),
+                tiles.pairs(x.bias, n, m),
+                floating,
+            )
+            logits = tiles.masked(n, m, logits) if masked else logits
+            weights = jnp.exp(logits - lse_tile)
+            dropped = tiles.dropped(n, m, weights).astype(value.dtype)
+            d_value_tile = tiles.sums_over_rows(d_out_tile, dropped)
+            d_weights = tiles.dropped(n, m, tiles.products(d_out_tile, value))
+            d_products, d_bias_tile, d_floating_tile = pull_back(
+                weights * (d_weights - shared_tile)
+            )
+            d_products = d_products.astype(query.dtype)
+            return (
+                d_query_tile + tiles.mixtures(d_products, key),
+                tiles.add_keys(d_key, n, m, tiles.sums_over_rows(query, d_products)),
+                tiles.add_keys(d_value, n, m, d_value_tile),
+                tiles.add_pairs(d_bias, n, m, d_bias_tile),
+                jax.tree.map(operator.add, d_floating, d_floating_tile),
+            )
+
+        start = (jnp.zeros(query.shape, tiles.dtype), *others)
+        d_query_tile, *others = tiles.walk.over_keys(n, key_tile, start)
+        return (tiles.add_rows(d_query, n, d_query_tile.astype(d_query.dtype)), *others)
+
+    # Keys last, the layout in which `sums_over_rows` streams through its large operand.
+    start = (
+        jnp.zeros_like(x.query),
+        jnp.zeros((*batch, heads, size, x.key.shape[-3]), tiles.dtype),
+        jnp.zeros((*batch, heads, x.value.shape[-1], x.key.shape[-3]), tiles.dtype),
+        None if x.bias is None else jnp.zeros(x.bias.shape, tiles.dtype),
+        [jnp.zeros_like(c) for c in floating],
+    )
+    d_query, d_key, d_value, d_bias, d_floating = tiles.walk.over_queries(query_tile, start)
+    gradients = Operands(
+        query=d_query,
+        key=jnp.moveaxis(d_key, -1, -3).astype(x.key.dtype),
+        value=jnp.moveaxis(d_value, -1, -3).astype(x.value.dtype),
+        bias=None if d_bias is None else d_bias.astype(x.bias.dtype),
+        constants=rejoin(d_floating, other=None),
+    )
+    return (gradients,)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _partition(constants):
+    """The floating arrays, and a function that puts others (or their gradients) back in place."""
+    is_floating = [jnp.issubdtype(c.dtype, jnp.inexact) for c in constants]
+    floating = [c for c, f in zip(constants, is_floating, strict=True) if f]
+
+    def rejoin(floating, other=constants):
+        floating = iter(floating)
+        other = (None,) * len(constants) if other is None else other
+        return tuple(
+            next(floating) if f else o for f, o in zip(is_floating, other, strict=True)
+        )
+
+    return floating, rejoin
+
+
+class _Tiles:
+    """Reads, scores and writes one tile of the operands; n counts query tiles, m key tiles."""
+
+    def __init__(self, rule: Rule, x: Operands):
+        self.rule, self.x = rule, x
+        self.batch_axes = x.key.ndim - 3
+        self.dtype = functools.reduce(
+            jnp.promote_types, (x.query.dtype, x.key.dtype, x.value.dtype, jnp.float32)
+        )
+        self.offset = jnp.asarray(x.offset if rule.offset is None else rule.offset)
+        self.walk = Walk(
+            tile=rule.tile,
+            lengths=(x.query.shape[-4], x.key.shape[-3]),
+            left=rule.left,
+            right=rule.right,
+            # Offsets that differ by example leave no tile empty for all examples.
+            offset=self.offset if self.offset.ndim == 0 else None,
+            always_masked=any(a is not None for a in (x.mask, x.key_mask, x.segments)),
+            layout=x.layout,
+        )
+        # With many query tiles each key tile is read many times: worth one copy with heads first.
+        self.heads_first = self.walk.query_tiles > 1
+        self.key, self.value = (
+            jnp.moveaxis(a, -2, -3) if self.heads_first else a for a in (x.key, x.value)
+        )
+
+    # Tiles of the operands
+
+    def rows(self, array, n):
+        """`(*B, T, K, G, ...)` to `(*B, K, G, t, ...)`."""
+        start, size = self.walk.query_start(n), self.walk.query_tile
+        tile = lax.dynamic_slice_in_dim(array, start, size, self.batch_axes)
+        return jnp.moveaxis(tile, self.batch_axes, self.batch_axes + 2)
+
+    def put_rows(self, array, n, tile):
+        tile = jnp.moveaxis(tile, self.batch_axes + 2, self.batch_axes)
+        start = self.walk.query_start(n)
+        return lax.dynamic_update_slice_in_dim(array, tile, start, self.batch_axes)
+
+    def add_rows(self, array, n, tile):
+        return self.put_rows(array, n, self.rows(array, n) + tile)
+
+    def new_rows(self, n, tile):
+        """The tile with zeros in the rows that the tile before it covers too."""
+        if not self.walk.queries_overlap:
+            return tile
+        new = self.walk.query_start(n) + jnp.arange(self.walk.query_tile) >= n * self.walk.query_tile
+        return jnp.where(new.reshape(-1, *(1,) * (tile.ndim - self.batch_axes - 3)), tile, 0)
+
+    def keys(self, array, n, m):
+        """`self.key` or `self.value` to `(*B, K, s, ...)`."""
+        start, size = self.walk.key_start(n, m), self.walk.key_tile
+        axis = self.batch_axes + self.heads_first
+        tile = lax.dynamic_slice_in_dim(array, start, size, axis)
+        return tile if self.heads_first else jnp.moveaxis(tile, axis, axis + 1)
+
+    def add_keys(self, array, n, m, tile):
+        """Adds `(*B, K, H, s)` to `(*B, K, H, S)`."""
+        start, size, axis = self.walk.key_start(n, m), self.walk.key_tile, array.ndim - 1
+        tile = tile + lax.dynamic_slice_in_dim(array, start, size, axis)
+        return lax.dynamic_update_slice_in_dim(array, tile, start, axis)
+
+    def pairs(self, array, n, m):
+        """`(*#B, #K, #G, #T, #S)` to `(*#B, #K, #G, #t, #s)`."""
+        if array is None:
+            return None
+        return lax.dynamic_slice(array, *self._pairs_at(array, n, m))
+
+    def add_pairs(self, array, n, m, tile):
+        if array is None:
+            return None
+        starts, sizes = self._pairs_at(array, n, m)
+        tile = tile + lax.dynamic_slice(array, starts, sizes)
+        return lax.dynamic_update_slice(array, tile, starts)
+
+    def _pairs_at(self, array, n, m):
+        *leading, queries, keys = array.shape
+        query_start = self.walk.query_start(n) if queries > 1 else 0
+        key_start = self.walk.key_start(n, m) if keys > 1 else 0
+        starts = [*(0 for _ in leading), query_start, key_start]
+        return starts, [*leading, min(queries, self.walk.query_tile), min(keys, self.walk.key_tile)]
+
+    # Products, for every key head; the rows of its query heads stream through each of them
+
+    def products(self, rows, keys):
+        """`(G, t, H)` and `(s, H)` to `(G, t, s)`."""
+        return self._dot(rows, keys, (rows.ndim - 1,), (keys.ndim - 1,))
+
+    def mixtures(self, weights, values):
+        """`(G, t, s)` and `(s, H)` to `(G, t, H)`."""
+        return self._dot(weights, values, (weights.ndim - 1,), (values.ndim - 2,))
+
+    def sums_over_rows(self, rows, weights):
+        """`(G, t, H)` and `(G, t, s)` to `(H, s)`."""
+        group_and_rows = (rows.ndim - 3, rows.ndim - 2)
+        return self._dot(rows, weights, group_and_rows, group_and_rows)
+
+    def _dot(self, left, right, left_axes, right_axes):
+        batch = tuple(range(self.batch_axes + 1))
+        return lax.dot_general(
+            left,
+            right,
+            ((left_axes, right_axes), (batch, batch)),
+            precision=self.rule.precision,
+            preferred_element_type=self.dtype,
+        )
+
+    # Scores
+
+    def query_positions(self, n):
+        """`(t)`, or `(*B, t)` if the offset differs by example."""
+        index = self.walk.query_start(n) + jnp.arange(self.walk.query_tile, dtype=jnp.int32)
+        return self.offset[..., None] + index
+
+    def key_positions(self, n, m):
+        return self.walk.key_start(n, m) + jnp.arange(self.walk.key_tile, dtype=jnp.int32)
+
+    def _indices(self, n, m):
+        """b `(*B)`, h `(K, G)`, i `(t)` or `(*B, t)`, and j `(s)`."""
+        *batch, _, heads, group, _ = self.x.query.shape
+        b = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
+        h = jnp.arange(heads * group, dtype=jnp.int32).reshape(heads, group)
+        return b, h, self.query_positions(n), self.key_positions(n, m)
+
+    def scores(self, n, m, products, bias, constants):
+        """The logits `(*B, K, G, t, s)` of a tile, before any mask."""
+        logits = products * self.rule.scale
+        if bias is not None:
+            logits = logits + bias.astype(logits.dtype)
+        if self.rule.soft_cap is not None:
+            logits = self.rule.soft_cap * jnp.tanh(logits / self.rule.soft_cap)
+        if self.rule.score_mod is not None:
+            score = functools.partial(self._score_at_origin, constants)
+            b, h, i, j = self._indices(n, m)
+            score = jax.vmap(score, (0, None, None, None, 0))
+            score = jax.vmap(score, (0, None, None, 0, None))
+            score = jax.vmap(jax.vmap(score, (0, None, 0, None, None)), (0, None, 0, None, None))
+            for _ in range(self.batch_axes):
+                score = jax.vmap(score, (0, 0, None, 0 if i.ndim > 1 else None, None))
+            logits = score(logits, b, h, i, j).astype(logits.dtype)
+        return logits
+
+    def _score_at_origin(self, constants, logit, b, h, i, j):
+        if self.rule.origin is not None:
+            b, i, j = self.rule.origin(b, i, j)
+        return self.rule.score_mod(constants, logit, b, h, i, j)
+
+    def masked(self, n, m, logits):
+        """The logits with -inf where a pair may not attend."""
+        x, rule = self.x, self.rule
+        j = self.key_positions(n, m)
+        i = self.query_positions(n)[..., None]
+        i = jnp.expand_dims(i, (-4, -3)) if i.ndim > 2 else i
+        allowed = []
+        if rule.right is not None:
+            allowed.append(j <= i + rule.right)
+        if rule.left is not None:
+            allowed.append(j >= i - rule.left)
+        if self.walk.keys_overlap:
+            allowed.append(j >= self.walk.first_new_key(n, m))
+        if x.key_mask is not None:
+            mask = self._slice(x.key_mask, self.walk.key_start(n, m), self.walk.key_tile)
+            allowed.append(mask[..., None, None, None, :])
+        if x.segments is not None:
+            of_query, of_key = x.segments
+            of_query = self._slice(of_query, self.walk.query_start(n), self.walk.query_tile)
+            of_key = self._slice(of_key, self.walk.key_start(n, m), self.walk.key_tile)
+            allowed.append(of_query[..., None, None, :, None] == of_key[..., None, None, None, :])
+        if x.mask is not None:
+            allowed.append(self.pairs(x.mask, n, m))
+        if not allowed:
+            return logits
+        return jnp.where(functools.reduce(operator.and_, allowed), logits, -jnp.inf)
+
+    @staticmethod
+    def _slice(array, start, size):
+        return lax.dynamic_slice_in_dim(array, start, size, array.ndim - 1)
+
+    def dropped(self, n, m, weights):
+        """The weights after dropout; being linear, also the pull-back of it."""
+        rate = self.rule.dropout_rate
+        if rate == 0:
+            return weights
+        b, h, i, j = self._indices(n, m)
+        i = jnp.expand_dims(i[..., None], (-4, -3)) if i.ndim > 1 else i[:, None]
+        b = b.reshape(*b.shape, 1, 1, 1, 1)
+        if self.rule.origin is not None:
+            b, i, j = self.rule.origin(b, i, j)
+        keep = dropout.keep(self.x.seed, rate, b, h[..., None, None], i, j)
+        return jnp.where(keep, weights / (1 - rate), 0)

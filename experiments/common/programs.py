@@ -1,0 +1,108 @@
+"""The compiled programs of one model: initialise, train a step, evaluate. One compile each."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from experiments.common.data import Data
+from experiments.common.schedules import Schedule
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What is needed to train and measure one model, for any seed and learning rate.
+
+    Attributes:
+      init: `seed () int -> (params, optimiser_state)`.
+      step: `(params, optimiser_state, learning_rate (), tokens (A, B, T + 1)) -> (params,
+        optimiser_state, loss)`; gradients are averaged over the A microbatches. It takes over the
+        memory of the params and state that it is given.
+      evaluate: `(params, windows (n, B, T + 1)) -> (n, B)`, the nats of each window.
+      model: `params -> the module`.
+      parameters: how many numbers are trained.
+      temporary_bytes: of the compiled step, beside its arguments and results.
+      state_bytes: of one row's decode state at the context length.
+    """
+
+    init: Callable[..., tuple[Params, Any]]
+    step: Callable[..., tuple[Params, Any, jax.Array]]
+    evaluate: Callable[..., jax.Array]
+    model: Callable[[Params], Any]
+    parameters: int
+    temporary_bytes: int
+    state_bytes: int
+
+
+def compile_programs(
+    build: Callable[[nnx.Rngs], nnx.Module],
+    optimiser: optax.GradientTransformation,
+    schedule: Schedule,
+    data: Data,
+) -> Programs:
+    """Compiles the programs of a language model.
+
+    Args:
+      build: makes the model, tokens `(B, T)` to logits `(B, T, V)`, with `init_state`.
+      optimiser: for a learning rate of 1.
+      schedule: gives A and B.
+      data: gives T, and n validation batches.
+    """
+    graph, _ = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param)
+
+    def model(params: Params) -> Any:
+        return nnx.merge(graph, params)
+
+    def init(seed: jax.Array) -> tuple[Params, Any]:
+        _, params = nnx.split(build(nnx.Rngs(jax.random.key(seed))), nnx.Param)
+        params = nnx.to_pure_dict(params)
+        return params, optimiser.init(params)
+
+    def nats(params: Params, tokens: jax.Array) -> jax.Array:
+        logits = model(params)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+
+    def step(params: Params, optimiser_state: Any, learning_rate: jax.Array, tokens: jax.Array):
+        def add(total, microbatch):
+            new = jax.value_and_grad(lambda p: nats(p, microbatch).mean())(params)
+            return jax.tree.map(jnp.add, total, new), None
+
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        total, _ = jax.lax.scan(add, zero, tokens)
+        loss, gradients = jax.tree.map(lambda x: x / len(tokens), total)
+        updates, optimiser_state = optimiser.update(gradients, optimiser_state, params)
+        updates = jax.tree.map(lambda update: learning_rate * update, updates)
+        return optax.apply_updates(params, updates), optimiser_state, loss
+
+    def evaluate(params: Params, windows: jax.Array) -> jax.Array:
+        return jax.lax.map(lambda tokens: nats(params, tokens).sum(-1), windows)
+
+    params, optimiser_state = jax.eval_shape(init, 0)
+    batch, context = schedule.batch // schedule.accumulate, data.train.context
+    tokens = jax.ShapeDtypeStruct((schedule.accumulate, batch, context + 1), jnp.int32)
+    windows = jax.ShapeDtypeStruct(data.valid_batches(batch).shape, jnp.int32)
+    compiled_step = (
+        jax.jit(step, donate_argnums=(0, 1)).lower(params, optimiser_state, 0.0, tokens).compile()
+    )
+    compiled_evaluate = jax.jit(evaluate).lower(params, windows).compile()
+    state = jax.eval_shape(lambda params: model(params).init_state(1, context), params)
+    return Programs(
+        init=jax.jit(init),
+        step=compiled_step,
+        evaluate=compiled_evaluate,
+        model=model,
+        parameters=_total(params, lambda leaf: leaf.size),
+        temporary_bytes=compiled_step.memory_analysis().temp_size_in_bytes,
+        state_bytes=_total(state, lambda leaf: leaf.size * np.dtype(leaf.dtype).itemsize),
+    )
+
+
+def _total(tree: Any, measure: Callable[[Any], int]) -> int:
+    return sum(measure(leaf) for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,159 @@
+"""The summary of a comparison, as JSON, as Markdown and on the screen."""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.common.comparison import Comparison
+from experiments.common.metrics import write_atomically
+
+Row = dict[str, Any]
+
+
+def summarise(comparison: Comparison) -> list[Row]:
+    """One row a mechanism: means over its seeds, and standard deviations."""
+    rows: dict[str, Row] = {}
+    for mechanism in dict.fromkeys(run["mechanism"] for run in comparison.runs):
+        runs = [run for run in comparison.runs if run["mechanism"] == mechanism]
+        bits = [run["bits_per_byte"] for run in runs]
+        perplexities = [run["perplexity"] for run in runs]
+        words = [run["word_perplexity"] for run in runs]
+        rows[mechanism] = {
+            "mechanism": mechanism,
+            "bits_per_byte": statistics.fmean(bits),
+            "bits_per_byte_std": statistics.stdev(bits) if len(bits) > 1 else None,
+            "perplexity": statistics.fmean(perplexities),
+            "perplexity_std": statistics.stdev(perplexities) if len(runs) > 1 else None,
+            "word_perplexity": None if None in words else statistics.fmean(words),
+            "tokens_per_second": statistics.fmean(run["tokens_per_second"] for run in runs),
+            "seeds": [run["seed"] for run in runs],
+        }
+        for key in ("parameters", "temporary_bytes", "state_bytes", "learning_rate", "tokens"):
+            rows[mechanism][key] = runs[0][key]
+    return list(rows.values())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table with aligned columns."""
+    columns = {
+        "mechanism": lambda row: row["mechanism"],
+        "bits/byte": lambda row: _spread(row["bits_per_byte"], row["bits_per_byte_std"]),
+        "perplexity": lambda row: _spread(row["perplexity"], row["perplexity_std"]),
+        "word perplexity": lambda row: f"{row['word_perplexity']:.1f}",
+        "parameters": lambda row: f"{row['parameters']:,}",
+        "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "step temporaries": lambda row: f"{row['temporary_bytes'] / 1e6:,.1f} MB",
+        "decode state": lambda row: f"{row['state_bytes'] / 1e3:,.1f} kB",
+        "learning rate": lambda row: f"{row['learning_rate']:g}",
+    }
+    if any(row["word_perplexity"] is None for row in rows):
+        del columns["word perplexity"]
+    return markdown_table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table that also reads well as it is; numbers stand right."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = [
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "| " + " | ".join([first, *rest]) + " |"
+
+    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
+    return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def write_report(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
+    """Writes `summary.json` and, last of all, `summary.md` into the run folder."""
+    summary = {
+        "config": settings,
+        "environment": _environment(),
+        "mechanisms": summarise(comparison),
+        "runs": comparison.runs,
+        "sweep": comparison.sweep,
+    }
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_atomically(folder / "summary.md", _markdown(summary))
+
+
+def finished(folder: Path) -> bool:
+    """Whether the report of this run folder was written."""
+    return (folder / "summary.md").is_file()
+
+
+def read_report(folder: Path) -> str:
+    """What to print of a finished run folder: the table, and one sample a mechanism."""
+    summary = json.loads((folder / "summary.json").read_text())
+    parts = []
+    for run in summary["runs"]:
+        if run["seed"] == summary["runs"][0]["seed"]:
+            parts.append(f"{run['mechanism']} writes:\n{_quoted(run['sample'])}")
+    prompt = f"Continuing this held-out text:\n{_quoted(summary['runs'][0]['prompt'])}"
+    files = f"In {folder}: summary.md, summary.json, loss.png, config.json and a folder a run."
+    return "\n\n".join([prompt, *parts, table(summary["mechanisms"]), files])
+
+
+def _environment() -> dict[str, str]:
+    import jax
+
+    return {
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+
+
+def _spread(mean: float, deviation: float | None) -> str:
+    return f"{mean:.3f}" if deviation is None else f"{mean:.3f} ± {deviation:.3f}"
+
+
+def _markdown(summary: dict[str, Any]) -> str:
+    rows, runs = summary["mechanisms"], summary["runs"]
+    config = ", ".join(f"{key} {_plain(value)}" for key, value in summary["config"].items())
+    machine = ", ".join(f"{key} {value}" for key, value in summary["environment"].items())
+    parts = [
+        "# Language models compared",
+        table(rows),
+        f"Means over {len(rows[0]['seeds'])} seed(s), ± the standard deviation between them, after "
+        f"{rows[0]['tokens']:,} tokens each in the same order. Bits a byte and perplexity (a token)"
+        " are of the same held-out windows for all. Step temporaries are the compiled training"
+        " step's memory beside its arguments and results, by XLA's account; the decode state is of"
+        " one row at the context length.",
+    ]
+    if len({row["parameters"] for row in rows}) > 1:
+        parts.append("**The models differ in their numbers of parameters.**")
+    parts.append("![Validation loss against tokens and seconds](loss.png)")
+    if summary["sweep"]:
+        swept = [
+            [run["mechanism"], f"{run['learning_rate']:g}", f"{run['bits_per_byte']:.3f}"]
+            for run in summary["sweep"]
+        ]
+        parts += [
+            "## Learning rates tried",
+            markdown_table(["mechanism", "learning rate", "bits/byte"], swept),
+        ]
+    parts += ["## Configuration", config + ".", machine + ".", "## Samples"]
+    parts.append(f"Each continues this held-out text:\n\n{_quoted(runs[0]['prompt'])}")
+    for run in runs:
+        parts.append(f"### {run['mechanism']}, seed {run['seed']}\n\n{_quoted(run['sample'])}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _quoted(text: str) -> str:
+    # A model that has hardly learnt writes control characters too: none may reach a terminal.
+    lines = ["".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n")]
+    return "\n".join("    " + line for line in lines)

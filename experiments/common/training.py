@@ -1,0 +1,119 @@
+"""The training of one run: resumable, checkpointed, stopped by a loss that is not finite."""
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.common.checkpoints import Checkpoints
+from experiments.common.data import Data, batches
+from experiments.common.errors import Diverged
+from experiments.common.metrics import Metrics
+from experiments.common.programs import Params, Programs
+from experiments.common.progress import Progress
+from experiments.common.schedules import Schedule
+
+# Longer runs log the loss of evenly spaced steps only.
+MAX_LOGGED_LOSSES = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One model's training.
+
+    Attributes:
+      name: as shown to people.
+      folder: for its checkpoints and metrics.
+      identity: of everything that its parameters depend on.
+      seed: of the initial parameters and of the order of the data.
+      learning_rate: at its peak.
+    """
+
+    name: str
+    folder: Path
+    identity: str
+    seed: int
+    learning_rate: float
+
+
+def train(
+    run: Run, schedule: Schedule, programs: Programs, data: Data, progress: Progress
+) -> tuple[Params, dict[str, Any]]:
+    """Trains a run from its last checkpoint, or from the start.
+
+    A loss is read while the next step runs, so that the device never waits for the host.
+
+    Returns:
+      The final parameters, and the record of the last evaluation.
+
+    Raises:
+      Diverged: the loss became NaN or infinite; the checkpoint of the last evaluation stays.
+    """
+    params, optimiser_state = programs.init(run.seed)
+    order = batches(data.train, schedule.batch, run.seed)
+    tokens_per_step = schedule.batch * data.train.context
+    windows = data.valid_batches(schedule.batch // schedule.accumulate)
+    log_every = math.ceil(schedule.steps / MAX_LOGGED_LOSSES)
+    step, seconds, record = 0, 0.0, {}
+
+    def log(step: int, loss: jax.Array) -> None:
+        train_loss = float(loss)
+        if not math.isfinite(train_loss):
+            raise Diverged(run.name, step, checkpoints.latest)
+        tokens, elapsed = step * tokens_per_step, time.perf_counter() - started
+        progress.step(step, train_loss, tokens / elapsed)
+        if step % log_every == 0:
+            at = {"step": step, "tokens": tokens, "seconds": elapsed}
+            metrics.write({**at, "train_loss": train_loss})
+
+    with Checkpoints(run.folder / "checkpoints", run.identity) as checkpoints:
+        if checkpoints.latest is not None:
+            (params, optimiser_state), at = checkpoints.restore((params, optimiser_state))
+            step, record = checkpoints.latest, at["record"]
+            seconds = record["seconds"]
+            order.set_state(at["order"])
+        progress.begin(run.name, step)
+        with Metrics(run.folder / "metrics.jsonl", step) as metrics:
+            while step < schedule.steps:
+                until = min(
+                    step - step % schedule.evaluate_every + schedule.evaluate_every, schedule.steps
+                )
+                # Evaluations and checkpoints do not count as training time.
+                started = time.perf_counter() - seconds
+                pending = None
+                while step < until:
+                    tokens = next(order).astype(np.int32)
+                    params, optimiser_state, loss = programs.step(
+                        params,
+                        optimiser_state,
+                        run.learning_rate,
+                        tokens.reshape(schedule.accumulate, -1, tokens.shape[-1]),
+                    )
+                    if pending is not None:
+                        log(step, pending)
+                    step, pending = step + 1, loss
+                log(step, pending)
+                seconds = time.perf_counter() - started
+
+                nats = np.asarray(programs.evaluate(params, windows), np.float64)
+                nats = nats.ravel()[: len(data.valid)].sum()
+                # It is finite, or these parameters would spoil the last good checkpoint.
+                if not math.isfinite(nats):
+                    raise Diverged(run.name, step, checkpoints.latest)
+                record = {
+                    "step": step,
+                    "tokens": step * tokens_per_step,
+                    "seconds": seconds,
+                    "valid_loss": nats / data.valid_tokens,
+                    "bits_per_byte": nats / math.log(2) / data.valid_bytes,
+                }
+                metrics.write(record)
+                metrics.flush()
+                state = {"record": record, "order": order.get_state()}
+                checkpoints.save(step, (params, optimiser_state), state)
+                progress.evaluated(record)
+    return params, record

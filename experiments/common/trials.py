@@ -1,0 +1,100 @@
+"""One model of a comparison: trained, measured and sampled from, or read back if that was done."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from effattn.decode import generate
+from experiments.common.data import Data
+from experiments.common.metrics import write_atomically
+from experiments.common.programs import Programs
+from experiments.common.progress import Progress
+from experiments.common.schedules import Schedule
+from experiments.common.tokenizers import Tokenizer
+from experiments.common.training import Run, train
+
+SAMPLE_TEMPERATURE = 0.8
+MAX_SAMPLE_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """What is equal for all models of a comparison.
+
+    Attributes:
+      folder: of the comparison; every run gets one in it.
+      identity: of the configuration.
+      schedule: how long and how to train.
+      data: training and validation windows.
+      tokenizer: of the text.
+      bytes_per_word: of the validation text, if the corpus defines words.
+      compile: a mechanism's name to its programs.
+      progress: told of every step.
+    """
+
+    folder: Path
+    identity: str
+    schedule: Schedule
+    data: Data
+    tokenizer: Tokenizer
+    bytes_per_word: float | None
+    compile: Callable[[str], Programs]
+    progress: Progress
+
+    def run(self, mechanism: str, learning_rate: float, seed: int) -> dict[str, Any]:
+        """The measurements of one model, by way of its training if need be.
+
+        Perplexities are exp of the nats a token, and a word where the corpus defines words.
+        """
+        name = f"{mechanism}-rate{learning_rate:g}-seed{seed}"
+        run = Run(name, self.folder / name, f"{self.identity} {name}", seed, learning_rate)
+        path = run.folder / "result.json"
+        if path.is_file():
+            self.progress.begin(name, self.schedule.steps)
+            return json.loads(path.read_text())
+        programs = self.compile(mechanism)
+        params, record = train(run, self.schedule, programs, self.data, self.progress)
+        result = {
+            "mechanism": mechanism,
+            "seed": seed,
+            "learning_rate": learning_rate,
+            "folder": name,
+            **record,
+            "perplexity": math.exp(record["valid_loss"]),
+            "word_perplexity": self._word_perplexity(record["bits_per_byte"]),
+            "tokens_per_second": record["tokens"] / record["seconds"],
+            "parameters": programs.parameters,
+            "temporary_bytes": programs.temporary_bytes,
+            "state_bytes": programs.state_bytes,
+            **self._sample(programs.model(params), seed),
+        }
+        write_atomically(path, json.dumps(result, indent=2) + "\n")
+        return result
+
+    def _word_perplexity(self, bits_per_byte: float) -> float | None:
+        if self.bytes_per_word is None:
+            return None
+        # A hardly trained model has more bits a word than the exponent of a float holds.
+        return 2.0 ** min(bits_per_byte * self.bytes_per_word, 1000.0)
+
+    def _sample(self, model: Any, seed: int) -> dict[str, str]:
+        """The model's continuation of the first quarter of the first validation window."""
+        context = self.data.train.context
+        prompt = self.data.valid[:1, : context // 4].astype(np.int32)
+        tokens = generate(
+            model,
+            prompt,
+            max_new_tokens=min(context - prompt.shape[1], MAX_SAMPLE_TOKENS),
+            temperature=SAMPLE_TEMPERATURE,
+            rng=jax.random.key(seed),
+        )
+        return {
+            "prompt": self.tokenizer.decode(prompt[0]),
+            "sample": self.tokenizer.decode(np.asarray(tokens[0])),
+        }

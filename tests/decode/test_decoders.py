@@ -1,0 +1,186 @@
+"""A sequence extended in any pieces gives what it gives at once."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from effattn import registry
+from effattn.decode import ContiguousDecoder, RingDecoder
+
+MECHANISMS = {
+    "softmax": ("softmax", {}),
+    "softmax, window": ("softmax", {"local_window_size": (3, 0)}),
+    "window": ("sliding_window", {"local_window_size": (3, 0)}),
+    "window of one": ("sliding_window", {"local_window_size": (0, 0)}),
+    "window, dilated": ("sliding_window", {"local_window_size": (2, 0), "dilation": 3}),
+    "linear": ("linear", {}),
+    "linear, identity": ("linear", {"feature_map": "identity"}),
+}
+
+
+def heads(time, batch=2, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(batch, time, 4, 8), (batch, time, 2, 8), (batch, time, 2, 6)]
+    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+
+
+def decoder_of(name, options):
+    return registry.load(registry.get(name).decoder)(registry.get(name).function, options)
+
+
+@pytest.fixture(params=MECHANISMS)
+def mechanism(request):
+    name, options = MECHANISMS[request.param]
+    function = functools.partial(registry.get(name).function, is_causal=True, **options)
+    return function, decoder_of(name, options)
+
+
+@pytest.mark.parametrize("split", [(11,), (1,) * 11, (7, 1, 3), (2, 9)], ids=str)
+def test_any_split_equals_the_whole(mechanism, split):
+    function, decoder = mechanism
+    query, key, value = heads(11)
+    state = decoder.init(2, 11, 2, 8, 6, jnp.float32)
+    extend = jax.jit(decoder.extend)
+    outs, start = [], 0
+    for time in split:
+        piece = slice(start, start + time)
+        out, state = extend(query[:, piece], key[:, piece], value[:, piece], state)
+        outs.append(out)
+        start += time
+    np.testing.assert_allclose(
+        jnp.concatenate(outs, 1), jax.jit(function)(query, key, value), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_array_equal(state.length, [11, 11])
+    assert state.length.dtype == jnp.int32
+
+
+def test_rows_of_unequal_lengths_equal_each_row_alone(mechanism):
+    function, decoder = mechanism
+    query, key, value = heads(12, batch=3)
+    state = decoder.init(3, 12, 2, 8, 6, jnp.float32)
+    start = np.zeros(3, int)
+    extend = jax.jit(decoder.extend)
+    outs = [[], [], []]
+    for lengths in ([5, 0, 2], [1, 5, 4], [1, 1, 1]):
+        pieces = [
+            jnp.stack(
+                [
+                    jnp.pad(x[b, s : s + n], [(0, 5 - n), (0, 0), (0, 0)], constant_values=np.nan)
+                    for b, (s, n) in enumerate(zip(start, lengths, strict=True))
+                ]
+            )
+            for x in (query, key, value)
+        ]
+        out, state = extend(*pieces, state, jnp.array(lengths))
+        start += lengths
+        for b, n in enumerate(lengths):
+            outs[b].append(out[b, :n])
+            np.testing.assert_array_equal(out[b, n:], 0)
+    np.testing.assert_array_equal(state.length, start)
+    whole = jax.jit(function)(query, key, value)
+    for b in range(3):
+        row = jnp.concatenate(outs[b])
+        np.testing.assert_allclose(row, whole[b, : start[b]], rtol=1e-5, atol=1e-6)
+
+
+def test_a_jitted_step_keeps_the_structure_of_the_state(mechanism):
+    _, decoder = mechanism
+    state = decoder.init(2, 4, 2, 8, 6, jnp.bfloat16)
+    after = jax.eval_shape(decoder.extend, *heads(1, dtype=jnp.bfloat16), state)[1]
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), after)
+
+
+def test_a_ring_holds_its_window_and_no_more():
+    decoder = decoder_of("sliding_window", {"local_window_size": (5, 0), "dilation": 2})
+    state = decoder.init(1, 10**6, 2, 8, 6, jnp.float32)
+    assert state.key.shape == (1, 10, 2, 8)
+    assert state.value.shape == (1, 10, 2, 6)
+
+
+def test_a_ring_needs_a_window():
+    decoder = RingDecoder(effattn.sliding_window_attention, {})
+    with pytest.raises(ValueError, match="local_window_size"):
+        decoder.init(1, 8, 2, 8, 6, jnp.float32)
+
+
+def test_a_ring_shows_score_mod_the_positions_of_the_whole_sequence():
+    weight = jax.random.normal(jax.random.key(1), (2, 4, 16, 16))
+
+    def score_mod(logit, b, h, i, j):
+        return logit + weight[b, h, i, j]
+
+    options = {"local_window_size": (3, 0), "score_mod": score_mod}
+    decoder = decoder_of("sliding_window", options)
+    query, key, value = heads(9)
+    state = decoder.init(2, 9, 2, 8, 6, jnp.float32)
+    extend = jax.jit(decoder.extend)
+    _, state = extend(query[:, :6], key[:, :6], value[:, :6], state)
+    out, _ = extend(query[:, 6:], key[:, 6:], value[:, 6:], state)
+    function = functools.partial(effattn.sliding_window_attention, is_causal=True, **options)
+    whole = jax.jit(function)(query, key, value)
+    np.testing.assert_allclose(out, whole[:, 6:], rtol=1e-5, atol=1e-6)
+
+
+def test_a_full_contiguous_cache_raises_when_the_lengths_are_known():
+    decoder = decoder_of("softmax", {})
+    state = decoder.init(2, 5, 2, 8, 6, jnp.float32)
+    state = dataclasses.replace(state, length=jnp.array([4, 2]))
+    with pytest.raises(ValueError, match="holds 5 tokens a row and 6 are needed"):
+        decoder.extend(*heads(2), state)
+    _, state = decoder.extend(*heads(2), state, jnp.array([1, 2]))
+    np.testing.assert_array_equal(state.length, [5, 4])
+
+
+def test_a_traced_overflow_of_a_contiguous_cache_overwrites_nothing():
+    decoder = decoder_of("softmax", {})
+    state = decoder.init(2, 5, 2, 8, 6, jnp.float32)
+    query, key, value = heads(8)
+    extend = jax.jit(decoder.extend)
+    _, before = extend(query[:, :4], key[:, :4], value[:, :4], state)
+    _, after = extend(query[:, 4:], key[:, 4:], value[:, 4:], before)
+    np.testing.assert_array_equal(after.key, key[:, :5])
+    np.testing.assert_array_equal(after.value, value[:, :5])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (jnp.array([1, 2, 3]), "of shape"),
+        (jnp.array([1.0, 2.0]), "integers"),
+        (jnp.array([1, 4]), "between 0 and the 3 tokens"),
+        (jnp.array([-1, 2]), "between 0 and the 3 tokens"),
+    ],
+)
+def test_wrong_lengths_are_named(mechanism, lengths, message):
+    _, decoder = mechanism
+    state = decoder.init(2, 8, 2, 8, 6, jnp.float32)
+    with pytest.raises(ValueError, match=message):
+        decoder.extend(*heads(3), state, lengths)
+
+
+def test_the_state_of_another_decoder_or_batch_is_refused(mechanism):
+    _, decoder = mechanism
+    with pytest.raises(ValueError, match="init_state returned"):
+        decoder.extend(*heads(3), object())
+    with pytest.raises(ValueError, match="cannot be extended by 2 rows"):
+        decoder.extend(*heads(3), decoder.init(3, 8, 2, 8, 6, jnp.float32))
+
+
+def test_an_empty_extension_is_refused(mechanism):
+    _, decoder = mechanism
+    with pytest.raises(ValueError, match="at least one token"):
+        decoder.extend(*heads(0), decoder.init(2, 8, 2, 8, 6, jnp.float32))
+
+
+def test_a_cache_of_another_dtype_than_the_computation_is_cast():
+    decoder = ContiguousDecoder(effattn.dot_product_attention)
+    state = decoder.init(2, 8, 2, 8, 6, jnp.bfloat16)
+    out, state = decoder.extend(*heads(3), state)
+    assert out.dtype == jnp.float32
+    assert state.key.dtype == jnp.bfloat16

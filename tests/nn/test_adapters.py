@@ -1,0 +1,223 @@
+"""Mechanisms inside Flax's own attention layers."""
+
+import inspect
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import effattn
+from effattn.nn import Alibi, as_attention_fn
+
+SHAPE = (2, 6, 16)
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+X = normal(*SHAPE)
+
+
+def nnx_layer(attention_fn=nnx.dot_product_attention, **options):
+    options = {"num_kv_heads": 2, "decode": False, **options}
+    return nnx.MultiHeadAttention(
+        4, 16, attention_fn=attention_fn, rngs=nnx.Rngs(0), **options
+    )
+
+
+def linen_layer(attention_fn=flax.linen.dot_product_attention, **options):
+    layer = flax.linen.MultiHeadDotProductAttention(
+        4, attention_fn=attention_fn, deterministic=True, **options
+    )
+    plain = flax.linen.MultiHeadDotProductAttention(4)
+    return layer, plain.init(jax.random.key(1), X)
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+PADDING = jnp.array([[1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 0]])[:, None, None, :]
+CAUSAL = flax.linen.make_causal_mask(jnp.ones((2, 6)))
+
+
+def test_its_parameters_are_those_of_flax():
+    ours = inspect.signature(as_attention_fn("softmax")).parameters
+    theirs = inspect.signature(nnx.dot_product_attention).parameters
+    assert list(ours) == list(theirs)
+    for name in ours:
+        assert ours[name].kind == theirs[name].kind
+        assert ours[name].default == theirs[name].default
+
+
+@pytest.mark.parametrize("mask", [None, PADDING, PADDING[:1], CAUSAL, CAUSAL * PADDING])
+def test_softmax_equals_the_attention_of_both_layers(mask):
+    attention_fn = as_attention_fn("softmax")
+    close(nnx_layer(attention_fn)(X, mask=mask), nnx_layer()(X, mask=mask))
+    layer, variables = linen_layer(attention_fn)
+    expected = linen_layer()[0].apply(variables, X, mask=mask)
+    close(layer.apply(variables, X, mask=mask), expected)
+
+
+def test_causality_is_an_argument_of_nnx_and_an_option_for_linen():
+    expected = nnx_layer()(X, is_causal=True)
+    close(nnx_layer(as_attention_fn("softmax"))(X, is_causal=True), expected)
+    close(nnx_layer(as_attention_fn("softmax", is_causal=True))(X), expected)
+    layer, variables = linen_layer(as_attention_fn("softmax", is_causal=True))
+    close(layer.apply(variables, X), linen_layer()[0].apply(variables, X, mask=CAUSAL))
+
+
+def test_a_bias_reaches_the_logits():
+    query, key, value = normal(3, 2, 6, 4, 8)
+    bias = normal(1, 4, 6, 6, seed=1)
+    close(
+        as_attention_fn("softmax")(query, key, value, bias),
+        nnx.dot_product_attention(query, key, value, bias),
+    )
+    with pytest.raises(ValueError, match="'linear' lacks 'bias'.*softmax"):
+        as_attention_fn("linear")(query, key, value, bias)
+
+
+def window_mask(left):
+    distance = np.arange(6)[:, None] - np.arange(6)
+    return jnp.asarray((distance >= 0) & (distance <= left))[None, None]
+
+
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_a_window_equals_its_mask_under_any_padding(padding):
+    attention_fn = as_attention_fn("sliding_window", local_window_size=(2, 0))
+    mask = window_mask(2) if padding is None else window_mask(2) * padding
+    # Flax gives a query without keys the mean of all values, and effattn zeros.
+    some = np.asarray(jnp.broadcast_to(jnp.any(mask, -1)[:, 0], (2, 6)))
+    out = nnx_layer(attention_fn)(X, mask=padding, is_causal=True)
+    close(out[some], nnx_layer()(X, mask=mask)[some])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_linear_attention_skips_padded_keys_wherever_they_are(is_causal):
+    layer = nnx_layer(as_attention_fn("linear", is_causal=is_causal))
+    out = layer(X, mask=PADDING)
+    kept = jnp.array([0, 2, 3, 4])
+    close(out[1, kept], layer(X[1:, kept])[0])
+    close(out[0, :4], layer(X[:1, :4])[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_rate": 0.1}])
+@pytest.mark.parametrize("name", ["sliding_window", "linear"])
+def test_a_mask_of_pairs_is_refused_with_advice(name, options):
+    layer = nnx_layer(as_attention_fn(name), deterministic=True, **options)
+    with pytest.raises(ValueError, match=f"is_causal=True.*{name!r} lacks 'mask'.*softmax"):
+        layer(X, mask=CAUSAL)
+
+
+DECODERS = {
+    "softmax": as_attention_fn("softmax"),
+    "softmax, causal option": as_attention_fn("softmax", is_causal=True),
+    "alibi": as_attention_fn("softmax", score_mod=Alibi(4)),
+    "window": as_attention_fn("sliding_window", local_window_size=(2, 0)),
+    "linear": as_attention_fn("linear"),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_nnx_decodes_as_it_computes_in_parallel(name):
+    layer = nnx_layer(DECODERS[name])
+    whole = layer(X, is_causal=True)
+    layer.init_cache(SHAPE)
+
+    @nnx.jit
+    def step(layer, x):
+        return layer(x, decode=True)
+
+    outs = [step(layer, X[:, t : t + 1]) for t in range(6)]
+    close(jnp.concatenate(outs, 1), whole)
+
+
+def test_linen_decodes_as_it_computes_in_parallel():
+    attention_fn = as_attention_fn("sliding_window", local_window_size=(2, 0), is_causal=True)
+    layer, variables = linen_layer(attention_fn)
+    whole = layer.apply(variables, X)
+    decoder = layer.clone(decode=True)
+    cache = decoder.init(jax.random.key(0), X)["cache"]
+
+    @jax.jit
+    def step(cache, x):
+        y, mutated = decoder.apply({**variables, "cache": cache}, x, mutable="cache")
+        return y, mutated["cache"]
+
+    outs = []
+    for t in range(6):
+        y, cache = step(cache, X[:, t : t + 1])
+        outs.append(y)
+    close(jnp.concatenate(outs, 1), whole)
+
+
+def test_dropout_is_honoured_or_raises():
+    options = {"dropout_rate": 0.5, "broadcast_dropout": False, "deterministic": False}
+    layer = nnx_layer(as_attention_fn("softmax"), **options)
+    assert not np.allclose(layer(X), nnx_layer()(X))
+    close(layer(X, deterministic=True), nnx_layer()(X))
+    with pytest.raises(ValueError, match="'linear' lacks 'dropout'"):
+        nnx_layer(as_attention_fn("linear"), **options)(X)
+    with pytest.raises(ValueError, match="broadcast_dropout=False"):
+        nnx_layer(as_attention_fn("softmax"), **(options | {"broadcast_dropout": True}))(X)
+    query, key, value = normal(3, 2, 6, 4, 8)
+    with pytest.raises(ValueError, match="needs dropout_rng"):
+        as_attention_fn("softmax")(query, key, value, dropout_rate=0.5)
+
+
+def test_dropout_of_both_layers_reaches_the_weights():
+    attention_fn = as_attention_fn("softmax")
+    layer, variables = linen_layer(attention_fn)
+    dropping = layer.clone(dropout_rate=0.5, broadcast_dropout=False, deterministic=False)
+    out = dropping.apply(variables, X, rngs={"dropout": jax.random.key(0)})
+    assert not np.allclose(out, layer.apply(variables, X))
+
+
+def test_weights_cannot_be_sown():
+    with pytest.raises(ValueError, match="sow_weights"):
+        nnx_layer(as_attention_fn("softmax"))(X, sow_weights=True)
+
+
+def test_dtype_and_precision_are_honoured_or_raise():
+    attention_fn = as_attention_fn("softmax")
+    query, key, value = normal(3, 2, 6, 4, 8)
+    assert attention_fn(query, key, value, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    close(
+        attention_fn(query, key, value, precision="highest"),
+        nnx.dot_product_attention(query, key, value),
+    )
+
+    def plain(query, key, value):
+        return value
+
+    with pytest.raises(ValueError, match="'plain' takes no precision"):
+        as_attention_fn(plain)(query, key, value, precision="highest")
+
+
+def test_no_batch_or_two_batch_axes():
+    attention_fn = as_attention_fn("softmax", is_causal=True)
+    query, key, value = normal(3, 2, 3, 6, 4, 8)
+    mask = jnp.arange(6) < jnp.array([[4, 5, 6], [3, 6, 6]])[..., None]
+    out = attention_fn(query, key, value, mask=mask[:, :, None, None, :])
+    one = attention_fn(query[0, 1], key[0, 1], value[0, 1], mask=mask[0, 1, None, None, :])
+    close(out[0, 1], one)
+    close(
+        one,
+        effattn.dot_product_attention(
+            query[0, 1], key[0, 1], value[0, 1], is_causal=True, key_value_seq_lengths=jnp.array(5)
+        ),
+    )
+
+
+def test_unknown_options_are_named_when_it_is_made():
+    with pytest.raises(ValueError, match="no option local_window_size"):
+        as_attention_fn("linear", local_window_size=3)
+    with pytest.raises(ValueError, match="unknown mechanism"):
+        as_attention_fn("soft")
+    with pytest.raises(ValueError, match="takes no `is_causal`"):
+        as_attention_fn(lambda query, key, value: value, is_causal=True)

@@ -1,0 +1,284 @@
+"""The Transformer language model over each mixer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn import registry
+from effattn.decode import ContiguousState, RecurrentState, RingState
+from effattn.nn import TransformerConfig, TransformerLM
+
+CONFIG = TransformerConfig(
+    vocab_size=13, num_layers=2, features=16, num_heads=4, num_kv_heads=2, qk_norm=True
+)
+WINDOW = {"name": "sliding_window", "local_window_size": (2, 0)}
+VARIANTS = {
+    "softmax, rotary": {},
+    "window, alibi, parallel": {"mixer": WINDOW, "positions": "alibi", "parallel": True},
+    "mixed, learned, untied": {
+        "mixer": ("linear", WINDOW),
+        "positions": "learned",
+        "max_length": 10,
+        "tie_embeddings": False,
+    },
+}
+TOKENS = jax.random.randint(jax.random.key(0), (2, 9), 0, 13)
+
+
+def make(seed=0, **changes):
+    return TransformerLM(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(seed))
+
+
+@pytest.fixture(params=VARIANTS)
+def model(request):
+    return make(**VARIANTS[request.param])
+
+
+@jax.jit
+def call(model, tokens, lengths=None, segment_ids=None):
+    return model(tokens, lengths=lengths, segment_ids=segment_ids)
+
+
+@jax.jit
+def extend(model, tokens, state, lengths=None):
+    return model.extend(tokens, state, lengths=lengths)
+
+
+def loss(model, tokens, rngs=None):
+    logits = model(tokens, rngs=rngs)
+    return jnp.mean(-jax.nn.log_softmax(logits)[:, :-1, 0])
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_any_split_equals_the_whole(model):
+    state = model.init_state(2, 9)
+    outs = []
+    for piece in (slice(0, 5), slice(5, 7), slice(7, 8), slice(8, 9)):
+        logits, state = extend(model, TOKENS[:, piece], state)
+        outs.append(logits)
+    close(jnp.concatenate(outs, 1), call(model, TOKENS))
+    np.testing.assert_array_equal(state.length, [9, 9])
+
+
+def test_unequal_prompts_continue_as_each_would_alone(model):
+    lengths = np.array([5, 2])
+    prompt = jnp.where(jnp.arange(5) < lengths[:, None], TOKENS[:, :5], -1)
+    first, state = extend(model, prompt, model.init_state(2, 8), jnp.asarray(lengths))
+    second, _ = extend(model, jnp.stack([TOKENS[0, 5:8], TOKENS[1, 2:5]]), state)
+    whole = call(model, TOKENS)
+    for row, length in enumerate(lengths):
+        close(first[row, :length], whole[row, :length])
+        close(second[row], whole[row, length : length + 3])
+
+
+def test_packed_documents_give_what_they_give_alone(model):
+    ids = jnp.array([[1, 1, 1, 4, 4, 4, 4, 4, 0]])
+    tokens = TOKENS[:1].at[:, 8:].set(10**6)
+    out = call(model, tokens, None, ids)
+    close(out[:, :3], call(model, TOKENS[:1, :3]))
+    close(out[:, 3:8], call(model, TOKENS[:1, 3:8]))
+
+
+def test_padding_changes_nothing_before_it(model):
+    padded = jnp.where(jnp.arange(9) < 6, TOKENS, 10**6)
+    out = call(model, padded, jnp.array([6, 6]))
+    close(out[:, :6], call(model, TOKENS[:, :6]))
+    assert jnp.all(jnp.isfinite(out))
+
+
+def test_a_token_changes_no_logits_before_it(model):
+    changed = TOKENS.at[:, 6].set((TOKENS[:, 6] + 1) % 13)
+    before, after = call(model, TOKENS), call(model, changed)
+    np.testing.assert_array_equal(before[:, :6], after[:, :6])
+    assert jnp.all(jnp.any(before[:, 6:] != after[:, 6:], axis=-1))
+
+
+def test_each_layer_has_its_own_mixer_and_state():
+    model = make(num_layers=3, mixer=("softmax", WINDOW, "linear"))
+    state = model.init_state(2, 9)
+    kinds = [type(layer) for layer in state.layers]
+    assert kinds == [ContiguousState, RingState, RecurrentState]
+    assert state.layers[1].key.shape[1] == 2
+
+
+def test_bfloat16_computes_with_float32_parameters_gradients_and_logits():
+    model = make(dtype="bfloat16", tie_embeddings=False)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(model, TOKENS)
+    assert value.dtype == jnp.float32
+    for leaf in jax.tree.leaves((model, gradient)):
+        assert leaf.dtype == jnp.float32
+    logits = jax.eval_shape(call, model, TOKENS)
+    assert logits.dtype == jnp.float32
+    x = jax.eval_shape(lambda model: model.blocks[0](model.embed(TOKENS)), model)
+    assert x.dtype == jnp.bfloat16
+    assert model.init_state(2, 4).layers[0].key.dtype == jnp.bfloat16
+    exact = call(make(tie_embeddings=False), TOKENS)
+    error = jnp.sqrt(jnp.mean((call(model, TOKENS) - exact) ** 2) / jnp.mean(exact**2))
+    assert error < 0.02
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [None, "dots_saveable", jax.checkpoint_policies.nothing_saveable],
+    ids=["no policy", "by name", "function"],
+)
+def test_remat_changes_memory_and_no_gradient(policy):
+    tokens, rngs = TOKENS, jax.random.key(0)
+    gradient = jax.jit(jax.value_and_grad(loss))
+    plain = gradient(make(dropout_rate=0.2), tokens, rngs)
+    model = make(dropout_rate=0.2, remat=True, remat_policy=policy)
+    again = gradient(model, tokens, rngs)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(plain), strict=True):
+        close(a, b)
+    assert "remat" in str(jax.make_jaxpr(loss)(model, tokens, rngs))
+
+
+def test_dropout_needs_rngs_and_is_off_without():
+    model, plain = make(dropout_rate=0.5), make()
+    np.testing.assert_array_equal(call(model, TOKENS), call(plain, TOKENS))
+    run = jax.jit(lambda model, rngs: model(TOKENS, rngs=rngs))
+    one, other = run(model, jax.random.key(0)), run(model, jax.random.key(1))
+    assert not np.allclose(one, other)
+    np.testing.assert_array_equal(one, run(model, jax.random.key(0)))
+    np.testing.assert_array_equal(run(plain, jax.random.key(0)), call(plain, TOKENS))
+
+
+def test_dropout_keeps_the_mean_of_what_a_layer_adds():
+    model = make(num_layers=1, dropout_rate=0.5)
+    block, x = model.blocks[0], jax.random.normal(jax.random.key(0), (1, 3, 16))
+    keys = jax.random.split(jax.random.key(1), 4096)
+    # With the mixer's path alone, what is added is linear in the dropped elements.
+    block.feed_forward.down.kernel[...] *= 0
+    added = jax.jit(jax.vmap(lambda key: block(x, rngs=key) - x))(keys)
+    expected = block(x) - x
+    spread = jnp.std(added, axis=0) / keys.shape[0] ** 0.5
+    assert jnp.all(jnp.abs(jnp.mean(added, axis=0) - expected) < 5 * spread + 1e-6)
+    assert 0.45 < jnp.mean(added == 0) < 0.55
+
+
+def test_nnx_and_plain_jax_transformations_agree():
+    model = make()
+    value, gradient = nnx.value_and_grad(loss)(model, TOKENS)
+    plain, plain_gradient = jax.jit(jax.value_and_grad(loss))(model, TOKENS)
+    close(value, plain)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(plain_gradient), strict=True):
+        close(a, b)
+    close(nnx.jit(lambda model, x: model(x))(model, TOKENS), call(model, TOKENS))
+
+
+def test_a_call_writes_nothing_to_the_model():
+    model = make(dropout_rate=0.1)
+    before = jax.tree.map(np.asarray, jax.tree.leaves(model))
+    model(TOKENS, rngs=jax.random.key(0))
+    for a, b in zip(before, jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert jax.tree.structure(make(seed=1, dropout_rate=0.1)) == jax.tree.structure(model)
+
+
+def parameters(**changes):
+    model = make(**changes)
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def test_options_change_the_parameters_that_they_should():
+    # Per layer: q and o 16 * 16, k and v 16 * 8, two norms of heads of 4, SwiGLU of 48 (8/3 * 16
+    # rounded up to a multiple of 8), two norms of 16.
+    layer = 2 * 256 + 2 * 128 + 2 * 4 + 3 * 16 * 48 + 2 * 16
+    expected = 13 * 16 + 2 * layer + 16
+    assert parameters() == expected
+    assert parameters(tie_embeddings=False) == expected + 13 * 16
+    assert parameters(positions="learned", max_length=7) == expected + 7 * 16
+    assert parameters(parallel=True) == expected - 2 * 16
+    assert parameters(qk_norm=False) == expected - 2 * 8
+    assert parameters(hidden_features=8) == expected - 2 * 3 * 16 * 40
+    assert parameters(head_dim=8) == expected + 2 * (2 * 256 + 2 * 128 + 2 * 4)
+
+
+def test_parallel_layers_read_the_same_input():
+    block = make(parallel=True).blocks[0]
+    x = jax.random.normal(jax.random.key(0), (1, 4, 16))
+    h = block.mixer_norm(x)
+    close(block(x), x + block.mixer(h) + block.feed_forward(h))
+
+
+def test_residual_projections_start_smaller():
+    block = make(features=256, num_layers=8, num_kv_heads=None).blocks[0]
+    for layer, fan_in in ((block.mixer.out, 256), (block.feed_forward.down, 688)):
+        np.testing.assert_allclose(jnp.std(layer.kernel[...]), (16 * fan_in) ** -0.5, rtol=0.05)
+    np.testing.assert_allclose(jnp.std(block.mixer.query.kernel[...]), 256**-0.5, rtol=0.05)
+
+
+def test_learned_positions_end():
+    model = make(positions="learned", max_length=4)
+    with pytest.raises(ValueError, match="length 9, and there are only 4 learned positions"):
+        model(TOKENS)
+    with pytest.raises(ValueError, match="max_length=5"):
+        model.init_state(2, 5)
+    linear = make(positions="learned", max_length=4, mixer="linear")
+    with pytest.raises(ValueError, match="holds 4 tokens a row and 5 are needed"):
+        linear.extend(TOKENS[:, :5], linear.init_state(2, 4))
+
+
+def test_step_is_extend_by_one():
+    model = make(num_layers=1)
+    state = model.init_state(2, 4)
+    np.testing.assert_array_equal(
+        model.step(TOKENS[:, :1], state)[0], model.extend(TOKENS[:, :1], state)[0]
+    )
+    with pytest.raises(ValueError, match="one token"):
+        model.step(TOKENS, state)
+
+
+def test_bad_inputs_are_named():
+    model = make(num_layers=1)
+    with pytest.raises(ValueError, match=r"tokens must be integers of shape \(B, T\)"):
+        model(TOKENS.astype(jnp.float32))
+    with pytest.raises(ValueError, match="tokens must be integers"):
+        model(TOKENS[0])
+    with pytest.raises(ValueError, match="segment_ids must have the shape"):
+        model(TOKENS, segment_ids=jnp.ones((2, 3), jnp.int32))
+    with pytest.raises(ValueError, match="lengths must be integers of shape"):
+        model(TOKENS, lengths=jnp.array([1]))
+    with pytest.raises(ValueError, match="TransformerState"):
+        model.extend(TOKENS, model.init_state(2, 9).layers[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"hidden_features": 0}, "hidden_features must be at least 1 or None"),
+        ({"positions": "sinusoidal"}, "positions must be one of rotary"),
+        ({"positions": "learned"}, "learned positions need max_length"),
+        ({"mixer": "sofmax"}, "unknown mechanism 'sofmax'"),
+        ({"mixer": {"local_window_size": 3}}, 'needs the mechanism\'s "name"'),
+        ({"mixer": ("softmax",)}, "each of the 2 layers, got 1"),
+        ({"dropout_rate": 1.5}, r"dropout_rate must be in \[0, 1\)"),
+        ({"remat": True, "remat_policy": "save_only_these_names"}, "remat_policy must be one of"),
+        ({"remat_policy": "dots_saveable"}, "needs remat=True"),
+    ],
+)
+def test_bad_configurations_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_a_mixer_that_cannot_do_what_the_model_asks_is_named():
+    with pytest.raises(ValueError, match="'score_mod', which 'linear' lacks.*softmax"):
+        make(mixer="linear", positions="alibi")
+    with pytest.raises(ValueError, match="no option local_window_size"):
+        make(mixer={"name": "linear", "local_window_size": 3})
+
+
+def test_every_mechanism_that_decodes_builds_a_model():
+    for name in registry.names("decode"):
+        options = {"local_window_size": (2, 0)} if name == "sliding_window" else {}
+        model = make(num_layers=1, mixer={"name": name, **options})
+        assert call(model, TOKENS).shape == (2, 9, 13)
