@@ -188,9 +188,7 @@ def implementations(value: Any) -> tuple[str, ...] | None:
         return None
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, tuple | list) or not names:
-        raise ValueError(
-            f"implementation must be None, a name or a tuple of names, got {value!r}"
-        )
+        raise ValueError(f"implementation must be None, a name or a tuple of names, got {value!r}")
     for name in names:
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"unknown implementation {name!r}; known are {IMPLEMENTATIONS}")

@@ -39,9 +39,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total_length: int) -> jax
 
 def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     """Each token's position within its own run of ids: int32 `(*B, T)`, 0 at a document's start."""
-    index = jnp.broadcast_to(
-        jnp.arange(segment_ids.shape[-1], dtype=jnp.int32), segment_ids.shape
-    )
+    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[-1], dtype=jnp.int32), segment_ids.shape)
     border = segment_ids[..., 1:] != segment_ids[..., :-1]
     starts = jnp.where(border, index[..., 1:], 0)
     starts = jnp.concatenate([jnp.zeros_like(index[..., :1]), starts], axis=-1)

@@ -99,9 +99,7 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("statics", "structure", "max_new_tokens", "top_k")
-)
+@functools.partial(jax.jit, static_argnames=("statics", "structure", "max_new_tokens", "top_k"))
 def _generate(
     arrays,
     prompt,
@@ -126,9 +124,7 @@ def _generate(
 
     def draw(logits, step, done):
         step_rng = None if rng is None else jax.random.fold_in(rng, step)
-        token = sample_token(
-            logits, step_rng, temperature=temperature, top_k=top_k, top_p=top_p
-        )
+        token = sample_token(logits, step_rng, temperature=temperature, top_k=top_k, top_p=top_p)
         if eos_id is None:
             return token, done
         token = jnp.where(done, eos_id, token)

@@ -46,8 +46,6 @@ def sample_token(
         probability = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(probability, axis=-1) - probability
         # The likeliest token has nothing before it and always stays.
-        smallest = jnp.min(
-            jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True
-        )
+        smallest = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     return jax.random.categorical(rng, logits, axis=-1).astype(jnp.int32)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 class State(Protocol):
@@ -51,7 +52,7 @@ class Decoder(Protocol):
 
 def is_concrete(*arrays: Any) -> bool:
     """Whether all values are known now, outside of any trace."""
-    return not any(isinstance(array, jax.core.Tracer) for array in arrays)
+    return not any(isinstance(array, Tracer) for array in arrays)
 
 
 def new_lengths(lengths: Any, batch: int, time: int) -> jax.Array:

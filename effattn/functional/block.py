@@ -134,9 +134,7 @@ def attend(
     if given.score_mod is not None:
         dtype = functools.reduce(jnp.promote_types, (query.dtype, value.dtype, jnp.float32))
         score_mod, constants = _without_closure(given.score_mod, dtype)
-    tile = given.tile or tiling.choose_tile(
-        (queries, keys), math.prod(batch) * heads, left, right
-    )
+    tile = given.tile or tiling.choose_tile((queries, keys), math.prod(batch) * heads, left, right)
     rule = Rule(
         tile=tile,
         scale=float(scale),
@@ -150,7 +148,7 @@ def attend(
         origin=given.origin,
     )
     operands = Operands(
-        query=query.reshape(*batch, queries, *by_group, query.shape[-1]),
+        query=query,
         key=key,
         value=value,
         bias=_split_heads(given.bias, by_group),
@@ -162,8 +160,6 @@ def attend(
         seed=dropout.seed_from_rng(given.dropout_rng) if given.dropout_rate else None,
     )
     out, lse = block_attention(rule, operands)
-    out = out.reshape(*batch, queries, heads, value.shape[-1])
-    lse = lse.reshape(*batch, queries, heads)
     if given.sink is not None:
         out, lse = _with_sink(out, lse, given.sink)
     out = _zero_where_absent(out, query_mask)

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 
 
-def combine(
-    outputs: Sequence[jax.Array], lses: Sequence[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     r"""Attention over a union of disjoint key sets, from the attention over each.
 
         lse = log sum_p exp(lse_p),    out = sum_p exp(lse_p - lse) out_p

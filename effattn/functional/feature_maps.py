@@ -34,7 +34,7 @@ def resolve(feature_map: str | FeatureMap) -> FeatureMap:
     """The map of that name, or the callable itself; `ValueError` for anything else."""
     if callable(feature_map):
         return feature_map
-    if feature_map not in FEATURE_MAPS:
+    if not isinstance(feature_map, str) or feature_map not in FEATURE_MAPS:
         raise ValueError(
             f"unknown feature_map {feature_map!r}; give a callable from (..., H) to (..., F), "
             f"or one of {', '.join(FEATURE_MAPS)}"

@@ -1,5 +1,6 @@
 """Linear attention: a kernel of feature maps in the place of the softmax."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,8 +15,10 @@ from effattn.xla.linear_recurrence import (
     Documents,
     Rule,
     Tokens,
+    clear,
     linear_recurrence,
     linear_sum,
+    vary_alike,
 )
 
 
@@ -43,8 +46,8 @@ def linear_attention(
 
         out_t = sum_s sim_ts v_s / sum_s sim_ts,    sim_ts = scale * phi(q_t) . phi(k_s)
 
-    or the numerator alone if not normalised. Time is O((T + S) F Hv) and memory O(T + S); the causal
-    form runs in chunks, as a recurrence whose state is one F x Hv matrix a key head.
+    or the numerator alone if not normalised. Time is O((T + S) F Hv) and memory O(T + S); the
+    causal form runs in chunks, as a recurrence whose state is one F x Hv matrix a key head.
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
@@ -86,15 +89,16 @@ def linear_attention(
     _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state)
     phi = feature_maps.resolve(feature_map)
     rule = Rule(
-        normalized=phi is not feature_maps.identity if normalize is None else normalize,
+        normalized=phi is not feature_maps.identity if normalize is None else bool(normalize),
         feature_map=phi,
         precision=precision,
-        chunk=CHUNK if chunk_size is None else _checks.count("chunk_size", chunk_size),
+        chunk=CHUNK if chunk_size is None else _chunk_size(chunk_size),
     )
+    scale = _scale(scale, query)
     query_ids, key_ids = (None, None) if packed is None else packed
     given = _Arguments(
         rule=rule,
-        scale=_scale(scale, query, rule),
+        scale=None if rule.normalized else scale,
         is_causal=is_causal,
         query_mask=_mask(query_lengths, query_ids, queries),
         key_mask=_mask(key_lengths, key_ids, keys),
@@ -123,39 +127,38 @@ class _Arguments(NamedTuple):
 
 
 def _attend(query, key, value, given: _Arguments):
-    """`(out, state)`; no state for packed bidirectional rows."""
-    rule, scale, key_mask = given.rule, given.scale, given.key_mask
-    query = _clear(query, given.query_mask)
-    key, value = _clear(key, key_mask), _clear(value, key_mask)
+    """`(out, state)`; the state of packed bidirectional rows means nothing."""
+    rule, ids = given.rule, given.segment_ids
+    tokens = Tokens(given.query_mask, given.key_mask)
     if rule.feature_map not in feature_maps.FEATURE_MAPS.values():
         # The core's own map is a constant of the program; a caller's may close over arrays.
-        query, key = (_features(rule.feature_map, x) for x in (query, key))
+        query = _features(rule.feature_map, clear(query, tokens.query_mask))
+        key = _features(rule.feature_map, clear(key, tokens.key_mask))
         rule = rule._replace(feature_map=feature_maps.identity)
-    state = _initial_state(given, key, value, _sum_dtype(query, key, value))
-    if given.is_causal:
-        ids = given.segment_ids
-        documents = None if ids is None else Documents.of(ids[1], key_mask)
-        tokens = Tokens(key_mask, documents)
-        out, state = linear_recurrence(rule, query, key, value, state, scale, tokens)
-    elif given.segment_ids is None:
-        out, state = linear_sum(rule, query, key, value, state, scale, key_mask)
-    else:
-        operands = (query, key, value, state, scale, key_mask)
-        out, state = _attend_within_documents(rule, *operands, given.segment_ids), None
-    return checkpoint_name(_clear(out, given.query_mask), "linear_attention"), state
+    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    state = _initial_state(given, key, value, dtype)
+    scale = None if given.scale is None else given.scale.astype(dtype)
+    attend = linear_recurrence if given.is_causal else linear_sum
+    if ids is not None and given.is_causal:
+        tokens = tokens._replace(documents=Documents.of(ids[1], tokens.key_mask))
+    elif ids is not None:
+        attend = functools.partial(_attend_within_documents, ids)
+    out, state = attend(rule, query, key, value, state, scale, tokens)
+    return checkpoint_name(out, "linear_attention"), state
 
 
 def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state):
     """What may not go together."""
     if is_causal and queries != keys:
         raise ValueError(
-            f"is_causal=True needs as many queries as keys, got {queries} and {keys}; to continue a "
-            "sequence pass the new tokens alone, with the initial_state that return_state=True gave"
+            f"is_causal=True needs as many queries as keys, got {queries} and {keys}; to continue "
+            "a sequence pass only its new tokens, and as initial_state the state that "
+            "return_state=True gave"
         )
     if is_causal and isinstance(segment_ids, tuple | list):
         raise ValueError(
-            "segment_ids must be one array (*B, T) where is_causal=True, got a pair: query and key t "
-            "are the same token"
+            "segment_ids must be one array (*B, T) where is_causal=True, got a pair: query t and "
+            "key t are the same token"
         )
     with_state = initial_state is not None or return_state
     if with_state and segment_ids is not None and not is_causal:
@@ -166,17 +169,17 @@ def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_
         )
 
 
-def _scale(scale, query, rule):
-    """The scale in the dtype of the sums; None where it cancels."""
-    scale = jnp.asarray(query.shape[-1] ** -0.5 if scale is None else scale)
+def _chunk_size(value):
+    if not _checks.is_integer(value) or value < 1:
+        raise ValueError(f"chunk_size must be None or an int, 1 or more tokens, got {value!r}")
+    return int(value)
+
+
+def _scale(value, query):
+    scale = jnp.asarray(query.shape[-1] ** -0.5 if value is None else value)
     if scale.ndim or not jnp.issubdtype(scale.dtype, jnp.number):
         raise ValueError(f"scale must be a number, got {scale.dtype} of shape {scale.shape}")
-    return None if rule.normalized else scale.astype(_sum_dtype(query))
-
-
-def _sum_dtype(*arrays):
-    """The dtype of sums, normalisers and states."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    return scale
 
 
 def _features(phi, x):
@@ -199,11 +202,6 @@ def _mask(lengths, segment_ids, length):
     return within if mask is None else mask & within
 
 
-def _clear(x, mask):
-    """`x (*B, L, K, H)` with zeros in the padding."""
-    return x if mask is None else jnp.where(mask[..., None, None], x, 0)
-
-
 def _initial_state(given, key, value, dtype):
     """The given state in the dtype of the sums, or zeros."""
     *batch, _, heads, features = key.shape
@@ -213,34 +211,42 @@ def _initial_state(given, key, value, dtype):
     return _checks.shaped("initial_state", given.initial_state, shape).astype(dtype)
 
 
-def _attend_within_documents(rule, query, key, value, state, scale, key_mask, segment_ids):
+def _attend_within_documents(segment_ids, rule, query, key, value, state, scale, tokens):
     """Bidirectional attention inside packed documents.
 
     The tokens are reordered, each document's keys first and then its queries, and read by one
     causal recurrence. That is linear in T + S, whatever the documents are.
     """
-    query_ids, key_ids = segment_ids
-    queries, keys = query.shape[-3], key.shape[-3]
-    ids = jnp.concatenate([key_ids, query_ids], -1)
-    order = jnp.argsort(ids, -1, stable=True)
+    (query_ids, key_ids), query, key, value, tokens = vary_alike(
+        (segment_ids, query, key, value, tokens)
+    )
+    queries, keys = query_ids.shape[-1], key_ids.shape[-1]
+    order = jnp.argsort(jnp.concatenate([key_ids, query_ids], -1), -1, stable=True)
     place = jnp.argsort(order, -1)
 
-    def merge(x, before, after):
-        padding = [(0, 0)] * (x.ndim - 3) + [(before, after), (0, 0), (0, 0)]
-        return _permute(jnp.pad(x, padding), order, place)
+    def merge(of_keys, of_queries):
+        return _permute(jnp.concatenate([of_keys, of_queries], -3), order, place)
 
-    key_mask = jnp.concatenate([key_mask, jnp.zeros(query_ids.shape, bool)], -1)
-    key_mask, ids = (jnp.take_along_axis(x, order, -1) for x in (key_mask, ids))
-    out, _ = linear_recurrence(
+    def merge_known(of_keys, of_queries):
+        return jnp.take_along_axis(jnp.concatenate([of_keys, of_queries], -1), order, -1)
+
+    def none(x, length):
+        return jnp.zeros_like(x, shape=(*x.shape[:-3], length, *x.shape[-2:]))
+
+    out, state = linear_recurrence(
         rule,
-        merge(query, keys, 0),
-        merge(key, 0, queries),
-        merge(value, 0, queries),
+        merge(none(query, keys), query),
+        merge(key, none(key, queries)),
+        merge(value, none(value, queries)),
         state,
         scale,
-        Tokens(key_mask, Documents.of(ids)),
+        Tokens(
+            merge_known(jnp.zeros_like(tokens.key_mask), tokens.query_mask),
+            merge_known(tokens.key_mask, jnp.zeros_like(tokens.query_mask)),
+            Documents.of(merge_known(key_ids, query_ids)),
+        ),
     )
-    return _permute(out, place, order)[..., keys:, :, :]
+    return _permute(out, place, order)[..., keys:, :, :], state
 
 
 @jax.custom_vjp

@@ -126,8 +126,7 @@ def _attend_dilated(dilation: int, query, key, value, given: block.Arguments):
         if query_lengths is None
         else _class_lengths(query_lengths + shift, batch, dilation),
         key_lengths=_class_lengths(key_lengths, batch, dilation),
-        segments=given.segments
-        and (fold_queries(given.segments[0]), fold_keys(given.segments[1])),
+        segments=given.segments and (fold_queries(given.segments[0]), fold_keys(given.segments[1])),
         origin=_origin_of_classes(dilation),
     )
     out, lse = block.attend(fold_queries(query), fold_keys(key), fold_keys(value), folded)

@@ -9,11 +9,14 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
 from effattn.nn.binding import Binding, bind
-from effattn.nn.randomness import check_dropout_rate
+from effattn.nn.dropout import check_dropout_rate
 
 
 def as_attention_fn(
-    mechanism: str | Callable[..., jax.Array] = "softmax", *, is_causal: bool = False, **options: Any
+    mechanism: str | Callable[..., jax.Array] = "softmax",
+    *,
+    is_causal: bool = False,
+    **options: Any,
 ) -> Callable[..., jax.Array]:
     """An `attention_fn` for `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadAttention`.
 
@@ -87,7 +90,7 @@ def as_attention_fn(
             mask = _as_boolean(mask, query.ndim)
             if mask.shape[-3:] == (1, 1, key.shape[-3]):
                 decoding = query.shape[-3] == 1 and key.shape[-3] > 1
-                keywords.update(_padding_keywords(binding, mask, query, key, decoding))
+                keywords.update(_padding_keywords(binding, mask, query, key, is_causal, decoding))
             elif binding.has("mask"):
                 keywords["mask"] = mask
             else:
@@ -136,7 +139,12 @@ def _as_boolean(mask: jax.Array, ndim: int) -> jax.Array:
 
 
 def _padding_keywords(
-    binding: Binding, mask: jax.Array, query: jax.Array, key: jax.Array, decoding: bool
+    binding: Binding,
+    mask: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    is_causal: bool,
+    decoding: bool,
 ) -> dict[str, Any]:
     """Keywords for a mask `(*#B, 1, 1, S)` over the keys."""
     keywords: dict[str, Any] = {}
@@ -146,8 +154,11 @@ def _padding_keywords(
         keywords["mask"] = mask
     else:
         binding.require("segments", "a padding mask")
+        ids = valid.astype(jnp.int32)
+        # Without an offset, a causal mechanism is a recurrence: query t and key t are one token.
+        one_sequence = is_causal and not decoding and not binding.has("offset")
         query_ids = jnp.ones((*batch, query.shape[-3]), jnp.int32)
-        keywords["segment_ids"] = (query_ids, valid.astype(jnp.int32))
+        keywords["segment_ids"] = ids if one_sequence else (query_ids, ids)
     if decoding and binding.has("offset"):
         last = key.shape[-3] - 1 - jnp.argmax(valid[..., ::-1], axis=-1)
         keywords["query_offset"] = last.astype(jnp.int32)

@@ -10,12 +10,11 @@ import numpy as np
 from flax import nnx
 
 from effattn import registry
+from effattn.nn import initializers
 from effattn.nn.binding import Binding, bind
-from effattn.nn.randomness import check_dropout_rate, dropout_key
+from effattn.nn.dropout import check_dropout_rate, dropout_key
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.segments import positions_from_segment_ids
-
-default_kernel_init = nnx.initializers.lecun_normal()
 
 
 class _Attention(nnx.Module):
@@ -168,7 +167,7 @@ class SelfAttention(_Attention):
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = default_kernel_init,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
         out_kernel_init: Callable[..., Any] | None = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -233,9 +232,7 @@ class SelfAttention(_Attention):
             query, key = self.rotary(query, positions), self.rotary(key, positions)
         if self.is_causal and self.binding.takes("is_causal"):
             padding["is_causal"] = True
-        out = self.attention(
-            query, key, value, **self._options(), **padding, **self._dropout(rngs)
-        )
+        out = self.attention(query, key, value, **self._options(), **padding, **self._dropout(rngs))
         return self.out(out)
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
@@ -329,7 +326,7 @@ class CrossAttention(_Attention):
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = default_kernel_init,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
         out_kernel_init: Callable[..., Any] | None = None,
         rngs: nnx.Rngs,
         **options: Any,
@@ -406,9 +403,7 @@ class CrossAttention(_Attention):
 
 def _check_tokens(name: str, x: jax.Array, features: int) -> None:
     if x.ndim != 3 or x.shape[-1] != features:
-        raise ValueError(
-            f"{name} must have shape (batch, length, {features}), got {x.shape}"
-        )
+        raise ValueError(f"{name} must have shape (batch, length, {features}), got {x.shape}")
 
 
 def _padding(
@@ -426,9 +421,7 @@ def _padding(
         binding.require("lengths", f"{prefix}lengths")
         lengths = jnp.asarray(lengths)
         if lengths.shape != (batch,):
-            raise ValueError(
-                f"{prefix}lengths must have shape ({batch},), got {lengths.shape}"
-            )
+            raise ValueError(f"{prefix}lengths must have shape ({batch},), got {lengths.shape}")
         keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
         valid = jnp.arange(time) < lengths[:, None]
     if segment_ids is not None:

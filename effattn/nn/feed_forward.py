@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from effattn.nn import initializers
+
 
 class SwiGLU(nnx.Module):
     """`(silu(x Wg) * (x Wu)) Wd`, without biases. Shazeer 2020, "GLU Variants Improve Transformer".
@@ -29,8 +31,8 @@ class SwiGLU(nnx.Module):
         *,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),
-        out_kernel_init: Callable[..., Any] = nnx.initializers.lecun_normal(),
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] = initializers.kernel_init,
         rngs: nnx.Rngs,
     ):
         linear = functools.partial(

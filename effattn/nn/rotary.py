@@ -47,7 +47,5 @@ class RotaryEmbedding:
         angle = (positions.astype(dtype) / self.scaling)[..., None, None] * frequency
         cos, sin = jnp.cos(angle), jnp.sin(angle)  # (*B, T, 1, H / 2)
         first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-        rotated = jnp.concatenate(
-            [first * cos - second * sin, second * cos + first * sin], axis=-1
-        )
+        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
         return rotated.astype(x.dtype)

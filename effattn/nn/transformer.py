@@ -11,17 +11,16 @@ from flax import nnx
 
 from effattn import registry
 from effattn.decode.state import check_capacity, check_state, new_lengths
+from effattn.nn import initializers
 from effattn.nn.alibi import Alibi
+from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
 from effattn.nn.feed_forward import SwiGLU
-from effattn.nn.randomness import check_dropout_rate, dropout, dropout_key
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.segments import positions_from_segment_ids
 
 Mixer = str | Mapping[str, Any]
 
 _POSITIONS = ("rotary", "learned", "alibi", "none")
-
-_embedding_init = nnx.initializers.normal(0.02)
 
 _REMAT_POLICIES = (
     "everything_saveable",
@@ -124,7 +123,7 @@ class TransformerConfig:
             return mixer, {}
         if "name" not in mixer:
             raise ValueError(
-                f"a mixer given as a mapping needs the mechanism's \"name\", got {dict(mixer)}"
+                f'a mixer given as a mapping needs the mechanism\'s "name", got {dict(mixer)}'
             )
         return mixer["name"], {key: mixer[key] for key in mixer if key != "name"}
 
@@ -149,10 +148,7 @@ class Block(nnx.Module):
     def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
         name, options = config.layer_mixer(layer)
         dtypes = _dtypes(config)
-        # 2 L branches add to the residual stream; so scaled, their sum starts with variance O(1).
-        residual_init = nnx.initializers.variance_scaling(
-            1 / (2 * config.num_layers), "fan_in", "truncated_normal"
-        )
+        residual_init = initializers.residual_init(config.num_layers)
         if config.positions == "rotary":
             options["rotary"] = RotaryEmbedding(config.rotary_theta, config.rotary_scaling)
         elif config.positions == "alibi":
@@ -238,7 +234,7 @@ class TransformerLM(nnx.Module):
         embed = functools.partial(
             nnx.Embed,
             features=config.features,
-            embedding_init=_embedding_init,
+            embedding_init=initializers.embedding_init,
             rngs=rngs,
             **dtypes,
         )
@@ -255,7 +251,7 @@ class TransformerLM(nnx.Module):
                 config.features,
                 config.vocab_size,
                 use_bias=False,
-                kernel_init=_embedding_init,
+                kernel_init=initializers.embedding_init,
                 preferred_element_type=_logits_dtype(config),
                 rngs=rngs,
                 **dtypes,

@@ -11,8 +11,9 @@ Both directions walk the same tiles (`effattn.xla.tiling`): for each tile of que
 tiles that causality, the window or a layout leave non-empty; only tiles on the border of that run
 evaluate which pairs may attend. Batch and heads stay axes of every product, so they can be sharded.
 
-Shapes: batch dimensions `*B`, key heads K, query heads a key head G, queries T in tiles of t, keys S in
-tiles of s, head sizes H and Hv.
+Shapes: batch dimensions `*B`, query heads N, key heads K, G = N // K; queries T in tiles of t, keys S in
+tiles of s; head sizes H and Hv. In a tile the query heads of a key head are so many more rows, r = G t:
+the products of one key head are plain matrices.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ class Operands(NamedTuple):
     """The arrays; None where absent. Those marked * have gradients.
 
     Attributes:
-      query: `(*B, T, K, G, H)` *.
+      query: `(*B, T, N, H)` *.
       key: `(*B, S, K, H)` *.
       value: `(*B, S, K, Hv)` *.
       bias: `(*#B, #K, #G, #T, #S)`, added to the logits *.
@@ -98,8 +99,8 @@ class Operands(NamedTuple):
 def block_attention(rule: Rule, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Attention of every query over the keys that it may see.
 
-    Returns the output `(*B, T, K, G, Hv)` in the dtype of `value`, zeros for a row that sees nothing,
-    and the log-sum-exp of the logits `(*B, T, K, G)`, at least float32, -inf for such a row. Both are
+    Returns the output `(*B, T, N, Hv)` in the dtype of `value`, zeros for a row that sees nothing,
+    and the log-sum-exp of the logits `(*B, T, N)`, at least float32, -inf for such a row. Both are
     differentiable, in reverse mode. Time is O(H + Hv) a pair over the tiles visited; memory O(T + S).
     """
     return _attend(rule, x)
@@ -112,32 +113,31 @@ def _attend(rule: Rule, x: Operands):
 
 def _forward(rule: Rule, x: Operands):
     tiles = _Tiles(rule, x)
-    *batch, length, heads, group, _ = x.query.shape
-    values = x.value.shape[-1]
-    rows = (*batch, heads, group, tiles.walk.query_tile)
+    rows, values = tiles.row_shape, x.value.shape[-1]
+    key_columns = tiles.arrange(x.key, _columns)
+    value_rows = tiles.arrange(x.value, _rows)
 
     def query_tile(n, outputs):
         out, lse = outputs
-        query = tiles.rows(x.query, n)
+        query = tiles.scaled_query(n)
 
         def key_tile(masked, m, carry):
             largest, total, mixed = carry
-            key, value = tiles.keys(tiles.key, n, m), tiles.keys(tiles.value, n, m)
-            products = tiles.products(query, key)
+            value = tiles.keys(value_rows, n, m, _rows)
+            products = tiles.matmul(query, tiles.keys(key_columns, n, m, _columns))
             logits = tiles.scores(n, m, products, tiles.pairs(x.bias, n, m), x.constants)
             logits = tiles.masked(n, m, logits) if masked else logits
             new = jnp.maximum(largest, logits.max(-1))
-            # A row that has seen nothing yet has -inf here, and any finite shift keeps it at zero.
-            shift = jnp.where(new == -jnp.inf, 0, new)
-            weights = jnp.exp(logits - shift[..., None])
-            decay = jnp.exp(largest - shift)
+            weights = jnp.exp(logits - new[..., None])
+            decay = jnp.exp(largest - new)
             total = total * decay + weights.sum(-1)
             weights = tiles.dropped(n, m, weights).astype(value.dtype)
-            mixed = mixed * decay[..., None] + tiles.mixtures(weights, value)
+            mixed = mixed * decay[..., None] + tiles.matmul(weights, value)
             return new, total, mixed
 
         start = (
-            jnp.full(rows, -jnp.inf, tiles.dtype),
+            # Finite, so that a row which has seen nothing yet subtracts no infinities.
+            jnp.full(rows, jnp.finfo(tiles.dtype).min, tiles.dtype),
             jnp.zeros(rows, tiles.dtype),
             jnp.zeros((*rows, values), tiles.dtype),
         )
@@ -147,8 +147,8 @@ def _forward(rule: Rule, x: Operands):
         tile_out = (mixed / total_or_one[..., None]).astype(out.dtype)
         return tiles.put_rows(out, n, tile_out), tiles.put_rows(lse, n, tile_lse)
 
-    out = jnp.zeros((*batch, length, heads, group, values), x.value.dtype)
-    lse = jnp.zeros((*batch, length, heads, group), tiles.dtype)
+    out = jnp.zeros((*x.query.shape[:-1], values), x.value.dtype)
+    lse = jnp.zeros(x.query.shape[:-1], tiles.dtype)
     return tiles.walk.over_queries(query_tile, (out, lse))
 
 
@@ -163,42 +163,47 @@ def _attend_bwd(rule: Rule, saved, cotangents):
     x, out, lse = saved
     d_out, d_lse = cotangents
     tiles = _Tiles(rule, x)
-    *batch, length, heads, _, size = x.query.shape
+    *batch, keys, heads, size = x.key.shape
     floating, rejoin = _partition(x.constants)
     # dO . O - dL, what all d logits of a row share
     shared = jnp.einsum("...h,...h->...", d_out, out, preferred_element_type=tiles.dtype) - d_lse
+    key_rows = tiles.arrange(x.key, _rows)
+    key_columns = tiles.arrange(x.key, _columns)
+    value_columns = tiles.arrange(x.value, _columns)
 
     def query_tile(n, gradients):
         d_query, *others = gradients
-        query = tiles.rows(x.query, n)
-        d_out_tile = tiles.new_rows(n, tiles.rows(d_out, n))
-        shared_tile = tiles.new_rows(n, tiles.rows(shared, n))[..., None]
+        query = tiles.scaled_query(n)
+        query_columns = jnp.swapaxes(query, -1, -2)
+        d_out_tile = tiles.rows(d_out, n, only_new=True)
+        d_out_columns = jnp.swapaxes(d_out_tile, -1, -2)
+        shared_tile = tiles.rows(shared, n, only_new=True)[..., None]
         lse_tile = tiles.rows(lse, n)[..., None]
         lse_tile = jnp.where(lse_tile == -jnp.inf, 0, lse_tile)
 
         def key_tile(masked, m, carry):
             d_query_tile, d_key, d_value, d_bias, d_floating = carry
-            key, value = tiles.keys(tiles.key, n, m), tiles.keys(tiles.value, n, m)
             logits, pull_back = jax.vjp(
                 lambda products, bias, floating: tiles.scores(
                     n, m, products, bias, rejoin(floating)
                 ),
-                tiles.products(query, key),
+                tiles.matmul(query, tiles.keys(key_columns, n, m, _columns)),
                 tiles.pairs(x.bias, n, m),
                 floating,
             )
             logits = tiles.masked(n, m, logits) if masked else logits
             weights = jnp.exp(logits - lse_tile)
-            dropped = tiles.dropped(n, m, weights).astype(value.dtype)
-            d_value_tile = tiles.sums_over_rows(d_out_tile, dropped)
-            d_weights = tiles.dropped(n, m, tiles.products(d_out_tile, value))
+            dropped = tiles.dropped(n, m, weights).astype(x.value.dtype)
+            d_value_tile = tiles.matmul(d_out_columns, dropped)
+            value = tiles.keys(value_columns, n, m, _columns)
+            d_weights = tiles.dropped(n, m, tiles.matmul(d_out_tile, value))
             d_products, d_bias_tile, d_floating_tile = pull_back(
                 weights * (d_weights - shared_tile)
             )
             d_products = d_products.astype(query.dtype)
             return (
-                d_query_tile + tiles.mixtures(d_products, key),
-                tiles.add_keys(d_key, n, m, tiles.sums_over_rows(query, d_products)),
+                d_query_tile + tiles.matmul(d_products, tiles.keys(key_rows, n, m, _rows)),
+                tiles.add_keys(d_key, n, m, tiles.matmul(query_columns, d_products)),
                 tiles.add_keys(d_value, n, m, d_value_tile),
                 tiles.add_pairs(d_bias, n, m, d_bias_tile),
                 jax.tree.map(operator.add, d_floating, d_floating_tile),
@@ -206,13 +211,14 @@ def _attend_bwd(rule: Rule, saved, cotangents):
 
         start = (jnp.zeros(query.shape, tiles.dtype), *others)
         d_query_tile, *others = tiles.walk.over_keys(n, key_tile, start)
-        return (tiles.add_rows(d_query, n, d_query_tile.astype(d_query.dtype)), *others)
+        d_query_tile = (d_query_tile * tiles.query_scale).astype(d_query.dtype)
+        return (tiles.add_rows(d_query, n, d_query_tile), *others)
 
     # Keys last, the layout in which `sums_over_rows` streams through its large operand.
     start = (
         jnp.zeros_like(x.query),
-        jnp.zeros((*batch, heads, size, x.key.shape[-3]), tiles.dtype),
-        jnp.zeros((*batch, heads, x.value.shape[-1], x.key.shape[-3]), tiles.dtype),
+        jnp.zeros((*batch, heads, size, keys), tiles.dtype),
+        jnp.zeros((*batch, heads, x.value.shape[-1], keys), tiles.dtype),
         None if x.bias is None else jnp.zeros(x.bias.shape, tiles.dtype),
         [jnp.zeros_like(c) for c in floating],
     )
@@ -238,11 +244,19 @@ def _partition(constants):
     def rejoin(floating, other=constants):
         floating = iter(floating)
         other = (None,) * len(constants) if other is None else other
-        return tuple(
-            next(floating) if f else o for f, o in zip(is_floating, other, strict=True)
-        )
+        return tuple(next(floating) if f else o for f, o in zip(is_floating, other, strict=True))
 
     return floating, rejoin
+
+
+def _rows(array):
+    """`(*B, S, K, H)` to `(*B, K, S, H)`."""
+    return jnp.moveaxis(array, -2, -3)
+
+
+def _columns(array):
+    """`(*B, S, K, H)` to `(*B, K, H, S)`."""
+    return jnp.moveaxis(array, -3, -1)
 
 
 class _Tiles:
@@ -254,10 +268,10 @@ class _Tiles:
         self.dtype = functools.reduce(
             jnp.promote_types, (x.query.dtype, x.key.dtype, x.value.dtype, jnp.float32)
         )
-        self.offset = jnp.asarray(x.offset if rule.offset is None else rule.offset)
+        self.offset = jnp.asarray(x.offset if rule.offset is None else rule.offset, jnp.int32)
         self.walk = Walk(
             tile=rule.tile,
-            lengths=(x.query.shape[-4], x.key.shape[-3]),
+            lengths=(x.query.shape[-3], x.key.shape[-3]),
             left=rule.left,
             right=rule.right,
             # Offsets that differ by example leave no tile empty for all examples.
@@ -265,41 +279,55 @@ class _Tiles:
             always_masked=any(a is not None for a in (x.mask, x.key_mask, x.segments)),
             layout=x.layout,
         )
-        # With many query tiles each key tile is read many times: worth one copy with heads first.
-        self.heads_first = self.walk.query_tiles > 1
-        self.key, self.value = (
-            jnp.moveaxis(a, -2, -3) if self.heads_first else a for a in (x.key, x.value)
-        )
+        heads, key_heads = x.query.shape[-2], x.key.shape[-2]
+        self.by_group = (key_heads, heads // key_heads)
+        self.row_shape = (*x.key.shape[:-3], key_heads, self.by_group[1] * self.walk.query_tile)
+        # In bfloat16 the scale would cost the query a rounding; there the logits take it.
+        in_query = x.query.dtype == self.dtype
+        self.query_scale, self.logit_scale = (rule.scale, 1.0) if in_query else (1.0, rule.scale)
 
     # Tiles of the operands
 
-    def rows(self, array, n):
-        """`(*B, T, K, G, ...)` to `(*B, K, G, t, ...)`."""
-        start, size = self.walk.query_start(n), self.walk.query_tile
-        tile = lax.dynamic_slice_in_dim(array, start, size, self.batch_axes)
-        return jnp.moveaxis(tile, self.batch_axes, self.batch_axes + 2)
+    def rows(self, array, n, only_new=False):
+        """`(*B, T, N, ...)` to `(*B, K, r, ...)`.
+
+        With `only_new`, rows that the tile before covers too (the last tile is shifted back to fit)
+        are zeros.
+        """
+        start, size, axis = self.walk.query_start(n), self.walk.query_tile, self.batch_axes
+        tile = lax.dynamic_slice_in_dim(array, start, size, axis)
+        if only_new and self.walk.queries_overlap:
+            new = start + jnp.arange(size, dtype=jnp.int32) >= n * size
+            tile = jnp.where(new.reshape(-1, *(1,) * (tile.ndim - axis - 1)), tile, 0)
+        batch, rest = tile.shape[:axis], tile.shape[axis + 2 :]
+        tile = tile.reshape(*batch, size, *self.by_group, *rest)
+        return jnp.moveaxis(tile, axis, axis + 2).reshape(*self.row_shape, *rest)
+
+    def scaled_query(self, n):
+        query = self.rows(self.x.query, n)
+        return query if self.query_scale == 1 else query * self.query_scale
 
     def put_rows(self, array, n, tile):
-        tile = jnp.moveaxis(tile, self.batch_axes + 2, self.batch_axes)
-        start = self.walk.query_start(n)
-        return lax.dynamic_update_slice_in_dim(array, tile, start, self.batch_axes)
+        start, size, axis = self.walk.query_start(n), self.walk.query_tile, self.batch_axes
+        batch, rest = tile.shape[:axis], tile.shape[axis + 2 :]
+        tile = jnp.moveaxis(tile.reshape(*batch, *self.by_group, size, *rest), axis + 2, axis)
+        tile = tile.reshape(*batch, size, array.shape[axis + 1], *rest)
+        return lax.dynamic_update_slice_in_dim(array, tile, start, axis)
 
     def add_rows(self, array, n, tile):
         return self.put_rows(array, n, self.rows(array, n) + tile)
 
-    def new_rows(self, n, tile):
-        """The tile with zeros in the rows that the tile before it covers too."""
-        if not self.walk.queries_overlap:
-            return tile
-        new = self.walk.query_start(n) + jnp.arange(self.walk.query_tile) >= n * self.walk.query_tile
-        return jnp.where(new.reshape(-1, *(1,) * (tile.ndim - self.batch_axes - 3)), tile, 0)
+    def arrange(self, array, layout):
+        """The keys or values laid out for `keys`, at once where each tile is read many times."""
+        return layout(array) if self.walk.query_tiles > 1 else array
 
-    def keys(self, array, n, m):
-        """`self.key` or `self.value` to `(*B, K, s, ...)`."""
+    def keys(self, array, n, m, layout):
+        """A tile of what `arrange` gave: `(*B, K, s, H)`, or `(*B, K, H, s)` of `_columns`."""
         start, size = self.walk.key_start(n, m), self.walk.key_tile
-        axis = self.batch_axes + self.heads_first
-        tile = lax.dynamic_slice_in_dim(array, start, size, axis)
-        return tile if self.heads_first else jnp.moveaxis(tile, axis, axis + 1)
+        if self.walk.query_tiles == 1:
+            return layout(lax.dynamic_slice_in_dim(array, start, size, array.ndim - 3))
+        axis = array.ndim - (1 if layout is _columns else 2)
+        return lax.dynamic_slice_in_dim(array, start, size, axis)
 
     def add_keys(self, array, n, m, tile):
         """Adds `(*B, K, H, s)` to `(*B, K, H, S)`."""
@@ -327,27 +355,13 @@ class _Tiles:
         starts = [*(0 for _ in leading), query_start, key_start]
         return starts, [*leading, min(queries, self.walk.query_tile), min(keys, self.walk.key_tile)]
 
-    # Products, for every key head; the rows of its query heads stream through each of them
-
-    def products(self, rows, keys):
-        """`(G, t, H)` and `(s, H)` to `(G, t, s)`."""
-        return self._dot(rows, keys, (rows.ndim - 1,), (keys.ndim - 1,))
-
-    def mixtures(self, weights, values):
-        """`(G, t, s)` and `(s, H)` to `(G, t, H)`."""
-        return self._dot(weights, values, (weights.ndim - 1,), (values.ndim - 2,))
-
-    def sums_over_rows(self, rows, weights):
-        """`(G, t, H)` and `(G, t, s)` to `(H, s)`."""
-        group_and_rows = (rows.ndim - 3, rows.ndim - 2)
-        return self._dot(rows, weights, group_and_rows, group_and_rows)
-
-    def _dot(self, left, right, left_axes, right_axes):
-        batch = tuple(range(self.batch_axes + 1))
+    def matmul(self, left, right):
+        """One matrix product a key head, accumulated in the dtype of the softmax."""
+        last, batch = left.ndim - 1, tuple(range(self.batch_axes + 1))
         return lax.dot_general(
             left,
             right,
-            ((left_axes, right_axes), (batch, batch)),
+            (((last,), (last - 1,)), (batch, batch)),
             precision=self.rule.precision,
             preferred_element_type=self.dtype,
         )
@@ -364,16 +378,22 @@ class _Tiles:
 
     def _indices(self, n, m):
         """b `(*B)`, h `(K, G)`, i `(t)` or `(*B, t)`, and j `(s)`."""
-        *batch, _, heads, group, _ = self.x.query.shape
+        batch = self.x.key.shape[:-3]
         b = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
-        h = jnp.arange(heads * group, dtype=jnp.int32).reshape(heads, group)
+        h = jnp.arange(math.prod(self.by_group), dtype=jnp.int32).reshape(self.by_group)
         return b, h, self.query_positions(n), self.key_positions(n, m)
 
+    def _heads_apart(self, tile):
+        """`(*B, K, r, s)` to `(*B, K, G, t, s)`."""
+        key_heads, group = self.by_group
+        batch, size = tile.shape[: self.batch_axes], tile.shape[-1]
+        return tile.reshape(*batch, key_heads, group, self.walk.query_tile, size)
+
     def scores(self, n, m, products, bias, constants):
-        """The logits `(*B, K, G, t, s)` of a tile, before any mask."""
-        logits = products * self.rule.scale
+        """The logits `(*B, K, r, s)` of a tile, before any mask."""
+        logits = products if self.logit_scale == 1 else products * self.logit_scale
         if bias is not None:
-            logits = logits + bias.astype(logits.dtype)
+            logits = self._heads_apart(logits) + bias.astype(logits.dtype)
         if self.rule.soft_cap is not None:
             logits = self.rule.soft_cap * jnp.tanh(logits / self.rule.soft_cap)
         if self.rule.score_mod is not None:
@@ -384,8 +404,8 @@ class _Tiles:
             score = jax.vmap(jax.vmap(score, (0, None, 0, None, None)), (0, None, 0, None, None))
             for _ in range(self.batch_axes):
                 score = jax.vmap(score, (0, 0, None, 0 if i.ndim > 1 else None, None))
-            logits = score(logits, b, h, i, j).astype(logits.dtype)
-        return logits
+            logits = score(self._heads_apart(logits), b, h, i, j).astype(logits.dtype)
+        return logits.reshape(products.shape)
 
     def _score_at_origin(self, constants, logit, b, h, i, j):
         if self.rule.origin is not None:
@@ -417,7 +437,8 @@ class _Tiles:
             allowed.append(self.pairs(x.mask, n, m))
         if not allowed:
             return logits
-        return jnp.where(functools.reduce(operator.and_, allowed), logits, -jnp.inf)
+        allowed = functools.reduce(operator.and_, allowed)
+        return jnp.where(allowed, self._heads_apart(logits), -jnp.inf).reshape(logits.shape)
 
     @staticmethod
     def _slice(array, start, size):
@@ -434,4 +455,5 @@ class _Tiles:
         if self.rule.origin is not None:
             b, i, j = self.rule.origin(b, i, j)
         keep = dropout.keep(self.x.seed, rate, b, h[..., None, None], i, j)
-        return jnp.where(keep, weights / (1 - rate), 0)
+        kept = jnp.where(keep, self._heads_apart(weights) / (1 - rate), 0)
+        return kept.reshape(weights.shape)

@@ -89,10 +89,12 @@ class Tokens(NamedTuple):
     """What is known of each token besides its query, key and value; None where absent.
 
     Attributes:
-      key_mask: bool `(*B, T)`, False for keys that add nothing, whatever their features.
+      query_mask: bool `(*B, T)`, False for queries that read zeros.
+      key_mask: bool `(*B, T)`, False for keys that add nothing, whatever is there.
       documents: packed documents.
     """
 
+    query_mask: jax.Array | None = None
     key_mask: jax.Array | None = None
     documents: Documents | None = None
 
@@ -154,13 +156,10 @@ def _read(query, key, value, state, documents, dot):
 
 
 def _chunks(state, query, key, value, documents, dot):
-    """M chunks, query (M, C, G, F) and key (M, C, F): the state after them, outputs (M, C, G, D)."""
+    """M chunks, query (M, C, G, F), key (M, C, F): the state after, and outputs (M, C, G, D)."""
     written = jax.vmap(functools.partial(_write, dot=dot))(key, value, documents)
     state, starts = lax.scan(
-        lambda state, chunk: (_carry(state, *chunk), state),
-        state,
-        (written, documents),
-        unroll=True,
+        lambda state, chunk: (_carry(state, *chunk), state), state, (written, documents)
     )
     read = jax.vmap(functools.partial(_read, dot=dot), (1, None, None, None, None), 1)
     return state, jax.vmap(read)(query, key, value, starts, documents)
@@ -206,21 +205,32 @@ def _put(span, index, arrays, blocks, axis):
     return jax.tree.map(put, arrays, blocks)
 
 
-def _features(rule, query, key, value, scale, key_mask, dtype):
+def clear(x, mask):
+    """`x (*B, L, ...)` with zeros where `mask (*B, L)` is False; None hides nothing."""
+    if mask is None:
+        return x
+    return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)), x, 0)
+
+
+def _features(rule, query, key, value, scale, tokens, dtype):
     """Queries, keys and values as the recurrence takes them, in the dtype of its sums."""
-    query, key = rule.feature_map(query.astype(dtype)), rule.feature_map(key.astype(dtype))
+    query = rule.feature_map(clear(query, tokens.query_mask).astype(dtype))
+    key = rule.feature_map(clear(key, tokens.key_mask).astype(dtype))
+    value = clear(value, tokens.key_mask).astype(dtype)
     if scale is not None:
         query = query * scale
-    if key_mask is not None:
-        key = jnp.where(key_mask[..., None, None], key, 0)
-    value = value.astype(dtype)
-    return query, key, append_one(value) if rule.normalized else value
+    return query, clear(key, tokens.key_mask), append_one(value) if rule.normalized else value
+
+
+def _outputs(rule, output, tokens):
+    """What the queries read, divided by the sum of the weights if the rule says so."""
+    return clear(normalize(output) if rule.normalized else output, tokens.query_mask)
 
 
 def _block(rule, chunk, state, scale, query, key, value, tokens):
-    """Consecutive tokens `(*B, L, ...)` in chunks: `(state after them, outputs (*B, L, K, G, D))`."""
+    """Consecutive tokens `(*B, L, ...)` in chunks: `(state after, outputs (*B, L, K, G, D))`."""
     batch, rest = key.shape[:-3], key.ndim - 2
-    features = _features(rule, query, key, value, scale, tokens.key_mask, state.dtype)
+    features = _features(rule, query, key, value, scale, tokens, state.dtype)
 
     def cut(x):
         return x.reshape(*batch, -1, chunk, *x.shape[rest:])
@@ -232,7 +242,7 @@ def _block(rule, chunk, state, scale, query, key, value, tokens):
         chunks = jax.vmap(chunks)
     state, output = chunks(state, query, key, value, documents)
     output = output.reshape(*batch, -1, *output.shape[rest + 1 :])
-    return state, normalize(output) if rule.normalized else output
+    return state, _outputs(rule, output, tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # calls outside of a jit compile once too
@@ -286,7 +296,7 @@ def _backward(rule, residuals, cotangents):
 _recurrence.__wrapped__.defvjp(_forward, _backward)
 
 
-def _vary_alike(arrays):
+def vary_alike(arrays):
     """Inside `shard_map`, lets all arrays vary over the mesh axes that any of them varies over.
 
     The custom rule is then local to a device, and the gradient of a replicated array is summed
@@ -321,8 +331,8 @@ def linear_recurrence(
       query: `(*B, T, N, H)`, with features `(*B, T, N, F)`; head n reads key head n // (N // K).
       key: `(*B, T, K, H)`.
       value: `(*B, T, K, D)`.
-      state: before the first token, `(*B, K, F, D)`, or `(*B, K, F, D + 1)` if normalised. Its dtype
-        is that of all sums.
+      state: before the first token, `(*B, K, F, D)`, or `(*B, K, F, D + 1)` if normalised. Its
+        dtype is that of all sums.
       scale: `()`, multiplies the features of the queries; None is 1.
       tokens: padding and packed documents. A query reads its own document only, and the state is
         that of the last document.
@@ -336,7 +346,7 @@ def linear_recurrence(
     heads, key_heads = query.shape[-2], key.shape[-2]
     grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
     rule = rule._replace(chunk=min(rule.chunk, max(key.shape[-3], 1)))
-    operands = _vary_alike((grouped, key, value, state, scale, tokens))
+    operands = vary_alike((grouped, key, value, state, scale, tokens))
     try:
         output, state = _recurrence(rule, *operands)
     except TypeError as error:
@@ -357,12 +367,12 @@ def linear_sum(
     value: jax.Array,
     state: jax.Array,
     scale: jax.Array | None,
-    key_mask: jax.Array | None,
+    tokens: Tokens,
 ) -> tuple[jax.Array, jax.Array]:
     """Every query reads the state after the last key: the recurrence without causality.
 
-    Takes and returns what `linear_recurrence` does, but for documents; the queries `(*B, T, N, H)` and
-    keys `(*B, S, K, H)` may be of any number.
+    Takes and returns what `linear_recurrence` does, except documents; there may be more or fewer
+    queries than keys.
     """
     dot = functools.partial(jnp.dot, precision=rule.precision)
 
@@ -375,7 +385,7 @@ def linear_sum(
         heads_of = jax.vmap(heads_of)
     heads, key_heads = query.shape[-2], key.shape[-2]
     grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
-    features = _features(rule, grouped, key, value, scale, key_mask, state.dtype)
+    features = _features(rule, grouped, key, value, scale, tokens, state.dtype)
     output, state = heads_of(*features, state)
-    output = normalize(output) if rule.normalized else output
+    output = _outputs(rule, output, tokens)
     return output.reshape(*query.shape[:-1], value.shape[-1]).astype(value.dtype), state

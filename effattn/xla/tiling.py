@@ -1,12 +1,14 @@
 """Which tiles block attention visits, and how large they are."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # A window whose keys, with a tile of queries, number no more than this is read as one slice.
@@ -84,11 +86,13 @@ class Walk:
 
     @property
     def query_tile(self) -> int:
+        """Queries in a tile."""
         return min(self.tile[0], self.lengths[0])
 
     @property
     def query_tiles(self) -> int:
-        return math.ceil(self.lengths[0] / self.query_tile) if self.query_tile else 0
+        """How many tiles of queries there are."""
+        return -(-self.lengths[0] // self.query_tile)
 
     @property
     def queries_overlap(self) -> bool:
@@ -96,91 +100,93 @@ class Walk:
         return self.lengths[0] % self.query_tile != 0
 
     @property
-    def is_band(self) -> bool:
-        """One slice of keys, wherever it starts, holds all that a query tile may see."""
-        return (
-            None not in (self.left, self.right, self.offset)
-            and self.layout is None
-            and self._band <= _WIDEST_BAND
-        )
-
-    @property
-    def _band(self) -> int:
-        return self.left + self.query_tile + self.right
+    def band(self) -> int | None:
+        """The width of one slice that holds all the keys a query tile may see, if it is narrow."""
+        if (
+            self.left is None
+            or self.right is None
+            or self.offset is None
+            or self.layout is not None
+        ):
+            return None
+        width = self.left + self.query_tile + self.right
+        return width if width <= _WIDEST_BAND else None
 
     @property
     def key_tile(self) -> int:
-        return min(self._band if self.is_band else self.tile[1], self.lengths[1])
+        """Keys in a tile."""
+        return min(self.band or self.tile[1], self.lengths[1])
 
     @property
     def keys_overlap(self) -> bool:
         """The last key tile is shifted back over the one before."""
-        return not self.is_band and self.lengths[1] % self.key_tile != 0
+        return self.band is None and self.lengths[1] % self.key_tile != 0
 
-    def query_start(self, n):
+    def query_start(self, n) -> jax.Array:
+        """The first query of tile n."""
         return jnp.minimum(n * self.query_tile, self.lengths[0] - self.query_tile)
 
     def first_new_key(self, n, m):
-        """The first key of the tile that no other tile covers."""
-        if self.layout is not None:
-            m = self.layout.indices[n, m]
-        return m * self.key_tile
+        """The first key of the tile that the tiles before it do not cover."""
+        return (m if self.layout is None else self.layout.indices[n, m]) * self.key_tile
 
-    def key_start(self, n, m):
+    def key_start(self, n, m) -> jax.Array:
+        """The first key of tile m of those that query tile n visits."""
         last = self.lengths[1] - self.key_tile
-        if self.is_band:
+        if self.band is not None:
             return jnp.clip(self.query_start(n) + self.offset - self.left, 0, last)
         return jnp.minimum(self.first_new_key(n, m), last)
 
-    def over_queries(self, step: Callable, carry):
+    def over_queries(self, step: Callable, carry: Any) -> Any:
         """Folds `step(n, carry)` over the query tiles."""
         return _loop(0, self.query_tiles, step, carry)
 
-    def over_keys(self, n, step: Callable, carry):
+    def over_keys(self, n, step: Callable, carry: Any) -> Any:
         """Folds `step(masked, m, carry)` over the key tiles of query tile n."""
-        for low, high, masked in self._ranges(n):
-            carry = _loop(low, high, lambda m, c, masked=masked: step(masked, m, c), carry)
+        for low, high, masked in self._runs(n):
+            carry = _loop(low, high, functools.partial(step, masked), carry)
         return carry
 
-    def _ranges(self, n):
-        """Runs of key tiles (low, high, masked); what lies outside is empty."""
-        if self.is_band:
+    def _runs(self, n) -> list[tuple[Any, Any, bool]]:
+        """Runs of key tiles (low, high, masked); what lies outside them is empty."""
+        size = self.key_tile
+        tiles = -(-self.lengths[1] // size)
+        if self.band is not None:
             return [(0, 1, True)]
         if self.layout is not None:
             return [(0, self.layout.counts[n], True)]
-        size = self.key_tile
-        tiles = math.ceil(self.lengths[1] / size)
-        low, high = 0, tiles
-        whole_low, whole_high = low, high
-        if self.keys_overlap:
-            whole_high = high - 1
-        if self.offset is not None:
-            first = self.query_start(n) + self.offset
-            last = first + self.query_tile - 1
-            if self.right is not None:
-                high = jnp.clip((last + self.right) // size + 1, 0, tiles)
-                whole_high = jnp.clip((first + self.right + 1) // size, 0, whole_high)
-            if self.left is not None:
-                low = jnp.clip((first - self.left) // size, 0, high)
-                whole_low = jnp.clip(-((self.left - last) // size), low, high)
-        elif self.left is not None or self.right is not None:
-            return [(low, high, True)]
+        bounded = self.left is not None or self.right is not None
+        if bounded and self.offset is None:
+            return [(0, tiles, True)]
+        low: Any = 0
+        high: Any = tiles
+        whole_low: Any = 0
+        whole_high: Any = tiles - self.keys_overlap
+        first = self.query_start(n) + (0 if self.offset is None else self.offset)
+        last = first + self.query_tile - 1
+        if self.right is not None:
+            high = jnp.clip((last + self.right) // size + 1, 0, tiles)
+            whole_high = jnp.clip((first + self.right + 1) // size, 0, whole_high)
+        if self.left is not None:
+            low = jnp.clip((first - self.left) // size, 0, high)
+            whole_low = jnp.clip(-((self.left - last) // size), low, high)
+            whole_high = jnp.maximum(whole_low, whole_high)
         if self.always_masked:
             return [(low, high, True)]
-        whole_low = jnp.minimum(whole_low, high) if self.left is not None else whole_low
         runs = [(whole_low, whole_high, False)]
         if self.left is not None:
-            whole_high = jnp.maximum(whole_low, whole_high)
-            runs = [(low, whole_low, True), (whole_low, whole_high, False)]
+            runs.insert(0, (low, whole_low, True))
         if self.right is not None or self.keys_overlap:
             runs.append((whole_high, high, True))
         return runs
 
 
 def _loop(low, high, step, carry):
-    if isinstance(low, int) and isinstance(high, int):
-        if high - low <= 0:
-            return carry
-        if high - low == 1:
-            return step(low, carry)
-    return lax.fori_loop(low, high, step, carry)
+    """`lax.fori_loop` over int32 counters, without a loop where there is one step."""
+    if isinstance(low, int) and isinstance(high, int) and high - low <= 1:
+        return step(np.int32(low), carry) if high > low else carry
+    return lax.fori_loop(_int32(low), _int32(high), step, carry)
+
+
+def _int32(bound):
+    return np.int32(bound) if isinstance(bound, int) else bound.astype(jnp.int32)

@@ -121,9 +121,7 @@ def test_the_same_key_draws_the_same_and_steps_draw_anew():
     options = {"max_new_tokens": 32, "temperature": 100.0}
     prompt = jnp.zeros((1, 1), jnp.int32)
     first = generate(model, prompt, rng=jax.random.key(0), **options)
-    np.testing.assert_array_equal(
-        first, generate(model, prompt, rng=jax.random.key(0), **options)
-    )
+    np.testing.assert_array_equal(first, generate(model, prompt, rng=jax.random.key(0), **options))
     assert not np.array_equal(first, generate(model, prompt, rng=jax.random.key(1), **options))
     assert len(set(np.asarray(first[0]).tolist())) > 4
 

@@ -5,7 +5,7 @@ import pytest
 WORDS = "the of and to in a is that be this with which by it have".split()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def documents():
     """Twenty texts of about 600 bytes, with letters of more than one byte in them."""
     draw = random.Random(0)
@@ -23,3 +23,25 @@ def folder_of_text(tmp_path, documents):
     for index, document in enumerate(documents):
         (folder / f"{index:02d}.txt").write_bytes(document)
     return folder
+
+
+class Lines:
+    """Takes the place of the progress display, and keeps what it is told."""
+
+    def __init__(self):
+        self.steps, self.losses, self.evaluations = [], [], []
+
+    def begin(self, name, step):
+        self.name = name
+
+    def step(self, step, loss, tokens_per_second):
+        self.steps.append(step)
+        self.losses.append(loss)
+
+    def evaluated(self, record):
+        self.evaluations.append(record)
+
+
+@pytest.fixture
+def lines():
+    return Lines()

@@ -30,7 +30,7 @@ def test_a_callable_is_its_own_map():
     assert feature_maps.resolve(jnp.exp) is jnp.exp
 
 
-@pytest.mark.parametrize("unknown", ["softmax", 3, None])
+@pytest.mark.parametrize("unknown", ["softmax", 3, None, ["elu"]])
 def test_an_unknown_map_names_the_known_ones(unknown):
     with pytest.raises(ValueError, match=r"unknown feature_map .*callable.*identity, relu, elu"):
         feature_maps.resolve(unknown)

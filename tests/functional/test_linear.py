@@ -1,6 +1,9 @@
 """Linear attention against its O(T S) definition, in float64."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +34,12 @@ def draw(queries, keys=None, batch=(2,), heads=4, key_heads=2, size=3, value_siz
     return tuple(jnp.asarray(rng.normal(size=(*batch, *shape))) for shape in shapes)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def with_gradients(function, args):
     """The output, and the gradients of all arguments for one random cotangent."""
-
-    def run(args):
-        out, pull_back = jax.vjp(function, *args)
-        cotangent = np.random.default_rng(1).normal(size=out.shape)
-        return out, pull_back(jnp.asarray(cotangent, out.dtype))
-
-    return jax.jit(run)(args)
+    out, pull_back = jax.vjp(function, *args)
+    cotangent = np.random.default_rng(1).normal(size=out.shape)
+    return out, pull_back(jnp.asarray(cotangent, out.dtype))
 
 
 def assert_close(got, expected, rtol=1e-12):
@@ -53,9 +53,16 @@ def same_document(query_ids, key_ids):
     return (query_ids[..., :, None] == key_ids[..., None, :]) & (key_ids[..., None, :] != 0)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    "name, normalize", [("elu", None), ("relu", None), ("identity", None), ("elu", False)]
+    "name, normalize, is_causal",
+    [
+        ("elu", None, False),
+        ("elu", None, True),
+        ("relu", None, True),
+        ("identity", None, False),
+        ("identity", None, True),
+        ("elu", False, True),
+    ],
 )
 def test_is_its_definition(name, normalize, is_causal):
     normalized = name != "identity" if normalize is None else normalize
@@ -80,54 +87,39 @@ def test_is_its_definition(name, normalize, is_causal):
         )
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_a_callable_map_may_have_any_number_of_features_and_parameters(is_causal):
-    allowed = jnp.tri(7, dtype=bool) if is_causal else jnp.ones((7, 7), bool)
+def test_a_callable_map_may_have_any_number_of_features_and_parameters():
     with jax.enable_x64(True):
         kernel = jnp.asarray(np.random.default_rng(2).normal(size=(3, 8)))
 
         def ours(kernel, *args):
+            return linear_attention(
+                *args, feature_map=lambda x: jnp.exp(x @ kernel), is_causal=True
+            )
+
+        def expected(kernel, *args):
             def phi(x):
                 return jnp.exp(x @ kernel)
 
-            return linear_attention(*args, feature_map=phi, is_causal=is_causal)
-
-        def expected(kernel, *args):
-            return direct(*args, phi=lambda x: jnp.exp(x @ kernel), normalize=True, allowed=allowed)
+            return direct(*args, phi=phi, normalize=True, allowed=jnp.tri(7, dtype=bool))
 
         args = (kernel, *draw(7))
         assert_close(with_gradients(ours, args), with_gradients(expected, args))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_scale_multiplies_and_cancels(is_causal):
+def test_scale_multiplies_and_cancels():
     with jax.enable_x64(True):
         args = draw(5)
-        run = functools.partial(linear_attention, *args, is_causal=is_causal)
-        unscaled = run(normalize=False, scale=1.0)
-        assert_close(run(normalize=False, scale=jnp.asarray(3.0)), 3 * unscaled)
-        assert_close(run(normalize=False), 3**-0.5 * unscaled)
-        assert_close(run(scale=3.0), run())
+        unscaled = linear_attention(*args, normalize=False, scale=1.0)
+        tripled = linear_attention(*args, normalize=False, scale=jnp.asarray(3.0))
+        assert_close(tripled, 3 * unscaled)
+        assert_close(linear_attention(*args, normalize=False), 3**-0.5 * unscaled)
+        assert_close(linear_attention(*args, scale=3.0), linear_attention(*args))
 
 
 IDS = [[1, 1, 1, 2, 2, 2, 2, 3, 0, 0], [7, 7, 4, 4, 4, 4, 4, 4, 9, 9]]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_tokens_attend_inside_their_document(is_causal):
-    allowed = same_document(IDS, IDS)
-    if is_causal:
-        allowed &= jnp.tri(10, dtype=bool)
-    ours = functools.partial(
-        linear_attention, segment_ids=jnp.asarray(IDS), is_causal=is_causal, chunk_size=2
-    )
-    expected = functools.partial(direct, phi=FEATURE_MAPS["elu"], normalize=True, allowed=allowed)
-    with jax.enable_x64(True):
-        args = draw(10)
-        assert_close(with_gradients(ours, args), with_gradients(expected, args))
-
-
-def test_documents_of_queries_and_keys_may_differ():
+def test_documents_of_queries_and_keys_may_differ_and_give_the_same_bits_twice():
     query_ids, key_ids = [[2, 2, 1, 1, 1, 5], [0, 1, 1, 3, 0, 0]], [[1, 2, 2, 2], [1, 3, 3, 0]]
     ours = functools.partial(
         linear_attention, segment_ids=(jnp.asarray(query_ids), jnp.asarray(key_ids))
@@ -136,13 +128,15 @@ def test_documents_of_queries_and_keys_may_differ():
     expected = functools.partial(direct, phi=FEATURE_MAPS["elu"], normalize=True, allowed=allowed)
     with jax.enable_x64(True):
         args = draw(6, 4)
-        assert_close(with_gradients(ours, args), with_gradients(expected, args))
+        got = with_gradients(ours, args)
+        assert_close(got, with_gradients(expected, args))
+        jax.tree.map(np.testing.assert_array_equal, got, with_gradients(ours, args))
 
 
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_what_is_in_padding_reaches_nothing(is_causal, segments):
-    query_lengths, key_lengths = jnp.asarray([5, 10]), jnp.asarray([7, 0])
+    query_lengths, key_lengths = jnp.asarray([5, 10]), jnp.asarray([7, 9 if segments else 0])
     inside_query = jnp.arange(10) < query_lengths[:, None]
     inside_key = jnp.arange(10) < key_lengths[:, None]
     allowed = inside_query[:, :, None] & inside_key[:, None, :]
@@ -159,6 +153,7 @@ def test_what_is_in_padding_reaches_nothing(is_causal, segments):
         query_seq_lengths=query_lengths,
         key_value_seq_lengths=key_lengths,
         segment_ids=jnp.asarray(IDS) if segments else None,
+        chunk_size=4,
     )
     expected = functools.partial(direct, phi=FEATURE_MAPS["elu"], normalize=True, allowed=allowed)
     with jax.enable_x64(True):
@@ -185,22 +180,23 @@ def test_no_similarity_at_all_gives_zeros(is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("size", [1e4, -1e4, -90.0, -43.0])
-def test_extremes_are_finite(size, is_causal):
-    args = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), draw(5))
-    args = (jnp.abs(args[0]) * size, jnp.full_like(args[1], size), args[2])
-    for leaf in jax.tree.leaves(
-        with_gradients(functools.partial(linear_attention, is_causal=is_causal), args)
-    ):
-        assert np.isfinite(leaf).all()
+def test_extremes_are_finite(is_causal):
+    """Features that overflow, underflow, and whose products do one by one."""
+    query, key, value = draw(5)
+    run = functools.partial(linear_attention, is_causal=is_causal)
+    for size in (1e4, -1e4, -90.0, -43.0):
+        args = (jnp.abs(query) * size, jnp.full_like(key, size), value)
+        for leaf in jax.tree.leaves(with_gradients(run, args)):
+            assert np.isfinite(leaf).all()
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal, normalize", [(True, True), (False, True), (True, False)])
 def test_a_state_continues_where_it_was_taken(is_causal, normalize):
     """Causal: the tokens after; bidirectional: more keys."""
-    run = functools.partial(
-        linear_attention, normalize=normalize, is_causal=is_causal, return_state=True
+    run = jax.jit(
+        functools.partial(
+            linear_attention, normalize=normalize, is_causal=is_causal, return_state=True
+        )
     )
     with jax.enable_x64(True):
         query, key, value = draw(9)
@@ -216,7 +212,7 @@ def test_a_state_continues_where_it_was_taken(is_causal, normalize):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_returned_state_is_the_one_after_the_last_valid_token(is_causal):
     lengths = jnp.asarray([3, 7])
-    run = functools.partial(linear_attention, is_causal=is_causal, return_state=True)
+    run = jax.jit(functools.partial(linear_attention, is_causal=is_causal, return_state=True))
     with jax.enable_x64(True):
         args = draw(7)
         _, state = run(*args, key_value_seq_lengths=lengths)
@@ -226,7 +222,9 @@ def test_the_returned_state_is_the_one_after_the_last_valid_token(is_causal):
 
 
 def test_the_initial_state_is_of_the_first_document_and_the_returned_of_the_last():
-    run = functools.partial(linear_attention, is_causal=True, return_state=True, chunk_size=2)
+    run = jax.jit(
+        functools.partial(linear_attention, is_causal=True, return_state=True, chunk_size=2)
+    )
     with jax.enable_x64(True):
         query, key, value = (x[0] for x in draw(9))
         initial = jnp.asarray(np.random.default_rng(3).uniform(size=(2, 3, 6)))
@@ -238,10 +236,24 @@ def test_the_initial_state_is_of_the_first_document_and_the_returned_of_the_last
         assert_close(out, jnp.concatenate([zeros, first, second, jnp.tile(zeros, (3, 1, 1))]))
         assert_close(state, last)
 
-        same = run(
-            query, key, value, initial_state=initial, key_value_seq_lengths=jnp.asarray(0)
-        )[1]
+        same = run(query, key, value, initial_state=initial, key_value_seq_lengths=jnp.asarray(0))[
+            1
+        ]
         assert_close(same, initial)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nothing_to_attend_to_and_nothing_to_do(is_causal):
+    query, key, value = draw(0 if is_causal else 3, 0)
+    ids = (jnp.ones(query.shape[:2], int), jnp.ones((2, 0), int))
+    out, state = linear_attention(query, key, value, is_causal=is_causal, return_state=True)
+    packed = linear_attention(
+        query, key, value, is_causal=is_causal, segment_ids=ids[0] if is_causal else ids
+    )
+    for result in (out, packed, state):
+        np.testing.assert_array_equal(result, 0)
+    assert out.shape == packed.shape == (2, 0 if is_causal else 3, 4, 5)
+    assert state.shape == (2, 2, 3, 6)
 
 
 def test_dtypes():
@@ -253,19 +265,16 @@ def test_dtypes():
     assert linear_attention(query, key, value.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["elu", "identity"])
+@pytest.mark.parametrize("name, is_causal", [("elu", True), ("identity", False)])
 def test_bfloat16_rounds_once(name, is_causal):
     allowed = jnp.tri(64, dtype=bool) if is_causal else jnp.ones((64, 64), bool)
     args = tuple(x.astype(jnp.bfloat16) for x in draw(64, size=16, value_size=16))
     got = linear_attention(*args, feature_map=name, is_causal=is_causal)
+    plain = functools.partial(
+        direct, phi=FEATURE_MAPS[name], normalize=name == "elu", allowed=allowed
+    )
     with jax.enable_x64(True):
-        expected = direct(
-            *(x.astype(jnp.float64) for x in args),
-            phi=FEATURE_MAPS[name],
-            normalize=name == "elu",
-            allowed=allowed,
-        )
+        expected = jax.jit(plain)(*(np.asarray(x, np.float64) for x in args))
     error = np.asarray(got, np.float64) - np.asarray(expected)
     assert np.sqrt((error**2).mean() / np.square(expected).mean()) < 0.005
 
@@ -289,7 +298,7 @@ def test_vmap_over_any_argument():
         )
 
     every = (*args, ids, lengths, state)
-    for batched in range(6):
+    for batched in (0, 3, 4, 5):
         axes = tuple(0 if i == batched else None for i in range(6))
         given = tuple(x if i == batched else x[1] for i, x in enumerate(every))
         got = jax.jit(jax.vmap(run, axes))(*given)
@@ -298,22 +307,125 @@ def test_vmap_over_any_argument():
             assert_close(jax.tree.map(lambda x, row=row: x[row], got), alone, rtol=1e-5)
 
 
-def test_a_packed_bidirectional_call_grows_linearly():
-    def temporaries(length):
-        args = draw(length, batch=(1,), size=16, value_size=16)
-        ids = jnp.arange(length)[None] // 100 + 1
+def test_a_packed_bidirectional_call_makes_no_array_of_queries_by_keys():
+    def loss(query, key, value, ids):
+        return (linear_attention(query, key, value, segment_ids=ids) ** 2).sum()
 
-        def loss(*args):
-            return (linear_attention(*args, segment_ids=ids) ** 2).sum()
-
-        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*args).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert np.log2(temporaries(4096) / temporaries(2048)) <= 1.1
+    length = 4096
+    args = draw(length, batch=(), heads=1, key_heads=1, size=16, value_size=16)
+    ids = jnp.arange(length) // 100 + 1
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*args, ids).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < length * length / 2
 
 
-def test_twice_the_same_bits():
-    ids = jnp.asarray(IDS)
-    run = functools.partial(linear_attention, segment_ids=ids)
-    first, second = (with_gradients(run, draw(10)) for _ in range(2))
-    jax.tree.map(np.testing.assert_array_equal, first, second)
+def test_sharding_adds_no_collective_and_changes_nothing():
+    """In a process of its own: the number of devices is fixed when jax starts."""
+    program = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from effattn.functional.linear import linear_attention
+
+rng = np.random.default_rng(0)
+draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+args = draw(2, 9, 8, 3), draw(2, 9, 4, 3), draw(2, 9, 4, 5)
+ids = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 0, 0], [3, 3, 4, 4, 4, 4, 4, 4, 4]])
+
+def gradients(query, key, value, ids):
+    def run(query, key, value):
+        causal = linear_attention(query, key, value, is_causal=True, chunk_size=2)
+        packed = linear_attention(query, key, value, segment_ids=ids)
+        return (causal * packed).sum()
+    return jax.grad(run, (0, 1, 2))(query, key, value)
+
+expected = jax.jit(gradients)(*args, ids)
+mesh = jax.make_mesh((2, 4), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+spec = P("rows", None, "heads")
+placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in args]
+placed.append(jax.device_put(ids, NamedSharding(mesh, P("rows"))))
+shardings = (NamedSharding(mesh, spec),) * 3
+compiled = jax.jit(gradients, out_shardings=shardings).lower(*placed).compile()
+text = compiled.as_text()
+assert not any(c in text for c in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+mapped = jax.shard_map(
+    gradients, mesh=mesh, in_specs=(spec,) * 3 + (P("rows"),), out_specs=(spec,) * 3
+)
+for got in (compiled(*placed), jax.jit(mapped)(*args, ids)):
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+shared = args[0], args[1][:, :, :1], args[2][:, :, :1]
+run = lambda *args: linear_attention(*args, is_causal=True)
+mapped = jax.shard_map(run, mesh=mesh, in_specs=(spec, P("rows"), P("rows")), out_specs=spec)
+def gradients_of(f):
+    return jax.jit(jax.grad(lambda *args: (f(*args) ** 2).sum(), (0, 1, 2)))(*shared)
+
+for a, b in zip(gradients_of(mapped), gradients_of(run), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+"""
+    flags = "--xla_force_host_platform_device_count=8"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
+def test_remat_and_scan():
+    query, key, value = draw(6)
+    run = functools.partial(linear_attention, is_causal=True)
+    expected = jax.jit(jax.grad(lambda q: (run(q, key, value) ** 2).sum()))(query)
+    rematerialised = jax.checkpoint(lambda q: (run(q, key, value) ** 2).sum())
+    assert_close(jax.jit(jax.grad(rematerialised))(query), expected, rtol=1e-5)
+
+    def over_rows(q):
+        return jax.lax.scan(lambda total, x: (total + (run(*x) ** 2).sum(), None), 0.0, q)[0]
+
+    scanned = jax.jit(jax.grad(lambda q: over_rows((q, key, value))))(query)
+    assert_close(scanned, expected, rtol=1e-5)
+
+
+def test_forward_mode_says_what_to_use():
+    args = draw(5)
+    with pytest.raises(TypeError, match=r"use jax\.grad"):
+        jax.jvp(functools.partial(linear_attention, is_causal=True), args, args)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"feature_map": "exp"}, "unknown feature_map 'exp'"),
+        ({"feature_map": lambda x: x[..., 0]}, r"feature_map must map \(\.\.\., H\)"),
+        ({"chunk_size": 0}, "chunk_size must be None or an int"),
+        ({"chunk_size": 2.5}, "chunk_size must be None or an int"),
+        ({"scale": jnp.ones(3)}, "scale must be a number"),
+        ({"initial_state": jnp.zeros((2, 2, 3, 5))}, r"initial_state must .*\(2, 2, 3, 6\)"),
+        ({"initial_state": jnp.zeros((2, 2, 3, 6), int)}, "initial_state must be floating point"),
+        ({"key_value_seq_lengths": jnp.zeros(3, int)}, "key_value_seq_lengths must be"),
+        ({"query_seq_lengths": jnp.zeros(2)}, "query_seq_lengths must be"),
+        ({"segment_ids": jnp.ones((2, 4), int)}, "segment_ids of the query must be"),
+        (
+            {"segment_ids": (jnp.ones((2, 5), int),) * 2, "is_causal": True},
+            "segment_ids must be one array",
+        ),
+        ({"segment_ids": jnp.ones((2, 5), int), "return_state": True}, "need is_causal=True"),
+        ({"implementation": "cuda"}, "unknown implementation 'cuda'"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        linear_attention(*draw(5), **options)
+
+
+def test_causality_needs_as_many_queries_as_keys():
+    with pytest.raises(ValueError, match="as many queries as keys, got 4 and 5"):
+        linear_attention(*draw(4, 5), is_causal=True)
+
+
+@pytest.mark.parametrize("name", ["pallas", ("triton", "mosaic_gpu"), "cudnn"])
+def test_other_implementations_say_who_takes_it(name):
+    with pytest.raises(NotImplementedError, match="'xla'"):
+        linear_attention(*draw(5), implementation=name)
+
+
+def test_implementations_are_tried_in_order():
+    args = draw(5)
+    got = linear_attention(*args, implementation=("pallas", "xla"))
+    np.testing.assert_array_equal(got, linear_attention(*args))

@@ -24,9 +24,7 @@ X = normal(*SHAPE)
 
 def nnx_layer(attention_fn=nnx.dot_product_attention, **options):
     options = {"num_kv_heads": 2, "decode": False, **options}
-    return nnx.MultiHeadAttention(
-        4, 16, attention_fn=attention_fn, rngs=nnx.Rngs(0), **options
-    )
+    return nnx.MultiHeadAttention(4, 16, attention_fn=attention_fn, rngs=nnx.Rngs(0), **options)
 
 
 def linen_layer(attention_fn=flax.linen.dot_product_attention, **options):

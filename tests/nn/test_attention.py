@@ -279,9 +279,7 @@ def test_bad_inputs_are_named():
 
 
 def make_cross(**options):
-    return CrossAttention(
-        16, 4, context_features=6, num_kv_heads=2, rngs=nnx.Rngs(0), **options
-    )
+    return CrossAttention(16, 4, context_features=6, num_kv_heads=2, rngs=nnx.Rngs(0), **options)
 
 
 @jax.jit

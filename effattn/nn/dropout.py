@@ -1,6 +1,7 @@
-"""Random keys for modules, which keep no random state of their own."""
+"""Dropout, and the random keys for it: modules keep no random state of their own."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 
@@ -18,7 +19,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     if key is None or rate == 0.0:
         return x
     kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jax.numpy.where(kept, x / (1.0 - rate), 0)
+    return jnp.where(kept, x / (1.0 - rate), 0)
 
 
 def check_dropout_rate(rate: float) -> None:

@@ -1,0 +1,1 @@
+"""Measurements of effattn beside what JAX, Tokamax and PyTorch ship."""

@@ -1,0 +1,161 @@
+"""Who takes part: a table of contenders, and how a function of theirs becomes a timed program."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import effattn
+from benchmarks import machine
+from benchmarks.workloads import WINDOW, Arrays
+
+
+class Program(NamedTuple):
+    """A compiled program; the arrays of its caller are NumPy's, `(B, T, N, H)`.
+
+    Attributes:
+      place: makes its operands of arrays.
+      run: takes the operands, and returns when the results are there.
+      fetch: makes arrays of the results.
+      temporary_bytes: what it needs beside operands and results, where that is known.
+    """
+
+    place: Callable[[Arrays], Any]
+    run: Callable[[Any], Any]
+    fetch: Callable[[Any], Arrays]
+    temporary_bytes: int | None
+
+
+class Contender(NamedTuple):
+    """A function that takes part.
+
+    Attributes:
+      name: as shown.
+      computes: the name of its workload.
+      compile: (arrays, is there a backward pass) -> Program.
+      package: what has to be installed.
+    """
+
+    name: str
+    computes: str
+    compile: Callable[[Arrays, bool], Program]
+    package: str = "jax"
+
+
+def in_jax(function: Callable, **options: Any) -> Callable[[Arrays, bool], Program]:
+    """Of a function of query, key and value, all `(B, T, N, H)`."""
+    attend = functools.partial(function, **options)
+
+    def compile_program(arrays, backward):
+        def with_gradients(query, key, value, gradient):
+            out, pull_back = jax.vjp(attend, query, key, value)
+            return out, *pull_back(gradient)
+
+        program = with_gradients if backward else lambda q, k, v: (attend(q, k, v),)
+        arguments = 4 if backward else 3
+        compiled = jax.jit(program).lower(*arrays[:arguments]).compile()
+        memory = compiled.memory_analysis()
+        return Program(
+            place=lambda arrays: jax.device_put(list(arrays[:arguments])),
+            run=lambda operands: jax.block_until_ready(compiled(*operands)),
+            fetch=lambda results: [np.asarray(result) for result in results],
+            temporary_bytes=memory.temp_size_in_bytes if memory is not None else None,
+        )
+
+    return compile_program
+
+
+def in_torch(make: Callable[[int], Callable]) -> Callable[[Arrays, bool], Program]:
+    """Of a function from the length to the attention, in PyTorch's own order `(B, N, T, H)`."""
+
+    def compile_program(arrays, backward):
+        import torch
+
+        torch.set_num_threads(machine.cores())
+        attend = make(arrays[0].shape[1])
+
+        def place(arrays):
+            placed = [torch.from_numpy(a).transpose(1, 2).contiguous() for a in arrays]
+            return [a.requires_grad_() for a in placed[:3]] + placed[3:] if backward else placed
+
+        def run(operands):
+            query, key, value, gradient = operands
+            with torch.set_grad_enabled(backward):
+                out = attend(query, key, value)
+            if not backward:
+                return [out]
+            return [out, *torch.autograd.grad(out, (query, key, value), gradient)]
+
+        def fetch(results):
+            return [result.detach().transpose(1, 2).numpy() for result in results]
+
+        return Program(place, run, fetch, None)
+
+    return compile_program
+
+
+def _sdpa(length, **options):
+    from torch.nn.functional import scaled_dot_product_attention
+
+    return functools.partial(scaled_dot_product_attention, **options)
+
+
+def _flex_window(length):
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def near(batch, head, query, key):
+        return (query - key <= WINDOW[0]) & (key - query <= WINDOW[1])
+
+    torch.compiler.reset()  # it compiles only so many lengths of one function
+    mask = create_block_mask(near, None, None, length, length, device="cpu")
+    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+
+def _tokamax(query, key, value, **options):
+    # Otherwise it reads its flags from the command line, which is not its own here.
+    importlib.import_module("absl.flags").FLAGS.mark_as_parsed()
+    attend = importlib.import_module("tokamax").dot_product_attention
+    return attend(query, key, value, implementation="xla_chunked", **options)
+
+
+def _softmax_peers(computes: str, **options: Any) -> tuple[Contender, ...]:
+    """Those that take the arguments of `jax.nn.dot_product_attention`."""
+    return (
+        Contender("jax.nn", computes, in_jax(jax.nn.dot_product_attention, **options)),
+        Contender("Tokamax xla_chunked", computes, in_jax(_tokamax, **options), "tokamax"),
+    )
+
+
+_exact = effattn.dot_product_attention
+_causal_sdpa = functools.partial(_sdpa, is_causal=True)
+
+# What is timed together, interleaved. The first of each is what the others are compared with.
+COMPARISONS: dict[str, tuple[Contender, ...]] = {
+    "causal": (
+        Contender("effattn", "causal", in_jax(_exact, is_causal=True)),
+        *_softmax_peers("causal", is_causal=True),
+        Contender("PyTorch SDPA", "causal", in_torch(_causal_sdpa), "torch"),
+    ),
+    "bidirectional": (
+        Contender("effattn", "bidirectional", in_jax(_exact)),
+        *_softmax_peers("bidirectional"),
+        Contender("PyTorch SDPA", "bidirectional", in_torch(_sdpa), "torch"),
+    ),
+    "window": (
+        Contender(
+            "effattn",
+            "window",
+            in_jax(effattn.sliding_window_attention, local_window_size=WINDOW),
+        ),
+        *_softmax_peers("window", local_window_size=WINDOW),
+        Contender("PyTorch FlexAttention", "window", in_torch(_flex_window), "torch"),
+    ),
+    "linear": (
+        Contender("effattn", "linear", in_jax(effattn.linear_attention, is_causal=True)),
+        Contender("effattn, exact", "causal", in_jax(_exact, is_causal=True)),
+    ),
+}

@@ -1,0 +1,161 @@
+"""The measurement: contenders are compiled, checked, and then timed in turns."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.contenders import Contender, Program
+from benchmarks.workloads import (
+    WORKLOADS,
+    Arrays,
+    checked_rows,
+    expected,
+    only_rows,
+    relative_error,
+)
+
+MOST_BYTES = 3e9  # of temporaries
+TOLERANCE = 1e-4  # largest error, relative to the largest element
+ENOUGH_SECONDS = 4.0  # after so many a contender takes part in no more rounds
+FEWEST_ROUNDS = 3  # of the one to compare with, however long they take
+SLOW_RATIO = 3.0  # one that takes over `ENOUGH_SECONDS` a call, and over this, is slow
+PAUSE = 0.005  # lets the threads of the contender before fall asleep
+
+
+class Skip(Exception):
+    """Why a contender is not timed."""
+
+
+@dataclasses.dataclass
+class Row:
+    """One contender in one comparison; without `seconds` it was not timed, and `skipped` says why.
+
+    Attributes:
+      comparison, which, length, contender: what was measured.
+      flops, exponentials: the least that the workload costs a contender in linear memory.
+      floor: seconds for those, one after the other, at the rates of the machine.
+      temporary_bytes: of the compiled program.
+      error: the largest, relative.
+      rounds: seconds of each call, None in rounds that it left out.
+      seconds: their median.
+      ratio: to the seconds of effattn's in the same rounds, the median; above 1 effattn is faster.
+      ratio_range: of the rounds.
+      skipped: the reason.
+    """
+
+    comparison: str
+    which: str
+    length: int
+    contender: str
+    flops: int
+    exponentials: int
+    floor: float
+    temporary_bytes: int | None = None
+    error: float | None = None
+    rounds: list[float | None] = dataclasses.field(default_factory=list)
+    seconds: float | None = None
+    ratio: float | None = None
+    ratio_range: tuple[float, float] | None = None
+    skipped: str | None = None
+
+
+def compare(
+    comparison: str,
+    contenders: Sequence[Contender],
+    arrays: Arrays,
+    which: str,
+    rounds: int,
+    rates: Sequence[machine.Rate],
+    slow: dict[str, str],
+) -> list[Row]:
+    """A row for each contender, the first of which is the one to compare with.
+
+    Names in `slow` are not measured, for the reason there; those that turn out slow are added.
+    """
+    best = {r.kind: max(s.per_second for s in rates if s.kind == r.kind) for r in rates}
+    length = arrays[0].shape[1]
+    rows, taking_part = [], []
+    for contender in contenders:
+        workload = WORKLOADS[contender.computes]
+        flops, exps = workload.flops(length, which), workload.exps(length, which)
+        floor = flops / best["product"] + exps / best["exponential"]
+        row = Row(comparison, which, length, contender.name, flops, exps, floor)
+        rows.append(row)
+        try:
+            if contender.name in slow:
+                raise Skip(slow[contender.name])
+            program = _compile(contender, arrays, which, row)
+            _check(program, contender, arrays, which, row)
+            taking_part.append((row, program, program.place(arrays)))
+        except Skip as reason:
+            row.skipped = str(reason)
+    _time(taking_part, rounds)
+    for row, *_ in taking_part:
+        _summarise(row, rows[0])
+        if (row.seconds or 0) > ENOUGH_SECONDS and (row.ratio or 0) > SLOW_RATIO:
+            slow[row.contender] = f"slow: a call took {row.seconds:.1f} s at {length}"
+    return rows
+
+
+def _compile(contender: Contender, arrays: Arrays, which: str, row: Row) -> Program:
+    if not machine.installed(contender.package):
+        raise Skip(f"{contender.package} is not installed")
+    try:
+        program = contender.compile(arrays, which != "forward")
+    except Exception as error:
+        raise Skip(_first_sentence(error)) from error
+    row.temporary_bytes = program.temporary_bytes
+    if program.temporary_bytes is not None and program.temporary_bytes > MOST_BYTES:
+        raise Skip(f"needs {program.temporary_bytes / 1e9:.1f} GB of temporaries")
+    return program
+
+
+def _check(program: Program, contender: Contender, arrays: Arrays, which: str, row: Row) -> None:
+    """Runs it once, which also warms it up, and checks what it computes."""
+    rows = checked_rows(row.length)
+    operands = program.place([*arrays[:3], only_rows(arrays[3], rows)])
+    try:
+        results = program.run(operands)
+    except Exception as error:
+        raise Skip(_first_sentence(error)) from error
+    wanted = expected(WORKLOADS[contender.computes], arrays, rows, which)
+    row.error = relative_error(program.fetch(results), wanted, rows)
+    if not row.error <= TOLERANCE:  # NaN is not
+        raise Skip(f"disagrees: relative error {row.error:.1e}")
+
+
+def _time(taking_part: Sequence[tuple[Row, Program, Any]], rounds: int) -> None:
+    """One call of each a round, and each round starts with another."""
+    for index in range(rounds):
+        first = index % max(1, len(taking_part))
+        for row, program, operands in (*taking_part[first:], *taking_part[:first]):
+            spent = sum(seconds or 0 for seconds in row.rounds)
+            fewest = FEWEST_ROUNDS if row is taking_part[0][0] else 1
+            if index >= fewest and spent >= ENOUGH_SECONDS:
+                row.rounds.append(None)
+                continue
+            time.sleep(PAUSE)
+            start = time.perf_counter()
+            program.run(operands)
+            row.rounds.append(time.perf_counter() - start)
+
+
+def _summarise(row: Row, compared_with: Row) -> None:
+    """Fills in the medians."""
+    row.seconds = statistics.median(s for s in row.rounds if s is not None)
+    ratios = [
+        seconds / other
+        for seconds, other in zip(row.rounds, compared_with.rounds, strict=False)
+        if seconds is not None and other is not None
+    ]
+    if ratios:
+        row.ratio = statistics.median(ratios)
+        row.ratio_range = (min(ratios), max(ratios))
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].partition('. ')[0]}" if lines else repr(error)

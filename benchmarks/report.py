@@ -1,0 +1,222 @@
+"""The report of a run: tables in Markdown, the whole as JSON, and a figure."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("agg")
+
+import matplotlib.pyplot as plt
+
+from benchmarks.machine import Rate
+from benchmarks.measure import Row
+from benchmarks.workloads import PASSES, WINDOW
+
+TITLES = {
+    "causal": "exact, causal",
+    "bidirectional": "exact, bidirectional",
+    "window": f"causal window of {WINDOW[0] + 1} keys",
+    "linear": "linear, causal, 64 features",
+}
+MARKERS = "osD^v"
+
+
+class Target(NamedTuple):
+    """How much faster than a contender effattn is to be; without one, its temporaries in MB."""
+
+    comparison: str
+    which: str
+    length: int
+    contender: str | None
+    needed: float
+    aim: float | None = None
+
+
+TARGETS = (
+    Target("causal", "forward", 8192, "jax.nn", 4.0),
+    Target("causal", "forward", 8192, "PyTorch SDPA", 1.0, aim=1.2),
+    Target("causal", "forward + backward", 8192, "PyTorch SDPA", 1.0, aim=1.3),
+    Target("causal", "forward + backward", 8192, None, 64.0),
+    Target("window", "forward", 16384, "PyTorch FlexAttention", 1.0),
+    Target("window", "forward", 8192, "jax.nn", 15.0),
+    Target("linear", "forward", 16384, "effattn, exact", 10.0),
+)
+
+
+def write(
+    folder: Path,
+    machine: dict[str, Any],
+    settings: dict[str, Any],
+    rates: Sequence[Rate],
+    rows: Sequence[Row],
+) -> str:
+    """Writes `results.json`, `table.md` and `time.png`; returns the text of the table."""
+    text = markdown(machine, rates, rows)
+    record = {
+        "machine": machine,
+        "settings": settings,
+        "rates": [rate._asdict() for rate in rates],
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    (folder / "results.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "table.md").write_text(text)
+    draw(folder / "time.png", machine, rows)
+    return text
+
+
+def markdown(machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]) -> str:
+    versions = ", ".join(f"{name} {v}" for name, v in machine["versions"].items() if v)
+    parts = [
+        f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average'][0]} at "
+        f"the start; Python {machine['python']}, {versions}; {machine['date']}. Float32, batch 1, "
+        "4 heads of 64.",
+        _table(("rate, best of many calls", "G/s"), [(r.of, _number(r.per_second)) for r in rates]),
+    ]
+    for comparison in dict.fromkeys(row.comparison for row in rows):
+        of_comparison = [row for row in rows if row.comparison == comparison]
+        parts += [f"## {TITLES[comparison]}", _measured(of_comparison)]
+    parts += [
+        "`ratio` is a contender's time over effattn's in the same round, the median of the rounds: "
+        "above 1, effattn is faster. `error` is the largest, relative to the largest element, "
+        "against float64. `floor` is the time of the matrix products and of the exponentials, one "
+        "after the other, at the best rates above; overlapping them, or cheaper exponentials, can "
+        "beat it. `temporaries` are those of the compiled program; PyTorch does not tell.",
+    ]
+    if any(row.skipped for row in rows):
+        parts += ["## Not timed", _not_timed(rows)]
+    if verdicts := _verdicts(rows):
+        header = ("effattn against", "ratio", "of rounds", "needed", "verdict")
+        parts += ["## Targets", _table(header, verdicts)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _measured(rows: Sequence[Row]) -> str:
+    header = (
+        "",
+        "length",
+        "contender",
+        "ms",
+        "rounds",
+        "ratio",
+        "floor ms",
+        "temporaries",
+        "error",
+    )
+    lines = [
+        (
+            row.which,
+            str(row.length),
+            row.contender,
+            f"{row.seconds * 1e3:.1f}",
+            str(sum(seconds is not None for seconds in row.rounds)),
+            "" if row.ratio is None else f"{row.ratio:.2f}",
+            f"{row.floor * 1e3:.1f}",
+            "" if row.temporary_bytes is None else f"{row.temporary_bytes / 1e6:.1f} MB",
+            f"{row.error:.0e}",
+        )
+        for row in rows
+        if row.seconds is not None
+    ]
+    return _table(header, lines)
+
+
+def _not_timed(rows: Sequence[Row]) -> str:
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if row.skipped is not None:
+            where = reasons.setdefault((row.contender, row.skipped), {})
+            where[f"{TITLES[row.comparison]}, {row.which}, {row.length}"] = None
+    return "\n".join(f"- {name}: {why} ({'; '.join(w)})" for (name, why), w in reasons.items())
+
+
+def _verdicts(rows: Iterable[Row]) -> list[tuple[str, ...]]:
+    """Of the targets whose contenders and lengths are in this run."""
+    found = {(row.comparison, row.which, row.length, row.contender): row for row in rows}
+    lines: list[tuple[str, ...]] = []
+    for comparison, which, length, contender, needed, aim in TARGETS:
+        row = found.get((comparison, which, length, contender or "effattn"))
+        if row is None:
+            continue
+        name = f"{TITLES[comparison]}, {which}, {length}: {contender or 'MB of temporaries'}"
+        bound = f"{needed:g}" if contender else f"below {needed:g}"
+        if contender is None and row.temporary_bytes is not None:
+            megabytes = row.temporary_bytes / 1e6
+            verdict = "met" if megabytes < needed else "MISSED"
+            lines.append((name, f"{megabytes:.1f}", "", bound, verdict))
+            continue
+        if row.ratio is None or row.ratio_range is None:
+            reason = row.skipped or "effattn was not timed"
+            lines.append((name, "", "", bound, f"not measured: {reason}"))
+            continue
+        verdict = "met" if row.ratio >= needed else "MISSED"
+        if aim is not None:
+            verdict += f", aim of {aim:g} {'met' if row.ratio >= aim else 'missed'}"
+        spread = "{:.2f} to {:.2f}".format(*row.ratio_range)
+        lines.append((name, f"{row.ratio:.2f}", spread, bound, verdict))
+    return lines
+
+
+def _number(per_second: float) -> str:
+    giga = per_second / 1e9
+    return f"{giga:.0f}" if giga >= 10 else f"{giga:.2f}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Padded, so that it also reads well as it is."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    padded = [[cell.ljust(w) for cell, w in zip(line, widths, strict=True)] for line in lines]
+    padded.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(line) + " |" for line in padded)
+
+
+def draw(path: Path, machine: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Time against length, a column a comparison and a row a pass."""
+    comparisons = list(dict.fromkeys(row.comparison for row in rows))
+    names = list(dict.fromkeys(row.contender for row in rows))
+    lengths = sorted({row.length for row in rows})
+    size = (1.2 + 3.2 * len(comparisons), 6.4)
+    with plt.style.context("petroff10"):  # told apart with any colour vision
+        figure, grid = plt.subplots(
+            len(PASSES), len(comparisons), figsize=size, sharex=True, sharey=True, squeeze=False,
+            layout="constrained",
+        )  # fmt: skip
+        for (i, which), (j, comparison) in (
+            (a, b) for a in enumerate(PASSES) for b in enumerate(comparisons)
+        ):
+            axes = grid[i, j]
+            here = [r for r in rows if (r.comparison, r.which) == (comparison, which)]
+            for index, name in enumerate(names):
+                timed = [r for r in here if r.contender == name and r.seconds is not None]
+                axes.plot(
+                    [r.length for r in timed], [r.seconds for r in timed],
+                    color=f"C{index}", marker=MARKERS[index % len(MARKERS)], label=name,
+                )  # fmt: skip
+            floors = [r for r in here if r.contender == "effattn"]
+            axes.plot(
+                [r.length for r in floors], [r.floor for r in floors],
+                color="black", linestyle=":", label="floor",
+            )  # fmt: skip
+            axes.set_xscale("log")
+            axes.set_xticks(lengths, [str(n) for n in lengths], rotation=45)
+            axes.set_xticks([], minor=True)
+            axes.set_yscale("log")
+            axes.grid(alpha=0.3)
+            if i == 0:
+                axes.set_title(TITLES[comparison])
+            if i == len(PASSES) - 1:
+                axes.set_xlabel("length (tokens)")
+            if j == 0:
+                axes.set_ylabel(f"{which} (s)")
+        handles, labels = grid[0, 0].get_legend_handles_labels()  # empty lines have theirs too
+        figure.legend(handles, labels, loc="outside lower center", ncols=1 + len(comparisons))
+        figure.suptitle(
+            "Median time of a call, float32, 4 heads of 64\n"
+            f"{machine['cpu']}, {machine['cores']} cores"
+        )
+        figure.savefig(path, dpi=150)
+        plt.close(figure)

@@ -1,0 +1,121 @@
+"""What is computed: the plain form that every contender must agree with, and the least it costs."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+HEADS, HEAD_SIZE = 4, 64
+WINDOW = (255, 0)
+PASSES = ("forward", "forward + backward")
+
+# Matrix products over all pairs: logits and output; and in the backward pass, which recomputes the
+# logits, the gradients of weights, queries, keys and values.
+PRODUCTS = {"forward": 2, "forward + backward": 7}
+
+Arrays = Sequence[np.ndarray]
+
+
+class Workload(NamedTuple):
+    """One kind of attention.
+
+    Attributes:
+      weights: (query `(N, R, H)`, key `(N, S, H)`, positions `(R, 1)`) -> normalised `(N, R, S)`.
+      pairs: length -> query-key pairs of a head. Of a recurrence, pairs of a token and a feature:
+        both stand for a product of a row with H columns.
+      exponentials: length -> exponentials of a head in the forward pass.
+    """
+
+    weights: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    pairs: Callable[[int], int]
+    exponentials: Callable[[int], int]
+
+    def flops(self, length: int, which: str) -> int:
+        return PRODUCTS[which] * 2 * HEADS * self.pairs(length) * HEAD_SIZE
+
+    def exps(self, length: int, which: str) -> int:
+        """Those of the backward pass are the recomputed ones."""
+        return HEADS * self.exponentials(length) * (1 if which == "forward" else 2)
+
+
+def _softmax(query, key, position, left, right):
+    logits = jnp.einsum("nrh,nsh->nrs", query, key) * HEAD_SIZE**-0.5
+    distance = jnp.arange(key.shape[1]) - position
+    near = (distance >= -left) & (distance <= right)
+    return jax.nn.softmax(jnp.where(near, logits, -jnp.inf), axis=-1)
+
+
+def _linear(query, key, position):
+    similarity = jnp.einsum("nrh,nsh->nrs", jax.nn.elu(query) + 1, jax.nn.elu(key) + 1)
+    similarity = jnp.where(jnp.arange(key.shape[1]) <= position, similarity, 0)
+    return similarity / similarity.sum(-1, keepdims=True)
+
+
+def _softmax_over(left: int | float, right: int | float) -> Workload:
+    def pairs(length):
+        position = np.arange(length)
+        return int((np.minimum(left, position) + np.minimum(right, position[::-1]) + 1).sum())
+
+    return Workload(lambda q, k, i: _softmax(q, k, i, left, right), pairs, pairs)
+
+
+WORKLOADS = {
+    "causal": _softmax_over(np.inf, 0),
+    "bidirectional": _softmax_over(np.inf, np.inf),
+    "window": _softmax_over(*WINDOW),
+    "linear": Workload(
+        _linear, lambda length: length * HEAD_SIZE, lambda length: 2 * length * HEAD_SIZE
+    ),
+}
+
+
+def draw(length: int) -> Arrays:
+    """Query, key, value and the gradient of the output: float32 `(1, T, N, H)`, standard normal."""
+    draws = np.random.default_rng(0)
+    shape = (1, length, HEADS, HEAD_SIZE)
+    return [draws.standard_normal(shape, dtype=np.float32) for _ in range(4)]
+
+
+def checked_rows(length: int) -> np.ndarray:
+    """The queries at which results are checked: the first, the last, and some between."""
+    return np.unique(np.linspace(0, length - 1, 16).astype(int))
+
+
+def only_rows(gradient: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The gradient of the output at those rows, zero elsewhere.
+
+    Then the gradients of all keys and values follow from these rows alone.
+    """
+    kept = np.zeros_like(gradient)
+    kept[:, rows] = gradient[:, rows]
+    return kept
+
+
+def expected(workload: Workload, arrays: Arrays, rows: np.ndarray, which: str) -> Arrays:
+    """The output at the rows in float64, and then the gradients that `only_rows` leads to."""
+
+    def attend(query, key, value):  # (R, N, H), (S, N, H), (S, N, H)
+        positions = jnp.asarray(rows)[:, None]
+        weights = workload.weights(query.swapaxes(0, 1), key.swapaxes(0, 1), positions)
+        return jnp.einsum("nrs,snh->rnh", weights, value)
+
+    with jax.enable_x64(True):
+        query, key, value, gradient = (jnp.asarray(a[0], jnp.float64) for a in arrays)
+        out, pull_back = jax.vjp(attend, query[rows], key, value)
+        if which == "forward":
+            return [np.asarray(out)]
+        of_rows, of_key, of_value = pull_back(gradient[rows])
+        of_query = jnp.zeros_like(query).at[rows].set(of_rows)
+        return [np.asarray(a) for a in (out, of_query, of_key, of_value)]
+
+
+def relative_error(results: Arrays, wanted: Arrays, rows: np.ndarray) -> float:
+    """The largest error, each array's relative to the largest element that it should have."""
+    out, *gradients = (np.asarray(array, np.float64)[0] for array in results)
+    errors = [
+        np.abs(got - want).max() / np.abs(want).max()
+        for got, want in zip((out[rows], *gradients), wanted, strict=True)
+    ]
+    return float(np.max(errors))  # NaN if any is

@@ -1,0 +1,209 @@
+"""The loop, on a bigram model: what it must hold to does not depend on attention."""
+
+import dataclasses
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.common import metrics
+from experiments.common.corpora import Corpus
+from experiments.common.data import prepare
+from experiments.common.errors import Diverged
+from experiments.common.optimisers import make_optimiser
+from experiments.common.programs import compile_programs
+from experiments.common.schedules import Schedule
+from experiments.common.tokenizers import ByteTokenizer
+from experiments.common.training import Run, train
+from tests.experiments.conftest import Lines
+
+CONTEXT = 16
+SCHEDULE = Schedule(steps=7, batch=4, accumulate=1, evaluate_every=3)
+
+
+class Bigram(nnx.Module):
+    """Logits of the next token from the present one."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(256, 8, rngs=rngs)
+        self.head = nnx.Linear(8, 256, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.embed(tokens))
+
+    def init_state(self, batch, max_length):
+        return jnp.zeros((batch, max_length), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def data(documents):
+    corpus = Corpus(tuple(documents[:15]), tuple(documents[15:]))
+    return prepare(corpus, ByteTokenizer(), CONTEXT, batch=4, eval_windows=6)
+
+
+@functools.cache
+def optimiser():
+    return make_optimiser("adamw", steps=7, warmup=0.2, clip=1.0, weight_decay=0.01)
+
+
+@pytest.fixture(scope="module")
+def programs(data):
+    return compile_programs(Bigram, optimiser(), SCHEDULE, data)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run("bigram", tmp_path / "run", "identity", seed=1, learning_rate=0.01)
+
+
+def assert_identical(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def untimed(path):
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in metrics.read(path)]
+
+
+def test_the_loss_falls_and_every_measurement_is_written(run, data, programs, lines):
+    _, record = train(run, SCHEDULE, programs, data, lines)
+    assert lines.steps == [1, 2, 3, 4, 5, 6, 7]
+    records = metrics.read(run.folder / "metrics.jsonl")
+    assert [r["step"] for r in records if "train_loss" in r] == [1, 2, 3, 4, 5, 6, 7]
+    evaluations = [r for r in records if "valid_loss" in r]
+    assert evaluations == lines.evaluations
+    assert [r["step"] for r in evaluations] == [3, 6, 7]
+    assert record == evaluations[-1]
+    assert record["valid_loss"] < evaluations[0]["valid_loss"] < math.log(256) + 0.2
+    assert record["bits_per_byte"] == pytest.approx(record["valid_loss"] / math.log(2))
+    assert [r["tokens"] for r in records] == [r["step"] * 4 * CONTEXT for r in records]
+
+
+def test_the_validation_loss_is_the_mean_over_all_validation_targets(run, data, programs, lines):
+    params, record = train(run, SCHEDULE, programs, data, lines)
+    logits = programs.model(params)(data.valid[:, :-1].astype(np.int32))
+    targets = data.valid[:, 1:, None].astype(np.int32)
+    nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1)
+    assert record["valid_loss"] == pytest.approx(float(nats.mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize("stopped_at", [2, 3, 4, 7])
+def test_a_killed_run_ends_with_the_same_parameters(run, data, programs, lines, stopped_at):
+    class Killed(Exception):
+        pass
+
+    class Killer(Lines):
+        def step(self, step, loss, tokens_per_second):
+            if step == stopped_at:
+                raise Killed
+
+    whole = dataclasses.replace(run, folder=run.folder.with_name("whole"))
+    expected, _ = train(whole, SCHEDULE, programs, data, Lines())
+    with pytest.raises(Killed):
+        train(run, SCHEDULE, programs, data, Killer())
+    params, _ = train(run, SCHEDULE, programs, data, lines)
+    assert_identical(params, expected)
+    # It went on from the last evaluation, and left neither gaps nor duplicates.
+    assert lines.steps[0] == 3 * ((stopped_at - 1) // 3) + 1
+    assert untimed(run.folder / "metrics.jsonl") == untimed(whole.folder / "metrics.jsonl")
+
+
+def test_a_finished_run_is_read_not_trained(run, data, programs, lines):
+    expected, record = train(run, SCHEDULE, programs, data, Lines())
+    before = (run.folder / "metrics.jsonl").read_text()
+    params, again = train(run, SCHEDULE, programs, data, lines)
+    assert_identical(params, expected)
+    assert (again, lines.steps) == (record, [])
+    assert (run.folder / "metrics.jsonl").read_text() == before
+
+
+def test_time_goes_on_where_it_stopped(run, data, programs):
+    stop = dataclasses.replace(SCHEDULE, steps=3)
+    train(run, stop, programs, data, Lines())
+    train(run, SCHEDULE, programs, data, Lines())
+    seconds = [r["seconds"] for r in metrics.read(run.folder / "metrics.jsonl")]
+    assert seconds == sorted(seconds)
+
+
+def test_seeds_differ_in_parameters_and_order(run, data, programs):
+    one, two = Lines(), Lines()
+    train(run, SCHEDULE, programs, data, one)
+    other = dataclasses.replace(run, folder=run.folder.with_name("two"), seed=2)
+    train(other, SCHEDULE, programs, data, two)
+    assert one.losses != two.losses
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(run, data, programs):
+    expected, _ = train(run, SCHEDULE, programs, data, Lines())
+    schedule = dataclasses.replace(SCHEDULE, accumulate=2)
+    halves = compile_programs(Bigram, optimiser(), schedule, data)
+    other = dataclasses.replace(run, folder=run.folder.with_name("halves"))
+    params, _ = train(other, schedule, halves, data, Lines())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), params, expected)
+
+
+def test_the_learning_rate_is_no_constant_of_the_program(run, data, programs):
+    still = dataclasses.replace(run, learning_rate=0.0)
+    params, _ = train(still, SCHEDULE, programs, data, Lines())
+    assert_identical(params, programs.init(1)[0])
+
+
+def test_programs_know_their_sizes(programs):
+    assert programs.parameters == 256 * 8 + 8 * 256 + 256
+    assert programs.state_bytes == CONTEXT * 4
+    assert programs.temporary_bytes > 0
+
+
+def poisoned(programs, bad_step):
+    """Programs whose loss is not a number at one step."""
+    taken = 0
+
+    def step(*arguments):
+        nonlocal taken
+        taken += 1
+        params, state, loss = programs.step(*arguments)
+        return params, state, loss * jnp.nan if taken == bad_step else loss
+
+    return dataclasses.replace(programs, step=step)
+
+
+@pytest.mark.parametrize(
+    ("bad_step", "kept"),
+    [(2, "no checkpoint had been written"), (6, "step 3 is kept"), (7, "step 6 is kept")],
+)
+def test_a_loss_that_is_not_a_number_stops_the_run(run, data, programs, bad_step, kept):
+    with pytest.raises(Diverged, match=f"bigram became NaN or infinite at step {bad_step}; .*{kept}"):
+        train(run, SCHEDULE, poisoned(programs, bad_step), data, Lines())
+    assert "NaN" not in (run.folder / "metrics.jsonl").read_text()
+    # The checkpoint is good: training without the poison goes on from it.
+    _, record = train(run, SCHEDULE, programs, data, Lines())
+    assert math.isfinite(record["valid_loss"])
+
+
+def test_parameters_that_are_no_numbers_are_never_saved(run, data, programs):
+    def step(*arguments):
+        params, state, loss = programs.step(*arguments)
+        return jax.tree.map(lambda x: x * jnp.nan, params), state, loss
+
+    schedule = dataclasses.replace(SCHEDULE, evaluate_every=1)
+    with pytest.raises(Diverged, match="at step 1; no checkpoint"):
+        train(run, schedule, dataclasses.replace(programs, step=step), data, Lines())
+    assert not list((run.folder / "checkpoints").iterdir())
+
+
+def test_metrics_drop_torn_and_later_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    with metrics.Metrics(path, 2) as file:
+        file.write({"step": 3, "again": True})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1},
+        {"step": 2},
+        {"step": 3, "again": True},
+    ]

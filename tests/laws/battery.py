@@ -1,0 +1,350 @@
+"""From the registry to calls: who is tested, on what, with which arguments.
+
+What a mechanism is given follows from the capabilities that it claims. Programs are compiled once a
+session for a few sizes; what hypothesis draws (lengths, packing, offsets, values) goes in as arrays.
+"""
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from effattn import dropout, registry
+from tests.references import REFERENCES
+from tests.references.pairs import Pairs, pairs
+from tests.references.reference import Reference
+
+# The same program and the same buffers, with less work on the code of each loop: half the time.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+SOFT_CAP = 2.0
+DROPOUT_RATE = 0.25
+
+
+class Subject(NamedTuple):
+    """A mechanism with one set of options."""
+
+    name: str
+    variant: str
+
+    @property
+    def entry(self) -> registry.Mechanism:
+        return registry.get(self.name)
+
+    @property
+    def reference(self) -> Reference:
+        return REFERENCES[self.name]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**self.entry.options, **self.reference.variants[self.variant]}
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.entry.function).parameters
+
+    def has(self, capability: str) -> bool:
+        return capability in self.entry.capabilities
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.variant}" if self.variant else self.name
+
+
+SUBJECTS = [Subject(n, v) for n in registry.names() for v in REFERENCES[n].variants]
+MECHANISMS = [Subject(n, next(iter(REFERENCES[n].variants))) for n in registry.names()]
+
+
+class Sizes(NamedTuple):
+    """Shapes of a call: batch and lengths, then heads and features."""
+
+    batch: tuple[int, ...]
+    queries: int
+    keys: int
+    heads: int = 4
+    key_heads: int = 2
+    size: int = 6
+    value_size: int = 5
+
+
+SQUARE = Sizes((4,), 13, 13)
+CROSS = Sizes((2, 1), 7, 13)
+
+
+class Extent(NamedTuple):
+    """How much of the contract a program uses.
+
+    Attributes:
+      is_causal: where the mechanism can be either.
+      everything: all that it claims, in place of query, key and value alone.
+      position_free: leaves out what depends on absolute positions or on the example's index.
+      tuning: the reference's tuning, in place of the defaults.
+    """
+
+    is_causal: bool
+    everything: bool = False
+    position_free: bool = True
+    tuning: bool = True
+
+
+def draw_arrays(subject: Subject, sizes: Sizes, everything: bool, seed: int = 0) -> dict[str, Any]:
+    """What has gradients, float64: query, key, value and, for everything, all that is claimed."""
+    rng = np.random.default_rng(seed)
+    batch, queries, keys, heads, key_heads, size, value_size = sizes
+    arrays = {
+        "query": rng.normal(size=(*batch, queries, heads, size)),
+        "key": rng.normal(size=(*batch, keys, key_heads, size)),
+        "value": rng.normal(size=(*batch, keys, key_heads, value_size)),
+    }
+    if not everything:
+        return arrays
+    if "scale" in subject.parameters:
+        arrays["scale"] = np.asarray(0.7)
+    if subject.has("bias"):
+        arrays["bias"] = rng.normal(size=(heads, queries, keys))
+    if subject.has("score_mod"):
+        arrays["slope"] = rng.normal(size=heads) / 5
+    if subject.has("sink"):
+        arrays["sink"] = rng.normal(size=heads)
+    if subject.has("state"):
+        arrays["initial_state"] = rng.uniform(0.1, 1, size=state_shape(subject, sizes))
+    return arrays
+
+
+def state_shape(subject: Subject, sizes: Sizes) -> tuple[int, ...]:
+    shapes = draw_arrays(subject, sizes, everything=False)
+    extent = Extent(is_causal=sizes.queries == sizes.keys and subject.has("causal"))
+    return jax.eval_shape(lambda a: call(subject, extent, a, {}), shapes)["state"].shape
+
+
+@st.composite
+def draw_known(draw, subject: Subject, sizes: Sizes, extent: Extent) -> dict[str, Any]:
+    """What has no gradient: lengths, packing, offsets, masks, the key of the dropout."""
+    batch, queries, keys, heads = sizes[:4]
+    rows = int(np.prod(batch))
+    known: dict[str, Any] = {}
+
+    def of_rows(strategy):
+        drawn = draw(st.lists(strategy, min_size=rows, max_size=rows))
+        return np.asarray(drawn, np.int32).reshape(*batch, *np.shape(drawn[0]))
+
+    if subject.has("lengths"):
+        known["query_seq_lengths"] = of_rows(st.integers(0, queries))
+        known["key_value_seq_lengths"] = of_rows(st.integers(0, keys))
+    if subject.has("segments") and takes_segments(subject, extent):
+        known["segment_ids"] = of_rows(packings(keys))
+        if queries != keys:
+            known["segment_ids"] = (of_rows(packings(queries)), known["segment_ids"])
+    if subject.has("offset"):
+        offsets = st.integers(-2, keys)
+        offset = draw(offsets) if queries != keys else of_rows(offsets)
+        known["query_offset"] = np.asarray(offset, np.int32)
+    seed = draw(st.integers(0, 2**16))
+    if subject.has("mask"):
+        mask = np.random.default_rng(seed).random((*batch, 1, queries, keys)) < 0.8
+        known["mask"] = mask
+    if subject.has("dropout") and not extent.position_free:
+        known["dropout_rng"] = np.asarray([0, seed], np.uint32)
+    return known
+
+
+def takes_segments(subject: Subject, extent: Extent) -> bool:
+    with_state = subject.has("state") and not subject.reference.state_and_segments
+    return extent.is_causal or not with_state
+
+
+@st.composite
+def packings(draw, length: int) -> list[int]:
+    """Ids of one row: contiguous runs, of which those of 0 are padding."""
+    borders = sorted(draw(st.sets(st.integers(1, length - 1), max_size=4)))
+    ids = draw(st.permutations(range(len(borders) + 1)))
+    return [ids[np.searchsorted(borders, t, side="right")] for t in range(length)]
+
+
+def neutral(subject: Subject, sizes: Sizes, extent: Extent) -> dict[str, Any]:
+    """What a program for everything takes, where nothing is padded, packed, moved or masked."""
+    batch, queries, keys, _ = sizes[:4]
+    known: dict[str, Any] = {}
+    if subject.has("lengths"):
+        known["query_seq_lengths"] = np.full(batch, queries, np.int32)
+        known["key_value_seq_lengths"] = np.full(batch, keys, np.int32)
+    if subject.has("segments") and takes_segments(subject, extent):
+        known["segment_ids"] = np.ones((*batch, keys), np.int32)
+    if subject.has("offset"):
+        known["query_offset"] = np.zeros(batch, np.int32)
+    if subject.has("mask"):
+        known["mask"] = np.ones((*batch, 1, queries, keys), bool)
+    return known
+
+
+def score_mod_of(arrays: Mapping[str, Any], position_free: bool):
+    def score_mod(logit, b, h, i, j):
+        logit = logit - arrays["slope"][h] * jnp.abs(i - j)
+        return logit if position_free else logit * (1 + ((b + 2 * i + 3 * j) % 5).astype(float) / 8)
+
+    return score_mod
+
+
+def fixed_options(subject: Subject, extent: Extent, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are neither arrays of the caller nor drawn."""
+    options = subject.options
+    if "is_causal" in subject.parameters:
+        options["is_causal"] = extent.is_causal
+    if extent.everything:
+        if subject.has("window") and "local_window_size" not in options:
+            options["local_window_size"] = (9, 6)
+        if subject.has("soft_cap"):
+            options["logits_soft_cap"] = SOFT_CAP
+        if subject.has("score_mod"):
+            options["score_mod"] = score_mod_of(arrays, extent.position_free)
+        if subject.has("dropout") and not extent.position_free:
+            options["dropout_rate"] = DROPOUT_RATE
+    return options
+
+
+def call(
+    subject: Subject, extent: Extent, arrays: Mapping[str, Any], known: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """The mechanism's results by name: "out" and, where claimed, "lse" and "state"."""
+    keywords = fixed_options(subject, extent, arrays)
+    keywords.update({k: v for k, v in arrays.items() if k != "slope"}, **known)
+    if "dropout_rng" in known:
+        keywords["dropout_rng"] = jax.random.wrap_key_data(known["dropout_rng"])
+    if extent.tuning:
+        keywords.update(subject.reference.tuning)
+    second = None
+    if subject.has("residual"):
+        keywords["return_residual"], second = True, "lse"
+    elif subject.has("state") and ("segment_ids" not in known or takes_segments(subject, extent)):
+        keywords["return_state"], second = True, "state"
+    results = subject.entry.function(**keywords)
+    return {"out": results} if second is None else {"out": results[0], second: results[1]}
+
+
+def refer(
+    subject: Subject, extent: Extent, arrays: Mapping[str, Any], pairs: Pairs, keep: Any
+) -> dict[str, jax.Array]:
+    """The reference's results for the same call."""
+    options = fixed_options(subject, extent, arrays)
+    return subject.reference.attend(arrays, pairs, keep, **options)
+
+
+def pairs_of(subject: Subject, sizes: Sizes, extent: Extent, known: Mapping[str, Any]) -> Pairs:
+    options = fixed_options(subject, extent, {"slope": None})
+    shape = {k: options[k] for k in ("local_window_size", "dilation") if k in options}
+    given = {k: v for k, v in known.items() if k not in ("mask", "dropout_rng")}
+    if "mask" in known:
+        given["mask"] = known["mask"][..., 0, :, :]
+    return pairs(
+        sizes.batch, sizes.queries, sizes.keys, is_causal=extent.is_causal, **shape, **given
+    )
+
+
+@jax.jit
+def _keep(rng, position, keys, heads):
+    seed = dropout.seed_from_rng(jax.random.wrap_key_data(rng))
+    b = jnp.arange(position[..., 0].size).reshape(*position.shape[:-1], 1, 1, 1)
+    return dropout.keep(
+        seed, DROPOUT_RATE, b, heads[:, None, None], position[..., None, :, None], keys
+    )
+
+
+def keep_of(sizes: Sizes, known: Mapping[str, Any], pairs: Pairs) -> Any:
+    """bool `(*B, N, T, S)`, what dropout keeps; None where there is none."""
+    if "dropout_rng" not in known:
+        return None
+    return _keep(
+        known["dropout_rng"], pairs.position, np.arange(sizes.keys), np.arange(sizes.heads)
+    )
+
+
+@functools.cache
+def program(subject: Subject, extent: Extent, quick: bool = True):
+    """Compiled: `(arrays, known, cotangents) -> (results, gradients of arrays)`."""
+
+    def run(arrays, known, cotangents):
+        results, pull_back = jax.vjp(lambda a: call(subject, extent, a, known), arrays)
+        return results, pull_back(cotangents)[0]
+
+    return jax.jit(run, compiler_options=QUICK if quick else None)
+
+
+@functools.cache
+def _reference_program(subject: Subject, extent: Extent):
+    def run(arrays, pairs, keep, cotangents):
+        results, pull_back = jax.vjp(lambda a: refer(subject, extent, a, pairs, keep), arrays)
+        results = {name: results[name] for name in cotangents}
+        rest = {name: jnp.zeros_like(x) for name, x in results.items() if name not in cotangents}
+        return results, pull_back({**cotangents, **rest})[0]
+
+    return jax.jit(run, compiler_options=QUICK)
+
+
+def run_reference(subject: Subject, sizes: Sizes, extent: Extent, arrays, known, cotangents):
+    """The reference's results and gradients, in the dtype of the arrays."""
+    pairs = pairs_of(subject, sizes, extent, known)
+    keep = keep_of(sizes, known, pairs)
+    # One compiled reference does for all calls that differ in their pairs alone.
+    extent = extent._replace(is_causal=False, tuning=False)
+    return _reference_program(subject, extent)(arrays, pairs, keep, cotangents)
+
+
+def cotangents_of(subject: Subject, extent: Extent, arrays, known, seed: int = 1) -> Any:
+    """Random cotangents for the results of a call, in the results' dtypes."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(functools.partial(call, subject, extent), arrays, known)
+    return {k: rng.normal(size=s.shape).astype(s.dtype) for k, s in shapes.items()}
+
+
+def cast(arrays: Mapping[str, Any], dtype: Any) -> dict[str, np.ndarray]:
+    """The arrays in a dtype; learned numbers and states at least float32, as they are in use."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    narrow = ("query", "key", "value", "bias")
+    return {k: v.astype(dtype if k in narrow else wide) for k, v in arrays.items()}
+
+
+def to_numpy(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def as_float64(tree: Any) -> Any:
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def assert_close(ours, expected, rtol: float) -> None:
+    """Equal to `rtol` of each array's largest entry, infinities in the same places."""
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(to_numpy(ours)), jax.tree.leaves(to_numpy(expected)), strict=True
+    ):
+        size = np.abs(b[np.isfinite(b)]).max(initial=1)
+        np.testing.assert_allclose(
+            a, b, rtol=rtol, atol=rtol * size, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+# The program that most laws share: float32, causal where possible, query, key and value alone.
+PLAIN = Extent(is_causal=True)
+
+
+def draw_plain(subject: Subject, seed: int) -> dict[str, np.ndarray]:
+    return cast(draw_arrays(subject, SQUARE, everything=False, seed=seed), jnp.float32)
+
+
+def plain(subject: Subject) -> Extent:
+    return PLAIN._replace(is_causal=subject.has("causal"))
+
+
+def run(subject: Subject, arrays: Mapping[str, Any], cotangents: Any = None) -> Any:
+    """Results and gradients of the plain program, as NumPy arrays."""
+    if cotangents is None:
+        cotangents = plain_cotangents(subject)
+    return to_numpy(program(subject, plain(subject), quick=False)(arrays, {}, cotangents))
+
+
+@functools.cache
+def plain_cotangents(subject: Subject) -> Any:
+    return cotangents_of(subject, plain(subject), draw_plain(subject, 0), {})

@@ -1,0 +1,14 @@
+"""Each mechanism in its shortest obvious form, and what the laws need to know to test it.
+
+A new mechanism gets the whole battery by being registered and by one entry in `REFERENCES`.
+"""
+
+from tests.references.linear import LINEAR
+from tests.references.reference import Reference
+from tests.references.softmax import SLIDING_WINDOW, SOFTMAX
+
+REFERENCES: dict[str, Reference] = {
+    "softmax": SOFTMAX,
+    "sliding_window": SLIDING_WINDOW,
+    "linear": LINEAR,
+}
