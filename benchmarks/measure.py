@@ -19,8 +19,7 @@ from benchmarks.workloads import (
 
 MOST_BYTES = 3e9  # of temporaries
 TOLERANCE = 1e-4  # largest error, relative to the largest element
-ENOUGH_SECONDS = 4.0  # after so many a contender takes part in no more rounds
-FEWEST_ROUNDS = 3  # of the one to compare with, however long they take
+ENOUGH_SECONDS, FEWEST_ROUNDS = 3.0, 3  # after both a contender takes part in no more rounds
 SLOW_RATIO = 3.0  # one that takes over `ENOUGH_SECONDS` a call, and over this, is slow
 PAUSE = 0.005  # lets the threads of the contender before fall asleep
 
@@ -133,8 +132,7 @@ def _time(taking_part: Sequence[tuple[Row, Program, Any]], rounds: int) -> None:
         first = index % max(1, len(taking_part))
         for row, program, operands in (*taking_part[first:], *taking_part[:first]):
             spent = sum(seconds or 0 for seconds in row.rounds)
-            fewest = FEWEST_ROUNDS if row is taking_part[0][0] else 1
-            if index >= fewest and spent >= ENOUGH_SECONDS:
+            if index >= FEWEST_ROUNDS and spent >= ENOUGH_SECONDS:
                 row.rounds.append(None)
                 continue
             time.sleep(PAUSE)

@@ -16,7 +16,7 @@ from benchmarks import machine, measure, report
 from benchmarks.contenders import COMPARISONS
 from benchmarks.workloads import PASSES, draw
 
-LENGTHS, ROUNDS, RATE_SECONDS = (1024, 2048, 4096, 8192, 16384), 9, 2.0
+LENGTHS, ROUNDS, RATE_SECONDS = (1024, 4096, 8192, 16384), 9, 2.0
 QUICK_LENGTHS, QUICK_ROUNDS, QUICK_RATE_SECONDS = (512, 1024), 3, 0.2
 
 

@@ -48,10 +48,12 @@ def query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple
 
 
 def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
-    """`(*B)` integers."""
+    """`(*B)` integers; for no batch dimensions also `(1,)`, which is what `jax.nn` takes there."""
     if value is None:
         return None
     value = jnp.asarray(value)
+    if not batch and value.shape == (1,):
+        value = value[0]
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != tuple(batch):
         raise ValueError(
             f"{name} must be integers of shape {tuple(batch)}, one for each example, got "
@@ -146,6 +148,17 @@ def offset(value: Any, batch: Sequence[int]) -> int | jax.Array:
             f"{array.dtype} of shape {array.shape}"
         )
     return array
+
+
+def scale(value: Any, head_size: int) -> float | jax.Array:
+    """The scale of the logits: a float, or a floating-point array `()` where it is traced."""
+    if value is None:
+        return float(head_size**-0.5)
+    if jnp.ndim(value) != 0 or not jnp.issubdtype(jnp.result_type(value), jnp.number):
+        raise ValueError(f"scale must be a number or an array of shape (), got {value!r}")
+    if not isinstance(value, jax.Array):
+        return float(value)
+    return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(jnp.float32)
 
 
 def positive(name: str, value: Any) -> float | None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 
 from effattn import _checks, dropout
 from effattn.functional.combine import combine
@@ -81,7 +80,7 @@ def check(
     return Arguments(
         bias=bias,
         mask=mask,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        scale=_checks.scale(scale, query.shape[-1]),
         is_causal=is_causal,
         query_offset=_checks.offset(query_offset, batch),
         query_lengths=_checks.lengths("query_seq_lengths", query_seq_lengths, batch),
@@ -120,10 +119,6 @@ def attend(
         _zero_where_absent(array, valid)
         for array, valid in ((query, query_mask), (key, present), (value, present))
     )
-    scale = given.scale
-    if not isinstance(scale, int | float):
-        query, scale = (query * scale).astype(query.dtype), 1.0
-
     left, right = given.window or (None, None)
     if given.is_causal:
         right = 0
@@ -137,7 +132,7 @@ def attend(
     tile = given.tile or tiling.choose_tile((queries, keys), math.prod(batch) * heads, left, right)
     rule = Rule(
         tile=tile,
-        scale=float(scale),
+        scale=given.scale if isinstance(given.scale, float) else None,
         left=left,
         right=right,
         offset=offset,
@@ -152,6 +147,7 @@ def attend(
         key=key,
         value=value,
         bias=_split_heads(given.bias, by_group),
+        scale=None if isinstance(given.scale, float) else given.scale,
         constants=constants,
         mask=_split_heads(mask, by_group),
         key_mask=key_mask,
@@ -208,7 +204,6 @@ def _without_closure(score_mod: ScoreMod, dtype):
         )
 
     def with_constants(constants, *args):
-        closed = jex_core.ClosedJaxpr(traced.jaxpr, list(constants))
-        return jex_core.jaxpr_as_fun(closed)(*args)[0]
+        return jax.core.eval_jaxpr(traced.jaxpr, constants, *args)[0]
 
     return with_constants, tuple(jnp.asarray(c) for c in traced.consts)

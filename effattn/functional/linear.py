@@ -94,11 +94,11 @@ def linear_attention(
         precision=precision,
         chunk=CHUNK if chunk_size is None else _chunk_size(chunk_size),
     )
-    scale = _scale(scale, query)
+    multiplier = _scale(scale, query)
     query_ids, key_ids = (None, None) if packed is None else packed
     given = _Arguments(
         rule=rule,
-        scale=None if rule.normalized else scale,
+        scale=None if rule.normalized else multiplier,
         is_causal=is_causal,
         query_mask=_mask(query_lengths, query_ids, queries),
         key_mask=_mask(key_lengths, key_ids, keys),

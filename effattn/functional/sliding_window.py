@@ -73,6 +73,7 @@ def sliding_window_attention(
     """
     if not _checks.is_integer(dilation) or dilation < 1:
         raise ValueError(f"dilation must be an int, 1 or more tokens, got {dilation!r}")
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         query,
         key,
@@ -114,7 +115,8 @@ def _attend_dilated(dilation: int, query, key, value, given: block.Arguments):
 
     def unfold_queries(array):
         array = jnp.moveaxis(array, len(batch), len(batch) + 1)
-        array = array.reshape(*batch, -1, *array.shape[len(batch) + 2 :])
+        each, classes, *rest = array.shape[len(batch) :]
+        array = array.reshape(*batch, each * classes, *rest)
         return _unshift(array, shift, queries, axis=len(batch))
 
     key_lengths = keys if given.key_lengths is None else jnp.minimum(given.key_lengths, keys)
@@ -147,7 +149,8 @@ def _fold(dilation: int, array, axis: int):
     padding = [(0, 0)] * array.ndim
     padding[axis] = (0, -array.shape[axis] % dilation)
     array = jnp.pad(array, padding)
-    array = array.reshape(*array.shape[:axis], -1, dilation, *array.shape[axis + 1 :])
+    each = array.shape[axis] // dilation
+    array = array.reshape(*array.shape[:axis], each, dilation, *array.shape[axis + 1 :])
     return jnp.moveaxis(array, axis + 1, axis)
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from effattn import _checks, registry
 from effattn.functional import block
@@ -85,6 +86,7 @@ def dot_product_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         query,
         key,

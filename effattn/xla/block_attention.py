@@ -41,7 +41,7 @@ class Rule:
 
     Attributes:
       tile: queries and keys in a tile.
-      scale: multiplies the products of queries and keys.
+      scale: multiplies the products of queries and keys; None if it is the operand `scale`.
       left, right: how far back and ahead of its position a query sees; None is without limit.
         Causality is right = 0.
       offset: position of the first query; None if it is traced, as the operand `offset`.
@@ -54,7 +54,7 @@ class Rule:
     """
 
     tile: tuple[int, int]
-    scale: float
+    scale: float | None
     left: int | None = None
     right: int | None = None
     offset: int | None = 0
@@ -73,6 +73,7 @@ class Operands(NamedTuple):
       key: `(*B, S, K, H)` *.
       value: `(*B, S, K, Hv)` *.
       bias: `(*#B, #K, #G, #T, #S)`, added to the logits *.
+      scale: `()`, multiplies the products *.
       constants: arrays that `score_mod` closes over *.
       mask: bool `(*#B, #K, #G, #T, #S)`, the pairs that may attend.
       key_mask: bool `(*B, S)`, the keys that anyone may attend to.
@@ -86,6 +87,7 @@ class Operands(NamedTuple):
     key: jax.Array
     value: jax.Array
     bias: jax.Array | None = None
+    scale: jax.Array | None = None
     constants: tuple[jax.Array, ...] = ()
     mask: jax.Array | None = None
     key_mask: jax.Array | None = None
@@ -103,7 +105,17 @@ def block_attention(rule: Rule, x: Operands) -> tuple[jax.Array, jax.Array]:
     and the log-sum-exp of the logits `(*B, T, N)`, at least float32, -inf for such a row. Both are
     differentiable, in reverse mode. Time is O(H + Hv) a pair over the tiles visited; memory O(T + S).
     """
+    if x.query.shape[-3] == 0 or x.key.shape[-3] == 0:
+        dtype = _softmax_dtype(x)
+        out = jnp.zeros((*x.query.shape[:-1], x.value.shape[-1]), x.value.dtype)
+        return out, jnp.full(x.query.shape[:-1], -jnp.inf, dtype)
     return _attend(rule, x)
+
+
+def _softmax_dtype(x: Operands):
+    return functools.reduce(
+        jnp.promote_types, (x.query.dtype, x.key.dtype, x.value.dtype, jnp.float32)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -125,7 +137,7 @@ def _forward(rule: Rule, x: Operands):
             largest, total, mixed = carry
             value = tiles.keys(value_rows, n, m, _rows)
             products = tiles.matmul(query, tiles.keys(key_columns, n, m, _columns))
-            logits = tiles.scores(n, m, products, tiles.pairs(x.bias, n, m), x.constants)
+            logits = tiles.scores(n, m, products, tiles.pairs(x.bias, n, m), x.scale, x.constants)
             logits = tiles.masked(n, m, logits) if masked else logits
             new = jnp.maximum(largest, logits.max(-1))
             weights = jnp.exp(logits - new[..., None])
@@ -182,13 +194,14 @@ def _attend_bwd(rule: Rule, saved, cotangents):
         lse_tile = jnp.where(lse_tile == -jnp.inf, 0, lse_tile)
 
         def key_tile(masked, m, carry):
-            d_query_tile, d_key, d_value, d_bias, d_floating = carry
+            d_query_tile, d_key, d_value, d_bias, d_shared = carry
             logits, pull_back = jax.vjp(
-                lambda products, bias, floating: tiles.scores(
-                    n, m, products, bias, rejoin(floating)
+                lambda products, bias, scale, floating: tiles.scores(
+                    n, m, products, bias, scale, rejoin(floating)
                 ),
                 tiles.matmul(query, tiles.keys(key_columns, n, m, _columns)),
                 tiles.pairs(x.bias, n, m),
+                x.scale,
                 floating,
             )
             logits = tiles.masked(n, m, logits) if masked else logits
@@ -197,7 +210,7 @@ def _attend_bwd(rule: Rule, saved, cotangents):
             d_value_tile = tiles.matmul(d_out_columns, dropped)
             value = tiles.keys(value_columns, n, m, _columns)
             d_weights = tiles.dropped(n, m, tiles.matmul(d_out_tile, value))
-            d_products, d_bias_tile, d_floating_tile = pull_back(
+            d_products, d_bias_tile, *d_shared_tile = pull_back(
                 weights * (d_weights - shared_tile)
             )
             d_products = d_products.astype(query.dtype)
@@ -206,7 +219,7 @@ def _attend_bwd(rule: Rule, saved, cotangents):
                 tiles.add_keys(d_key, n, m, tiles.matmul(query_columns, d_products)),
                 tiles.add_keys(d_value, n, m, d_value_tile),
                 tiles.add_pairs(d_bias, n, m, d_bias_tile),
-                jax.tree.map(operator.add, d_floating, d_floating_tile),
+                jax.tree.map(operator.add, d_shared, d_shared_tile),
             )
 
         start = (jnp.zeros(query.shape, tiles.dtype), *others)
@@ -220,14 +233,15 @@ def _attend_bwd(rule: Rule, saved, cotangents):
         jnp.zeros((*batch, heads, size, keys), tiles.dtype),
         jnp.zeros((*batch, heads, x.value.shape[-1], keys), tiles.dtype),
         None if x.bias is None else jnp.zeros(x.bias.shape, tiles.dtype),
-        [jnp.zeros_like(c) for c in floating],
+        jax.tree.map(jnp.zeros_like, [x.scale, floating]),
     )
-    d_query, d_key, d_value, d_bias, d_floating = tiles.walk.over_queries(query_tile, start)
+    d_query, d_key, d_value, d_bias, (d_scale, d_floating) = tiles.walk.over_queries(query_tile, start)
     gradients = Operands(
         query=d_query,
         key=jnp.moveaxis(d_key, -1, -3).astype(x.key.dtype),
         value=jnp.moveaxis(d_value, -1, -3).astype(x.value.dtype),
         bias=None if d_bias is None else d_bias.astype(x.bias.dtype),
+        scale=d_scale,
         constants=rejoin(d_floating, other=None),
     )
     return (gradients,)
@@ -265,9 +279,7 @@ class _Tiles:
     def __init__(self, rule: Rule, x: Operands):
         self.rule, self.x = rule, x
         self.batch_axes = x.key.ndim - 3
-        self.dtype = functools.reduce(
-            jnp.promote_types, (x.query.dtype, x.key.dtype, x.value.dtype, jnp.float32)
-        )
+        self.dtype = _softmax_dtype(x)
         self.offset = jnp.asarray(x.offset if rule.offset is None else rule.offset, jnp.int32)
         self.walk = Walk(
             tile=rule.tile,
@@ -283,7 +295,7 @@ class _Tiles:
         self.by_group = (key_heads, heads // key_heads)
         self.row_shape = (*x.key.shape[:-3], key_heads, self.by_group[1] * self.walk.query_tile)
         # In bfloat16 the scale would cost the query a rounding; there the logits take it.
-        in_query = x.query.dtype == self.dtype
+        in_query = rule.scale is not None and x.query.dtype == self.dtype
         self.query_scale, self.logit_scale = (rule.scale, 1.0) if in_query else (1.0, rule.scale)
 
     # Tiles of the operands
@@ -319,12 +331,12 @@ class _Tiles:
 
     def arrange(self, array, layout):
         """The keys or values laid out for `keys`, at once where each tile is read many times."""
-        return layout(array) if self.walk.query_tiles > 1 else array
+        return layout(array) if self.walk.keys_reread else array
 
     def keys(self, array, n, m, layout):
         """A tile of what `arrange` gave: `(*B, K, s, H)`, or `(*B, K, H, s)` of `_columns`."""
         start, size = self.walk.key_start(n, m), self.walk.key_tile
-        if self.walk.query_tiles == 1:
+        if not self.walk.keys_reread:
             return layout(lax.dynamic_slice_in_dim(array, start, size, array.ndim - 3))
         axis = array.ndim - (1 if layout is _columns else 2)
         return lax.dynamic_slice_in_dim(array, start, size, axis)
@@ -352,7 +364,7 @@ class _Tiles:
         *leading, queries, keys = array.shape
         query_start = self.walk.query_start(n) if queries > 1 else 0
         key_start = self.walk.key_start(n, m) if keys > 1 else 0
-        starts = [*(0 for _ in leading), query_start, key_start]
+        starts = [jnp.int32(start) for start in (*(0 for _ in leading), query_start, key_start)]
         return starts, [*leading, min(queries, self.walk.query_tile), min(keys, self.walk.key_tile)]
 
     def matmul(self, left, right):
@@ -389,9 +401,10 @@ class _Tiles:
         batch, size = tile.shape[: self.batch_axes], tile.shape[-1]
         return tile.reshape(*batch, key_heads, group, self.walk.query_tile, size)
 
-    def scores(self, n, m, products, bias, constants):
+    def scores(self, n, m, products, bias, scale, constants):
         """The logits `(*B, K, r, s)` of a tile, before any mask."""
-        logits = products if self.logit_scale == 1 else products * self.logit_scale
+        scale = self.logit_scale if scale is None else scale.astype(products.dtype)
+        logits = products if isinstance(scale, float) and scale == 1 else products * scale
         if bias is not None:
             logits = self._heads_apart(logits) + bias.astype(logits.dtype)
         if self.rule.soft_cap is not None:

@@ -169,10 +169,10 @@ def _chunks(state, query, key, value, documents, dot):
 
 
 class _Span(NamedTuple):
-    """`count` blocks of `length` tokens from token `start` on, in chunks of `chunk`."""
+    """`blocks` blocks of `length` tokens from token `start` on, in chunks of `chunk`."""
 
     start: int
-    count: int
+    blocks: int
     length: int
     chunk: int
 
@@ -186,7 +186,7 @@ def _spans(length: int, chunk: int) -> list[_Span]:
         _Span(in_blocks, 1, in_chunks - in_blocks, chunk),
         _Span(in_chunks, 1, length - in_chunks, length - in_chunks),
     ]
-    return [span for span in spans if span.count and span.length]
+    return [span for span in spans if span.blocks and span.length]
 
 
 def _take(span, index, arrays, axis):
@@ -198,11 +198,9 @@ def _take(span, index, arrays, axis):
 def _put(span, index, arrays, blocks, axis):
     """The arrays with block `index` of a span written."""
     start = span.start + index * span.length
-
-    def put(x, block):
-        return lax.dynamic_update_slice_in_dim(x, block.astype(x.dtype), start, axis)
-
-    return jax.tree.map(put, arrays, blocks)
+    return jax.tree.map(
+        lambda x, block: lax.dynamic_update_slice_in_dim(x, block, start, axis), arrays, blocks
+    )
 
 
 def clear(x, mask):
@@ -222,9 +220,10 @@ def _features(rule, query, key, value, scale, tokens, dtype):
     return query, clear(key, tokens.key_mask), append_one(value) if rule.normalized else value
 
 
-def _outputs(rule, output, tokens):
+def _outputs(rule, output, tokens, dtype):
     """What the queries read, divided by the sum of the weights if the rule says so."""
-    return clear(normalize(output) if rule.normalized else output, tokens.query_mask)
+    output = normalize(output) if rule.normalized else output
+    return clear(output, tokens.query_mask).astype(dtype)
 
 
 def _block(rule, chunk, state, scale, query, key, value, tokens):
@@ -235,17 +234,16 @@ def _block(rule, chunk, state, scale, query, key, value, tokens):
     def cut(x):
         return x.reshape(*batch, -1, chunk, *x.shape[rest:])
 
-    query, key, value, documents = jax.tree.map(cut, (*features, tokens.documents))
+    queries, keys, values, documents = jax.tree.map(cut, (*features, tokens.documents))
     dot = functools.partial(jnp.dot, precision=rule.precision)
     chunks = jax.vmap(functools.partial(_chunks, dot=dot), (0, 2, 2, 2, None), (0, 2))
     for _ in batch:
         chunks = jax.vmap(chunks)
-    state, output = chunks(state, query, key, value, documents)
+    state, output = chunks(state, queries, keys, values, documents)
     output = output.reshape(*batch, -1, *output.shape[rest + 1 :])
-    return state, _outputs(rule, output, tokens)
+    return state, _outputs(rule, output, tokens, value.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # calls outside of a jit compile once too
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _recurrence(rule, query, key, value, state, scale, tokens):
     return _forward(rule, query, key, value, state, scale, tokens)[0]
@@ -264,7 +262,7 @@ def _forward(rule, query, key, value, state, scale, tokens):
             after, block = _block(rule, span.chunk, state, scale, *block)
             return (after, _put(span, index, output, block, axis)), state
 
-        (state, output), starts = lax.scan(step, (state, output), jnp.arange(span.count))
+        (state, output), starts = lax.scan(step, (state, output), jnp.arange(span.blocks))
         saved.append(starts)
     return (output, state), (inputs, scale, saved)
 
@@ -288,12 +286,13 @@ def _backward(rule, residuals, cotangents):
             d_scale = jax.tree.map(jnp.add, d_scale, more)
             return (d_state, d_scale, _put(span, index, d_inputs, d_block, axis)), None
 
-        carry, starts = (d_state, d_scale, d_inputs), (jnp.arange(span.count), starts)
+        carry, starts = (d_state, d_scale, d_inputs), (jnp.arange(span.blocks), starts)
         (d_state, d_scale, d_inputs), _ = lax.scan(step, carry, starts, reverse=True)
     return *d_inputs, d_state, d_scale, None
 
 
-_recurrence.__wrapped__.defvjp(_forward, _backward)
+_recurrence.defvjp(_forward, _backward)
+_compiled_recurrence = jax.jit(_recurrence, static_argnums=0)  # so that eager calls compile once
 
 
 def vary_alike(arrays):
@@ -348,7 +347,7 @@ def linear_recurrence(
     rule = rule._replace(chunk=min(rule.chunk, max(key.shape[-3], 1)))
     operands = vary_alike((grouped, key, value, state, scale, tokens))
     try:
-        output, state = _recurrence(rule, *operands)
+        output, state = _compiled_recurrence(rule, *operands)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -385,7 +384,7 @@ def linear_sum(
         heads_of = jax.vmap(heads_of)
     heads, key_heads = query.shape[-2], key.shape[-2]
     grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
-    features = _features(rule, grouped, key, value, scale, tokens, state.dtype)
-    output, state = heads_of(*features, state)
-    output = _outputs(rule, output, tokens)
-    return output.reshape(*query.shape[:-1], value.shape[-1]).astype(value.dtype), state
+    operands = _features(rule, grouped, key, value, scale, tokens, state.dtype)
+    output, state = heads_of(operands[0], operands[1], operands[2], state)
+    output = _outputs(rule, output, tokens, value.dtype)
+    return output.reshape(*query.shape[:-1], value.shape[-1]), state

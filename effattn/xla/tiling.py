@@ -109,8 +109,14 @@ class Walk:
             or self.layout is not None
         ):
             return None
-        width = self.left + self.query_tile + self.right
+        # Processors multiply matrices of odd widths at a fraction of their speed.
+        width = 64 * -(-(self.left + self.query_tile + self.right) // 64)
         return width if width <= _WIDEST_BAND else None
+
+    @property
+    def keys_reread(self) -> bool:
+        """Most key tiles are read by many query tiles."""
+        return self.query_tiles > 1 and self.band is None
 
     @property
     def key_tile(self) -> int:

@@ -269,14 +269,17 @@ def test_dtypes():
 def test_bfloat16_rounds_once(name, is_causal):
     allowed = jnp.tri(64, dtype=bool) if is_causal else jnp.ones((64, 64), bool)
     args = tuple(x.astype(jnp.bfloat16) for x in draw(64, size=16, value_size=16))
-    got = linear_attention(*args, feature_map=name, is_causal=is_causal)
+    ours = functools.partial(linear_attention, feature_map=name, is_causal=is_causal)
     plain = functools.partial(
         direct, phi=FEATURE_MAPS[name], normalize=name == "elu", allowed=allowed
     )
+    got = with_gradients(ours, args)
     with jax.enable_x64(True):
-        expected = jax.jit(plain)(*(np.asarray(x, np.float64) for x in args))
-    error = np.asarray(got, np.float64) - np.asarray(expected)
-    assert np.sqrt((error**2).mean() / np.square(expected).mean()) < 0.005
+        expected = with_gradients(plain, tuple(np.asarray(x, np.float64) for x in args))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == jnp.bfloat16
+        error = np.asarray(a, np.float64) - np.asarray(b)
+        assert np.sqrt((error**2).mean() / np.square(np.asarray(b)).mean()) < 0.005
 
 
 def test_vmap_over_any_argument():

@@ -55,8 +55,10 @@ class Subject(NamedTuple):
         return f"{self.name}-{self.variant}" if self.variant else self.name
 
 
+# All variants; the first of each mechanism, for every law; the last, for bidirectional calls.
 SUBJECTS = [Subject(n, v) for n in registry.names() for v in REFERENCES[n].variants]
 MECHANISMS = [Subject(n, next(iter(REFERENCES[n].variants))) for n in registry.names()]
+LAST = [Subject(n, list(REFERENCES[n].variants)[-1]) for n in registry.names()]
 
 
 class Sizes(NamedTuple):
@@ -81,13 +83,14 @@ class Extent(NamedTuple):
     Attributes:
       is_causal: where the mechanism can be either.
       everything: all that it claims, in place of query, key and value alone.
-      position_free: leaves out what depends on absolute positions or on the example's index.
+      simple: leaves out the soft cap, and what depends on absolute positions or on the example's
+        index: dropout and most `score_mod`s.
       tuning: the reference's tuning, in place of the defaults.
     """
 
     is_causal: bool
     everything: bool = False
-    position_free: bool = True
+    simple: bool = True
     tuning: bool = True
 
 
@@ -116,9 +119,9 @@ def draw_arrays(subject: Subject, sizes: Sizes, everything: bool, seed: int = 0)
 
 
 def state_shape(subject: Subject, sizes: Sizes) -> tuple[int, ...]:
-    shapes = draw_arrays(subject, sizes, everything=False)
+    arrays = draw_arrays(subject, sizes, everything=False)
     extent = Extent(is_causal=sizes.queries == sizes.keys and subject.has("causal"))
-    return jax.eval_shape(lambda a: call(subject, extent, a, {}), shapes)["state"].shape
+    return cotangents_of(subject, extent, arrays, {})["state"].shape
 
 
 @st.composite
@@ -147,7 +150,7 @@ def draw_known(draw, subject: Subject, sizes: Sizes, extent: Extent) -> dict[str
     if subject.has("mask"):
         mask = np.random.default_rng(seed).random((*batch, 1, queries, keys)) < 0.8
         known["mask"] = mask
-    if subject.has("dropout") and not extent.position_free:
+    if subject.has("dropout") and not extent.simple:
         known["dropout_rng"] = np.asarray([0, seed], np.uint32)
     return known
 
@@ -181,10 +184,10 @@ def neutral(subject: Subject, sizes: Sizes, extent: Extent) -> dict[str, Any]:
     return known
 
 
-def score_mod_of(arrays: Mapping[str, Any], position_free: bool):
+def score_mod_of(arrays: Mapping[str, Any], simple: bool):
     def score_mod(logit, b, h, i, j):
         logit = logit - arrays["slope"][h] * jnp.abs(i - j)
-        return logit if position_free else logit * (1 + ((b + 2 * i + 3 * j) % 5).astype(float) / 8)
+        return logit if simple else logit * (1 + ((b + 2 * i + 3 * j) % 5).astype(float) / 8)
 
     return score_mod
 
@@ -197,11 +200,11 @@ def fixed_options(subject: Subject, extent: Extent, arrays: Mapping[str, Any]) -
     if extent.everything:
         if subject.has("window") and "local_window_size" not in options:
             options["local_window_size"] = (9, 6)
-        if subject.has("soft_cap"):
+        if subject.has("soft_cap") and not extent.simple:
             options["logits_soft_cap"] = SOFT_CAP
         if subject.has("score_mod"):
-            options["score_mod"] = score_mod_of(arrays, extent.position_free)
-        if subject.has("dropout") and not extent.position_free:
+            options["score_mod"] = score_mod_of(arrays, extent.simple)
+        if subject.has("dropout") and not extent.simple:
             options["dropout_rate"] = DROPOUT_RATE
     return options
 
@@ -295,9 +298,18 @@ def run_reference(subject: Subject, sizes: Sizes, extent: Extent, arrays, known,
 
 def cotangents_of(subject: Subject, extent: Extent, arrays, known, seed: int = 1) -> Any:
     """Random cotangents for the results of a call, in the results' dtypes."""
+    given, tree = jax.tree.flatten((arrays, known))
+    given = tuple((np.shape(x), jnp.result_type(x)) for x in given)
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(functools.partial(call, subject, extent), arrays, known)
-    return {k: rng.normal(size=s.shape).astype(s.dtype) for k, s in shapes.items()}
+    shapes = _result_shapes(subject, extent, given, tree)
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape, dtype in shapes}
+
+
+@functools.cache
+def _result_shapes(subject, extent, given, tree):
+    arrays, known = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*x) for x in given])
+    results = jax.eval_shape(functools.partial(call, subject, extent), arrays, known)
+    return [(name, x.shape, x.dtype) for name, x in results.items()]
 
 
 def cast(arrays: Mapping[str, Any], dtype: Any) -> dict[str, np.ndarray]:
@@ -326,8 +338,8 @@ def assert_close(ours, expected, rtol: float) -> None:
         )
 
 
-# The program that most laws share: float32, causal where possible, query, key and value alone.
-PLAIN = Extent(is_causal=True)
+# Two programs that most laws share: query, key and value alone, in float32, and all that is claimed,
+# in float64. Both are causal where the mechanism can be.
 
 
 def draw_plain(subject: Subject, seed: int) -> dict[str, np.ndarray]:
@@ -335,7 +347,7 @@ def draw_plain(subject: Subject, seed: int) -> dict[str, np.ndarray]:
 
 
 def plain(subject: Subject) -> Extent:
-    return PLAIN._replace(is_causal=subject.has("causal"))
+    return Extent(is_causal=subject.has("causal"))
 
 
 def run(subject: Subject, arrays: Mapping[str, Any], cotangents: Any = None) -> Any:
@@ -348,3 +360,13 @@ def run(subject: Subject, arrays: Mapping[str, Any], cotangents: Any = None) -> 
 @functools.cache
 def plain_cotangents(subject: Subject) -> Any:
     return cotangents_of(subject, plain(subject), draw_plain(subject, 0), {})
+
+
+def everything(subject: Subject) -> Extent:
+    return Extent(is_causal=subject.has("causal"), everything=True)
+
+
+def run_everything(subject: Subject, arrays: Mapping[str, Any], known, cotangents) -> Any:
+    """Results and gradients of the program for all that is claimed, as NumPy arrays."""
+    run = program(subject, everything(subject))
+    return to_numpy(run(arrays, known, cotangents))

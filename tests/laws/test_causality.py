@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.laws import battery
-from tests.laws.battery import SQUARE, SUBJECTS
+from tests.laws.battery import MECHANISMS, SQUARE
 
-CAUSAL = [s for s in SUBJECTS if s.has("causal")]
+CAUSAL = [s for s in MECHANISMS if s.has("causal")]
 
 
 def rms(x):

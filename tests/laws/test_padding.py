@@ -7,29 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.laws import battery
-from tests.laws.battery import MECHANISMS, SQUARE, SUBJECTS, Extent
-
-
-def everything(subject):
-    return Extent(is_causal=subject.has("causal"), everything=True)
+from tests.laws.battery import MECHANISMS, SQUARE
 
 
 def claiming(*capabilities):
-    """Subjects that claim these, as long as a compiled program of theirs is there to be used."""
+    """The mechanisms that claim all these."""
     subjects = [s for s in MECHANISMS if all(s.has(c) for c in capabilities)]
     return pytest.mark.parametrize("subject", subjects, ids=str)
-
-
-def run(subject, arrays, known, cotangents):
-    return battery.to_numpy(
-        battery.program(subject, everything(subject))(arrays, known, cotangents)
-    )
 
 
 @claiming("lengths")
 def test_what_is_in_padding_reaches_nothing(subject):
     """Not a bit of it: NaN there gives what zeros give, and zeros where the padding is."""
-    extent = everything(subject)
+    extent = battery.everything(subject)
 
     @settings(max_examples=8)
     @given(battery.draw_known(subject, SQUARE, extent), st.integers(0, 99))
@@ -45,7 +35,7 @@ def test_what_is_in_padding_reaches_nothing(subject):
 
         def filled(value):
             fill = {k: np.where(p[..., None, None], arrays[k], value) for k, p in present.items()}
-            return run(subject, {**arrays, **fill}, known, cotangents)
+            return battery.run_everything(subject, {**arrays, **fill}, known, cotangents)
 
         results, gradients = with_nan = filled(np.nan)
         jax.tree.map(np.testing.assert_array_equal, with_nan, filled(0.0))
@@ -63,53 +53,57 @@ def test_what_is_in_padding_reaches_nothing(subject):
 
 @claiming("segments", "lengths")
 def test_packed_documents_give_what_they_give_alone(subject):
-    extent, length = everything(subject), SQUARE.keys
+    extent, length = battery.everything(subject), SQUARE.keys
 
     @settings(max_examples=4)
     @given(st.integers(1, length - 2), st.integers(1, length - 1), st.integers(0, 99))
     def holds(border, rest, seed):
         """The first example packs two documents, and the next two hold one of them each."""
         ends = border, min(border + rest, length)
-        documents = (slice(0, ends[0]), slice(*ends))
+        documents = slice(0, border), slice(*ends)
         arrays = battery.draw_arrays(subject, SQUARE, True, seed)
-        arrays.pop("bias", None), arrays.pop("initial_state", None)
+        # What is not a token's own differs between a packed row and one alone.
+        for name in {"bias", "initial_state"} & arrays.keys():
+            arrays[name][:] = 0
         known = battery.neutral(subject, SQUARE, extent)
-        known["segment_ids"][0] = 7
-        known["segment_ids"][0, documents[1]] = 3
+        known["segment_ids"][0] = np.where(np.arange(length) < border, 7, 3)
         known["segment_ids"][0, ends[1] :] = 0
-        for row, document in enumerate(documents, 1):
+        alone = list(enumerate(documents, 1))
+        for row, document in alone:
             size = document.stop - document.start
+            known["query_seq_lengths"][row] = known["key_value_seq_lengths"][row] = size
             for name in ("query", "key", "value"):
                 arrays[name][row] = np.nan
                 arrays[name][row, :size] = arrays[name][0, document]
-            known["query_seq_lengths"][row] = known["key_value_seq_lengths"][row] = size
         cotangents = battery.cotangents_of(subject, extent, arrays, known)
-        for row, document in enumerate(documents, 1):
-            cotangents["out"][row, : document.stop - document.start] = cotangents["out"][0, document]
-            if "lse" in cotangents:
-                cotangents["lse"][row, : document.stop - document.start] = cotangents["lse"][0, document]
-            if "state" in cotangents:
-                cotangents["state"][1] = 0
-                cotangents["state"][2] = cotangents["state"][0]
-        results, gradients = run(subject, arrays, known, cotangents)
-        for row, document in enumerate(documents, 1):
-            size = document.stop - document.start
-            for x in [*(results[k] for k in results if k != "state"), *(gradients[k] for k in ("query", "key", "value"))]:
-                np.testing.assert_allclose(x[row, :size], x[0, document], rtol=1e-12, atol=1e-12)
-        if "state" in results:
-            np.testing.assert_allclose(results["state"][2], results["state"][0], rtol=1e-12)
+        of_state = cotangents.pop("state", None)
+        for x in cotangents.values():
+            for row, document in alone:
+                x[row, : document.stop - document.start] = x[0, document]
+        if of_state is not None:
+            of_state[1], of_state[2] = 0, of_state[0]
+            cotangents["state"] = of_state
+        results, gradients = battery.run_everything(subject, arrays, known, cotangents)
+        state = results.pop("state", None)
+        of_tokens = [*results.values(), *(gradients[k] for k in ("query", "key", "value"))]
+        for row, document in alone:
+            for x in of_tokens:
+                whole, part = x[0, document], x[row, : document.stop - document.start]
+                np.testing.assert_allclose(part, whole, rtol=1e-12, atol=1e-12)
+        if state is not None:
+            np.testing.assert_allclose(state[2], state[0], rtol=1e-12)
 
     with jax.enable_x64(True):
         holds()
 
 
-@pytest.mark.parametrize("subject", MECHANISMS, ids=str)
-def test_an_example_does_not_depend_on_the_others(subject):
+def test_an_example_does_not_depend_on_the_others(mechanism):
     """Bit for bit, and even if they are NaN."""
-    arrays = battery.draw_plain(subject, 0)
-    expected = battery.run(subject, arrays)
+    arrays = battery.draw_plain(mechanism, 0)
+    expected = battery.run(mechanism, arrays)
     for row in range(SQUARE.batch[0]):
         kept = np.arange(SQUARE.batch[0]) == row
         others = {k: np.where(kept[:, None, None, None], x, np.nan) for k, x in arrays.items()}
-        got = battery.run(subject, others)
-        jax.tree.map(lambda a, b, row=row: np.testing.assert_array_equal(a[row], b[row]), got, expected)
+        got = battery.run(mechanism, others)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(a[row], b[row])

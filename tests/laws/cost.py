@@ -1,0 +1,204 @@
+"""What a program costs, with no clock: its arithmetic from the jaxpr, its memory from the executable.
+
+A loop's body counts as often as it runs. Trip counts that are not written in the jaxpr are found by
+running the part of it that is index arithmetic: scalar integers are followed exactly, arrays are only
+shapes. So the tiles that causality or a window skip cost nothing, as when the program runs.
+"""
+
+import collections
+import math
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+# Arithmetic on every entry of the output; moving data is not counted.
+_ELEMENTWISE = frozenset(
+    "add sub mul div max min neg exp exp2 expm1 log log1p tanh logistic sqrt rsqrt pow integer_pow "
+    "abs sign floor cos sin select_n eq ne lt le gt ge and or not xor clamp add_any rem "
+    "shift_left shift_right_logical cumsum cummax cumlogsumexp".split()
+)
+_REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min argmax argmin reduce_and reduce_or".split()
+)
+
+_EVALUATED = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "max": np.maximum,
+    "min": np.minimum,
+    "div": lambda a, b: np.asarray(np.trunc(a / b)).astype(np.result_type(a)),
+    "rem": np.fmod,
+    "sign": np.sign,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": lambda a: ~a,
+    "clamp": lambda low, x, high: np.clip(x, low, high),
+    "select_n": lambda which, *cases: cases[int(which)],
+    "stop_gradient": lambda a: a,
+    "copy": lambda a: a,
+    "pvary": lambda a: a,
+}
+_UNKNOWN = object()
+
+
+def operations(function, *args) -> int:
+    """Multiplications and additions of matrix products, and arithmetic on single entries."""
+    closed = jax.make_jaxpr(function)(*args)
+    counter = collections.Counter()
+    _run(closed.jaxpr, [_scalar(c) for c in closed.consts], [_UNKNOWN] * len(args_of(closed)), counter)
+    return sum(counter.values())
+
+
+def args_of(closed):
+    return closed.jaxpr.invars
+
+
+def temporary_bytes(function, *args, **options) -> int:
+    """Bytes of temporary buffers of the compiled program."""
+    compiled = jax.jit(function).lower(*args).compile(**options)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def equations(function, *args) -> int:
+    """Equations of the whole jaxpr: what there is to compile."""
+    return _count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def exponent(lengths, costs) -> float:
+    """The power of length that the costs grow by."""
+    return float(np.polyfit(np.log(lengths), np.log(costs), 1)[0])
+
+
+def _count(jaxpr) -> int:
+    return sum(1 + sum(map(_count, _inner(eqn))) for eqn in jaxpr.eqns)
+
+
+def _inner(eqn):
+    for value in jax.tree.leaves(
+        list(eqn.params.values()), is_leaf=lambda x: isinstance(x, _JAXPRS)
+    ):
+        if isinstance(value, jex_core.ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, jex_core.Jaxpr):
+            yield value
+
+
+_JAXPRS = (jex_core.ClosedJaxpr, jex_core.Jaxpr)
+
+
+def _scalar(value):
+    """A number of known value, or that it is not one."""
+    if np.ndim(value) == 0 and np.issubdtype(np.result_type(value), np.integer):
+        return np.asarray(value)
+    return np.asarray(value) if np.ndim(value) == 0 and np.result_type(value) == bool else _UNKNOWN
+
+
+def _run(jaxpr, consts, args, counter):
+    """Follows the scalars through, counts the rest; returns what is known of the results."""
+    known = dict(zip(jaxpr.constvars, consts, strict=True))
+    known.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom):
+        if isinstance(atom, jex_core.Literal):
+            return _scalar(atom.val)
+        return known.get(atom, _UNKNOWN)
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        outputs = _equation(eqn, inputs, counter)
+        known.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _equation(eqn, inputs, counter):
+    name, params = eqn.primitive.name, eqn.params
+    unknown = [_UNKNOWN] * len(eqn.outvars)
+    if name == "while":
+        return _while(params, inputs, counter)
+    if name == "scan":
+        return _scan(params, inputs, counter, unknown)
+    if name == "cond":
+        return _cond(params, inputs, counter, unknown)
+    inner = list(_inner(eqn))
+    if inner:
+        closed = next(
+            v for k, v in params.items() if k in ("jaxpr", "call_jaxpr", "fun_jaxpr")
+        )
+        if isinstance(closed, jex_core.ClosedJaxpr):
+            return _run(closed.jaxpr, [_scalar(c) for c in closed.consts], inputs, counter)
+        return _run(closed, [], inputs, counter)
+    if all(x is not _UNKNOWN for x in inputs) and all(v.aval.shape == () for v in eqn.outvars):
+        if name == "convert_element_type":
+            return [inputs[0].astype(params["new_dtype"])]
+        if name in _EVALUATED:
+            return [np.asarray(_EVALUATED[name](*inputs))]
+        if name in ("broadcast_in_dim", "squeeze", "reshape"):
+            return [inputs[0].reshape(())]
+    counter[name] += _work(eqn)
+    return unknown
+
+
+def _work(eqn) -> int:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+        return 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+    if name in _ELEMENTWISE:
+        return math.prod(eqn.outvars[0].aval.shape)
+    if name in _REDUCTIONS:
+        return math.prod(eqn.invars[0].aval.shape)
+    if name == "sort":
+        size = math.prod(eqn.invars[0].aval.shape)
+        return size * max(1, math.ceil(math.log2(max(eqn.invars[0].aval.shape))))
+    return 0
+
+
+def _while(params, inputs, counter):
+    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+    cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
+    carry = inputs[of_cond + of_body :]
+    while True:
+        (goes_on,) = _run(cond.jaxpr, [_scalar(c) for c in cond.consts], [*cond_consts, *carry], counter)
+        if goes_on is _UNKNOWN:
+            raise NotImplementedError("the trip count of a loop depends on the data")
+        if not goes_on:
+            return carry
+        consts = [_scalar(c) for c in body.consts]
+        carry = _run(body.jaxpr, consts, [*body_consts, *carry], counter)
+
+
+def _scan(params, inputs, counter, unknown):
+    closed, kept = params["jaxpr"], params["num_consts"] + params["num_carry"]
+    xs = len(closed.jaxpr.invars) - kept
+    once = collections.Counter()
+    # The carry may change, so nothing of it is known; all steps then cost the same.
+    inside = [*inputs[: params["num_consts"]], *[_UNKNOWN] * (params["num_carry"] + xs)]
+    _run(closed.jaxpr, [_scalar(c) for c in closed.consts], inside, once)
+    for name, work in once.items():
+        counter[name] += work * params["length"]
+    return unknown
+
+
+def _cond(params, inputs, counter, unknown):
+    """The dearest branch, where it is not known which is taken."""
+    which, *operands = inputs
+    branches = params["branches"]
+    if which is not _UNKNOWN:
+        branches = [branches[int(np.clip(which, 0, len(branches) - 1))]]
+    counts = []
+    for branch in branches:
+        counts.append(collections.Counter())
+        _run(branch.jaxpr, [_scalar(c) for c in branch.consts], operands, counts[-1])
+    counter.update(max(counts, key=lambda count: count.total()))
+    return unknown

@@ -1,0 +1,70 @@
+"""Law 3: a sequence extended in any pieces gives what it gives at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effattn.nn import RotaryEmbedding
+from tests.laws import battery
+from tests.laws.battery import LAST, MECHANISMS
+
+FEATURES, ROWS, LENGTH, MOST = 16, 2, 10, 4
+
+
+def mixer_of(subject):
+    options = {
+        name: option
+        for name, option in subject.options.items()
+        if option != subject.entry.options.get(name)
+    }
+    return subject.entry.build(
+        FEATURES,
+        4,
+        num_kv_heads=2 if subject.has("grouped") else 4,
+        rotary=RotaryEmbedding(),
+        rngs=nnx.Rngs(0),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    "subject", [s for s in dict.fromkeys([*MECHANISMS, *LAST]) if s.has("decode")], ids=str
+)
+def test_any_split_equals_the_whole(subject):
+    """Pieces of 0 to 4 tokens, other ones for each row, with NaN after each row's own."""
+    mixer = mixer_of(subject)
+    x = np.random.default_rng(0).normal(size=(ROWS, LENGTH, FEATURES)).astype(np.float32)
+    whole = np.asarray(jax.jit(lambda m, x: m(x), compiler_options=battery.QUICK)(mixer, x))
+    extend = jax.jit(
+        lambda m, x, state, lengths: m.extend(x, state, lengths=lengths),
+        compiler_options=battery.QUICK,
+    )
+    empty = mixer.init_state(ROWS, LENGTH, jnp.float32)
+
+    @settings(max_examples=6)
+    @given(st.lists(st.lists(st.integers(0, MOST), min_size=ROWS, max_size=ROWS), max_size=12))
+    def holds(pieces):
+        # However the draw began, single steps and whole pieces finish it.
+        pieces = [*pieces, *[[1, MOST]] * LENGTH]
+        state, at = empty, np.zeros(ROWS, int)
+        for piece in pieces:
+            lengths = np.minimum(piece, LENGTH - at).astype(np.int32)
+            if not lengths.any():
+                continue
+            tokens = np.full((ROWS, MOST, FEATURES), np.nan, np.float32)
+            for row, (start, size) in enumerate(zip(at, lengths, strict=True)):
+                tokens[row, :size] = x[row, start : start + size]
+            y, state = extend(mixer, tokens, state, lengths)
+            y = np.asarray(y)
+            for row, (start, size) in enumerate(zip(at, lengths, strict=True)):
+                np.testing.assert_allclose(
+                    y[row, :size], whole[row, start : start + size], rtol=2e-5, atol=2e-6
+                )
+            at = at + lengths
+            np.testing.assert_array_equal(state.length, at)
+
+    holds()

@@ -1,0 +1,78 @@
+"""Law 7: whatever the values and the lengths, results and gradients are finite."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.laws import battery
+from tests.laws.battery import SQUARE
+
+
+def assert_finite(tree):
+    for path, x in jax.tree.leaves_with_path(tree):
+        assert np.isfinite(x).all(), jax.tree_util.keystr(path)
+
+
+def ones(arrays, **sizes):
+    return {**arrays, **{k: np.full_like(arrays[k], v) for k, v in sizes.items()}}
+
+
+EXTREMES = {
+    "logits of 1e4": lambda a: {**a, "query": a["query"] * 1e2, "key": a["key"] * 1e2},
+    "logits of -1e4": lambda a: ones(a, query=-1e2, key=1e2),
+    "equal keys": lambda a: ones(a, key=1.0),
+    "zeros": lambda a: ones(a, query=0.0, key=0.0),
+    "features of zero": lambda a: ones(a, query=-1e4, key=-1e4),
+    "subnormal features": lambda a: ones(a, query=-45.0, key=-45.0),
+}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_extreme_values(mechanism, extreme):
+    arrays = EXTREMES[extreme](battery.draw_plain(mechanism, 0))
+    assert_finite(battery.run(mechanism, arrays))
+
+
+def test_equal_keys_share_their_weight(mechanism):
+    """With keys that are all equal and values that are all equal, the output is that value."""
+    arrays = ones(battery.draw_plain(mechanism, 0), query=1.0, key=1.0, value=3.0)
+    results, _ = battery.run(mechanism, arrays)
+    if "state" not in results or results["state"].shape[-1] > SQUARE.value_size:
+        np.testing.assert_allclose(results["out"], 3.0, rtol=1e-6)
+
+
+def test_nothing_is_left_after_padding(mechanism):
+    if not mechanism.has("lengths"):
+        pytest.skip("takes no lengths")
+    extent = battery.everything(mechanism)
+    with jax.enable_x64(True):
+        arrays = battery.draw_arrays(mechanism, SQUARE, everything=True)
+        arrays.update({k: np.full_like(arrays[k], np.nan) for k in ("query", "key", "value")})
+        known = battery.neutral(mechanism, SQUARE, extent)
+        known["query_seq_lengths"][:] = known["key_value_seq_lengths"][:] = 0
+        cotangents = battery.cotangents_of(mechanism, extent, arrays, known)
+        results, gradients = battery.run_everything(mechanism, arrays, known, cotangents)
+    assert (results["out"] == 0).all()
+    assert np.all(results.get("lse", -np.inf) == -np.inf)
+    # A state is handed through, and its gradient with it.
+    if "state" in results:
+        np.testing.assert_array_equal(results["state"], arrays["initial_state"])
+        np.testing.assert_array_equal(gradients.pop("initial_state"), cotangents["state"])
+    for gradient in gradients.values():
+        assert (gradient == 0).all()
+
+
+def test_one_token(mechanism):
+    """Attends to itself alone, and it weighs nothing where weights are relative."""
+    arrays = {k: x[:, :1] for k, x in battery.draw_plain(mechanism, 0).items()}
+    extent = battery.plain(mechanism)._replace(tuning=False)
+    run = jax.jit(
+        jax.value_and_grad(
+            lambda a: sum(jnp.sum(x) for x in battery.call(mechanism, extent, a, {}).values())
+        ),
+        compiler_options=battery.QUICK,
+    )
+    assert_finite(run(arrays))
