@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from effattn import registry
 from effattn.functional.combine import combine
 from effattn.functional.softmax import dot_product_attention
+
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.segments import (

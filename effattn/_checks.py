@@ -29,6 +29,8 @@ def query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple
         raise ValueError(
             f"query and key must have the same dtype, got {query.dtype} and {key.dtype}"
         )
+    if size == 0:
+        raise ValueError(f"query must have a head size of at least 1, got shape {query.shape}")
     if key_size != size:
         raise ValueError(
             f"query and key must have the same head size, got {size} in query {query.shape} and "
@@ -73,14 +75,14 @@ def segment_ids(
             raise ValueError(
                 f"segment_ids must be one array or a pair (query, key), got {len(value)} items"
             )
-        pair = tuple(jnp.asarray(ids) for ids in value)
+        pair = jnp.asarray(value[0]), jnp.asarray(value[1])
     else:
         if query_length != key_length:
             raise ValueError(
                 f"segment_ids must be a pair (query ids, key ids) where query length "
                 f"{query_length} and key length {key_length} differ, got one array"
             )
-        pair = (jnp.asarray(value),) * 2
+        pair = jnp.asarray(value), jnp.asarray(value)
     for name, ids, length in zip(("query", "key"), pair, (query_length, key_length), strict=True):
         shape = (*batch, length)
         if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape != shape:
@@ -100,8 +102,8 @@ def window(value: Any) -> tuple[int, int]:
         or not all(is_integer(w) and w >= 0 for w in pair)
     ):
         raise ValueError(
-            "local_window_size must be an int or a pair (left, right) of ints, 0 or more: the tokens "
-            f"on each side that a token sees besides itself; got {value!r}"
+            "local_window_size must be an int or a pair (left, right) of ints, 0 or more: the "
+            f"tokens on each side that a token sees besides itself; got {value!r}"
         )
     return int(pair[0]), int(pair[1])
 

@@ -11,15 +11,15 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def threefry2x32(key: tuple, counter: tuple) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+    """Threefry-2x32, 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
     Args:
       key: two uint32 arrays or numbers.
       counter: two uint32 arrays; all four broadcast together.
 
     Returns:
-      Two uint32 arrays of random bits. Only 32-bit adds, shifts and exclusive ors, so it runs inside
-      any kernel.
+      Two uint32 arrays of random bits. Only 32-bit adds, shifts and exclusive ors, so it runs
+      inside any kernel.
     """
     k0, k1 = key
     keys = (k0, k1, k0 ^ k1 ^ jnp.uint32(0x1BD11BDA))

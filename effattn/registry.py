@@ -1,7 +1,7 @@
 """Every mechanism by name: what it is, where it was published, what it can do.
 
-An entry is declared beside its mechanism (`effattn/functional/<name>.py`) and collected here. Nothing
-in this module imports Flax: `Mechanism.build` names the module class and imports it when called.
+An entry is declared beside its mechanism (`effattn/functional/<name>.py`) and collected here.
+Nothing in this module imports Flax: `Mechanism.builder` names the module class, imported on use.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Packed documents: the integer ids that say which tokens belong together.
 
-Ids are ints `(*B, T)`; tokens attend only within equal ids, equal ids are one contiguous run, and id 0
-is padding.
+Ids are ints `(*B, T)`; tokens attend only within equal ids, equal ids are one contiguous run, and
+id 0 is padding.
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def segment_ids_from_lengths(lengths: jax.Array, max_length: int) -> jax.Array:
-    """One document a row, `lengths` `(*B)` tokens long: int32 ids `(*B, max_length)`, 1 and then 0."""
+    """One document a row, `lengths` `(*B)` tokens long: int32 ids `(*B, max_length)`, 1, then 0."""
     lengths = jnp.asarray(lengths)
     _check_integers("lengths", lengths)
     return (jnp.arange(max_length) < lengths[..., None]).astype(jnp.int32)

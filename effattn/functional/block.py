@@ -1,7 +1,6 @@
 """From the arguments that softmax mechanisms share to the block-attention core."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 
 from effattn import _checks, dropout
 from effattn.functional.combine import combine
-from effattn.xla import tiling
+from effattn.xla import manual_axes, reverse_mode, tiling
 from effattn.xla.block_attention import Operands, Origin, Rule, block_attention
 
 ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -122,20 +121,17 @@ def attend(
     left, right = given.window or (None, None)
     if given.is_causal:
         right = 0
-    offset, traced_offset = given.query_offset, None
-    if not _checks.is_integer(offset):
-        offset, traced_offset = None, offset
+    offset, scale, rng = given.query_offset, given.scale, given.dropout_rng
     score_mod, constants = None, ()
     if given.score_mod is not None:
-        dtype = functools.reduce(jnp.promote_types, (query.dtype, value.dtype, jnp.float32))
-        score_mod, constants = _without_closure(given.score_mod, dtype)
+        score_mod, constants = _without_closure(given.score_mod, (query, key, value))
     tile = given.tile or tiling.choose_tile((queries, keys), math.prod(batch) * heads, left, right)
     rule = Rule(
         tile=tile,
-        scale=given.scale if isinstance(given.scale, float) else None,
+        scale=scale if isinstance(scale, float) else None,
         left=left,
         right=right,
-        offset=offset,
+        offset=offset if isinstance(offset, int) else None,
         soft_cap=given.soft_cap,
         score_mod=score_mod,
         dropout_rate=given.dropout_rate,
@@ -147,15 +143,16 @@ def attend(
         key=key,
         value=value,
         bias=_split_heads(given.bias, by_group),
-        scale=None if isinstance(given.scale, float) else given.scale,
+        scale=None if isinstance(scale, float) else scale,
         constants=constants,
         mask=_split_heads(mask, by_group),
         key_mask=key_mask,
         segments=given.segments,
-        offset=traced_offset,
-        seed=dropout.seed_from_rng(given.dropout_rng) if given.dropout_rate else None,
+        offset=None if isinstance(offset, int) else offset,
+        seed=dropout.seed_from_rng(rng) if given.dropout_rate and rng is not None else None,
     )
-    out, lse = block_attention(rule, operands)
+    with reverse_mode.only("softmax attention in tiles", "jax.nn.dot_product_attention"):
+        out, lse = block_attention(rule, operands)
     if given.sink is not None:
         out, lse = _with_sink(out, lse, given.sink)
     out = _zero_where_absent(out, query_mask)
@@ -188,13 +185,16 @@ def _with_sink(out, lse, sink):
     return combine((out, jnp.zeros_like(out)), (lse, sink))
 
 
-def _without_closure(score_mod: ScoreMod, dtype):
+def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
     """The function with the arrays it closes over as its first argument, and those arrays.
 
-    Only arguments have gradients, and only those may be traced by an enclosing transformation.
+    Only arguments have gradients, and only those may be traced by an enclosing transformation. The
+    logits will vary over the mesh axes, if any, that the arrays `like` vary over.
     """
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    logit = jax.ShapeDtypeStruct((), dtype)
+    example, *_ = manual_axes.vary_alike(like)
+    dtype = jnp.promote_types(jnp.result_type(*like), jnp.float32)
+    logit = manual_axes.vary_like(example, jnp.zeros((), dtype))
+    index = manual_axes.vary_like(example, jnp.zeros((), jnp.int32))
     traced = jax.make_jaxpr(score_mod)(logit, index, index, index, index)
     results = traced.out_avals
     if len(results) != 1 or results[0].shape or not jnp.issubdtype(results[0].dtype, jnp.floating):

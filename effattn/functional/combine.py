@@ -17,13 +17,13 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
       lses: their log-sum-exps `(*B, T, N)`; -inf where a part is empty for a row.
 
     Returns:
-      The output, in the dtype of the first, and the log-sum-exp of the whole: what one call over all
-      the keys returns with `return_residual`. Where all parts are empty, zeros and -inf.
+      The output, in the dtype of the first, and the log-sum-exp of the whole: what one call over
+      all the keys returns with `return_residual`. Where all parts are empty, zeros and -inf.
     """
-    if len(outputs) != len(lses) or not outputs:
+    if len(outputs) != len(lses) or len(outputs) == 0:
         raise ValueError(
-            f"combine needs as many lses as outputs and at least one, got {len(outputs)} outputs and "
-            f"{len(lses)} lses"
+            "combine needs as many lses as outputs and at least one, got "
+            f"{len(outputs)} outputs and {len(lses)} lses"
         )
     for out, lse in zip(outputs, lses, strict=True):
         if out.shape != outputs[0].shape or lse.shape != out.shape[:-1]:

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from effattn import _checks, registry
 from effattn.functional import feature_maps
 from effattn.functional.feature_maps import FeatureMap
+from effattn.xla import manual_axes
 from effattn.xla.linear_recurrence import (
     CHUNK,
     Documents,
@@ -18,7 +19,6 @@ from effattn.xla.linear_recurrence import (
     clear,
     linear_recurrence,
     linear_sum,
-    vary_alike,
 )
 
 
@@ -217,7 +217,7 @@ def _attend_within_documents(segment_ids, rule, query, key, value, state, scale,
     The tokens are reordered, each document's keys first and then its queries, and read by one
     causal recurrence. That is linear in T + S, whatever the documents are.
     """
-    (query_ids, key_ids), query, key, value, tokens = vary_alike(
+    (query_ids, key_ids), query, key, value, tokens = manual_axes.vary_alike(
         (segment_ids, query, key, value, tokens)
     )
     queries, keys = query_ids.shape[-1], key_ids.shape[-1]

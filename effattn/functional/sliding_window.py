@@ -38,11 +38,11 @@ def sliding_window_attention(
     r"""Softmax attention over the neighbours of each token (Beltagy et al. 2020, "Longformer").
 
     The query at position i attends to the keys at positions i + d s, for the steps s from -left to
-    right and dilation d. Tokens in different residue classes modulo d never meet, so a dilated window
-    is d plain windows over the classes, and costs what one plain window costs.
+    right and dilation d. Tokens in different residue classes modulo d never meet, so a dilated
+    window is d plain windows over the classes, and costs what one plain window costs.
 
-    Time O(T (left + right + 1) (H + Hv)), memory O(T + S), forward and backward. A window at least as
-    wide as the sequence is `effattn.dot_product_attention`.
+    Time O(T (left + right + 1) (H + Hv)), memory O(T + S), forward and backward. A window at least
+    as wide as the sequence is `effattn.dot_product_attention`.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
@@ -54,10 +54,15 @@ def sliding_window_attention(
       scale: default H**-0.5. May be an array, with a gradient.
       is_causal: nothing at later positions, whatever the window's right side.
       query_offset: query t stands at position t + offset; an int, or an int array `()` or `(*B)`.
-      query_seq_lengths, key_value_seq_lengths: int `(*B)`; what lies beyond is padding.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
       segment_ids: int `(*B, T)`, or a pair `(*B, T)`, `(*B, S)`; 0 is padding.
-      logits_soft_cap, score_mod, sink, dropout_rate, dropout_rng, precision: as in
-        `effattn.dot_product_attention`.
+      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
+      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
+      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
+      dropout_rate: share of the weights dropped, in [0, 1).
+      dropout_rng: a `jax.random` key; needed where the rate is above 0.
+      precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
       implementation: None or "xla", or a tuple tried in order.
       return_residual: also return the log-sum-exp.

@@ -40,13 +40,13 @@ def dot_product_attention(
 
         out_i = sum_j softmax_j(logits_ij) v_j,    logits_ij = scale * q_i . k_j + bias_ij,
 
-    over the keys j that query i may attend to. A call that `jax.nn.dot_product_attention` takes gives
-    the same numbers here, except that a row with nothing to attend to gives zeros. Everything that
-    restricts attention is combined by "and".
+    over the keys j that query i may attend to. A call that `jax.nn.dot_product_attention` takes
+    gives the same numbers here, except that a row with nothing to attend to gives zeros. Everything
+    that restricts attention is combined by "and".
 
-    Time O(T S (H + Hv)) over the tiles that causality and the window leave; memory O(T + S), forward
-    and backward, besides `bias` and `mask` as given. Differentiable in reverse mode, the residual
-    included.
+    Time O(T S (H + Hv)) over the tiles that causality and the window leave; memory O(T + S),
+    forward and backward, besides `bias` and `mask` as given. Differentiable in reverse mode, the
+    residual included.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
@@ -61,13 +61,15 @@ def dot_product_attention(
         Only causality, windows, `score_mod` and dropout look at positions.
       query_seq_lengths: int `(*B)`; rows from there on give zeros.
       key_value_seq_lengths: int `(*B)`; keys from there on are padding.
-      segment_ids: int `(*B, T)`, or a pair `(*B, T)`, `(*B, S)`; tokens attend within equal ids, 0 is
-        padding.
-      local_window_size: w or (left, right): how many positions on each side of its own a query sees.
+      segment_ids: int `(*B, T)`, or a pair `(*B, T)`, `(*B, S)`; tokens attend within equal ids,
+        0 is padding.
+      local_window_size: w or (left, right): how many positions on each side of its own a query
+        sees.
       logits_soft_cap: c > 0; logits become c * tanh(logits / c).
-      score_mod: `(logit, b, h, i, j) -> logit` on scalars, after the cap: example (counted over all
-        batch dimensions), query head, query position, key position. Gradients flow to the arrays it
-        closes over. Memory stays linear.
+      score_mod: `(logit, b, h, i, j) -> logit` on scalars, after the cap: example (counted over
+        all batch dimensions), query head, query position, key position. Gradients flow to the
+        arrays it closes over. Memory stays linear. Call it under `jax.jit`: outside, every call
+        compiles anew.
       sink: `(N,)`, a logit a head that takes part in the softmax and has no value. Has a gradient.
       dropout_rate: share of the weights dropped, in [0, 1); the others are scaled up.
       dropout_rng: a `jax.random` key; needed where the rate is above 0. Whether a weight is kept
@@ -135,7 +137,7 @@ def _attend_cudnn(query, key, value, given: block.Arguments, return_residual: bo
     if names:
         raise NotImplementedError(f"implementation='cudnn' does not take {', '.join(names)}")
     try:
-        result = jax.nn.dot_product_attention(
+        result: Any = jax.nn.dot_product_attention(  # type: ignore[call-overload]
             query,
             key,
             value,

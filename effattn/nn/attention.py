@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import registry
+from effattn.decode.state import new_lengths
 from effattn.nn import initializers
 from effattn.nn.binding import Binding, bind
 from effattn.nn.dropout import check_dropout_rate, dropout_key
@@ -267,7 +268,8 @@ class SelfAttention(_Attention):
         _check_tokens("x", x, self.in_features)
         batch, time = x.shape[:2]
         if lengths is not None:
-            x = _zero_padding(x, jnp.arange(time) < jnp.asarray(lengths)[:, None])
+            lengths = new_lengths(lengths, batch, time)
+            x = _zero_padding(x, jnp.arange(time) < lengths[:, None])
         query, key, value = self._heads(x, x)
         if self.rotary is not None:
             positions = state.length[:, None] + jnp.arange(time)

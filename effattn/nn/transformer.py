@@ -44,6 +44,7 @@ class TransformerConfig:
       hidden_features: of the feed-forward layer; default 8/3 D, rounded up to a multiple of 8.
       mixer: a registered name, a mapping of a name and options
         (`{"name": "sliding_window", "local_window_size": (63, 0)}`), or L of those in a sequence.
+        Options are arguments of the mixer, and win over what the model would give it.
       positions: "rotary", "learned" (one vector a position, added to the tokens), "alibi", or
         "none".
       rotary_theta: see `RotaryEmbedding`.
@@ -146,29 +147,9 @@ class Block(nnx.Module):
     """One layer: a mixer and a SwiGLU layer, each with RMSNorm before it and a residual around."""
 
     def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
-        name, options = config.layer_mixer(layer)
         dtypes = _dtypes(config)
         residual_init = initializers.residual_init(config.num_layers)
-        if config.positions == "rotary":
-            options["rotary"] = RotaryEmbedding(config.rotary_theta, config.rotary_scaling)
-        elif config.positions == "alibi":
-            options["score_mod"] = Alibi(config.num_heads)
-            if "score_mod" not in registry.get(name).capabilities:
-                raise ValueError(
-                    f"positions='alibi' needs the capability 'score_mod', which {name!r} lacks; "
-                    f"mechanisms that have it: {', '.join(registry.names('score_mod'))}"
-                )
-        self.mixer = registry.get(name).build(
-            config.features,
-            config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qk_norm=config.qk_norm,
-            out_kernel_init=residual_init,
-            rngs=rngs,
-            **dtypes,
-            **options,
-        )
+        self.mixer = _build_mixer(config, layer, out_kernel_init=residual_init, rngs=rngs, **dtypes)
         hidden_features = config.hidden_features
         if hidden_features is None:
             hidden_features = -(-config.features * 8 // 3 // 8) * 8
@@ -379,6 +360,29 @@ class TransformerLM(nnx.Module):
             return self.head(x).astype(dtype)
         embedding = self.embed.embedding[...].astype(x.dtype)
         return jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=dtype)
+
+
+def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
+    name, options = config.layer_mixer(layer)
+    mechanism = registry.get(name)
+    positions: dict[str, Any] = {}
+    if config.positions == "rotary":
+        positions["rotary"] = RotaryEmbedding(config.rotary_theta, config.rotary_scaling)
+    elif config.positions == "alibi":
+        if "score_mod" not in mechanism.capabilities:
+            raise ValueError(
+                f"positions='alibi' needs the capability 'score_mod', which {name!r} lacks; "
+                f"mechanisms that have it: {', '.join(registry.names('score_mod'))}"
+            )
+        positions["score_mod"] = Alibi(config.num_heads)
+    of_the_model = {
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "qk_norm": config.qk_norm,
+    }
+    return mechanism.build(
+        config.features, config.num_heads, **{**common, **of_the_model, **positions, **options}
+    )
 
 
 def _dtypes(config: TransformerConfig) -> dict[str, Any]:

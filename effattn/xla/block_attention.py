@@ -1,7 +1,7 @@
 r"""Softmax attention in tiles, with memory linear in length both forward and backward.
 
-The maths of a tile is FlashAttention's (Dao et al. 2022, Dao 2023): forward an online softmax, backward
-the weights again from the saved log-sum-exp L,
+The maths of a tile is FlashAttention's (Dao et al. 2022, Dao 2023): forward an online softmax,
+backward the weights again from the saved log-sum-exp L,
 
     P = exp(logits - L),    dV = P^T dO,    dP = dO V^T,    d logits = P * (dP - (dO . O) + dL),
 
@@ -11,9 +11,9 @@ Both directions walk the same tiles (`effattn.xla.tiling`): for each tile of que
 tiles that causality, the window or a layout leave non-empty; only tiles on the border of that run
 evaluate which pairs may attend. Batch and heads stay axes of every product, so they can be sharded.
 
-Shapes: batch dimensions `*B`, query heads N, key heads K, G = N // K; queries T in tiles of t, keys S in
-tiles of s; head sizes H and Hv. In a tile the query heads of a key head are so many more rows, r = G t:
-the products of one key head are plain matrices.
+Shapes: batch dimensions `*B`, query heads N, key heads K, G = N // K; queries T in tiles of t, keys
+S in tiles of s; head sizes H and Hv. In a tile the query heads of a key head are so many more rows,
+r = G t: the products of one key head are plain matrices.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from effattn import dropout
+from effattn.xla import manual_axes
 from effattn.xla.tiling import BlockLayout, Walk
-
 
 Origin = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
@@ -103,19 +103,19 @@ def block_attention(rule: Rule, x: Operands) -> tuple[jax.Array, jax.Array]:
 
     Returns the output `(*B, T, N, Hv)` in the dtype of `value`, zeros for a row that sees nothing,
     and the log-sum-exp of the logits `(*B, T, N)`, at least float32, -inf for such a row. Both are
-    differentiable, in reverse mode. Time is O(H + Hv) a pair over the tiles visited; memory O(T + S).
+    differentiable, in reverse mode. Time is O(H + Hv) a pair over the tiles visited, memory
+    O(T + S).
     """
     if x.query.shape[-3] == 0 or x.key.shape[-3] == 0:
         dtype = _softmax_dtype(x)
         out = jnp.zeros((*x.query.shape[:-1], x.value.shape[-1]), x.value.dtype)
         return out, jnp.full(x.query.shape[:-1], -jnp.inf, dtype)
-    return _attend(rule, x)
+    arrays = manual_axes.vary_alike(x._replace(constants=()))
+    return _attend(rule, arrays._replace(constants=x.constants))
 
 
 def _softmax_dtype(x: Operands):
-    return functools.reduce(
-        jnp.promote_types, (x.query.dtype, x.key.dtype, x.value.dtype, jnp.float32)
-    )
+    return jnp.promote_types(jnp.result_type(x.query, x.key, x.value), jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -149,9 +149,9 @@ def _forward(rule: Rule, x: Operands):
 
         start = (
             # Finite, so that a row which has seen nothing yet subtracts no infinities.
-            jnp.full(rows, jnp.finfo(tiles.dtype).min, tiles.dtype),
-            jnp.zeros(rows, tiles.dtype),
-            jnp.zeros((*rows, values), tiles.dtype),
+            tiles.full(rows, jnp.finfo(tiles.dtype).min),
+            tiles.full(rows, 0),
+            tiles.full((*rows, values), 0),
         )
         largest, total, mixed = tiles.walk.over_keys(n, key_tile, start)
         total_or_one = jnp.where(total == 0, 1, total)
@@ -159,8 +159,8 @@ def _forward(rule: Rule, x: Operands):
         tile_out = (mixed / total_or_one[..., None]).astype(out.dtype)
         return tiles.put_rows(out, n, tile_out), tiles.put_rows(lse, n, tile_lse)
 
-    out = jnp.zeros((*x.query.shape[:-1], values), x.value.dtype)
-    lse = jnp.zeros(x.query.shape[:-1], tiles.dtype)
+    out = tiles.full((*x.query.shape[:-1], values), 0, x.value.dtype)
+    lse = tiles.full(x.query.shape[:-1], 0)
     return tiles.walk.over_queries(query_tile, (out, lse))
 
 
@@ -210,9 +210,7 @@ def _attend_bwd(rule: Rule, saved, cotangents):
             d_value_tile = tiles.matmul(d_out_columns, dropped)
             value = tiles.keys(value_columns, n, m, _columns)
             d_weights = tiles.dropped(n, m, tiles.matmul(d_out_tile, value))
-            d_products, d_bias_tile, *d_shared_tile = pull_back(
-                weights * (d_weights - shared_tile)
-            )
+            d_products, d_bias_tile, *d_shared_tile = pull_back(weights * (d_weights - shared_tile))
             d_products = d_products.astype(query.dtype)
             return (
                 d_query_tile + tiles.matmul(d_products, tiles.keys(key_rows, n, m, _rows)),
@@ -222,20 +220,24 @@ def _attend_bwd(rule: Rule, saved, cotangents):
                 jax.tree.map(operator.add, d_shared, d_shared_tile),
             )
 
-        start = (jnp.zeros(query.shape, tiles.dtype), *others)
+        start = (tiles.full(query.shape, 0), *others)
         d_query_tile, *others = tiles.walk.over_keys(n, key_tile, start)
         d_query_tile = (d_query_tile * tiles.query_scale).astype(d_query.dtype)
         return (tiles.add_rows(d_query, n, d_query_tile), *others)
 
     # Keys last, the layout in which `sums_over_rows` streams through its large operand.
     start = (
-        jnp.zeros_like(x.query),
-        jnp.zeros((*batch, heads, size, keys), tiles.dtype),
-        jnp.zeros((*batch, heads, x.value.shape[-1], keys), tiles.dtype),
-        None if x.bias is None else jnp.zeros(x.bias.shape, tiles.dtype),
-        jax.tree.map(jnp.zeros_like, [x.scale, floating]),
+        tiles.full(x.query.shape, 0, x.query.dtype),
+        tiles.full((*batch, heads, size, keys), 0),
+        tiles.full((*batch, heads, x.value.shape[-1], keys), 0),
+        None if x.bias is None else tiles.full(x.bias.shape, 0),
+        jax.tree.map(
+            lambda c: manual_axes.vary_like(c, jnp.zeros(c.shape, c.dtype)), [x.scale, floating]
+        ),
     )
-    d_query, d_key, d_value, d_bias, (d_scale, d_floating) = tiles.walk.over_queries(query_tile, start)
+    d_query, d_key, d_value, d_bias, (d_scale, d_floating) = tiles.walk.over_queries(
+        query_tile, start
+    )
     gradients = Operands(
         query=d_query,
         key=jnp.moveaxis(d_key, -1, -3).astype(x.key.dtype),
@@ -295,8 +297,13 @@ class _Tiles:
         self.by_group = (key_heads, heads // key_heads)
         self.row_shape = (*x.key.shape[:-3], key_heads, self.by_group[1] * self.walk.query_tile)
         # In bfloat16 the scale would cost the query a rounding; there the logits take it.
-        in_query = rule.scale is not None and x.query.dtype == self.dtype
-        self.query_scale, self.logit_scale = (rule.scale, 1.0) if in_query else (1.0, rule.scale)
+        scale = 1.0 if rule.scale is None else rule.scale
+        in_query = x.query.dtype == self.dtype
+        self.query_scale, self.logit_scale = (scale, 1.0) if in_query else (1.0, scale)
+
+    def full(self, shape, value, dtype=None):
+        """An array to start a loop with."""
+        return manual_axes.vary_like(self.x.query, jnp.full(shape, value, dtype or self.dtype))
 
     # Tiles of the operands
 
@@ -423,7 +430,8 @@ class _Tiles:
     def _score_at_origin(self, constants, logit, b, h, i, j):
         if self.rule.origin is not None:
             b, i, j = self.rule.origin(b, i, j)
-        return self.rule.score_mod(constants, logit, b, h, i, j)
+        assert self.rule.score_mod is not None
+        return self.rule.score_mod(constants, *manual_axes.vary_alike((logit, b, h, i, j)))
 
     def masked(self, n, m, logits):
         """The logits with -inf where a pair may not attend."""
@@ -450,8 +458,8 @@ class _Tiles:
             allowed.append(self.pairs(x.mask, n, m))
         if not allowed:
             return logits
-        allowed = functools.reduce(operator.and_, allowed)
-        return jnp.where(allowed, self._heads_apart(logits), -jnp.inf).reshape(logits.shape)
+        all_allow = functools.reduce(operator.and_, allowed)
+        return jnp.where(all_allow, self._heads_apart(logits), -jnp.inf).reshape(logits.shape)
 
     @staticmethod
     def _slice(array, start, size):
@@ -460,7 +468,7 @@ class _Tiles:
     def dropped(self, n, m, weights):
         """The weights after dropout; being linear, also the pull-back of it."""
         rate = self.rule.dropout_rate
-        if rate == 0:
+        if rate == 0 or self.x.seed is None:
             return weights
         b, h, i, j = self._indices(n, m)
         i = jnp.expand_dims(i[..., None], (-4, -3)) if i.ndim > 1 else i[:, None]

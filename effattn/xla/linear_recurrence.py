@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn.xla import manual_axes, reverse_mode
+
 CHUNK = 64  # tokens of one masked product
 BLOCK = 512  # tokens of one step of the loop, if that is not too many chunks
 CHUNKS_OF_BLOCK = 8
@@ -295,25 +297,6 @@ _recurrence.defvjp(_forward, _backward)
 _compiled_recurrence = jax.jit(_recurrence, static_argnums=0)  # so that eager calls compile once
 
 
-def vary_alike(arrays):
-    """Inside `shard_map`, lets all arrays vary over the mesh axes that any of them varies over.
-
-    The custom rule is then local to a device, and the gradient of a replicated array is summed
-    over devices by the transpose of this.
-    """
-
-    def varying(x):
-        return jax.typeof(x).manual_axis_type.varying
-
-    axes = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
-
-    def vary(x):
-        missing = tuple(sorted(axes - varying(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, arrays)
-
-
 def linear_recurrence(
     rule: Rule,
     query: jax.Array,
@@ -345,17 +328,9 @@ def linear_recurrence(
     heads, key_heads = query.shape[-2], key.shape[-2]
     grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
     rule = rule._replace(chunk=min(rule.chunk, max(key.shape[-3], 1)))
-    operands = vary_alike((grouped, key, value, state, scale, tokens))
-    try:
+    operands = manual_axes.vary_alike((grouped, key, value, state, scale, tokens))
+    with reverse_mode.only("the chunked linear recurrence", "a step-by-step jax.lax.scan of it"):
         output, state = _compiled_recurrence(rule, *operands)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            "the chunked linear recurrence has a reverse-mode rule only: use jax.grad, jax.vjp or "
-            "jax.jacrev; for a derivative along a tangent take jax.jvp of a step-by-step "
-            "jax.lax.scan over the same recurrence"
-        ) from error
     return output.reshape(*query.shape[:-1], value.shape[-1]), state
 
 

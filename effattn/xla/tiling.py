@@ -20,7 +20,7 @@ class BlockLayout(NamedTuple):
 
     Attributes:
       counts: int32 `(query tiles,)`.
-      indices: int32 `(query tiles, most key tiles)`; row n holds counts[n] distinct key tiles first.
+      indices: int32 `(query tiles, most key tiles)`; the first counts[n] of row n, all distinct.
     """
 
     counts: jax.Array
@@ -51,7 +51,7 @@ def choose_tile(
     if left is not None and right is not None:
         # Queries beyond the window's own width only add pairs that the window forbids.
         side = min(side, max(64, 2 ** math.ceil(math.log2(left + right + 1))))
-    return tuple(_even_share(length, side) for length in lengths)
+    return _even_share(lengths[0], side), _even_share(lengths[1], side)
 
 
 def _even_share(length: int, side: int) -> int:

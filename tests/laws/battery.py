@@ -287,11 +287,22 @@ def _reference_program(subject: Subject, extent: Extent):
     return jax.jit(run, compiler_options=QUICK)
 
 
-def run_reference(subject: Subject, sizes: Sizes, extent: Extent, arrays, known, cotangents):
-    """The reference's results and gradients, in the dtype of the arrays."""
-    pairs = pairs_of(subject, sizes, extent, known)
+def run_reference(
+    subject: Subject,
+    sizes: Sizes,
+    extent: Extent,
+    arrays,
+    known,
+    cotangents,
+    of_pairs: Extent | None = None,
+):
+    """The reference's results and gradients, in the dtype of the arrays.
+
+    One compiled reference does for all calls that differ in their pairs alone; `of_pairs` says where
+    these come from another extent.
+    """
+    pairs = pairs_of(subject, sizes, of_pairs or extent, known)
     keep = keep_of(sizes, known, pairs)
-    # One compiled reference does for all calls that differ in their pairs alone.
     extent = extent._replace(is_causal=False, tuning=False)
     return _reference_program(subject, extent)(arrays, pairs, keep, cotangents)
 

@@ -53,7 +53,7 @@ def pytest_runtest_call(item):
     finally:
         if _name(item) is not None:
             spent = sum(os.times()[:4]) - before
-            print("CPU", item.nodeid, "%.2f"%spent)
+            print("CPU", item.nodeid, "%.2f" % spent)
             item.user_properties.append(("laws", (_name(item), spent)))
 
 

@@ -50,16 +50,12 @@ _EVALUATED = {
 _UNKNOWN = object()
 
 
-def operations(function, *args) -> int:
+def operations(closed) -> int:
     """Multiplications and additions of matrix products, and arithmetic on single entries."""
-    closed = jax.make_jaxpr(function)(*args)
-    counter = collections.Counter()
-    _run(closed.jaxpr, [_scalar(c) for c in closed.consts], [_UNKNOWN] * len(args_of(closed)), counter)
-    return sum(counter.values())
-
-
-def args_of(closed):
-    return closed.jaxpr.invars
+    counter: collections.Counter = collections.Counter()
+    unknown = [_UNKNOWN] * len(closed.jaxpr.invars)
+    _run(closed.jaxpr, [_scalar(c) for c in closed.consts], unknown, counter)
+    return counter.total()
 
 
 def temporary_bytes(function, *args, **options) -> int:
@@ -68,9 +64,9 @@ def temporary_bytes(function, *args, **options) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def equations(function, *args) -> int:
+def equations(closed) -> int:
     """Equations of the whole jaxpr: what there is to compile."""
-    return _count(jax.make_jaxpr(function)(*args).jaxpr)
+    return _count(closed.jaxpr)
 
 
 def exponent(lengths, costs) -> float:
@@ -96,10 +92,10 @@ _JAXPRS = (jex_core.ClosedJaxpr, jex_core.Jaxpr)
 
 
 def _scalar(value):
-    """A number of known value, or that it is not one."""
-    if np.ndim(value) == 0 and np.issubdtype(np.result_type(value), np.integer):
+    """A single integer or truth value, or that it is none."""
+    if np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iub":
         return np.asarray(value)
-    return np.asarray(value) if np.ndim(value) == 0 and np.result_type(value) == bool else _UNKNOWN
+    return _UNKNOWN
 
 
 def _run(jaxpr, consts, args, counter):
@@ -125,14 +121,12 @@ def _equation(eqn, inputs, counter):
     if name == "while":
         return _while(params, inputs, counter)
     if name == "scan":
-        return _scan(params, inputs, counter, unknown)
+        return _scan(eqn, inputs, counter)
     if name == "cond":
         return _cond(params, inputs, counter, unknown)
     inner = list(_inner(eqn))
     if inner:
-        closed = next(
-            v for k, v in params.items() if k in ("jaxpr", "call_jaxpr", "fun_jaxpr")
-        )
+        closed = next(params[k] for k in ("jaxpr", "call_jaxpr") if k in params)
         if isinstance(closed, jex_core.ClosedJaxpr):
             return _run(closed.jaxpr, [_scalar(c) for c in closed.consts], inputs, counter)
         return _run(closed, [], inputs, counter)
@@ -169,7 +163,8 @@ def _while(params, inputs, counter):
     cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
     carry = inputs[of_cond + of_body :]
     while True:
-        (goes_on,) = _run(cond.jaxpr, [_scalar(c) for c in cond.consts], [*cond_consts, *carry], counter)
+        consts = [_scalar(c) for c in cond.consts]
+        (goes_on,) = _run(cond.jaxpr, consts, [*cond_consts, *carry], counter)
         if goes_on is _UNKNOWN:
             raise NotImplementedError("the trip count of a loop depends on the data")
         if not goes_on:
@@ -178,16 +173,30 @@ def _while(params, inputs, counter):
         carry = _run(body.jaxpr, consts, [*body_consts, *carry], counter)
 
 
-def _scan(params, inputs, counter, unknown):
-    closed, kept = params["jaxpr"], params["num_consts"] + params["num_carry"]
-    xs = len(closed.jaxpr.invars) - kept
-    once = collections.Counter()
-    # The carry may change, so nothing of it is known; all steps then cost the same.
-    inside = [*inputs[: params["num_consts"]], *[_UNKNOWN] * (params["num_carry"] + xs)]
-    _run(closed.jaxpr, [_scalar(c) for c in closed.consts], inside, once)
-    for name, work in once.items():
-        counter[name] += work * params["length"]
-    return unknown
+def _scan(eqn, inputs, counter):
+    """Every step where scalars are carried, as loop counters are; else one step, many times."""
+    closed, length = eqn.params["jaxpr"], eqn.params["length"]
+    consts = [_scalar(c) for c in closed.consts]
+    # What is stacked over the steps has one axis more outside of the loop.
+    stacked_in = _stacked(eqn.invars, closed.jaxpr.invars)
+    stacked_out = _stacked(eqn.outvars, closed.jaxpr.outvars)
+    num_carry = len(stacked_out) - sum(stacked_out)
+    num_consts = len(stacked_in) - sum(stacked_in) - num_carry
+    fixed, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
+    stacked = [_UNKNOWN] * sum(stacked_in)
+    if all(x is _UNKNOWN for x in carry):
+        once = collections.Counter()
+        _run(closed.jaxpr, consts, [*fixed, *carry, *stacked], once)
+        counter.update({name: work * length for name, work in once.items()})
+    else:
+        for _ in range(length):
+            results = _run(closed.jaxpr, consts, [*fixed, *carry, *stacked], counter)
+            carry = results[:num_carry]
+    return [*carry, *[_UNKNOWN] * sum(stacked_out)]
+
+
+def _stacked(outside, inside):
+    return [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(outside, inside, strict=True)]
 
 
 def _cond(params, inputs, counter, unknown):

@@ -108,6 +108,13 @@ def test_each_layer_has_its_own_mixer_and_state():
     assert state.layers[1].key.shape[1] == 2
 
 
+def test_options_of_a_mixer_win_over_those_of_the_model():
+    model = make(mixer=("softmax", {"name": "softmax", "rotary": None, "head_dim": 8}))
+    first, second = (block.mixer for block in model.blocks)
+    assert first.rotary is not None and second.rotary is None
+    assert (first.head_dim, second.head_dim) == (4, 8)
+
+
 def test_bfloat16_computes_with_float32_parameters_gradients_and_logits():
     model = make(dtype="bfloat16", tie_embeddings=False)
     value, gradient = jax.jit(jax.value_and_grad(loss))(model, TOKENS)

@@ -1,0 +1,326 @@
+"""The command itself, on models of a few thousand parameters."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from experiments import lm
+from experiments.common import training
+
+ROOT = Path(lm.__file__).resolve().parents[1]
+TINY = "--layers 1 --width 8 --heads 2 --context 16 --window 4 --batch 4 --eval-windows 4".split()
+
+
+def arguments(corpus, output, *more):
+    return [*TINY, "--corpus", str(corpus), "--output", str(output), *more]
+
+
+def parameters(run_folder):
+    """The bytes of every array of a run's last checkpoint, by name."""
+    with ocp.CheckpointManager((run_folder / "checkpoints").resolve()) as manager:
+        step = manager.latest_step()
+        state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+    return step, {name: np.asarray(leaf).tobytes() for name, leaf in state.state.items()}
+
+
+def files_of(folder):
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, documents):
+    """A comparison of all three mechanisms with two seeds each."""
+    corpus = tmp_path_factory.mktemp("corpus")
+    for index, document in enumerate(documents):
+        (corpus / f"{index:02d}.txt").write_bytes(document)
+    output = tmp_path_factory.mktemp("runs") / "all"
+    command = arguments(corpus, output, "--steps", "4", "--evaluate-every", "2", "--seeds", "0", "7")
+    assert lm.main(command) == 0
+    return command, corpus, output
+
+
+def test_a_run_folder_holds_all_that_was_promised(finished):
+    _, _, output = finished
+    names = {path.name for path in output.iterdir() if path.is_file()}
+    assert names == {"config.json", "summary.json", "summary.md", "loss.png"}
+    summary = json.loads((output / "summary.json").read_text())
+    assert [row["mechanism"] for row in summary["mechanisms"]] == list(lm.Config.mechanisms)
+    for row in summary["mechanisms"]:
+        assert row["seeds"] == [0, 7]
+        for key in ("bits_per_byte", "bits_per_byte_std", "perplexity", "tokens_per_second"):
+            assert row[key] > 0
+    for run in summary["runs"]:
+        assert (output / run["folder"] / "metrics.jsonl").is_file()
+        assert len(run["sample"]) > 0
+
+
+def test_mechanisms_differ_in_nothing_but_themselves(finished):
+    _, _, output = finished
+    rows = json.loads((output / "summary.json").read_text())["mechanisms"]
+    assert len({row["parameters"] for row in rows}) == 1
+    assert len({row["tokens"] for row in rows}) == 1
+    assert len({row["bits_per_byte"] for row in rows}) == 3
+    softmax, window, linear = (row["state_bytes"] for row in rows)
+    assert linear != softmax > window
+
+
+def test_every_mechanism_sees_the_same_data_in_the_same_order(
+    tmp_path, folder_of_text, monkeypatch
+):
+    seen = {}
+    original = training.batches
+
+    def recorded(windows, batch, seed):
+        order = original(windows, batch, seed)
+        tokens = seen.setdefault(seed, [])
+        tokens.append([])
+
+        class Recorder:
+            get_state, set_state = order.get_state, order.set_state
+
+            def __next__(self):
+                tokens[-1].append(next(order))
+                return tokens[-1][-1]
+
+        return Recorder()
+
+    monkeypatch.setattr(training, "batches", recorded)
+    command = arguments(folder_of_text, tmp_path / "run", "--steps", "3", "--seeds", "0", "1")
+    assert lm.main([*command, "--mechanisms", "softmax", "linear"]) == 0
+    for softmax, linear in seen.values():
+        np.testing.assert_array_equal(softmax, linear)
+        assert len(softmax) == 3
+    assert not np.array_equal(seen[0][0], seen[1][0])
+
+
+def test_a_finished_comparison_only_prints_its_table_again(finished, capsys):
+    command, _, output = finished
+    before = files_of(output)
+    assert lm.main(command) == 0
+    out = capsys.readouterr().out
+    assert f"delete {output} or give another --output" in out
+    assert "| softmax " in out and "| sliding_window " in out and "| linear " in out
+    assert files_of(output) == before
+
+
+def test_finished_runs_are_not_trained_again(finished, capsys):
+    command, _, output = finished
+    (output / "summary.md").unlink()
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("checkpoints/*")}
+    assert lm.main(command) == 0
+    assert "step" not in capsys.readouterr().out.replace("step temporaries", "")
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("checkpoints/*")} == before
+    assert (output / "summary.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--steps", "5"], "steps was 4, now 5"),
+        (["--learning-rate", "0.5"], "learning_rate was .*, now 0.5"),
+    ],
+)
+def test_a_folder_of_another_configuration_is_left_alone(finished, capsys, more, reason):
+    command, _, output = finished
+    before = files_of(output)
+    assert_refused([*command, *more], capsys, rf"{output} holds a run with another .*\({reason}\)")
+    assert files_of(output) == before
+
+
+def test_a_changed_corpus_is_another_configuration(finished, tmp_path, capsys):
+    command, corpus, _ = finished
+    (corpus / "extra.txt").write_text("more text\n")
+    try:
+        assert_refused(command, capsys, "another configuration .*corpus_sha256 was")
+    finally:
+        (corpus / "extra.txt").unlink()
+
+
+def assert_refused(command, capsys, sentence):
+    capsys.readouterr()
+    assert lm.main(command) != 0
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("error: ")
+    import re
+
+    assert re.search(sentence, captured.err), captured.err
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "neither a known name"),
+        (b"", "is empty"),
+        (b"\x89PNG\r\n\x1a\n\0", "is not UTF-8 text"),
+        (b"short\n", "the corpus is too short"),
+    ],
+)
+def test_a_bad_corpus_leaves_nothing_behind(tmp_path, capsys, content, sentence):
+    corpus = tmp_path / "corpus.txt"
+    if content is not None:
+        corpus.write_bytes(content)
+    assert_refused(arguments(corpus, tmp_path / "run"), capsys, sentence)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path, folder_of_text, capsys):
+    output = tmp_path / "mine"
+    output.mkdir()
+    (output / "thesis.txt").write_text("precious")
+    assert_refused(arguments(folder_of_text, output), capsys, "not empty and holds no run")
+    assert files_of(output) == {str(output / "thesis.txt"): b"precious"}
+
+
+def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, folder_of_text, capsys):
+    (tmp_path / "file").write_text("text")
+    for output in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert_refused(arguments(folder_of_text, output), capsys, "file is no folder")
+    assert (tmp_path / "file").read_text() == "text"
+
+
+def test_a_folder_without_permission_is_refused(tmp_path, folder_of_text, capsys, monkeypatch):
+    # The permission itself would not stop a superuser.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    output = tmp_path / "run"
+    assert_refused(arguments(folder_of_text, output), capsys, f"{tmp_path} cannot be written")
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--mechanisms", "softmaxx"], "'softmaxx'.* softmax, sliding_window, linear"),
+        (["--mechanisms", "linear", "linear"], "--mechanisms must not repeat"),
+        (["--width", "9"], "--width must be a multiple of --heads, got 9"),
+        (["--width", "6"], "--heads must divide --width 6 into even head sizes"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--context", "2"], "--context must be at least 4, got 2"),
+        (["--window", "0"], "--window must be at least 1, got 0"),
+        (["--seeds"], "--seeds needs at least one"),
+        (["--seeds", "-1"], "--seeds must not be negative, got -1"),
+        (["--accumulate", "3"], "--batch must split by --accumulate, got 4"),
+        (["--learning-rate", "nan"], "--learning-rate must be positive and finite, got nan"),
+        (["--clip", "0"], "--clip must be positive and finite, got 0"),
+        (["--warmup", "1"], "--warmup must be a fraction"),
+        (["--weight-decay", "-1"], "--weight-decay must be 0 or positive"),
+        (["--sweep", "0.1", "inf"], "--sweep must be positive rates, got 0.1 inf"),
+        (["--sweep", "0.1", "--learning-rate", "0.1"], "leave out --learning-rate"),
+        (["--tokenizer", "bpe", "--vocabulary", "256"], "--vocabulary must exceed the 256 bytes"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(tmp_path, folder_of_text, capsys, more, sentence):
+    assert_refused(arguments(folder_of_text, tmp_path / "run", *more), capsys, sentence)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "command", [["--preset", "huge"], ["--preset"], ["--steps", "many"], ["--optimizer", "sgd"]]
+)
+def test_what_cannot_be_parsed_is_explained_without_a_traceback(capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        lm.main(command)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert command[0] in error and "Traceback" not in error
+
+
+def test_options_override_their_preset():
+    config = lm.parse(["--preset", "medium", "--layers", "5"])
+    assert (config.layers, config.width) == (5, lm.PRESETS["medium"].width)
+    assert lm.parse([]) == dataclasses.replace(lm.PRESETS["small"], learning_rate=0.02)
+    assert lm.parse(["--optimiser", "adamw"]).learning_rate == 0.003
+
+
+@pytest.mark.parametrize("name", lm.PRESETS)
+def test_presets_are_named_as_they_are_asked_for_and_fit_together(name):
+    assert lm.PRESETS[name].preset == name
+    lm.checks.check(lm.parse(["--preset", name]))
+
+
+def test_a_loss_that_is_not_a_number_stops_with_the_step(tmp_path, folder_of_text, capsys):
+    command = arguments(folder_of_text, tmp_path / "run", "--learning-rate", "1e30")
+    command += ["--mechanisms", "softmax", "--steps", "6", "--evaluate-every", "1"]
+    command += ["--warmup", "0.9"]
+    assert_refused(command, capsys, r"softmax-rate1e\+30-seed0 became NaN or infinite at step \d")
+    assert not (tmp_path / "run" / "summary.md").exists()
+
+
+def test_byte_pairs_learning_rates_and_accumulation_together(tmp_path, folder_of_text, capsys):
+    output = tmp_path / "run"
+    command = arguments(folder_of_text, output, "--steps", "3", "--seeds", "0")
+    command += ["--mechanisms", "softmax", "--sweep", "0.001", "0.01", "--optimiser", "adamw"]
+    command += ["--tokenizer", "bpe", "--vocabulary", "300", "--accumulate", "2"]
+    command += ["--precision", "bfloat16"]
+    assert lm.main(command) == 0
+    assert (output / "tokenizer.json").is_file()
+    summary = json.loads((output / "summary.json").read_text())
+    losses = {run["learning_rate"]: run["valid_loss"] for run in summary["sweep"]}
+    assert set(losses) == {0.001, 0.01}
+    assert summary["mechanisms"][0]["learning_rate"] == min(losses, key=losses.get)
+    (run,) = summary["runs"]
+    # A token of the vocabulary stands for more than one byte.
+    assert run["bits_per_byte"] < 0.7 * run["valid_loss"] / np.log(2)
+    assert "Learning rates tried" in (output / "summary.md").read_text()
+
+
+def test_killed_at_any_moment_and_started_again_it_ends_the_same(tmp_path, folder_of_text):
+    common = ["--mechanisms", "sliding_window", "--seeds", "0", "1", "--steps", "40"]
+    common += ["--evaluate-every", "3"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+
+    def start(output):
+        command = [sys.executable, "-m", "experiments.lm", *arguments(folder_of_text, output)]
+        return subprocess.Popen(
+            [*command, *common], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    process = start(killed)
+    first = killed / "sliding_window-rate0.02-seed0" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not any(first.glob("[0-9]*[0-9]")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (killed / "summary.md").exists()
+
+    for output in (killed, whole):
+        _, error = start(output).communicate(timeout=120)
+        assert (output / "summary.md").is_file(), error
+    for seed in (0, 1):
+        name = f"sliding_window-rate0.02-seed{seed}"
+        assert parameters(killed / name) == parameters(whole / name)
+        lines = [
+            [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in file]
+            for file in (
+                (output / name / "metrics.jsonl").read_text().splitlines()
+                for output in (killed, whole)
+            )
+        ]
+        assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("command", [["experiments/lm.py"], ["-m", "experiments.lm"]])
+def test_help_comes_without_the_library(command):
+    modules = "import sys; sys.modules['jax'] = sys.modules['effattn'] = None; "
+    if command[0] == "-m":
+        code = modules + "import runpy; runpy.run_module('experiments.lm', run_name='__main__')"
+    else:
+        code = modules + f"import runpy; runpy.run_path('{command[0]}', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.argv = ['lm.py', '--help']; {code}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for field in dataclasses.fields(lm.Config):
+        assert f"--{field.name.replace('_', '-')}" in done.stdout

@@ -1,0 +1,114 @@
+import json
+import math
+
+import pytest
+
+from experiments.common import figure, report
+from experiments.common.comparison import Comparison
+
+
+def result(mechanism, seed, bits, **changes):
+    return {
+        "mechanism": mechanism,
+        "seed": seed,
+        "learning_rate": 0.02,
+        "folder": f"{mechanism}-{seed}",
+        "tokens": 2000,
+        "bits_per_byte": bits,
+        "perplexity": 2**bits,
+        "word_perplexity": None,
+        "tokens_per_second": 1000.0,
+        "parameters": 1234,
+        "temporary_bytes": 2_500_000,
+        "state_bytes": 4096,
+        "prompt": "To be",
+        "sample": "or\x1b[31m not\nto be",
+        **changes,
+    }
+
+
+RUNS = [result("softmax", s, b) for s, b in enumerate((2.0, 2.2))]
+RUNS += [result("linear", s, b, tokens_per_second=3000.0) for s, b in enumerate((2.4, 2.5))]
+
+
+def test_rows_are_means_with_the_spread_over_seeds():
+    softmax, linear = report.summarise(Comparison(RUNS, []))
+    assert softmax["mechanism"] == "softmax"
+    assert softmax["bits_per_byte"] == pytest.approx(2.1)
+    assert softmax["bits_per_byte_std"] == pytest.approx(math.sqrt(0.02))
+    assert softmax["perplexity"] == pytest.approx((2**2.0 + 2**2.2) / 2)
+    assert linear["tokens_per_second"] == 3000
+    assert report.summarise(Comparison(RUNS[:1], []))[0]["bits_per_byte_std"] is None
+
+
+def test_the_table_shows_what_was_measured():
+    header, rule, softmax, linear = report.table(
+        report.summarise(Comparison(RUNS, []))
+    ).splitlines()
+    assert "word perplexity" not in header
+    for cell in ("2.100 ± 0.141", "1,234", "1,000", "2.5 MB", "4.1 kB", "0.02"):
+        assert f" {cell} " in softmax
+    assert len({len(line) for line in (header, rule, softmax, linear)}) == 1
+
+
+def test_word_perplexity_is_shown_where_words_are_defined():
+    runs = [result("softmax", 0, 2.0, word_perplexity=321.04)]
+    text = report.table(report.summarise(Comparison(runs, [])))
+    assert "word perplexity" in text and " 321.0 " in text
+
+
+def test_the_report_is_written_and_read_back(tmp_path):
+    settings = {"steps": 3, "seeds": [0, 1]}
+    comparison = Comparison(RUNS, [result("softmax", 0, 2.7, learning_rate=0.5)])
+    assert not report.finished(tmp_path)
+    report.write_report(tmp_path, comparison, settings)
+    assert report.finished(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["config"] == settings
+    assert summary["runs"] == RUNS
+    assert summary["environment"]["device"]
+    markdown = (tmp_path / "summary.md").read_text()
+    table = report.table(summary["mechanisms"])
+    assert table in markdown and table in report.read_report(tmp_path)
+    assert "| softmax   |           0.5 |     2.700 |" in markdown
+    assert "steps 3, seeds 0 1" in markdown
+    assert markdown.count("    to be\n") == 4
+    assert report.read_report(tmp_path).count("to be") == 2
+
+
+def test_no_control_character_of_a_sample_reaches_the_terminal(tmp_path):
+    report.write_report(tmp_path, Comparison(RUNS, []), {})
+    assert "\x1b" not in report.read_report(tmp_path)
+
+
+def test_unequal_models_are_pointed_out(tmp_path):
+    runs = [RUNS[0], result("linear", 0, 2.0, parameters=1235)]
+    report.write_report(tmp_path, Comparison(runs, []), {})
+    assert "differ in their numbers of parameters" in (tmp_path / "summary.md").read_text()
+
+
+def test_the_figure_shows_both_curves_with_their_bands(tmp_path, monkeypatch):
+    for run in RUNS:
+        (tmp_path / run["folder"]).mkdir()
+        lines = [{"step": 1, "tokens": 500, "seconds": 1.0, "train_loss": 9.0}]
+        lines += [
+            {"step": s, "tokens": 1e6 * s, "seconds": s * 1.5, "valid_loss": 1.0}
+            | {"bits_per_byte": run["bits_per_byte"] + 1 / s}
+            for s in (1, 2)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / run["folder"] / "metrics.jsonl").write_text(text)
+    drawn = []
+    monkeypatch.setattr(figure.plt, "close", drawn.append)
+    figure.write_figure(tmp_path, RUNS)
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    left, right = drawn[0].axes
+    assert left.get_xlabel() == "training tokens (millions)"
+    assert left.get_ylabel() == "validation loss (bits/byte)"
+    assert right.get_xlabel() == "training time, mean over seeds (s)"
+    assert [line.get_label() for line in left.lines] == ["softmax", "linear"]
+    assert left.lines[0].get_xdata().tolist() == [1, 2]
+    assert right.lines[0].get_xdata().tolist() == [1.5, 3.0]
+    assert left.lines[0].get_ydata() == pytest.approx([3.1, 2.6])
+    band = left.collections[0].get_paths()[0].vertices
+    assert band[:, 1].min() == pytest.approx(2.5) and band[:, 1].max() == pytest.approx(3.2)

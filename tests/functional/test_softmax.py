@@ -1,0 +1,614 @@
+"""What `dot_product_attention` adds to, and shares with, `jax.nn.dot_product_attention`."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from effattn import dot_product_attention, sliding_window_attention
+from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
+from tests.laws.battery import QUICK, assert_close
+from tests.references.pairs import pairs
+
+TILE = (4, 5)
+rng = np.random.default_rng(0)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def attend(arrays, known, **options):
+    options = {"tile": TILE, **options}
+    return dot_product_attention(**arrays, **known, **options, return_residual=True)
+
+
+# The same numbers as jax.nn
+
+
+LENGTHS = {"query_seq_lengths": np.int32([11, 6]), "key_value_seq_lengths": np.int32([9, 14])}
+MASK = rng.random((2, 4, 11, 14)) < 0.7
+BIAS = rng.normal(size=(2, 4, 11, 14)).astype(np.float32)
+
+JAX_NN = {
+    "nothing": ({}, {}, {}),
+    "grouped, causal": ({"key_heads": 2}, {}, {"is_causal": True}),
+    "one key head, mask": ({"key_heads": 1}, {"mask": MASK[:, :1]}, {"scale": 0.3}),
+    "bias and mask of heads": ({}, {"bias": BIAS[:1], "mask": MASK[:1]}, {"is_causal": True}),
+    "bias and mask of keys": ({}, {"bias": BIAS[:, :1, :1], "mask": MASK[:, :1, :1]}, {}),
+    "lengths": ({}, LENGTHS, {"is_causal": True}),
+    "window": ({}, {}, {"local_window_size": 3}),
+    "window, lengths": ({}, LENGTHS, {"local_window_size": (2, 1), "scale": 2}),
+    "causal window": ({}, {}, {"local_window_size": (4, 3), "is_causal": True}),
+    "no batch": (
+        {"batch": ()},
+        {
+            "bias": BIAS[0],
+            "mask": MASK[0],
+            "query_seq_lengths": np.int32([8]),
+            "key_value_seq_lengths": np.int32([13]),
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", JAX_NN)
+def test_gives_the_numbers_of_jax_nn(case):
+    shape, given, options = JAX_NN[case]
+    arrays = draw(**{"key_heads": 4, **shape}, value_size=3, dtype=np.float32)
+    if "bias" in given:
+        arrays["bias"] = given["bias"]
+    known = {name: array for name, array in given.items() if name != "bias"}
+
+    # Where a row is empty, jax.nn gives a mean of the values; the gradient of that is left out.
+    batch = arrays["query"].shape[:-3]
+    by_head = np.broadcast_to(given.get("mask", True), (*batch, 4, 11, 14))
+    restrictions = {k: v for k, v in (given | options).items() if k not in ("bias", "mask", "scale")}
+    allowed = pairs(batch, 11, 14, **restrictions).allowed[..., None, :, :] & by_head
+    met = np.swapaxes(allowed.any(-1), -1, -2)
+    d_out = cotangents(arrays)[0] * met[..., None]
+
+    def both(function, **more):
+        @functools.partial(jax.jit, compiler_options=QUICK)
+        def program(arrays, known):
+            out, pull_back, lse = jax.vjp(
+                lambda a: function(**a, **known, **options, return_residual=True, **more),
+                arrays,
+                has_aux=True,
+            )
+            return out, lse, pull_back(d_out)[0]
+
+        return program(arrays, known)
+
+    out, lse, gradients = both(dot_product_attention, tile=TILE)
+    expected_out, expected_lse, expected_gradients = both(jax.nn.dot_product_attention)
+    assert_close(out, jnp.where(met[..., None], expected_out, 0), 5e-6)
+    assert_close(lse, jnp.where(met, expected_lse, -jnp.inf), 5e-6)
+    assert_close(gradients, expected_gradients, 5e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_in_half_precision_is_as_near_the_truth_as_jax_nn(dtype):
+    arrays = draw(40, 40, key_heads=4, size=8, value_size=8, dtype=np.float32)
+    halves = {name: jnp.asarray(array, dtype) for name, array in arrays.items()}
+    d_out = jnp.asarray(cotangents(arrays)[0], dtype)
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+    def program(function, arrays, d_out):
+        out, pull_back = jax.vjp(lambda a: function(**a, is_causal=True), arrays)
+        return {"out": out, **pull_back(d_out)[0]}
+
+    ours = program(functools.partial(dot_product_attention, tile=(16, 16)), halves, d_out)
+    theirs = program(jax.nn.dot_product_attention, halves, d_out)
+    as_float32 = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+    truth = program(jax.nn.dot_product_attention, *as_float32((halves, d_out)))
+    for name, expected in truth.items():
+        error, plain_error = (
+            np.sqrt(np.mean((np.asarray(x[name], np.float32) - expected) ** 2))
+            for x in (ours, theirs)
+        )
+        assert ours[name].dtype == dtype
+        assert error <= 2 * plain_error, name
+        assert error < 0.005 * np.sqrt(np.mean(expected**2)), name
+
+
+def test_bias_and_mask_are_positional_as_in_jax_nn():
+    arrays = draw(key_heads=4, value_size=3, dtype=np.float32)
+    args = (*arrays.values(), BIAS, MASK)
+    assert_close(dot_product_attention(*args), jax.nn.dot_product_attention(*args), 5e-6)
+
+
+def test_takes_arrays_of_numpy():
+    arrays = draw(4, 4, batch=(), dtype=np.float64)
+    expected = dot_product_attention(**{k: jnp.asarray(v) for k, v in arrays.items()})
+    out = dot_product_attention(**arrays, score_mod=lambda logit, b, h, i, j: logit)
+    assert out.dtype == expected.dtype == jnp.float32
+    assert_close(out, expected, 1e-6)
+
+
+# What comes in which order, and what has gradients
+
+
+def alibi(arrays):
+    def score_mod(logit, b, h, i, j):
+        return logit * (1 + 0.1 * b) - arrays["slopes"][h] * jnp.abs(i - j)
+
+    return score_mod
+
+
+def test_scale_bias_cap_score_mod_mask_and_sink_come_in_this_order(x64):
+    arrays = draw() | {
+        "bias": rng.normal(size=(2, 4, 11, 14)),
+        "scale": np.float64(0.7),
+        "sink": rng.normal(size=4),
+        "slopes": rng.normal(size=4),
+    }
+    options = {"logits_soft_cap": 1.5, "is_causal": True}
+    known = {"mask": rng.random((2, 1, 11, 14)) < 0.7}
+
+    def function(arrays, known):
+        score_mod = alibi(arrays)
+        arrays = {name: array for name, array in arrays.items() if name != "slopes"}
+        return attend(arrays, known, score_mod=score_mod, **options)
+
+    ours = with_gradients(function, arrays, known)
+    expected = dense_with_gradients(arrays, score_mod_of=alibi, **options, **known)
+    assert_close(ours, expected, 1e-12)
+    assert all(np.abs(gradient).max() > 1e-3 for gradient in ours[1].values())
+
+
+@pytest.mark.parametrize(
+    "shape", [(14,), (4, 11, 1), (2, 1, 1, 14), (1, 1, 2, 1, 11, 14), (2, 4, 1, 1), (1, 1)]
+)
+def test_a_bias_broadcasts_and_its_gradient_has_its_shape(shape, x64):
+    arrays = draw() | {"bias": np.random.default_rng(5).normal(size=shape)}
+    ours = with_gradients(attend, arrays)
+    assert ours[1]["bias"].shape == shape
+    six = shape[-4:] if len(shape) > 4 else shape
+    expected = dense_with_gradients(arrays | {"bias": arrays["bias"].reshape(six)})
+    expected[1]["bias"] = expected[1]["bias"].reshape(shape)
+    assert_close(ours, expected, 1e-12)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 1, 3), (0,)])
+def test_there_may_be_any_number_of_batch_dimensions(batch, x64):
+    arrays = draw(batch=batch) | {"slopes": rng.normal(size=4)}
+    known = {"key_value_seq_lengths": rng.integers(1, 14, batch)}
+
+    def function(arrays, known):
+        score_mod = alibi(arrays)
+        arrays = {name: array for name, array in arrays.items() if name != "slopes"}
+        return attend(arrays, known, score_mod=score_mod)
+
+    ours = with_gradients(function, arrays, known)
+    assert_close(ours, dense_with_gradients(arrays, score_mod_of=alibi, **known), 1e-12)
+
+
+# score_mod
+
+
+def closing_over(table, slope, index, flag):
+    """A score_mod that closes over floats, ints and a bool, and over a Python scalar."""
+    factor = 0.1
+
+    def score_mod(logit, b, h, i, j):
+        moved = logit + table[index[h], jnp.clip(i - j + 3, 0, 6)] - slope * factor * j
+        return jnp.where(flag, moved, 2 * logit)
+
+    return score_mod
+
+
+LEARNED = {"table": rng.normal(size=(3, 7)), "slope": np.float64(0.3)}
+INDICES = np.array([[2, 0, 1, 2], [0, 0, 1, 1]])
+FLAGS = np.array([True, False])
+
+
+def modified(arrays, known):
+    score_mod = closing_over(arrays["table"], arrays["slope"], known["index"], known["flag"])
+    plain = {name: arrays[name] for name in ("query", "key", "value")}
+    return attend(plain, {}, score_mod=score_mod)
+
+
+def eager_with_gradients(function, arrays, known):
+    results, pull_back = jax.vjp(lambda a: function(a, known), arrays)
+    return results, pull_back(cotangents(arrays))[0]
+
+
+RUNS = {
+    "eager": eager_with_gradients,
+    "jit of gradient": with_gradients,
+    "gradient of jit": lambda f, *given: eager_with_gradients(jax.jit(f), *given),
+}
+
+
+def expected_of_modified(arrays, n):
+    def score_mod_of(arrays):
+        return closing_over(arrays["table"], arrays["slope"], jnp.asarray(INDICES[n]), FLAGS[n])
+
+    return dense_with_gradients(arrays, score_mod_of=score_mod_of)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_score_mod_may_close_over_anything(run, x64):
+    arrays = draw() | LEARNED
+    known = {"index": jnp.asarray(INDICES[0]), "flag": jnp.asarray(FLAGS[0])}
+    assert_close(RUNS[run](modified, arrays, known), expected_of_modified(arrays, 0), 1e-12)
+
+
+def test_what_a_score_mod_closes_over_may_be_batched_by_vmap(x64):
+    arrays = draw()
+
+    def each(slope, known):
+        return with_gradients(modified, arrays | LEARNED | {"slope": slope}, known)
+
+    slopes = np.array([0.3, -0.4])
+    both = jax.vmap(each)(slopes, {"index": INDICES, "flag": FLAGS})
+    for n, slope in enumerate(slopes):
+        expected = expected_of_modified(arrays | LEARNED | {"slope": slope}, n)
+        assert_close(jax.tree.map(lambda x, n=n: x[n], both), expected, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "score_mod, got",
+    [
+        (lambda logit, b, h, i, j: (logit, logit), r"float32\[\], .*float32\[\]"),
+        (lambda logit, b, h, i, j: i - j, r"int32\[\]"),
+        (lambda logit, b, h, i, j: logit * jnp.ones(3), r"float32\[3\]"),
+        (lambda logit, b, h, i, j: None, "nothing"),
+    ],
+)
+def test_a_score_mod_that_returns_no_logit_is_refused(score_mod, got):
+    query = jnp.ones((3, 2, 4))
+    with pytest.raises(ValueError, match=f"score_mod.* must return one floating.*got .*{got}"):
+        dot_product_attention(query, query, query, score_mod=score_mod)
+
+
+# Positions
+
+
+def windowed(arrays, known):
+    arrays = dict(arrays)
+    slopes = arrays.pop("slopes")
+    mod = alibi({"slopes": slopes})
+    return attend(arrays, known, score_mod=mod, is_causal=True, local_window_size=(6, 2))
+
+
+@pytest.mark.parametrize("offset", [-3, 0, 2, 40])
+@pytest.mark.parametrize("kind", ["int", "traced"])
+def test_an_offset_moves_the_queries(kind, offset, x64):
+    arrays = draw() | {"slopes": rng.normal(size=4)}
+    if kind == "int":
+        known = {"query_offset": offset}
+        results = jax.jit(lambda a: windowed(a, known))(arrays)
+        expected, _ = dense_of_windowed(arrays, offset)
+    else:
+        results = with_gradients(windowed, arrays, {"query_offset": np.int64(offset)})
+        expected = dense_of_windowed(arrays, offset)
+    assert_close(results, expected, 1e-12)
+
+
+def dense_of_windowed(arrays, offset):
+    options = {"is_causal": True, "local_window_size": (6, 2), "query_offset": offset}
+    return dense_with_gradients(arrays, score_mod_of=alibi, **options)
+
+
+def test_an_offset_may_differ_by_example(x64):
+    arrays = draw() | {"slopes": rng.normal(size=4)}
+    for offsets in ([5, -2], [0, 9]):
+        ours = with_gradients(windowed, arrays, {"query_offset": np.array(offsets)})
+        assert_close(ours, dense_of_windowed(arrays, np.array(offsets)), 1e-12)
+
+
+def test_vmap_goes_over_offsets_lengths_masks_and_ids(x64):
+    arrays = draw(batch=())
+    known = {
+        "query_offset": np.array([0, 2, -1]),
+        "key_value_seq_lengths": np.array([14, 3, 8]),
+        "segment_ids": (rng.integers(0, 3, (3, 11)), rng.integers(0, 3, (3, 14))),
+        "mask": rng.random((3, 1, 11, 14)) < 0.7,
+    }
+    causal = functools.partial(attend, is_causal=True)
+    together = jax.vmap(lambda known: with_gradients(causal, arrays, known))(known)
+    for n in range(3):
+        one = jax.tree.map(lambda x, n=n: x[n], known)
+        expected = dense_with_gradients(arrays, is_causal=True, **one)
+        assert_close(jax.tree.map(lambda x, n=n: x[n], together), expected, 1e-12)
+
+
+# Emptiness and padding
+
+
+@pytest.mark.parametrize("function", [dot_product_attention, sliding_window_attention])
+@pytest.mark.parametrize("dilation", [1, 3])
+@pytest.mark.parametrize("batch, queries, keys", [(2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 5, 5)])
+def test_there_may_be_no_tokens(function, dilation, batch, queries, keys):
+    if function is sliding_window_attention:
+        function = functools.partial(function, local_window_size=(2, 0), dilation=dilation)
+    elif dilation > 1:
+        pytest.skip("exact attention has no dilation")
+    arrays = draw(queries, keys, (batch,), dtype=np.float32)
+    results, gradients = eager_with_gradients(
+        lambda a, known: function(**a, return_residual=True), arrays, {}
+    )
+    out, lse = results
+    np.testing.assert_array_equal(out, np.zeros((batch, queries, 4, 5)))
+    np.testing.assert_array_equal(lse, np.full((batch, queries, 4), -np.inf))
+    assert_close(gradients, jax.tree.map(np.zeros_like, arrays), 0)
+
+
+def test_a_sink_without_keys_is_the_whole_softmax():
+    arrays = draw(5, 0, dtype=np.float32)
+    sink = np.arange(4, dtype=np.float32)
+    out, lse = dot_product_attention(**arrays, sink=sink, return_residual=True)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_allclose(lse, np.broadcast_to(sink, lse.shape))
+
+
+def test_nothing_leaks_from_padding(x64):
+    arrays, (d_out, d_lse) = draw(), cotangents(draw())
+    ids = np.array([[1] * 4 + [2] * 6 + [0] * 4, [3] * 12 + [0] * 2])
+    known = {
+        "query_seq_lengths": np.array([9, 11]),
+        "key_value_seq_lengths": np.array([14, 7]),
+        "segment_ids": (ids[:, :11], ids),
+        "mask": (np.arange(14) != 2)[None, None, None],
+    }
+    which = pairs((2,), 11, 14, **known | {"mask": known["mask"][:, 0]})
+    absent = {"query": ~which.valid, "key": ~which.allowed.any(-2), "value": ~which.allowed.any(-2)}
+    spoilt = {k: np.where(absent[k][..., None, None], np.nan, a) for k, a in arrays.items()}
+    d_spoilt = (
+        np.where(which.valid[..., None, None], d_out, np.nan),
+        np.where(which.valid[..., None], d_lse, np.nan),
+    )
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def program(arrays, cotangents):
+        results, pull_back = jax.vjp(functools.partial(attend, known=known), arrays)
+        return results, pull_back(cotangents)[0]
+
+    clean = program(arrays, (d_out, d_lse))
+    jax.tree.map(np.testing.assert_array_equal, program(spoilt, d_spoilt), clean)
+    assert_close(clean, dense_with_gradients(arrays, **known), 1e-12)
+
+
+# Compilation
+
+
+def test_an_eager_call_compiles_once(caplog):
+    arrays = draw(7, 7, dtype=np.float32)
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    options = {
+        "is_causal": True,
+        "local_window_size": (4, 0),
+        "query_offset": jnp.int32(2),
+        "dropout_rate": 0.5,
+        "dropout_rng": jax.random.key(0),
+        "sink": jnp.zeros(4),
+    }
+
+    def compilations():
+        caplog.clear()
+        with jax.log_compiles(), caplog.at_level(logging.WARNING):
+            jax.block_until_ready(dot_product_attention(**arrays, **options))
+        return [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
+
+    assert any("block_attention" in message for message in compilations())
+    assert compilations() == []
+
+
+def test_forward_mode_is_refused():
+    query = jnp.ones((3, 2, 4))
+    with pytest.raises(TypeError, match="use jax.grad"):
+        jax.jvp(lambda q: dot_product_attention(q, query, query), (query,), (query,))
+
+
+# Bad input
+
+QUERY = jax.ShapeDtypeStruct((2, 6, 4, 8), jnp.float32)
+KEY = jax.ShapeDtypeStruct((2, 7, 2, 8), jnp.float32)
+VALUE = jax.ShapeDtypeStruct((2, 7, 2, 3), jnp.float32)
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def integers(*shape):
+    return array(*shape, dtype=jnp.int32)
+
+
+BAD_ARRAYS = [
+    ({"query": array(6, 4)}, r"query must have shape \(\*batch, length, .*got \(6, 4\)"),
+    ({"key": integers(2, 7, 2, 8)}, "key must be floating point, got dtype int32"),
+    ({"key": array(3, 7, 2, 8)}, r"same batch dimensions, got \(2,\), \(3,\) and \(2,\)"),
+    ({"value": array(7, 2, 3)}, r"same batch dimensions, got \(2,\), \(2,\) and \(\)"),
+    ({"key": array(2, 7, 2, 8, dtype=jnp.bfloat16)}, "same dtype, got float32 and bfloat16"),
+    ({"key": array(2, 7, 2, 9)}, "same head size, got 8 in query .* 9 in key"),
+    ({"value": array(2, 6, 2, 3)}, r"of key, \(7, 2\), got \(6, 2\) in value \(2, 6, 2, 3\)"),
+    ({"value": array(2, 7, 4, 3)}, r"of key, \(7, 2\), got \(7, 4\)"),
+    (
+        {"key": array(2, 7, 3, 8), "value": array(2, 7, 3, 3)},
+        "multiple of the number of key heads, got 4 query heads and 3 key heads",
+    ),
+    ({"bias": array(3, 6, 7)}, r"bias must broadcast to .* \(2, 4, 6, 7\), got \(3, 6, 7\)"),
+    ({"bias": array(3, 2, 4, 6, 7)}, r"bias must broadcast to .*got \(3, 2, 4, 6, 7\)"),
+    ({"bias": array(6, 7, dtype=jnp.bool_)}, "bias must be floating point, got dtype bool"),
+    ({"mask": array(6, 7)}, "mask must be bool, .*got dtype float32; .* is a bias"),
+    ({"mask": array(5, 7, dtype=jnp.bool_)}, r"mask must broadcast .*got \(5, 7\)"),
+    ({"query_seq_lengths": integers(3)}, r"query_seq_lengths must be integers of shape \(2,\)"),
+    ({"key_value_seq_lengths": array(2)}, r"key_value_seq_lengths must be .*float32 of shape"),
+    ({"segment_ids": integers(2, 6)}, "segment_ids must be a pair .*length 6 and key length 7"),
+    ({"segment_ids": (integers(2, 6),) * 3}, "one array or a pair .*got 3 items"),
+    (
+        {"segment_ids": (integers(2, 6), integers(2, 6))},
+        r"segment_ids of the key must be integers of shape \(2, 7\), got int32 of shape \(2, 6\)",
+    ),
+    ({"segment_ids": (array(2, 6), integers(2, 7))}, "segment_ids of the query .*got float32"),
+    ({"query_offset": integers(3)}, r"query_offset must be .*\(\) or \(2,\), got int32 of shape"),
+    ({"query_offset": array()}, "query_offset must be an int, .*got float32"),
+    ({"sink": array(2)}, r"sink must be floating point of shape \(4,\), .*shape \(2,\)"),
+    ({"sink": integers(4)}, "sink must be floating point .*got int32"),
+    ({"scale": array(4)}, r"scale must be a number or an array of shape \(\)"),
+]
+
+BAD_NUMBERS = [
+    ({"scale": True}, "scale must be a number"),
+    ({"local_window_size": -1}, "local_window_size must be .*0 or more.*got -1"),
+    ({"local_window_size": (1, 2, 3)}, r"a pair \(left, right\) .*got \(1, 2, 3\)"),
+    ({"local_window_size": 2.5}, "local_window_size must be an int .*got 2.5"),
+    ({"local_window_size": True}, "local_window_size must be an int .*got True"),
+    ({"logits_soft_cap": 0.0}, "logits_soft_cap must be a number above 0, got 0.0"),
+    ({"logits_soft_cap": -2.0}, "logits_soft_cap must be a number above 0, got -2.0"),
+    ({"dropout_rate": 1.0}, r"dropout_rate must be a number in \[0, 1\), got 1.0"),
+    ({"dropout_rate": -0.1}, r"dropout_rate must be a number in \[0, 1\), got -0.1"),
+    ({"dropout_rate": 0.1}, "dropout_rate=0.1 needs dropout_rng"),
+    ({"tile": 64}, r"tile must be a pair \(queries, keys\) of positive ints, got 64"),
+    ({"tile": (64, 0)}, r"tile must be a pair .*got \(64, 0\)"),
+    ({"implementation": "cuda"}, "unknown implementation 'cuda'; known are .*'xla'.*'cudnn'"),
+    ({"implementation": ("xla", "cuda")}, "unknown implementation 'cuda'"),
+    ({"implementation": ()}, r"implementation must be None, a name or a tuple .*got \(\)"),
+    ({"implementation": 1}, "implementation must be None, a name or a tuple of names, got 1"),
+]
+
+
+def trace(function, arrays=None, **options):
+    """Shapes of the result for arrays of the shapes above, of which some may be others."""
+    arrays = {"query": QUERY, "key": KEY, "value": VALUE} | (arrays or {})
+    return jax.eval_shape(lambda arrays: function(**arrays, **options), arrays)
+
+
+def functions_taking(*names):
+    yield dot_product_attention
+    if not {"bias", "mask"} & set(names):
+        yield functools.partial(sliding_window_attention, local_window_size=3)
+
+
+@pytest.mark.parametrize("arrays, message", BAD_ARRAYS, ids=str)
+def test_a_wrong_array_is_named_with_what_it_needs(arrays, message):
+    for function in functions_taking(*arrays):
+        with pytest.raises(ValueError, match=message):
+            trace(function, arrays)
+
+
+@pytest.mark.parametrize("options, message", BAD_NUMBERS, ids=str)
+def test_a_wrong_number_is_named_with_what_it_needs(options, message):
+    for function in functions_taking():
+        with pytest.raises(ValueError, match=message):
+            trace(function, **options)
+
+
+@pytest.mark.parametrize("option", ["dropout_rate", "logits_soft_cap"])
+def test_a_traced_number_that_must_be_known_is_refused(option):
+    with pytest.raises(ValueError, match=f"{option} must be a number"):
+        trace(dot_product_attention, {option: array()})
+
+
+def test_an_argument_it_lacks_is_a_type_error():
+    with pytest.raises(TypeError, match="dilation"):
+        trace(dot_product_attention, dilation=2)
+    with pytest.raises(TypeError, match="bias"):
+        trace(sliding_window_attention, local_window_size=2, bias=None)
+
+
+# Implementations
+
+
+@pytest.mark.parametrize("name", ["pallas", "mosaic_gpu", "mosaic_tpu", "triton", ("triton",)])
+def test_a_named_implementation_never_falls_back(name):
+    for function in functions_taking():
+        with pytest.raises(NotImplementedError, match="no '.*' implementation.*'xla' takes"):
+            trace(function, implementation=name)
+
+
+def test_implementations_are_tried_in_order():
+    for function in functions_taking():
+        assert trace(function, implementation=("pallas", "xla")).shape == (2, 6, 4, 3)
+
+
+@pytest.fixture
+def calls_of_jax_nn(monkeypatch):
+    calls = []
+
+    def record(*args, **kwargs):
+        calls.append((args, kwargs))
+        out = jnp.zeros((2, 6, 4, 3))
+        return (out, out[..., 0]) if kwargs["return_residual"] else out
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    return calls
+
+
+@pytest.mark.parametrize("return_residual", [False, True])
+def test_cudnn_passes_the_call_on_to_jax_nn(calls_of_jax_nn, return_residual):
+    arrays = {
+        "query": QUERY,
+        "key": KEY,
+        "value": VALUE,
+        "bias": array(6, 7),
+        "mask": array(1, 1, 6, 7, dtype=jnp.bool_),
+        "query_seq_lengths": integers(2),
+        "key_value_seq_lengths": integers(2),
+    }
+    options = {
+        "scale": 0.5,
+        "is_causal": True,
+        "local_window_size": 3,
+        "return_residual": return_residual,
+        "implementation": "cudnn",
+    }
+    results = trace(dot_product_attention, arrays, **options)
+    assert jax.tree.map(jnp.shape, results) == (
+        ((2, 6, 4, 3), (2, 6, 4)) if return_residual else (2, 6, 4, 3)
+    )
+    ((positional, keywords),) = calls_of_jax_nn
+    names = ("query", "key", "value", "bias", "mask")
+    given = dict(zip(names, positional, strict=True)) | keywords
+    assert given.keys() == arrays.keys() | options.keys()
+    assert given["local_window_size"] == (3, 3)
+    for name in options.keys() - {"local_window_size"}:
+        assert given[name] == options[name]
+    for name in arrays.keys() - {"bias"}:
+        assert given[name].shape == arrays[name].shape
+    assert given["bias"].shape == (1, 1, 6, 7)
+
+
+UNKNOWN_TO_JAX_NN = {
+    "query_offset": 1,
+    "segment_ids": (np.ones((2, 6), int), np.ones((2, 7), int)),
+    "logits_soft_cap": 2.0,
+    "score_mod": lambda logit, b, h, i, j: logit,
+    "sink": np.zeros(4, np.float32),
+    "dropout_rate": 0.1,
+    "precision": "highest",
+    "tile": (4, 4),
+}
+
+
+@pytest.mark.parametrize("option", UNKNOWN_TO_JAX_NN)
+def test_cudnn_refuses_what_jax_nn_lacks(option, calls_of_jax_nn):
+    options = {option: UNKNOWN_TO_JAX_NN[option]}
+    if option == "dropout_rate":
+        options["dropout_rng"] = jax.random.key(0)
+    with pytest.raises(NotImplementedError, match=f"cudnn.* does not take {option}; .*'xla' takes"):
+        trace(dot_product_attention, implementation="cudnn", **options)
+    assert trace(dot_product_attention, implementation=("cudnn", "xla"), **options) is not None
+    assert calls_of_jax_nn == []
+
+
+def test_cudnn_that_is_not_there_is_refused_or_passed_over():
+    with pytest.raises(NotImplementedError, match="cudnn.*refused"):
+        trace(dot_product_attention, implementation="cudnn")
+    out = trace(dot_product_attention, implementation=("cudnn", "xla"))
+    assert out.shape == (2, 6, 4, 3)
+
+
+def test_a_window_has_no_cudnn():
+    with pytest.raises(NotImplementedError, match="sliding_window_attention has no 'cudnn'"):
+        trace(effattn.sliding_window_attention, implementation="cudnn", local_window_size=2)

@@ -1,0 +1,65 @@
+"""Law 6: at its extreme each mechanism is another."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from tests.laws import battery
+from tests.laws.battery import SQUARE, Subject
+
+
+def exact(query, key, value):
+    return effattn.dot_product_attention(query, key, value)
+
+
+def second_order(x):
+    """Features whose products are exp(x . y) up to second order."""
+    pairs = (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
+    return jnp.concatenate([jnp.ones_like(x[..., :1]), x, pairs * 0.5**0.5], -1)
+
+
+def taylor(query, key, value):
+    """Logits of 1e-5 leave a third order that is below rounding."""
+    root = query.shape[-1] ** -0.25
+    query, key = (1e-5**0.5 * x for x in (query, key))
+    return effattn.linear_attention(
+        root * query, root * key, value, feature_map=second_order
+    ), exact(query, key, value)
+
+
+def wide(query, key, value):
+    window = effattn.sliding_window_attention(
+        query, key, value, local_window_size=query.shape[-3] - 1
+    )
+    return window, exact(query, key, value)
+
+
+def steps_of_everything(query, key, value):
+    """With a dilation as long as the sequence, a token sees itself alone."""
+    lonely = effattn.sliding_window_attention(
+        query, key, value, local_window_size=2, dilation=query.shape[-3]
+    )
+    return lonely, jnp.repeat(value, query.shape[-2] // value.shape[-2], -2)
+
+
+LIMITS = {
+    "a window over all is exact": ("sliding_window", wide),
+    "steps past the end leave the token": ("sliding_window", steps_of_everything),
+    "a Taylor series of small logits is exact": ("linear", taylor),
+}
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "both"),
+    [pytest.param(Subject(m, ""), both, id=f"{m}-{name}") for name, (m, both) in LIMITS.items()],
+)
+def test_limit(mechanism, both):
+    with jax.enable_x64(True):
+        arrays = battery.draw_arrays(mechanism, SQUARE, everything=False)
+        run = jax.jit(functools.partial(both), compiler_options=battery.QUICK)
+        ours, other = run(*arrays.values())
+        battery.assert_close(ours, np.asarray(other), 1e-12)

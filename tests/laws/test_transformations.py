@@ -1,0 +1,71 @@
+"""jit, vmap over any argument, remat and scan leave results and gradients as they are."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.laws import battery
+from tests.laws.battery import SQUARE
+
+CLOSE = 20 * np.finfo(np.float32).eps
+
+
+def test_vmap_over_any_argument(mechanism):
+    """Three maps around each other, each over a third of the arguments: all that is in none of the
+    others is unbatched there."""
+    extent = battery.everything(mechanism)
+    with jax.enable_x64(True):
+        first, second = (
+            battery.draw_arrays(mechanism, SQUARE, everything=True, seed=seed) for seed in (0, 1)
+        )
+        known = battery.neutral(mechanism, SQUARE, extent)
+        cotangents = battery.cotangents_of(mechanism, extent, first, known)
+        names = sorted([*first, *known])
+        other = {**second, **{k: x // 2 for k, x in known.items()}}
+        every = {k: np.stack([{**first, **known}[k], other[k]]) for k in names}
+
+        def one(*values):
+            given = dict(zip(names, values, strict=True))
+            run = battery.program(mechanism, extent)
+            return run({k: given[k] for k in first}, {k: given[k] for k in known}, cotangents)
+
+        mapped = one
+        for part in range(3):
+            axes = [0 if n % 3 == part else None for n in range(len(names))]
+            mapped = jax.vmap(mapped, axes)
+        mapped = jax.jit(mapped, compiler_options=battery.QUICK)
+        got = battery.to_numpy(mapped(*every.values()))
+        for outer, middle, inner in itertools.product(range(2), repeat=3):
+            rows = (inner, middle, outer)
+            values = (every[k][rows[n % 3]] for n, k in enumerate(names))
+            here = jax.tree.map(lambda x, at=(outer, middle, inner): x[at], got)
+            battery.assert_close(here, one(*values), 1e-12)
+
+
+def test_remat_and_scan(mechanism):
+    """A scan over examples of a rematerialised call, keeping nothing or what is named."""
+    extent = battery.plain(mechanism)
+    arrays, cotangents = battery.draw_plain(mechanism, 0), battery.plain_cotangents(mechanism)
+    _, expected = battery.run(mechanism, arrays, cotangents)
+    call = functools.partial(battery.call, mechanism, extent, known={})
+    named = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+    kinds = jax.checkpoint(call), jax.checkpoint(call, policy=named)
+
+    @functools.partial(jax.jit, compiler_options=battery.QUICK)
+    def gradients(arrays):
+        def step(total, example):
+            x, cotangent = jax.tree.map(lambda a: a[None], example)
+            products = [
+                jnp.vdot(a, b)
+                for one in kinds
+                for a, b in zip(jax.tree.leaves(one(x)), jax.tree.leaves(cotangent), strict=True)
+            ]
+            return total + sum(products), None
+
+        return jax.grad(lambda a: jax.lax.scan(step, 0.0, (a, cotangents))[0])(arrays)
+
+    got = jax.tree.map(lambda g: g / len(kinds), gradients(arrays))
+    battery.assert_close(got, expected, CLOSE)

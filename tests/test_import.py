@@ -1,0 +1,55 @@
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+
+import effattn
+
+MEASURE = """
+import sys, time
+import jax.numpy
+before = set(sys.modules)
+start = time.process_time()
+import effattn
+print(time.process_time() - start)
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+@pytest.fixture(scope="module")
+def imports():
+    """Processor seconds and newly loaded modules of `import effattn`, in fresh processes."""
+    outputs = [
+        subprocess.run([sys.executable, "-c", MEASURE], check=True, capture_output=True, text=True)
+        for _ in range(3)
+    ]
+    lines = [output.stdout.splitlines() for output in outputs]
+    return [float(seconds) for seconds, _ in lines], lines[0][1].split()
+
+
+def test_takes_less_than_a_tenth_of_a_second(imports):
+    seconds, _ = imports
+    assert median(seconds) < 0.1
+
+
+@pytest.mark.parametrize("heavy", ["flax", "optax", "chex", "matplotlib", "triton", "pallas"])
+def test_loads_nothing_heavy(imports, heavy):
+    _, modules = imports
+    assert "effattn" in modules
+    assert [module for module in modules if heavy in module.split(".")] == []
+
+
+def test_all_public_names_are_there():
+    assert [name for name in effattn.__all__ if not hasattr(effattn, name)] == []
+    assert set(effattn.__all__) <= set(dir(effattn))
+
+
+def test_modules_of_flax_come_on_first_use():
+    assert effattn.nn.__name__ == "effattn.nn"
+    assert effattn.decode.__name__ == "effattn.decode"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'flash_attention'"):
+        effattn.flash_attention  # noqa: B018

@@ -1,0 +1,98 @@
+"""The registry: what it holds, what it refuses, and that nothing of it needs Flax."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import effattn
+from effattn import registry
+from tests.references import REFERENCES
+
+
+def entry(**changes):
+    return registry.Mechanism(
+        **{
+            "name": "nothing",
+            "family": "none",
+            "paper": "Nobody 1900, Nothing",
+            "function": lambda query, key, value: value,
+            "capabilities": frozenset(),
+            "complexity": "O(1)",
+            "time_exponent": 0.0,
+            **changes,
+        }
+    )
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    """A registry whose changes are undone."""
+    monkeypatch.setattr(registry, "_MECHANISMS", dict(registry._MECHANISMS))
+
+
+def test_every_mechanism_has_a_reference_and_none_is_left_over():
+    assert set(REFERENCES) == set(registry.names())
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_an_entry_is_true_to_its_function(name):
+    mechanism = registry.get(name)
+    assert getattr(effattn, mechanism.function.__name__) is mechanism.function
+    parameters = inspect.signature(mechanism.function).parameters
+    assert mechanism.options.keys() <= parameters.keys()
+    # A signature has only what the function honours.
+    kinds = {p.kind for p in parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD not in kinds
+    assert callable(registry.load(mechanism.builder))
+    assert ("decode" in mechanism.capabilities) == (mechanism.decoder is not None)
+    if mechanism.decoder is not None:
+        assert callable(registry.load(mechanism.decoder))
+    # And docstrings say where it was published.
+    authors = mechanism.paper.split()[0]
+    assert authors in (mechanism.function.__doc__ or "")
+
+
+def test_an_unknown_name_is_told_the_known_ones():
+    with pytest.raises(ValueError, match="unknown mechanism 'sotfmax'; registered are softmax, "):
+        registry.get("sotfmax")
+
+
+def test_names_by_capability():
+    assert registry.names()[0] == "softmax"
+    assert registry.names("bias") == tuple(
+        name for name in registry.names() if "bias" in registry.get(name).capabilities
+    )
+    with pytest.raises(ValueError, match="unknown capability 'biases'; known are"):
+        registry.names("biases")
+
+
+def test_a_name_is_taken_once(scratch):
+    registry.register(entry())
+    assert registry.names()[-1] == "nothing"
+    with pytest.raises(ValueError, match="'nothing' is registered already"):
+        registry.register(entry())
+
+
+def test_capabilities_are_known_ones():
+    with pytest.raises(ValueError, match=r"claims unknown capabilities \['flying'\]; known are"):
+        entry(capabilities=frozenset({"causal", "flying"}))
+
+
+def test_the_table_has_a_row_for_each(scratch):
+    registry.register(entry(capabilities=frozenset({"causal", "bidirectional"})))
+    head, rule, *rows = registry.table().splitlines()
+    columns = head.count("|")
+    assert len(rows) == len(registry.names())
+    assert all(row.count("|") == columns for row in (rule, *rows))
+    assert rows[-1] == (
+        "| `nothing` | none | O(1) | causal and bidirectional | Nobody 1900, Nothing |"
+    )
+
+
+def test_importing_it_imports_no_flax():
+    heavy = ("flax", "chex", "matplotlib", "optax", "jax.experimental.pallas")
+    code = f"import sys, effattn; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

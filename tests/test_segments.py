@@ -1,0 +1,81 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+
+
+def test_ids_from_lengths_are_one_up_to_the_length():
+    ids = effattn.segment_ids_from_lengths(np.array([[3, 0], [5, 9]]), 5)
+    assert ids.dtype == jnp.int32
+    expected = [[[1, 1, 1, 0, 0], [0] * 5], [[1] * 5, [1] * 5]]
+    np.testing.assert_array_equal(ids, expected)
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens, expected",
+    [
+        ([0, 2, 5], [1, 1, 2, 2, 2, 0, 0]),
+        ([0, 2, 2, 7], [1, 1, 3, 3, 3, 3, 3]),
+        ([0, 9], [1] * 7),
+        ([0, 0], [0] * 7),
+    ],
+)
+def test_ids_from_borders_count_the_documents(cu_seqlens, expected):
+    ids = effattn.segment_ids_from_cu_seqlens(np.array(cu_seqlens), 7)
+    assert ids.dtype == jnp.int32
+    np.testing.assert_array_equal(ids, expected)
+
+
+@pytest.mark.parametrize(
+    "ids, expected",
+    [
+        ([1, 1, 2, 2, 2, 0, 0], [0, 1, 0, 1, 2, 0, 1]),
+        ([5], [0]),
+        ([3, 3, 3], [0, 1, 2]),
+        ([0, 1, 0, 1], [0, 0, 0, 0]),
+        ([], []),
+    ],
+)
+def test_positions_count_from_the_start_of_each_run(ids, expected):
+    ids = np.array(ids, np.int32)
+    np.testing.assert_array_equal(effattn.positions_from_segment_ids(ids), expected)
+    rows = effattn.positions_from_segment_ids(np.broadcast_to(ids, (2, 3, ids.size)))
+    np.testing.assert_array_equal(rows, np.broadcast_to(expected, rows.shape))
+
+
+def test_all_take_traced_arrays():
+    @jax.jit
+    def traced(lengths, cu_seqlens):
+        ids = effattn.segment_ids_from_cu_seqlens(cu_seqlens, 4)
+        positions = effattn.positions_from_segment_ids(ids)
+        return effattn.segment_ids_from_lengths(lengths, 4), ids, positions
+
+    results = traced(jnp.array([1]), jnp.array([0, 1, 3]))
+    expected = [[1, 0, 0, 0]], [1, 2, 2, 0], [0, 0, 1, 0]
+    for result, rows in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result, rows)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: effattn.segment_ids_from_lengths(np.array([1.5]), 3), "lengths must be integers"),
+        (
+            lambda: effattn.segment_ids_from_cu_seqlens(np.array([0.0, 1.0]), 3),
+            "cu_seqlens must be integers, got dtype float",
+        ),
+        (
+            lambda: effattn.segment_ids_from_cu_seqlens(np.array([[0, 1]]), 3),
+            r"cu_seqlens must be one-dimensional .* got \(1, 2\)",
+        ),
+        (
+            lambda: effattn.segment_ids_from_cu_seqlens(np.array([0]), 3),
+            r"at least 2 entries, got \(1,\)",
+        ),
+    ],
+)
+def test_says_what_it_got_and_needs(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,154 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effattn.xla import tiling
+from effattn.xla.tiling import BlockLayout, Walk, choose_tile
+
+
+@pytest.fixture(autouse=True)
+def without_tracing(monkeypatch):
+    """Loops in Python, so that a walk can be watched."""
+
+    def loop(low, high, step, carry):
+        for n in range(int(low), int(high)):
+            carry = step(n, carry)
+        return carry
+
+    monkeypatch.setattr(tiling, "_loop", loop)
+
+
+def make_walk(lengths, tile, left=None, right=None, offset=0, always_masked=False, layout=None):
+    return Walk(tile, lengths, left, right, offset, always_masked, layout)
+
+
+def visits(walk: Walk):
+    """Int `(T, S)`: how often each pair is met as a new one, and how often without a mask."""
+    met, unmasked = np.zeros((2, *walk.lengths), int)
+
+    def query_tile(n, _):
+        start = int(walk.query_start(n))
+        rows = slice(max(start, n * walk.query_tile), start + walk.query_tile)
+
+        def key_tile(masked, m, _):
+            start = int(walk.key_start(n, m))
+            end = start + walk.key_tile
+            if masked and walk.keys_overlap:
+                start = max(start, int(walk.first_new_key(n, m)))
+            met[rows, start:end] += 1
+            unmasked[rows, start:end] += not masked
+
+        walk.over_keys(n, key_tile, None)
+
+    walk.over_queries(query_tile, None)
+    return met, unmasked
+
+
+def allowed(lengths, left, right, offset):
+    ahead = np.arange(lengths[1]) - (np.arange(lengths[0])[:, None] + offset)
+    after = np.full(lengths, True) if left is None else ahead >= -left
+    return after if right is None else after & (ahead <= right)
+
+
+@pytest.mark.parametrize("lengths, tile", [((11, 14), (4, 5)), ((12, 10), (4, 5)), ((5, 7), (8, 9))])
+@pytest.mark.parametrize("left, right", [(None, 0), (3, None), (3, 1), (0, 0), (None, None)])
+@pytest.mark.parametrize("widest_band", [0, 1024])
+def test_every_pair_that_may_attend_is_met_once(
+    lengths, tile, left, right, widest_band, monkeypatch
+):
+    monkeypatch.setattr(tiling, "_WIDEST_BAND", widest_band)
+    for offset in (-20, -6, -1, 0, 3, 5, 12, 40):
+        met, unmasked = visits(make_walk(lengths, tile, left, right, offset))
+        may = allowed(lengths, left, right, offset)
+        assert (met[may] == 1).all()
+        assert (met <= 1).all()
+        assert may[unmasked > 0].all()
+
+
+@pytest.mark.parametrize("right", [None, 2])
+def test_offsets_that_differ_by_example_leave_no_tile_out(right):
+    met, unmasked = visits(make_walk((11, 14), (4, 5), 3, right, offset=None))
+    assert (met == 1).all() and (unmasked == 0).all()
+
+
+def test_a_tile_that_mixes_is_always_masked_if_asked():
+    met, unmasked = visits(make_walk((11, 14), (4, 5), None, 0, always_masked=True))
+    assert (unmasked == 0).all()
+    assert (met[allowed((11, 14), None, 0, 0)] == 1).all()
+
+
+@pytest.mark.parametrize("left, right", [(None, 0), (3, None), (9, 0)])
+def test_tiles_that_are_empty_are_left_out(left, right, monkeypatch):
+    monkeypatch.setattr(tiling, "_WIDEST_BAND", 0)
+    lengths, (t, s) = (40, 60), (4, 5)
+    may = allowed(lengths, left, right, 7)
+    blocks = may.reshape(lengths[0] // t, t, lengths[1] // s, s)
+    met, unmasked = visits(make_walk(lengths, (t, s), left, right, offset=7))
+    np.testing.assert_array_equal(met[::t, ::s], blocks.any((1, 3)))
+    np.testing.assert_array_equal(unmasked[::t, ::s], blocks.all((1, 3)))
+
+
+@pytest.mark.parametrize("lengths, tile", [((11, 14), (4, 5)), ((12, 10), (4, 5))])
+def test_a_layout_names_the_tiles(lengths, tile):
+    shape = [-(-length // side) for length, side in zip(lengths, tile, strict=True)]
+    blocks = np.random.default_rng(0).random(shape) < 0.5
+    blocks[1] = False
+    layout = BlockLayout.from_block_mask(blocks)
+    assert layout.counts.dtype == layout.indices.dtype == jnp.int32
+    np.testing.assert_array_equal(layout.counts, blocks.sum(-1))
+    met, unmasked = visits(make_walk(lengths, tile, layout=layout))
+    expected = blocks.repeat(tile[0], 0).repeat(tile[1], 1)[: lengths[0], : lengths[1]]
+    np.testing.assert_array_equal(met, expected)
+    assert (unmasked == 0).all()
+
+
+def count_pairs(walk: Walk):
+    """How many pairs the tiles visited hold."""
+    size = walk.query_tile * walk.key_tile
+
+    def query_tile(n, count):
+        return walk.over_keys(n, lambda masked, m, count: count + size, count)
+
+    return walk.over_queries(query_tile, 0)
+
+
+@pytest.mark.parametrize("left, right", [(0, 0), (255, 0), (40, 40), (2000, 0)])
+def test_the_work_of_a_window_grows_with_length_alone(left, right):
+    counts = []
+    for length in (16384, 65536):
+        tile = choose_tile((length, length), 4, left, right)
+        counts.append(count_pairs(make_walk((length, length), tile, left, right)))
+    assert counts[1] < 4.5 * counts[0]
+    # At most about the windows of a tile's first and last query, and a tile more on each side.
+    assert counts[1] <= 65536 * (left + right + 1 + 3 * max(tile))
+
+
+def test_causality_saves_half_of_the_work():
+    tile = choose_tile((8192, 8192), 4, None, 0)
+    whole = count_pairs(make_walk((8192, 8192), tile))
+    assert whole == 8192**2
+    assert count_pairs(make_walk((8192, 8192), tile, right=0)) < 0.54 * whole
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64, 512])
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 8192), (100, 3000), (520, 777), (8192, 8192)])
+def test_the_tile_fits_the_lengths_and_the_budget(rows, lengths):
+    tile = choose_tile(lengths, rows, None, None)
+    assert all(1 <= side <= length for side, length in zip(tile, lengths, strict=True))
+    smallest = 64 * 64
+    assert rows * tile[0] * tile[1] <= max(2**20, rows * smallest)
+
+
+@pytest.mark.parametrize("length", [65, 513, 520, 1000, 1025, 3000, 5001])
+def test_tiles_share_a_length_evenly(length):
+    tile, _ = choose_tile((length, length), 4, None, 0)
+    tiles = -(-length // tile)
+    # The last tile overlaps the one before by less than eight tokens a tile.
+    assert tiles * tile - length < 8 * tiles
+    assert tiles == -(-length // 512)
+
+
+def test_a_narrow_window_has_narrow_tiles():
+    assert choose_tile((4096, 4096), 4, 100, 0) == (128, 128)
+    assert choose_tile((4096, 4096), 4, 3, 3) == (64, 64)
+    assert choose_tile((4096, 4096), 4, 5000, 0) == choose_tile((4096, 4096), 4, None, None)
