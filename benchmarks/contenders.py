@@ -44,6 +44,10 @@ class Contender(NamedTuple):
     compile: Callable[[Arrays, bool], Program]
     package: str = "jax"
 
+    @property
+    def is_peer(self) -> bool:
+        return not self.name.startswith("effattn")
+
 
 def in_jax(function: Callable, **options: Any) -> Callable[[Arrays, bool], Program]:
     """Of a function of query, key and value, all `(B, T, N, H)`."""

@@ -18,9 +18,9 @@ from benchmarks.workloads import (
 )
 
 MOST_BYTES = 3e9  # of temporaries
-TOLERANCE = 1e-4  # largest error, relative to the largest element
+TOLERANCE = 1e-5  # largest error, relative to the largest element
 ENOUGH_SECONDS, FEWEST_ROUNDS = 3.0, 3  # after both a contender takes part in no more rounds
-SLOW_RATIO = 3.0  # one that takes over `ENOUGH_SECONDS` a call, and over this, is slow
+SLOW_RATIO = 3.0  # a peer that takes over `ENOUGH_SECONDS` a call, and over this, is slow
 PAUSE = 0.005  # lets the threads of the contender before fall asleep
 
 
@@ -94,7 +94,9 @@ def compare(
     _time(taking_part, rounds)
     for row, *_ in taking_part:
         _summarise(row, rows[0])
-        if (row.seconds or 0) > ENOUGH_SECONDS and (row.ratio or 0) > SLOW_RATIO:
+    for contender, row in zip(contenders, rows, strict=True):
+        takes_long = (row.seconds or 0) > ENOUGH_SECONDS and (row.ratio or 0) > SLOW_RATIO
+        if contender.is_peer and takes_long:
             slow[row.contender] = f"slow: a call took {row.seconds:.1f} s at {length}"
     return rows
 

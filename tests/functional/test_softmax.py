@@ -32,6 +32,7 @@ def attend(arrays, known, **options):
 # The same numbers as jax.nn
 
 
+IN_TILES = ("nothing", "bias and mask of heads", "lengths", "causal window")
 LENGTHS = {"query_seq_lengths": np.int32([11, 6]), "key_value_seq_lengths": np.int32([9, 14])}
 MASK = rng.random((2, 4, 11, 14)) < 0.7
 BIAS = rng.normal(size=(2, 4, 11, 14)).astype(np.float32)
@@ -46,16 +47,8 @@ JAX_NN = {
     "window": ({}, {}, {"local_window_size": 3}),
     "window, lengths": ({}, LENGTHS, {"local_window_size": (2, 1), "scale": 2}),
     "causal window": ({}, {}, {"local_window_size": (4, 3), "is_causal": True}),
-    "no batch": (
-        {"batch": ()},
-        {
-            "bias": BIAS[0],
-            "mask": MASK[0],
-            "query_seq_lengths": np.int32([8]),
-            "key_value_seq_lengths": np.int32([13]),
-        },
-        {},
-    ),
+    "no batch": ({"batch": ()}, {"bias": BIAS[0], "mask": MASK[0]}, {}),
+    "no batch, lengths": ({"batch": ()}, {k: v[:1] for k, v in LENGTHS.items()}, {}),
 }
 
 
@@ -68,18 +61,18 @@ def test_gives_the_numbers_of_jax_nn(case):
     known = {name: array for name, array in given.items() if name != "bias"}
 
     # Where a row is empty, jax.nn gives a mean of the values; the gradient of that is left out.
-    batch = arrays["query"].shape[:-3]
-    by_head = np.broadcast_to(given.get("mask", True), (*batch, 4, 11, 14))
-    restrictions = {k: v for k, v in (given | options).items() if k not in ("bias", "mask", "scale")}
-    allowed = pairs(batch, 11, 14, **restrictions).allowed[..., None, :, :] & by_head
-    met = np.swapaxes(allowed.any(-1), -1, -2)
+    restrictions = {k: v for k, v in (known | options).items() if k not in ("mask", "scale")}
+    allowed = pairs((2,) if case != "no batch, lengths" else (1,), 11, 14, **restrictions).allowed
+    met = (allowed[:, None] & known.get("mask", True)).any(-1)
+    met = np.broadcast_to(np.swapaxes(met, 1, 2), (len(met), 11, 4))
+    met = met if shape.get("batch") != () else met[0]
     d_out = cotangents(arrays)[0] * met[..., None]
 
-    def both(function, **more):
+    def both(function):
         @functools.partial(jax.jit, compiler_options=QUICK)
         def program(arrays, known):
             out, pull_back, lse = jax.vjp(
-                lambda a: function(**a, **known, **options, return_residual=True, **more),
+                lambda a: function(**a, **known, **options, return_residual=True),
                 arrays,
                 has_aux=True,
             )
@@ -87,7 +80,8 @@ def test_gives_the_numbers_of_jax_nn(case):
 
         return program(arrays, known)
 
-    out, lse, gradients = both(dot_product_attention, tile=TILE)
+    tile = TILE if case in IN_TILES else None
+    out, lse, gradients = both(functools.partial(dot_product_attention, tile=tile))
     expected_out, expected_lse, expected_gradients = both(jax.nn.dot_product_attention)
     assert_close(out, jnp.where(met[..., None], expected_out, 0), 5e-6)
     assert_close(lse, jnp.where(met, expected_lse, -jnp.inf), 5e-6)
@@ -95,28 +89,15 @@ def test_gives_the_numbers_of_jax_nn(case):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_in_half_precision_is_as_near_the_truth_as_jax_nn(dtype):
-    arrays = draw(40, 40, key_heads=4, size=8, value_size=8, dtype=np.float32)
-    halves = {name: jnp.asarray(array, dtype) for name, array in arrays.items()}
-    d_out = jnp.asarray(cotangents(arrays)[0], dtype)
-
-    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
-    def program(function, arrays, d_out):
-        out, pull_back = jax.vjp(lambda a: function(**a, is_causal=True), arrays)
-        return {"out": out, **pull_back(d_out)[0]}
-
-    ours = program(functools.partial(dot_product_attention, tile=(16, 16)), halves, d_out)
-    theirs = program(jax.nn.dot_product_attention, halves, d_out)
-    as_float32 = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
-    truth = program(jax.nn.dot_product_attention, *as_float32((halves, d_out)))
-    for name, expected in truth.items():
-        error, plain_error = (
-            np.sqrt(np.mean((np.asarray(x[name], np.float32) - expected) ** 2))
-            for x in (ours, theirs)
-        )
-        assert ours[name].dtype == dtype
-        assert error <= 2 * plain_error, name
-        assert error < 0.005 * np.sqrt(np.mean(expected**2)), name
+def test_in_half_precision_is_as_near_the_truth_as_the_definition(dtype, x64):
+    halves = {k: a.astype(dtype) for k, a in draw(30, 30, size=8, value_size=8).items()}
+    truth = dense_with_gradients({k: a.astype(np.float64) for k, a in halves.items()})
+    plain = dense_with_gradients(halves)
+    ours = with_gradients(functools.partial(attend, tile=(16, 16)), halves)
+    assert jax.tree.map(jnp.result_type, ours) == jax.tree.map(jnp.result_type, plain)
+    for one, other, expected in zip(*map(jax.tree.leaves, (ours, plain, truth)), strict=True):
+        errors = [np.sqrt(np.mean((x.astype(np.float64) - expected) ** 2)) for x in (one, other)]
+        assert errors[0] <= 2 * errors[1]
 
 
 def test_bias_and_mask_are_positional_as_in_jax_nn():
@@ -164,20 +145,18 @@ def test_scale_bias_cap_score_mod_mask_and_sink_come_in_this_order(x64):
     assert all(np.abs(gradient).max() > 1e-3 for gradient in ours[1].values())
 
 
-@pytest.mark.parametrize(
-    "shape", [(14,), (4, 11, 1), (2, 1, 1, 14), (1, 1, 2, 1, 11, 14), (2, 4, 1, 1), (1, 1)]
-)
+@pytest.mark.parametrize("shape", [(14,), (4, 11, 1), (2, 4, 1, 1), (1, 1, 2, 1, 11, 14)])
 def test_a_bias_broadcasts_and_its_gradient_has_its_shape(shape, x64):
     arrays = draw() | {"bias": np.random.default_rng(5).normal(size=shape)}
     ours = with_gradients(attend, arrays)
     assert ours[1]["bias"].shape == shape
-    six = shape[-4:] if len(shape) > 4 else shape
-    expected = dense_with_gradients(arrays | {"bias": arrays["bias"].reshape(six)})
+    without_ones = arrays | {"bias": arrays["bias"].reshape(shape[-4:])}
+    expected = dense_with_gradients(without_ones)
     expected[1]["bias"] = expected[1]["bias"].reshape(shape)
     assert_close(ours, expected, 1e-12)
 
 
-@pytest.mark.parametrize("batch", [(), (2, 1, 3), (0,)])
+@pytest.mark.parametrize("batch", [(), (2, 1, 3)])
 def test_there_may_be_any_number_of_batch_dimensions(batch, x64):
     arrays = draw(batch=batch) | {"slopes": rng.normal(size=4)}
     known = {"key_value_seq_lengths": rng.integers(1, 14, batch)}
@@ -224,7 +203,9 @@ def eager_with_gradients(function, arrays, known):
 RUNS = {
     "eager": eager_with_gradients,
     "jit of gradient": with_gradients,
-    "gradient of jit": lambda f, *given: eager_with_gradients(jax.jit(f), *given),
+    "gradient of jit": lambda function, *given: eager_with_gradients(
+        jax.jit(function, compiler_options=QUICK), *given
+    ),
 }
 
 
@@ -281,17 +262,16 @@ def windowed(arrays, known):
 
 
 @pytest.mark.parametrize("offset", [-3, 0, 2, 40])
-@pytest.mark.parametrize("kind", ["int", "traced"])
-def test_an_offset_moves_the_queries(kind, offset, x64):
+def test_an_offset_may_be_traced(offset, x64):
     arrays = draw() | {"slopes": rng.normal(size=4)}
-    if kind == "int":
-        known = {"query_offset": offset}
-        results = jax.jit(lambda a: windowed(a, known))(arrays)
-        expected, _ = dense_of_windowed(arrays, offset)
-    else:
-        results = with_gradients(windowed, arrays, {"query_offset": np.int64(offset)})
-        expected = dense_of_windowed(arrays, offset)
-    assert_close(results, expected, 1e-12)
+    ours = with_gradients(windowed, arrays, {"query_offset": np.int64(offset)})
+    assert_close(ours, dense_of_windowed(arrays, offset), 1e-12)
+
+
+def test_an_offset_may_be_an_int(x64):
+    arrays = draw() | {"slopes": rng.normal(size=4)}
+    ours = with_gradients(lambda a, known: windowed(a, {"query_offset": 2}), arrays)
+    assert_close(ours, dense_of_windowed(arrays, 2), 1e-12)
 
 
 def dense_of_windowed(arrays, offset):

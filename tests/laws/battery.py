@@ -1,7 +1,7 @@
 """From the registry to calls: who is tested, on what, with which arguments.
 
-What a mechanism is given follows from the capabilities that it claims. Programs are compiled once a
-session for a few sizes; what hypothesis draws (lengths, packing, offsets, values) goes in as arrays.
+What a mechanism is given follows from the capabilities that it claims. Programs are compiled once
+a session for a few sizes; what hypothesis draws (lengths, packing, offsets, values) are arrays.
 """
 
 import functools
@@ -298,8 +298,8 @@ def run_reference(
 ):
     """The reference's results and gradients, in the dtype of the arrays.
 
-    One compiled reference does for all calls that differ in their pairs alone; `of_pairs` says where
-    these come from another extent.
+    One compiled reference does for all calls that differ in their pairs alone; `of_pairs` says
+    where these come from another extent.
     """
     pairs = pairs_of(subject, sizes, of_pairs or extent, known)
     keep = keep_of(sizes, known, pairs)
@@ -349,7 +349,7 @@ def assert_close(ours, expected, rtol: float) -> None:
         )
 
 
-# Two programs that most laws share: query, key and value alone, in float32, and all that is claimed,
+# Two programs that most laws share: query, key and value alone in float32, and all that is claimed
 # in float64. Both are causal where the mechanism can be.
 
 

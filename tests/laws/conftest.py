@@ -1,7 +1,7 @@
 """The battery's subjects as fixtures, and what the laws of one mechanism may cost.
 
-Cost is processor time, of children too, so that a busy machine and parallel workers hardly change it:
-on two idle cores it is the wall time of one worker. Above `BUDGET` the run says so, and above
+Cost is processor time, which a busy machine and parallel workers change less than the time on the
+clock: on two idle cores it is that of one worker. Above `BUDGET` the run says so, and above
 `LIMIT`, which leaves room for slower machines than those it was set on, the run fails.
 """
 
@@ -53,7 +53,6 @@ def pytest_runtest_call(item):
     finally:
         if _name(item) is not None:
             spent = sum(os.times()[:4]) - before
-            print("CPU", item.nodeid, "%.2f" % spent)
             item.user_properties.append(("laws", (_name(item), spent)))
 
 

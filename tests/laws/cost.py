@@ -1,8 +1,8 @@
-"""What a program costs, with no clock: its arithmetic from the jaxpr, its memory from the executable.
+"""What a program costs, with no clock: its arithmetic by its jaxpr, its memory as compiled.
 
 A loop's body counts as often as it runs. Trip counts that are not written in the jaxpr are found by
-running the part of it that is index arithmetic: scalar integers are followed exactly, arrays are only
-shapes. So the tiles that causality or a window skip cost nothing, as when the program runs.
+running the part of it that is index arithmetic: single integers are followed exactly, arrays are
+only shapes. So the tiles that causality or a window skip cost nothing, as when the program runs.
 """
 
 import collections

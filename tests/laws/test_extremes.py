@@ -1,7 +1,5 @@
 """Law 7: whatever the values and the lengths, results and gradients are finite."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Law 9, second half: eight devices give what one gives, and talk only where arguments are shared."""
+"""Law 9, second half: eight devices give what one does, and talk only of what they share."""
 
 import functools
 import re
@@ -83,7 +83,7 @@ def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
     of_arrays |= {"initial_state": BY_ROW, "bias": PartitionSpec("heads")}
     args = (
         shard(arrays, **of_arrays),
-        shard(known, **{k: BY_ROW for k in known}),
+        shard(known, **dict.fromkeys(known, BY_ROW)),
         shard(cotangents, **of_results),
     )
     lowered = results_and_gradients(mechanism, extent).lower(*args)

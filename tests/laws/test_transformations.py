@@ -14,8 +14,10 @@ CLOSE = 20 * np.finfo(np.float32).eps
 
 
 def test_vmap_over_any_argument(mechanism):
-    """Three maps around each other, each over a third of the arguments: all that is in none of the
-    others is unbatched there."""
+    """Three maps inside each other, each over a third of the arguments.
+
+    To the inner one, two thirds are not batched at all.
+    """
     extent = battery.everything(mechanism)
     with jax.enable_x64(True):
         first, second = (
@@ -24,7 +26,8 @@ def test_vmap_over_any_argument(mechanism):
         known = battery.neutral(mechanism, SQUARE, extent)
         cotangents = battery.cotangents_of(mechanism, extent, first, known)
         names = sorted([*first, *known])
-        other = {**second, **{k: x // 2 for k, x in known.items()}}
+        # Halves are shorter lengths, padding in place of a segment, and nothing of a mask.
+        other = {**second, **{k: (x // 2).astype(x.dtype) for k, x in known.items()}}
         every = {k: np.stack([{**first, **known}[k], other[k]]) for k in names}
 
         def one(*values):

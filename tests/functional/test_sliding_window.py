@@ -1,0 +1,146 @@
+"""What dilation adds: the window in steps, folded into classes of positions that never meet."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effattn import dot_product_attention, sliding_window_attention
+from effattn.xla import block_attention
+from tests.dense import dense_with_gradients, draw, with_gradients
+from tests.laws.battery import assert_close
+
+rng = np.random.default_rng(0)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def slopes_of(arrays):
+    def score_mod(logit, b, h, i, j):
+        return logit * (1 + 0.1 * b) - arrays["slopes"][h] * jnp.abs(i - j) + 0.01 * j
+
+    return score_mod
+
+
+def windowed(arrays, known, **options):
+    """Ours; score_mod is that of `slopes`, if they are there."""
+    plain = {name: array for name, array in arrays.items() if name != "slopes"}
+    if "slopes" in arrays:
+        options["score_mod"] = slopes_of(arrays)
+    return sliding_window_attention(**plain, **known, **options, return_residual=True)
+
+
+def check(options, knowns=({},), **more):
+    """Equals the masked definition with gradients, for each of the arguments that are traced."""
+    arrays = {**draw(), **more}
+    score_mod_of = slopes_of if "slopes" in more else None
+    function = functools.partial(windowed, **options)
+    for known in knowns:
+        expected = dense_with_gradients(arrays, score_mod_of=score_mod_of, **options, **known)
+        assert_close(with_gradients(function, arrays, known), expected, 1e-12)
+
+
+WITH_DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
+LENGTHS = {"query_seq_lengths": np.array([10, 7]), "key_value_seq_lengths": np.array([14, 6])}
+
+
+def test_everything_together(x64):
+    known = {"segment_ids": (np.arange(22).reshape(2, 11) // 9, np.arange(28).reshape(2, 14) // 9)}
+    options = {"local_window_size": (2, 1), "dilation": 2, "logits_soft_cap": 2.0, **WITH_DROPOUT}
+    learned = {"slopes": rng.normal(size=4), "sink": rng.normal(size=4), "scale": np.float64(0.7)}
+    check(options, [known | LENGTHS], **learned)
+
+
+def test_an_offset_may_be_an_int(x64):
+    options = {"local_window_size": (3, 2), "dilation": 3, "is_causal": True, "query_offset": 4}
+    check(options | WITH_DROPOUT, slopes=rng.normal(size=4))
+
+
+def test_an_offset_may_be_traced(x64):
+    options = {"local_window_size": (3, 2), "dilation": 3, "is_causal": True}
+    knowns = [{"query_offset": np.int64(offset), **LENGTHS} for offset in (-4, 0, 2, 30)]
+    check(options, knowns, slopes=rng.normal(size=4))
+
+
+def test_an_offset_may_differ_by_example(x64):
+    options = {"local_window_size": 2, "dilation": 3, **WITH_DROPOUT}
+    knowns = [{"query_offset": np.array(offsets), **LENGTHS} for offsets in ([5, -2], [0, 7])]
+    check(options, knowns, slopes=rng.normal(size=4))
+
+
+@pytest.mark.parametrize("window, dilation", [(0, 2), (2, 40), ((1, 0), 14)])
+def test_few_may_be_met(window, dilation, x64):
+    check({"local_window_size": window, "dilation": dilation})
+
+
+def test_there_need_be_no_batch_and_the_tile_changes_nothing(x64):
+    arrays = draw(23, 9, batch=())
+    options = {"local_window_size": (2, 1), "dilation": 2}
+    expected = dense_with_gradients(arrays, **options)
+    for tile in (None, (4, 3), (5, 100)):
+        function = functools.partial(windowed, **options, tile=tile)
+        assert_close(with_gradients(function, arrays), expected, 1e-12)
+
+
+def test_vmap_goes_over_the_offset(x64):
+    arrays = draw(batch=())
+    function = functools.partial(windowed, local_window_size=(2, 1), dilation=3)
+    offsets = np.array([0, 4, -2])
+    known = {"query_offset": offsets}
+    together = jax.vmap(lambda known: with_gradients(function, arrays, known))(known)
+    for n, offset in enumerate(offsets):
+        one = jax.tree.map(lambda x, n=n: x[n], together)
+        options = {"local_window_size": (2, 1), "dilation": 3, "query_offset": offset}
+        assert_close(one, dense_with_gradients(arrays, **options), 1e-12)
+
+
+def test_without_dilation_is_exact_attention_with_a_window():
+    arrays = draw(dtype=np.float32)
+    expected = dot_product_attention(**arrays, local_window_size=(3, 1), is_causal=True)
+    out = sliding_window_attention(**arrays, local_window_size=(3, 1), is_causal=True)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.fixture
+def pairs_visited(monkeypatch):
+    """A function that traces a call and counts the pairs in the tiles that it visits."""
+
+    def count(function, length):
+        walks = []
+
+        @functools.wraps(block_attention.Walk)
+        def record(**fields):
+            walks.append((block_attention.Walk, fields))
+            return original(**fields)
+
+        original = block_attention.Walk
+        with monkeypatch.context() as patch:
+            patch.setattr(block_attention, "Walk", record)
+            jax.clear_caches()
+            query = jax.ShapeDtypeStruct((1, length, 2, 4), jnp.float32)
+            jax.eval_shape(function, query, query, query)
+        return walks
+
+    return count
+
+
+@pytest.mark.parametrize("dilation", [0, -1, 1.5, True, np.float32(2), None])
+def test_a_wrong_dilation_is_named(dilation):
+    query = jnp.ones((4, 1, 2))
+    with pytest.raises(ValueError, match="dilation must be an int, 1 or more tokens, got"):
+        sliding_window_attention(query, query, query, local_window_size=1, dilation=dilation)
+
+
+def test_the_window_is_needed():
+    query = jnp.ones((4, 1, 2))
+    with pytest.raises(TypeError, match="local_window_size"):
+        sliding_window_attention(query, query, query)
+    with pytest.raises(ValueError, match="local_window_size must be an int .*got None"):
+        sliding_window_attention(query, query, query, local_window_size=None)
