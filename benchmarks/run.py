@@ -59,7 +59,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all, writes the report; 1 where effattn's own numbers are wrong."""
+    """Runs all and writes the report; 1 if any of effattn itself failed or disagreed."""
     options = parse(argv)
     folder: Path = options.output
     try:

@@ -56,9 +56,15 @@ class Config:
         None  # the run folder; None is runs/lm-PRESET- and a hash of these options
     )
 
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates to train with, of which a mechanism's best is used."""
+        return self.sweep or (self.learning_rate or LEARNING_RATES[self.optimiser],)
+
     def settings(self) -> dict[str, Any]:
-        """All that the results depend on."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "output"}
+        """What the results depend on, beside the text of the corpus."""
+        settings = dataclasses.asdict(self) | {"learning_rate": self.rates}
+        return {k: v for k, v in settings.items() if k not in ("sweep", "output")}
 
 
 PRESETS = {
@@ -96,11 +102,7 @@ def parse(argv: Sequence[str] | None) -> Config:
     preset = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     preset.add_argument("--preset", nargs="?")
     name = preset.parse_known_args(argv)[0].preset
-    config = tyro.cli(Config, args=argv, default=PRESETS.get(name, PRESETS["small"]))
-    if config.learning_rate is None and not config.sweep:
-        rate = LEARNING_RATES[config.optimiser]
-        config = dataclasses.replace(config, learning_rate=rate)
-    return config
+    return tyro.cli(Config, args=argv, default=PRESETS.get(name, PRESETS["small"]))
 
 
 def train_all(config: Config, folder: Path, corpus: corpora.Corpus, settings: dict) -> None:
@@ -138,8 +140,7 @@ def train_all(config: Config, folder: Path, corpus: corpora.Corpus, settings: di
         model = models.language_model(mechanism, tokenizer.vocab_size, *sizes)
         return programs.compile_programs(model, optimiser, schedule, inputs)
 
-    rates = config.sweep or (config.learning_rate,)
-    runs = comparison.planned_runs(len(config.mechanisms), len(rates), len(config.seeds))
+    runs = comparison.planned_runs(len(config.mechanisms), len(config.rates), len(config.seeds))
     with progress.Progress(runs, config.steps) as shown:
         one = trials.Trials(
             folder,
@@ -151,7 +152,9 @@ def train_all(config: Config, folder: Path, corpus: corpora.Corpus, settings: di
             compile_mechanism,
             shown,
         )
-        compared = comparison.compare(config.mechanisms, rates, config.seeds, one.run, shown.say)
+        compared = comparison.compare(
+            config.mechanisms, config.rates, config.seeds, one.run, shown.say
+        )
     figure.write_figure(folder, compared.runs)
     report.write_report(folder, compared, settings)
 
@@ -162,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         checks.check(config)
         corpus = corpora.load(config.corpus)
-        settings = {**config.settings(), "corpus_sha256": corpus.sha256()}
+        settings = config.settings() | {"corpus_sha256": corpus.sha256()}
         default = Path("runs") / f"lm-{config.preset}-{folders.fingerprint(settings)}"
         folder = config.output or default
         folders.check_folder(folder, settings)

@@ -120,10 +120,10 @@ def _softmax_dtype(x: Operands):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(rule: Rule, x: Operands):
-    return _forward(rule, x)
+    return _forward(rule, x, x.value.dtype)
 
 
-def _forward(rule: Rule, x: Operands):
+def _forward(rule: Rule, x: Operands, dtype):
     tiles = _Tiles(rule, x)
     rows, values = tiles.row_shape, x.value.shape[-1]
     key_columns = tiles.arrange(x.key, _columns)
@@ -159,16 +159,18 @@ def _forward(rule: Rule, x: Operands):
         tile_out = (mixed / total_or_one[..., None]).astype(out.dtype)
         return tiles.put_rows(out, n, tile_out), tiles.put_rows(lse, n, tile_lse)
 
-    out = tiles.full((*x.query.shape[:-1], values), 0, x.value.dtype)
+    out = tiles.full((*x.query.shape[:-1], values), 0, dtype)
     lse = tiles.full(x.query.shape[:-1], 0)
     return tiles.walk.over_queries(query_tile, (out, lse))
 
 
 def _attend_fwd(rule: Rule, x: Operands):
-    out, lse = _forward(rule, x)
+    # Saved unrounded: the backward takes dO . O from the logits' gradients of a whole row, where the
+    # error of a rounded O would add up.
+    out, lse = _forward(rule, x, _softmax_dtype(x))
     # Named, so that a remat policy can save what is dear to compute again.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out, lse), (x, out, lse)
+    return (out.astype(x.value.dtype), lse), (x, out, lse)
 
 
 def _attend_bwd(rule: Rule, saved, cotangents):

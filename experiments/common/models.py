@@ -1,6 +1,7 @@
 """The models that experiments compare: equal but for the mechanism."""
 
 from collections.abc import Callable
+from typing import Any
 
 from flax import nnx
 
@@ -28,7 +29,7 @@ def language_model(
       window: tokens that a windowed mechanism sees, the present one included.
       precision: of the computation; the parameters are float32.
     """
-    mixer = {"name": mechanism}
+    mixer: dict[str, Any] = {"name": mechanism}
     if "local_window_size" in registry.get(mechanism).options:
         mixer["local_window_size"] = (window - 1, 0)
     config = TransformerConfig(

@@ -61,8 +61,8 @@ def compile_programs(
         return nnx.merge(graph, params)
 
     def init(seed: jax.Array) -> tuple[Params, Any]:
-        _, params = nnx.split(build(nnx.Rngs(jax.random.key(seed))), nnx.Param)
-        params = nnx.to_pure_dict(params)
+        _, state = nnx.split(build(nnx.Rngs(jax.random.key(seed))), nnx.Param)
+        params: Params = nnx.to_pure_dict(state)
         return params, optimiser.init(params)
 
     def nats(params: Params, tokens: jax.Array) -> jax.Array:
@@ -92,6 +92,8 @@ def compile_programs(
         jax.jit(step, donate_argnums=(0, 1)).lower(params, optimiser_state, 0.0, tokens).compile()
     )
     compiled_evaluate = jax.jit(evaluate).lower(params, windows).compile()
+    memory = compiled_step.memory_analysis()
+    assert memory is not None  # CPU, GPU and TPU all give it
     state = jax.eval_shape(lambda params: model(params).init_state(1, context), params)
     return Programs(
         init=jax.jit(init),
@@ -99,7 +101,7 @@ def compile_programs(
         evaluate=compiled_evaluate,
         model=model,
         parameters=_total(params, lambda leaf: leaf.size),
-        temporary_bytes=compiled_step.memory_analysis().temp_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
         state_bytes=_total(state, lambda leaf: leaf.size * np.dtype(leaf.dtype).itemsize),
     )
 

@@ -58,7 +58,9 @@ def train(
     tokens_per_step = schedule.batch * data.train.context
     windows = data.valid_batches(schedule.batch // schedule.accumulate)
     log_every = math.ceil(schedule.steps / MAX_LOGGED_LOSSES)
-    step, seconds, record = 0, 0.0, {}
+    step, seconds = 0, 0.0
+    record: dict[str, Any] = {}
+    unread: list[tuple[int, jax.Array]] = []
 
     def log(step: int, loss: jax.Array) -> None:
         train_loss = float(loss)
@@ -84,7 +86,6 @@ def train(
                 )
                 # Evaluations and checkpoints do not count as training time.
                 started = time.perf_counter() - seconds
-                pending = None
                 while step < until:
                     tokens = next(order).astype(np.int32)
                     params, optimiser_state, loss = programs.step(
@@ -93,14 +94,15 @@ def train(
                         run.learning_rate,
                         tokens.reshape(schedule.accumulate, -1, tokens.shape[-1]),
                     )
-                    if pending is not None:
-                        log(step, pending)
-                    step, pending = step + 1, loss
-                log(step, pending)
+                    step += 1
+                    unread.append((step, loss))
+                    if len(unread) > 1:
+                        log(*unread.pop(0))
+                log(*unread.pop())
                 seconds = time.perf_counter() - started
 
-                nats = np.asarray(programs.evaluate(params, windows), np.float64)
-                nats = nats.ravel()[: len(data.valid)].sum()
+                each = np.asarray(programs.evaluate(params, windows), np.float64)
+                nats = each.ravel()[: len(data.valid)].sum()
                 # It is finite, or these parameters would spoil the last good checkpoint.
                 if not math.isfinite(nats):
                     raise Diverged(run.name, step, checkpoints.latest)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from effattn.decode import generate
@@ -86,10 +87,10 @@ class Trials:
     def _sample(self, model: Any, seed: int) -> dict[str, str]:
         """The model's continuation of the first quarter of the first validation window."""
         context = self.data.train.context
-        prompt = self.data.valid[:1, : context // 4].astype(np.int32)
+        prompt = self.data.valid[:1, : context // 4]
         tokens = generate(
             model,
-            prompt,
+            jnp.asarray(prompt, jnp.int32),
             max_new_tokens=min(context - prompt.shape[1], MAX_SAMPLE_TOKENS),
             temperature=SAMPLE_TEMPERATURE,
             rng=jax.random.key(seed),

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 import time
@@ -14,10 +14,14 @@ import orbax.checkpoint as ocp
 import pytest
 
 from experiments import lm
-from experiments.common import training
+from experiments.common import metrics, training
+from experiments.common.data import batches
 
 ROOT = Path(lm.__file__).resolve().parents[1]
 TINY = "--layers 1 --width 8 --heads 2 --context 16 --window 4 --batch 4 --eval-windows 4".split()
+
+
+SCHEDULE = "--steps 6 --evaluate-every 2 --seeds 0 7".split()
 
 
 def arguments(corpus, output, *more):
@@ -36,20 +40,46 @@ def files_of(folder):
     return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A finished comparison: its command line, where it is, and by seed the tokens of its runs."""
+
+    command: list[str]
+    corpus: Path
+    output: Path
+    tokens: dict[int, list[list[np.ndarray]]]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, documents):
-    """A comparison of all three mechanisms with two seeds each."""
+    """All three mechanisms with two seeds each, and a record of the data that they read."""
     corpus = tmp_path_factory.mktemp("corpus")
     for index, document in enumerate(documents):
         (corpus / f"{index:02d}.txt").write_bytes(document)
-    output = tmp_path_factory.mktemp("runs") / "all"
-    command = arguments(corpus, output, "--steps", "4", "--evaluate-every", "2", "--seeds", "0", "7")
-    assert lm.main(command) == 0
-    return command, corpus, output
+    command = arguments(corpus, tmp_path_factory.mktemp("runs") / "all", *SCHEDULE)
+    tokens = {0: [], 7: []}
+
+    def recorded(windows, batch, seed):
+        order, seen = batches(windows, batch, seed), []
+        tokens[seed].append(seen)
+
+        class Recorder:
+            get_state = order.get_state
+
+            def __next__(self):
+                seen.append(next(order))
+                return seen[-1]
+
+        return Recorder()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "batches", recorded)
+        assert lm.main(command) == 0
+    return Finished(command, corpus, Path(command[-len(SCHEDULE) - 1]), tokens)
 
 
 def test_a_run_folder_holds_all_that_was_promised(finished):
-    _, _, output = finished
+    output = finished.output
     names = {path.name for path in output.iterdir() if path.is_file()}
     assert names == {"config.json", "summary.json", "summary.md", "loss.png"}
     summary = json.loads((output / "summary.json").read_text())
@@ -64,7 +94,7 @@ def test_a_run_folder_holds_all_that_was_promised(finished):
 
 
 def test_mechanisms_differ_in_nothing_but_themselves(finished):
-    _, _, output = finished
+    output = finished.output
     rows = json.loads((output / "summary.json").read_text())["mechanisms"]
     assert len({row["parameters"] for row in rows}) == 1
     assert len({row["tokens"] for row in rows}) == 1
@@ -73,37 +103,16 @@ def test_mechanisms_differ_in_nothing_but_themselves(finished):
     assert linear != softmax > window
 
 
-def test_every_mechanism_sees_the_same_data_in_the_same_order(
-    tmp_path, folder_of_text, monkeypatch
-):
-    seen = {}
-    original = training.batches
-
-    def recorded(windows, batch, seed):
-        order = original(windows, batch, seed)
-        tokens = seen.setdefault(seed, [])
-        tokens.append([])
-
-        class Recorder:
-            get_state, set_state = order.get_state, order.set_state
-
-            def __next__(self):
-                tokens[-1].append(next(order))
-                return tokens[-1][-1]
-
-        return Recorder()
-
-    monkeypatch.setattr(training, "batches", recorded)
-    command = arguments(folder_of_text, tmp_path / "run", "--steps", "3", "--seeds", "0", "1")
-    assert lm.main([*command, "--mechanisms", "softmax", "linear"]) == 0
-    for softmax, linear in seen.values():
+def test_every_mechanism_sees_the_same_data_in_the_same_order(finished):
+    for softmax, window, linear in finished.tokens.values():
+        assert len(softmax) == 6
+        np.testing.assert_array_equal(softmax, window)
         np.testing.assert_array_equal(softmax, linear)
-        assert len(softmax) == 3
-    assert not np.array_equal(seen[0][0], seen[1][0])
+    assert not np.array_equal(finished.tokens[0][0], finished.tokens[7][0])
 
 
 def test_a_finished_comparison_only_prints_its_table_again(finished, capsys):
-    command, _, output = finished
+    command, output = finished.command, finished.output
     before = files_of(output)
     assert lm.main(command) == 0
     out = capsys.readouterr().out
@@ -113,7 +122,7 @@ def test_a_finished_comparison_only_prints_its_table_again(finished, capsys):
 
 
 def test_finished_runs_are_not_trained_again(finished, capsys):
-    command, _, output = finished
+    command, output = finished.command, finished.output
     (output / "summary.md").unlink()
     before = {path: path.stat().st_mtime_ns for path in output.rglob("checkpoints/*")}
     assert lm.main(command) == 0
@@ -125,19 +134,19 @@ def test_finished_runs_are_not_trained_again(finished, capsys):
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        (["--steps", "5"], "steps was 4, now 5"),
-        (["--learning-rate", "0.5"], "learning_rate was .*, now 0.5"),
+        (["--steps", "5"], "steps was 6, now 5"),
+        (["--learning-rate", "0.5"], r"learning_rate was \[0.02\], now \[0.5\]"),
     ],
 )
 def test_a_folder_of_another_configuration_is_left_alone(finished, capsys, more, reason):
-    command, _, output = finished
+    command, output = finished.command, finished.output
     before = files_of(output)
     assert_refused([*command, *more], capsys, rf"{output} holds a run with another .*\({reason}\)")
     assert files_of(output) == before
 
 
-def test_a_changed_corpus_is_another_configuration(finished, tmp_path, capsys):
-    command, corpus, _ = finished
+def test_a_changed_corpus_is_another_configuration(finished, capsys):
+    command, corpus = finished.command, finished.corpus
     (corpus / "extra.txt").write_text("more text\n")
     try:
         assert_refused(command, capsys, "another configuration .*corpus_sha256 was")
@@ -151,8 +160,6 @@ def assert_refused(command, capsys, sentence):
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1, captured.err
     assert captured.err.startswith("error: ")
-    import re
-
     assert re.search(sentence, captured.err), captured.err
 
 
@@ -237,8 +244,10 @@ def test_what_cannot_be_parsed_is_explained_without_a_traceback(capsys, command)
 def test_options_override_their_preset():
     config = lm.parse(["--preset", "medium", "--layers", "5"])
     assert (config.layers, config.width) == (5, lm.PRESETS["medium"].width)
-    assert lm.parse([]) == dataclasses.replace(lm.PRESETS["small"], learning_rate=0.02)
-    assert lm.parse(["--optimiser", "adamw"]).learning_rate == 0.003
+    assert lm.parse([]) == lm.PRESETS["small"]
+    assert lm.parse(["--optimiser", "adamw"]).rates == (0.003,)
+    assert lm.parse(["--learning-rate", "0.5"]).rates == (0.5,)
+    assert lm.parse(["--sweep", "0.5", "0.1"]).rates == (0.5, 0.1)
 
 
 @pytest.mark.parametrize("name", lm.PRESETS)
@@ -250,7 +259,7 @@ def test_presets_are_named_as_they_are_asked_for_and_fit_together(name):
 def test_a_loss_that_is_not_a_number_stops_with_the_step(tmp_path, folder_of_text, capsys):
     command = arguments(folder_of_text, tmp_path / "run", "--learning-rate", "1e30")
     command += ["--mechanisms", "softmax", "--steps", "6", "--evaluate-every", "1"]
-    command += ["--warmup", "0.9"]
+    command += ["--warmup", "0.9", "--optimiser", "adamw"]
     assert_refused(command, capsys, r"softmax-rate1e\+30-seed0 became NaN or infinite at step \d")
     assert not (tmp_path / "run" / "summary.md").exists()
 
@@ -273,41 +282,36 @@ def test_byte_pairs_learning_rates_and_accumulation_together(tmp_path, folder_of
     assert "Learning rates tried" in (output / "summary.md").read_text()
 
 
-def test_killed_at_any_moment_and_started_again_it_ends_the_same(tmp_path, folder_of_text):
-    common = ["--mechanisms", "sliding_window", "--seeds", "0", "1", "--steps", "40"]
-    common += ["--evaluate-every", "3"]
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-
-    def start(output):
-        command = [sys.executable, "-m", "experiments.lm", *arguments(folder_of_text, output)]
-        return subprocess.Popen(
-            [*command, *common], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp_path):
+    output = tmp_path / "run"
+    command = arguments(finished.corpus, output, *SCHEDULE, "--mechanisms", "sliding_window")
+    first = output / "sliding_window-rate0.02-seed0" / "checkpoints"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.lm", *command], cwd=ROOT, stdout=log, stderr=log
         )
+        try:
+            deadline = time.monotonic() + 300
+            while not first.is_dir() or not any(p.name.isdigit() for p in first.iterdir()):
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            process.kill()
+            process.wait()
+    assert not (output / "summary.md").exists()
 
-    process = start(killed)
-    first = killed / "sliding_window-rate0.02-seed0" / "checkpoints"
-    deadline = time.monotonic() + 120
-    while not any(first.glob("[0-9]*[0-9]")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not (killed / "summary.md").exists()
-
-    for output in (killed, whole):
-        _, error = start(output).communicate(timeout=120)
-        assert (output / "summary.md").is_file(), error
-    for seed in (0, 1):
+    assert lm.main(command) == 0
+    for seed in (0, 7):
         name = f"sliding_window-rate0.02-seed{seed}"
-        assert parameters(killed / name) == parameters(whole / name)
-        lines = [
-            [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in file]
-            for file in (
-                (output / name / "metrics.jsonl").read_text().splitlines()
-                for output in (killed, whole)
-            )
-        ]
-        assert lines[0] == lines[1]
+        assert parameters(output / name) == parameters(finished.output / name)
+        assert untimed(output / name) == untimed(finished.output / name)
+
+
+def untimed(run_folder):
+    """A run's metrics but for the time."""
+    records = metrics.read(run_folder / "metrics.jsonl")
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in records]
 
 
 @pytest.mark.parametrize("command", [["experiments/lm.py"], ["-m", "experiments.lm"]])

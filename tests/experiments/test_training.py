@@ -178,7 +178,9 @@ def poisoned(programs, bad_step):
     [(2, "no checkpoint had been written"), (6, "step 3 is kept"), (7, "step 6 is kept")],
 )
 def test_a_loss_that_is_not_a_number_stops_the_run(run, data, programs, bad_step, kept):
-    with pytest.raises(Diverged, match=f"bigram became NaN or infinite at step {bad_step}; .*{kept}"):
+    with pytest.raises(
+        Diverged, match=f"bigram became NaN or infinite at step {bad_step}; .*{kept}"
+    ):
         train(run, SCHEDULE, poisoned(programs, bad_step), data, Lines())
     assert "NaN" not in (run.folder / "metrics.jsonl").read_text()
     # The checkpoint is good: training without the poison goes on from it.
