@@ -87,7 +87,7 @@ def check_capacity(length: jax.Array, lengths: jax.Array, capacity: int) -> None
             )
 
 
-def check_state(state: Any, kind: type, batch: int) -> None:
+def check_state(state: Any, kind: type[Any], batch: int) -> None:
     """`ValueError` unless `state` is of that kind and for that many rows."""
     if not isinstance(state, kind):
         raise ValueError(

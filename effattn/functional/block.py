@@ -1,16 +1,18 @@
 """From the arguments that softmax mechanisms share to the block-attention core."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from effattn import _checks, dropout
 from effattn.functional.combine import combine
-from effattn.xla import manual_axes, reverse_mode, tiling
+from effattn.xla import mesh_axes, reverse_mode, tiling
 from effattn.xla.block_attention import Operands, Origin, Rule, block_attention
 
 ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -152,7 +154,10 @@ def attend(
         seed=dropout.seed_from_rng(rng) if given.dropout_rate and rng is not None else None,
     )
     with reverse_mode.only("softmax attention in tiles", "jax.nn.dot_product_attention"):
-        out, lse = block_attention(rule, operands)
+        *rows, _ = mesh_axes.spec(query)
+        specs = PartitionSpec(*rows, None), PartitionSpec(*rows)
+        run = mesh_axes.placed(functools.partial(block_attention, rule), query, *specs)
+        out, lse = run(operands)
     if given.sink is not None:
         out, lse = _with_sink(out, lse, given.sink)
     out = _zero_where_absent(out, query_mask)
@@ -191,10 +196,10 @@ def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
     Only arguments have gradients, and only those may be traced by an enclosing transformation. The
     logits will vary over the mesh axes, if any, that the arrays `like` vary over.
     """
-    example, *_ = manual_axes.vary_alike(like)
+    example, *_ = mesh_axes.vary_alike(like)
     dtype = jnp.promote_types(jnp.result_type(*like), jnp.float32)
-    logit = manual_axes.vary_like(example, jnp.zeros((), dtype))
-    index = manual_axes.vary_like(example, jnp.zeros((), jnp.int32))
+    logit = mesh_axes.vary_like(example, jnp.zeros((), dtype))
+    index = mesh_axes.vary_like(example, jnp.zeros((), jnp.int32))
     traced = jax.make_jaxpr(score_mod)(logit, index, index, index, index)
     results = traced.out_avals
     if len(results) != 1 or results[0].shape or not jnp.issubdtype(results[0].dtype, jnp.floating):

@@ -6,11 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
 from effattn.functional import feature_maps
 from effattn.functional.feature_maps import FeatureMap
-from effattn.xla import manual_axes
+from effattn.xla import mesh_axes
 from effattn.xla.linear_recurrence import (
     CHUNK,
     Documents,
@@ -143,7 +144,11 @@ def _attend(query, key, value, given: _Arguments):
         tokens = tokens._replace(documents=Documents.of(ids[1], tokens.key_mask))
     elif ids is not None:
         attend = functools.partial(_attend_within_documents, ids)
-    out, state = attend(rule, query, key, value, state, scale, tokens)
+    *rows, _ = mesh_axes.spec(query)
+    *examples, _, key_heads, _ = mesh_axes.spec(key)
+    specs = PartitionSpec(*rows, None), PartitionSpec(*examples, key_heads, None, None)
+    run = mesh_axes.placed(functools.partial(attend, rule), query, *specs)
+    out, state = run(query, key, value, state, scale, tokens)
     return checkpoint_name(out, "linear_attention"), state
 
 
@@ -217,7 +222,7 @@ def _attend_within_documents(segment_ids, rule, query, key, value, state, scale,
     The tokens are reordered, each document's keys first and then its queries, and read by one
     causal recurrence. That is linear in T + S, whatever the documents are.
     """
-    (query_ids, key_ids), query, key, value, tokens = manual_axes.vary_alike(
+    (query_ids, key_ids), query, key, value, tokens = mesh_axes.vary_alike(
         (segment_ids, query, key, value, tokens)
     )
     queries, keys = query_ids.shape[-1], key_ids.shape[-1]

@@ -137,7 +137,10 @@ def _attend_cudnn(query, key, value, given: block.Arguments, return_residual: bo
     if names:
         raise NotImplementedError(f"implementation='cudnn' does not take {', '.join(names)}")
     try:
-        result: Any = jax.nn.dot_product_attention(  # type: ignore[call-overload]
+        by_cudnn: Any = (
+            jax.nn.dot_product_attention
+        )  # its overloads do not describe a bool variable
+        result = by_cudnn(
             query,
             key,
             value,

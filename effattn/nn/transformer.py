@@ -219,8 +219,10 @@ class TransformerLM(nnx.Module):
             rngs=rngs,
             **dtypes,
         )
-        self.embed = embed(config.vocab_size)
-        self.positions = embed(config.max_length) if config.positions == "learned" else None
+        self.embed = embed(num_embeddings=config.vocab_size)
+        self.positions = None
+        if config.positions == "learned" and config.max_length is not None:
+            self.positions = embed(num_embeddings=config.max_length)
         self.blocks = nnx.List(
             [Block(config, layer, rngs=rngs) for layer in range(config.num_layers)]
         )

@@ -29,7 +29,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from effattn import dropout
-from effattn.xla import manual_axes
+from effattn.xla import mesh_axes
 from effattn.xla.tiling import BlockLayout, Walk
 
 Origin = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
@@ -110,7 +110,7 @@ def block_attention(rule: Rule, x: Operands) -> tuple[jax.Array, jax.Array]:
         dtype = _softmax_dtype(x)
         out = jnp.zeros((*x.query.shape[:-1], x.value.shape[-1]), x.value.dtype)
         return out, jnp.full(x.query.shape[:-1], -jnp.inf, dtype)
-    arrays = manual_axes.vary_alike(x._replace(constants=()))
+    arrays = mesh_axes.vary_alike(x._replace(constants=()))
     return _attend(rule, arrays._replace(constants=x.constants))
 
 
@@ -165,8 +165,8 @@ def _forward(rule: Rule, x: Operands, dtype):
 
 
 def _attend_fwd(rule: Rule, x: Operands):
-    # Saved unrounded: the backward takes dO . O from the logits' gradients of a whole row, where the
-    # error of a rounded O would add up.
+    # Saved unrounded: the backward takes dO . O from all d logits of a row, where the error of a
+    # rounded O would add up.
     out, lse = _forward(rule, x, _softmax_dtype(x))
     # Named, so that a remat policy can save what is dear to compute again.
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
@@ -180,7 +180,7 @@ def _attend_bwd(rule: Rule, saved, cotangents):
     *batch, keys, heads, size = x.key.shape
     floating, rejoin = _partition(x.constants)
     # dO . O - dL, what all d logits of a row share
-    shared = jnp.einsum("...h,...h->...", d_out, out, preferred_element_type=tiles.dtype) - d_lse
+    shared = (d_out * out).sum(-1) - d_lse
     key_rows = tiles.arrange(x.key, _rows)
     key_columns = tiles.arrange(x.key, _columns)
     value_columns = tiles.arrange(x.value, _columns)
@@ -234,7 +234,7 @@ def _attend_bwd(rule: Rule, saved, cotangents):
         tiles.full((*batch, heads, x.value.shape[-1], keys), 0),
         None if x.bias is None else tiles.full(x.bias.shape, 0),
         jax.tree.map(
-            lambda c: manual_axes.vary_like(c, jnp.zeros(c.shape, c.dtype)), [x.scale, floating]
+            lambda c: mesh_axes.vary_like(c, jnp.zeros(c.shape, c.dtype)), [x.scale, floating]
         ),
     )
     d_query, d_key, d_value, d_bias, (d_scale, d_floating) = tiles.walk.over_queries(
@@ -298,6 +298,8 @@ class _Tiles:
         heads, key_heads = x.query.shape[-2], x.key.shape[-2]
         self.by_group = (key_heads, heads // key_heads)
         self.row_shape = (*x.key.shape[:-3], key_heads, self.by_group[1] * self.walk.query_tile)
+        # By its layout a row's keys depend on the tile that it is met in.
+        self.rows_differ = x.layout is not None and self.walk.queries_overlap
         # In bfloat16 the scale would cost the query a rounding; there the logits take it.
         scale = 1.0 if rule.scale is None else rule.scale
         in_query = x.query.dtype == self.dtype
@@ -305,7 +307,7 @@ class _Tiles:
 
     def full(self, shape, value, dtype=None):
         """An array to start a loop with."""
-        return manual_axes.vary_like(self.x.query, jnp.full(shape, value, dtype or self.dtype))
+        return mesh_axes.vary_like(self.x.query, jnp.full(shape, value, dtype or self.dtype))
 
     # Tiles of the operands
 
@@ -318,11 +320,16 @@ class _Tiles:
         start, size, axis = self.walk.query_start(n), self.walk.query_tile, self.batch_axes
         tile = lax.dynamic_slice_in_dim(array, start, size, axis)
         if only_new and self.walk.queries_overlap:
-            new = start + jnp.arange(size, dtype=jnp.int32) >= n * size
-            tile = jnp.where(new.reshape(-1, *(1,) * (tile.ndim - axis - 1)), tile, 0)
+            new = self._is_new(n).reshape(-1, *(1,) * (tile.ndim - axis - 1))
+            tile = jnp.where(new, tile, 0)
         batch, rest = tile.shape[:axis], tile.shape[axis + 2 :]
         tile = tile.reshape(*batch, size, *self.by_group, *rest)
         return jnp.moveaxis(tile, axis, axis + 2).reshape(*self.row_shape, *rest)
+
+    def _is_new(self, n):
+        """bool `(t)`, False for the rows of the last tile that the one before covers too."""
+        size = self.walk.query_tile
+        return self.walk.query_start(n) + jnp.arange(size, dtype=jnp.int32) >= n * size
 
     def scaled_query(self, n):
         query = self.rows(self.x.query, n)
@@ -333,6 +340,9 @@ class _Tiles:
         batch, rest = tile.shape[:axis], tile.shape[axis + 2 :]
         tile = jnp.moveaxis(tile.reshape(*batch, *self.by_group, size, *rest), axis + 2, axis)
         tile = tile.reshape(*batch, size, array.shape[axis + 1], *rest)
+        if self.rows_differ:
+            new = self._is_new(n).reshape(-1, *(1,) * (tile.ndim - axis - 1))
+            tile = jnp.where(new, tile, lax.dynamic_slice_in_dim(array, start, size, axis))
         return lax.dynamic_update_slice_in_dim(array, tile, start, axis)
 
     def add_rows(self, array, n, tile):
@@ -433,7 +443,7 @@ class _Tiles:
         if self.rule.origin is not None:
             b, i, j = self.rule.origin(b, i, j)
         assert self.rule.score_mod is not None
-        return self.rule.score_mod(constants, *manual_axes.vary_alike((logit, b, h, i, j)))
+        return self.rule.score_mod(constants, *mesh_axes.vary_alike((logit, b, h, i, j)))
 
     def masked(self, n, m, logits):
         """The logits with -inf where a pair may not attend."""
@@ -448,6 +458,8 @@ class _Tiles:
             allowed.append(j >= i - rule.left)
         if self.walk.keys_overlap:
             allowed.append(j >= self.walk.first_new_key(n, m))
+        if self.rows_differ:
+            allowed.append(self._is_new(n)[:, None])
         if x.key_mask is not None:
             mask = self._slice(x.key_mask, self.walk.key_start(n, m), self.walk.key_tile)
             allowed.append(mask[..., None, None, None, :])

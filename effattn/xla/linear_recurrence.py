@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.xla import manual_axes, reverse_mode
+from effattn.xla import mesh_axes, reverse_mode
 
 CHUNK = 64  # tokens of one masked product
 BLOCK = 512  # tokens of one step of the loop, if that is not too many chunks
@@ -328,7 +328,7 @@ def linear_recurrence(
     heads, key_heads = query.shape[-2], key.shape[-2]
     grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
     rule = rule._replace(chunk=min(rule.chunk, max(key.shape[-3], 1)))
-    operands = manual_axes.vary_alike((grouped, key, value, state, scale, tokens))
+    operands = mesh_axes.vary_alike((grouped, key, value, state, scale, tokens))
     with reverse_mode.only("the chunked linear recurrence", "a step-by-step jax.lax.scan of it"):
         output, state = _compiled_recurrence(rule, *operands)
     return output.reshape(*query.shape[:-1], value.shape[-1]), state

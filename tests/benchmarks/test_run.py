@@ -90,44 +90,66 @@ def test_one_that_needs_too_much_memory_is_not_run(monkeypatch):
     assert large.error is None
 
 
-def test_slow_ones_leave_the_rounds_and_are_left_out_from_then_on(monkeypatch):
-    clock = iter([0, 1, 0, 9] + 2 * [0, 9, 0, 1] + [0, 1, 0, 1])
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(measure, "ENOUGH_SECONDS", 3.5)
-    contenders = tuple(
-        Contender(name, "bidirectional", in_jax(jax.nn.dot_product_attention))
-        for name in ("right", "slow")
-    )
+class Clock:
+    """In the place of `time`: it goes on only when a program runs."""
+
+    def __init__(self):
+        self.now = 0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        pass
+
+    def contender(self, name, seconds):
+        """One whose calls take so long."""
+
+        def compile_program(arrays, backward):
+            program = in_jax(jax.nn.dot_product_attention)(arrays, backward)
+
+            def run_program(operands):
+                self.now += seconds
+                return program.run(operands)
+
+            return program._replace(run=run_program)
+
+        return Contender(name, "bidirectional", compile_program)
+
+
+def test_after_enough_seconds_contenders_leave_and_slow_peers_do_not_come_back(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", clock)
+    contenders = (clock.contender("effattn", 0.75), clock.contender("slow", 9))
     slow = {}
-    rows = measure.compare("bidirectional", contenders, draw(20), PASSES[0], 4, RATES, slow)
-    assert rows[0].rounds == [1, 1, 1, 1]
-    assert rows[1].rounds == [9, 9, 9, None]
+    rows = measure.compare("bidirectional", contenders, draw(20), PASSES[0], 5, RATES, slow)
+    assert rows[0].rounds == [0.75, 0.75, 0.75, 0.75, None]
+    assert rows[1].rounds == [9, 9, 9, None, None]
+    assert rows[1].ratio == 12
     assert slow == {"slow": "slow: a call took 9.0 s at 20"}
-    right, left_out = measure.compare(
-        "bidirectional", contenders, draw(40), PASSES[0], 2, RATES, slow
+    first, left_out = measure.compare(
+        "bidirectional", contenders, draw(40), PASSES[0], 1, RATES, slow
     )
-    assert right.rounds == [1, 1]
+    assert first.rounds == [0.75]
     assert left_out.skipped == slow["slow"]
 
 
-def test_rounds_are_rotated_and_ratios_are_of_the_same_round(monkeypatch):
-    clock = iter(range(100))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+def test_each_round_starts_with_another():
     calls = []
-
-    def program(name):
-        return measure.Program(None, calls.append, None, None)
-
-    rows = [row(contender=name) for name in "abc"]
-    measure._time([(one, program(one.contender), one.contender) for one in rows], 4)
+    program = measure.Program(None, calls.append, None, None)
+    measure._time([(row(contender=name), program, name) for name in "abc"], 4)
     assert "".join(calls) == "abcbcacababc"
-    for one, rounds in zip(rows, ([1, 4, 2], [2, 2, 1], [None, 1, 1]), strict=True):
-        one.rounds = rounds
-        measure._summarise(one, rows[0])
-    assert rows[1].seconds == 2
-    assert rows[1].ratio == 0.5
-    assert rows[1].ratio_range == (0.5, 2)
-    assert rows[2].ratio == 0.375
+
+
+def test_ratios_are_of_times_in_the_same_round():
+    first, second, third = (row(contender=name) for name in "abc")
+    first.rounds, second.rounds, third.rounds = [1, 4, 2], [2, 2, 1], [None, 1, 1]
+    for one in (first, second, third):
+        measure._summarise(one, first)
+    assert second.seconds == 2
+    assert second.ratio == 0.5
+    assert second.ratio_range == (0.5, 2)
+    assert third.ratio == 0.375
 
 
 def test_targets_are_met_missed_or_not_measured():

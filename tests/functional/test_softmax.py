@@ -131,7 +131,7 @@ def test_scale_bias_cap_score_mod_mask_and_sink_come_in_this_order(x64):
         "sink": rng.normal(size=4),
         "slopes": rng.normal(size=4),
     }
-    options = {"logits_soft_cap": 1.5, "is_causal": True}
+    options = {"logits_soft_cap": 1.5, "is_causal": True, "query_offset": 2}
     known = {"mask": rng.random((2, 1, 11, 14)) < 0.7}
 
     def function(arrays, known):
@@ -145,7 +145,7 @@ def test_scale_bias_cap_score_mod_mask_and_sink_come_in_this_order(x64):
     assert all(np.abs(gradient).max() > 1e-3 for gradient in ours[1].values())
 
 
-@pytest.mark.parametrize("shape", [(14,), (4, 11, 1), (2, 4, 1, 1), (1, 1, 2, 1, 11, 14)])
+@pytest.mark.parametrize("shape", [(14,), (2, 4, 1, 1), (1, 1, 2, 1, 11, 14)])
 def test_a_bias_broadcasts_and_its_gradient_has_its_shape(shape, x64):
     arrays = draw() | {"bias": np.random.default_rng(5).normal(size=shape)}
     ours = with_gradients(attend, arrays)
@@ -156,8 +156,8 @@ def test_a_bias_broadcasts_and_its_gradient_has_its_shape(shape, x64):
     assert_close(ours, expected, 1e-12)
 
 
-@pytest.mark.parametrize("batch", [(), (2, 1, 3)])
-def test_there_may_be_any_number_of_batch_dimensions(batch, x64):
+def test_there_may_be_several_batch_dimensions(x64):
+    batch = (2, 1, 3)
     arrays = draw(batch=batch) | {"slopes": rng.normal(size=4)}
     known = {"key_value_seq_lengths": rng.integers(1, 14, batch)}
 
@@ -202,7 +202,6 @@ def eager_with_gradients(function, arrays, known):
 
 RUNS = {
     "eager": eager_with_gradients,
-    "jit of gradient": with_gradients,
     "gradient of jit": lambda function, *given: eager_with_gradients(
         jax.jit(function, compiler_options=QUICK), *given
     ),
@@ -268,12 +267,6 @@ def test_an_offset_may_be_traced(offset, x64):
     assert_close(ours, dense_of_windowed(arrays, offset), 1e-12)
 
 
-def test_an_offset_may_be_an_int(x64):
-    arrays = draw() | {"slopes": rng.normal(size=4)}
-    ours = with_gradients(lambda a, known: windowed(a, {"query_offset": 2}), arrays)
-    assert_close(ours, dense_of_windowed(arrays, 2), 1e-12)
-
-
 def dense_of_windowed(arrays, offset):
     options = {"is_causal": True, "local_window_size": (6, 2), "query_offset": offset}
     return dense_with_gradients(arrays, score_mod_of=alibi, **options)
@@ -305,17 +298,19 @@ def test_vmap_goes_over_offsets_lengths_masks_and_ids(x64):
 # Emptiness and padding
 
 
-@pytest.mark.parametrize("function", [dot_product_attention, sliding_window_attention])
-@pytest.mark.parametrize("dilation", [1, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        dot_product_attention,
+        functools.partial(sliding_window_attention, local_window_size=(2, 0), dilation=3),
+    ],
+    ids=["exact", "dilated window"],
+)
 @pytest.mark.parametrize("batch, queries, keys", [(2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 5, 5)])
-def test_there_may_be_no_tokens(function, dilation, batch, queries, keys):
-    if function is sliding_window_attention:
-        function = functools.partial(function, local_window_size=(2, 0), dilation=dilation)
-    elif dilation > 1:
-        pytest.skip("exact attention has no dilation")
+def test_there_may_be_no_tokens(function, batch, queries, keys):
     arrays = draw(queries, keys, (batch,), dtype=np.float32)
-    results, gradients = eager_with_gradients(
-        lambda a, known: function(**a, return_residual=True), arrays, {}
+    results, gradients = with_gradients(
+        lambda a, known: function(**a, return_residual=True), arrays
     )
     out, lse = results
     np.testing.assert_array_equal(out, np.zeros((batch, queries, 4, 5)))
@@ -368,8 +363,6 @@ def test_an_eager_call_compiles_once(caplog):
         "is_causal": True,
         "local_window_size": (4, 0),
         "query_offset": jnp.int32(2),
-        "dropout_rate": 0.5,
-        "dropout_rng": jax.random.key(0),
         "sink": jnp.zeros(4),
     }
 

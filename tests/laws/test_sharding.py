@@ -112,3 +112,27 @@ def test_shard_map(mechanism):
         return results, pull_back(cotangents)[0]
 
     battery.assert_close(run(arrays, cotangents), expected, 10 * np.finfo(np.float32).eps)
+
+
+def test_explicit_mesh_axes(mechanism):
+    """Where types carry the sharding, results and gradients are sharded as queries and keys are."""
+    explicit = jax.make_mesh(
+        (4, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    extent = battery.plain(mechanism)
+    arrays = {k: battery.draw_plain(mechanism, 0)[k] for k in ("query", "key", "value")}
+    spec = PartitionSpec("batch", None, "heads", None)
+
+    def loss(arrays, out_spec):
+        out = battery.call(mechanism, extent, arrays, {})["out"]
+        assert jax.typeof(out).sharding.spec == out_spec
+        return (out**2).sum()
+
+    gradient_of = jax.jit(jax.grad(loss), static_argnums=1)
+    expected = gradient_of(arrays, PartitionSpec(None, None, None, None))
+    with jax.set_mesh(explicit):
+        placed = {k: jax.device_put(x, NamedSharding(explicit, spec)) for k, x in arrays.items()}
+        gradients = gradient_of(placed, spec)
+    for name, gradient in gradients.items():
+        assert gradient.sharding.spec == spec
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-5)

@@ -13,9 +13,9 @@ class Reference:
       attend: `(arrays, pairs, keep, **options) -> results`. `arrays` are those that have
         gradients, as `tests.laws.battery.draw_arrays` names them; `pairs` are
         `tests.references.pairs.Pairs`, and `keep` the weights that dropout keeps, bool
-        `(*B, N, T, S)` or None; `results` has "out" and, where claimed, "lse" or "state". It is run in float64 for
-        the truth, and in float32 and bfloat16 for the error that is nobody's fault; its sums are at
-        least float32.
+        `(*B, N, T, S)` or None; `results` has "out" and, where claimed, "lse" or "state". It is
+        run in float64 for the truth, and in float32 and bfloat16 for the error that is nobody's
+        fault; its sums are at least float32.
       variants: options that together make the mechanism show all that it is, by label; the first
         goes through every law, the others through those about values.
       tuning: arguments that may not change a result, with values that cut the test lengths into

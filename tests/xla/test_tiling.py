@@ -50,7 +50,9 @@ def allowed(lengths, left, right, offset):
     return after if right is None else after & (ahead <= right)
 
 
-@pytest.mark.parametrize("lengths, tile", [((11, 14), (4, 5)), ((12, 10), (4, 5)), ((5, 7), (8, 9))])
+@pytest.mark.parametrize(
+    "lengths, tile", [((11, 14), (4, 5)), ((12, 10), (4, 5)), ((5, 7), (8, 9))]
+)
 @pytest.mark.parametrize("left, right", [(None, 0), (3, None), (3, 1), (0, 0), (None, None)])
 @pytest.mark.parametrize("widest_band", [0, 1024])
 def test_every_pair_that_may_attend_is_met_once(

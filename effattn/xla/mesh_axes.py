@@ -1,0 +1,51 @@
+"""What the cores need to know of the mesh: axes that vary by device, and axes that are explicit."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec, auto_axes
+
+Arrays = TypeVar("Arrays")
+
+
+def placed(function: Callable[..., Any], like: jax.Array, *specs: PartitionSpec) -> Callable:
+    """The function, free of explicit mesh axes inside, with results placed by `specs`.
+
+    Where the mesh of `like` has explicit axes, the types of arrays say how they are sharded;
+    inside, the compiler places them, as it does on other meshes. There this changes nothing.
+    """
+    if AxisType.Explicit not in jax.typeof(like).sharding.mesh.axis_types:
+        return function
+    return auto_axes(function, out_sharding=specs)
+
+
+def spec(x: jax.Array) -> tuple:
+    """Over which mesh axes each axis of the array is sharded, as its type says."""
+    known = tuple(jax.typeof(x).sharding.spec)
+    return known + (None,) * (x.ndim - len(known))
+
+
+def _varying(x: jax.Array) -> frozenset:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def _vary(x: jax.Array, axes: frozenset) -> jax.Array:
+    missing = tuple(sorted(axes - _varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_alike(arrays: Arrays) -> Arrays:
+    """Lets all arrays vary over the axes that any of them varies over.
+
+    A custom rule is then local to a device, and the gradient of a replicated array is summed over
+    devices by the transpose of this.
+    """
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
+    return jax.tree.map(lambda x: _vary(x, axes), arrays)
+
+
+def vary_like(like: jax.Array, x: jax.Array) -> jax.Array:
+    """Lets `x`, the same on all devices, vary as `like` does: a loop's carry keeps its type."""
+    return _vary(x, _varying(like))

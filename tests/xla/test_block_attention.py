@@ -1,0 +1,139 @@
+"""The core by itself: layouts, dropout, tiles, and what it costs to trace and to rematerialise."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effattn import dot_product_attention, sliding_window_attention
+from effattn.functional import block
+from effattn.xla.block_attention import Operands, Rule, block_attention
+from effattn.xla.tiling import BlockLayout, choose_tile
+from tests.dense import dense_with_gradients, draw, with_gradients
+from tests.laws.battery import assert_close
+
+TILE = (4, 5)
+# Query tiles by key tiles: a tile of queries that visits nothing, and one of keys never visited.
+BLOCKS = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0]], bool)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def over_layout(arrays, known, **rule):
+    rule = Rule(tile=TILE, scale=3**-0.5, **rule)
+    return block_attention(rule, Operands(**arrays, **known))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_layout_is_a_mask_at_tile_grain_with_gradients(is_causal, x64):
+    arrays = draw()
+    known = {"layout": BlockLayout.from_block_mask(BLOCKS)}
+    mask = BLOCKS.repeat(TILE[0], 0).repeat(TILE[1], 1)[:11, :14]
+    expected = dense_with_gradients(arrays, mask=mask[None, None], is_causal=is_causal)
+    function = functools.partial(over_layout, right=0 if is_causal else None)
+    results = with_gradients(function, arrays, known)
+    assert_close(results, expected, 1e-12)
+
+    # What no tile visits is not read.
+    spoilt = {k: a if k == "query" else a.copy() for k, a in arrays.items()}
+    spoilt["key"][:, 10:], spoilt["value"][:, 10:] = np.nan, np.nan
+    jax.tree.map(np.testing.assert_array_equal, with_gradients(function, spoilt, known), results)
+
+
+@pytest.mark.parametrize("tile", [(4, 5), (11, 3), (100, 100)])
+def test_dropout_is_the_same_in_every_tile_and_in_the_backward(tile, x64):
+    arrays = draw()
+    options = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5), "query_offset": 3}
+
+    def function(arrays, known):
+        return dot_product_attention(**arrays, **options, tile=tile, return_residual=True)
+
+    expected = dense_with_gradients(arrays, **options)
+    assert_close(with_gradients(function, arrays), expected, 1e-12)
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    """The rules that the core was called with."""
+    seen = []
+
+    def spy(rule, x):
+        seen.append(rule)
+        return block_attention(rule, x)
+
+    monkeypatch.setattr(block, "block_attention", spy)
+    return seen
+
+
+def shapes(length, batch=(1,), heads=4, size=64):
+    return (jax.ShapeDtypeStruct((*batch, length, heads, size), jnp.float32),) * 3
+
+
+def test_tiles_are_those_asked_for_or_chosen_from_the_shapes(rules):
+    jax.eval_shape(functools.partial(dot_product_attention, tile=(7, 9)), *shapes(100))
+    jax.eval_shape(dot_product_attention, *shapes(3000, batch=(2, 8)))
+    window = functools.partial(sliding_window_attention, local_window_size=(100, 0))
+    jax.eval_shape(window, *shapes(3000))
+    assert [rule.tile for rule in rules] == [
+        (7, 9),
+        choose_tile((3000, 3000), 64, None, None),
+        choose_tile((3000, 3000), 4, 100, 0),
+    ]
+
+
+def test_equal_calls_are_equal_programs(rules):
+    for _ in range(2):
+        call = functools.partial(sliding_window_attention, local_window_size=3, dilation=2)
+        jax.eval_shape(functools.partial(call, query_offset=4), *shapes(20))
+    assert rules[0] == rules[1] and hash(rules[0]) == hash(rules[1])
+
+
+VARIANTS = {
+    "exact": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (255, 0)},
+    "wide window": {"local_window_size": 4000, "query_offset": 2},
+    "dilated": {"local_window_size": (255, 0), "dilation": 3},
+    "dropout": {"dropout_rate": 0.5, "is_causal": True},
+}
+
+
+def gradient_program(length, *, policy=None, **options):
+    attend = sliding_window_attention if "dilation" in options else dot_product_attention
+    if "dropout_rate" in options:
+        options["dropout_rng"] = jax.random.key(0)
+
+    def loss(*args):
+        return attend(*args, **options).sum()
+
+    loss = loss if policy is None else jax.checkpoint(loss, policy=policy)
+    return str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*shapes(length)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_program_is_no_larger_for_longer_sequences(variant):
+    short, long = (gradient_program(n, **VARIANTS[variant]) for n in (9 * 1024 + 3, 2**20 + 2))
+    assert short.count(" = ") == long.count(" = ") > 50
+
+
+def test_saving_what_the_names_say_saves_the_forward():
+    saved = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+    again = jax.checkpoint_policies.nothing_saveable
+    products = [
+        gradient_program(2000, policy=policy, is_causal=True).count("dot_general")
+        for policy in (None, saved, again)
+    ]
+    assert products[0] == products[1] < products[2]
+
+
+@pytest.mark.parametrize("precision", [jax.lax.Precision.HIGHEST, "high"])
+def test_precision_is_that_of_every_product(precision):
+    program = gradient_program(2000, precision=precision)
+    name = str(jax.lax.Precision(precision))
+    assert program.count("dot_general") == program.count(f"precision=({name}, {name})") > 0
