@@ -135,5 +135,5 @@ def test_saving_what_the_names_say_saves_the_forward():
 @pytest.mark.parametrize("precision", [jax.lax.Precision.HIGHEST, "high"])
 def test_precision_is_that_of_every_product(precision):
     program = gradient_program(2000, precision=precision)
-    name = str(jax.lax.Precision(precision))
+    name = f"Precision.{jax.lax.Precision(precision).name}"
     assert program.count("dot_general") == program.count(f"precision=({name}, {name})") > 0
