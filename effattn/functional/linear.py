@@ -82,6 +82,7 @@ def linear_attention(
       NotImplementedError: an implementation that linear attention does not have.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     batch = _checks.query_key_value(query, key, value)
     queries, keys = query.shape[-3], key.shape[-3]
     packed = _checks.segment_ids(segment_ids, batch, queries, keys)

@@ -220,9 +220,8 @@ class TransformerLM(nnx.Module):
             **dtypes,
         )
         self.embed = embed(num_embeddings=config.vocab_size)
-        self.positions = None
-        if config.positions == "learned" and config.max_length is not None:
-            self.positions = embed(num_embeddings=config.max_length)
+        learned = config.positions == "learned"
+        self.positions = embed(num_embeddings=config.max_length or 0) if learned else None
         self.blocks = nnx.List(
             [Block(config, layer, rngs=rngs) for layer in range(config.num_layers)]
         )

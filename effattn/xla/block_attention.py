@@ -30,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from effattn import dropout
 from effattn.xla import mesh_axes
+from effattn.xla.products import widened
 from effattn.xla.tiling import BlockLayout, Walk
 
 Origin = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
@@ -389,13 +390,12 @@ class _Tiles:
     def matmul(self, left, right):
         """One matrix product a key head, accumulated in the dtype of the softmax."""
         last, batch = left.ndim - 1, tuple(range(self.batch_axes + 1))
-        return lax.dot_general(
-            left,
-            right,
-            (((last,), (last - 1,)), (batch, batch)),
+        product = functools.partial(
+            lax.dot_general,
+            dimension_numbers=(((last,), (last - 1,)), (batch, batch)),
             precision=self.rule.precision,
-            preferred_element_type=self.dtype,
         )
+        return widened(product, left, right, self.dtype)
 
     # Scores
 

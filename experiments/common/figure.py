@@ -47,7 +47,7 @@ def write_figure(folder: Path, runs: Sequence[dict[str, Any]]) -> None:
             )
     count = len(next(iter(curves.values())))
     axes[0].set(xlabel="training tokens (millions)", ylabel="validation loss (bits/byte)")
-    axes[1].set(xlabel="training time, mean over seeds (s)")
+    axes[1].set(xlabel="training time (s)")
     for axis in axes:
         axis.grid(alpha=0.3)
     legend = "mechanism" if count == 1 else f"mean of {count} seeds; band: their range"

@@ -27,7 +27,8 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "cannot be written" if existing.is_dir() else "is no folder"
         raise UserError(f"the output folder {folder} cannot be used: {existing} {reason}")
-    if not folder.is_dir() or not any(folder.iterdir()):
+    # A kill may have left a file half written, which is as good as none.
+    if not folder.is_dir() or all(path.suffix == ".partial" for path in folder.iterdir()):
         return
     try:
         there = json.loads((folder / RECORD).read_text())

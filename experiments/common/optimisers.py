@@ -12,9 +12,6 @@ import optax.contrib
 
 ADAM_BETAS = (0.9, 0.95)
 
-# Muon's kernels take the rate as it is; embeddings and norms, which it leaves to Adam, this part.
-ADAM_SHARE = 0.3
-
 
 def make_optimiser(
     name: str, steps: int, warmup: float, clip: float, weight_decay: float
@@ -45,7 +42,6 @@ def make_optimiser(
             weight_decay=weight_decay,
             adam_b1=b1,
             adam_b2=b2,
-            adam_learning_rate=lambda count: ADAM_SHARE * schedule(count),
             muon_weight_dimension_numbers=_muon_axes,
         )
     return optax.chain(optax.clip_by_global_norm(clip), inner)

@@ -53,7 +53,7 @@ class Trials:
 
         Perplexities are exp of the nats a token, and a word where the corpus defines words.
         """
-        name = f"{mechanism}-rate{learning_rate:g}-seed{seed}"
+        name = f"{mechanism}-rate{learning_rate}-seed{seed}"
         run = Run(name, self.folder / name, f"{self.identity} {name}", seed, learning_rate)
         path = run.folder / "result.json"
         if path.is_file():

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from experiments import lm
-from experiments.common import metrics, training
+from experiments.common import folders, metrics, training
 from experiments.common.data import batches
 
 ROOT = Path(lm.__file__).resolve().parents[1]
@@ -135,7 +135,7 @@ def test_finished_runs_are_not_trained_again(finished, capsys):
     ("more", "reason"),
     [
         (["--steps", "5"], "steps was 6, now 5"),
-        (["--learning-rate", "0.5"], r"learning_rate was \[0.02\], now \[0.5\]"),
+        (["--learning-rate", "0.5"], r"learning_rate was \[0.03\], now \[0.5\]"),
     ],
 )
 def test_a_folder_of_another_configuration_is_left_alone(finished, capsys, more, reason):
@@ -186,6 +186,14 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path, folder_of_te
     (output / "thesis.txt").write_text("precious")
     assert_refused(arguments(folder_of_text, output), capsys, "not empty and holds no run")
     assert files_of(output) == {str(output / "thesis.txt"): b"precious"}
+
+
+def test_a_folder_that_a_kill_left_unmade_is_used(tmp_path):
+    (tmp_path / "config.json.partial").write_text("{")
+    folders.check_folder(tmp_path, {})
+    folders.make_folder(tmp_path, {"steps": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    folders.check_folder(tmp_path, {"steps": 3})
 
 
 def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, folder_of_text, capsys):
@@ -285,7 +293,7 @@ def test_byte_pairs_learning_rates_and_accumulation_together(tmp_path, folder_of
 def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp_path):
     output = tmp_path / "run"
     command = arguments(finished.corpus, output, *SCHEDULE, "--mechanisms", "sliding_window")
-    first = output / "sliding_window-rate0.02-seed0" / "checkpoints"
+    first = output / "sliding_window-rate0.03-seed0" / "checkpoints"
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "experiments.lm", *command], cwd=ROOT, stdout=log, stderr=log
@@ -303,7 +311,7 @@ def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp
 
     assert lm.main(command) == 0
     for seed in (0, 7):
-        name = f"sliding_window-rate0.02-seed{seed}"
+        name = f"sliding_window-rate0.03-seed{seed}"
         assert parameters(output / name) == parameters(finished.output / name)
         assert untimed(output / name) == untimed(finished.output / name)
 

@@ -105,7 +105,7 @@ def test_the_figure_shows_both_curves_with_their_bands(tmp_path, monkeypatch):
     left, right = drawn[0].axes
     assert left.get_xlabel() == "training tokens (millions)"
     assert left.get_ylabel() == "validation loss (bits/byte)"
-    assert right.get_xlabel() == "training time, mean over seeds (s)"
+    assert right.get_xlabel() == "training time (s)"
     assert [line.get_label() for line in left.lines] == ["softmax", "linear"]
     assert left.lines[0].get_xdata().tolist() == [1, 2]
     assert right.lines[0].get_xdata().tolist() == [1.5, 3.0]
