@@ -18,7 +18,8 @@ from experiments.common import folders, metrics, training
 from experiments.common.data import batches
 
 ROOT = Path(lm.__file__).resolve().parents[1]
-TINY = "--layers 1 --width 8 --heads 2 --context 16 --window 4 --batch 4 --eval-windows 4".split()
+TINY = """--layers 1 --width 8 --heads 2 --context 16 --window 4 --batch 4 --eval-windows 4
+    --optimiser adamw""".split()
 
 
 SCHEDULE = "--steps 6 --evaluate-every 2 --seeds 0 7".split()
@@ -135,7 +136,7 @@ def test_finished_runs_are_not_trained_again(finished, capsys):
     ("more", "reason"),
     [
         (["--steps", "5"], "steps was 6, now 5"),
-        (["--learning-rate", "0.5"], r"learning_rate was \[0.03\], now \[0.5\]"),
+        (["--learning-rate", "0.5"], r"learning_rate was \[0.003\], now \[0.5\]"),
     ],
 )
 def test_a_folder_of_another_configuration_is_left_alone(finished, capsys, more, reason):
@@ -267,7 +268,7 @@ def test_presets_are_named_as_they_are_asked_for_and_fit_together(name):
 def test_a_loss_that_is_not_a_number_stops_with_the_step(tmp_path, folder_of_text, capsys):
     command = arguments(folder_of_text, tmp_path / "run", "--learning-rate", "1e30")
     command += ["--mechanisms", "softmax", "--steps", "6", "--evaluate-every", "1"]
-    command += ["--warmup", "0.9", "--optimiser", "adamw"]
+    command += ["--warmup", "0.9"]
     assert_refused(command, capsys, r"softmax-rate1e\+30-seed0 became NaN or infinite at step \d")
     assert not (tmp_path / "run" / "summary.md").exists()
 
@@ -275,7 +276,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_step(tmp_path, folder_of_tex
 def test_byte_pairs_learning_rates_and_accumulation_together(tmp_path, folder_of_text, capsys):
     output = tmp_path / "run"
     command = arguments(folder_of_text, output, "--steps", "3", "--seeds", "0")
-    command += ["--mechanisms", "softmax", "--sweep", "0.001", "0.01", "--optimiser", "adamw"]
+    command += ["--mechanisms", "softmax", "--sweep", "0.001", "0.01", "--optimiser", "muon"]
     command += ["--tokenizer", "bpe", "--vocabulary", "300", "--accumulate", "2"]
     command += ["--precision", "bfloat16"]
     assert lm.main(command) == 0
@@ -293,7 +294,7 @@ def test_byte_pairs_learning_rates_and_accumulation_together(tmp_path, folder_of
 def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp_path):
     output = tmp_path / "run"
     command = arguments(finished.corpus, output, *SCHEDULE, "--mechanisms", "sliding_window")
-    first = output / "sliding_window-rate0.03-seed0" / "checkpoints"
+    first = output / "sliding_window-rate0.003-seed0" / "checkpoints"
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "experiments.lm", *command], cwd=ROOT, stdout=log, stderr=log
@@ -311,7 +312,7 @@ def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp
 
     assert lm.main(command) == 0
     for seed in (0, 7):
-        name = f"sliding_window-rate0.03-seed{seed}"
+        name = f"sliding_window-rate0.003-seed{seed}"
         assert parameters(output / name) == parameters(finished.output / name)
         assert untimed(output / name) == untimed(finished.output / name)
 
