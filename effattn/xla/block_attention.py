@@ -126,33 +126,32 @@ def _attend(rule: Rule, x: Operands):
 
 def _forward(rule: Rule, x: Operands, dtype):
     tiles = _Tiles(rule, x)
-    rows, values = tiles.row_shape, x.value.shape[-1]
-    key_columns = tiles.arrange(x.key, _columns)
-    value_rows = tiles.arrange(x.value, _rows)
+    rows, size = tiles.row_shape, x.value.shape[-1]
 
     def query_tile(n, outputs):
         out, lse = outputs
         query = tiles.scaled_query(n)
 
-        def key_tile(masked, m, carry):
-            largest, total, mixed = carry
-            value = tiles.keys(value_rows, n, m, _rows)
-            products = tiles.matmul(query, tiles.keys(key_columns, n, m, _columns))
-            logits = tiles.scores(n, m, products, tiles.pairs(x.bias, n, m), x.scale, x.constants)
-            logits = tiles.masked(n, m, logits) if masked else logits
+        def key_tile(patch, carry):
+            largest, total, mixed = (tiles.part(patch, array) for array in carry)
+            keys, values = tiles.key_rows(patch, x.key), tiles.key_rows(patch, x.value)
+            products = tiles.matmul(tiles.part(patch, query), keys, contract=-1)
+            bias = tiles.pairs(patch, x.bias)
+            logits = tiles.masked(patch, tiles.scores(patch, products, bias, x.scale, x.constants))
             new = jnp.maximum(largest, logits.max(-1))
             weights = jnp.exp(logits - new[..., None])
             decay = jnp.exp(largest - new)
             total = total * decay + weights.sum(-1)
-            weights = tiles.dropped(n, m, weights).astype(value.dtype)
-            mixed = mixed * decay[..., None] + tiles.matmul(weights, value)
-            return new, total, mixed
+            weights = tiles.dropped(patch, weights).astype(values.dtype)
+            mixed = mixed * decay[..., None] + tiles.matmul(weights, values)
+            put = functools.partial(tiles.with_part, patch)
+            return tuple(map(put, carry, (new, total, mixed)))
 
         start = (
             # Finite, so that a row which has seen nothing yet subtracts no infinities.
             tiles.full(rows, jnp.finfo(tiles.dtype).min),
             tiles.full(rows, 0),
-            tiles.full((*rows, values), 0),
+            tiles.full((*rows, size), 0),
         )
         largest, total, mixed = tiles.walk.over_keys(n, key_tile, start)
         total_or_one = jnp.where(total == 0, 1, total)
@@ -160,7 +159,7 @@ def _forward(rule: Rule, x: Operands, dtype):
         tile_out = (mixed / total_or_one[..., None]).astype(out.dtype)
         return tiles.put_rows(out, n, tile_out), tiles.put_rows(lse, n, tile_lse)
 
-    out = tiles.full((*x.query.shape[:-1], values), 0, dtype)
+    out = tiles.full((*x.query.shape[:-1], size), 0, dtype)
     lse = tiles.full(x.query.shape[:-1], 0)
     return tiles.walk.over_queries(query_tile, (out, lse))
 
@@ -182,9 +181,6 @@ def _attend_bwd(rule: Rule, saved, cotangents):
     floating, rejoin = _partition(x.constants)
     # dO . O - dL, what all d logits of a row share
     shared = (d_out * out).sum(-1) - d_lse
-    key_rows = tiles.arrange(x.key, _rows)
-    key_columns = tiles.arrange(x.key, _columns)
-    value_columns = tiles.arrange(x.value, _columns)
 
     def query_tile(n, gradients):
         d_query, *others = gradients
@@ -196,30 +192,33 @@ def _attend_bwd(rule: Rule, saved, cotangents):
         lse_tile = tiles.rows(lse, n)[..., None]
         lse_tile = jnp.where(lse_tile == -jnp.inf, 0, lse_tile)
 
-        def key_tile(masked, m, carry):
+        def key_tile(patch, carry):
             d_query_tile, d_key, d_value, d_bias, d_shared = carry
+            part = functools.partial(tiles.part, patch)
+            keys, values = tiles.key_rows(patch, x.key), tiles.key_rows(patch, x.value)
             logits, pull_back = jax.vjp(
                 lambda products, bias, scale, floating: tiles.scores(
-                    n, m, products, bias, scale, rejoin(floating)
+                    patch, products, bias, scale, rejoin(floating)
                 ),
-                tiles.matmul(query, tiles.keys(key_columns, n, m, _columns)),
-                tiles.pairs(x.bias, n, m),
+                tiles.matmul(part(query), keys, contract=-1),
+                tiles.pairs(patch, x.bias),
                 x.scale,
                 floating,
             )
-            logits = tiles.masked(n, m, logits) if masked else logits
-            weights = jnp.exp(logits - lse_tile)
-            dropped = tiles.dropped(n, m, weights).astype(x.value.dtype)
-            d_value_tile = tiles.matmul(d_out_columns, dropped)
-            value = tiles.keys(value_columns, n, m, _columns)
-            d_weights = tiles.dropped(n, m, tiles.matmul(d_out_tile, value))
-            d_products, d_bias_tile, *d_shared_tile = pull_back(weights * (d_weights - shared_tile))
+            weights = jnp.exp(tiles.masked(patch, logits) - part(lse_tile))
+            dropped = tiles.dropped(patch, weights).astype(x.value.dtype)
+            d_value_tile = tiles.matmul(part(d_out_columns, -1), dropped)
+            d_weights = tiles.dropped(patch, tiles.matmul(part(d_out_tile), values, contract=-1))
+            d_products, d_bias_tile, *d_shared_tile = pull_back(
+                weights * (d_weights - part(shared_tile))
+            )
             d_products = d_products.astype(query.dtype)
+            d_rows = tiles.matmul(d_products, keys)
             return (
-                d_query_tile + tiles.matmul(d_products, tiles.keys(key_rows, n, m, _rows)),
-                tiles.add_keys(d_key, n, m, tiles.matmul(query_columns, d_products)),
-                tiles.add_keys(d_value, n, m, d_value_tile),
-                tiles.add_pairs(d_bias, n, m, d_bias_tile),
+                tiles.with_part(patch, d_query_tile, part(d_query_tile) + d_rows),
+                tiles.add_keys(patch, d_key, tiles.matmul(part(query_columns, -1), d_products)),
+                tiles.add_keys(patch, d_value, d_value_tile),
+                tiles.add_pairs(patch, d_bias, d_bias_tile),
                 jax.tree.map(operator.add, d_shared, d_shared_tile),
             )
 
@@ -228,7 +227,7 @@ def _attend_bwd(rule: Rule, saved, cotangents):
         d_query_tile = (d_query_tile * tiles.query_scale).astype(d_query.dtype)
         return (tiles.add_rows(d_query, n, d_query_tile), *others)
 
-    # Keys last, the layout in which `sums_over_rows` streams through its large operand.
+    # Keys last: a product streams through its larger operand, the weights, by rows.
     start = (
         tiles.full(x.query.shape, 0, x.query.dtype),
         tiles.full((*batch, heads, size, keys), 0),
@@ -268,31 +267,26 @@ def _partition(constants):
     return floating, rejoin
 
 
-def _rows(array):
-    """`(*B, S, K, H)` to `(*B, K, S, H)`."""
-    return jnp.moveaxis(array, -2, -3)
-
-
-def _columns(array):
-    """`(*B, S, K, H)` to `(*B, K, H, S)`."""
-    return jnp.moveaxis(array, -3, -1)
-
-
 class _Tiles:
-    """Reads, scores and writes one tile of the operands; n counts query tiles, m key tiles."""
+    """Reads, scores and writes the operands: rows of query tile n, and patches of pairs."""
 
     def __init__(self, rule: Rule, x: Operands):
         self.rule, self.x = rule, x
         self.batch_axes = x.key.ndim - 3
         self.dtype = _softmax_dtype(x)
-        self.offset = jnp.asarray(x.offset if rule.offset is None else rule.offset, jnp.int32)
+        offset = x.offset if rule.offset is None else rule.offset
+        self.offset = jnp.asarray(offset, jnp.int32)
         self.walk = Walk(
             tile=rule.tile,
             lengths=(x.query.shape[-3], x.key.shape[-3]),
             left=rule.left,
             right=rule.right,
             # Offsets that differ by example leave no tile empty for all examples.
-            offset=self.offset if self.offset.ndim == 0 else None,
+            offset=None
+            if self.offset.ndim
+            else self.offset
+            if rule.offset is None
+            else rule.offset,
             always_masked=any(a is not None for a in (x.mask, x.key_mask, x.segments)),
             layout=x.layout,
         )
@@ -349,95 +343,126 @@ class _Tiles:
     def add_rows(self, array, n, tile):
         return self.put_rows(array, n, self.rows(array, n) + tile)
 
-    def arrange(self, array, layout):
-        """The keys or values laid out for `keys`, at once where each tile is read many times."""
-        return layout(array) if self.walk.keys_reread else array
+    def part(self, patch, array, axis=None):
+        """Of an array of the query tile's rows, along `axis`, those of the patch."""
+        if patch.first_row == 0:
+            return array
+        axis = self.batch_axes + 1 if axis is None else axis % array.ndim
+        by_query = self._groups_apart(array, axis)
+        return self._groups_together(
+            lax.slice_in_dim(by_query, patch.first_row, None, axis=axis + 1), axis
+        )
 
-    def keys(self, array, n, m, layout):
-        """A tile of what `arrange` gave: `(*B, K, s, H)`, or `(*B, K, H, s)` of `_columns`."""
-        start, size = self.walk.key_start(n, m), self.walk.key_tile
-        if not self.walk.keys_reread:
-            return layout(lax.dynamic_slice_in_dim(array, start, size, array.ndim - 3))
-        axis = array.ndim - (1 if layout is _columns else 2)
-        return lax.dynamic_slice_in_dim(array, start, size, axis)
+    def with_part(self, patch, array, part):
+        """The array with the patch's rows replaced."""
+        if patch.first_row == 0:
+            return part
+        axis = self.batch_axes + 1
+        rest = lax.slice_in_dim(self._groups_apart(array, axis), 0, patch.first_row, axis=axis + 1)
+        whole = jnp.concatenate([rest, self._groups_apart(part, axis)], axis + 1)
+        return self._groups_together(whole, axis)
 
-    def add_keys(self, array, n, m, tile):
+    def _groups_apart(self, array, axis):
+        """Rows r, along `axis`, as two axes (G, t)."""
+        group = self.by_group[1]
+        shape = (*array.shape[:axis], group, array.shape[axis] // group, *array.shape[axis + 1 :])
+        return array.reshape(shape)
+
+    @staticmethod
+    def _groups_together(array, axis):
+        group, queries = array.shape[axis : axis + 2]
+        return array.reshape(*array.shape[:axis], group * queries, *array.shape[axis + 2 :])
+
+    def key_rows(self, patch, array):
+        """`(*B, K, s, H)` of `(*B, S, K, H)`."""
+        start, size = patch.key_start, patch.keys
+        return jnp.moveaxis(lax.dynamic_slice_in_dim(array, start, size, array.ndim - 3), -2, -3)
+
+    def add_keys(self, patch, array, tile):
         """Adds `(*B, K, H, s)` to `(*B, K, H, S)`."""
-        start, size, axis = self.walk.key_start(n, m), self.walk.key_tile, array.ndim - 1
+        start, size, axis = patch.key_start, patch.keys, array.ndim - 1
         tile = tile + lax.dynamic_slice_in_dim(array, start, size, axis)
         return lax.dynamic_update_slice_in_dim(array, tile, start, axis)
 
-    def pairs(self, array, n, m):
+    def pairs(self, patch, array):
         """`(*#B, #K, #G, #T, #S)` to `(*#B, #K, #G, #t, #s)`."""
         if array is None:
             return None
-        return lax.dynamic_slice(array, *self._pairs_at(array, n, m))
+        return lax.dynamic_slice(array, *self._pairs_at(patch, array))
 
-    def add_pairs(self, array, n, m, tile):
+    def add_pairs(self, patch, array, tile):
         if array is None:
             return None
-        starts, sizes = self._pairs_at(array, n, m)
+        starts, sizes = self._pairs_at(patch, array)
         tile = tile + lax.dynamic_slice(array, starts, sizes)
         return lax.dynamic_update_slice(array, tile, starts)
 
-    def _pairs_at(self, array, n, m):
+    @staticmethod
+    def _pairs_at(patch, array):
         *leading, queries, keys = array.shape
-        query_start = self.walk.query_start(n) if queries > 1 else 0
-        key_start = self.walk.key_start(n, m) if keys > 1 else 0
+        query_start = patch.query_start if queries > 1 else 0
+        key_start = patch.key_start if keys > 1 else 0
         starts = [jnp.int32(start) for start in (*(0 for _ in leading), query_start, key_start)]
-        return starts, [*leading, min(queries, self.walk.query_tile), min(keys, self.walk.key_tile)]
+        return starts, [*leading, min(queries, patch.queries), min(keys, patch.keys)]
 
-    def matmul(self, left, right):
-        """One matrix product a key head, accumulated in the dtype of the softmax."""
-        last, batch = left.ndim - 1, tuple(range(self.batch_axes + 1))
+    def matmul(self, left, right, contract=-2):
+        """One matrix product a key head, over the last axis of `left` and `contract` of `right`.
+
+        Accumulated in the dtype of the softmax.
+        """
+        axes, batch = (left.ndim - 1, right.ndim + contract), tuple(range(self.batch_axes + 1))
         product = functools.partial(
             lax.dot_general,
-            dimension_numbers=(((last,), (last - 1,)), (batch, batch)),
+            dimension_numbers=(((axes[0],), (axes[1],)), (batch, batch)),
             precision=self.rule.precision,
         )
         return widened(product, left, right, self.dtype)
 
     # Scores
 
-    def query_positions(self, n):
+    def query_positions(self, patch):
         """`(t)`, or `(*B, t)` if the offset differs by example."""
-        index = self.walk.query_start(n) + jnp.arange(self.walk.query_tile, dtype=jnp.int32)
+        index = patch.query_start + jnp.arange(patch.queries, dtype=jnp.int32)
         return self.offset[..., None] + index
 
-    def key_positions(self, n, m):
-        return self.walk.key_start(n, m) + jnp.arange(self.walk.key_tile, dtype=jnp.int32)
+    @staticmethod
+    def key_positions(patch):
+        return patch.key_start + jnp.arange(patch.keys, dtype=jnp.int32)
 
-    def _indices(self, n, m):
+    def _indices(self, patch):
         """b `(*B)`, h `(K, G)`, i `(t)` or `(*B, t)`, and j `(s)`."""
         batch = self.x.key.shape[:-3]
         b = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
         h = jnp.arange(math.prod(self.by_group), dtype=jnp.int32).reshape(self.by_group)
-        return b, h, self.query_positions(n), self.key_positions(n, m)
+        return b, h, self.query_positions(patch), self.key_positions(patch)
 
-    def _heads_apart(self, tile):
+    def _heads_apart(self, array):
         """`(*B, K, r, s)` to `(*B, K, G, t, s)`."""
-        key_heads, group = self.by_group
-        batch, size = tile.shape[: self.batch_axes], tile.shape[-1]
-        return tile.reshape(*batch, key_heads, group, self.walk.query_tile, size)
+        return self._groups_apart(array, array.ndim - 2)
 
-    def scores(self, n, m, products, bias, scale, constants):
-        """The logits `(*B, K, r, s)` of a tile, before any mask."""
+    def _heads_together(self, array):
+        """`(*B, K, G, t, s)` to `(*B, K, r, s)`."""
+        return self._groups_together(array, array.ndim - 3)
+
+    def scores(self, patch, products, bias, scale, constants):
+        """The logits `(*B, K, r, s)` of a patch, before any mask."""
         scale = self.logit_scale if scale is None else scale.astype(products.dtype)
         logits = products if isinstance(scale, float) and scale == 1 else products * scale
         if bias is not None:
-            logits = self._heads_apart(logits) + bias.astype(logits.dtype)
+            bias = bias.astype(logits.dtype)
+            logits = self._heads_together(self._heads_apart(logits) + bias)
         if self.rule.soft_cap is not None:
             logits = self.rule.soft_cap * jnp.tanh(logits / self.rule.soft_cap)
         if self.rule.score_mod is not None:
             score = functools.partial(self._score_at_origin, constants)
-            b, h, i, j = self._indices(n, m)
+            b, h, i, j = self._indices(patch)
             score = jax.vmap(score, (0, None, None, None, 0))
             score = jax.vmap(score, (0, None, None, 0, None))
             score = jax.vmap(jax.vmap(score, (0, None, 0, None, None)), (0, None, 0, None, None))
             for _ in range(self.batch_axes):
                 score = jax.vmap(score, (0, 0, None, 0 if i.ndim > 1 else None, None))
-            logits = score(self._heads_apart(logits), b, h, i, j).astype(logits.dtype)
-        return logits.reshape(products.shape)
+            logits = self._heads_together(score(self._heads_apart(logits), b, h, i, j))
+        return logits.astype(products.dtype)
 
     def _score_at_origin(self, constants, logit, b, h, i, j):
         if self.rule.origin is not None:
@@ -445,11 +470,13 @@ class _Tiles:
         assert self.rule.score_mod is not None
         return self.rule.score_mod(constants, *mesh_axes.vary_alike((logit, b, h, i, j)))
 
-    def masked(self, n, m, logits):
+    def masked(self, patch, logits):
         """The logits with -inf where a pair may not attend."""
+        if not patch.masked:
+            return logits
         x, rule = self.x, self.rule
-        j = self.key_positions(n, m)
-        i = self.query_positions(n)[..., None]
+        j = self.key_positions(patch)
+        i = self.query_positions(patch)[..., None]
         i = jnp.expand_dims(i, (-4, -3)) if i.ndim > 2 else i
         allowed = []
         if rule.right is not None:
@@ -457,38 +484,38 @@ class _Tiles:
         if rule.left is not None:
             allowed.append(j >= i - rule.left)
         if self.walk.keys_overlap:
-            allowed.append(j >= self.walk.first_new_key(n, m))
+            allowed.append(j >= patch.new_key)
         if self.rows_differ:
-            allowed.append(self._is_new(n)[:, None])
+            index = patch.query_start + jnp.arange(patch.queries, dtype=jnp.int32)
+            allowed.append((index >= patch.new_query)[:, None])
         if x.key_mask is not None:
-            mask = self._slice(x.key_mask, self.walk.key_start(n, m), self.walk.key_tile)
+            mask = self._slice(x.key_mask, patch.key_start, patch.keys)
             allowed.append(mask[..., None, None, None, :])
         if x.segments is not None:
             of_query, of_key = x.segments
-            of_query = self._slice(of_query, self.walk.query_start(n), self.walk.query_tile)
-            of_key = self._slice(of_key, self.walk.key_start(n, m), self.walk.key_tile)
+            of_query = self._slice(of_query, patch.query_start, patch.queries)
+            of_key = self._slice(of_key, patch.key_start, patch.keys)
             allowed.append(of_query[..., None, None, :, None] == of_key[..., None, None, None, :])
         if x.mask is not None:
-            allowed.append(self.pairs(x.mask, n, m))
+            allowed.append(self.pairs(patch, x.mask))
         if not allowed:
             return logits
         all_allow = functools.reduce(operator.and_, allowed)
-        return jnp.where(all_allow, self._heads_apart(logits), -jnp.inf).reshape(logits.shape)
+        return self._heads_together(jnp.where(all_allow, self._heads_apart(logits), -jnp.inf))
 
     @staticmethod
     def _slice(array, start, size):
         return lax.dynamic_slice_in_dim(array, start, size, array.ndim - 1)
 
-    def dropped(self, n, m, weights):
+    def dropped(self, patch, weights):
         """The weights after dropout; being linear, also the pull-back of it."""
         rate = self.rule.dropout_rate
         if rate == 0 or self.x.seed is None:
             return weights
-        b, h, i, j = self._indices(n, m)
+        b, h, i, j = self._indices(patch)
         i = jnp.expand_dims(i[..., None], (-4, -3)) if i.ndim > 1 else i[:, None]
         b = b.reshape(*b.shape, 1, 1, 1, 1)
         if self.rule.origin is not None:
             b, i, j = self.rule.origin(b, i, j)
         keep = dropout.keep(self.x.seed, rate, b, h[..., None, None], i, j)
-        kept = jnp.where(keep, self._heads_apart(weights) / (1 - rate), 0)
-        return kept.reshape(weights.shape)
+        return self._heads_together(jnp.where(keep, self._heads_apart(weights) / (1 - rate), 0))

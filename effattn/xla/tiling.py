@@ -1,7 +1,6 @@
 """Which tiles block attention visits, and how large they are."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +12,9 @@ from jax import lax
 
 # A window whose keys, with a tile of queries, number no more than this is read as one slice.
 _WIDEST_BAND = 1024
+
+# In smaller tiles halves multiply too slowly to be worth their own step.
+_SMALLEST_STAIRS = 128
 
 
 class BlockLayout(NamedTuple):
@@ -58,6 +60,27 @@ def _even_share(length: int, side: int) -> int:
     pieces = max(1, math.ceil(length / side))
     share = math.ceil(length / pieces)
     return min(length, 8 * math.ceil(share / 8))
+
+
+class Patch(NamedTuple):
+    """A rectangle of pairs, the work of one step; starts may be traced, sizes are static.
+
+    Attributes:
+      first_row: the first query, counted within its tile; the patch takes those from there on.
+      query_start, queries: the first query, and how many.
+      key_start, keys: the first key, and how many.
+      new_query, new_key: the first that no patch before covers.
+      masked: some pairs may not attend.
+    """
+
+    first_row: int
+    query_start: Any
+    queries: int
+    key_start: Any
+    keys: int
+    new_query: Any
+    new_key: Any
+    masked: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +137,6 @@ class Walk:
         return width if width <= _WIDEST_BAND else None
 
     @property
-    def keys_reread(self) -> bool:
-        """Most key tiles are read by many query tiles."""
-        return self.query_tiles > 1 and self.band is None
-
-    @property
     def key_tile(self) -> int:
         """Keys in a tile."""
         return min(self.band or self.tile[1], self.lengths[1])
@@ -132,25 +150,69 @@ class Walk:
         """The first query of tile n."""
         return jnp.minimum(n * self.query_tile, self.lengths[0] - self.query_tile)
 
-    def first_new_key(self, n, m):
-        """The first key of the tile that the tiles before it do not cover."""
-        return (m if self.layout is None else self.layout.indices[n, m]) * self.key_tile
+    @property
+    def stairs(self) -> int | None:
+        """How many key tiles the diagonal is ahead of the query tile, if it crosses one alone.
 
-    def key_start(self, n, m) -> jax.Array:
-        """The first key of tile m of those that query tile n visits."""
-        last = self.lengths[1] - self.key_tile
+        Then the lower half of the queries alone reads the second half of that tile's keys.
+        """
+        if self.right is None or not isinstance(self.offset, int) or self.layout is not None:
+            return None
+        (queries, keys), size, ahead = self.lengths, self.query_tile, self.offset + self.right
+        if size < _SMALLEST_STAIRS or size % 2 or size != self.key_tile or self.band is not None:
+            return None
+        if queries % size or ahead % size or ahead < 0 or queries + ahead > keys:
+            return None
+        return ahead // size
+
+    def patch(self, n, m, masked: bool) -> Patch:
+        """All queries of tile n and the keys of tile m of those that it visits."""
+        query_start, last = self.query_start(n), self.lengths[1] - self.key_tile
         if self.band is not None:
-            return jnp.clip(self.query_start(n) + self.offset - self.left, 0, last)
-        return jnp.minimum(self.first_new_key(n, m), last)
+            new_key = key_start = jnp.clip(query_start + self.offset - self.left, 0, last)
+        else:
+            tile = m if self.layout is None else self.layout.indices[n, m]
+            new_key = tile * self.key_tile
+            key_start = jnp.minimum(new_key, last)
+        return Patch(
+            first_row=0,
+            query_start=query_start,
+            queries=self.query_tile,
+            key_start=key_start,
+            keys=self.key_tile,
+            new_query=n * self.query_tile,
+            new_key=new_key,
+            masked=masked,
+        )
+
+    def _step_of_stairs(self, n, m, step: int) -> Patch:
+        """Step 0 or 1 of the tile m that the diagonal crosses."""
+        half = self.query_tile // 2
+        patch = self.patch(n, m, masked=True)
+        return patch._replace(
+            first_row=step * half,
+            query_start=patch.query_start + step * half,
+            queries=self.query_tile - step * half,
+            key_start=patch.key_start + step * half,
+            keys=half,
+            new_key=patch.new_key + step * half,
+        )
 
     def over_queries(self, step: Callable, carry: Any) -> Any:
         """Folds `step(n, carry)` over the query tiles."""
         return _loop(0, self.query_tiles, step, carry)
 
     def over_keys(self, n, step: Callable, carry: Any) -> Any:
-        """Folds `step(masked, m, carry)` over the key tiles of query tile n."""
+        """Folds `step(patch, carry)` over the patches of query tile n."""
         for low, high, masked in self._runs(n):
-            carry = _loop(low, high, functools.partial(step, masked), carry)
+
+            def key_tile(m, carry, masked=masked):
+                return step(self.patch(n, m, masked), carry)
+
+            carry = _loop(low, high, key_tile, carry)
+        if self.stairs is not None:
+            for i in (0, 1):
+                carry = step(self._step_of_stairs(n, n + self.stairs, i), carry)
         return carry
 
     def _runs(self, n) -> list[tuple[Any, Any, bool]]:
@@ -170,7 +232,9 @@ class Walk:
         whole_high: Any = tiles - self.keys_overlap
         first = self.query_start(n) + (0 if self.offset is None else self.offset)
         last = first + self.query_tile - 1
-        if self.right is not None:
+        if self.stairs is not None:
+            high = whole_high = n + self.stairs
+        elif self.right is not None:
             high = jnp.clip((last + self.right) // size + 1, 0, tiles)
             whole_high = jnp.clip((first + self.right + 1) // size, 0, whole_high)
         if self.left is not None:
@@ -182,7 +246,7 @@ class Walk:
         runs = [(whole_low, whole_high, False)]
         if self.left is not None:
             runs.insert(0, (low, whole_low, True))
-        if self.right is not None or self.keys_overlap:
+        if self.stairs is None and (self.right is not None or self.keys_overlap):
             runs.append((whole_high, high, True))
         return runs
 

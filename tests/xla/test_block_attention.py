@@ -58,6 +58,28 @@ def test_dropout_is_the_same_in_every_tile_and_in_the_backward(tile, x64):
     assert_close(with_gradients(function, arrays), expected, 1e-12)
 
 
+@pytest.mark.parametrize("offset, keys", [(0, 256), (128, 400)])
+def test_a_diagonal_that_crosses_one_tile(offset, keys, x64):
+    arrays = draw(queries=256, keys=keys)
+    rng = np.random.default_rng(0)
+    arrays["bias"] = rng.normal(size=(1, 4, 256, keys))
+    segments = tuple(np.arange(n)[None].repeat(2, 0) // 180 for n in (256, keys))
+    options = {
+        "segment_ids": segments,
+        "is_causal": True,
+        "query_offset": offset,
+        "dropout_rate": 0.3,
+        "dropout_rng": jax.random.key(5),
+        "logits_soft_cap": 3.0,
+    }
+
+    def function(arrays, known):
+        return dot_product_attention(**arrays, **options, tile=(128, 128), return_residual=True)
+
+    expected = dense_with_gradients(arrays, **options)
+    assert_close(with_gradients(function, arrays), expected, 1e-12)
+
+
 @pytest.fixture
 def rules(monkeypatch):
     """The rules that the core was called with."""
