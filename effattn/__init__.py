@@ -12,7 +12,12 @@ from effattn.functional.combine import combine
 from effattn.functional.softmax import dot_product_attention
 
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
+from effattn.functional.longformer import longformer_attention  # isort: skip
+from effattn.functional.sparse_transformer import sparse_transformer_attention  # isort: skip
+from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
+from effattn import patterns
+from effattn.layouts import BlockLayout
 from effattn.segments import (
     positions_from_segment_ids,
     segment_ids_from_cu_seqlens,
@@ -25,16 +30,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockLayout",
     "combine",
     "decode",
     "dot_product_attention",
     "linear_attention",
+    "longformer_attention",
     "nn",
+    "patterns",
     "positions_from_segment_ids",
     "registry",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",
     "sliding_window_attention",
+    "sparse_attention",
+    "sparse_transformer_attention",
 ]
 
 _LAZY = ("decode", "nn")

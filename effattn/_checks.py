@@ -229,3 +229,9 @@ def dispatch(value: Any, mechanism: str, available: Mapping[str, Callable[[], An
         except NotImplementedError as refusal:
             refusals.append(str(refusal))
     raise NotImplementedError("; ".join(refusals) + "; implementation='xla' takes these arguments")
+
+
+def dilation(value: Any) -> None:
+    """An int of tokens, at least 1."""
+    if not is_integer(value) or value < 1:
+        raise ValueError(f"dilation must be an int, 1 or more tokens, got {value!r}")

@@ -43,6 +43,7 @@ class Mechanism:
       paper: authors, year and title of the publication.
       function: the pure function, taking query, key and value.
       builder: "module:attribute" of the callable that makes its Flax mixer; imported on use.
+      options_at: the options at a length, where the claimed growth supposes some that follow it.
       decoder: "module:attribute" of the state it decodes with (see `effattn.decode`), or None.
       capabilities: names from `CAPABILITIES`.
       options: the function's own arguments, with the values used when none are given.
@@ -60,6 +61,7 @@ class Mechanism:
     time_exponent: float
     memory_exponent: float = 1.0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options_at: Callable[[int], Mapping[str, Any]] | None = None
     builder: str = "effattn.nn.attention:SelfAttention"
     decoder: str | None = None
     causality: str = "exact"

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import _checks, dropout
 from effattn.functional.combine import combine
+from effattn.layouts import BlockLayout
 from effattn.xla import mesh_axes, reverse_mode, tiling
 from effattn.xla.block_attention import Operands, Origin, Rule, block_attention
 
@@ -39,6 +40,9 @@ class Arguments:
     precision: jax.lax.PrecisionLike
     tile: tuple[int, int] | None
     origin: Origin | None = None
+    positions: tuple[jax.Array, jax.Array] | None = None
+    pattern: Any = None
+    layout: BlockLayout | None = None
 
 
 def check(
@@ -127,7 +131,11 @@ def attend(
     score_mod, constants = None, ()
     if given.score_mod is not None:
         score_mod, constants = _without_closure(given.score_mod, (query, key, value))
-    tile = given.tile or tiling.choose_tile((queries, keys), math.prod(batch) * heads, left, right)
+    rows, layout = math.prod(batch) * heads, given.layout
+    if layout is None:
+        tile = given.tile or tiling.choose_tile((queries, keys), rows, left, right)
+    else:
+        tile = layout.tile
     rule = Rule(
         tile=tile,
         scale=scale if isinstance(scale, float) else None,
@@ -138,6 +146,8 @@ def attend(
         score_mod=score_mod,
         dropout_rate=given.dropout_rate,
         precision=given.precision,
+        pattern=given.pattern,
+        key_tiles=1 if layout is None else tiling.choose_width(layout, max(rows, 1)),
         origin=given.origin,
     )
     operands = Operands(
@@ -152,10 +162,12 @@ def attend(
         segments=given.segments,
         offset=None if isinstance(offset, int) else offset,
         seed=dropout.seed_from_rng(rng) if given.dropout_rate and rng is not None else None,
+        positions=given.positions,
+        layout=layout,
     )
     with reverse_mode.only("softmax attention in tiles", "jax.nn.dot_product_attention"):
-        *rows, _ = mesh_axes.spec(query)
-        specs = PartitionSpec(*rows, None), PartitionSpec(*rows)
+        *axes, _ = mesh_axes.spec(query)
+        specs = PartitionSpec(*axes, None), PartitionSpec(*axes)
         run = mesh_axes.placed(functools.partial(block_attention, rule), query, *specs)
         out, lse = run(operands)
     if given.sink is not None:

@@ -76,8 +76,7 @@ def sliding_window_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    if not _checks.is_integer(dilation) or dilation < 1:
-        raise ValueError(f"dilation must be an int, 1 or more tokens, got {dilation!r}")
+    _checks.dilation(dilation)
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         query,
@@ -98,14 +97,20 @@ def sliding_window_attention(
         precision=precision,
         tile=tile,
     )
-    attend = block.attend if dilation == 1 else functools.partial(_attend_dilated, int(dilation))
     with jax.named_scope("sliding_window_attention"):
         out, lse = _checks.dispatch(
             implementation,
             "sliding_window_attention",
-            {"xla": lambda: attend(query, key, value, given)},
+            {"xla": lambda: attend(dilation, query, key, value, given)},
         )
     return (out, lse) if return_residual else out
+
+
+def attend(dilation: int, query, key, value, given: block.Arguments):
+    """The output and the log-sum-exp; of masks, only one of keys, `(*B, 1, 1, S)`."""
+    if dilation == 1:
+        return block.attend(query, key, value, given)
+    return _attend_dilated(int(dilation), query, key, value, given)
 
 
 def _attend_dilated(dilation: int, query, key, value, given: block.Arguments):
@@ -124,6 +129,7 @@ def _attend_dilated(dilation: int, query, key, value, given: block.Arguments):
         array = array.reshape(*batch, each * classes, *rest)
         return _unshift(array, shift, queries, axis=len(batch))
 
+    key_mask = None if given.mask is None else fold_keys(given.mask[..., 0, 0, :])
     key_lengths = keys if given.key_lengths is None else jnp.minimum(given.key_lengths, keys)
     query_lengths = given.query_lengths
     folded = dataclasses.replace(
@@ -133,6 +139,7 @@ def _attend_dilated(dilation: int, query, key, value, given: block.Arguments):
         if query_lengths is None
         else _class_lengths(query_lengths + shift, batch, dilation),
         key_lengths=_class_lengths(key_lengths, batch, dilation),
+        mask=None if key_mask is None else key_mask[..., None, None, :],
         segments=given.segments and (fold_queries(given.segments[0]), fold_keys(given.segments[1])),
         origin=_origin_of_classes(dilation),
     )

@@ -29,9 +29,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from effattn import dropout
+from effattn.layouts import BlockLayout
 from effattn.xla import mesh_axes
 from effattn.xla.products import widened
-from effattn.xla.tiling import BlockLayout, Walk
+from effattn.xla.tiling import Listed, Window
 
 Origin = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
 
@@ -50,6 +51,8 @@ class Rule:
       score_mod: `(constants, logit, b, h, i, j) -> logit` on scalars, the last step.
       dropout_rate: share of the weights that are dropped.
       precision: of the matrix products.
+      pattern: `pattern.allows(i, j, h)` says which pairs may attend; in a layout, of partial tiles.
+      key_tiles: how many of the layout's tiles are read in a step.
       origin: `(b, i, j) -> (b, i, j)`, from the example and positions here to those that
         `score_mod` and dropout are told, where a mechanism has rearranged its tokens.
     """
@@ -63,6 +66,8 @@ class Rule:
     score_mod: Callable[..., jax.Array] | None = None
     dropout_rate: float = 0.0
     precision: Any = None
+    pattern: Any = None
+    key_tiles: int = 1
     origin: Origin | None = None
 
 
@@ -80,6 +85,8 @@ class Operands(NamedTuple):
       key_mask: bool `(*B, S)`, the keys that anyone may attend to.
       segments: int ids of the queries `(*B, T)` and of the keys `(*B, S)`; equal ids may attend.
       offset: int `()` or `(*B)`, position of the first query.
+      positions: int, of the queries `(*B, T)` and of the keys `(*B, S)`, where tokens have been
+        gathered; in place of their order, for the window, `score_mod` and dropout.
       seed: uint32 `(2,)` of the dropout.
       layout: the tiles to visit.
     """
@@ -94,6 +101,7 @@ class Operands(NamedTuple):
     key_mask: jax.Array | None = None
     segments: tuple[jax.Array, jax.Array] | None = None
     offset: jax.Array | None = None
+    positions: tuple[jax.Array, jax.Array] | None = None
     seed: jax.Array | None = None
     layout: BlockLayout | None = None
 
@@ -267,6 +275,20 @@ def _partition(constants):
     return floating, rejoin
 
 
+def _over_leading(function, axes: int, *arrays):
+    """`function` mapped over the first `axes` axes of the arrays, which broadcast."""
+    if axes == 0:
+        return function(*arrays)
+    shared = [array.shape[0] == 1 for array in arrays]
+    shared = [False] * len(arrays) if all(shared) else shared
+    parts = [array[0] if s else array for array, s in zip(arrays, shared, strict=True)]
+    mapped = jax.vmap(
+        functools.partial(_over_leading, function, axes - 1),
+        in_axes=[None if s else 0 for s in shared],
+    )
+    return mapped(*parts)
+
+
 class _Tiles:
     """Reads, scores and writes the operands: rows of query tile n, and patches of pairs."""
 
@@ -276,20 +298,7 @@ class _Tiles:
         self.dtype = _softmax_dtype(x)
         offset = x.offset if rule.offset is None else rule.offset
         self.offset = jnp.asarray(offset, jnp.int32)
-        self.walk = Walk(
-            tile=rule.tile,
-            lengths=(x.query.shape[-3], x.key.shape[-3]),
-            left=rule.left,
-            right=rule.right,
-            # Offsets that differ by example leave no tile empty for all examples.
-            offset=None
-            if self.offset.ndim
-            else self.offset
-            if rule.offset is None
-            else rule.offset,
-            always_masked=any(a is not None for a in (x.mask, x.key_mask, x.segments)),
-            layout=x.layout,
-        )
+        self.walk = self._walk()
         heads, key_heads = x.query.shape[-2], x.key.shape[-2]
         self.by_group = (key_heads, heads // key_heads)
         self.row_shape = (*x.key.shape[:-3], key_heads, self.by_group[1] * self.walk.query_tile)
@@ -299,6 +308,20 @@ class _Tiles:
         scale = 1.0 if rule.scale is None else rule.scale
         in_query = x.query.dtype == self.dtype
         self.query_scale, self.logit_scale = (scale, 1.0) if in_query else (1.0, scale)
+
+    def _walk(self):
+        rule, x = self.rule, self.x
+        lengths = (x.query.shape[-3], x.key.shape[-3])
+        masked = any(a is not None for a in (x.mask, x.key_mask, x.segments))
+        if x.layout is None:
+            masked = masked or rule.pattern is not None
+            offset: Any = self.offset if rule.offset is None else rule.offset
+            if self.offset.ndim or x.positions is not None:
+                # Where they differ by example, no tile is empty for all examples.
+                offset = None
+            return Window(rule.tile, lengths, masked, rule.left, rule.right, offset)
+        masked = masked or rule.left is not None or rule.right is not None
+        return Listed(rule.tile, lengths, masked, x.layout, rule.key_tiles)
 
     def full(self, shape, value, dtype=None):
         """An array to start a loop with."""
@@ -375,14 +398,51 @@ class _Tiles:
 
     def key_rows(self, patch, array):
         """`(*B, K, s, H)` of `(*B, S, K, H)`."""
-        start, size = patch.key_start, patch.keys
-        return jnp.moveaxis(lax.dynamic_slice_in_dim(array, start, size, array.ndim - 3), -2, -3)
+        start, axis = patch.key_start, array.ndim - 3
+        if start.ndim == 0:
+            return jnp.moveaxis(lax.dynamic_slice_in_dim(array, start, patch.keys, axis), -2, -3)
+        size = patch.keys // start.shape[-1]
+
+        def runs(array, start):
+            # Piece by piece in place: XLA's CPU backend concatenates slices element by element.
+            out = jnp.zeros((*array.shape[:-2], patch.keys, array.shape[-1]), array.dtype)
+            for w, first in enumerate(start):
+                part = lax.dynamic_slice_in_dim(array, first, size, array.ndim - 2)
+                out = lax.dynamic_update_slice_in_dim(out, part, w * size, array.ndim - 2)
+            return out
+
+        by_head = jnp.moveaxis(array, -2, -3)
+        if start.ndim == 1:
+            return runs(by_head, start)
+        return _over_leading(runs, axis + 1, by_head, self._by_head(start))
 
     def add_keys(self, patch, array, tile):
         """Adds `(*B, K, H, s)` to `(*B, K, H, S)`."""
-        start, size, axis = patch.key_start, patch.keys, array.ndim - 1
-        tile = tile + lax.dynamic_slice_in_dim(array, start, size, axis)
-        return lax.dynamic_update_slice_in_dim(array, tile, start, axis)
+
+        def add(array, tile, start):
+            axis = array.ndim - 1
+            tile = tile + lax.dynamic_slice_in_dim(array, start, tile.shape[axis], axis)
+            return lax.dynamic_update_slice_in_dim(array, tile, start, axis)
+
+        def add_runs(array, tile, start):
+            for part, first in zip(jnp.split(tile, len(start), axis=-1), start, strict=True):
+                array = add(array, part, first)
+            return array
+
+        start = patch.key_start
+        if start.ndim == 0:
+            return add(array, tile, start)
+        if start.ndim == 1:
+            return add_runs(array, tile, start)
+        return _over_leading(add_runs, array.ndim - 2, array, tile, self._by_head(start))
+
+    def _by_head(self, start):
+        """`(*L, W)` to `(*#B, #K, W)`."""
+        return start.reshape(*(1,) * (self.batch_axes + 2 - start.ndim), *start.shape)
+
+    def of_keys(self, patch, array):
+        """`(*B, #K, 1, 1, s)` of `(*B, S)`."""
+        return self.key_rows(patch, array[..., None, None])[..., None, None, :, 0]
 
     def pairs(self, patch, array):
         """`(*#B, #K, #G, #T, #S)` to `(*#B, #K, #G, #t, #s)`."""
@@ -425,16 +485,33 @@ class _Tiles:
         index = patch.query_start + jnp.arange(patch.queries, dtype=jnp.int32)
         return self.offset[..., None] + index
 
-    @staticmethod
-    def key_positions(patch):
-        return patch.key_start + jnp.arange(patch.keys, dtype=jnp.int32)
+    def key_positions(self, patch):
+        """`(s)`, or `(*L, 1, 1, s)` in a layout that differs by head or example."""
+        return self._along_keys(patch, patch.key_start, ahead=1)
+
+    def _along_keys(self, patch, first, ahead=0):
+        """Of a number for each run of keys, one for each key, greater by `ahead` at each step."""
+        size = patch.keys // (first.shape[-1] if first.ndim else 1)
+        each = first[..., None] + ahead * jnp.arange(size, dtype=jnp.int32)
+        each = each.reshape(*first.shape[:-1], patch.keys)
+        return each if each.ndim == 1 else each[..., None, None, :]
 
     def _indices(self, patch):
-        """b `(*B)`, h `(K, G)`, i `(t)` or `(*B, t)`, and j `(s)`."""
+        """b `(*B, 1, 1, 1, 1)`, h `(K, G, 1, 1)`, i `(t, 1)` or `(*B, 1, 1, t, 1)`, and j.
+
+        j is `(s)`, or `(*#B, #K, 1, 1, s)` where it differs by head or example.
+        """
         batch = self.x.key.shape[:-3]
-        b = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
-        h = jnp.arange(math.prod(self.by_group), dtype=jnp.int32).reshape(self.by_group)
-        return b, h, self.query_positions(patch), self.key_positions(patch)
+        b = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(*batch, 1, 1, 1, 1)
+        h = jnp.arange(math.prod(self.by_group), dtype=jnp.int32).reshape(*self.by_group, 1, 1)
+        if self.x.positions is None:
+            i, j = self.query_positions(patch), self.key_positions(patch)
+        else:
+            of_query, of_key = self.x.positions
+            i = self._slice(of_query, patch.query_start, patch.queries)
+            j = self.of_keys(patch, of_key)
+        i = i[..., None]
+        return b, h, jnp.expand_dims(i, (-4, -3)) if i.ndim > 2 else i, j
 
     def _heads_apart(self, array):
         """`(*B, K, r, s)` to `(*B, K, G, t, s)`."""
@@ -454,14 +531,10 @@ class _Tiles:
         if self.rule.soft_cap is not None:
             logits = self.rule.soft_cap * jnp.tanh(logits / self.rule.soft_cap)
         if self.rule.score_mod is not None:
+            logits = self._heads_apart(logits)
             score = functools.partial(self._score_at_origin, constants)
-            b, h, i, j = self._indices(patch)
-            score = jax.vmap(score, (0, None, None, None, 0))
-            score = jax.vmap(score, (0, None, None, 0, None))
-            score = jax.vmap(jax.vmap(score, (0, None, 0, None, None)), (0, None, 0, None, None))
-            for _ in range(self.batch_axes):
-                score = jax.vmap(score, (0, 0, None, 0 if i.ndim > 1 else None, None))
-            logits = self._heads_together(score(self._heads_apart(logits), b, h, i, j))
+            at = (a.reshape(*(1,) * (logits.ndim - a.ndim), *a.shape) for a in self._indices(patch))
+            logits = self._heads_together(_over_leading(score, logits.ndim, logits, *at))
         return logits.astype(products.dtype)
 
     def _score_at_origin(self, constants, logit, b, h, i, j):
@@ -475,32 +548,34 @@ class _Tiles:
         if not patch.masked:
             return logits
         x, rule = self.x, self.rule
-        j = self.key_positions(patch)
-        i = self.query_positions(patch)[..., None]
-        i = jnp.expand_dims(i, (-4, -3)) if i.ndim > 2 else i
+        _, h, i, j = self._indices(patch)
         allowed = []
         if rule.right is not None:
             allowed.append(j <= i + rule.right)
         if rule.left is not None:
             allowed.append(j >= i - rule.left)
-        if self.walk.keys_overlap:
-            allowed.append(j >= patch.new_key)
+        if rule.pattern is not None:
+            allowed.append(rule.pattern.allows(i, j, h))
+        if self.walk.keys_overlap or x.layout is not None:
+            index = self._along_keys(patch, patch.key_start, ahead=1)
+            allowed.append(index >= self._along_keys(patch, patch.new_key))
         if self.rows_differ:
             index = patch.query_start + jnp.arange(patch.queries, dtype=jnp.int32)
             allowed.append((index >= patch.new_query)[:, None])
         if x.key_mask is not None:
-            mask = self._slice(x.key_mask, patch.key_start, patch.keys)
-            allowed.append(mask[..., None, None, None, :])
+            allowed.append(self.of_keys(patch, x.key_mask))
         if x.segments is not None:
             of_query, of_key = x.segments
             of_query = self._slice(of_query, patch.query_start, patch.queries)
-            of_key = self._slice(of_key, patch.key_start, patch.keys)
-            allowed.append(of_query[..., None, None, :, None] == of_key[..., None, None, None, :])
+            allowed.append(of_query[..., None, None, :, None] == self.of_keys(patch, of_key))
         if x.mask is not None:
             allowed.append(self.pairs(patch, x.mask))
         if not allowed:
             return logits
         all_allow = functools.reduce(operator.and_, allowed)
+        if rule.pattern is not None:
+            # Once for all heads, not again wherever the logits are read.
+            all_allow = lax.optimization_barrier(all_allow)
         return self._heads_together(jnp.where(all_allow, self._heads_apart(logits), -jnp.inf))
 
     @staticmethod
@@ -513,9 +588,7 @@ class _Tiles:
         if rate == 0 or self.x.seed is None:
             return weights
         b, h, i, j = self._indices(patch)
-        i = jnp.expand_dims(i[..., None], (-4, -3)) if i.ndim > 1 else i[:, None]
-        b = b.reshape(*b.shape, 1, 1, 1, 1)
         if self.rule.origin is not None:
             b, i, j = self.rule.origin(b, i, j)
-        keep = dropout.keep(self.x.seed, rate, b, h[..., None, None], i, j)
+        keep = dropout.keep(self.x.seed, rate, b, h, i, j)
         return self._heads_together(jnp.where(keep, self._heads_apart(weights) / (1 - rate), 0))

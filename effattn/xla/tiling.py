@@ -1,6 +1,7 @@
 """Which tiles block attention visits, and how large they are."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,30 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from effattn.layouts import BlockLayout
+
 # A window whose keys, with a tile of queries, number no more than this is read as one slice.
 _WIDEST_BAND = 1024
 
-# In smaller tiles halves multiply too slowly to be worth their own step.
-_SMALLEST_STAIRS = 128
-
-
-class BlockLayout(NamedTuple):
-    """The key tiles that each tile of queries visits, the same for all heads and examples.
-
-    Attributes:
-      counts: int32 `(query tiles,)`.
-      indices: int32 `(query tiles, most key tiles)`; the first counts[n] of row n, all distinct.
-    """
-
-    counts: jax.Array
-    indices: jax.Array
-
-    @classmethod
-    def from_block_mask(cls, blocks: jax.Array) -> "BlockLayout":
-        """From bool `(query tiles, key tiles)`, True where a tile is to be visited."""
-        blocks = jnp.asarray(blocks)
-        indices = jnp.argsort(~blocks, axis=-1, stable=True)
-        return cls(blocks.sum(-1, dtype=jnp.int32), indices.astype(jnp.int32))
+# Smaller steps multiply too slowly, and more of them are more to compile.
+_SMALLEST_STAIR, _MOST_STAIRS = 64, 4
 
 
 def choose_tile(
@@ -53,7 +37,33 @@ def choose_tile(
     if left is not None and right is not None:
         # Queries beyond the window's own width only add pairs that the window forbids.
         side = min(side, max(64, 2 ** math.ceil(math.log2(left + right + 1))))
-    return _even_share(lengths[0], side), _even_share(lengths[1], side)
+    queries, keys = _even_share(lengths[0], side), _even_share(lengths[1], side)
+    if left is None and right is not None and queries >= 2 * _SMALLEST_STAIR:
+        # The queries of a tile before a key tile on the diagonal then need not read it.
+        keys = min(keys, queries // 2)
+    return queries, keys
+
+
+def choose_sparse_tile(lengths: tuple[int, int], rows: int) -> tuple[int, int]:
+    """Queries and keys of a tile of a pattern: small ones hold less that the pattern forbids."""
+    return min(256 if rows <= 8 else 128, lengths[0]), min(128, lengths[1])
+
+
+def choose_width(layout: BlockLayout, rows: int) -> int:
+    """How many of the layout's key tiles to read in a step, for `rows` = batch x heads.
+
+    Wide steps make large products, and compute the slots that a row of tiles does not fill.
+    """
+    listed = layout.partial_indices.shape[-1] + layout.full_indices.shape[-1]
+    widest = max(1, min(listed, 16, 2**20 // (rows * math.prod(layout.tile))))
+    counts = (layout.partial_counts, layout.full_counts)
+    if any(isinstance(array, jax.core.Tracer) for array in counts):
+        return widest
+    tiles = np.asarray(counts[0]) + np.asarray(counts[1])
+    widths = np.arange(1, widest + 1)
+    # A step costs about a tile more than what it computes.
+    costs = [(-(-tiles // width)).sum() * (width + 1) for width in widths]
+    return int(widths[np.argmin(costs)])
 
 
 def _even_share(length: int, side: int) -> int:
@@ -63,13 +73,17 @@ def _even_share(length: int, side: int) -> int:
 
 
 class Patch(NamedTuple):
-    """A rectangle of pairs, the work of one step; starts may be traced, sizes are static.
+    """Pairs of the work of one step; positions may be traced, sizes are static.
+
+    The queries are a run of those of one tile. The keys are one run, or in a layout several: W of
+    equal size, which may differ by key head and by example.
 
     Attributes:
       first_row: the first query, counted within its tile; the patch takes those from there on.
       query_start, queries: the first query, and how many.
-      key_start, keys: the first key, and how many.
-      new_query, new_key: the first that no patch before covers.
+      key_start: the first key, or those of the runs `(*L, W)`, L axes that broadcast to `(*B, K)`.
+      keys: how many in all.
+      new_query, new_key: the first query, and in each run key, that no patch before covers.
       masked: some pairs may not attend.
     """
 
@@ -83,9 +97,12 @@ class Patch(NamedTuple):
     masked: bool
 
 
+Run = tuple[Any, Any, Callable[[Any], Patch]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The tiles of a program: all query tiles, and for each the key tiles that may be non-empty.
+    """All query tiles, and for each the patches that may be non-empty.
 
     Where the length is no multiple of the tile, the last tile is shifted back to fit, and covers
     tokens of the one before again.
@@ -93,19 +110,12 @@ class Walk:
     Attributes:
       tile: queries and keys in a tile.
       lengths: T and S.
-      left, right: the window around a query's position; None is without limit.
-      offset: position of the first query, known or traced; None if it differs by example.
       always_masked: every tile has pairs that may not attend.
-      layout: the tiles to visit, in place of the window's.
     """
 
     tile: tuple[int, int]
     lengths: tuple[int, int]
-    left: int | None
-    right: int | None
-    offset: Any
     always_masked: bool
-    layout: BlockLayout | None
 
     @property
     def query_tile(self) -> int:
@@ -123,14 +133,64 @@ class Walk:
         return self.lengths[0] % self.query_tile != 0
 
     @property
+    def key_tile(self) -> int:
+        """Keys in a tile."""
+        return min(self.tile[1], self.lengths[1])
+
+    @property
+    def keys_overlap(self) -> bool:
+        """The last key tile is shifted back over the one before."""
+        return self.lengths[1] % self.key_tile != 0
+
+    def query_start(self, n) -> jax.Array:
+        """The first query of tile n."""
+        return jnp.minimum(n * self.query_tile, self.lengths[0] - self.query_tile)
+
+    def patch(self, n, new_key, runs: int = 1, *, masked: bool) -> Patch:
+        """All queries of tile n, and the key tiles that begin at `new_key`."""
+        return Patch(
+            first_row=0,
+            query_start=self.query_start(n),
+            queries=self.query_tile,
+            key_start=jnp.minimum(new_key, self.lengths[1] - self.key_tile),
+            keys=runs * self.key_tile,
+            new_query=n * self.query_tile,
+            new_key=new_key,
+            masked=masked,
+        )
+
+    def runs(self, n) -> list[Run]:
+        """The patches of query tile n: `patch(m)` for m from low to high, in each run."""
+        raise NotImplementedError
+
+    def over_queries(self, step: Callable, carry: Any) -> Any:
+        """Folds `step(n, carry)` over the query tiles."""
+        return _loop(0, self.query_tiles, step, carry)
+
+    def over_keys(self, n, step: Callable, carry: Any) -> Any:
+        """Folds `step(patch, carry)` over the patches of query tile n."""
+        for low, high, patch in self.runs(n):
+            carry = _loop(low, high, lambda m, carry, patch=patch: step(patch(m), carry), carry)
+        return carry
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Walk):
+    """The tiles that causality and a window leave non-empty.
+
+    Attributes:
+      left, right: the window around a query's position; None is without limit.
+      offset: position of the first query, known or traced; None if it differs by example.
+    """
+
+    left: int | None
+    right: int | None
+    offset: Any
+
+    @property
     def band(self) -> int | None:
         """The width of one slice that holds all the keys a query tile may see, if it is narrow."""
-        if (
-            self.left is None
-            or self.right is None
-            or self.offset is None
-            or self.layout is not None
-        ):
+        if self.left is None or self.right is None or self.offset is None:
             return None
         # Processors multiply matrices of odd widths at a fraction of their speed.
         width = 64 * -(-(self.left + self.query_tile + self.right) // 64)
@@ -146,94 +206,47 @@ class Walk:
         """The last key tile is shifted back over the one before."""
         return self.band is None and self.lengths[1] % self.key_tile != 0
 
-    def query_start(self, n) -> jax.Array:
-        """The first query of tile n."""
-        return jnp.minimum(n * self.query_tile, self.lengths[0] - self.query_tile)
-
     @property
     def stairs(self) -> int | None:
-        """How many key tiles the diagonal is ahead of the query tile, if it crosses one alone.
+        """How many key tiles the diagonal is ahead of the query tile, if it follows its corners.
 
-        Then the lower half of the queries alone reads the second half of that tile's keys.
+        Then the queries before a key tile on the diagonal need not read it.
         """
-        if self.right is None or not isinstance(self.offset, int) or self.layout is not None:
+        if self.right is None or not isinstance(self.offset, int) or self.band is not None:
             return None
-        (queries, keys), size, ahead = self.lengths, self.query_tile, self.offset + self.right
-        if size < _SMALLEST_STAIRS or size % 2 or size != self.key_tile or self.band is not None:
+        (queries, keys), size, step = self.lengths, self.query_tile, self.key_tile
+        ahead = self.offset + self.right
+        if step < _SMALLEST_STAIR or size % step or not 1 < size // step <= _MOST_STAIRS:
             return None
-        if queries % size or ahead % size or ahead < 0 or queries + ahead > keys:
+        if queries % size or ahead % step or ahead < 0 or queries + ahead > keys:
             return None
-        return ahead // size
+        return ahead // step
 
-    def patch(self, n, m, masked: bool) -> Patch:
-        """All queries of tile n and the keys of tile m of those that it visits."""
-        query_start, last = self.query_start(n), self.lengths[1] - self.key_tile
-        if self.band is not None:
-            new_key = key_start = jnp.clip(query_start + self.offset - self.left, 0, last)
-        else:
-            tile = m if self.layout is None else self.layout.indices[n, m]
-            new_key = tile * self.key_tile
-            key_start = jnp.minimum(new_key, last)
-        return Patch(
-            first_row=0,
-            query_start=query_start,
-            queries=self.query_tile,
-            key_start=key_start,
-            keys=self.key_tile,
-            new_query=n * self.query_tile,
-            new_key=new_key,
-            masked=masked,
-        )
-
-    def _step_of_stairs(self, n, m, step: int) -> Patch:
-        """Step 0 or 1 of the tile m that the diagonal crosses."""
-        half = self.query_tile // 2
-        patch = self.patch(n, m, masked=True)
-        return patch._replace(
-            first_row=step * half,
-            query_start=patch.query_start + step * half,
-            queries=self.query_tile - step * half,
-            key_start=patch.key_start + step * half,
-            keys=half,
-            new_key=patch.new_key + step * half,
-        )
-
-    def over_queries(self, step: Callable, carry: Any) -> Any:
-        """Folds `step(n, carry)` over the query tiles."""
-        return _loop(0, self.query_tiles, step, carry)
-
-    def over_keys(self, n, step: Callable, carry: Any) -> Any:
-        """Folds `step(patch, carry)` over the patches of query tile n."""
-        for low, high, masked in self._runs(n):
-
-            def key_tile(m, carry, masked=masked):
-                return step(self.patch(n, m, masked), carry)
-
-            carry = _loop(low, high, key_tile, carry)
-        if self.stairs is not None:
-            for i in (0, 1):
-                carry = step(self._step_of_stairs(n, n + self.stairs, i), carry)
-        return carry
-
-    def _runs(self, n) -> list[tuple[Any, Any, bool]]:
-        """Runs of key tiles (low, high, masked); what lies outside them is empty."""
+    def runs(self, n) -> list[Run]:
+        """The tiles that the edges cross are masked; those between them are not."""
         size = self.key_tile
         tiles = -(-self.lengths[1] // size)
-        if self.band is not None:
-            return [(0, 1, True)]
-        if self.layout is not None:
-            return [(0, self.layout.counts[n], True)]
+        first = self.query_start(n) + (0 if self.offset is None else self.offset)
+        last = first + self.query_tile - 1
+        if self.band is not None and self.left is not None:
+            start = jnp.clip(first - self.left, 0, self.lengths[1] - size)
+            return [(0, 1, lambda m: self.patch(n, start, masked=True))]
+
+        def masked(m):
+            return self.patch(n, m * size, masked=True)
+
+        def whole(m):
+            return self.patch(n, m * size, masked=False)
+
         bounded = self.left is not None or self.right is not None
         if bounded and self.offset is None:
-            return [(0, tiles, True)]
+            return [(0, tiles, masked)]
         low: Any = 0
         high: Any = tiles
         whole_low: Any = 0
         whole_high: Any = tiles - self.keys_overlap
-        first = self.query_start(n) + (0 if self.offset is None else self.offset)
-        last = first + self.query_tile - 1
         if self.stairs is not None:
-            high = whole_high = n + self.stairs
+            high = whole_high = n * (self.query_tile // size) + self.stairs
         elif self.right is not None:
             high = jnp.clip((last + self.right) // size + 1, 0, tiles)
             whole_high = jnp.clip((first + self.right + 1) // size, 0, whole_high)
@@ -241,14 +254,82 @@ class Walk:
             low = jnp.clip((first - self.left) // size, 0, high)
             whole_low = jnp.clip(-((self.left - last) // size), low, high)
             whole_high = jnp.maximum(whole_low, whole_high)
+        runs: list[Run]
         if self.always_masked:
-            return [(low, high, True)]
-        runs = [(whole_low, whole_high, False)]
-        if self.left is not None:
-            runs.insert(0, (low, whole_low, True))
-        if self.stairs is None and (self.right is not None or self.keys_overlap):
-            runs.append((whole_high, high, True))
+            runs = [(low, high, masked)]
+        else:
+            runs = [(low, whole_low, masked)] if self.left is not None else []
+            runs.append((whole_low, whole_high, whole))
+            if self.stairs is None and (self.right is not None or self.keys_overlap):
+                runs.append((whole_high, high, masked))
+        if self.stairs is not None:
+            for i in range(self.query_tile // size):
+                runs.append((0, 1, functools.partial(self._stair, masked(high + i), i * size)))
         return runs
+
+    @staticmethod
+    def _stair(patch: Patch, first_row: int, _) -> Patch:
+        """What is not before the diagonal of a tile that it crosses."""
+        return patch._replace(
+            first_row=first_row,
+            query_start=patch.query_start + first_row,
+            queries=patch.queries - first_row,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(Walk):
+    """The tiles that a layout names, several at a step: first partial ones, then full ones.
+
+    Attributes:
+      layout: the tiles.
+      width: how many key tiles a step takes.
+    """
+
+    layout: BlockLayout
+    width: int
+
+    def runs(self, n) -> list[Run]:
+        """Steps with partial tiles are masked, and a last one that tiles do not fill."""
+        layout, width = self.layout, self.width
+        partial, full = layout.partial_counts[..., n], layout.full_counts[..., n]
+        counts = partial + full
+        listed = layout.partial_indices.shape[-1] + layout.full_indices.shape[-1]
+        slots = jnp.arange(width * -(-listed // width), dtype=jnp.int32)
+        # Slots beyond the last tile read it again, and mask it.
+        at = jnp.clip(slots, 0, jnp.maximum(counts[..., None], 1) - 1)
+        tiles = jnp.where(
+            at < partial[..., None],
+            _take(layout.partial_indices[..., n, :], at),
+            _take(layout.full_indices[..., n, :], at - partial[..., None]),
+        )
+        starts = tiles * self.key_tile
+        new = jnp.where(slots < counts[..., None], starts, self.lengths[1])
+        steps = -(-counts.max() // width)
+
+        def patch(m, masked):
+            start, new_key = (
+                lax.dynamic_slice_in_dim(a, m * width, width, a.ndim - 1) for a in (starts, new)
+            )
+            return self.patch(n, start, width, masked=masked)._replace(new_key=new_key)
+
+        masked = functools.partial(patch, masked=True)
+        if self.always_masked or self.queries_overlap or self.keys_overlap:
+            return [(0, steps, masked)]
+        whole = counts.min() // width
+        first = jnp.minimum(-(-partial.max() // width), whole)
+        return [
+            (0, first, masked),
+            (first, whole, functools.partial(patch, masked=False)),
+            (whole, steps, masked),
+        ]
+
+
+def _take(indices, at):
+    """Of `(*L, m)` those at `(*L, w)`, clipped; zeros if there are none."""
+    if indices.shape[-1] == 0:
+        return jnp.zeros(at.shape, jnp.int32)
+    return jnp.take_along_axis(indices, jnp.clip(at, 0, indices.shape[-1] - 1), axis=-1)
 
 
 def _loop(low, high, step, carry):

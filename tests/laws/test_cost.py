@@ -11,8 +11,15 @@ from tests.laws import battery, cost
 LENGTHS = (2048, 4096, 8192, 16384)
 
 
-def forward_of(mechanism, direction):
+def lengths_of(mechanism):
+    """Where options follow the length, those at which its square root divides it."""
+    return LENGTHS if mechanism.entry.options_at is None else (4096, 16384, 65536)
+
+
+def forward_of(mechanism, direction, length):
     options = dict(mechanism.entry.options)
+    if mechanism.entry.options_at is not None:
+        options |= mechanism.entry.options_at(length)
     if "is_causal" in mechanism.parameters:
         options["is_causal"] = direction == "causal"
     return functools.partial(mechanism.entry.function, **options)
@@ -39,23 +46,28 @@ def directions(mechanism):
 
 def test_operations_grow_as_claimed_and_programs_do_not(mechanism):
     """Forward and backward together; the jaxpr, what there is to compile, is of one size."""
+    lengths = lengths_of(mechanism)
     for direction in directions(mechanism):
-        run = both_of(forward_of(mechanism, direction))
-        jaxprs = [jax.make_jaxpr(run)(*at(length)) for length in LENGTHS]
+        jaxprs = [
+            jax.make_jaxpr(both_of(forward_of(mechanism, direction, n)))(*at(n)) for n in lengths
+        ]
         counts = [cost.operations(jaxpr) for jaxpr in jaxprs]
-        found, claimed = cost.exponent(LENGTHS, counts), mechanism.entry.time_exponent
+        found, claimed = cost.exponent(lengths, counts), mechanism.entry.time_exponent
         assert abs(found - claimed) <= 0.1, (direction, found, counts)
-        sizes = {cost.equations(jaxpr) for jaxpr in jaxprs}
-        assert len(sizes) == 1, (direction, sizes)
+        sizes = [cost.equations(jaxpr) for jaxpr in jaxprs]
+        # Other options may be another program; its size does not follow the length either.
+        most = 1 if mechanism.entry.options_at is None else 1.1
+        assert max(sizes) <= most * min(sizes), (direction, sizes)
 
 
 def test_memory_grows_as_claimed(mechanism):
     """Forward and backward together, and a forward alone has no more than its share of that."""
-    forward = forward_of(mechanism, directions(mechanism)[0])
+    lengths = lengths_of(mechanism)
+    forwards = [forward_of(mechanism, directions(mechanism)[0], length) for length in lengths]
     of = functools.partial(cost.temporary_bytes, compiler_options=battery.QUICK)
-    found = [of(both_of(forward), *at(length)) for length in LENGTHS]
-    assert cost.exponent(LENGTHS, found) <= mechanism.entry.memory_exponent + 0.1, found
-    assert of(forward, *at(LENGTHS[-1])) <= found[-1]
+    found = [of(both_of(f), *at(length)) for f, length in zip(forwards, lengths, strict=True)]
+    assert cost.exponent(lengths, found) <= mechanism.entry.memory_exponent + 0.1, found
+    assert of(forwards[-1], *at(lengths[-1])) <= found[-1]
 
 
 def test_the_count_is_right():

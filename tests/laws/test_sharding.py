@@ -90,7 +90,8 @@ def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
     found = collectives(lowered.compile(compiler_options=battery.QUICK))
     shared = arrays.keys() - {"query"}
     assert set(found) <= {"all-reduce"}, found
-    assert len(found) <= len(shared), (found, shared)
+    # Attend, then combine: what both parts share may be summed for each.
+    assert len(found) <= 2 * len(shared), (found, shared)
 
 
 def test_shard_map(mechanism):

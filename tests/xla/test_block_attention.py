@@ -9,9 +9,10 @@ import pytest
 
 from effattn import dot_product_attention, sliding_window_attention
 from effattn.functional import block
+from effattn.layouts import BlockLayout
 from effattn.xla.block_attention import Operands, Rule, block_attention
-from effattn.xla.tiling import BlockLayout, choose_tile
-from tests.dense import dense_with_gradients, draw, with_gradients
+from effattn.xla.tiling import choose_tile
+from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.laws.battery import assert_close
 
 TILE = (4, 5)
@@ -26,14 +27,14 @@ def x64():
 
 
 def over_layout(arrays, known, **rule):
-    rule = Rule(tile=TILE, scale=3**-0.5, **rule)
+    rule = Rule(tile=TILE, scale=3**-0.5, key_tiles=2, **rule)
     return block_attention(rule, Operands(**arrays, **known))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_layout_is_a_mask_at_tile_grain_with_gradients(is_causal, x64):
     arrays = draw()
-    known = {"layout": BlockLayout.from_block_mask(BLOCKS)}
+    known = {"layout": BlockLayout.from_block_mask(BLOCKS, tile=TILE, lengths=(11, 14))}
     mask = BLOCKS.repeat(TILE[0], 0).repeat(TILE[1], 1)[:11, :14]
     expected = dense_with_gradients(arrays, mask=mask[None, None], is_causal=is_causal)
     function = functools.partial(over_layout, right=0 if is_causal else None)
@@ -44,6 +45,42 @@ def test_a_layout_is_a_mask_at_tile_grain_with_gradients(is_causal, x64):
     spoilt = {k: a if k == "query" else a.copy() for k, a in arrays.items()}
     spoilt["key"][:, 10:], spoilt["value"][:, 10:] = np.nan, np.nan
     jax.tree.map(np.testing.assert_array_equal, with_gradients(function, spoilt, known), results)
+
+
+def pulled_back(function, arrays, cotangents):
+    results, pull_back = jax.vjp(function, arrays)
+    return results, pull_back(cotangents)[0]
+
+
+@pytest.mark.parametrize("leading", [(2,), (1, 2), (3, 1), (3, 2)])
+def test_a_layout_may_differ_by_key_head_and_example(leading, x64):
+    arrays = draw(batch=(3,))
+    rng = np.random.default_rng(0)
+    blocks, full = rng.random((2, *leading, *BLOCKS.shape)) < 0.6
+    full &= blocks
+    present = rng.random((3, 14)) < 0.8
+
+    def over(blocks, full, present, arrays, known=None):
+        layout = BlockLayout.from_block_mask(blocks, full=full, tile=TILE, lengths=(11, 14))
+        return over_layout(arrays, {"layout": layout, "key_mask": present}, right=3, offset=2)
+
+    found = with_gradients(functools.partial(over, blocks, full, present), arrays)
+    blocks, full = (np.broadcast_to(array, (3, 2, *BLOCKS.shape)) for array in (blocks, full))
+    for b, k in np.ndindex(3, 2):
+
+        def alone(name, array, b=b, k=k):
+            heads = slice(2 * k, 2 * k + 2) if name in ("query", "out") else slice(k, k + 1)
+            return array[b : b + 1, :, heads]
+
+        expected = pulled_back(
+            functools.partial(over, blocks[b, k], full[b, k], present[b : b + 1]),
+            {name: alone(name, array) for name, array in arrays.items()},
+            tuple(alone("out", array) for array in cotangents(arrays)),
+        )
+        results, gradients = found
+        results = tuple(alone("out", array) for array in results)
+        gradients = {name: alone(name, array) for name, array in gradients.items()}
+        assert_close((results, gradients), expected, 1e-12)
 
 
 @pytest.mark.parametrize("tile", [(4, 5), (100, 100)])
@@ -59,7 +96,7 @@ def test_dropout_is_the_same_in_every_tile_and_in_the_backward(tile, x64):
 
 
 @pytest.mark.parametrize("offset, keys", [(0, 256), (128, 400)])
-def test_a_diagonal_that_crosses_one_tile(offset, keys, x64):
+def test_a_diagonal_through_the_corners_of_tiles(offset, keys, x64):
     arrays = draw(queries=256, keys=keys)
     rng = np.random.default_rng(0)
     arrays["bias"] = rng.normal(size=(1, 4, 256, keys))
@@ -74,7 +111,7 @@ def test_a_diagonal_that_crosses_one_tile(offset, keys, x64):
     }
 
     def function(arrays, known):
-        return dot_product_attention(**arrays, **options, tile=(128, 128), return_residual=True)
+        return dot_product_attention(**arrays, **options, tile=(128, 64), return_residual=True)
 
     expected = dense_with_gradients(arrays, **options)
     assert_close(with_gradients(function, arrays), expected, 1e-12)

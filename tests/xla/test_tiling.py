@@ -1,9 +1,9 @@
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from effattn.layouts import BlockLayout
 from effattn.xla import tiling
-from effattn.xla.tiling import BlockLayout, Walk, choose_tile
+from effattn.xla.tiling import Listed, Walk, Window, choose_tile
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +18,8 @@ def without_tracing(monkeypatch):
     monkeypatch.setattr(tiling, "_loop", loop)
 
 
-def make_walk(lengths, tile, left=None, right=None, offset=0, always_masked=False, layout=None):
-    return Walk(tile, lengths, left, right, offset, always_masked, layout)
+def make_walk(lengths, tile, left=None, right=None, offset=0, always_masked=False):
+    return Window(tile, lengths, always_masked, left, right, offset)
 
 
 def visits(walk: Walk):
@@ -29,12 +29,12 @@ def visits(walk: Walk):
     def key_tile(patch, _):
         first = max(int(patch.query_start), int(patch.new_query))
         rows = slice(first, int(patch.query_start) + patch.queries)
-        start = int(patch.key_start)
-        end = start + patch.keys
-        if patch.masked and walk.keys_overlap:
-            start = max(start, int(patch.new_key))
-        met[rows, start:end] += 1
-        unmasked[rows, start:end] += not patch.masked
+        starts, news = (np.atleast_1d(k) for k in (patch.key_start, patch.new_key))
+        for start, new in zip(starts, news, strict=True):
+            end = start + patch.keys // len(starts)
+            columns = slice(max(start, new) if patch.masked else start, end)
+            met[rows, columns] += 1
+            unmasked[rows, columns] += not patch.masked
 
     def query_tile(n, _):
         walk.over_keys(n, key_tile, None)
@@ -68,24 +68,26 @@ def test_every_pair_that_may_attend_is_met_once(
 
 @pytest.mark.parametrize("left", [None, 0, 3, 5, 11])
 @pytest.mark.parametrize(
-    "offset, right", [(0, 0), (4, 0), (0, 4), (-4, 8), (3, 5), (-4, 0), (2, 0)]
+    "offset, right", [(0, 0), (4, 0), (0, 2), (-4, 8), (3, 5), (-4, 0), (1, 0)]
 )
 def test_stairs_meet_every_pair_once(left, offset, right, monkeypatch):
-    monkeypatch.setattr(tiling, "_SMALLEST_STAIRS", 2)
+    monkeypatch.setattr(tiling, "_SMALLEST_STAIR", 2)
     monkeypatch.setattr(tiling, "_WIDEST_BAND", 0)
+    ahead = offset + right
     for lengths in [(12, 12), (12, 17), (12, 8), (11, 12), (4, 8)]:
-        walk = make_walk(lengths, (4, 4), left, right, offset)
+        walk = make_walk(lengths, (4, 2), left, right, offset)
         met, unmasked = visits(walk)
         may = allowed(lengths, left, right, offset)
         assert (met[may] == 1).all()
         assert (met <= 1).all()
         assert may[unmasked > 0].all()
-        ahead = offset + right
-        aligned = lengths[0] % 4 == 0 and ahead in (0, 4) and lengths[0] + ahead <= lengths[1]
+        aligned = lengths[0] % 4 == 0 and ahead in (0, 2, 4) and lengths[0] + ahead <= lengths[1]
         assert (walk.stairs is not None) == aligned
         if aligned and left is None:
-            # Of the two rows of halves above the diagonal, one is not met.
-            assert met.sum() == sum(4 * (4 * n + ahead) + 12 for n in range(lengths[0] // 4))
+            # Above the diagonal nothing but one corner of each key tile on it.
+            assert met.sum() == sum(
+                4 * (4 * n + ahead) + 4 * 2 + 2 * 2 for n in range(lengths[0] // 4)
+            )
 
 
 @pytest.mark.parametrize("right", [None, 2])
@@ -111,18 +113,26 @@ def test_tiles_that_are_empty_are_left_out(left, right, monkeypatch):
     np.testing.assert_array_equal(unmasked[::t, ::s], blocks.all((1, 3)))
 
 
-@pytest.mark.parametrize("lengths, tile", [((11, 14), (4, 5)), ((12, 10), (4, 5))])
-def test_a_layout_names_the_tiles(lengths, tile):
+@pytest.mark.parametrize("lengths, tile", [((23, 34), (4, 5)), ((24, 35), (4, 5))])
+@pytest.mark.parametrize("width", [1, 2, 8])
+@pytest.mark.parametrize("always_masked", [True, False])
+def test_a_layout_names_the_tiles(lengths, tile, width, always_masked):
     shape = [-(-length // side) for length, side in zip(lengths, tile, strict=True)]
-    blocks = np.random.default_rng(0).random(shape) < 0.5
+    rng = np.random.default_rng(0)
+    blocks, full = rng.random((2, *shape)) < 0.6
     blocks[1] = False
-    layout = BlockLayout.from_block_mask(blocks)
-    assert layout.counts.dtype == layout.indices.dtype == jnp.int32
-    np.testing.assert_array_equal(layout.counts, blocks.sum(-1))
-    met, unmasked = visits(make_walk(lengths, tile, layout=layout))
-    expected = blocks.repeat(tile[0], 0).repeat(tile[1], 1)[: lengths[0], : lengths[1]]
-    np.testing.assert_array_equal(met, expected)
-    assert (unmasked == 0).all()
+    full &= blocks
+    layout = BlockLayout.from_block_mask(blocks, full=full, tile=tile, lengths=lengths)
+    met, unmasked = visits(Listed(tile, lengths, always_masked, layout, width))
+
+    def spread(blocks):
+        return blocks.repeat(tile[0], 0).repeat(tile[1], 1)[: lengths[0], : lengths[1]]
+
+    np.testing.assert_array_equal(met, spread(blocks))
+    assert (spread(full)[unmasked > 0]).all()
+    if width == 1:
+        may = not always_masked and lengths == (24, 35)
+        np.testing.assert_array_equal(unmasked, may * spread(full))
 
 
 def count_pairs(walk: Walk):

@@ -1,0 +1,224 @@
+"""Longformer attention: a sliding window, and tokens that attend and are attended globally."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn import _checks, registry
+from effattn.functional import block, sliding_window
+from effattn.functional.block import ScoreMod
+from effattn.functional.combine import combine
+
+
+def longformer_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    local_window_size: int | tuple[int, int],
+    dilation: int = 1,
+    global_mask: jax.Array | None = None,
+    max_global: int | None = None,
+    global_query: jax.Array | None = None,
+    global_key: jax.Array | None = None,
+    global_value: jax.Array | None = None,
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    logits_soft_cap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    tile: tuple[int, int] | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""Longformer's attention (Beltagy et al. 2020, "Longformer: The Long-Document Transformer").
+
+    Each token attends to a window around it, dilated or not, and to the global tokens of its
+    example; a global token attends to all tokens. Global tokens may have projections of their own:
+    what a global token attends with and to is then `global_query`, `global_key` and `global_value`,
+    while other tokens still see it through `key` and `value`.
+
+    The softmax of a token over its window without the global tokens, and that over the global
+    tokens, are disjoint, and are combined by their log-sum-exps; global tokens are gathered.
+
+    Time O(T (w + g) (H + Hv)) for a window of w and g = max_global, memory O(T), forward and
+    backward. Without global tokens it is `effattn.sliding_window_attention`.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, T, K, H)`, N a multiple of K.
+      value: `(*B, T, K, Hv)`.
+      local_window_size: w or (left, right), steps on each side; the token itself is extra.
+      dilation: tokens in a step, 1 or more.
+      global_mask: bool `(*B, T)`, True for global tokens; the axes of the batch may have size 1.
+      max_global: how many global tokens an example has at most, needed with `global_mask`. Where
+        there are more, the first so many are global.
+      global_query: what global tokens ask with, of the shape of query, which it defaults to.
+      global_key: what global tokens attend to, of the shape of key, which it defaults to.
+      global_value: what global tokens gather, of the shape of value, which it defaults to.
+      scale: default H**-0.5. May be an array, with a gradient.
+      is_causal: nothing at later positions, for global tokens too.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
+      segment_ids: int `(*B, T)`, or a pair of them; 0 is padding. Global tokens reach no further
+        than their segment.
+      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
+      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
+      dropout_rate: share of the weights dropped, in [0, 1).
+      dropout_rng: a `jax.random` key; needed where the rate is above 0.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      tile: queries and keys in a tile of the window; tuning only.
+      implementation: None or "xla", or a tuple tried in order.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf for a row that attends to nothing.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    _checks.dilation(dilation)
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given = block.check(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        query_offset=0,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        local_window_size=_checks.window(local_window_size),
+        logits_soft_cap=logits_soft_cap,
+        score_mod=score_mod,
+        sink=None,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=tile,
+    )
+    if query.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            "longformer_attention is self-attention: query and key need the same length, got "
+            f"{query.shape[-3]} and {key.shape[-3]}"
+        )
+    given_global = (("query", global_query), ("key", global_key), ("value", global_value))
+    global_arrays = tuple(
+        array if other is None else _checks.shaped(f"global_{name}", other, array.shape)
+        for (name, other), array in zip(given_global, (query, key, value), strict=True)
+    )
+    is_global = _checks_global(global_mask, max_global, query.shape[:-2])
+
+    def attend():
+        if is_global is None:
+            return sliding_window.attend(dilation, query, key, value, given)
+        return _attend(dilation, (query, key, value), global_arrays, is_global, max_global, given)
+
+    with jax.named_scope("longformer_attention"):
+        out, lse = _checks.dispatch(implementation, "longformer_attention", {"xla": attend})
+    return (out, lse) if return_residual else out
+
+
+def _checks_global(global_mask, max_global, shape):
+    if global_mask is None:
+        if max_global is not None:
+            raise ValueError(f"max_global {max_global} needs global_mask, which was not given")
+        return None
+    *batch, length = shape
+    global_mask = jnp.asarray(global_mask)
+    if global_mask.dtype != jnp.bool_:
+        raise ValueError(f"global_mask must be bool, got dtype {global_mask.dtype}")
+    if not _checks.is_integer(max_global) or not 1 <= max_global <= length:
+        raise ValueError(
+            f"max_global must be an int from 1 to the length {length}, how many global tokens an "
+            f"example has at most, got {max_global!r}"
+        )
+    global_mask = _checks.broadcastable("global_mask", global_mask, (*batch, length))
+    return jnp.broadcast_to(global_mask, (*batch, length))
+
+
+def _attend(dilation, arrays, global_arrays, is_global, max_global, given):
+    query, key, value = arrays
+    batch, length = query.shape[:-3], query.shape[-3]
+    slot = jnp.cumsum(is_global, axis=-1, dtype=jnp.int32) - 1
+    is_global &= slot < max_global
+    # The global tokens first, in order; slots beyond them hold others, and are masked.
+    where = jnp.argsort(~is_global, axis=-1, stable=True)[..., :max_global].astype(jnp.int32)
+    there = jnp.arange(max_global) < is_global.sum(-1, keepdims=True)
+    everywhere = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (*batch, length))
+
+    local = dataclasses.replace(given, mask=~is_global[..., None, None, :])
+    local_part = sliding_window.attend(dilation, query, key, value, local)
+
+    unbounded = dataclasses.replace(given, window=None, tile=None)
+    lengths = (given.query_lengths, given.key_lengths)
+    seen = _present(lengths[1], where) & there
+    to_global = dataclasses.replace(
+        unbounded,
+        mask=seen[..., None, None, :],
+        key_lengths=None,
+        segments=given.segments and (given.segments[0], _gather(given.segments[1], where)),
+        positions=(everywhere, where),
+    )
+    global_part = block.attend(query, _gather(key, where), _gather(value, where), to_global)
+    out, lse = combine(*zip(local_part, global_part, strict=True))
+
+    by_global = dataclasses.replace(
+        unbounded,
+        query_lengths=None,
+        segments=given.segments and (_gather(given.segments[0], where), given.segments[1]),
+        positions=(where, everywhere),
+    )
+    global_query, global_key, global_value = global_arrays
+    of_global = block.attend(_gather(global_query, where), global_key, global_value, by_global)
+    is_global &= _present(lengths[0], everywhere)
+    return tuple(
+        jnp.where(
+            is_global.reshape(*is_global.shape, *(1,) * (theirs.ndim - is_global.ndim)),
+            _gather(ours, jnp.clip(slot, 0, max_global - 1)),
+            theirs,
+        )
+        for ours, theirs in zip(of_global, (out, lse), strict=True)
+    )
+
+
+def _present(lengths, positions):
+    """bool, the positions `(*B, L)` that lie before the lengths `(*B)`."""
+    return jnp.full(positions.shape, True) if lengths is None else positions < lengths[..., None]
+
+
+def _gather(array, where):
+    """`(*B, L, ...)` at `(*B, g)`."""
+
+    def gather(array, where):
+        return array.at[where].get(mode="clip", unique_indices=False)
+
+    for _ in range(where.ndim - 1):
+        gather = jax.vmap(gather)
+    return gather(array, where)
+
+
+registry.register(
+    registry.Mechanism(
+        name="longformer",
+        family="sparse",
+        paper="Beltagy et al. 2020, Longformer",
+        function=longformer_attention,
+        capabilities=frozenset(registry.CAPABILITIES)
+        - {"cross", "offset", "bias", "mask", "sink", "state", "decode"},
+        options={"local_window_size": (127, 0), "dilation": 1},
+        complexity="O(N (w + g))",
+        time_exponent=1.0,
+    )
+)

@@ -1,0 +1,157 @@
+"""Softmax attention over the pairs of a pattern, or over the tiles of a layout."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn import _checks
+from effattn.functional import block
+from effattn.functional.block import ScoreMod
+from effattn.layouts import BlockLayout
+from effattn.patterns import Causal, Pattern
+from effattn.xla import tiling
+
+
+def sparse_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    pattern: Pattern | None = None,
+    layout: BlockLayout | None = None,
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_offset: int | jax.Array = 0,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    logits_soft_cap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    tile: tuple[int, int] | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""Softmax attention over the pairs that a pattern allows, visiting no other tile.
+
+    The pattern (`effattn.patterns`) is compiled once, outside of the program, to the tiles that
+    hold any of its pairs; tiles that it fills wholly are read without asking it again. A layout in
+    its place is a choice of tiles, made beforehand or from data under `jit` (`BlockLayout`), all of
+    whose pairs may attend: the key blocks of highest score, say. It may differ by key head and by
+    example.
+
+    Time O(P (H + Hv)) for the P pairs of the tiles visited, memory O(T + S), forward and backward.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, S, K, H)`, N a multiple of K.
+      value: `(*B, S, K, Hv)`.
+      pattern: which pairs may attend, by position; it may differ by query head.
+      layout: the tiles to visit; its `lengths` are (T, S). One of the two is needed.
+      scale: default H**-0.5. May be an array, with a gradient.
+      is_causal: nothing at later positions, whatever the pattern says.
+      query_offset: query t stands at position t + offset; an int, or, with a layout, also an int
+        array `()` or `(*B)`.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
+      segment_ids: int `(*B, T)`, or a pair `(*B, T)`, `(*B, S)`; 0 is padding.
+      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
+      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
+      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
+      dropout_rate: share of the weights dropped, in [0, 1).
+      dropout_rng: a `jax.random` key; needed where the rate is above 0.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      tile: queries and keys in a tile of the pattern; tuning only.
+      implementation: None or "xla", or a tuple tried in order.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf for a row that attends to nothing.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given = block.check(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        local_window_size=None,
+        logits_soft_cap=logits_soft_cap,
+        score_mod=score_mod,
+        sink=sink,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=tile,
+    )
+    given = _with_layout(query, key, given, pattern, layout)
+    with jax.named_scope("sparse_attention"):
+        out, lse = _checks.dispatch(
+            implementation,
+            "sparse_attention",
+            {"xla": lambda: block.attend(query, key, value, given)},
+        )
+    return (out, lse) if return_residual else out
+
+
+def _with_layout(query, key, given: block.Arguments, pattern, layout) -> block.Arguments:
+    *batch, queries, heads, _ = query.shape
+    keys, key_heads = key.shape[-3:-1]
+    if (pattern is None) == (layout is None):
+        raise ValueError(
+            "sparse_attention needs one of pattern and layout, got "
+            + ("neither" if pattern is None else "both")
+        )
+    if layout is not None:
+        if not isinstance(layout, BlockLayout):
+            raise ValueError(
+                f"layout must be an effattn.BlockLayout, got {type(layout).__name__}; "
+                "BlockLayout.from_block_mask and .from_indices make one of arrays"
+            )
+        if layout.lengths != (queries, keys):
+            raise ValueError(
+                f"the layout is of {layout.lengths[0]} queries and {layout.lengths[1]} keys; got "
+                f"{queries} and {keys}"
+            )
+        if given.tile is not None and given.tile != layout.tile:
+            raise ValueError(f"tile {given.tile} is not the layout's, {layout.tile}")
+        return dataclasses.replace(given, layout=layout)
+    if not isinstance(pattern, Pattern):
+        raise ValueError(
+            f"pattern must be an effattn.patterns.Pattern, got {type(pattern).__name__}; "
+            "a function mask(i, j) becomes one with effattn.patterns.Custom(mask)"
+        )
+    if not isinstance(given.query_offset, int):
+        raise ValueError(
+            "with a pattern query_offset must be an int, known when the program is made, got "
+            f"{given.query_offset}; with a layout it may be an array"
+        )
+    if pattern.heads not in (None, heads):
+        raise ValueError(f"the pattern is of {pattern.heads} heads, the query has {heads}")
+    pattern = pattern & Causal() if given.is_causal else pattern
+    pattern = pattern.sized(queries, keys, offset=given.query_offset)
+    rows = math.prod(batch) * heads
+    layout = pattern.layout(
+        queries,
+        keys,
+        tile=given.tile or tiling.choose_sparse_tile((queries, keys), rows),
+        offset=given.query_offset,
+        key_heads=key_heads,
+    )
+    return dataclasses.replace(given, is_causal=False, pattern=pattern, layout=layout)

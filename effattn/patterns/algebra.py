@@ -1,0 +1,376 @@
+"""The algebra of patterns: what a pattern answers, and `&`, `|` and `~`.
+
+The patterns themselves are in `effattn.patterns`.
+"""
+
+import dataclasses
+import functools
+import operator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from effattn import _checks
+from effattn.layouts import BlockLayout, packed
+from effattn.patterns import graphs, zones
+from effattn.patterns.zones import Frame, Zones
+
+# `density` counts runs of keys up to this number, else pairs up to that, else it samples rows.
+_MOST_RUNS = 2**25
+_MOST_COUNTED = 2**28
+_SAMPLED_ROWS = 256
+
+_LARGEST_GRAPH = 4096
+_LARGEST_SPECTRUM = 2048
+
+
+class GraphDistance(NamedTuple):
+    """After how many layers a token's output depends on another token.
+
+    Attributes:
+      mean, largest: over the ordered pairs of different tokens that some number of layers connects.
+      unreachable: the share of pairs that none connects; at least half where a pattern is causal.
+    """
+
+    mean: float
+    largest: int
+    unreachable: float
+
+
+class Pattern:
+    """Which pairs (i, j) may attend: query i attends to key j. Combine with `&`, `|` and `~`."""
+
+    @property
+    def heads(self) -> int | None:
+        """How many query heads the pattern tells apart; None if all are alike."""
+        return self._heads()
+
+    def allows(self, i: Any, j: Any, h: Any = 0) -> Any:
+        """May the query at position i attend to the key at position j, in head h?
+
+        Takes integers, NumPy or traced, that broadcast against each other. It costs a few
+        operations an element and holds no T x S constant, so that it fuses into a kernel's tile.
+        `RandomBlocks`, and what is composed of it, must be `sized` first.
+
+        Args:
+          i: query positions.
+          j: key positions.
+          h: query heads; they matter only where `heads` is not None.
+
+        Returns:
+          bool of the broadcast shape.
+        """
+        return self._allows(i, j, h)
+
+    def sized(self, T: int, S: int | None = None, *, offset: int = 0) -> "Pattern":
+        """The pattern for T queries from position `offset` on and S keys, by default T.
+
+        Sizes that it cannot have are a `ValueError`. Only `RandomBlocks` changes: it draws from the
+        blocks that there are.
+        """
+        return self._sized(_frame(self, T, S, offset).lengths)
+
+    # What a pattern defines.
+
+    def _allows(self, i: Any, j: Any, h: Any) -> Any:
+        raise NotImplementedError
+
+    def _zones(self, frame: Frame, inside: bool) -> Zones:
+        """The pattern, or with inside=False its complement, as a union of zones in a frame."""
+        raise NotImplementedError
+
+    def _check(self, frame: Frame) -> None:
+        """Raises `ValueError` if there is no such pattern of so many queries and keys."""
+
+    def _sized(self, lengths: tuple[int, int]) -> "Pattern":
+        return self
+
+    def _heads(self) -> int | None:
+        return None
+
+    # What it answers.
+
+    def mask(self, T: int, S: int | None = None, *, offset: int = 0) -> np.ndarray:
+        """The dense oracle: bool `(T, S)`, or `(N, T, S)` where heads differ. O(N T S).
+
+        Query t stands at position t + offset; S defaults to T.
+        """
+        frame = _frame(self, T, S, offset)
+        sized, (i, j, h) = self._sized(frame.lengths), _positions(frame)
+        out = np.empty((frame.heads, frame.queries, frame.keys), bool)
+        rows = max(1, 2**22 // (frame.heads * frame.keys))
+        for start in range(0, frame.queries, rows):
+            part = slice(start, start + rows)
+            out[:, part] = sized._allows(i[part], j, h)
+        return out if self.heads else out[0]
+
+    def layout(
+        self,
+        T: int,
+        S: int | None = None,
+        *,
+        tile: tuple[int, int] = (128, 128),
+        offset: int = 0,
+        key_heads: int | None = None,
+    ) -> BlockLayout:
+        """The tiles of queries and keys that hold an allowed pair, full ones apart from partial.
+
+        No allowed pair is left out. Just the tiles that hold one are kept for windows, global
+        positions, documents, prefixes, blocks and what `&` and `|` make of them. What arithmetic
+        cannot decide (a `Custom` rule, thousands of stripes) is evaluated by element, in no more
+        tiles than 32768 x 32768 tokens have; beyond that, tiles that may hold an allowed pair are
+        all kept, as partial ones. Time and memory follow the tiles kept. Results are cached.
+
+        Args:
+          T: how many queries.
+          S: how many keys, by default T.
+          tile: (t, s), queries and keys in a tile.
+          offset: query t stands at position t + offset.
+          key_heads: K, for patterns that differ by head: a key head's layout keeps what any of the
+            heads // K query heads that read it keeps, and is full where it is full for all.
+
+        Returns:
+          Arrays of NumPy's; without leading axes if all heads are alike, else `(K,)` or `(heads,)`.
+
+        Raises:
+          ValueError: sizes that the pattern cannot have, or a `Custom` rule without bounds above
+            32768 tokens.
+        """
+        if _checks.tile(tile) is None:
+            raise ValueError("tile must be a pair (queries, keys) of positive ints, got None")
+        frame = _frame(self, T, S, offset, tile)
+        if key_heads is not None:
+            at_least("key_heads", key_heads, 1)
+            if self.heads and self.heads % key_heads:
+                raise ValueError(
+                    f"key_heads must divide the {self.heads} heads of the pattern, got {key_heads}"
+                )
+        return _compiled(self, frame, key_heads)
+
+    def tile(
+        self, queries: range, keys: range, lengths: tuple[int, int] | None = None, h: int = 0
+    ) -> Literal["empty", "full", "partial"]:
+        """What the pattern is on all of some consecutive queries and keys, in head h.
+
+        `lengths` are the numbers of query positions and keys, by default up to the ranges' ends.
+        """
+        for name, positions in (("queries", queries), ("keys", keys)):
+            if not isinstance(positions, range) or not positions or positions.step != 1:
+                raise ValueError(f"{name} must be a range of consecutive ones, got {positions!r}")
+        lengths = lengths or (queries.stop, keys.stop)
+        _frame(self, *lengths, 0)
+        frame = Frame(queries.start, len(queries), lengths[1], (len(queries), 1), self.heads or 1)
+        box = zones.of(frame, keys=(keys.start, keys.stop - 1), heads=(h, h))
+        parts = zones.intersection(self._zones(frame, True), box)
+        if not len(parts):
+            return "empty"
+        filled = zones.areas(parts.low, parts.high) == len(queries) * len(keys)
+        if (filled & parts.certain).any():
+            return "full"
+        i, j = np.array(queries)[:, None], np.array(keys)
+        allowed = np.broadcast_to(self._sized(lengths)._allows(i, j, h), (len(i), len(j)))
+        return "full" if allowed.all() else "partial" if allowed.any() else "empty"
+
+    def density(self, T: int, S: int | None = None) -> float:
+        """The share of the T x S pairs (and of the heads) that may attend.
+
+        Exact by arithmetic where there are no `Custom` rules or thousands of stripes, and the runs
+        of keys of all rows number up to 2^25 (for a single window or rectangle: always); else
+        counted up to 2^28 pairs, and beyond that in 256 evenly spaced rows.
+        """
+        frame = _frame(self, T, S, 0)
+        pairs = zones.total(self._zones(frame, True), frame, _MOST_RUNS)
+        every = frame.heads * frame.queries * frame.keys
+        if pairs is not None:
+            return pairs / every
+        sized, (i, j, h) = self._sized(frame.lengths), _positions(frame)
+        if every > _MOST_COUNTED:
+            i = i[np.linspace(0, frame.queries - 1, _SAMPLED_ROWS).astype(int)]
+        return float(np.mean([np.mean(sized._allows(row, j, h)) for row in i]))
+
+    def graph_distance(self, T: int) -> GraphDistance:
+        """Shortest paths in the graph of allowed pairs (Zaheer et al. 2020, "Big Bird").
+
+        An edge is a pair that may attend, in any head; paths are counted in layers. T up to 4096;
+        O(edges T / 64) for each layer up to the largest distance.
+        """
+        return GraphDistance(*graphs.distance(self._graph(T, _LARGEST_GRAPH, "graph_distance")))
+
+    def spectral_gap(self, T: int) -> float:
+        """1 - the second eigenvalue of the normalised adjacency matrix (Zaheer et al. 2020).
+
+        The matrix is D^-1/2 A D^-1/2 with A = M | M^T | I, M the mask joined over heads and D the
+        degrees; so the gap is the second eigenvalue of the normalised Laplacian. It is 0 for a
+        graph in two parts and 1 for the full one, and the larger, the faster information mixes.
+        T up to 2048; O(T^3).
+        """
+        return graphs.spectral_gap(self._graph(T, _LARGEST_SPECTRUM, "spectral_gap"))
+
+    def _graph(self, T: int, largest: int, what: str) -> np.ndarray:
+        if at_least("T", T, 1) > largest:
+            raise ValueError(
+                f"{what} works on the dense {T} x {T} graph and takes up to {largest} tokens; "
+                "measure the pattern at a smaller length"
+            )
+        mask = self.mask(T)
+        return mask.any(0) if self.heads else mask
+
+    def __and__(self, other: "Pattern") -> "Pattern":
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        return And((*_parts(And, self), *_parts(And, other)))
+
+    def __or__(self, other: "Pattern") -> "Pattern":
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        return Or((*_parts(Or, self), *_parts(Or, other)))
+
+    def __invert__(self) -> "Pattern":
+        return Not(self)
+
+
+# Compositions
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Composed(Pattern):
+    """Several patterns; their zones are united, or intersected."""
+
+    parts: tuple[Pattern, ...]
+
+    def __post_init__(self):
+        known = {part.heads for part in self.parts if part.heads}
+        if len(known) > 1:
+            raise ValueError(f"patterns must have the same heads to compose, got {sorted(known)}")
+
+    def _heads(self):
+        return next((part.heads for part in self.parts if part.heads), None)
+
+    def _check(self, frame):
+        for part in self.parts:
+            part._check(frame)
+
+    def _sized(self, lengths):
+        return type(self)(tuple(part._sized(lengths) for part in self.parts))
+
+    def _each_allows(self, *arguments):
+        return (part._allows(*arguments) for part in self.parts)
+
+    def _joined(self, join, frame, inside):
+        found = [part._zones(frame, inside) for part in self.parts]
+        # Small unions first: an intersection is as large as what it starts from.
+        return functools.reduce(join, sorted(found, key=len))
+
+
+class And(_Composed):
+    """The pairs that all of `parts` allow."""
+
+    def _allows(self, i, j, h):
+        return functools.reduce(operator.and_, self._each_allows(i, j, h))
+
+    def _zones(self, frame, inside):
+        return self._joined(zones.intersection if inside else zones.union, frame, inside)
+
+    def __repr__(self):
+        return "(" + " & ".join(map(repr, self.parts)) + ")"
+
+
+class Or(_Composed):
+    """The pairs that any of `parts` allows."""
+
+    def _allows(self, i, j, h):
+        return functools.reduce(operator.or_, self._each_allows(i, j, h))
+
+    def _zones(self, frame, inside):
+        return self._joined(zones.union if inside else zones.intersection, frame, inside)
+
+    def __repr__(self):
+        return "(" + " | ".join(map(repr, self.parts)) + ")"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Not(Pattern):
+    """The pairs that `part` does not allow."""
+
+    part: Pattern
+
+    def _heads(self):
+        return self.part.heads
+
+    def _allows(self, i, j, h):
+        # Python's ~True is -2.
+        return self.part._allows(i, j, h) ^ True
+
+    def _zones(self, frame, inside):
+        return self.part._zones(frame, not inside)
+
+    def _check(self, frame):
+        self.part._check(frame)
+
+    def _sized(self, lengths):
+        return Not(self.part._sized(lengths))
+
+    def __invert__(self):
+        return self.part
+
+    def __repr__(self):
+        return f"~{self.part!r}"
+
+
+def _parts(kind: type[_Composed], pattern: Pattern) -> tuple[Pattern, ...]:
+    return pattern.parts if isinstance(pattern, kind) else (pattern,)
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(pattern: Pattern, frame: Frame, key_heads: int | None) -> BlockLayout:
+    check = zones.check_by_element(pattern._sized(frame.lengths).allows, frame)
+    tiles = zones.compiled(pattern._zones(frame, True), frame, check)
+    row, key, full = tiles
+    lead: tuple[int, ...] = ()
+    if pattern.heads:
+        lead = (key_heads or frame.heads,)
+        head, query = np.divmod(row, frame.grid[0])
+        group = frame.heads // lead[0]
+        ids = ((head // group) * frame.grid[0] + query) * frame.grid[1] + key
+        ids, place = np.unique(ids, return_inverse=True)
+        full = np.bincount(place, full, minlength=len(ids)) == group
+        row, key = np.divmod(ids, frame.grid[1])
+    rows = (*lead, frame.grid[0])
+    arrays = (*packed(row[~full], key[~full], rows), *packed(row[full], key[full], rows))
+    for array in arrays:
+        array.flags.writeable = False
+    return BlockLayout(*arrays, frame.tile, (frame.queries, frame.keys))
+
+
+def _frame(pattern: Pattern, T: Any, S: Any, offset: Any, tile: Any = (256, 256)) -> Frame:
+    frame = Frame(
+        at_least("offset", offset, 0),
+        at_least("T", T, 1),
+        at_least("S", T if S is None else S, 1),
+        (int(tile[0]), int(tile[1])),
+        pattern.heads or 1,
+    )
+    pattern._check(frame)
+    return frame
+
+
+def _positions(frame: Frame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Query positions (T, 1), key positions (S), heads (N, 1, 1)."""
+    i = np.arange(frame.first, frame.last + 1, dtype=np.int32)[:, None]
+    h = np.arange(frame.heads, dtype=np.int32)[:, None, None]
+    return i, np.arange(frame.keys, dtype=np.int32), h
+
+
+def at_least(name: str, value: Any, least: int) -> int:
+    """The value, if it is an int and large enough."""
+    if not _checks.is_integer(value) or value < least:
+        raise ValueError(f"{name} must be an int, {least} or more, got {value!r}")
+    return int(value)
+
+
+def sides(name: str, value: Any) -> tuple[int, int]:
+    """A window's two sides, of one number or two."""
+    pair = (value, value) if _checks.is_integer(value) else value
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(f"{name} must be an int or a pair of ints, got {value!r}")
+    return at_least(name, pair[0], 0), at_least(name, pair[1], 0)

@@ -1,0 +1,589 @@
+"""The patterns that others are made of."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from effattn import _checks
+from effattn.patterns import random_blocks, zones
+from effattn.patterns.algebra import Pattern, at_least, sides
+from effattn.patterns.zones import Frame, Zones
+
+# A rule without bounds is evaluated at every pair; that goes so far.
+LONGEST_WITHOUT_BOUNDS = 32768
+
+# Patterns of parallel stripes are given to arithmetic up to this number of them.
+_MOST_STRIPES = 4096
+
+
+# Patterns of one rectangle or band
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Pattern):
+    """Every query attends to every key."""
+
+    def _allows(self, i, j, h):
+        return (i == i) & (j == j)
+
+    def _zones(self, frame, inside):
+        return zones.of(frame) if inside else zones.none()
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Pattern):
+    """j <= i."""
+
+    def _allows(self, i, j, h):
+        return j <= i
+
+    def _zones(self, frame, inside):
+        return zones.of(frame, diagonals=(-zones.FAR, 0) if inside else (1, zones.FAR))
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(Pattern):
+    """-left <= j - i <= right, in tokens or, with `block_size`, in blocks of tokens.
+
+    The token itself (its block) is extra: `SlidingWindow(255, 0)` is a causal window of 256 keys.
+    """
+
+    left: int
+    right: int
+    block_size: int = 1
+
+    def __post_init__(self):
+        at_least("left", self.left, 0)
+        at_least("right", self.right, 0)
+        at_least("block_size", self.block_size, 1)
+
+    def _allows(self, i, j, h):
+        if self.block_size > 1:
+            i, j = i // self.block_size, j // self.block_size
+        return (j >= i - self.left) & (j <= i + self.right)
+
+    def _zones(self, frame, inside):
+        if self.block_size == 1:
+            band = -self.left, self.right
+            return zones.of(frame, diagonals=band if inside else zones.outside(band))
+        low, high = rows = _blocks(_rows_of(frame, self.block_size), self.block_size)
+        keys = low - self.left * self.block_size, high + self.right * self.block_size
+        return zones.of(frame, rows=rows, keys=keys if inside else zones.outside(keys))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(Pattern):
+    """j < n: every query sees the first n keys. `Causal() | Prefix(n)` is a prefix LM's mask."""
+
+    n: int
+
+    def __post_init__(self):
+        at_least("n", self.n, 0)
+
+    def _allows(self, i, j, h):
+        return (j < self.n) & (i == i)
+
+    def _zones(self, frame, inside):
+        keys = 0, self.n - 1
+        return zones.of(frame, keys=keys if inside else zones.outside(keys))
+
+
+# Patterns of several rectangles
+
+
+@dataclasses.dataclass(frozen=True)
+class Global(Pattern):
+    """Some positions see all and all see them (Beltagy et al. 2020, "Longformer").
+
+    `positions` is a count, for the first so many, or the positions themselves.
+    """
+
+    positions: int | Sequence[int]
+
+    def __post_init__(self):
+        given: Any = self.positions
+        if np.ndim(given) == 0:
+            object.__setattr__(self, "positions", at_least("positions", given, 0))
+            return
+        held = sorted({at_least("positions", position, 0) for position in given})
+        first = held == list(range(len(held)))
+        object.__setattr__(self, "positions", len(held) if first else tuple(held))
+
+    @functools.cached_property
+    def _runs(self):
+        given = self.positions
+        return zones.runs_of(np.arange(given) if isinstance(given, int) else given)
+
+    def _check(self, frame):
+        last, length = int(self._runs[1].max(initial=-1)), max(frame.last + 1, frame.keys)
+        if last >= length:
+            raise ValueError(
+                f"global positions must lie within the sequence, 0 to {length - 1}, got {last}"
+            )
+
+    def _holds(self, position):
+        first, last = self._runs
+        if len(first) > 4:
+            table = np.zeros(last[-1] + 2, bool)
+            table[np.array(self.positions)] = True
+            return _lookup(table, position)
+        runs = zip(first.tolist(), last.tolist(), strict=True)
+        near = ((position >= a) & (position <= b) for a, b in runs)
+        return functools.reduce(lambda a, b: a | b, near, position < 0)
+
+    def _allows(self, i, j, h):
+        return self._holds(i) | self._holds(j)
+
+    def _zones(self, frame, inside):
+        runs = self._runs if inside else zones.gaps_between(self._runs)
+        join = zones.union if inside else zones.intersection
+        return join(zones.of(frame, rows=runs), zones.of(frame, keys=runs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents(Pattern):
+    """Packed documents of these lengths: tokens attend within their own.
+
+    Positions after the last document are padding, which sees nothing and which nothing sees.
+    """
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self):
+        held = tuple(at_least("lengths", length, 0) for length in self.lengths)
+        object.__setattr__(self, "lengths", held)
+
+    def _allows(self, i, j, h):
+        document = _lookup(self._documents, i)
+        return (document == _lookup(self._documents, j)) & (document >= 0)
+
+    @functools.cached_property
+    def _documents(self):
+        lengths = np.array(self.lengths, np.int64)
+        return np.append(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths), np.int32(-1))
+
+    def _zones(self, frame, inside):
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        own = ends - np.array(self.lengths, np.int64), ends - 1
+        if inside:
+            return zones.of(frame, rows=own, keys=own)
+        padding = zones.of(frame, rows=(sum(self.lengths), zones.FAR))
+        return zones.union(zones.of(frame, rows=own, keys=zones.outside(own)), padding)
+
+
+class FrozenArray:
+    """A NumPy array that does not change, equal and hashed by its contents."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = np.array(array)
+        self.array.flags.writeable = False
+        self._contents = array.shape, array.dtype.str, hashlib.sha256(self.array.tobytes()).digest()
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.array, dtype=dtype) if copy else np.asarray(self.array, dtype=dtype)
+
+    def __eq__(self, other):
+        return isinstance(other, FrozenArray) and self._contents == other._contents
+
+    def __hash__(self):
+        return hash(self._contents)
+
+    def __repr__(self):
+        return f"<{' x '.join(map(str, self.array.shape))} array>"
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMask(Pattern):
+    """Blocks of `block_size` x `block_size` tokens, named by a mask of their own.
+
+    `array` is bool `(ceil(T / block_size), ceil(S / block_size))`, or one such for each query head,
+    `(N, ..., ...)`; i attends to j where array[h, i // block_size, j // block_size]. It is fixed
+    with the pattern: for a mask that a model computes see `BlockLayout.from_block_mask`.
+    """
+
+    array: Any
+    block_size: int
+
+    def __post_init__(self):
+        at_least("block_size", self.block_size, 1)
+        if isinstance(self.array, jax.core.Tracer):
+            raise ValueError(
+                "array must be known when the pattern is made, got a traced one; "
+                "BlockLayout.from_block_mask takes those"
+            )
+        array = np.asarray(self.array)
+        if array.dtype != bool or array.ndim not in (2, 3) or 0 in array.shape:
+            raise ValueError(
+                "array must be bool of shape (query blocks, key blocks) or (heads, query blocks, "
+                f"key blocks), got {array.dtype} of shape {array.shape}"
+            )
+        if array.ndim == 3 and len(array) == 1:
+            array = array[0]
+        object.__setattr__(self, "array", FrozenArray(array))
+
+    def _heads(self):
+        shape = self.array.array.shape
+        return shape[0] if len(shape) == 3 else None
+
+    def _check(self, frame):
+        shape = self.array.array.shape[-2:]
+        need = -(-(frame.last + 1) // self.block_size), -(-frame.keys // self.block_size)
+        # A chunk of the queries may read its rows of a longer mask.
+        rows = max(shape[0], need[0]) if frame.first else need[0]
+        if shape != (rows, need[1]):
+            raise ValueError(
+                f"array must have {need[0]} x {need[1]} blocks of {self.block_size} for "
+                f"{frame.last + 1} x {frame.keys} tokens, got {shape[0]} x {shape[1]}"
+            )
+
+    def _allows(self, i, j, h):
+        at = (i // self.block_size, j // self.block_size)
+        return _lookup(self.array.array, *((h, *at) if self.heads else at))
+
+    def _zones(self, frame, inside):
+        array = self.array.array if inside else ~self.array.array
+        runs = np.diff(np.pad(array, [(0, 0)] * (array.ndim - 1) + [(1, 1)]).astype(np.int8))
+        *place, first = np.nonzero(runs == 1)
+        stop = np.nonzero(runs == -1)[-1]
+        if not len(first):
+            return zones.none()
+        head = place[0] if self.heads else np.zeros_like(first)
+        row = place[-1]
+        # The same run in consecutive rows is one zone.
+        order = np.lexsort((row, stop, first, head))
+        head, row, first, stop = (x[order] for x in (head, row, first, stop))
+        same = [x[1:] == x[:-1] for x in (head, first, stop, row - np.arange(len(row)))]
+        starts = np.flatnonzero(np.append(True, ~np.logical_and.reduce(same)))
+        ends = np.append(starts[1:], len(row)) - 1
+        size = self.block_size
+        return zones.of(
+            frame,
+            rows=(row[starts] * size, row[ends] * size + size - 1),
+            keys=(first[starts] * size, stop[starts] * size - 1),
+            heads=(head[starts], head[starts]) if self.heads else zones.ANY,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomBlocks(Pattern):
+    """Each block of queries sees `per_row` blocks of keys, distinct and uniform among all.
+
+    The blocks of row r are drawn from (seed, r) alone, one key block after the other as they come
+    (reservoir sampling; Li 1994, "Algorithm L"). So T changes nothing, and a longer S only replaces
+    some of a row's blocks by new ones. With `causal` row r draws from the r blocks before it, and
+    takes all of them while they are `per_row` or fewer; then S changes nothing either.
+
+    Blocks are drawn for themselves: some may lie in a window or be global too (Zaheer et al. 2020).
+    """
+
+    block_size: int
+    per_row: int
+    seed: int = 0
+    causal: bool = False
+    # Of the sequence, set by `sized`: the numbers of query positions and keys.
+    lengths: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self):
+        at_least("block_size", self.block_size, 1)
+        at_least("per_row", self.per_row, 0)
+        if not _checks.is_integer(self.seed):
+            raise ValueError(f"seed must be an int, got {self.seed!r}")
+
+    def _check(self, frame):
+        blocks = -(-frame.keys // self.block_size)
+        if self.per_row > blocks:
+            raise ValueError(
+                f"per_row must be at most the number of key blocks, {blocks} of {self.block_size} "
+                f"in {frame.keys} tokens, got {self.per_row}"
+            )
+
+    def _sized(self, lengths):
+        return dataclasses.replace(self, lengths=lengths)
+
+    def blocks(self, lengths: tuple[int, int]) -> np.ndarray:
+        """The key blocks of each block of queries: int32 `(rows, per_row)`, -1 where there is none.
+
+        Rows ascend. `lengths` are the numbers of query positions and of keys.
+        """
+        rows, keys = (-(-length // self.block_size) for length in lengths)
+        return random_blocks.drawn(self.seed % 2**64, rows, keys, self.per_row, self.causal)
+
+    def _allows(self, i, j, h):
+        if self.lengths is None:
+            raise ValueError(
+                "RandomBlocks draws from the key blocks there are: call allows of "
+                "pattern.sized(T, S), which knows how many"
+            )
+        chosen = self.blocks(self.lengths)
+        i, j = i // self.block_size, j // self.block_size
+        hits = (_lookup(chosen[:, n], i) == j for n in range(self.per_row))
+        return functools.reduce(lambda a, b: a | b, hits, (i < 0) & (j < 0))
+
+    def _zones(self, frame, inside):
+        row = _rows_of(frame, self.block_size)
+        chosen = self.blocks(frame.lengths)[row].astype(np.int64).T
+        first = stop = chosen
+        if not inside:
+            edge = np.zeros_like(row)[None]
+            first = np.concatenate([edge, chosen + 1])
+            stop = np.concatenate([chosen - 1, edge + frame.keys])
+        keys = _blocks(first, self.block_size)[0], _blocks(stop, self.block_size)[1]
+        return zones.of(frame, rows=_blocks(row, self.block_size), keys=keys)
+
+
+# Patterns of stripes
+
+
+@dataclasses.dataclass(frozen=True)
+class Dilated(Pattern):
+    """j - i = dilation x step for a step from -left to right (Beltagy et al. 2020, "Longformer").
+
+    `window` is an int or (left, right), in steps, as in `effattn.sliding_window_attention`.
+    """
+
+    window: int | tuple[int, int]
+    dilation: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "window", sides("window", self.window))
+        at_least("dilation", self.dilation, 1)
+
+    def _allows(self, i, j, h):
+        left, right = (side * self.dilation for side in sides("window", self.window))
+        return ((j - i) % self.dilation == 0) & (j >= i - left) & (j <= i + right)
+
+    def _zones(self, frame, inside):
+        left, right = sides("window", self.window)
+        return _stripes(frame, self.dilation, -left, right, inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strided(Pattern):
+    """(i - j) mod stride = 0, the second factor of strided attention (Child et al. 2019).
+
+    `sparse_transformer` joins it with the first factor, the previous `stride` positions, and makes
+    it causal.
+    """
+
+    stride: int
+
+    def __post_init__(self):
+        at_least("stride", self.stride, 1)
+
+    def _allows(self, i, j, h):
+        return (i - j) % self.stride == 0
+
+    def _zones(self, frame, inside):
+        return _stripes(frame, self.stride, -zones.FAR, zones.FAR, inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Pattern):
+    """j mod stride >= stride - summary, the second factor of fixed attention (Child et al. 2019).
+
+    The last `summary` positions of each block of `stride` are seen by all. `sparse_transformer`
+    joins it with the first factor, the query's own block, and makes it causal.
+    """
+
+    stride: int
+    summary: int = 1
+
+    def __post_init__(self):
+        at_least("stride", self.stride, 1)
+        if at_least("summary", self.summary, 1) > self.stride:
+            raise ValueError(
+                f"summary must be at most the stride, {self.stride}, got {self.summary}"
+            )
+
+    def _allows(self, i, j, h):
+        return (j % self.stride >= self.stride - self.summary) & (i == i)
+
+    def _zones(self, frame, inside):
+        start = np.arange(0, frame.keys, self.stride)
+        if len(start) > _MOST_STRIPES:
+            return zones.of(frame, certain=False)
+        border = start + self.stride - self.summary
+        keys = (border, start + self.stride - 1) if inside else (start, border - 1)
+        return zones.of(frame, keys=keys)
+
+
+# Images, row by row
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid(Pattern):
+    """Tokens of a height x width image see those at most `window` rows and columns away.
+
+    `window` is an int or (rows, columns). Positions after the image see nothing and are not seen.
+    """
+
+    height: int
+    width: int
+    window: int | tuple[int, int]
+
+    def __post_init__(self):
+        at_least("height", self.height, 1)
+        at_least("width", self.width, 1)
+        object.__setattr__(self, "window", sides("window", self.window))
+
+    def _allows(self, i, j, h):
+        size, rows = self.height * self.width, j // self.width - i // self.width
+        columns = j % self.width - i % self.width
+        up, across = sides("window", self.window)
+        return (abs(rows) <= up) & (abs(columns) <= across) & (i < size) & (j < size)
+
+    def _zones(self, frame, inside):
+        width, (up, across) = self.width, sides("window", self.window)
+        up = min(up, self.height - 1)
+        y, step = np.meshgrid(np.arange(self.height), np.arange(-up, up + 1), indexing="ij")
+        held = (y + step >= 0) & (y + step < self.height)
+        y, step = y[held], step[held]
+        band = step * width - across, step * width + across
+        near = zones.of(
+            frame,
+            rows=_blocks(y, width),
+            keys=_blocks(y + step, width),
+            diagonals=band if inside else zones.outside(band),
+        )
+        if inside:
+            return near
+        row = np.arange(self.height)
+        first, last = np.maximum(row - up, 0), np.minimum(row + up, self.height - 1)
+        reach = _blocks(first, width)[0], _blocks(last, width)[1]
+        return zones.union(
+            near,
+            zones.of(frame, rows=_blocks(row, width), keys=zones.outside(reach)),
+            zones.of(frame, rows=(self.height * width, zones.FAR)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Axial(Pattern):
+    """Tokens of a height x width image see their row and their column (Ho et al. 2019).
+
+    Positions after the image see nothing and are not seen.
+    """
+
+    height: int
+    width: int
+
+    def __post_init__(self):
+        at_least("height", self.height, 1)
+        at_least("width", self.width, 1)
+
+    def _allows(self, i, j, h):
+        size, width = self.height * self.width, self.width
+        seen = (i // width == j // width) | (i % width == j % width)
+        return seen & (i < size) & (j < size)
+
+    def _zones(self, frame, inside):
+        height, width = self.height, self.width
+        image, after = (0, height * width - 1), (height * width, zones.FAR)
+        y, step = np.arange(height), np.arange(1 - height, height) * width
+        rows = _blocks(y, width)
+        if inside:
+            return zones.union(
+                zones.of(frame, rows=rows, keys=rows),
+                zones.of(frame, rows=image, keys=image, diagonals=(step, step)),
+            )
+        # Between the stripes of the columns; next to the diagonal, in the next row or the last one.
+        between = step[step != 0]
+        between = between - width * (between < 0)
+        return zones.union(
+            zones.of(frame, rows=image, keys=image, diagonals=(between + 1, between + width - 1)),
+            zones.of(frame, rows=rows, keys=_blocks(y + 1, width), diagonals=(1, width - 1)),
+            zones.of(frame, rows=rows, keys=_blocks(y - 1, width), diagonals=(1 - width, -1)),
+            zones.of(frame, rows=image, keys=after),
+            zones.of(frame, rows=after),
+        )
+
+
+# A user's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom(Pattern):
+    """The pairs for which `rule(i, j)` is true.
+
+    `rule` takes integer arrays that broadcast, NumPy or traced, and returns bools; it is made of
+    operators or of `jax.numpy`. A layout evaluates it by element. `bounds(rows)`, for a `range` of
+    query positions, returns (first, last) of the keys that they may see between them, both
+    included, or None for none; then only what lies within is evaluated, in tiles. Without bounds
+    the pattern is refused above 32768 tokens, where evaluating all pairs would take too long.
+
+    Two custom patterns are equal if their functions are the same object.
+    """
+
+    rule: Callable[[Any, Any], Any]
+    bounds: Callable[[range], tuple[int, int] | None] | None = None
+    name: str | None = None
+
+    def _allows(self, i, j, h):
+        if any(isinstance(x, jax.Array) for x in (i, j)):
+            allowed: Any = jnp.asarray(self.rule(i, j))
+        else:
+            # A layout is made of known arrays under jit, too.
+            with jax.ensure_compile_time_eval():
+                allowed = np.asarray(self.rule(i, j))
+        if allowed.dtype != bool:
+            raise ValueError(f"the rule of {self!r} must return bools, got {allowed.dtype}")
+        return allowed
+
+    def _zones(self, frame, inside):
+        if self.bounds is None:
+            if max(frame.queries, frame.keys) > LONGEST_WITHOUT_BOUNDS:
+                raise ValueError(
+                    f"{self!r} has no bounds and would be evaluated at all {frame.queries} x "
+                    f"{frame.keys} pairs; give bounds(rows) for more than "
+                    f"{LONGEST_WITHOUT_BOUNDS} tokens"
+                )
+            return zones.of(frame, certain=False)
+        first, last = rows = frame.row_tile(np.arange(frame.grid[0]))
+        pairs = zip(first.tolist(), last.tolist(), strict=True)
+        found = [self.bounds(range(a, b + 1)) or (0, -1) for a, b in pairs]
+        keys = tuple(np.array(found).T)
+        maybe = zones.of(frame, rows=rows, keys=keys, certain=False)
+        if inside:
+            return maybe
+        empty = keys[0] > keys[1]
+        keys = np.where(empty, frame.keys, keys[0]), np.where(empty, frame.keys, keys[1])
+        return zones.union(maybe, zones.of(frame, rows=rows, keys=zones.outside(keys)))
+
+    def __repr__(self):
+        return f"Custom({self.name or getattr(self.rule, '__name__', 'rule')})"
+
+
+def _lookup(table: np.ndarray, *index: Any) -> Any:
+    """The table at indices, known or traced; those out of range are held to its edge."""
+    if any(isinstance(x, jax.Array) for x in index):
+        return jnp.asarray(table).at[index].get(mode="clip")
+    return table[tuple(np.clip(x, 0, n - 1) for x, n in zip(index, table.shape, strict=True))]
+
+
+def _rows_of(frame: Frame, size: int) -> np.ndarray:
+    """The blocks of `size` that the queries of a frame lie in."""
+    return np.arange(frame.first // size, frame.last // size + 1)
+
+
+def _blocks(n: Any, size: int) -> zones.Interval:
+    """The positions of blocks n."""
+    return n * size, n * size + size - 1
+
+
+def _stripes(frame: Frame, step: int, first: int, last: int, inside: bool) -> Zones:
+    """The pairs with j - i = n step for an n from first to last, or all others."""
+    first = max(first, -(frame.last // step))
+    last = min(last, (frame.keys - 1 - frame.first) // step)
+    band = first * step, last * step
+    if last - first >= _MOST_STRIPES and step > 1:
+        rest = zones.none() if inside else zones.of(frame, diagonals=zones.outside(band))
+        return zones.union(rest, zones.of(frame, diagonals=band, certain=False))
+    stripe = np.arange(first, last + 1) * step
+    stripes = (stripe, stripe) if step > 1 else zones.runs_of(stripe)
+    return zones.of(frame, diagonals=stripes if inside else zones.gaps_between(stripes))

@@ -1,0 +1,86 @@
+"""The patterns of papers."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from effattn.patterns.algebra import Pattern, at_least, sides
+from effattn.patterns.base import (
+    Causal,
+    Dilated,
+    Fixed,
+    Global,
+    RandomBlocks,
+    SlidingWindow,
+    Strided,
+)
+
+
+def longformer(
+    local_window_size: int | tuple[int, int],
+    global_positions: int | Sequence[int],
+    dilation: int = 1,
+    causal: bool = False,
+) -> Pattern:
+    """A window, dilated or not, and global positions (Beltagy et al. 2020, "Longformer").
+
+    Args:
+      local_window_size: w or (left, right), steps on each side; the token itself is extra.
+      global_positions: those that see all and that all see, or how many, for the first so many.
+      dilation: tokens in a step of the window.
+      causal: nothing at later positions.
+    """
+    left, right = sides("local_window_size", local_window_size)
+    near: Pattern = SlidingWindow(left, right)
+    if dilation != 1:
+        near = Dilated((left, right), dilation)
+    return _causal(near | Global(global_positions), causal)
+
+
+def bigbird(
+    block_size: int,
+    num_window_blocks: int = 3,
+    num_global_blocks: int = 1,
+    num_random_blocks: int = 3,
+    seed: int = 0,
+    causal: bool = False,
+) -> Pattern:
+    """Window, global and random blocks (Zaheer et al. 2020, "Big Bird", internal construction).
+
+    Any subset of the tokens may be the global ones, in the paper; here it is the first
+    `num_global_blocks` blocks (the published models use two). Blocks are drawn with no regard to
+    those that a query sees already.
+
+    Args:
+      block_size: tokens in a block.
+      num_window_blocks: the query's own block and as many on each side; odd.
+      num_global_blocks: blocks that see all and that all see.
+      num_random_blocks: random blocks of keys for each block of queries.
+      seed: of the random blocks.
+      causal: nothing at later positions, and random blocks are drawn from those before.
+    """
+    if at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
+        raise ValueError(f"num_window_blocks must be odd, got {num_window_blocks}")
+    at_least("num_global_blocks", num_global_blocks, 0)
+    side = num_window_blocks // 2
+    near = SlidingWindow(side, side, block_size)
+    random = RandomBlocks(block_size, num_random_blocks, seed, causal)
+    return _causal(near | Global(num_global_blocks * block_size) | random, causal)
+
+
+def sparse_transformer(
+    stride: int, kind: Literal["strided", "fixed"] = "strided", summary: int = 1
+) -> Pattern:
+    """Both factors of a sparse transformer's attention, merged in one head (Child et al. 2019).
+
+    "strided": the previous `stride` positions, and every stride-th one before the query. "fixed":
+    the query's own block of `stride`, and the last `summary` positions of every block. Causal.
+    """
+    if kind == "strided":
+        return Causal() & (SlidingWindow(at_least("stride", stride, 1), 0) | Strided(stride))
+    if kind == "fixed":
+        return Causal() & (SlidingWindow(0, 0, stride) | Fixed(stride, summary))
+    raise ValueError(f"kind must be 'strided' or 'fixed', got {kind!r}")
+
+
+def _causal(pattern: Pattern, causal: bool) -> Pattern:
+    return Causal() & pattern if causal else pattern

@@ -1,0 +1,179 @@
+"""Attention over patterns and layouts against its definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effattn import BlockLayout, dot_product_attention, sparse_attention
+from effattn.patterns import (
+    BlockMask,
+    Causal,
+    Custom,
+    Dilated,
+    Documents,
+    Fixed,
+    Global,
+    Prefix,
+    RandomBlocks,
+    SlidingWindow,
+    Strided,
+)
+from tests.dense import dense_with_gradients, draw, with_gradients
+from tests.laws.battery import assert_close
+
+QUERIES, KEYS = 21, 26
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def attend(pattern, options, arrays, known):
+    return sparse_attention(
+        **arrays, **known, **options, pattern=pattern, tile=(8, 4), return_residual=True
+    )
+
+
+parts = st.sampled_from(
+    [
+        Causal(),
+        SlidingWindow(3, 2),
+        Dilated((2, 1), 3),
+        Global((0, 7, 20)),
+        Strided(5),
+        Fixed(6, 2),
+        RandomBlocks(4, 2, seed=1),
+        BlockMask(np.random.default_rng(0).random((6, 7)) < 0.4, 4),
+        Documents((9, 5, 12)),
+        Prefix(4),
+        Custom(lambda i, j: (i * j) % 3 == 1),
+    ]
+)
+patterns = st.recursive(
+    parts,
+    lambda some: st.one_of(
+        st.builds(lambda a, b: a & b, some, some),
+        st.builds(lambda a, b: a | b, some, some),
+        some.map(lambda a: ~a),
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=25)
+@given(patterns)
+def test_any_pattern_is_the_dense_form(pattern):
+    arrays = draw(QUERIES, KEYS, batch=(1,))
+    lengths = np.array([23])
+    known = {"key_value_seq_lengths": lengths}
+    expected = dense_with_gradients(arrays, **known, mask=pattern.mask(QUERIES, KEYS)[None, None])
+    found = with_gradients(functools.partial(attend, pattern, {}), arrays, known)
+    assert_close(found, expected, 1e-12)
+
+
+def test_all_options_together():
+    arrays = draw(QUERIES, KEYS)
+    options = {
+        "is_causal": True,
+        "query_offset": 3,
+        "segment_ids": tuple(np.arange(n)[None].repeat(2, 0) // 9 for n in (QUERIES, KEYS)),
+        "logits_soft_cap": 2.0,
+        "dropout_rate": 0.3,
+        "dropout_rng": jax.random.key(2),
+        "score_mod": lambda x, b, h, i, j: x + 0.1 * (i - j) * (h + 1) + 0.2 * b,
+    }
+    pattern = SlidingWindow(7, 2) | Global(3)
+    expected_options = options | {"score_mod_of": lambda arrays: options["score_mod"]}
+    del expected_options["score_mod"]
+    mask = pattern.mask(QUERIES + 3, KEYS)[3:]
+    expected = dense_with_gradients(arrays, **expected_options, mask=mask[None, None])
+    found = with_gradients(functools.partial(attend, pattern, options), arrays)
+    assert_close(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_a_pattern_may_differ_by_head(key_heads):
+    arrays = draw(QUERIES, KEYS, key_heads=key_heads)
+    blocks = np.random.default_rng(0).random((4, 6, 7)) < 0.4
+    pattern = BlockMask(blocks, 4) & SlidingWindow(9, 9)
+    out, lse = attend(pattern, {}, arrays, {})
+    mask = pattern.mask(QUERIES, KEYS)
+    for n in range(4):
+        one = {"query": arrays["query"][:, :, n : n + 1]}
+        k = n * key_heads // 4
+        one |= {name: arrays[name][:, :, k : k + 1] for name in ("key", "value")}
+        (expected, expected_lse), _ = dense_with_gradients(one, mask=mask[n][None, None])
+        assert_close((out[:, :, n : n + 1], lse[:, :, n : n + 1]), (expected, expected_lse), 1e-12)
+
+
+def test_blocks_chosen_by_the_data_under_jit():
+    """The key blocks of highest mean score for each block of queries, as MoBA chooses them."""
+    size, chosen, heads = 4, 2, 2
+    arrays = draw(24, 24, heads=4, key_heads=heads)
+
+    def layout(query, key):
+        means = [a.reshape(2, 6, size, heads, -1, a.shape[-1]).mean((2, 4)) for a in (query, key)]
+        scores = jnp.einsum("bnkh,bmkh->bknm", *means)
+        scores = jnp.where(jnp.tri(6, dtype=bool), scores, -jnp.inf)
+        indices = jax.lax.top_k(scores, chosen)[1]
+        return BlockLayout.from_indices(indices, tile=(size, size), lengths=(24, 24))
+
+    def function(arrays, known):
+        kept = jax.lax.stop_gradient(layout(arrays["query"], arrays["key"]))
+        return sparse_attention(**arrays, layout=kept, is_causal=True, return_residual=True)
+
+    out, gradients = with_gradients(function, arrays)
+    kept = layout(arrays["query"], arrays["key"]).block_mask().repeat(size, -1).repeat(size, -2)
+    for k in range(heads):
+        one = {n: a[:, :, 2 * k : 2 * k + 2] for n, a in arrays.items() if n == "query"}
+        one |= {n: arrays[n][:, :, k : k + 1] for n in ("key", "value")}
+        expected, _ = dense_with_gradients(one, is_causal=True, mask=np.asarray(kept)[:, k, None])
+        assert_close(tuple(o[:, :, 2 * k : 2 * k + 2] for o in out), expected, 1e-12)
+    assert all(np.abs(g).max() > 0 for g in gradients.values())
+
+
+def test_a_full_pattern_is_exact_attention():
+    arrays = draw(QUERIES, KEYS)
+    found = attend(SlidingWindow(30, 30), {}, arrays, {})
+    assert_close(found, dot_product_attention(**arrays, return_residual=True), 1e-12)
+
+
+def test_a_pattern_that_allows_nothing_gives_zeros():
+    arrays = draw(QUERIES, KEYS)
+    out, lse = attend(Causal() & ~Causal(), {}, arrays, {})
+    assert (out == 0).all() and (lse == -np.inf).all()
+
+
+ANY = BlockLayout.from_block_mask(np.ones((3, 7), bool), tile=(8, 4), lengths=(QUERIES, KEYS))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "needs one of pattern and layout, got neither"),
+        ({"pattern": Causal(), "layout": ANY}, "needs one of pattern and layout, got both"),
+        ({"pattern": lambda i, j: i > j}, r"becomes one with effattn.patterns.Custom\(mask\)"),
+        ({"layout": np.ones((3, 7))}, "layout must be an effattn.BlockLayout, got ndarray"),
+        ({"layout": ANY, "tile": (8, 8)}, r"tile \(8, 8\) is not the layout's, \(8, 4\)"),
+        ({"pattern": Causal(), "query_offset": jnp.int32(3)}, "query_offset must be an int"),
+        ({"pattern": BlockMask(np.ones((3, 6, 7), bool), 4)}, "the pattern is of 3 heads"),
+        ({"pattern": Global((3, 40))}, "40"),
+        ({"pattern": RandomBlocks(4, 9)}, "9"),
+        ({"pattern": BlockMask(np.ones((2, 7), bool), 4)}, "blocks"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(**draw(QUERIES, KEYS), **options)
+
+
+def test_a_layout_of_other_lengths_is_refused():
+    with pytest.raises(ValueError, match="of 21 queries and 26 keys; got 11 and 14"):
+        sparse_attention(**draw(), layout=ANY)

@@ -1,0 +1,80 @@
+"""Sparse Transformer attention against its definition."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from effattn.functional.sparse_transformer import sparse_transformer_attention
+from tests.dense import dense_with_gradients, draw, with_gradients
+from tests.laws.battery import assert_close
+
+LENGTH = 23
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def allowed(kind, factor, stride, summary):
+    """The sets A of section 4.3 of the paper, a pair at a time."""
+    which = np.zeros((LENGTH, LENGTH), bool)
+    for i, j in itertools.product(range(LENGTH), repeat=2):
+        if kind == "strided":
+            first, second = i - j <= stride, (i - j) % stride == 0
+        else:
+            first = j // stride == i // stride
+            second = j % stride in range(stride - summary, stride)
+        either = {"first": first, "second": second, "merged": first or second}
+        which[i, j] = j <= i and either[factor]
+    return which
+
+
+@pytest.mark.parametrize("kind", ["strided", "fixed"])
+@pytest.mark.parametrize("factor", ["merged", "first", "second"])
+@pytest.mark.parametrize("stride, summary", [(5, 2), (1, 1), (40, 3)])
+def test_it_attends_to_the_sets_of_the_paper(kind, factor, stride, summary, x64):
+    arrays = draw(LENGTH, LENGTH)
+    lengths = np.array([LENGTH, 17])
+    given = {
+        "query_seq_lengths": lengths,
+        "key_value_seq_lengths": lengths,
+        "dropout_rate": 0.3,
+        "dropout_rng": jax.random.key(1),
+    }
+    pattern = {"kind": kind, "factor": factor, "stride": stride, "summary": summary}
+
+    def function(arrays, known):
+        return sparse_transformer_attention(
+            **arrays, **given, **pattern, tile=(8, 8), return_residual=True
+        )
+
+    expected = dense_with_gradients(arrays, **given, mask=allowed(**pattern)[None, None])
+    assert_close(with_gradients(function, arrays), expected, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"stride": 0}, "stride must be an int, 1 or more tokens, got 0"),
+        ({"stride": 4, "kind": "banded"}, "kind must be one of strided, fixed, got 'banded'"),
+        ({"stride": 4, "factor": "third"}, "factor must be one of merged, first, second"),
+        ({"stride": 4, "summary": 5}, "summary must be an int from 1 to the stride 4"),
+        (
+            {"stride": 4, "kind": "fixed", "segment_ids": np.ones((2, LENGTH), int)},
+            "segment_ids are for kind='strided'",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(given, message):
+    arrays = draw(LENGTH, LENGTH, dtype=np.float32)
+    with pytest.raises(ValueError, match=message):
+        sparse_transformer_attention(**arrays, **given)
+
+
+def test_query_and_key_have_one_length():
+    with pytest.raises(ValueError, match="need the same length, got 11 and 14"):
+        sparse_transformer_attention(**draw(dtype=np.float32), stride=3)

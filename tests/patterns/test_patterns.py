@@ -1,0 +1,536 @@
+import dataclasses
+import operator
+import time
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effattn import patterns
+from effattn.patterns import (
+    Axial,
+    BlockMask,
+    Causal,
+    Custom,
+    Dilated,
+    Documents,
+    Fixed,
+    Full,
+    Global,
+    Grid,
+    Prefix,
+    RandomBlocks,
+    SlidingWindow,
+    Strided,
+    algebra,
+    base,
+    bigbird,
+    longformer,
+    sparse_transformer,
+    zones,
+)
+
+BLOCKS = np.random.default_rng(0).random((3, 7, 6)) < 0.4
+
+
+def document(position):
+    return next((n for n, end in enumerate((4, 4, 13, 20)) if position < end), None)
+
+
+# The definitions, as the papers write them for one pair of tokens.
+DEFINITIONS = [
+    (Full(), lambda i, j: True),
+    (Causal(), lambda i, j: j <= i),
+    (SlidingWindow(3, 1), lambda i, j: j in range(i - 3, i + 2)),
+    (SlidingWindow(1, 0, 4), lambda i, j: j // 4 in (i // 4 - 1, i // 4)),
+    (Dilated((2, 1), 3), lambda i, j: j in (i - 6, i - 3, i, i + 3)),
+    (Dilated(1, 2), lambda i, j: j in (i - 2, i, i + 2)),
+    (Global(2), lambda i, j: i < 2 or j < 2),
+    (Global((7, 0, 7, 9, 11, 13, 15)), lambda i, j: bool({i, j} & {0, 7, 9, 11, 13, 15})),
+    (Strided(4), lambda i, j: (i - j) % 4 == 0),
+    (Fixed(5, 2), lambda i, j: j % 5 in (3, 4)),
+    (Prefix(6), lambda i, j: j < 6),
+    (Documents((4, 0, 9, 7)), lambda i, j: document(i) is not None and document(i) == document(j)),
+    (BlockMask(BLOCKS[0], 4), lambda i, j: BLOCKS[0][i // 4, j // 4]),
+    (
+        Grid(4, 5, (1, 2)),
+        lambda i, j: max(i, j) < 20 and abs(i // 5 - j // 5) <= 1 and abs(i % 5 - j % 5) <= 2,
+    ),
+    (Axial(4, 5), lambda i, j: max(i, j) < 20 and (i // 5 == j // 5 or i % 5 == j % 5)),
+    (Custom(lambda i, j: (i * j) % 3 == 1), lambda i, j: i * j % 3 == 1),
+    (longformer(2, 1), lambda i, j: abs(i - j) <= 2 or i == 0 or j == 0),
+    (
+        longformer((2, 0), (3, 5), dilation=2, causal=True),
+        lambda i, j: j <= i and (i - j in (0, 2, 4) or i in (3, 5) or j in (3, 5)),
+    ),
+    (
+        sparse_transformer(4),
+        lambda i, j: j <= i and (i - j <= 4 or (i - j) % 4 == 0),
+    ),
+    (
+        sparse_transformer(4, "fixed", 2),
+        lambda i, j: j <= i and (i // 4 == j // 4 or j % 4 in (2, 3)),
+    ),
+]
+
+
+@pytest.mark.parametrize("pattern, definition", DEFINITIONS, ids=lambda x: repr(x)[:40])
+def test_mask_is_the_papers_definition(pattern, definition):
+    for T, S, offset in ((26, 23, 0), (7, 23, 19)):
+        expected = [[definition(t + offset, j) for j in range(S)] for t in range(T)]
+        np.testing.assert_array_equal(pattern.mask(T, S, offset=offset), expected)
+
+
+@pytest.mark.parametrize(
+    "pattern", [p for p, _ in DEFINITIONS] + [BlockMask(BLOCKS, 4), bigbird(4)], ids=repr
+)
+def test_traced_rule_is_the_known_one(pattern):
+    i, j, h = np.arange(26)[:, None], np.arange(23), np.arange(3)[:, None, None]
+    rule = pattern.sized(7, 23, offset=19).allows
+    traced = jax.jit(rule)(i, j, h)
+    mask = pattern.mask(26, 23)
+    assert traced.dtype == bool
+    np.testing.assert_array_equal(traced, np.broadcast_to(mask, traced.shape))
+    assert bool(rule(5, 3)) == mask[..., 5, 3].flat[0]
+
+
+# Random compositions
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    pattern: patterns.Pattern
+    size: tuple[int, int, int]
+    tile: tuple[int, int]
+
+    @property
+    def mask(self):
+        T, S, offset = self.size
+        return self.pattern.mask(T, S, offset=offset)
+
+    def layout(self):
+        """As `layout`, without its cache."""
+        T, S, offset = self.size
+        frame = algebra._frame(self.pattern, T, S, offset, self.tile)
+        return algebra._compiled.__wrapped__(self.pattern, frame, None)
+
+    def tiles(self):
+        """Which tiles hold a pair, and which are full, by the dense mask."""
+        (T, S, _), (t, s) = self.size, self.tile
+        mask = np.atleast_3d(self.mask.T).T
+        rest = [(0, 0), (0, -T % t), (0, -S % s)]
+        some, every = (np.pad(mask, rest, constant_values=fill) for fill in (False, True))
+        grid = (len(mask), -(-T // t), t, -(-S // s), s)
+        some, every = some.reshape(grid).any((2, 4)), every.reshape(grid).all((2, 4))
+        return (some, every) if self.pattern.heads else (some[0], every[0])
+
+
+def arithmetic(queries, keys, heads):
+    """Base patterns whose tiles are exact without looking at elements."""
+    side, longest = st.integers(0, 9), max(queries, keys)
+    size = st.integers(1, 9)
+
+    @st.composite
+    def blocks(draw):
+        b = draw(size)
+        shape = (-(-queries // b), -(-keys // b))
+        if draw(st.booleans()):
+            shape = (heads, *shape)
+        seed, density = draw(st.integers(0, 99)), draw(st.floats(0, 1))
+        return BlockMask(np.random.default_rng(seed).random(shape) < density, b)
+
+    return st.one_of(
+        st.just(Full()),
+        st.just(Causal()),
+        st.builds(SlidingWindow, side, side, st.sampled_from([1, 1, 3, 8])),
+        st.builds(Global, st.integers(0, min(5, longest))),
+        st.builds(Global, st.lists(st.integers(0, longest - 1), max_size=7)),
+        st.builds(Prefix, st.integers(0, 20)),
+        st.builds(Documents, st.lists(st.integers(0, 15), max_size=6)),
+        blocks(),
+    )
+
+
+def others(queries, keys):
+    side, size = st.integers(0, 4), st.integers(1, 9)
+    window = st.one_of(side, st.tuples(side, side))
+    return st.one_of(
+        st.builds(Dilated, window, size),
+        st.builds(Strided, size),
+        size.flatmap(lambda n: st.builds(Fixed, st.just(n), st.integers(1, n))),
+        st.builds(Grid, size, size, window),
+        st.builds(Axial, size, size),
+        size.flatmap(
+            lambda b: st.builds(
+                RandomBlocks,
+                st.just(b),
+                st.integers(0, min(3, -(-keys // b))),
+                st.integers(0, 99),
+                st.booleans(),
+            )
+        ),
+        st.just(Custom(lambda i, j: (i + 2 * j) % 7 == 1)),
+        st.builds(bounded, side, side),
+    )
+
+
+def bounded(left, right):
+    """A window of even keys, with bounds; rows 8 to 15 see nothing."""
+
+    def rule(i, j):
+        return (j >= i - left) & (j <= i + right) & (j % 2 == 0) & (i // 8 != 1)
+
+    def bounds(rows):
+        inside = [i for i in rows if i // 8 != 1]
+        return (inside[0] - left, inside[-1] + right) if inside else None
+
+    return Custom(rule, bounds)
+
+
+def compositions(queries, keys, negated=True, every=True):
+    base = arithmetic(queries, keys, heads=2)
+    if every:
+        base = base | others(queries, keys)
+
+    def composed(part):
+        pair = st.tuples(part, part)
+        both, either = (pair.map(lambda p, op=op: op(*p)) for op in (operator.and_, operator.or_))
+        return both | either | (part.map(operator.invert) if negated else both)
+
+    return st.recursive(base, composed, max_leaves=6)
+
+
+@st.composite
+def cases(draw, **kinds):
+    T, S = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    offset = draw(st.sampled_from([0, 0, 1, 9]))
+    pattern = draw(compositions(T + offset, S, **kinds))
+    return Case(pattern, (T, S, offset), (draw(st.integers(1, 11)), draw(st.integers(1, 11))))
+
+
+@settings(max_examples=300)
+@given(cases())
+def test_layout_is_the_oracle_at_tile_grain(case):
+    some, every = case.tiles()
+    layout = case.layout()
+    np.testing.assert_array_equal(layout.block_mask(), some)
+    np.testing.assert_array_equal(layout._mask("full"), every & some)
+    assert not (layout._mask("full") & layout._mask("partial")).any()
+
+
+@settings(max_examples=120)
+@given(cases(negated=False, every=False))
+def test_arithmetic_alone_is_exact_for_windows_globals_documents_prefixes_and_blocks(case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zones, "MOST_CHECKED", 0)
+        layout = case.layout()
+    some, every = case.tiles()
+    np.testing.assert_array_equal(layout.block_mask(), some)
+    assert not (layout._mask("full") & ~every).any()
+
+
+@settings(max_examples=120)
+@given(cases(), st.booleans())
+def test_no_pair_is_lost_where_budgets_are_small(case, checked):
+    some, every = case.tiles()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zones, "MOST_PAIRS", 3)
+        patch.setattr(zones, "_RANGES_AT_ONCE", 5)
+        patch.setattr(zones, "_PAIRS_AT_ONCE", 50)
+        patch.setattr(base, "_MOST_STRIPES", 2)
+        if not checked:
+            patch.setattr(zones, "MOST_CHECKED", 0)
+        layout = case.layout()
+    kept, full = layout.block_mask(), layout._mask("full")
+    assert not (some & ~kept).any()
+    assert not (full & ~every).any()
+    if checked:
+        np.testing.assert_array_equal(kept, some)
+
+
+@settings(max_examples=120)
+@given(cases(), st.data())
+def test_answers_about_a_pattern_are_those_of_its_mask(case, data):
+    T, S, offset = case.size
+    mask = case.pattern.mask(T + offset, S)
+    assert case.pattern.density(T + offset, S) == pytest.approx(mask.mean(), abs=1e-12)
+    i, j = (data.draw(st.integers(0, n - 1)) for n in (T + offset, S))
+    rows, keys = range(i, min(i + 5, T + offset)), range(j, min(j + 6, S))
+    h = (case.pattern.heads or 1) - 1
+    part = np.atleast_3d(mask.T).T[h, rows.start : rows.stop, keys.start : keys.stop]
+    state = "full" if part.all() else "partial" if part.any() else "empty"
+    assert case.pattern.tile(rows, keys, (T + offset, S), h) == state
+    chunk = case.mask
+    np.testing.assert_array_equal(chunk, mask[..., offset:, :])
+
+
+@settings(max_examples=40)
+@given(compositions(33, 29), compositions(33, 29))
+def test_de_morgan(a, b):
+    p, q = a.mask(33, 29), b.mask(33, 29)
+    np.testing.assert_array_equal((a & b).mask(33, 29), p & q)
+    np.testing.assert_array_equal((a | b).mask(33, 29), p | q)
+    for one, other in ((~(a & b), ~a | ~b), (~(a | b), ~a & ~b), (~(~a), a)):
+        np.testing.assert_array_equal(one.mask(33, 29), other.mask(33, 29))
+        tiles = [x.layout(33, 29, tile=(5, 7)) for x in (one, other)]
+        np.testing.assert_array_equal(*(layout.block_mask() for layout in tiles))
+    np.testing.assert_array_equal((~a).mask(33, 29), ~p)
+
+
+def test_patterns_are_equal_and_hashed_by_value():
+    assert Global((2, 1, 0)) == Global(3) == Global(np.arange(3))
+    assert hash(BlockMask(BLOCKS, 4)) == hash(BlockMask(BLOCKS.copy(), 4))
+    assert BlockMask(BLOCKS, 4) != BlockMask(~BLOCKS, 4)
+    assert Dilated(2, 3) == Dilated((2, 2), 3)
+    a, b, c = Causal(), Prefix(3), Global(1)
+    assert (a & b) & c == a & (b & c) and (a & b) != (a | b) and ~~a is a
+    assert a.layout(64, tile=(8, 8)) is Causal().layout(64, tile=(8, 8))
+    assert repr((a & ~b) | c) == "((Causal() & ~Prefix(n=3)) | Global(positions=1))"
+
+
+# Heads
+
+
+def test_a_layout_for_each_key_head_is_the_union_over_its_query_heads():
+    blocks = np.random.default_rng(1).random((4, 6, 6)) < 0.5
+    pattern = Causal() & BlockMask(blocks, 4)
+    each = pattern.layout(24, tile=(4, 4))
+    grouped = pattern.layout(24, tile=(4, 4), key_heads=2)
+    pairs = each.block_mask().reshape(2, 2, 6, 6), each._mask("full").reshape(2, 2, 6, 6)
+    np.testing.assert_array_equal(grouped.block_mask(), pairs[0].any(1))
+    np.testing.assert_array_equal(grouped._mask("full"), pairs[1].all(1))
+    assert grouped.partial_counts.shape == (2, 6)
+    assert Causal().layout(24, tile=(4, 4), key_heads=2).partial_counts.shape == (6,)
+    with pytest.raises(ValueError, match="key_heads must divide the 4 heads of the pattern, got 3"):
+        pattern.layout(24, key_heads=3)
+    with pytest.raises(ValueError, match=r"same heads to compose, got \[3, 4\]"):
+        pattern | BlockMask(BLOCKS, 4)
+
+
+# Random blocks
+
+
+def test_random_blocks_are_distinct_and_uniform():
+    blocks = RandomBlocks(1, 4, seed=3).blocks((5000, 20))
+    assert (np.diff(blocks) > 0).all() and blocks.min() == 0 and blocks.max() == 19
+    # Each of the 20 is drawn in a fifth of 5000 rows; five standard deviations.
+    counts = np.bincount(blocks.ravel())
+    assert np.abs(counts - 1000).max() < 5 * np.sqrt(5000 * 0.2 * 0.8)
+    pairs = np.zeros((20, 20))
+    np.add.at(pairs, (blocks[:, 0], blocks[:, 1]), 1)
+    assert np.abs(pairs[0, 1] - 5000 * 4 * 3 / (20 * 19)) < 5 * np.sqrt(158)
+
+
+def test_rows_of_random_blocks_depend_on_the_seed_and_the_row_alone():
+    pattern = RandomBlocks(8, 3, seed=5)
+    short, long, wide = (pattern.blocks(n) for n in ((80, 400), (800, 400), (80, 808)))
+    np.testing.assert_array_equal(short, long[:10])
+    for before, after in zip(short, wide, strict=True):
+        assert all(c in before or c >= 50 for c in after)
+    assert (RandomBlocks(8, 3, seed=6).blocks((800, 400)) != long).any()
+    assert len(np.unique(long, axis=0)) > 95
+
+
+def test_sized_random_blocks_answer_by_element():
+    pattern = (RandomBlocks(4, 2) | ~bigbird(4)) & SlidingWindow(20, 20)
+    sized = pattern.sized(24, 40)
+    assert sized.sized(24, 40) == sized != pattern
+    np.testing.assert_array_equal(sized.mask(64), pattern.mask(64))
+    rule = sized.allows(np.arange(24)[:, None], np.arange(40))
+    np.testing.assert_array_equal(rule, pattern.mask(24, 40))
+
+
+def test_causal_random_blocks_lie_before_their_row():
+    blocks = RandomBlocks(4, 3, causal=True).blocks((200, 200))
+    assert blocks[0].tolist() == [-1, -1, -1] and blocks[2].tolist() == [-1, 0, 1]
+    assert (blocks < np.arange(50)[:, None]).all() and (blocks[3:] >= 0).all()
+    np.testing.assert_array_equal(blocks[:25], RandomBlocks(4, 3, causal=True).blocks((100, 100)))
+
+
+def test_bigbird_is_window_global_and_random_blocks():
+    mask = bigbird(4, num_global_blocks=2, num_window_blocks=3, num_random_blocks=2).mask(64)
+    blocks = mask.reshape(16, 4, 16, 4)
+    assert (blocks.all((1, 3)) == blocks.any((1, 3))).all()
+    blocks = blocks.any((1, 3))
+    assert blocks[:2].all() and blocks[:, :2].all()
+    assert all(blocks[r, max(0, r - 1) : r + 2].all() for r in range(16))
+    more = blocks.sum(-1)[2:] - np.array([4] + [5] * 12 + [4])
+    assert more.min() >= 0 and more.max() == 2
+    causal = bigbird(4, num_global_blocks=2, causal=True).mask(64)
+    assert not np.triu(causal, 1).any() and causal.diagonal().all()
+
+
+# Cost
+
+
+def test_a_window_and_globals_over_a_million_tokens_compile_in_a_moment():
+    pattern = Causal() & (SlidingWindow(2047, 0) | Global(64))
+    pattern.layout(2**14, tile=(512, 512))
+    tracemalloc.start()
+    start = time.perf_counter()
+    layout = pattern.layout(2**20, tile=(512, 512))
+    layout.transpose()
+    seconds = time.perf_counter() - start
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # In each row five tiles of window and one of globals, less what the first rows lack.
+    assert layout.kept == 6 * 2048 - (5 + 4 + 3 + 2 + 1)
+    # 12 273 tiles are kept, of 4 194 304. Transposed, a row is as long as its column of globals.
+    assert peak < 2**25
+    assert seconds < 0.2
+
+
+def test_the_time_of_a_layout_follows_what_is_kept():
+    documents = Documents((1000,) * 1000)
+    pattern = documents & (SlidingWindow(255, 0) | Global(tuple(range(0, 64000, 1000))))
+    start = time.perf_counter()
+    layout = pattern.layout(1_000_000, tile=(500, 500))
+    assert time.perf_counter() - start < 2
+    assert 2000 < layout.kept < 4000
+
+
+def test_density_of_a_million_tokens_is_exact():
+    pattern = Causal() & (SlidingWindow(2047, 0) | Global(64))
+    T = 2**20
+    window = 2048 * T - 2048 * 2047 // 2
+    globals_ = 64 * T - sum(min(T, g + 2048) for g in range(64))
+    assert pattern.density(T) == (window + globals_) / T**2
+    assert Causal().density(T) == (T + 1) / (2 * T)
+    # Ten documents, the first four with a global token each, which sees 1999 of its own document.
+    pattern = Documents((1000,) * 10) | Global((0, 1000, 2000, 3000))
+    assert pattern.density(10_000) == (10 * 1000**2 + 8 * 10_000 - 4**2 - 4 * 1999) / 10_000**2
+
+
+def test_density_is_sampled_where_it_can_be_neither_computed_nor_counted(monkeypatch):
+    monkeypatch.setattr(algebra, "_MOST_COUNTED", 100)
+    pattern = Custom(lambda i, j: (i + j) % 4 == 0)
+    assert pattern.density(4000) == pytest.approx(0.25)
+
+
+# A user's own
+
+
+def test_a_custom_rule_is_compiled_under_jit_too():
+    pattern = Custom(lambda i, j: jnp.abs(i - j) <= 3, name="near") & Causal()
+
+    @jax.jit
+    def kept(x):
+        return x + pattern.layout(40, tile=(8, 8)).block_mask().sum()
+
+    assert kept(0) == 9
+    assert repr(pattern) == "(Custom(near) & Causal())"
+
+
+def test_bounds_let_a_custom_rule_be_long():
+    def bounds(rows):
+        return max(0, rows[0] - 100), rows[-1]
+
+    def rule(i, j):
+        return (j <= i) & (i - j <= 100) & ((i + j) % 2 == 0)
+
+    layout = Custom(rule, bounds).layout(65536, tile=(512, 512))
+    assert layout.kept == 2 * 128 - 1
+    with pytest.raises(ValueError, match=r"no bounds and .* all 65536 x 65536 pairs.*32768"):
+        Custom(rule).layout(65536)
+    with pytest.raises(ValueError, match="must return bools, got int"):
+        Custom(lambda i, j: i + j).mask(8)
+
+
+# Graphs
+
+
+def floyd_warshall(edges):
+    steps = np.where(edges, 1.0, np.inf)
+    np.fill_diagonal(steps, 0)
+    for k in range(len(steps)):
+        steps = np.minimum(steps, steps[:, k : k + 1] + steps[k])
+    return steps
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 140), st.integers(0, 9), st.floats(0, 0.1))
+def test_graph_distance_is_the_shortest_path(T, seed, density):
+    edges = np.random.default_rng(seed).random((T, T)) < density
+    steps = floyd_warshall(edges)[~np.eye(T, dtype=bool)]
+    reached = steps[np.isfinite(steps)]
+    found = BlockMask(edges, 1).graph_distance(T)
+    assert found.mean == pytest.approx(reached.mean() if reached.size else 0)
+    assert found.largest == reached.max(initial=0)
+    assert found.unreachable == pytest.approx(np.isinf(steps).mean() if steps.size else 0)
+
+
+def test_global_tokens_and_random_blocks_shorten_paths():
+    assert SlidingWindow(1, 1).graph_distance(512).largest == 511
+    assert (SlidingWindow(1, 1) | Global(1)).graph_distance(512).largest == 2
+    assert (SlidingWindow(8, 8, 8) | RandomBlocks(8, 3)).graph_distance(512).largest <= 4
+    assert Causal().graph_distance(64) == (1, 1, 0.5)
+    either = np.zeros((2, 4, 4), bool)
+    either[0, :2], either[1, 2:] = True, True
+    assert BlockMask(either, 2).graph_distance(8) == (1, 1, 0)
+
+
+def test_spectral_gap_of_known_graphs():
+    n = 50
+    ring = SlidingWindow(1, 1) | Dilated(1, n - 1)
+    assert ring.spectral_gap(n) == pytest.approx((2 - 2 * np.cos(2 * np.pi / n)) / 3)
+    assert Full().spectral_gap(n) == pytest.approx(1)
+    assert Documents((20, 30)).spectral_gap(n) == pytest.approx(0, abs=1e-12)
+    window = SlidingWindow(1, 1, 4)
+    assert window.spectral_gap(256) < 0.1 < (window | RandomBlocks(4, 3)).spectral_gap(256)
+
+
+def test_graphs_are_refused_where_they_are_too_large():
+    with pytest.raises(ValueError, match="dense 5000 x 5000 graph and takes up to 4096 tokens"):
+        Causal().graph_distance(5000)
+    with pytest.raises(ValueError, match="spectral_gap .* takes up to 2048 tokens"):
+        Causal().spectral_gap(5000)
+
+
+# Bad input
+
+
+def test_rows_that_see_nothing_are_legal():
+    pattern = Causal() & ~SlidingWindow(3, 0)
+    assert not pattern.mask(8)[:4].any()
+    layout = pattern.layout(8, tile=(4, 4))
+    assert layout.partial_counts.tolist() == [0, 1] and layout.full_counts.tolist() == [0, 0]
+    assert (~Full()).layout(8, tile=(4, 4)).kept == 0 and (~Full()).density(8) == 0
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: SlidingWindow(-1, 0), "left must be an int, 0 or more, got -1"),
+        (lambda: SlidingWindow(0, 1.5), "right must be an int, 0 or more, got 1.5"),
+        (lambda: Dilated(2, 0), "dilation must be an int, 1 or more, got 0"),
+        (lambda: Dilated((1, -2), 2), "window must be an int, 0 or more, got -2"),
+        (lambda: Dilated((1, 2, 3), 2), r"window must be an int or a pair of ints, got \(1, 2, 3"),
+        (lambda: Global((1, -4)), "positions must be an int, 0 or more, got -4"),
+        (lambda: Global((1, 64)).mask(64), "within the sequence, 0 to 63, got 64"),
+        (lambda: Global(65).layout(60, 64), "within the sequence, 0 to 63, got 64"),
+        (lambda: Strided(0), "stride must be an int, 1 or more, got 0"),
+        (lambda: Fixed(4, 5), "summary must be at most the stride, 4, got 5"),
+        (lambda: Documents((3, -1)), "lengths must be an int, 0 or more, got -1"),
+        (lambda: RandomBlocks(8, 9).mask(64), "number of key blocks, 8 of 8 in 64 tokens, got 9"),
+        (lambda: bigbird(8, num_random_blocks=9).layout(64), "number of key blocks, 8 .* got 9"),
+        (lambda: RandomBlocks(8, 1).allows(1, 2), r"call allows of pattern.sized\(T, S\)"),
+        (lambda: bigbird(8, num_window_blocks=2), "num_window_blocks must be odd, got 2"),
+        (lambda: BlockMask(BLOCKS, 8).mask(56, 40), "must have 7 x 5 blocks of 8 .* got 7 x 6"),
+        (lambda: BlockMask(BLOCKS, 8).mask(40, 48), "must have 5 x 6 blocks of 8 .* got 7 x 6"),
+        (lambda: BlockMask(BLOCKS * 1, 8), r"array must be bool .* got int64 of shape \(3, 7, 6\)"),
+        (lambda: jax.jit(lambda x: BlockMask(x, 8))(BLOCKS), "array must be known when"),
+        (lambda: Grid(0, 4, 1), "height must be an int, 1 or more, got 0"),
+        (lambda: sparse_transformer(4, "other"), "kind must be 'strided' or 'fixed', got 'other'"),
+        (lambda: Causal().layout(0), "T must be an int, 1 or more, got 0"),
+        (lambda: Causal().layout(8, tile=(4, 0)), "tile must be a pair .* got"),
+        (lambda: Causal().layout(8, offset=-1), "offset must be an int, 0 or more, got -1"),
+        (lambda: Causal().tile(range(0), range(4)), "queries must be a range of consecutive"),
+    ],
+)
+def test_bad_input_names_the_number_and_the_limit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
