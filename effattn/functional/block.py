@@ -132,12 +132,11 @@ def attend(
     if given.score_mod is not None:
         score_mod, constants = _without_closure(given.score_mod, (query, key, value))
     rows, layout = math.prod(batch) * heads, given.layout
-    if layout is None:
-        tile = given.tile or tiling.choose_tile((queries, keys), rows, left, right)
-    else:
-        tile = layout.tile
+    tile = given.tile if layout is None else layout.tile
+    choose = functools.partial(tiling.choose_tile, (queries, keys), rows, left, right)
     rule = Rule(
-        tile=tile,
+        tile=tile or choose(),
+        backward_tile=tile or choose(backward=True),
         scale=scale if isinstance(scale, float) else None,
         left=left,
         right=right,

@@ -42,7 +42,8 @@ class Rule:
     """What is fixed when the program is traced.
 
     Attributes:
-      tile: queries and keys in a tile.
+      tile: queries and keys in a tile; with a layout it is the layout's.
+      backward_tile: that of the backward.
       scale: multiplies the products of queries and keys; None if it is the operand `scale`.
       left, right: how far back and ahead of its position a query sees; None is without limit.
         Causality is right = 0.
@@ -58,6 +59,7 @@ class Rule:
     """
 
     tile: tuple[int, int]
+    backward_tile: tuple[int, int]
     scale: float | None
     left: int | None = None
     right: int | None = None
@@ -184,7 +186,7 @@ def _attend_fwd(rule: Rule, x: Operands):
 def _attend_bwd(rule: Rule, saved, cotangents):
     x, out, lse = saved
     d_out, d_lse = cotangents
-    tiles = _Tiles(rule, x)
+    tiles = _Tiles(dataclasses.replace(rule, tile=rule.backward_tile), x)
     *batch, keys, heads, size = x.key.shape
     floating, rejoin = _partition(x.constants)
     # dO . O - dL, what all d logits of a row share

@@ -21,7 +21,12 @@ _SMALLEST_STAIR, _MOST_STAIRS = 64, 4
 
 
 def choose_tile(
-    lengths: tuple[int, int], rows: int, left: int | None, right: int | None
+    lengths: tuple[int, int],
+    rows: int,
+    left: int | None,
+    right: int | None,
+    *,
+    backward: bool = False,
 ) -> tuple[int, int]:
     """Queries and keys of a tile, for `rows` = batch x heads computed together.
 
@@ -37,11 +42,9 @@ def choose_tile(
     if left is not None and right is not None:
         # Queries beyond the window's own width only add pairs that the window forbids.
         side = min(side, max(64, 2 ** math.ceil(math.log2(left + right + 1))))
-    queries, keys = _even_share(lengths[0], side), _even_share(lengths[1], side)
-    if left is None and right is not None and queries >= 2 * _SMALLEST_STAIR:
-        # The queries of a tile before a key tile on the diagonal then need not read it.
-        keys = min(keys, queries // 2)
-    return queries, keys
+    # The backward holds two arrays of logits at once.
+    key_side = max(64, side // 2) if backward else side
+    return _even_share(lengths[0], side), _even_share(lengths[1], key_side)
 
 
 def choose_sparse_tile(lengths: tuple[int, int], rows: int) -> tuple[int, int]:
@@ -207,20 +210,20 @@ class Window(Walk):
         return self.band is None and self.lengths[1] % self.key_tile != 0
 
     @property
-    def stairs(self) -> int | None:
-        """How many key tiles the diagonal is ahead of the query tile, if it follows its corners.
+    def stairs(self) -> tuple[int, int] | None:
+        """The keys of a step, and how many tiles of keys the diagonal is ahead of the query tile.
 
-        Then the queries before a key tile on the diagonal need not read it.
+        Where the diagonal follows the corners of tiles, the queries before a step need not read it.
         """
         if self.right is None or not isinstance(self.offset, int) or self.band is not None:
             return None
-        (queries, keys), size, step = self.lengths, self.query_tile, self.key_tile
-        ahead = self.offset + self.right
-        if step < _SMALLEST_STAIR or size % step or not 1 < size // step <= _MOST_STAIRS:
+        (queries, keys), size, tile = self.lengths, self.query_tile, self.key_tile
+        ahead, step = self.offset + self.right, min(tile, size // 2)
+        if step < _SMALLEST_STAIR or tile % step or size % step or size // step > _MOST_STAIRS:
             return None
-        if queries % size or ahead % step or ahead < 0 or queries + ahead > keys:
+        if size % tile or queries % size or ahead % tile or ahead < 0 or queries + ahead > keys:
             return None
-        return ahead // step
+        return step, ahead // tile
 
     def runs(self, n) -> list[Run]:
         """The tiles that the edges cross are masked; those between them are not."""
@@ -246,7 +249,7 @@ class Window(Walk):
         whole_low: Any = 0
         whole_high: Any = tiles - self.keys_overlap
         if self.stairs is not None:
-            high = whole_high = n * (self.query_tile // size) + self.stairs
+            high = whole_high = n * (self.query_tile // size) + self.stairs[1]
         elif self.right is not None:
             high = jnp.clip((last + self.right) // size + 1, 0, tiles)
             whole_high = jnp.clip((first + self.right + 1) // size, 0, whole_high)
@@ -263,17 +266,21 @@ class Window(Walk):
             if self.stairs is None and (self.right is not None or self.keys_overlap):
                 runs.append((whole_high, high, masked))
         if self.stairs is not None:
-            for i in range(self.query_tile // size):
-                runs.append((0, 1, functools.partial(self._stair, masked(high + i), i * size)))
+            step = self.stairs[0]
+            for row in range(0, self.query_tile, step):
+                runs.append((0, 1, functools.partial(self._stair, masked(high), row, step)))
         return runs
 
     @staticmethod
-    def _stair(patch: Patch, first_row: int, _) -> Patch:
-        """What is not before the diagonal of a tile that it crosses."""
-        return patch._replace(
-            first_row=first_row,
-            query_start=patch.query_start + first_row,
-            queries=patch.queries - first_row,
+    def _stair(corner: Patch, first: int, step: int, _) -> Patch:
+        """The keys of a step, for the queries that are not before them."""
+        return corner._replace(
+            first_row=first,
+            query_start=corner.query_start + first,
+            queries=corner.queries - first,
+            key_start=corner.key_start + first,
+            keys=step,
+            new_key=corner.new_key + first,
         )
 
 

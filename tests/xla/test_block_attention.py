@@ -27,7 +27,7 @@ def x64():
 
 
 def over_layout(arrays, known, **rule):
-    rule = Rule(tile=TILE, scale=3**-0.5, key_tiles=2, **rule)
+    rule = Rule(tile=TILE, backward_tile=TILE, scale=3**-0.5, key_tiles=2, **rule)
     return block_attention(rule, Operands(**arrays, **known))
 
 
@@ -139,10 +139,11 @@ def test_tiles_are_those_asked_for_or_chosen_from_the_shapes(rules):
     jax.eval_shape(dot_product_attention, *shapes(3000, batch=(2, 8)))
     window = functools.partial(sliding_window_attention, local_window_size=(100, 0))
     jax.eval_shape(window, *shapes(3000))
-    assert [rule.tile for rule in rules] == [
+    chosen = [((3000, 3000), 64, None, None), ((3000, 3000), 4, 100, 0)]
+    assert [rule.tile for rule in rules] == [(7, 9), *(choose_tile(*c) for c in chosen)]
+    assert [rule.backward_tile for rule in rules] == [
         (7, 9),
-        choose_tile((3000, 3000), 64, None, None),
-        choose_tile((3000, 3000), 4, 100, 0),
+        *(choose_tile(*c, backward=True) for c in chosen),
     ]
 
 

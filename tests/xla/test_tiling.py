@@ -66,22 +66,27 @@ def test_every_pair_that_may_attend_is_met_once(
         assert may[unmasked > 0].all()
 
 
+@pytest.mark.parametrize("tile", [(4, 2), (4, 4)])
 @pytest.mark.parametrize("left", [None, 0, 3, 5, 11])
 @pytest.mark.parametrize(
     "offset, right", [(0, 0), (4, 0), (0, 2), (-4, 8), (3, 5), (-4, 0), (1, 0)]
 )
-def test_stairs_meet_every_pair_once(left, offset, right, monkeypatch):
+def test_stairs_meet_every_pair_once(tile, left, offset, right, monkeypatch):
     monkeypatch.setattr(tiling, "_SMALLEST_STAIR", 2)
     monkeypatch.setattr(tiling, "_WIDEST_BAND", 0)
     ahead = offset + right
     for lengths in [(12, 12), (12, 17), (12, 8), (11, 12), (4, 8)]:
-        walk = make_walk(lengths, (4, 2), left, right, offset)
+        walk = make_walk(lengths, tile, left, right, offset)
         met, unmasked = visits(walk)
         may = allowed(lengths, left, right, offset)
         assert (met[may] == 1).all()
         assert (met <= 1).all()
         assert may[unmasked > 0].all()
-        aligned = lengths[0] % 4 == 0 and ahead in (0, 2, 4) and lengths[0] + ahead <= lengths[1]
+        aligned = (
+            lengths[0] % 4 == 0
+            and ahead in range(0, 5, tile[1])
+            and lengths[0] + ahead <= lengths[1]
+        )
         assert (walk.stairs is not None) == aligned
         if aligned and left is None:
             # Above the diagonal nothing but one corner of each key tile on it.
