@@ -29,7 +29,7 @@ class Programs:
       model: `params -> the module`.
       parameters: how many numbers are trained.
       temporary_bytes: of the compiled step, beside its arguments and results.
-      state_bytes: of one row's decode state at the context length.
+      state_bytes: of one row's decode state at the context length; None if it does not decode.
     """
 
     init: Callable[..., tuple[Params, Any]]
@@ -38,7 +38,7 @@ class Programs:
     model: Callable[[Params], Any]
     parameters: int
     temporary_bytes: int
-    state_bytes: int
+    state_bytes: int | None
 
 
 def compile_programs(
@@ -94,7 +94,11 @@ def compile_programs(
     compiled_evaluate = jax.jit(evaluate).lower(params, windows).compile()
     memory = compiled_step.memory_analysis()
     assert memory is not None  # CPU, GPU and TPU all give it
-    state = jax.eval_shape(lambda params: model(params).init_state(1, context), params)
+    try:
+        state = jax.eval_shape(lambda params: model(params).init_state(1, context), params)
+        state_bytes = _total(state, lambda leaf: leaf.size * np.dtype(leaf.dtype).itemsize)
+    except NotImplementedError:
+        state_bytes = None
     return Programs(
         init=jax.jit(init),
         step=compiled_step,
@@ -102,7 +106,7 @@ def compile_programs(
         model=model,
         parameters=_total(params, lambda leaf: leaf.size),
         temporary_bytes=memory.temp_size_in_bytes,
-        state_bytes=_total(state, lambda leaf: leaf.size * np.dtype(leaf.dtype).itemsize),
+        state_bytes=state_bytes,
     )
 
 

@@ -47,7 +47,9 @@ def table(rows: Sequence[Row]) -> str:
         "parameters": lambda row: f"{row['parameters']:,}",
         "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
         "step temporaries": lambda row: f"{row['temporary_bytes'] / 1e6:,.1f} MB",
-        "decode state": lambda row: f"{row['state_bytes'] / 1e3:,.1f} kB",
+        "decode state": lambda row: (
+            "-" if row["state_bytes"] is None else f"{row['state_bytes'] / 1e3:,.1f} kB"
+        ),
         "learning rate": lambda row: f"{row['learning_rate']:g}",
     }
     if any(row["word_perplexity"] is None for row in rows):
@@ -95,7 +97,7 @@ def read_report(folder: Path) -> str:
     parts = []
     for run in summary["runs"]:
         if run["seed"] == summary["runs"][0]["seed"]:
-            parts.append(f"{run['mechanism']} writes:\n{_quoted(run['sample'])}")
+            parts.append(f"{run['mechanism']} writes:\n{_sample(run)}")
     prompt = f"Continuing this held-out text:\n{_quoted(summary['runs'][0]['prompt'])}"
     files = f"In {folder}: summary.md, summary.json, loss.png, config.json and a folder a run."
     return "\n\n".join([prompt, *parts, table(summary["mechanisms"]), files])
@@ -145,12 +147,16 @@ def _markdown(summary: dict[str, Any]) -> str:
     parts += ["## Configuration", config + ".", machine + ".", "## Samples"]
     parts.append(f"Each continues this held-out text:\n\n{_quoted(runs[0]['prompt'])}")
     for run in runs:
-        parts.append(f"### {run['mechanism']}, seed {run['seed']}\n\n{_quoted(run['sample'])}")
+        parts.append(f"### {run['mechanism']}, seed {run['seed']}\n\n{_sample(run)}")
     return "\n\n".join(parts) + "\n"
 
 
 def _plain(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _sample(run: Row) -> str:
+    return "(nothing: it does not decode)" if run["sample"] is None else _quoted(run["sample"])
 
 
 def _quoted(text: str) -> str:

@@ -73,7 +73,10 @@ class Trials:
             "parameters": programs.parameters,
             "temporary_bytes": programs.temporary_bytes,
             "state_bytes": programs.state_bytes,
-            **self._sample(programs.model(params), seed),
+            "prompt": self.tokenizer.decode(self._prompt()[0]),
+            "sample": None
+            if programs.state_bytes is None
+            else self._sample(programs.model(params), seed),
         }
         write_atomically(path, json.dumps(result, indent=2) + "\n")
         return result
@@ -84,18 +87,18 @@ class Trials:
         # A hardly trained model has more bits a word than the exponent of a float holds.
         return 2.0 ** min(bits_per_byte * self.bytes_per_word, 1000.0)
 
-    def _sample(self, model: Any, seed: int) -> dict[str, str]:
-        """The model's continuation of the first quarter of the first validation window."""
-        context = self.data.train.context
-        prompt = self.data.valid[:1, : context // 4]
+    def _prompt(self) -> np.ndarray:
+        """The first quarter of the first validation window."""
+        return self.data.valid[:1, : self.data.train.context // 4]
+
+    def _sample(self, model: Any, seed: int) -> str:
+        """The model's continuation of the prompt."""
+        prompt = self._prompt()
         tokens = generate(
             model,
             jnp.asarray(prompt, jnp.int32),
-            max_new_tokens=min(context - prompt.shape[1], MAX_SAMPLE_TOKENS),
+            max_new_tokens=min(self.data.train.context - prompt.shape[1], MAX_SAMPLE_TOKENS),
             temperature=SAMPLE_TEMPERATURE,
             rng=jax.random.key(seed),
         )
-        return {
-            "prompt": self.tokenizer.decode(prompt[0]),
-            "sample": self.tokenizer.decode(np.asarray(tokens[0])),
-        }
+        return self.tokenizer.decode(np.asarray(tokens[0]))

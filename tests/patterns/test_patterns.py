@@ -78,7 +78,7 @@ DEFINITIONS = [
 ]
 
 
-@pytest.mark.parametrize("pattern, definition", DEFINITIONS, ids=lambda x: repr(x)[:40])
+@pytest.mark.parametrize("pattern, definition", DEFINITIONS, ids=[repr(p) for p, _ in DEFINITIONS])
 def test_mask_is_the_papers_definition(pattern, definition):
     for T, S, offset in ((26, 23, 0), (7, 23, 19)):
         expected = [[definition(t + offset, j) for j in range(S)] for t in range(T)]
