@@ -1,7 +1,7 @@
 """effattn: efficient attention for JAX, every mechanism once, with one contract.
 
-The functions are here; `effattn.nn` holds the Flax modules and `effattn.decode` the states of
-decoding, both imported on first use.
+The functions are here; `effattn.patterns` holds the pairs that may attend, `effattn.nn` the Flax
+modules and `effattn.decode` the states of decoding, all imported on first use.
 """
 
 import importlib
@@ -16,7 +16,6 @@ from effattn.functional.longformer import longformer_attention  # isort: skip
 from effattn.functional.sparse_transformer import sparse_transformer_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
-from effattn import patterns
 from effattn.layouts import BlockLayout
 from effattn.segments import (
     positions_from_segment_ids,
@@ -25,7 +24,7 @@ from effattn.segments import (
 )
 
 if TYPE_CHECKING:
-    from effattn import decode, nn
+    from effattn import decode, nn, patterns
 
 __version__ = "0.1.0"
 
@@ -47,7 +46,7 @@ __all__ = [
     "sparse_transformer_attention",
 ]
 
-_LAZY = ("decode", "nn")
+_LAZY = ("decode", "nn", "patterns")
 
 
 def __getattr__(name: str):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,10 @@ from effattn import _checks
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
 from effattn.layouts import BlockLayout
-from effattn.patterns import Causal, Pattern
 from effattn.xla import tiling
+
+if TYPE_CHECKING:
+    from effattn.patterns import Pattern
 
 
 def sparse_attention(
@@ -20,7 +22,7 @@ def sparse_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    pattern: Pattern | None = None,
+    pattern: "Pattern | None" = None,
     layout: BlockLayout | None = None,
     scale: float | jax.Array | None = None,
     is_causal: bool = False,
@@ -132,6 +134,9 @@ def _with_layout(query, key, given: block.Arguments, pattern, layout) -> block.A
         if given.tile is not None and given.tile != layout.tile:
             raise ValueError(f"tile {given.tile} is not the layout's, {layout.tile}")
         return dataclasses.replace(given, layout=layout)
+    # Imported on use: not everyone who imports the library has patterns.
+    from effattn.patterns import Causal, Pattern
+
     if not isinstance(pattern, Pattern):
         raise ValueError(
             f"pattern must be an effattn.patterns.Pattern, got {type(pattern).__name__}; "
