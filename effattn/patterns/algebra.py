@@ -50,7 +50,7 @@ class Pattern:
 
         Takes integers, NumPy or traced, that broadcast against each other. It costs a few
         operations an element and holds no T x S constant, so that it fuses into a kernel's tile.
-        `RandomBlocks`, and what is composed of it, must be `sized` first.
+        `RandomBlocks` and `GlobalBlocks`, and what is composed of them, must be `sized` first.
 
         Args:
           i: query positions.
@@ -65,8 +65,8 @@ class Pattern:
     def sized(self, T: int, S: int | None = None, *, offset: int = 0) -> "Pattern":
         """The pattern for T queries from position `offset` on and S keys, by default T.
 
-        Sizes that it cannot have are a `ValueError`. Only `RandomBlocks` changes: it draws from the
-        blocks that there are.
+        Sizes that it cannot have are a `ValueError`. Only `RandomBlocks` and `GlobalBlocks` change:
+        they depend on how many blocks there are.
         """
         return self._sized(_frame(self, T, S, offset).lengths)
 

@@ -147,6 +147,52 @@ class Global(Pattern):
 
 
 @dataclasses.dataclass(frozen=True)
+class GlobalBlocks(Pattern):
+    """The first and the last blocks of the sequence see all, and all see them.
+
+    The last ones are counted from the end of the queries and of the keys (Zaheer et al. 2020).
+    """
+
+    block_size: int
+    first: int
+    last: int = 0
+    # Of the sequence, set by `sized`: the numbers of query positions and keys.
+    lengths: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self):
+        at_least("block_size", self.block_size, 1)
+        at_least("first", self.first, 0)
+        at_least("last", self.last, 0)
+
+    def _check(self, frame):
+        blocks = -(-max(frame.last + 1, frame.keys) // self.block_size)
+        if self.first + self.last > blocks:
+            raise ValueError(
+                f"global blocks must be at most the {blocks} of {self.block_size} that there are, "
+                f"got {self.first} first and {self.last} last"
+            )
+
+    def _sized(self, lengths):
+        return dataclasses.replace(self, lengths=lengths)
+
+    def _runs(self, length):
+        """The positions between, those that are not global."""
+        blocks = -(-length // self.block_size)
+        return self.first * self.block_size, (blocks - self.last) * self.block_size - 1
+
+    def _allows(self, i, j, h):
+        (low_i, high_i), (low_j, high_j) = map(self._runs, _known(self))
+        return (i < low_i) | (i > high_i) | (j < low_j) | (j > high_j)
+
+    def _zones(self, frame, inside):
+        rows, keys = map(self._runs, frame.lengths)
+        if not inside:
+            return zones.of(frame, rows=rows, keys=keys)
+        of_rows = zones.of(frame, rows=zones.outside(rows))
+        return zones.union(of_rows, zones.of(frame, keys=zones.outside(keys)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Documents(Pattern):
     """Packed documents of these lengths: tokens attend within their own.
 
@@ -279,13 +325,17 @@ class RandomBlocks(Pattern):
     some of a row's blocks by new ones. With `causal` row r draws from the r blocks before it, and
     takes all of them while they are `per_row` or fewer; then S changes nothing either.
 
-    Blocks are drawn for themselves: some may lie in a window or be global too (Zaheer et al. 2020).
+    What goes with them in one pattern can be left out of the draw (Zaheer et al. 2020, "Big Bird"):
+    the `window` blocks around the row's own (an odd number, or 0 for none), and the first and the
+    last blocks, `ends`; with `causal` the first alone. A row takes what is left where that is fewer.
     """
 
     block_size: int
     per_row: int
     seed: int = 0
     causal: bool = False
+    window: int = 0
+    ends: tuple[int, int] = (0, 0)
     # Of the sequence, set by `sized`: the numbers of query positions and keys.
     lengths: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
 
@@ -294,6 +344,9 @@ class RandomBlocks(Pattern):
         at_least("per_row", self.per_row, 0)
         if not _checks.is_integer(self.seed):
             raise ValueError(f"seed must be an int, got {self.seed!r}")
+        if at_least("window", self.window, 0) and self.window % 2 == 0:
+            raise ValueError(f"window must be odd, or 0 for none, got {self.window}")
+        object.__setattr__(self, "ends", sides("ends", self.ends))
 
     def _check(self, frame):
         blocks = -(-frame.keys // self.block_size)
@@ -311,16 +364,10 @@ class RandomBlocks(Pattern):
 
         Rows ascend. `lengths` are the numbers of query positions and of keys.
         """
-        rows, keys = (-(-length // self.block_size) for length in lengths)
-        return random_blocks.drawn(self.seed % 2**64, rows, keys, self.per_row, self.causal)
+        return _drawn(self, lengths)
 
     def _allows(self, i, j, h):
-        if self.lengths is None:
-            raise ValueError(
-                "RandomBlocks draws from the key blocks there are: call allows of "
-                "pattern.sized(T, S), which knows how many"
-            )
-        chosen = self.blocks(self.lengths)
+        chosen = self.blocks(_known(self))
         i, j = i // self.block_size, j // self.block_size
         hits = (_lookup(chosen[:, n], i) == j for n in range(self.per_row))
         return functools.reduce(lambda a, b: a | b, hits, (i < 0) & (j < 0))
@@ -335,6 +382,26 @@ class RandomBlocks(Pattern):
             stop = np.concatenate([chosen - 1, edge + frame.keys])
         keys = _blocks(first, self.block_size)[0], _blocks(stop, self.block_size)[1]
         return zones.of(frame, rows=_blocks(row, self.block_size), keys=keys)
+
+
+@functools.lru_cache(maxsize=32)
+def _drawn(pattern: RandomBlocks, lengths: tuple[int, int]) -> np.ndarray:
+    rows, keys = (-(-length // pattern.block_size) for length in lengths)
+    row, (first, last) = np.arange(rows), pattern.ends
+    # The candidates of a row are [first, low) and [high, stop), on both sides of its window.
+    low, high = row - pattern.window // 2, row + pattern.window // 2 + (pattern.window > 0)
+    stop = 0 if pattern.causal else keys - last
+    low = np.clip(low, first, max(first, keys if pattern.causal else stop))
+    high = np.clip(high, first, None)
+    after = np.clip(stop - high, 0, None)
+    chosen = random_blocks.drawn(pattern.seed % 2**64, low - first + after, pattern.per_row).astype(
+        np.int64
+    )
+    block = chosen + first
+    block = np.where(block < low[:, None], block, chosen - (low - first)[:, None] + high[:, None])
+    block = np.where(chosen < 0, -1, block).astype(np.int32)
+    block.flags.writeable = False
+    return block
 
 
 # Patterns of stripes
@@ -557,6 +624,16 @@ class Custom(Pattern):
 
     def __repr__(self):
         return f"Custom({self.name or getattr(self.rule, '__name__', 'rule')})"
+
+
+def _known(pattern: Any) -> tuple[int, int]:
+    """The lengths of a pattern that depends on them."""
+    if pattern.lengths is None:
+        raise ValueError(
+            f"{type(pattern).__name__} depends on how many blocks there are: call allows of "
+            "pattern.sized(T, S), which knows"
+        )
+    return pattern.lengths
 
 
 def _lookup(table: np.ndarray, *index: Any) -> Any:

@@ -9,6 +9,7 @@ from effattn.patterns.base import (
     Dilated,
     Fixed,
     Global,
+    GlobalBlocks,
     RandomBlocks,
     SlidingWindow,
     Strided,
@@ -39,32 +40,32 @@ def longformer(
 def bigbird(
     block_size: int,
     num_window_blocks: int = 3,
-    num_global_blocks: int = 1,
+    num_global_blocks: int | tuple[int, int] = 1,
     num_random_blocks: int = 3,
     seed: int = 0,
     causal: bool = False,
 ) -> Pattern:
     """Window, global and random blocks (Zaheer et al. 2020, "Big Bird", internal construction).
 
-    Any subset of the tokens may be the global ones, in the paper; here it is the first
-    `num_global_blocks` blocks (the published models use two). Blocks are drawn with no regard to
-    those that a query sees already.
+    Random blocks are none of the window's and none of the global ones.
 
     Args:
       block_size: tokens in a block.
       num_window_blocks: the query's own block and as many on each side; odd.
-      num_global_blocks: blocks that see all and that all see.
+      num_global_blocks: blocks that see all and that all see, the first so many; or (first, last),
+        of which the published models have (1, 1).
       num_random_blocks: random blocks of keys for each block of queries.
       seed: of the random blocks.
       causal: nothing at later positions, and random blocks are drawn from those before.
     """
     if at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
         raise ValueError(f"num_window_blocks must be odd, got {num_window_blocks}")
-    at_least("num_global_blocks", num_global_blocks, 0)
+    ends = (num_global_blocks, 0) if isinstance(num_global_blocks, int) else num_global_blocks
+    ends = sides("num_global_blocks", ends)
     side = num_window_blocks // 2
     near = SlidingWindow(side, side, block_size)
-    random = RandomBlocks(block_size, num_random_blocks, seed, causal)
-    return _causal(near | Global(num_global_blocks * block_size) | random, causal)
+    random = RandomBlocks(block_size, num_random_blocks, seed, causal, num_window_blocks, ends)
+    return _causal(near | GlobalBlocks(block_size, *ends) | random, causal)
 
 
 def sparse_transformer(

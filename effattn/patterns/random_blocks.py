@@ -1,21 +1,16 @@
-"""Random blocks of keys, each row's drawn from the seed and the row alone."""
-
-import functools
+"""Random numbers for each row, drawn from the seed and the row alone."""
 
 import numpy as np
 
 
-@functools.lru_cache(maxsize=32)
-def drawn(seed: int, rows: int, keys: int, per_row: int, causal: bool) -> np.ndarray:
-    """`per_row` distinct key blocks for each row: int32 `(rows, per_row)`, ascending, -1 for none.
+def drawn(seed: int, limit: np.ndarray, per_row: int) -> np.ndarray:
+    """`per_row` distinct numbers below each row's limit: int32 `(rows, per_row)`, -1 for none.
 
-    Algorithm L (Li 1994): of the blocks that have come so far each is as likely to be held, so that
-    more keys only put new blocks in the place of old ones. With `causal` row r has the r blocks
-    before it to choose from. Time O(rows per_row log(keys / per_row)).
+    Rows ascend. Algorithm L (Li 1994): of the numbers that have come so far each is as likely to be
+    held, so that a higher limit only puts new ones in the place of old ones. Rows with `per_row` or
+    fewer take them all. Time O(rows per_row log(limit / per_row)).
     """
-    row = np.arange(rows)
-    limit = np.minimum(row, keys) if causal else np.full(rows, keys)
-    chosen = np.tile(np.arange(per_row), (rows, 1))
+    chosen = np.tile(np.arange(per_row), (len(limit), 1))
     chosen[chosen >= limit[:, None]] = -1
     live = np.flatnonzero(limit > per_row)
     if not per_row:
@@ -33,9 +28,7 @@ def drawn(seed: int, rows: int, keys: int, per_row: int, causal: bool) -> np.nda
         chosen[live, (_uniform(seed, live, draw + 1) * per_row).astype(np.int64)] = newest
         threshold = threshold * _uniform(seed, live, draw + 2) ** (1 / per_row)
         draw += 3
-    chosen = np.sort(chosen, axis=-1).astype(np.int32)
-    chosen.flags.writeable = False
-    return chosen
+    return np.sort(chosen, axis=-1).astype(np.int32)
 
 
 def _uniform(seed: int, row: np.ndarray, draw: int) -> np.ndarray:

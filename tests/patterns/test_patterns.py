@@ -21,6 +21,7 @@ from effattn.patterns import (
     Fixed,
     Full,
     Global,
+    GlobalBlocks,
     Grid,
     Prefix,
     RandomBlocks,
@@ -51,6 +52,8 @@ DEFINITIONS = [
     (Dilated(1, 2), lambda i, j: j in (i - 2, i, i + 2)),
     (Global(2), lambda i, j: i < 2 or j < 2),
     (Global((7, 0, 7, 9, 11, 13, 15)), lambda i, j: bool({i, j} & {0, 7, 9, 11, 13, 15})),
+    # In blocks of 4 there are 7 of queries and 6 of keys.
+    (GlobalBlocks(4, 1, 2), lambda i, j: bool({i // 4} & {0, 5, 6} or {j // 4} & {0, 4, 5})),
     (Strided(4), lambda i, j: (i - j) % 4 == 0),
     (Fixed(5, 2), lambda i, j: j % 5 in (3, 4)),
     (Prefix(6), lambda i, j: j < 6),
@@ -149,6 +152,12 @@ def arithmetic(queries, keys, heads):
         st.builds(SlidingWindow, side, side, st.sampled_from([1, 1, 3, 8])),
         st.builds(Global, st.integers(0, min(5, longest))),
         st.builds(Global, st.lists(st.integers(0, longest - 1), max_size=7)),
+        st.builds(
+            GlobalBlocks,
+            st.integers(1, max(1, longest // 4)),
+            st.integers(0, min(2, longest // 4)),
+            st.integers(0, min(2, longest // 4)),
+        ),
         st.builds(Prefix, st.integers(0, 20)),
         st.builds(Documents, st.lists(st.integers(0, 15), max_size=6)),
         blocks(),
@@ -171,6 +180,8 @@ def others(queries, keys):
                 st.integers(0, min(3, -(-keys // b))),
                 st.integers(0, 99),
                 st.booleans(),
+                st.sampled_from([0, 1, 3]),
+                st.tuples(st.integers(0, 2), st.integers(0, 2)),
             )
         ),
         st.just(Custom(lambda i, j: (i + 2 * j) % 7 == 1)),
@@ -351,17 +362,37 @@ def test_causal_random_blocks_lie_before_their_row():
     np.testing.assert_array_equal(blocks[:25], RandomBlocks(4, 3, causal=True).blocks((100, 100)))
 
 
-def test_bigbird_is_window_global_and_random_blocks():
-    mask = bigbird(4, num_global_blocks=2, num_window_blocks=3, num_random_blocks=2).mask(64)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ends", [(2, 1), (0, 0)])
+def test_what_is_left_out_is_not_drawn(causal, ends):
+    pattern = RandomBlocks(4, 3, seed=1, causal=causal, window=5, ends=ends)
+    blocks = pattern.blocks((200, 200))
+    for row, chosen in enumerate(blocks):
+        stop = row - 2 if causal else 50 - ends[1]
+        allowed = {b for b in range(ends[0], stop) if abs(b - row) > 2}
+        drawn = [b for b in chosen if b >= 0]
+        assert len(set(drawn)) == len(drawn) == min(3, len(allowed)) and set(drawn) <= allowed
+    # Each of 43 or so candidates is drawn in 3 of 43 rows.
+    if not causal:
+        counts = np.bincount(blocks[blocks >= 0], minlength=50)[ends[0] : 50 - ends[1]]
+        assert counts.min() >= 0 and counts.max() < 12 and (counts > 0).mean() > 0.8
+
+
+@pytest.mark.parametrize("ends", [(2, 0), (1, 1)])
+def test_bigbird_is_window_global_and_random_blocks_apart(ends):
+    mask = bigbird(4, num_global_blocks=ends, num_window_blocks=3, num_random_blocks=2).mask(64)
     blocks = mask.reshape(16, 4, 16, 4)
     assert (blocks.all((1, 3)) == blocks.any((1, 3))).all()
     blocks = blocks.any((1, 3))
-    assert blocks[:2].all() and blocks[:, :2].all()
-    assert all(blocks[r, max(0, r - 1) : r + 2].all() for r in range(16))
-    more = blocks.sum(-1)[2:] - np.array([4] + [5] * 12 + [4])
-    assert more.min() >= 0 and more.max() == 2
-    causal = bigbird(4, num_global_blocks=2, causal=True).mask(64)
+    is_global = (np.arange(16) < ends[0]) | (np.arange(16) >= 16 - ends[1])
+    assert blocks[is_global].all() and blocks[:, is_global].all()
+    near = abs(np.arange(16) - np.arange(16)[:, None]) <= 1
+    assert blocks[near].all()
+    more = blocks & ~near & ~is_global & ~is_global[:, None]
+    assert (more.sum(-1) == np.where(is_global, 0, 2)).all()
+    causal = bigbird(4, num_global_blocks=ends, causal=True).mask(64)
     assert not np.triu(causal, 1).any() and causal.diagonal().all()
+    assert causal[:, : 4 * ends[0]].sum() == np.tril(np.ones((64, 64)))[:, : 4 * ends[0]].sum()
 
 
 # Cost
@@ -517,6 +548,9 @@ def test_rows_that_see_nothing_are_legal():
         (lambda: Documents((3, -1)), "lengths must be an int, 0 or more, got -1"),
         (lambda: RandomBlocks(8, 9).mask(64), "number of key blocks, 8 of 8 in 64 tokens, got 9"),
         (lambda: bigbird(8, num_random_blocks=9).layout(64), "number of key blocks, 8 .* got 9"),
+        (lambda: RandomBlocks(8, 1, window=2), "window must be odd, or 0 for none, got 2"),
+        (lambda: bigbird(8, num_global_blocks=(1, -1)), "num_global_blocks must be .* got -1"),
+        (lambda: GlobalBlocks(8, 5, 4).mask(64), "at most the 8 of 8 .* got 5 first and 4 last"),
         (lambda: RandomBlocks(8, 1).allows(1, 2), r"call allows of pattern.sized\(T, S\)"),
         (lambda: bigbird(8, num_window_blocks=2), "num_window_blocks must be odd, got 2"),
         (lambda: BlockMask(BLOCKS, 8).mask(56, 40), "must have 7 x 5 blocks of 8 .* got 7 x 6"),
