@@ -87,7 +87,7 @@ def longformer_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    _checks.dilation(dilation)
+    _checks.at_least("dilation", dilation, 1, "tokens")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         query,
@@ -108,11 +108,7 @@ def longformer_attention(
         precision=precision,
         tile=tile,
     )
-    if query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            "longformer_attention is self-attention: query and key need the same length, got "
-            f"{query.shape[-3]} and {key.shape[-3]}"
-        )
+    _checks.self_attention("longformer_attention", query, key)
     given_global = (("query", global_query), ("key", global_key), ("value", global_value))
     global_arrays = tuple(
         array if other is None else _checks.shaped(f"global_{name}", other, array.shape)

@@ -76,7 +76,7 @@ def sliding_window_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    _checks.dilation(dilation)
+    _checks.at_least("dilation", dilation, 1, "tokens")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         query,
