@@ -44,6 +44,7 @@ class Mechanism:
       function: the pure function, taking query, key and value.
       builder: "module:attribute" of the callable that makes its Flax mixer; imported on use.
       options_at: the options at a length, where the claimed growth supposes some that follow it.
+      by_layer: the options that change with the layer (from 0) in which the mixer stands.
       decoder: "module:attribute" of the state it decodes with (see `effattn.decode`), or None.
       capabilities: names from `CAPABILITIES`.
       options: the function's own arguments, with the values used when none are given.
@@ -62,6 +63,7 @@ class Mechanism:
     memory_exponent: float = 1.0
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options_at: Callable[[int], Mapping[str, Any]] | None = None
+    by_layer: Callable[[int], Mapping[str, Any]] | None = None
     builder: str = "effattn.nn.attention:SelfAttention"
     decoder: str | None = None
     causality: str = "exact"
@@ -73,6 +75,10 @@ class Mechanism:
                 f"mechanism {self.name!r} claims unknown capabilities {sorted(unknown)}; "
                 f"known are {sorted(CAPABILITIES)}"
             )
+
+    def options_in_layer(self, layer: int) -> dict[str, Any]:
+        """The options that the mechanism has of itself in a layer of a model, from 0."""
+        return {} if self.by_layer is None else dict(self.by_layer(layer))
 
     def build(self, in_features: int, num_heads: int, **kwargs: Any) -> Any:
         """The mechanism's Flax mixer, from tokens `(B, T, D)` to tokens."""

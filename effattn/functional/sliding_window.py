@@ -217,3 +217,18 @@ registry.register(
         time_exponent=1.0,
     )
 )
+
+registry.register(
+    registry.Mechanism(
+        name="dilated",
+        family="sparse",
+        paper="Beltagy et al. 2020, Longformer",
+        function=sliding_window_attention,
+        capabilities=registry.get("sliding_window").capabilities,
+        options={"local_window_size": (127, 0), "dilation": 2},
+        by_layer=lambda layer: {"dilation": 2 ** (layer % 4)},
+        complexity="O(N w)",
+        time_exponent=1.0,
+        decoder=registry.get("sliding_window").decoder,
+    )
+)

@@ -5,6 +5,7 @@ from effattn.nn.adapters import as_attention_fn
 from effattn.nn.alibi import Alibi, alibi_slopes
 from effattn.nn.attention import CrossAttention, SelfAttention
 from effattn.nn.feed_forward import SwiGLU
+from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
 
@@ -12,6 +13,8 @@ __all__ = [
     "Alibi",
     "Block",
     "CrossAttention",
+    "HybridHeads",
+    "HybridState",
     "RotaryEmbedding",
     "SelfAttention",
     "SwiGLU",

@@ -15,6 +15,7 @@ from effattn.nn import initializers
 from effattn.nn.alibi import Alibi
 from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
 from effattn.nn.feed_forward import SwiGLU
+from effattn.nn.hybrid import HybridHeads
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.segments import positions_from_segment_ids
 
@@ -43,8 +44,10 @@ class TransformerConfig:
       head_dim: H; default D / N.
       hidden_features: of the feed-forward layer; default 8/3 D, rounded up to a multiple of 8.
       mixer: a registered name, a mapping of a name and options
-        (`{"name": "sliding_window", "local_window_size": (63, 0)}`), or L of those in a sequence.
-        Options are arguments of the mixer, and win over what the model would give it.
+        (`{"name": "sliding_window", "local_window_size": (63, 0)}`), a mapping of groups of heads
+        (`{"heads": [{"name": "softmax", "num_heads": 2}, ...]}`, see `HybridHeads`), or L of those
+        in a sequence. Options are arguments of the mixer, and win over what the model would give
+        it. Some mechanisms change with the layer of themselves: "dilated" widens its steps.
       positions: "rotary", "learned" (one vector a position, added to the tokens), "alibi", or
         "none".
       rotary_theta: see `RotaryEmbedding`.
@@ -115,18 +118,22 @@ class TransformerConfig:
                 f"layers, got {len(self.mixer)}"
             )
         for layer in range(self.num_layers):
-            registry.get(self.layer_mixer(layer)[0])
+            for mixer in self.layer_mixer(layer):
+                registry.get(mixer["name"])
 
-    def layer_mixer(self, layer: int) -> tuple[str, dict[str, Any]]:
-        """The name and the options of a layer's mixer."""
+    def layer_mixer(self, layer: int) -> tuple[dict[str, Any], ...]:
+        """The name and the options of a layer's mixer, or of each group of its heads."""
         mixer = self.mixer if isinstance(self.mixer, (str, Mapping)) else self.mixer[layer]
         if isinstance(mixer, str):
-            return mixer, {}
-        if "name" not in mixer:
+            mixer = {"name": mixer}
+        groups = mixer["heads"] if mixer.keys() == {"heads"} else (mixer,)
+        if any("name" not in group for group in groups):
             raise ValueError(
                 f'a mixer given as a mapping needs the mechanism\'s "name", got {dict(mixer)}'
             )
-        return mixer["name"], {key: mixer[key] for key in mixer if key != "name"}
+        return tuple(
+            {**registry.get(group["name"]).options_in_layer(layer), **group} for group in groups
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -364,26 +371,32 @@ class TransformerLM(nnx.Module):
 
 
 def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
-    name, options = config.layer_mixer(layer)
-    mechanism = registry.get(name)
+    groups = config.layer_mixer(layer)
     positions: dict[str, Any] = {}
     if config.positions == "rotary":
         positions["rotary"] = RotaryEmbedding(config.rotary_theta, config.rotary_scaling)
     elif config.positions == "alibi":
-        if "score_mod" not in mechanism.capabilities:
-            raise ValueError(
-                f"positions='alibi' needs the capability 'score_mod', which {name!r} lacks; "
-                f"mechanisms that have it: {', '.join(registry.names('score_mod'))}"
-            )
+        for group in groups:
+            if "score_mod" not in registry.get(group["name"]).capabilities:
+                raise ValueError(
+                    "positions='alibi' needs the capability 'score_mod', which "
+                    f"{group['name']!r} lacks; mechanisms that have it: "
+                    f"{', '.join(registry.names('score_mod'))}"
+                )
         positions["score_mod"] = Alibi(config.num_heads)
-    of_the_model = {
+    given = {
+        **common,
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "qk_norm": config.qk_norm,
+        **positions,
     }
-    return mechanism.build(
-        config.features, config.num_heads, **{**common, **of_the_model, **positions, **options}
-    )
+    if len(groups) > 1 or "num_heads" in groups[0]:
+        return HybridHeads(config.features, config.num_heads, groups, **given)
+    (group,) = groups
+    options = {name: option for name, option in group.items() if name != "name"}
+    mechanism = registry.get(group["name"])
+    return mechanism.build(config.features, config.num_heads, **{**given, **options})
 
 
 def _dtypes(config: TransformerConfig) -> dict[str, Any]:

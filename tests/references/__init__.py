@@ -5,12 +5,13 @@ A new mechanism gets the whole battery by being registered and by one entry in `
 
 from tests.references.linear import LINEAR
 from tests.references.reference import Reference
-from tests.references.softmax import SLIDING_WINDOW, SOFTMAX
+from tests.references.softmax import DILATED, SLIDING_WINDOW, SOFTMAX
 from tests.references.sparse import BIGBIRD, BLOCK_SPARSE, LONGFORMER, RANDOM, SPARSE_TRANSFORMER
 
 REFERENCES: dict[str, Reference] = {
     "softmax": SOFTMAX,
     "sliding_window": SLIDING_WINDOW,
+    "dilated": DILATED,
     "linear": LINEAR,
     "longformer": LONGFORMER,
     "sparse_transformer": SPARSE_TRANSFORMER,

@@ -54,10 +54,11 @@ def softmax(
 SOFTMAX = Reference(attend=softmax, variants={"": {}}, tuning={"tile": (5, 4)})
 
 SLIDING_WINDOW = Reference(
+    attend=softmax, variants={"": {"local_window_size": (3, 2)}}, tuning={"tile": (5, 4)}
+)
+
+DILATED = Reference(
     attend=softmax,
-    variants={
-        "": {"local_window_size": (3, 2)},
-        "dilated": {"local_window_size": (2, 1), "dilation": 3},
-    },
+    variants={"": {"local_window_size": (2, 1), "dilation": 3}},
     tuning={"tile": (5, 4)},
 )

@@ -1,0 +1,162 @@
+"""Different mechanisms in different heads."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from effattn import registry
+from effattn.decode.state import check_state, new_lengths
+from effattn.nn import initializers
+from effattn.nn.dropout import dropout_key
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HybridState:
+    """What `HybridHeads` carries when it decodes.
+
+    Attributes:
+      groups: the state of each group of heads.
+      length: `(B,)` int32, tokens seen.
+    """
+
+    groups: tuple[Any, ...]
+    length: jax.Array
+
+
+class HybridHeads(nnx.Module):
+    """A mixer whose heads attend in different ways.
+
+        y = sum_g mixer_g(x),
+
+    which is one output projection of all heads side by side. So local and global heads share a
+    layer, as in the Routing Transformer (Roy et al. 2020) and in Hymba (Dong et al. 2024).
+
+    Args:
+      in_features: D.
+      num_heads: N query heads, of all groups together.
+      groups: one mapping for each group of heads, in their order: "name", a registered mechanism,
+        "num_heads", how many heads it has, and options of its mixer:
+        `[{"name": "softmax", "num_heads": 2}, {"name": "sliding_window", "num_heads": 6}]`.
+      num_kv_heads: K, a divisor of N; each group has its share.
+      head_dim: H; default D / N.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      score_mod: for all groups, with h counted through all heads.
+      rngs: for the initial parameters.
+      **options: for the mixers of all groups; those of a group win.
+
+    Raises:
+      ValueError: groups that do not add up to the heads, and what the mixers refuse.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        score_mod: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        for group in groups:
+            if not {"name", "num_heads"} <= group.keys():
+                raise ValueError(
+                    'each group of heads needs the mechanism\'s "name" and its "num_heads", got '
+                    f"{dict(group)}"
+                )
+        sizes = [group["num_heads"] for group in groups]
+        shared = num_heads // (num_kv_heads or num_heads)
+        if not groups or min(sizes) < 1 or sum(sizes) != num_heads or any(n % shared for n in sizes):
+            raise ValueError(
+                f"groups must have the {num_heads} heads between them, each a multiple of the "
+                f"{shared} that share a key head, got {sizes}"
+            )
+        if head_dim is None:
+            if in_features % num_heads:
+                raise ValueError(
+                    f"in_features ({in_features}) must be a multiple of num_heads ({num_heads}) "
+                    "when head_dim is not given"
+                )
+            head_dim = in_features // num_heads
+        mixers, first = [], 0
+        for group, size in zip(groups, sizes, strict=True):
+            of_group = {k: v for k, v in group.items() if k not in ("name", "num_heads")}
+            if score_mod is not None:
+                of_group = {"score_mod": OfHeads(score_mod, first), **of_group}
+            mixer = registry.get(group["name"]).build(
+                in_features,
+                size,
+                num_kv_heads=size // shared,
+                head_dim=head_dim,
+                kernel_init=kernel_init,
+                # The sum of the groups starts with the variance of one projection of all heads.
+                out_kernel_init=_scaled(out_kernel_init or kernel_init, (size / num_heads) ** 0.5),
+                rngs=rngs,
+                **{**options, **of_group},
+            )
+            mixers.append(mixer)
+            first += size
+        self.mixers = nnx.List(mixers)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """Mixes whole sequences; arguments as in `SelfAttention`."""
+        key = dropout_key(rngs)
+        keys = [None] * len(self.mixers) if key is None else jax.random.split(key, len(self.mixers))
+        given = {"lengths": lengths, "segment_ids": segment_ids}
+        return sum(mixer(x, **given, rngs=k) for mixer, k in zip(self.mixers, keys, strict=True))
+
+    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
+        """The empty decode state; arguments as in `SelfAttention.init_state`."""
+        groups = tuple(mixer.init_state(batch, max_length, dtype) for mixer in self.mixers)
+        return HybridState(groups, groups[0].length)
+
+    def extend(
+        self, x: jax.Array, state: HybridState, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, HybridState]:
+        """Mixes T >= 1 more tokens, given all before them; arguments as in `SelfAttention`."""
+        check_state(state, HybridState, x.shape[0])
+        lengths = new_lengths(lengths, *x.shape[:2])
+        pairs = zip(self.mixers, state.groups, strict=True)
+        parts, groups = zip(*(m.extend(x, s, lengths=lengths) for m, s in pairs), strict=True)
+        return sum(parts), HybridState(groups, state.length + lengths)
+
+    def step(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
+        """`extend` by one token, x `(B, 1, D)`."""
+        if x.shape[1] != 1:
+            raise ValueError(f"step takes one token, x (B, 1, D), got x of shape {x.shape}")
+        return self.extend(x, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfHeads:
+    """A `score_mod` for a group of heads, of which the first is head `first` of all."""
+
+    score_mod: Callable[..., Any]
+    first: int
+
+    def __call__(self, logit, b, h, i, j):
+        return self.score_mod(logit, b, h + np.int32(self.first), i, j)
+
+
+def _scaled(init: Callable[..., Any], factor: float) -> Callable[..., Any]:
+    def scaled(key, shape, *args, **kwargs):
+        return init(key, shape, *args, **kwargs) * factor
+
+    return scaled
