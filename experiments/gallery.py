@@ -61,7 +61,7 @@ PATTERNS: Mapping[str, Pattern] = {
     "Full()": Full(),
     "Causal()": Causal(),
     "SlidingWindow(4, 4)": SlidingWindow(4, 4),
-    "SlidingWindow(1, 1, block_size=8)": SlidingWindow(1, 1, 8),
+    "SlidingWindow(1, 1, 8)": SlidingWindow(1, 1, 8),
     "Causal() & SlidingWindow(7, 0)": Causal() & SlidingWindow(7, 0),
     "Dilated(3, dilation=4)": Dilated(3, 4),
     "Strided(8)": Strided(8),
