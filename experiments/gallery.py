@@ -85,13 +85,13 @@ PATTERNS: Mapping[str, Pattern] = {
     'sparse_transformer(8, "fixed")': sparse_transformer(8, "fixed"),
 }
 
-# Options of mechanisms that say more in a picture than their small ones. Where all keys are alike
-# their summaries are, too; with normal ones the summaries can be seen.
-NORMAL = np.random.default_rng(0).normal(size=(2, LENGTH, 1, 8)).astype(np.float32)
+# Options of mechanisms that say more in a picture than their small ones. Where later keys count
+# more, the summaries of a hierarchy are steps.
+RISING = np.linspace(0, 1, LENGTH, dtype=np.float32)[:, None, None] * np.ones(8, np.float32)
 SHOWN: Mapping[str, Mapping[str, Any]] = {
     "longformer": {"global_mask": np.isin(np.arange(LENGTH), (0, 32)), "max_global": 2},
     "bigbird": {"block_size": 4},
-    "hierarchical": {"segment_size": 4, "num_levels": 4, "query": NORMAL[0], "key": NORMAL[1]},
+    "hierarchical": {"segment_size": 4, "num_levels": 4, "key": RISING},
 }
 
 # Causal, with 8 keys or so for each query but for the first one.
@@ -140,13 +140,18 @@ def draw_all(path: Path, draws: Sequence[Callable[..., Any]]) -> None:
     rows = math.ceil(len(draws) / columns)
     size = (2 * columns, 0.4 + 2.3 * rows)
     figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    for draw, ax in zip(draws, grid.flat, strict=False):
+    for index, (draw, ax) in enumerate(zip(draws, grid.flat, strict=False)):
         draw(ax=ax)
+        if index % columns:
+            ax.tick_params(labelleft=False)
+            ax.set_ylabel("")
+        if index + columns < len(draws):
+            ax.tick_params(labelbottom=False)
+            ax.set_xlabel("")
         ax.title.set_fontsize(8)
         ax.tick_params(labelsize=7)
         ax.xaxis.label.set_fontsize(8)
         ax.yaxis.label.set_fontsize(8)
-        ax.label_outer()
     for ax in grid.flat[len(draws) :]:
         ax.remove()
     save(figure, path)
