@@ -17,7 +17,7 @@ setup := @scripts/setup_venv.sh $(VENV)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test bench lint format clean
+.PHONY: help demo gallery test bench lint format clean
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
@@ -27,6 +27,10 @@ help: ## show this
 demo: ## train one small language model a mechanism on real text and compare them
 	$(setup) experiments
 	$(python) -m experiments.lm $(ARGS)
+
+gallery: ## draw the pictures of patterns and of attention in docs/images
+	$(setup) experiments
+	$(python) -m experiments.gallery
 
 test: ## run all tests, in parallel
 	$(setup) experiments,test

@@ -13,8 +13,9 @@ import tomllib
 def main():
     text = pathlib.Path(__file__).parents[1].joinpath("pyproject.toml").read_text()
     project = tomllib.loads(text)["project"]
-    needs = project["dependencies"] + project["optional-dependencies"]["experiments"]
-    oldest = dict(re.split(">=|==", need) for need in needs)
+    extras = project["optional-dependencies"]
+    needs = project["dependencies"] + extras["analysis"] + extras["experiments"]
+    oldest = dict(re.split(">=|==", need) for need in needs if not need.startswith("effattn["))
     oldest["jaxlib"] = oldest["jax"]
     for name, version in oldest.items():
         if "--oldest" not in sys.argv:

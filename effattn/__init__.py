@@ -1,7 +1,8 @@
 """effattn: efficient attention for JAX, every mechanism once, with one contract.
 
 The functions are here; `effattn.patterns` holds the pairs that may attend, `effattn.nn` the Flax
-modules and `effattn.decode` the states of decoding, all imported on first use.
+modules, `effattn.decode` the states of decoding and `effattn.analysis` pictures of it all. They
+are imported on first use.
 """
 
 import importlib
@@ -27,7 +28,7 @@ from effattn.segments import (
 )
 
 if TYPE_CHECKING:
-    from effattn import decode, nn, patterns
+    from effattn import analysis, decode, nn, patterns
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "BlockLayout",
     "bigbird_attention",
     "block_sparse_attention",
+    "analysis",
     "combine",
     "decode",
     "dot_product_attention",
@@ -52,7 +54,7 @@ __all__ = [
     "sparse_transformer_attention",
 ]
 
-_LAZY = ("decode", "nn", "patterns")
+_LAZY = ("analysis", "decode", "nn", "patterns")
 
 
 def __getattr__(name: str):

@@ -17,8 +17,6 @@ from effattn import _checks
 Array = jax.Array | np.ndarray
 
 _DATA = ("partial_counts", "partial_indices", "full_counts", "full_indices")
-_SHADES = "·░▒▓█"
-_DRAWN_HEADS = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -179,41 +177,6 @@ class BlockLayout:
                 order = np.argsort(head * keys + key, kind="stable")
                 halves.append(packed((head * keys + key)[order], query[order], (*lead, keys)))
         return BlockLayout(*halves[0], *halves[1], tile, lengths)
-
-    def draw(self, width: int = 64) -> str:
-        """A picture in text, at most `width` characters wide: queries go down, keys to the right.
-
-        `█` is a full tile and `▒` a partial one; `·` is none. Where a character stands for more
-        tiles, its shade is the share of the area visited, a partial tile counting half.
-        """
-        if _is_traced(self.partial_indices, self.full_indices):
-            raise ValueError("a layout can be drawn where its arrays are known, not under jit")
-        queries, keys = self.grid
-        step = max(1, -(-2 * keys // max(2, width)), -(-2 * queries // max(2, width)))
-        down, across = -(-queries // step), -(-keys // step)
-        lead = self.partial_counts.shape[:-1]
-        heads = math.prod(lead)
-        drawn = min(heads, _DRAWN_HEADS)
-        weight = np.zeros((drawn, down, across))
-        for kind, half in (("partial", 0.5), ("full", 1.0)):
-            row, key = self._tiles(kind)
-            head, query = np.divmod(row, queries)
-            shown = head < drawn
-            at = head[shown], query[shown] // step, key[shown] // step
-            np.add.at(weight, at, half)
-        sides = [np.minimum(step, n - step * np.arange(-(-n // step))) for n in (queries, keys)]
-        share = weight / (sides[0][:, None] * sides[1])
-        shades = np.where(share == 1, 4, np.ceil(3.99 * share - 1e-9).clip(0, 3)).astype(int)
-        if step == 1:
-            shades = (4 * share).astype(int)
-        pictures = []
-        for n in range(drawn):
-            rows = ["".join(2 * _SHADES[shade] for shade in line) for line in shades[n]]
-            name = [str(tuple(map(int, np.unravel_index(n, lead))))] if lead else []
-            pictures.append("\n".join(name + rows))
-        if heads > drawn:
-            pictures.append(f"and {heads - drawn} more")
-        return "\n".join(pictures)
 
     def __repr__(self) -> str:
         (queries, keys), (t, s) = self.lengths, self.tile

@@ -100,23 +100,8 @@ def bind(
     Raises:
       ValueError: an unknown name, or an option that the function does not take.
     """
-    options = dict(options)
-    while isinstance(attention, functools.partial) and not attention.args:
-        options = {**attention.keywords, **options}
-        attention = attention.func
-    mechanism = _entry(attention)
-    if mechanism is not None:
-        function, name = mechanism.function, mechanism.name
-        options = {**mechanism.options, **options}
-    elif callable(attention):
-        function = attention
-        name = getattr(attention, "__name__", type(attention).__name__)
-    else:
-        raise ValueError(
-            "attention must be a registered name or a function of query, key and value, "
-            f"got {attention!r}; registered are {', '.join(registry.names())}"
-        )
-    binding = Binding(name, mechanism is not None, _parameters(function))
+    function, binding, options = resolve(attention, options)
+    name = binding.name
     reserved = sorted(_RESERVED & options.keys())
     if reserved:
         raise ValueError(
@@ -133,6 +118,29 @@ def bind(
     # Modules keep options as static, hashable attributes, and configurations come as lists.
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     return function, binding, options
+
+
+def resolve(
+    attention: str | Callable[..., Any], options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Binding, dict[str, Any]]:
+    """As `bind`, but the options are taken as they are."""
+    options = dict(options)
+    while isinstance(attention, functools.partial) and not attention.args:
+        options = {**attention.keywords, **options}
+        attention = attention.func
+    mechanism = _entry(attention)
+    if mechanism is not None:
+        function, name = mechanism.function, mechanism.name
+        options = {**mechanism.options, **options}
+    elif callable(attention):
+        function = attention
+        name = getattr(attention, "__name__", type(attention).__name__)
+    else:
+        raise ValueError(
+            "attention must be a registered name or a function of query, key and value, "
+            f"got {attention!r}; registered are {', '.join(registry.names())}"
+        )
+    return function, Binding(name, mechanism is not None, _parameters(function)), options
 
 
 def _entry(attention: Any) -> registry.Mechanism | None:

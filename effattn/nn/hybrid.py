@@ -76,7 +76,12 @@ class HybridHeads(nnx.Module):
                 )
         sizes = [group["num_heads"] for group in groups]
         shared = num_heads // (num_kv_heads or num_heads)
-        if not groups or min(sizes) < 1 or sum(sizes) != num_heads or any(n % shared for n in sizes):
+        if (
+            not groups
+            or min(sizes) < 1
+            or sum(sizes) != num_heads
+            or any(n % shared for n in sizes)
+        ):
             raise ValueError(
                 f"groups must have the {num_heads} heads between them, each a multiple of the "
                 f"{shared} that share a key head, got {sizes}"

@@ -1,35 +1,47 @@
 """How far and how fast information spreads over the graph of who may attend to whom."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 
-def distance(edges: np.ndarray) -> tuple[float, int, float]:
-    """Mean and largest shortest path, and the share of ordered pairs that no path connects.
+def reached(edges: np.ndarray) -> Iterator[np.ndarray]:
+    """How many each one reaches in 0, 1, 2, ... steps, itself included: int `(T,)` a time.
 
-    From bool `(T, T)`, row i true at what i reaches in one step. A bit a pair is held, and a level
-    costs O(edges T / 64).
+    From bool `(T, T)`, row i true at what i reaches in one step. It ends with the last step that
+    reaches more. A bit a pair is held, and a step costs O(edges T / 64).
     """
     size = len(edges)
     edges = edges | np.eye(size, dtype=bool)
     words = -(-size // 64)
-    reached = np.zeros((size, 8 * words), np.uint8)
-    reached[:, : -(-size // 8)] = np.packbits(np.eye(size, dtype=bool), axis=1)
-    reached = reached.view(np.uint64)
+    found = np.zeros((size, 8 * words), np.uint8)
+    found[:, : -(-size // 8)] = np.packbits(np.eye(size, dtype=bool), axis=1)
+    found = found.view(np.uint64)
     rows = max(1, 2**22 // (size * words))
-    level, count, length = 0, size, 0
-    while count < size * size:
-        further = np.empty_like(reached)
+    count = np.ones(size, int)
+    yield count
+    while count.sum() < size * size:
+        further = np.empty_like(found)
         for start in range(0, size, rows):
             row, to = np.nonzero(edges[start : start + rows])
             first = np.searchsorted(row, np.arange(row[-1] + 1))
-            further[start : start + rows] = np.bitwise_or.reduceat(reached[to], first)
-        now = int(np.bitwise_count(further).sum(dtype=np.int64))
-        if now == count:
+            further[start : start + rows] = np.bitwise_or.reduceat(found[to], first)
+        now = np.bitwise_count(further).sum(-1, dtype=int)
+        if (now == count).all():
             break
-        level, length = level + 1, length + (level + 1) * (now - count)
-        reached, count = further, now
-    others = size * (size - 1)
-    return length / max(1, count - size), level, (size * size - count) / max(1, others)
+        found, count = further, now
+        yield count
+
+
+def distance(edges: np.ndarray) -> tuple[float, int, float]:
+    """Mean and largest shortest path, and the share of ordered pairs that no path connects."""
+    size = len(edges)
+    pairs = np.array([count.sum() for count in reached(edges)])
+    largest, others = len(pairs) - 1, size * (size - 1)
+    length = int(np.arange(1, largest + 1) @ np.diff(pairs))
+    connected = int(pairs[-1])
+    mean = length / max(1, connected - size)
+    return mean, largest, (size * size - connected) / max(1, others)
 
 
 def spectral_gap(edges: np.ndarray) -> float:

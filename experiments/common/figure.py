@@ -11,11 +11,8 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from effattn.analysis.style import COLOURS, MARKERS
 from experiments.common.metrics import read
-
-# Okabe and Ito's palette, told apart with any colour vision; the markers tell them apart without.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
 
 
 def write_figure(folder: Path, runs: Sequence[dict[str, Any]]) -> None:

