@@ -58,15 +58,19 @@ def operations(closed) -> int:
     return counter.total()
 
 
-def temporary_bytes(function, *args, **options) -> int:
+def temporary_bytes(traced, **options) -> int:
     """Bytes of temporary buffers of the compiled program."""
-    compiled = jax.jit(function).lower(*args).compile(**options)
-    return compiled.memory_analysis().temp_size_in_bytes
+    return traced.lower().compile(**options).memory_analysis().temp_size_in_bytes
+
+
+def largest(closed) -> int:
+    """Entries of the largest array that is computed anywhere in the jaxpr."""
+    return max(math.prod(v.aval.shape) for eqn in _equations(closed.jaxpr) for v in eqn.outvars)
 
 
 def equations(closed) -> int:
     """Equations of the whole jaxpr: what there is to compile."""
-    return _count(closed.jaxpr)
+    return sum(1 for _ in _equations(closed.jaxpr))
 
 
 def exponent(lengths, costs) -> float:
@@ -74,8 +78,11 @@ def exponent(lengths, costs) -> float:
     return float(np.polyfit(np.log(lengths), np.log(costs), 1)[0])
 
 
-def _count(jaxpr) -> int:
-    return sum(1 + sum(map(_count, _inner(eqn))) for eqn in jaxpr.eqns)
+def _equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in _inner(eqn):
+            yield from _equations(inner)
 
 
 def _inner(eqn):
@@ -124,12 +131,6 @@ def _equation(eqn, inputs, counter):
         return _scan(eqn, inputs, counter)
     if name == "cond":
         return _cond(params, inputs, counter, unknown)
-    inner = list(_inner(eqn))
-    if inner:
-        closed = next(params[k] for k in ("jaxpr", "call_jaxpr") if k in params)
-        if isinstance(closed, jex_core.ClosedJaxpr):
-            return _run(closed.jaxpr, [_scalar(c) for c in closed.consts], inputs, counter)
-        return _run(closed, [], inputs, counter)
     if all(x is not _UNKNOWN for x in inputs) and all(v.aval.shape == () for v in eqn.outvars):
         if name == "convert_element_type":
             return [inputs[0].astype(params["new_dtype"])]
@@ -137,6 +138,11 @@ def _equation(eqn, inputs, counter):
             return [np.asarray(_EVALUATED[name](*inputs))]
         if name in ("broadcast_in_dim", "squeeze", "reshape"):
             return [inputs[0].reshape(())]
+    if name not in _ELEMENTWISE and any(True for _ in _inner(eqn)):
+        closed = next(params[k] for k in ("jaxpr", "call_jaxpr") if k in params)
+        if isinstance(closed, jex_core.ClosedJaxpr):
+            return _run(closed.jaxpr, [_scalar(c) for c in closed.consts], inputs, counter)
+        return _run(closed, [], inputs, counter)
     counter[name] += _work(eqn)
     return unknown
 
