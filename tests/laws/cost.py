@@ -6,6 +6,7 @@ only shapes. So the tiles that causality or a window skip cost nothing, as when 
 """
 
 import collections
+import functools
 import math
 
 import jax
@@ -115,11 +116,25 @@ def _run(jaxpr, consts, args, counter):
             return _scalar(atom.val)
         return known.get(atom, _UNKNOWN)
 
-    for eqn in jaxpr.eqns:
+    work, others = _of_arrays(jaxpr)
+    counter.update(work)
+    for eqn in others:
         inputs = [read(atom) for atom in eqn.invars]
         outputs = _equation(eqn, inputs, counter)
         known.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+@functools.cache
+def _of_arrays(jaxpr):
+    """The work of the equations that tell nothing of a scalar, and the other equations."""
+    work, others = collections.Counter(), []
+    for eqn in jaxpr.eqns:
+        if any(v.aval.shape == () for v in eqn.outvars) or any(True for _ in _inner(eqn)):
+            others.append(eqn)
+        else:
+            work[eqn.primitive.name] += _work(eqn)
+    return work, others
 
 
 def _equation(eqn, inputs, counter):

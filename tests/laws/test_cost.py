@@ -68,7 +68,7 @@ def test_memory_grows_as_claimed(mechanism):
     """
     lengths, direction = lengths_of(mechanism), directions(mechanism)[0]
     programs = [traced(mechanism, direction, length) for length in lengths]
-    of = functools.partial(cost.temporary_bytes, compiler_options=battery.QUICK)
+    of = functools.partial(cost.temporary_bytes, compiler_options=battery.SAME_BUFFERS)
     ends, found = (lengths[0], lengths[-1]), [of(programs[0]), of(programs[-1])]
     most = mechanism.entry.memory_exponent + 0.1
     assert cost.exponent(ends, found) <= most, found

@@ -32,7 +32,7 @@ def test_vmap_over_any_argument(mechanism):
             return run({k: given[k] for k in first}, {k: given[k] for k in known}, cotangents)
 
         program = battery.program(mechanism, extent)
-        mapped = functools.partial(one, program.__wrapped__)
+        mapped = functools.partial(one, jax.jit(program.__wrapped__))
         for part in range(3):
             axes = [0 if n % 3 == part else None for n in range(len(names))]
             mapped = jax.vmap(mapped, axes)
