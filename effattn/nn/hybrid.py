@@ -156,7 +156,8 @@ class OfHeads:
     score_mod: Callable[..., Any]
     first: int
 
-    def __call__(self, logit, b, h, i, j):
+    def __call__(self, logit: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        """The logit of head `first + h`."""
         return self.score_mod(logit, b, h + np.int32(self.first), i, j)
 
 

@@ -7,6 +7,7 @@ a layout skip cost nothing, as when the program runs.
 """
 
 import collections
+import functools
 import math
 
 import jax
@@ -67,15 +68,19 @@ def operations(closed) -> int:
     return counter.total()
 
 
-def temporary_bytes(function, *args, **options) -> int:
+def temporary_bytes(traced, **options) -> int:
     """Bytes of temporary buffers of the compiled program."""
-    compiled = jax.jit(function).lower(*args).compile(**options)
-    return compiled.memory_analysis().temp_size_in_bytes
+    return traced.lower().compile(**options).memory_analysis().temp_size_in_bytes
+
+
+def largest(closed) -> int:
+    """Entries of the largest array that is computed anywhere in the jaxpr."""
+    return max(math.prod(v.aval.shape) for eqn in _equations(closed.jaxpr) for v in eqn.outvars)
 
 
 def equations(closed) -> int:
     """Equations of the whole jaxpr: what there is to compile."""
-    return _count(closed.jaxpr)
+    return sum(1 for _ in _equations(closed.jaxpr))
 
 
 def exponent(lengths, costs) -> float:
@@ -83,8 +88,11 @@ def exponent(lengths, costs) -> float:
     return float(np.polyfit(np.log(lengths), np.log(costs), 1)[0])
 
 
-def _count(jaxpr) -> int:
-    return sum(1 + sum(map(_count, _inner(eqn))) for eqn in jaxpr.eqns)
+def _equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in _inner(eqn):
+            yield from _equations(inner)
 
 
 def _inner(eqn):
@@ -123,11 +131,29 @@ def _run(jaxpr, consts, args, counter):
             return _integers(atom.val)
         return known.get(atom, _UNKNOWN)
 
-    for eqn in jaxpr.eqns:
+    work, others = _of_arrays(jaxpr)
+    counter.update(work)
+    for eqn in others:
         inputs = [read(atom) for atom in eqn.invars]
         outputs = _equation(eqn, inputs, counter)
         known.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+@functools.cache
+def _of_arrays(jaxpr):
+    """The work of the equations that tell nothing of an integer, and the other equations."""
+    work, others = collections.Counter(), []
+    for eqn in jaxpr.eqns:
+        if any(_may_be_known(v.aval) for v in eqn.outvars) or any(True for _ in _inner(eqn)):
+            others.append(eqn)
+        else:
+            work[eqn.primitive.name] += _work(eqn)
+    return work, others
+
+
+def _may_be_known(aval):
+    return aval.dtype.kind in "iub" and len(aval.shape) < 4
 
 
 def _equation(eqn, inputs, counter):
@@ -139,8 +165,7 @@ def _equation(eqn, inputs, counter):
         return _scan(eqn, inputs, counter)
     if name == "cond":
         return _cond(params, inputs, counter, unknown)
-    inner = list(_inner(eqn))
-    if inner:
+    if name not in _ELEMENTWISE and any(True for _ in _inner(eqn)):
         closed = next(params[k] for k in ("jaxpr", "call_jaxpr") if k in params)
         if isinstance(closed, jex_core.ClosedJaxpr):
             return _run(closed.jaxpr, [_integers(c) for c in closed.consts], inputs, counter)

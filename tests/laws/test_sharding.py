@@ -1,4 +1,7 @@
-"""Law 9, second half: eight devices give what one does, and talk only of what they share."""
+"""Law 9, second half: eight devices give what one does, and talk only of what they share.
+
+By `shard_map` together with remat and scan, the other ways to call from a larger program.
+"""
 
 import functools
 import re
@@ -17,14 +20,15 @@ COLLECTIVE = re.compile(
 )
 
 
-def mesh():
-    """4 parts of the batch by 2 of the heads."""
-    return jax.make_mesh((4, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+def mesh(axis_type=jax.sharding.AxisType.Auto, rows=4):
+    """4 parts of the batch, or as many as `rows`, by 2 of the heads."""
+    devices = jax.devices()[: rows * 2]
+    return jax.make_mesh((rows, 2), ("batch", "heads"), (axis_type,) * 2, devices=devices)
 
 
-def shard(arrays, **specs):
+def shard(mesh, arrays, **specs):
     return {
-        k: jax.device_put(x, NamedSharding(mesh(), specs.get(k, PartitionSpec())))
+        k: jax.device_put(x, NamedSharding(mesh, specs.get(k, PartitionSpec())))
         for k, x in arrays.items()
     }
 
@@ -37,35 +41,10 @@ BY_HEAD = PartitionSpec("batch", None, "heads")
 BY_ROW = PartitionSpec("batch")
 
 
-def results_and_gradients(mechanism, extent):
-    def run(arrays, known, cotangents):
-        results, pull_back = jax.vjp(lambda a: battery.call(mechanism, extent, a, known), arrays)
-        return results, pull_back(cotangents)[0]
-
-    return jax.jit(run)
-
-
 def specs_of(arrays):
     specs = {"query": BY_HEAD, "key": BY_HEAD, "value": BY_HEAD}
     specs |= {"out": BY_HEAD, "lse": BY_HEAD, "state": PartitionSpec("batch", "heads")}
     return {k: specs[k] for k in arrays if k in specs}
-
-
-def test_batch_and_heads_need_no_collective(mechanism):
-    """Neither forward nor backward; and the numbers are those of one device."""
-    extent = battery.plain(mechanism)
-    arrays = battery.draw_plain(mechanism, 0)
-    cotangents = battery.plain_cotangents(mechanism)
-    expected = battery.run(mechanism, arrays, cotangents)
-    args = (
-        shard(arrays, **specs_of(arrays)),
-        {},
-        shard(cotangents, **specs_of(cotangents)),
-    )
-    lowered = results_and_gradients(mechanism, extent).lower(*args)
-    compiled = lowered.compile(compiler_options=battery.QUICK)
-    assert collectives(compiled) == []
-    battery.assert_close(compiled(*args), expected, 10 * np.finfo(np.float32).eps)
 
 
 def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
@@ -82,58 +61,77 @@ def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
         of_results |= {"state": BY_ROW}
     of_arrays |= {"initial_state": BY_ROW, "bias": PartitionSpec("heads")}
     args = (
-        shard(arrays, **of_arrays),
-        shard(known, **dict.fromkeys(known, BY_ROW)),
-        shard(cotangents, **of_results),
+        shard(mesh(), arrays, **of_arrays),
+        shard(mesh(), known, **dict.fromkeys(known, BY_ROW)),
+        shard(mesh(), cotangents, **of_results),
     )
-    lowered = results_and_gradients(mechanism, extent).lower(*args)
-    found = collectives(lowered.compile(compiler_options=battery.QUICK))
+    found = collectives(battery.program(mechanism, extent).lower(*args).compile())
     shared = arrays.keys() - {"query"}
     assert set(found) <= {"all-reduce"}, found
     # Attend, then combine: what both parts share may be summed for each.
     assert len(found) <= 2 * len(shared), (found, shared)
 
 
-def test_shard_map(mechanism):
-    """Inside it everything is local, and what all devices share gets the sum of their gradients."""
+def test_batch_and_heads_need_no_collective(mechanism):
+    """Neither forward nor backward; and the numbers are those of one device.
+
+    Where types carry the sharding, results and gradients have to stay where queries and keys are.
+    Inside, the compiler places everything, as it does on meshes without such types.
+    """
     extent = battery.plain(mechanism)
-    arrays = battery.draw_plain(mechanism, 0)
-    cotangents = battery.plain_cotangents(mechanism)
-    expected = battery.run(mechanism, arrays, cotangents)
-    local = jax.shard_map(
-        lambda a: battery.call(mechanism, extent, a, {}),
-        mesh=mesh(),
-        in_specs=(specs_of(arrays),),
-        out_specs=specs_of(cotangents),
-    )
+    arrays, cotangents = battery.draw_plain(mechanism, 0), battery.plain_cotangents(mechanism)
+    specs = {**specs_of(arrays), **specs_of(cotangents)}
+
+    def assert_placed(tree):
+        for name, x in tree.items():
+            spec = tuple(specs[name]) + (None,) * (x.ndim - len(specs[name]))
+            assert tuple(jax.typeof(x).sharding.spec) == spec, name
 
     @functools.partial(jax.jit, compiler_options=battery.QUICK)
     def run(arrays, cotangents):
-        results, pull_back = jax.vjp(local, arrays)
-        return results, pull_back(cotangents)[0]
+        results, pull_back = jax.vjp(lambda a: battery.call(mechanism, extent, a, {}), arrays)
+        (gradients,) = pull_back(cotangents)
+        assert_placed(results)
+        assert_placed(gradients)
+        return results, gradients
 
-    battery.assert_close(run(arrays, cotangents), expected, 10 * np.finfo(np.float32).eps)
-
-
-def test_explicit_mesh_axes(mechanism):
-    """Where types carry the sharding, results and gradients are sharded as queries and keys are."""
-    explicit = jax.make_mesh(
-        (4, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
-    )
-    extent = battery.plain(mechanism)
-    arrays = {k: battery.draw_plain(mechanism, 0)[k] for k in ("query", "key", "value")}
-    spec = PartitionSpec("batch", None, "heads", None)
-
-    def loss(arrays, out_spec):
-        out = battery.call(mechanism, extent, arrays, {})["out"]
-        assert jax.typeof(out).sharding.spec == out_spec
-        return (out**2).sum()
-
-    gradient_of = jax.jit(jax.grad(loss), static_argnums=1)
-    expected = gradient_of(arrays, PartitionSpec(None, None, None, None))
+    explicit = mesh(jax.sharding.AxisType.Explicit)
     with jax.set_mesh(explicit):
-        placed = {k: jax.device_put(x, NamedSharding(explicit, spec)) for k, x in arrays.items()}
-        gradients = gradient_of(placed, spec)
-    for name, gradient in gradients.items():
-        assert gradient.sharding.spec == spec
-        np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-5)
+        args = shard(explicit, arrays, **specs), shard(explicit, cotangents, **specs)
+        compiled = run.lower(*args).compile()
+        assert collectives(compiled) == []
+        got = compiled(*args)
+    expected = battery.run(mechanism, arrays, cotangents)
+    battery.assert_close(got, expected, 10 * np.finfo(np.float32).eps)
+
+
+def test_shard_map_remat_and_scan(mechanism):
+    """On each device, a scan over its examples of calls that keep nothing, or what is named.
+
+    Inside `shard_map` everything is local.
+    """
+    extent = battery.plain(mechanism)
+    arrays, cotangents = battery.draw_plain(mechanism, 0), battery.plain_cotangents(mechanism)
+    call = functools.partial(battery.call, mechanism, extent, known={})
+    named = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+    kinds = jax.checkpoint(call), jax.checkpoint(call, policy=named)
+
+    def local(arrays):
+        def step(_, example):
+            one = jax.tree.map(lambda x: x[None], example)
+            return None, [jax.tree.map(lambda x: x[0], kind(one)) for kind in kinds]
+
+        return jax.lax.scan(step, None, arrays)[1]
+
+    @functools.partial(jax.jit, compiler_options=battery.QUICK)
+    def run(arrays, cotangents):
+        specs = specs_of(arrays), [specs_of(cotangents)] * len(kinds)
+        mapped = jax.shard_map(local, mesh=mesh(rows=2), in_specs=specs[:1], out_specs=specs[1])
+        results, pull_back = jax.vjp(mapped, arrays)
+        return results, pull_back([cotangents] * len(kinds))[0]
+
+    results, gradients = battery.to_numpy(run(arrays, cotangents))
+    gradients = jax.tree.map(lambda x: x / len(kinds), gradients)
+    expected = battery.run(mechanism, arrays, cotangents)
+    for one in results:
+        battery.assert_close((one, gradients), expected, 10 * np.finfo(np.float32).eps)

@@ -1,0 +1,153 @@
+"""Different mechanisms in different heads, and in different layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn.nn import (
+    Alibi,
+    HybridHeads,
+    RotaryEmbedding,
+    SelfAttention,
+    TransformerConfig,
+    TransformerLM,
+)
+
+GROUPS = (
+    {"name": "softmax", "num_heads": 2},
+    {"name": "sliding_window", "num_heads": 4, "local_window_size": (2, 0)},
+)
+
+
+def make(groups=GROUPS, num_heads=6, **options):
+    return HybridHeads(24, num_heads, groups, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.fixture(scope="module")
+def x():
+    return jax.random.normal(jax.random.key(1), (2, 9, 24))
+
+
+def close(a, b):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_one_projection_of_all_heads_side_by_side(x):
+    """The same numbers as heads of one module each of whose halves attends in its own way."""
+    alibi = Alibi(6)
+    hybrid = make(num_kv_heads=3, score_mod=alibi, rotary=RotaryEmbedding())
+    assert [mixer.num_kv_heads for mixer in hybrid.mixers] == [1, 2]
+
+    def attention(query, key, value, *, is_causal=False):
+        from effattn import dot_product_attention, sliding_window_attention
+
+        whole = dot_product_attention(query, key, value, is_causal=is_causal, score_mod=alibi)
+        near = sliding_window_attention(
+            query, key, value, local_window_size=(2, 0), is_causal=is_causal, score_mod=alibi
+        )
+        return jnp.concatenate([whole[..., :2, :], near[..., 2:, :]], axis=-2)
+
+    one = SelfAttention(
+        24,
+        6,
+        attention,
+        num_kv_heads=3,
+        rotary=RotaryEmbedding(),
+        is_causal=False,
+        rngs=nnx.Rngs(1),
+    )
+    one.attention = lambda q, k, v: attention(q, k, v, is_causal=True)
+    for name, axis in (("query", 1), ("key", 1), ("value", 1), ("out", 0)):
+        parts = [getattr(mixer, name).kernel[...] for mixer in hybrid.mixers]
+        getattr(one, name).kernel[...] = jnp.concatenate(parts, axis)
+    close(hybrid(x), one(x))
+
+
+def test_the_sum_starts_as_one_projection_would():
+    hybrid = HybridHeads(
+        256, 4, [{"name": "softmax", "num_heads": n} for n in (1, 3)], rngs=nnx.Rngs(0)
+    )
+    for mixer in hybrid.mixers:
+        np.testing.assert_allclose(jnp.std(mixer.out.kernel[...]), 256**-0.5, rtol=0.05)
+
+
+def test_decoding_in_any_pieces_gives_what_the_whole_gives(x):
+    hybrid = make()
+    expected = hybrid(x)
+    state = hybrid.init_state(2, 9)
+    outs = []
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
+        out, state = hybrid.extend(x[:, start:stop], state)
+        outs.append(out)
+    close(jnp.concatenate(outs, 1), expected)
+    assert state.length.tolist() == [9, 9]
+    # The window's heads keep no more than it reaches.
+    assert state.groups[0].key.shape[1] == 9 and state.groups[1].key.shape[1] == 2
+    with pytest.raises(ValueError, match="step takes one token"):
+        hybrid.step(x, state)
+
+
+def test_groups_drop_apart(x):
+    groups = [{"name": "softmax", "num_heads": 3}] * 2
+    hybrid = make(groups, dropout_rate=0.5)
+    second, first = hybrid.mixers
+    for name in ("query", "key", "value", "out"):
+        getattr(first, name).kernel[...] = getattr(second, name).kernel[...]
+    same = hybrid(x)
+    close(same, 2 * first(x))
+    dropped = hybrid(x, rngs=jax.random.key(0))
+    assert jnp.abs(dropped - same).max() > 1e-3
+    keys = jax.random.split(jax.random.key(0), 2)
+    close(dropped, second(x, rngs=keys[0]) + first(x, rngs=keys[1]))
+
+
+def config(**changes):
+    return TransformerConfig(
+        **{"vocab_size": 11, "num_layers": 3, "features": 24, "num_heads": 6, **changes}
+    )
+
+
+def test_a_model_takes_groups_of_heads_in_some_layers():
+    tokens = jnp.arange(14).reshape(2, 7) % 11
+    model = TransformerLM(
+        config(mixer=("softmax", {"heads": GROUPS}, "linear"), num_kv_heads=3), rngs=nnx.Rngs(0)
+    )
+    assert isinstance(model.blocks[1].mixer, HybridHeads)
+    whole = model(tokens)
+    state = model.init_state(2, 7)
+    first, state = model.extend(tokens[:, :3], state)
+    second, _ = model.extend(tokens[:, 3:], state)
+    close(jnp.concatenate([first, second], 1), whole)
+
+
+def test_dilation_and_windows_grow_with_depth():
+    model = TransformerLM(config(mixer="dilated"), rngs=nnx.Rngs(0))
+    assert [dict(block.mixer.options)["dilation"] for block in model.blocks] == [1, 2, 4]
+    mixers = [{"name": "sliding_window", "local_window_size": (2**n, 0)} for n in range(3)]
+    model = TransformerLM(config(mixer=mixers), rngs=nnx.Rngs(0))
+    state = model.init_state(1, 9)
+    assert [layer.key.shape[1] for layer in state.layers] == [1, 2, 4]
+    fixed = config(mixer={"name": "dilated", "dilation": 3})
+    assert [fixed.layer_mixer(n)[0]["dilation"] for n in range(3)] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: make([{"name": "softmax"}]), '"name" and its "num_heads", got'),
+        (lambda: make(GROUPS, num_heads=8), r"must have the 8 heads between them, .* got \[2, 4\]"),
+        (lambda: make([]), r"must have the 6 heads between them, .* got \[\]"),
+        (
+            lambda: make([{"name": "softmax", "num_heads": 3}] * 2, num_kv_heads=3),
+            r"a multiple of the 2 that share a key head, got \[3, 3\]",
+        ),
+        (lambda: make([{"name": "sotfmax", "num_heads": 6}]), "unknown mechanism 'sotfmax'"),
+        (lambda: make(window=3), "'softmax' has no option window"),
+        (lambda: config(mixer={"heads": [{"num_heads": 6}]}), 'needs the mechanism\'s "name"'),
+    ],
+)
+def test_bad_input_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
