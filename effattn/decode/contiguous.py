@@ -63,13 +63,13 @@ def append(
 
 @dataclasses.dataclass(frozen=True)
 class ContiguousDecoder:
-    """Decodes a causal attention function that takes `query_offset` and lengths.
+    """Decodes a causal attention function that takes `query_offset` and `query_seq_lengths`.
 
     A step costs O(S) time; the state is O(S) a row.
 
     Attributes:
       function: called as `function(query, key, value, is_causal=True, query_offset=...,
-        query_seq_lengths=..., key_value_seq_lengths=..., **options)`.
+        query_seq_lengths=..., **options)`.
       options: the function's own arguments.
     """
 
@@ -117,6 +117,7 @@ class ContiguousDecoder:
         check_state(state, ContiguousState, batch)
         lengths = new_lengths(lengths, batch, time)
         new = append(state, key, value, lengths)
+        # Slots that are not filled yet are later than every query, so they need no lengths.
         out = self.function(
             query,
             new.key.astype(key.dtype),
@@ -124,7 +125,6 @@ class ContiguousDecoder:
             is_causal=True,
             query_offset=state.length,
             query_seq_lengths=lengths,
-            key_value_seq_lengths=jnp.minimum(new.length, state.key.shape[1]),
             **self.options,
         )
         return out, new

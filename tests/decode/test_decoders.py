@@ -135,6 +135,18 @@ def test_a_ring_shows_score_mod_the_positions_of_the_whole_sequence():
     np.testing.assert_allclose(out, whole[:, 6:], rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_copies_no_contiguous_cache():
+    """It is written where it lies, and read where it lies."""
+    decoder, found = decoder_of("softmax", {}), []
+    for capacity in (512, 4096):
+        state = jax.eval_shape(lambda n=capacity: decoder.init(2, n, 2, 8, 6, jnp.float32))
+        lowered = jax.jit(decoder.extend, donate_argnums=3).lower(*heads(1), state)
+        memory = lowered.compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= 2 * capacity * 2 * (8 + 6) * 4
+        found.append(memory.temp_size_in_bytes)
+    assert found[1] == found[0]
+
+
 def test_a_full_contiguous_cache_raises_when_the_lengths_are_known():
     decoder = decoder_of("softmax", {})
     state = decoder.init(2, 5, 2, 8, 6, jnp.float32)
