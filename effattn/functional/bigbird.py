@@ -1,6 +1,7 @@
 """BigBird attention: a window of blocks, global blocks and random blocks."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
+from effattn.decode.gathered import GatheredDecoder, positions_of_blocks
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
 from effattn.functional.block_sparse import attend_blocks
@@ -85,10 +87,7 @@ def bigbird_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
-    if _checks.at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
-        raise ValueError(f"num_window_blocks must be odd, got {num_window_blocks}")
-    ends = _ends(num_global_blocks)
+    block_size, ends = _check(block_size, num_window_blocks, num_global_blocks)
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         query,
@@ -168,6 +167,14 @@ def joined(*lists):
     return xp.concatenate([xp.broadcast_to(one, (*rows, one.shape[-1])) for one in lists], axis=-1)
 
 
+def _check(block_size, num_window_blocks, num_global_blocks):
+    """The tokens of a block, and how many blocks at each end are global."""
+    if _checks.at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
+        raise ValueError(f"num_window_blocks must be odd, got {num_window_blocks}")
+    size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
+    return size, _ends(num_global_blocks)
+
+
 def _ends(given: Any) -> tuple[int, int]:
     """How many of the first blocks and of the last ones are global."""
     ends = (given, 0) if _checks.is_integer(given) else given
@@ -234,6 +241,52 @@ def draw_random_blocks(
     return np.stack([pattern.blocks((length, length)) for pattern in patterns])
 
 
+def _reach(
+    i,
+    capacity: int,
+    key_heads: int,
+    block_size: int,
+    num_window_blocks: int,
+    num_global_blocks: int | tuple[int, int],
+    num_random_blocks: int,
+    seed: int,
+    random_blocks: Any,
+):
+    """The positions that a query at position i attends to, where they lie from 0 to i: `(K, n)`."""
+    block_size, ends = _check(block_size, num_window_blocks, num_global_blocks)
+    if ends[1]:
+        raise ValueError(
+            f"num_global_blocks={num_global_blocks!r} makes the last blocks global, which are not "
+            f"known while tokens are still to come; num_global_blocks={ends[0]} decodes"
+        )
+    random = random_table(
+        random_blocks,
+        capacity,
+        block_size,
+        key_heads,
+        num_random_blocks=num_random_blocks,
+        seed=seed,
+        window=num_window_blocks,
+        ends=ends,
+    )
+    own = i // block_size
+    near = own - np.arange(num_window_blocks // 2 + 1)
+    listed = joined(near, np.arange(ends[0]), random[..., own, :])
+    return positions_of_blocks(listed, block_size)
+
+
+def random_table(given: Any, capacity: int, block_size: int, key_heads: int, **drawn) -> jax.Array:
+    """The causal random blocks `(#K, n, r)` of `capacity` tokens; those given may be for more."""
+    if given is not None:
+        length = max([capacity, *(block_size * n for n in np.shape(given)[-2:-1])])
+        return jnp.asarray(check_random_blocks(given, length, block_size, key_heads))
+    return jnp.asarray(
+        draw_random_blocks(capacity, block_size, key_heads=key_heads, is_causal=True, **drawn)
+    )
+
+
+decoder = functools.partial(GatheredDecoder, _reach)
+
 registry.register(
     registry.Mechanism(
         name="bigbird",
@@ -241,7 +294,8 @@ registry.register(
         paper="Zaheer et al. 2020, Big Bird",
         function=bigbird_attention,
         capabilities=frozenset(registry.CAPABILITIES)
-        - {"cross", "offset", "segments", "window", "bias", "mask", "state", "decode"},
+        - {"cross", "offset", "segments", "window", "bias", "mask", "state"},
+        decoder="effattn.functional.bigbird:decoder",
         options={"block_size": 32, "num_window_blocks": 3, "num_random_blocks": 2},
         complexity="O(N b (w + g + r))",
         time_exponent=1.0,

@@ -1,6 +1,7 @@
 """Block-sparse attention: softmax attention over the blocks that a mask names."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
+from effattn.decode.gathered import GatheredDecoder, positions_of_blocks
 from effattn.functional import block, sparse
 from effattn.functional.block import ScoreMod
 from effattn.layouts import BlockLayout
@@ -175,6 +177,27 @@ def first_and_near(m, n):
     return (n == 0) | (abs(m - n) <= 2)
 
 
+def _reach(i, capacity: int, heads: int, key_heads: int, block_size: int, block_mask: Any):
+    """The positions that a query at position i attends to, where they lie from 0 to i.
+
+    `(n,)`, or a list for each head. All rows of a mask list as many blocks as the longest; a traced
+    mask lists them all.
+    """
+    block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
+    query, key = (jax.ShapeDtypeStruct((capacity, n, 1), np.float32) for n in (heads, key_heads))
+    mask = _check_mask(block_mask, block_size, query, key)
+    if not isinstance(mask, np.ndarray):
+        listed: Any = jnp.where(mask, jnp.arange(mask.shape[-1]), -1)
+    else:
+        mask = np.tril(mask)
+        longest = mask.sum(-1).max(initial=1)
+        order = np.argsort(~mask, axis=-1, kind="stable")[..., :longest]
+        listed = np.where(np.take_along_axis(mask, order, axis=-1), order, -1)
+    return positions_of_blocks(jnp.asarray(listed)[..., i // block_size, :], block_size)
+
+
+decoder = functools.partial(GatheredDecoder, _reach)
+
 registry.register(
     registry.Mechanism(
         name="block_sparse",
@@ -182,7 +205,8 @@ registry.register(
         paper="Gray et al. 2017, GPU Kernels for Block-Sparse Weights",
         function=block_sparse_attention,
         capabilities=frozenset(registry.CAPABILITIES)
-        - {"offset", "segments", "window", "bias", "mask", "state", "decode"},
+        - {"offset", "segments", "window", "bias", "mask", "state"},
+        decoder="effattn.functional.block_sparse:decoder",
         options={"block_size": 32, "block_mask": first_and_near},
         complexity="O(N b) for b kept keys a row",
         time_exponent=1.0,

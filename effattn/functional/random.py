@@ -1,5 +1,6 @@
 """Random attention: each block of tokens sees itself and random blocks."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
+from effattn.decode.gathered import GatheredDecoder, positions_of_blocks
 from effattn.functional import bigbird, block
 from effattn.functional.block import ScoreMod
 from effattn.functional.block_sparse import attend_blocks
@@ -120,6 +122,34 @@ def random_attention(
     return (out, lse) if return_residual else out
 
 
+def _reach(
+    i,
+    capacity: int,
+    key_heads: int,
+    block_size: int,
+    num_random_blocks: int,
+    seed: int,
+    random_blocks: Any,
+):
+    """The positions that a query at position i attends to, where they lie from 0 to i: `(K, n)`."""
+    block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
+    random = bigbird.random_table(
+        random_blocks,
+        capacity,
+        block_size,
+        key_heads,
+        num_random_blocks=num_random_blocks,
+        seed=seed,
+        window=1,
+        ends=(0, 0),
+    )
+    own = i // block_size
+    listed = bigbird.joined(own[None], random[..., own, :])
+    return positions_of_blocks(listed, block_size)
+
+
+decoder = functools.partial(GatheredDecoder, _reach)
+
 registry.register(
     registry.Mechanism(
         name="random",
@@ -127,7 +157,8 @@ registry.register(
         paper="Zaheer et al. 2020, Big Bird",
         function=random_attention,
         capabilities=frozenset(registry.CAPABILITIES)
-        - {"cross", "offset", "segments", "window", "bias", "mask", "state", "decode"},
+        - {"cross", "offset", "segments", "window", "bias", "mask", "state"},
+        decoder="effattn.functional.random:decoder",
         options={"block_size": 32, "num_random_blocks": 3},
         complexity="O(N b r)",
         time_exponent=1.0,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ MECHANISMS = {
     "window": ("sliding_window", {"local_window_size": (3, 0)}),
     "window of one": ("sliding_window", {"local_window_size": (0, 0)}),
     "window, dilated": ("sliding_window", {"local_window_size": (2, 0), "dilation": 3}),
+    "longformer": ("longformer", {"local_window_size": (3, 0), "max_global": None}),
+    "strided": ("sparse_transformer", {"stride": 4}),
     "linear": ("linear", {}),
     "linear, identity": ("linear", {"feature_map": "identity"}),
 }
@@ -37,8 +40,10 @@ def decoder_of(name, options):
 @pytest.fixture(params=MECHANISMS)
 def mechanism(request):
     name, options = MECHANISMS[request.param]
-    function = functools.partial(registry.get(name).function, is_causal=True, **options)
-    return function, decoder_of(name, options)
+    function = registry.get(name).function
+    if "is_causal" in inspect.signature(function).parameters:
+        options = {**options, "is_causal": True}
+    return functools.partial(function, **options), decoder_of(*MECHANISMS[request.param])
 
 
 @pytest.mark.parametrize("split", [(1,) * 11, (7, 1, 3)], ids=str)
@@ -105,6 +110,15 @@ def test_a_ring_needs_a_window():
         decoder.init(1, 8, 2, 8, 6, jnp.float32)
 
 
+def test_longformer_decodes_without_global_tokens():
+    """`max_global` bounds a mask that comes with each call, and so bounds nothing here."""
+    options = {"local_window_size": (3, 0), "dilation": 2}
+    decoder = decoder_of("longformer", {**options, "max_global": 2, "global_mask": None})
+    assert decoder == decoder_of("sliding_window", options)
+    with pytest.raises(NotImplementedError, match="without global tokens alone, got global_mask"):
+        decoder_of("longformer", {**options, "global_mask": jnp.ones((1, 8), bool)})
+
+
 def test_a_ring_shows_score_mod_the_positions_of_the_whole_sequence():
     def score_mod(logit, b, h, i, j):
         return logit + jnp.cos(1.0 + b + h + i * j)
@@ -119,6 +133,18 @@ def test_a_ring_shows_score_mod_the_positions_of_the_whole_sequence():
     function = functools.partial(effattn.sliding_window_attention, is_causal=True, **options)
     whole = jax.jit(function)(query, key, value)
     np.testing.assert_allclose(out, whole[:, 6:], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_copies_no_contiguous_cache():
+    """It is written where it lies, and read where it lies."""
+    decoder, found = decoder_of("softmax", {}), []
+    for capacity in (512, 4096):
+        state = jax.eval_shape(lambda n=capacity: decoder.init(2, n, 2, 8, 6, jnp.float32))
+        lowered = jax.jit(decoder.extend, donate_argnums=3).lower(*heads(1), state)
+        memory = lowered.compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= 2 * capacity * 2 * (8 + 6) * 4
+        found.append(memory.temp_size_in_bytes)
+    assert found[1] == found[0]
 
 
 def test_a_full_contiguous_cache_raises_when_the_lengths_are_known():

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from effattn.nn import RotaryEmbedding
 from tests.laws import battery
-from tests.laws.battery import LAST, MECHANISMS
+from tests.laws.battery import LAST, MECHANISMS, SQUARE
 
-FEATURES, ROWS, LENGTH, MOST = 16, 2, 10, 4
+FEATURES, ROWS, LENGTH, MOST = 16, 2, SQUARE.keys, 4
 
 
 def mixer_of(subject):
@@ -25,8 +25,8 @@ def mixer_of(subject):
 def build(subject):
     options = {
         name: option
-        for name, option in subject.options.items()
-        if option != subject.entry.options.get(name)
+        for name, option in {**subject.options, **subject.reference.decoding}.items()
+        if option is not subject.entry.options.get(name)
     }
     return subject.entry.build(
         FEATURES,

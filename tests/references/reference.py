@@ -20,10 +20,12 @@ class Reference:
         goes through every law, the others through those about values.
       tuning: arguments that may not change a result, with values that cut the test lengths into
         several pieces of which the last is not whole.
+      decoding: options for decoding, in place of those that it does not take.
       state_and_segments: whether `segment_ids` go together with a state in a bidirectional call.
     """
 
     attend: Callable[..., dict[str, Any]]
     variants: Mapping[str, Mapping[str, Any]]
     tuning: Mapping[str, Any]
+    decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     state_and_segments: bool = True

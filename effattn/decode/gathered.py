@@ -1,0 +1,236 @@
+"""Decoding a sparse pattern: a cache of all keys, of which a token reads those that it reaches."""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from effattn import _checks
+from effattn.decode import contiguous
+from effattn.decode.contiguous import ContiguousState
+from effattn.decode.state import check_state, new_lengths
+from effattn.functional import block
+from effattn.xla import mesh_axes
+
+# Options that any mechanism may have, and those that only say how its parallel form is computed.
+_SHARED = ("scale", "logits_soft_cap", "score_mod", "sink", "precision")
+_OF_PARALLEL = ("tile", "implementation")
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheredDecoder:
+    """Decodes causal attention in which a token reaches n keys: a step costs O(n).
+
+    All keys and values are kept, O(S) a row. A step stores one, and gathers and attends to the n
+    that its position reaches. T tokens take O(T n) time and O(T) memory: keys are gathered for a
+    bounded number of tokens at a time.
+
+    A mechanism says beside itself what it reaches: `decoder = partial(GatheredDecoder, reach)`.
+
+    Attributes:
+      reach: `(i, capacity, ...)`, the positions of the keys that a query at position i, a traced
+        scalar, may attend to, each once: int `(n,)`, or `(K, n)` or `(N, n)` where key heads or
+        query heads differ. Those below 0 or after i are none. The rest of its parameters are
+        options of the function, and `heads` and `key_heads`, which are N and K.
+      function: of the mechanism; its parameters have the defaults of the options.
+      options: the function's own arguments.
+    """
+
+    reach: Callable[..., jax.Array]
+    function: Callable[..., Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def init(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: Any,
+    ) -> ContiguousState:
+        """An empty cache for `max_length` tokens a row."""
+        return contiguous.empty(batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
+
+    def extend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        state: ContiguousState,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, ContiguousState]:
+        """Appends T tokens, and attends from each to the keys that it reaches.
+
+        A `score_mod` sees the positions in the whole sequence.
+
+        Args:
+          query: `(B, T, N, H)`.
+          key: `(B, T, K, H)`.
+          value: `(B, T, K, Hv)`.
+          state: from `init` or an earlier `extend`.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+
+        Returns:
+          `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
+
+        Raises:
+          ValueError: an option that decoding does not take, or a row outgrows the capacity and the
+            lengths are concrete. Under a trace tokens past the capacity are not stored, and later
+            outputs do not see them.
+        """
+        batch, time, heads, _ = query.shape
+        key_heads = key.shape[-2]
+        check_state(state, ContiguousState, batch)
+        lengths = new_lengths(lengths, batch, time)
+        reach, shared = self._split_options(heads, key_heads)
+        new = contiguous.append(state, key, value, lengths)
+        capacity = new.key.shape[1]
+        reach = functools.partial(reach, capacity=capacity)
+
+        def attend(query, position, present):
+            """From `(B, P, N, H)`, of positions and presences `(B, P)`."""
+            reached = _split_heads(jax.vmap(jax.vmap(reach))(position), heads, key_heads)
+            position, present = (x[:, :, None, None, None] for x in (position, present))
+            seen = present & (reached >= 0) & (reached <= position) & (reached < capacity)
+            keys, values = _gather((new.key, new.value), reached)
+            keys, values = keys.astype(key.dtype), values.astype(value.dtype)
+            return _attend(query, keys, values, (position, reached), present, seen, shared)
+
+        steps = jnp.arange(time, dtype=jnp.int32)
+        tokens = (query, state.length[:, None] + steps, steps < lengths[:, None])
+        *lists, each = jax.eval_shape(reach, jnp.int32(0)).shape
+        numbers = batch * max([key_heads, *lists]) * each * (key.shape[-1] + value.shape[-1])
+        name = self.function.__name__
+        with jax.named_scope(name):
+            out = _checks.dispatch(
+                self.options.get("implementation"),
+                f"decoding {name}",
+                {"xla": lambda: _in_pieces(attend, tokens, _tokens_at_a_time(numbers, time))},
+            )
+        return out, new
+
+    def _split_options(self, heads: int, key_heads: int):
+        """`reach` of i and the capacity alone, and what goes to the core."""
+        given = {name: option for name, option in self.options.items() if option is not None}
+        named = [*inspect.signature(self.reach).parameters][2:]
+        left_over = sorted(given.keys() - {*named, *_SHARED, *_OF_PARALLEL})
+        if left_over:
+            raise ValueError(
+                f"decoding {self.function.__name__} does not take {', '.join(left_over)}"
+            )
+        parameters = inspect.signature(self.function).parameters.values()
+        known = {parameter.name: parameter.default for parameter in parameters}
+        known |= {"heads": heads, "key_heads": key_heads, **given}
+        reach = functools.partial(self.reach, **{name: known[name] for name in named})
+        return reach, {name: known.get(name) for name in _SHARED}
+
+
+def positions_of_blocks(blocks: jax.Array, block_size: int) -> jax.Array:
+    """The tokens `(*L, k block_size)` of blocks `(*L, k)`, -1 for none, each once.
+
+    For a `reach` in blocks. A block that is named again is replaced by positions below 0.
+    """
+    blocks = jnp.sort(blocks, axis=-1)
+    again = jnp.pad(blocks[..., 1:] == blocks[..., :-1], [(0, 0)] * (blocks.ndim - 1) + [(1, 0)])
+    first = block_size * jnp.where(again, -1, blocks)
+    tokens = first[..., None] + jnp.arange(block_size, dtype=jnp.int32)
+    return tokens.reshape(*blocks.shape[:-1], -1)
+
+
+def _split_heads(reached, heads, key_heads):
+    """`(B, P, n)` or `(B, P, heads, n)` to `(B, P, #K, E, n)`: E is G where query heads differ."""
+    batch, tokens, *lists, each = reached.shape
+    split = (key_heads, heads // key_heads) if lists == [heads] else (*(lists or [1]), 1)
+    return reached.reshape(batch, tokens, *split, each)
+
+
+def _gather(caches, at):
+    """Of each cache `(B, S, K, H)` what lies at `(B, P, #K, E, n)`: `(B, P, K, E, n, H)`."""
+
+    def of_row(row, at):
+        if at.shape[1] == 1:
+            # All heads of a key lie together.
+            return jnp.moveaxis(row.at[at[:, 0]].get(mode="clip"), -2, 1)
+        of_head = jax.vmap(lambda row, at: row.at[at].get(mode="clip"), in_axes=1, out_axes=1)
+        return of_head(row, at)
+
+    def of_all(caches, at):
+        return tuple(jax.vmap(of_row)(cache, at) for cache in caches)
+
+    rows, _, heads, size = mesh_axes.spec(caches[0])
+    placed_as = PartitionSpec(rows, None, heads, None, None, size)
+    return mesh_axes.placed(of_all, caches[0], placed_as, placed_as)(caches, at)
+
+
+def _attend(query, key, value, positions, present, seen, shared):
+    """Each of the tokens `(B, P, N, H)` to its own keys `(B, P, K, E, n, H)`, as far as `seen`.
+
+    To the core each list of keys is an example, with one query of F = N / (K E) heads; the axes
+    stay apart.
+    """
+    *batch, heads, _ = query.shape
+    examples = key.shape[:-2]
+    lists = math.prod(examples[2:])
+    together = heads // lists
+    score_mod, sink = shared["score_mod"], shared["sink"]
+    if score_mod is not None:
+
+        def of_example(logit, b, h, i, j):
+            return score_mod(logit, b // lists // batch[1], b % lists * together + h, i, j)
+
+        shared = {**shared, "score_mod": of_example}
+    if sink is not None:
+        sink = _checks.shaped("sink", sink, (heads,)).reshape(*examples[2:], 1, together)
+    query = query.reshape(*examples, 1, together, -1)
+    key, value = key[..., None, :], value[..., None, :]
+    given = block.check(
+        query,
+        key,
+        value,
+        mask=seen[..., None, None, :],
+        is_causal=False,
+        query_offset=0,
+        query_seq_lengths=jnp.broadcast_to(present[..., 0], examples).astype(jnp.int32),
+        key_value_seq_lengths=None,
+        segment_ids=None,
+        local_window_size=None,
+        dropout_rate=0.0,
+        dropout_rng=None,
+        tile=(1, seen.shape[-1]),
+        **{**shared, "sink": None},
+    )
+    positions = tuple(jnp.broadcast_to(at, (*examples, at.shape[-1])) for at in positions)
+    given = dataclasses.replace(given, sink=sink, positions=positions)
+    out, _ = block.attend(query, key, value, given)
+    return out.reshape(*batch, heads, -1)
+
+
+def _tokens_at_a_time(numbers: int, time: int) -> int:
+    """How many of `time` tokens, for each of which so many numbers are gathered."""
+    most = 2**20 if jax.default_backend() == "cpu" else 2**26
+    pieces = math.ceil(time / max(1, most // max(1, numbers)))
+    return math.ceil(time / pieces)
+
+
+def _in_pieces(function, arrays, size: int):
+    """`function` of arrays `(B, T, ...)`, on `size` of the T at a time."""
+    time = arrays[0].shape[1]
+    if size >= time:
+        return function(*arrays)
+
+    def pieces(array):
+        padding = [(0, 0), (0, -time % size), *[(0, 0)] * (array.ndim - 2)]
+        array = jnp.pad(array, padding)
+        array = array.reshape(array.shape[0], -1, size, *array.shape[2:])
+        return jnp.moveaxis(array, 1, 0)
+
+    out = jax.lax.map(lambda piece: function(*piece), tuple(map(pieces, arrays)))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :time]
