@@ -44,7 +44,8 @@ class Mechanism:
       function: the pure function, taking query, key and value.
       builder: "module:attribute" of the callable that makes its Flax mixer; imported on use.
       options_at: the options at a length, where the claimed growth supposes some that follow it.
-      decoder: "module:attribute" of the state it decodes with (see `effattn.decode`), or None.
+      decoder: "module:attribute" of what makes its decoder, `(function, options) -> Decoder` (see
+        `effattn.decode`), or None.
       capabilities: names from `CAPABILITIES`.
       options: the function's own arguments, with the values used when none are given.
       time_exponent, memory_exponent: growth in length of FLOPs and of temporary bytes.

@@ -26,6 +26,41 @@ class ContiguousState:
     length: jax.Array
 
 
+def empty(
+    batch: int, max_length: int, num_kv_heads: int, head_dim: int, value_dim: int, dtype: Any
+) -> ContiguousState:
+    """A cache with room for `max_length` tokens a row."""
+    return ContiguousState(
+        key=jnp.zeros((batch, max_length, num_kv_heads, head_dim), dtype),
+        value=jnp.zeros((batch, max_length, num_kv_heads, value_dim), dtype),
+        length=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def append(
+    state: ContiguousState, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> ContiguousState:
+    """Stores the first `lengths[b]` of T new keys `(B, T, K, H)` and values, where they fit.
+
+    `ValueError` if a row outgrows the capacity and the lengths are concrete.
+    """
+    capacity = state.key.shape[1]
+    check_capacity(state.length, lengths, capacity)
+    steps = jnp.arange(key.shape[1], dtype=jnp.int32)
+    # Padding is sent to slot `capacity`, which does not exist, and so is dropped.
+    slots = jnp.where(steps < lengths[:, None], state.length[:, None] + steps, capacity)
+
+    @jax.vmap
+    def stored(cache, slots, new):
+        return cache.at[slots].set(new.astype(cache.dtype), mode="drop")
+
+    return ContiguousState(
+        key=stored(state.key, slots, key),
+        value=stored(state.value, slots, value),
+        length=state.length + lengths,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class ContiguousDecoder:
     """Decodes a causal attention function that takes `query_offset` and lengths.
@@ -51,11 +86,7 @@ class ContiguousDecoder:
         dtype: Any,
     ) -> ContiguousState:
         """An empty cache for `max_length` tokens a row."""
-        return ContiguousState(
-            key=jnp.zeros((batch, max_length, num_kv_heads, head_dim), dtype),
-            value=jnp.zeros((batch, max_length, num_kv_heads, value_dim), dtype),
-            length=jnp.zeros((batch,), jnp.int32),
-        )
+        return empty(batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
 
     def extend(
         self,
@@ -85,18 +116,7 @@ class ContiguousDecoder:
         batch, time = query.shape[:2]
         check_state(state, ContiguousState, batch)
         lengths = new_lengths(lengths, batch, time)
-        capacity = state.key.shape[1]
-        check_capacity(state.length, lengths, capacity)
-        steps = jnp.arange(time, dtype=jnp.int32)
-        # Padding is sent to slot `capacity`, which does not exist, and so is dropped.
-        slots = jnp.where(steps < lengths[:, None], state.length[:, None] + steps, capacity)
-        rows = jnp.arange(batch)[:, None]
-        length = state.length + lengths
-        new = ContiguousState(
-            key=state.key.at[rows, slots].set(key.astype(state.key.dtype), mode="drop"),
-            value=state.value.at[rows, slots].set(value.astype(state.value.dtype), mode="drop"),
-            length=length,
-        )
+        new = append(state, key, value, lengths)
         out = self.function(
             query,
             new.key.astype(key.dtype),
@@ -104,7 +124,7 @@ class ContiguousDecoder:
             is_causal=True,
             query_offset=state.length,
             query_seq_lengths=lengths,
-            key_value_seq_lengths=jnp.minimum(length, capacity),
+            key_value_seq_lengths=jnp.minimum(new.length, state.key.shape[1]),
             **self.options,
         )
         return out, new

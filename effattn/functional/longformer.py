@@ -1,12 +1,14 @@
 """Longformer attention: a sliding window, and tokens that attend and are attended globally."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from effattn import _checks, registry
+from effattn.decode.ring import RingDecoder
 from effattn.functional import block, sliding_window
 from effattn.functional.block import ScoreMod
 from effattn.functional.combine import combine
@@ -209,6 +211,19 @@ def _gather(array, where):
     return gather(array, where)
 
 
+def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> RingDecoder:
+    """Without global tokens it is a causal sliding window, and decodes with its ring cache."""
+    given = {name: option for name, option in options.items() if option is not None}
+    # It bounds a `global_mask`, and without one there is nothing to bound.
+    given.pop("max_global", None)
+    named = sorted(name for name in given if name.startswith("global_"))
+    if named:
+        raise NotImplementedError(
+            f"{function.__name__} decodes without global tokens alone, got {', '.join(named)}"
+        )
+    return RingDecoder(sliding_window.sliding_window_attention, given)
+
+
 registry.register(
     registry.Mechanism(
         name="longformer",
@@ -216,8 +231,9 @@ registry.register(
         paper="Beltagy et al. 2020, Longformer",
         function=longformer_attention,
         capabilities=frozenset(registry.CAPABILITIES)
-        - {"cross", "offset", "bias", "mask", "sink", "state", "decode"},
+        - {"cross", "offset", "bias", "mask", "sink", "state"},
         options={"local_window_size": (127, 0), "dilation": 1},
+        decoder="effattn.functional.longformer:decoder",
         complexity="O(N (w + g))",
         time_exponent=1.0,
     )
