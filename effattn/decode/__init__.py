@@ -1,6 +1,7 @@
 """Decoding: states, the decoders that extend them, and generation. Nothing here needs Flax."""
 
 from effattn.decode.contiguous import ContiguousDecoder, ContiguousState
+from effattn.decode.gathered import GatheredDecoder
 from effattn.decode.generate import generate
 from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
 from effattn.decode.ring import RingDecoder, RingState
@@ -11,6 +12,7 @@ __all__ = [
     "ContiguousDecoder",
     "ContiguousState",
     "Decoder",
+    "GatheredDecoder",
     "RecurrentDecoder",
     "RecurrentState",
     "RingDecoder",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
+from effattn.decode.gathered import GatheredDecoder
 from effattn.functional import block, sliding_window
 from effattn.functional.block import ScoreMod
 from effattn.functional.combine import combine
@@ -86,16 +87,7 @@ def sparse_transformer_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    if not _checks.is_integer(stride) or stride < 1:
-        raise ValueError(f"stride must be an int, 1 or more tokens, got {stride!r}")
-    for name, value_, known in (("kind", kind, KINDS), ("factor", factor, FACTORS)):
-        if value_ not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value_!r}")
-    if not _checks.is_integer(summary) or not 1 <= summary <= stride:
-        raise ValueError(
-            f"summary must be an int from 1 to the stride {stride}, tokens at the end of a block, "
-            f"got {summary!r}"
-        )
+    _check(stride, kind, summary, factor)
     if segment_ids is not None and kind == "fixed":
         raise ValueError(
             "segment_ids are for kind='strided'; kind='fixed' counts its blocks from the start of "
@@ -134,6 +126,19 @@ def sparse_transformer_attention(
             {"xla": lambda: factors(int(stride), factor, query, key, value, given)},
         )
     return (out, lse) if return_residual else out
+
+
+def _check(stride, kind, summary, factor):
+    if not _checks.is_integer(stride) or stride < 1:
+        raise ValueError(f"stride must be an int, 1 or more tokens, got {stride!r}")
+    for name, value_, known in (("kind", kind, KINDS), ("factor", factor, FACTORS)):
+        if value_ not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value_!r}")
+    if not _checks.is_integer(summary) or not 1 <= summary <= stride:
+        raise ValueError(
+            f"summary must be an int from 1 to the stride {stride}, tokens at the end of a block, "
+            f"got {summary!r}"
+        )
 
 
 def _strided(stride: int, factor: str, query, key, value, given: block.Arguments):
@@ -240,6 +245,25 @@ def _summaries(stride: int, summary: int, rule, query, key, value, given: block.
     return block.attend(query, pick(key), pick(value), picked)
 
 
+def _reach(i, capacity: int, stride: int, kind: str, summary: int, factor: str):
+    """The positions that a query at position i attends to, where they lie from 0 to i."""
+    _check(stride, kind, summary, factor)
+    blocks = math.ceil(capacity / stride)
+    if kind == "strided":
+        window = jnp.arange(min(stride + (factor == "first"), capacity))
+        own_class = stride * jnp.arange(factor == "merged", blocks)
+        near, far = i - window, i - own_class
+    else:
+        own = i // stride
+        far = (jnp.arange(blocks)[:, None] * stride + jnp.arange(stride - summary, stride)).ravel()
+        if factor == "merged":
+            far = jnp.where(far < own * stride, far, -1)
+        near = own * stride + jnp.arange(min(stride, capacity))
+    return {"merged": jnp.concatenate([near, far]), "first": near, "second": far}[factor]
+
+
+decoder = functools.partial(GatheredDecoder, _reach)
+
 registry.register(
     registry.Mechanism(
         name="sparse_transformer",
@@ -247,8 +271,9 @@ registry.register(
         paper="Child et al. 2019, Sparse Transformers",
         function=sparse_transformer_attention,
         capabilities=frozenset(registry.CAPABILITIES)
-        - {"bidirectional", "cross", "offset", "window", "bias", "mask", "state", "decode"},
+        - {"bidirectional", "cross", "offset", "window", "bias", "mask", "state"},
         options={"stride": 128, "kind": "strided", "summary": 1, "factor": "merged"},
+        decoder="effattn.functional.sparse_transformer:decoder",
         options_at=lambda length: {"stride": math.isqrt(length)},
         complexity="O(N sqrt N)",
         time_exponent=1.5,

@@ -19,6 +19,7 @@ MECHANISMS = {
     "window": ("sliding_window", {"local_window_size": (3, 0)}),
     "window of one": ("sliding_window", {"local_window_size": (0, 0)}),
     "window, dilated": ("sliding_window", {"local_window_size": (2, 0), "dilation": 3}),
+    "longformer": ("longformer", {"local_window_size": (3, 0), "max_global": None}),
     "linear": ("linear", {}),
     "linear, identity": ("linear", {"feature_map": "identity"}),
 }
