@@ -29,13 +29,15 @@ class GatheredDecoder:
     that its position reaches. T tokens take O(T n) time and O(T) memory: keys are gathered for a
     bounded number of tokens at a time.
 
-    A mechanism says beside itself what it reaches, `decoder = partial(GatheredDecoder, reach)`.
+    A mechanism says beside itself what it reaches: `decoder = partial(GatheredDecoder, reach)`.
 
     Attributes:
-      reach: `(i, capacity, **options) -> int (n,)`, the positions of the keys that a query at
-        position i, a traced scalar, may attend to, each once. Those below 0 or after i are none.
+      reach: `(i, capacity, ...)`, the positions of the keys that a query at position i, a traced
+        scalar, may attend to, each once: int `(n,)`, or `(K, n)` or `(N, n)` where key heads or
+        query heads differ. Those below 0 or after i are none. The rest of its parameters are
+        options of the function, and `heads` and `key_heads`, which are N and K.
       function: of the mechanism; its parameters have the defaults of the options.
-      options: the function's own arguments; `reach` gets those that it names.
+      options: the function's own arguments.
     """
 
     reach: Callable[..., jax.Array]
@@ -81,68 +83,106 @@ class GatheredDecoder:
             lengths are concrete. Under a trace tokens past the capacity are not stored, and later
             outputs do not see them.
         """
-        batch, time = query.shape[:2]
+        batch, time, heads, _ = query.shape
+        key_heads = key.shape[-2]
         check_state(state, ContiguousState, batch)
         lengths = new_lengths(lengths, batch, time)
-        reach, shared = self._split_options()
+        reach, shared = self._split_options(heads, key_heads)
         new = contiguous.append(state, key, value, lengths)
         capacity = new.key.shape[1]
-        reached_from = functools.partial(reach, capacity=capacity)
+        reach = functools.partial(reach, capacity=capacity)
 
         def attend(query, position, present):
             """From `(B, P, N, H)`, of positions and presences `(B, P)`."""
-            reached = jax.vmap(jax.vmap(reached_from))(position)
-            seen = (reached >= 0) & (reached <= position[..., None]) & (reached < capacity)
+            reached = _split_heads(jax.vmap(jax.vmap(reach))(position), heads, key_heads)
+            position, present = (x[:, :, None, None, None] for x in (position, present))
+            seen = present & (reached >= 0) & (reached <= position) & (reached < capacity)
             keys = _gather(new.key, reached).astype(key.dtype)
             values = _gather(new.value, reached).astype(value.dtype)
-            positions = (position[..., None], reached)
-            return _attend(query, keys, values, present, seen, positions, shared)
+            return _attend(query, keys, values, (position, reached), present, seen, shared)
 
         steps = jnp.arange(time, dtype=jnp.int32)
         tokens = (query, state.length[:, None] + steps, steps < lengths[:, None])
-        reaches = jax.eval_shape(reached_from, jnp.int32(0)).size
-        size = _tokens_at_a_time(reaches * (key[:, 0].size + value[:, 0].size), time)
+        *lists, each = jax.eval_shape(reach, jnp.int32(0)).shape
+        numbers = batch * max([key_heads, *lists]) * each * (key.shape[-1] + value.shape[-1])
         name = self.function.__name__
         with jax.named_scope(name):
             out = _checks.dispatch(
                 self.options.get("implementation"),
                 f"decoding {name}",
-                {"xla": lambda: _in_pieces(attend, tokens, size)},
+                {"xla": lambda: _in_pieces(attend, tokens, _tokens_at_a_time(numbers, time))},
             )
         return out, new
 
-    def _split_options(self) -> tuple[Callable[..., jax.Array], dict[str, Any]]:
-        """`reach` of i and the capacity alone, and what the core is given."""
-        parameters = inspect.signature(self.function).parameters
-        defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
-        named = [*inspect.signature(self.reach).parameters][2:]
+    def _split_options(self, heads: int, key_heads: int):
+        """`reach` of i and the capacity alone, and what goes to the core."""
         given = {name: option for name, option in self.options.items() if option is not None}
+        named = [*inspect.signature(self.reach).parameters][2:]
         left_over = sorted(given.keys() - {*named, *_SHARED, *_OF_PARALLEL})
         if left_over:
             raise ValueError(
                 f"decoding {self.function.__name__} does not take {', '.join(left_over)}"
             )
-        given = {**defaults, **given}
-        reach = functools.partial(self.reach, **{name: given[name] for name in named})
-        return reach, {name: given.get(name) for name in _SHARED}
+        parameters = inspect.signature(self.function).parameters.values()
+        known = {parameter.name: parameter.default for parameter in parameters}
+        known |= {"heads": heads, "key_heads": key_heads, **given}
+        reach = functools.partial(self.reach, **{name: known[name] for name in named})
+        return reach, {name: known.get(name) for name in _SHARED}
+
+
+def positions_of_blocks(blocks: jax.Array, block_size: int) -> jax.Array:
+    """The tokens `(*L, k block_size)` of blocks `(*L, k)`, -1 for none, each once.
+
+    For a `reach` in blocks. A block that is named again is replaced by positions below 0.
+    """
+    blocks = jnp.sort(blocks, axis=-1)
+    again = jnp.pad(blocks[..., 1:] == blocks[..., :-1], [(0, 0)] * (blocks.ndim - 1) + [(1, 0)])
+    first = block_size * jnp.where(again, -1, blocks)
+    tokens = first[..., None] + jnp.arange(block_size, dtype=jnp.int32)
+    return tokens.reshape(*blocks.shape[:-1], -1)
+
+
+def _split_heads(reached, heads, key_heads):
+    """`(B, P, n)` or `(B, P, heads, n)` to `(B, P, #K, E, n)`: E is G where query heads differ."""
+    batch, tokens, *lists, each = reached.shape
+    split = (key_heads, heads // key_heads) if lists == [heads] else (*(lists or [1]), 1)
+    return reached.reshape(batch, tokens, *split, each)
 
 
 def _gather(cache, at):
-    """Of `(B, S, K, H)` those at `(B, P, n)`: `(B, P, n, K, H)`."""
-    return jax.vmap(lambda row, at: row.at[at].get(mode="clip"))(cache, at)
+    """Of `(B, S, K, H)` those at `(B, P, #K, E, n)`: `(B, P, K, E, n, H)`."""
+
+    def of_row(row, at):
+        if at.shape[1] == 1:
+            # All heads of a key lie together.
+            return jnp.moveaxis(row.at[at[:, 0]].get(mode="clip"), -2, 1)
+        of_head = jax.vmap(lambda row, at: row.at[at].get(mode="clip"), in_axes=1, out_axes=1)
+        return of_head(row, at)
+
+    return jax.vmap(of_row)(cache, at)
 
 
-def _attend(query, key, value, present, seen, positions, shared):
-    """Each of the tokens `(B, P, N, H)` to its own keys `(B, P, n, K, H)`, as far as `seen`."""
-    tokens, score_mod = query.shape[1], shared["score_mod"]
-    # To the core each token with its keys is an example, of one query.
+def _attend(query, key, value, positions, present, seen, shared):
+    """Each of the tokens `(B, P, N, H)` to its own keys `(B, P, K, E, n, H)`, as far as `seen`.
+
+    To the core each list of keys is an example, with one query of F = N / (K E) heads; the axes
+    stay apart.
+    """
+    *batch, heads, _ = query.shape
+    examples = key.shape[:-2]
+    lists = math.prod(examples[2:])
+    together = heads // lists
+    score_mod, sink = shared["score_mod"], shared["sink"]
     if score_mod is not None:
 
-        def of_token(logit, b, h, i, j):
-            return score_mod(logit, b // tokens, h, i, j)
+        def of_example(logit, b, h, i, j):
+            return score_mod(logit, b // lists // batch[1], b % lists * together + h, i, j)
 
-        shared = {**shared, "score_mod": of_token}
-    query = query[:, :, None]
+        shared = {**shared, "score_mod": of_example}
+    if sink is not None:
+        sink = _checks.shaped("sink", sink, (heads,)).reshape(*examples[2:], 1, together)
+    query = query.reshape(*examples, 1, together, -1)
+    key, value = key[..., None, :], value[..., None, :]
     given = block.check(
         query,
         key,
@@ -150,17 +190,19 @@ def _attend(query, key, value, present, seen, positions, shared):
         mask=seen[..., None, None, :],
         is_causal=False,
         query_offset=0,
-        query_seq_lengths=present.astype(jnp.int32),
+        query_seq_lengths=jnp.broadcast_to(present[..., 0], examples).astype(jnp.int32),
         key_value_seq_lengths=None,
         segment_ids=None,
         local_window_size=None,
         dropout_rate=0.0,
         dropout_rng=None,
         tile=(1, seen.shape[-1]),
-        **shared,
+        **{**shared, "sink": None},
     )
-    out, _ = block.attend(query, key, value, dataclasses.replace(given, positions=positions))
-    return out[:, :, 0]
+    positions = tuple(jnp.broadcast_to(at, (*examples, at.shape[-1])) for at in positions)
+    given = dataclasses.replace(given, sink=sink, positions=positions)
+    out, _ = block.attend(query, key, value, given)
+    return out.reshape(*batch, heads, -1)
 
 
 def _tokens_at_a_time(numbers: int, time: int) -> int:
