@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from effattn import _checks
 from effattn.decode import contiguous
 from effattn.decode.contiguous import ContiguousState
 from effattn.decode.state import check_state, new_lengths
 from effattn.functional import block
+from effattn.xla import mesh_axes
 
 # Options that any mechanism may have, and those that only say how its parallel form is computed.
 _SHARED = ("scale", "logits_soft_cap", "score_mod", "sink", "precision")
@@ -97,8 +99,8 @@ class GatheredDecoder:
             reached = _split_heads(jax.vmap(jax.vmap(reach))(position), heads, key_heads)
             position, present = (x[:, :, None, None, None] for x in (position, present))
             seen = present & (reached >= 0) & (reached <= position) & (reached < capacity)
-            keys = _gather(new.key, reached).astype(key.dtype)
-            values = _gather(new.value, reached).astype(value.dtype)
+            keys, values = _gather((new.key, new.value), reached)
+            keys, values = keys.astype(key.dtype), values.astype(value.dtype)
             return _attend(query, keys, values, (position, reached), present, seen, shared)
 
         steps = jnp.arange(time, dtype=jnp.int32)
@@ -149,8 +151,8 @@ def _split_heads(reached, heads, key_heads):
     return reached.reshape(batch, tokens, *split, each)
 
 
-def _gather(cache, at):
-    """Of `(B, S, K, H)` those at `(B, P, #K, E, n)`: `(B, P, K, E, n, H)`."""
+def _gather(caches, at):
+    """Of each cache `(B, S, K, H)` what lies at `(B, P, #K, E, n)`: `(B, P, K, E, n, H)`."""
 
     def of_row(row, at):
         if at.shape[1] == 1:
@@ -159,7 +161,12 @@ def _gather(cache, at):
         of_head = jax.vmap(lambda row, at: row.at[at].get(mode="clip"), in_axes=1, out_axes=1)
         return of_head(row, at)
 
-    return jax.vmap(of_row)(cache, at)
+    def of_all(caches, at):
+        return tuple(jax.vmap(of_row)(cache, at) for cache in caches)
+
+    rows, _, heads, size = mesh_axes.spec(caches[0])
+    placed_as = PartitionSpec(rows, None, heads, None, None, size)
+    return mesh_axes.placed(of_all, caches[0], placed_as, placed_as)(caches, at)
 
 
 def _attend(query, key, value, positions, present, seen, shared):

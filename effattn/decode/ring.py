@@ -1,13 +1,16 @@
 """The ring cache: the last few keys and values, all that a causal window can still reach."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from effattn.decode.state import check_state, new_lengths
+from effattn.xla import mesh_axes
 
 
 @jax.tree_util.register_dataclass
@@ -108,12 +111,17 @@ class RingDecoder:
             segment_ids=(key_ids[:, span:], key_ids),
             **self._options_at(state.length - span),
         )
-        # A row that took n tokens keeps slots [n, n + span).
-        kept = lengths[:, None] + jnp.arange(span, dtype=jnp.int32)
-        rows = jnp.arange(batch)[:, None]
+
+        def kept(arrays, taken):
+            """A row that took n tokens keeps slots [n, n + span)."""
+            cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=span)
+            return tuple(jax.vmap(cut)(array, taken) for array in arrays)
+
+        specs = (PartitionSpec(*mesh_axes.spec(array)) for array in (keys, values))
+        new_key, new_value = mesh_axes.placed(kept, keys, *specs)((keys, values), lengths)
         return out, RingState(
-            key=keys[rows, kept].astype(state.key.dtype),
-            value=values[rows, kept].astype(state.value.dtype),
+            key=new_key.astype(state.key.dtype),
+            value=new_value.astype(state.value.dtype),
             length=state.length + lengths,
         )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ MECHANISMS = {
     "window of one": ("sliding_window", {"local_window_size": (0, 0)}),
     "window, dilated": ("sliding_window", {"local_window_size": (2, 0), "dilation": 3}),
     "longformer": ("longformer", {"local_window_size": (3, 0), "max_global": None}),
+    "strided": ("sparse_transformer", {"stride": 4}),
     "linear": ("linear", {}),
     "linear, identity": ("linear", {"feature_map": "identity"}),
 }
@@ -38,8 +40,10 @@ def decoder_of(name, options):
 @pytest.fixture(params=MECHANISMS)
 def mechanism(request):
     name, options = MECHANISMS[request.param]
-    function = functools.partial(registry.get(name).function, is_causal=True, **options)
-    return function, decoder_of(name, options)
+    function = registry.get(name).function
+    if "is_causal" in inspect.signature(function).parameters:
+        options = {**options, "is_causal": True}
+    return functools.partial(function, **options), decoder_of(*MECHANISMS[request.param])
 
 
 @pytest.mark.parametrize("split", [(1,) * 11, (7, 1, 3)], ids=str)
@@ -104,6 +108,15 @@ def test_a_ring_needs_a_window():
     decoder = RingDecoder(effattn.sliding_window_attention, {})
     with pytest.raises(ValueError, match="local_window_size"):
         decoder.init(1, 8, 2, 8, 6, jnp.float32)
+
+
+def test_longformer_decodes_without_global_tokens():
+    """`max_global` bounds a mask that comes with each call, and so bounds nothing here."""
+    options = {"local_window_size": (3, 0), "dilation": 2}
+    decoder = decoder_of("longformer", {**options, "max_global": 2, "global_mask": None})
+    assert decoder == decoder_of("sliding_window", options)
+    with pytest.raises(NotImplementedError, match="without global tokens alone, got global_mask"):
+        decoder_of("longformer", {**options, "global_mask": jnp.ones((1, 8), bool)})
 
 
 def test_a_ring_shows_score_mod_the_positions_of_the_whole_sequence():

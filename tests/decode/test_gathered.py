@@ -1,59 +1,291 @@
 """Of a sparse pattern a step reads what the pattern reaches, and nothing else."""
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from effattn import registry
+import effattn
+from effattn import patterns, registry
+from effattn.decode import GatheredDecoder, gathered
+from effattn.decode.gathered import positions_of_blocks
+from tests.laws import battery, cost
+from tests.laws.test_sharding import collectives, mesh
 
-MECHANISMS = {
-    f"{kind} {factor}": ("sparse_transformer", {"kind": kind, "factor": factor, **options})
-    for kind, options in (("strided", {"stride": 4}), ("fixed", {"stride": 4, "summary": 2}))
-    for factor in ("merged", "first", "second")
+SPARSE_TRANSFORMERS = {
+    "strided": {"stride": 4},
+    "strided first": {"stride": 4, "factor": "first"},
+    "strided second": {"stride": 4, "factor": "second"},
+    "fixed": {"stride": 4, "kind": "fixed", "summary": 2},
+    "fixed first": {"stride": 4, "kind": "fixed", "factor": "first"},
+    "fixed second": {"stride": 4, "kind": "fixed", "summary": 2, "factor": "second"},
+    "a stride longer than the text": {"stride": 20},
+    "a block longer than the text": {"stride": 20, "kind": "fixed"},
+    "a stride of one": {"stride": 1},
 }
-# Strides that are longer than the sequence, and that are one token.
-MECHANISMS["strided far"] = ("sparse_transformer", {"stride": 20})
-MECHANISMS["fixed near"] = ("sparse_transformer", {"stride": 1, "kind": "fixed"})
-LENGTH = 11
+LENGTH, HEADS, KEY_HEADS = 12, 4, 2
 
 
-def heads(time, batch=2, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = [(batch, time, 4, 8), (batch, time, 2, 8), (batch, time, 2, 6)]
-    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+def decoder_of(name, **options):
+    entry = registry.get(name)
+    return registry.load(entry.decoder)(entry.function, {**entry.options, **options})
 
 
-def decoder_of(name, options):
-    return registry.load(registry.get(name).decoder)(registry.get(name).function, options)
+def draw(time, batch=2, size=8, value_size=6, heads=HEADS, key_heads=KEY_HEADS):
+    rng = np.random.default_rng(0)
+    shapes = [(heads, size), (key_heads, size), (key_heads, value_size)]
+    return [rng.normal(size=(batch, time, *shape)).astype(np.float32) for shape in shapes]
 
 
-def parallel_of(name, options):
-    return jax.jit(functools.partial(registry.get(name).function, **options))
+def empty(decoder, batch, capacity, size=8, value_size=6, key_heads=KEY_HEADS):
+    return decoder.init(batch, capacity, key_heads, size, value_size, jnp.float32)
 
 
-@pytest.fixture(params=MECHANISMS)
-def mechanism(request):
-    name, options = MECHANISMS[request.param]
-    return parallel_of(name, options), decoder_of(name, options)
-
-
-def extend_all(decoder, arrays, split, capacity=LENGTH):
-    state = decoder.init(len(arrays[0]), capacity, 2, 8, 6, jnp.float32)
-    extend = jax.jit(decoder.extend)
-    outs, start = [], 0
+def extended(decoder, arrays, split, capacity=LENGTH):
+    """The outputs of several `extend`s, side by side."""
+    state, outs, start = empty(decoder, len(arrays[0]), capacity), [], 0
+    extend = jax.jit(decoder.extend, compiler_options=battery.QUICK)
     for time in split:
         out, state = extend(*(x[:, start : start + time] for x in arrays), state)
         outs.append(out)
         start += time
-    return jnp.concatenate(outs, 1), state
+    return jnp.concatenate(outs, 1)
 
 
-def test_a_prefill_and_steps_equal_the_whole(mechanism):
-    parallel, decoder = mechanism
-    arrays = heads(LENGTH)
-    out, state = extend_all(decoder, arrays, (7, *(1,) * 4), capacity=LENGTH + 2)
-    np.testing.assert_allclose(out, parallel(*arrays), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(state.length, [LENGTH, LENGTH])
+# What is reached
+
+
+def reached_by(decoder, capacity):
+    """The positions that each of `capacity` tokens reaches, and how many are asked for."""
+    reach, _ = decoder._split_options(HEADS, KEY_HEADS)
+    of_all = jax.jit(jax.vmap(lambda i: reach(i, capacity)), compiler_options=battery.QUICK)
+    each = np.asarray(of_all(jnp.arange(capacity)))
+    rows = [[j for j in row if 0 <= j <= i] for i, row in enumerate(each.tolist())]
+    return rows, each.shape[-1]
+
+
+@pytest.mark.parametrize("options", SPARSE_TRANSFORMERS.values(), ids=SPARSE_TRANSFORMERS)
+@pytest.mark.parametrize("capacity", [1, 11])
+def test_a_sparse_transformer_reaches_its_pattern_and_each_key_once(options, capacity):
+    rows, _ = reached_by(decoder_of("sparse_transformer", **options), capacity)
+    stride, factor = options["stride"], options.get("factor", "merged")
+    if options.get("kind") == "fixed":
+        first, second = patterns.SlidingWindow(0, 0, stride), None
+        second = patterns.Fixed(stride, options.get("summary", 1))
+    else:
+        first, second = patterns.SlidingWindow(stride, 0), patterns.Strided(stride)
+    both = {"merged": first | second, "first": first, "second": second}[factor]
+    expected = (patterns.Causal() & both).mask(capacity)
+    for row, allowed in zip(rows, expected, strict=True):
+        assert sorted(row) == np.flatnonzero(allowed).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"stride": 32}, 32 + 31),
+        ({"stride": 32, "factor": "first"}, 33),
+        ({"stride": 30, "factor": "second"}, 35),
+        ({"stride": 32, "kind": "fixed", "summary": 4}, 32 + 4 * 32),
+        ({"stride": 32, "kind": "fixed", "factor": "first"}, 32),
+        ({"stride": 32, "kind": "fixed", "summary": 4, "factor": "second"}, 4 * 32),
+    ],
+)
+def test_no_more_keys_are_gathered_than_are_reached(options, most):
+    rows, asked = reached_by(decoder_of("sparse_transformer", **options), 1024)
+    assert asked == most
+    assert max(map(len, rows)) >= asked - 4  # a last block's own summaries are in its block
+
+
+def test_a_block_that_is_named_again_counts_once():
+    blocks = jnp.array([[3, -1, 0, 3], [2, 2, 2, 1]])
+    found = np.asarray(positions_of_blocks(blocks, 2))
+    assert [sorted(row[row >= 0]) for row in found] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+# What comes out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [o for name, o in SPARSE_TRANSFORMERS.items() if name in ("fixed", "strided second")],
+    ids=str,
+)
+def test_two_halves_equal_the_whole(options):
+    arrays = draw(LENGTH)
+    function = functools.partial(effattn.sparse_transformer_attention, **options)
+    whole = jax.jit(function, compiler_options=battery.QUICK)(*arrays)
+    decoder = decoder_of("sparse_transformer", **options)
+    # Room that is not used changes nothing.
+    out = extended(decoder, arrays, (LENGTH // 2,) * 2, capacity=LENGTH + 5)
+    np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-6)
+
+
+def score_mod(logit, b, h, i, j):
+    return logit + jnp.cos(1.0 + b + 2 * h + i * j)
+
+
+EVERYTHING = {
+    "scale": 0.7,
+    "logits_soft_cap": 2.0,
+    "score_mod": score_mod,
+    "sink": np.linspace(-1, 1, HEADS, dtype=np.float32),
+}
+
+
+@pytest.mark.parametrize("lists", [None, KEY_HEADS, HEADS])
+def test_lists_of_all_of_key_and_of_query_heads(lists, monkeypatch):
+    """With all that the core takes, at positions, rows and heads as they are in the whole."""
+
+    def reach(i, capacity):
+        """Every third, or by head every second, third, ... key."""
+        steps = jnp.arange(2, 2 + lists) if lists else jnp.array(3)
+        return i - steps[..., None] * jnp.arange(4)
+
+    monkeypatch.setattr(gathered, "_tokens_at_a_time", lambda numbers, time: 4)
+    arrays = draw(LENGTH)
+    decoder = GatheredDecoder(reach, effattn.dot_product_attention, EVERYTHING)
+    out = extended(decoder, arrays, (LENGTH // 2,) * 2)
+    each = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    steps = np.arange(2, 2 + lists) if lists else np.array([3])
+    steps = np.repeat(steps, HEADS // len(steps))[:, None, None]
+    mask = (each >= 0) & (each % steps == 0) & (each // steps < 4)
+    function = functools.partial(effattn.dot_product_attention, mask=mask, **EVERYTHING)
+    whole = jax.jit(function, compiler_options=battery.QUICK)(*arrays)
+    np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_flow_through_a_prefill(monkeypatch):
+    monkeypatch.setattr(gathered, "_tokens_at_a_time", lambda numbers, time: 4)
+    decoder = decoder_of("sparse_transformer", stride=3, factor="first")
+
+    def through_decoder(arrays):
+        return decoder.extend(*arrays, empty(decoder, 2, LENGTH))[0]
+
+    def through_whole(arrays):
+        return effattn.sparse_transformer_attention(*arrays, stride=3, factor="first")
+
+    def gradients(function):
+        return jax.jit(
+            jax.grad(lambda arrays: (function(arrays) ** 2).sum()), compiler_options=battery.QUICK
+        )(draw(LENGTH))
+
+    battery.assert_close(gradients(through_decoder), gradients(through_whole), 1e-5)
+
+
+# What it costs
+
+
+CAPACITIES = (1024, 16384)
+
+
+def abstract(decoder, time, capacity):
+    """The arguments of `extend`, as shapes."""
+    arrays = [jax.ShapeDtypeStruct((1, time, heads, 16), jnp.float32) for heads in (4, 2, 2)]
+    return *arrays, jax.eval_shape(lambda: empty(decoder, 1, capacity, 16, 16))
+
+
+def operations(decoder, *args):
+    return cost.operations(jax.make_jaxpr(decoder.extend)(*args))
+
+
+def memory(decoder, *args):
+    """Of the compiled program, which may write where the state lies."""
+    lowered = jax.jit(decoder.extend, donate_argnums=3).lower(*args)
+    memory = lowered.compile(compiler_options=battery.QUICK).memory_analysis()
+    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[3]))
+    assert memory.alias_size_in_bytes >= state_bytes
+    return memory.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "longformer"])
+def test_a_step_of_a_window_costs_the_same_at_all_capacities(name):
+    decoder = decoder_of(name)
+    first, second = (abstract(decoder, 1, capacity) for capacity in CAPACITIES)
+    assert operations(decoder, *first) == operations(decoder, *second)
+    assert memory(decoder, *first) == memory(decoder, *second)
+
+
+@pytest.mark.parametrize("kind", ["strided", "fixed"])
+def test_a_step_of_a_sparse_transformer_costs_the_root_of_the_capacity(kind):
+    found = []
+    for capacity in CAPACITIES:
+        decoder = decoder_of("sparse_transformer", kind=kind, stride=math.isqrt(capacity))
+        args = abstract(decoder, 1, capacity)
+        found.append((operations(decoder, *args), memory(decoder, *args)))
+    of_operations, of_memory = (
+        cost.exponent(CAPACITIES, costs) for costs in zip(*found, strict=True)
+    )
+    assert abs(of_operations - 0.5) <= 0.05, found
+    assert of_memory <= 0.55, found
+
+
+def test_a_prefill_needs_time_and_memory_linear_in_its_length():
+    decoder = decoder_of("sparse_transformer", stride=32, factor="first")
+    found = []
+    for length in CAPACITIES:
+        args = abstract(decoder, length, length)
+        found.append((operations(decoder, *args), memory(decoder, *args)))
+    of_operations, of_memory = (
+        cost.exponent(CAPACITIES, costs) for costs in zip(*found, strict=True)
+    )
+    assert abs(of_operations - 1) <= 0.05, found
+    assert of_memory <= 1.05, found
+    # The 33 keys and values that each token reaches are never all held.
+    assert found[-1][1] < length * 33 * KEY_HEADS * (16 + 16) * 4
+
+
+@pytest.mark.parametrize("time", [1, 6])
+def test_rows_and_heads_on_eight_devices_need_no_collective(time):
+    decoder = decoder_of("sparse_transformer", stride=4)
+    by_head = NamedSharding(mesh(), PartitionSpec("batch", None, "heads"))
+    arrays = jax.device_put(draw(time, batch=4), by_head)
+    state = empty(decoder, 4, LENGTH)
+    state = dataclasses.replace(
+        state,
+        key=jax.device_put(state.key, by_head),
+        value=jax.device_put(state.value, by_head),
+        length=jax.device_put(state.length, NamedSharding(mesh(), PartitionSpec("batch"))),
+    )
+    compiled = jax.jit(decoder.extend).lower(*arrays, state).compile()
+    assert collectives(compiled) == []
+
+
+# What it refuses
+
+
+def test_a_full_cache_raises_when_the_lengths_are_known():
+    decoder = decoder_of("sparse_transformer", stride=2)
+    state = dataclasses.replace(empty(decoder, 2, 5), length=jnp.array([4, 2]))
+    with pytest.raises(ValueError, match="holds 5 tokens a row and 6 are needed"):
+        decoder.extend(*draw(2), state)
+
+
+def test_a_traced_overflow_is_not_seen():
+    """Tokens past the capacity attend to those that are stored, and to nothing else."""
+    decoder = decoder_of("sparse_transformer", stride=8)
+    arrays = draw(7)
+    out = extended(decoder, arrays, (7,), capacity=5)
+    whole = extended(decoder, arrays, (7,), capacity=7)
+    np.testing.assert_allclose(out[:, :5], whole[:, :5], rtol=1e-5, atol=1e-6)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"stride": 0}, ValueError, "stride must be an int, 1 or more tokens, got 0"),
+        ({"global_mask": 1}, ValueError, "sparse_transformer_attention does not take global_mask"),
+        ({"implementation": "pallas"}, NotImplementedError, "has no 'pallas' implementation"),
+        ({"sink": jnp.zeros(3)}, ValueError, "sink must be floating point of shape"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_named(options, error, message):
+    decoder = decoder_of("sparse_transformer", **options)
+    with pytest.raises(error, match=message):
+        jax.eval_shape(decoder.extend, *draw(1), empty(decoder, 2, 5))
