@@ -123,7 +123,8 @@ def _attend_by_head(dilations: tuple[int, ...], query, key, value, given: block.
     """Attends with the heads of each dilation in turn, and puts them back in order."""
     of_heads = np.array(dilations)
     of_key_heads = of_heads[:: query.shape[-2] // key.shape[-2]]
-    results, order = [], []
+    outs, lses = [], []
+    order: list[int] = []
     for dilation in sorted(set(dilations)):
         heads = np.flatnonzero(of_heads == dilation)
         key_heads = np.flatnonzero(of_key_heads == dilation)
@@ -133,11 +134,12 @@ def _attend_by_head(dilations: tuple[int, ...], query, key, value, given: block.
             origin=_origin_of_heads(tuple(heads.tolist())),
         )
         arrays = query[..., heads, :], key[..., key_heads, :], value[..., key_heads, :]
-        results.append(attend(dilation, *arrays, part))
+        out, lse = attend(dilation, *arrays, part)
+        outs.append(out)
+        lses.append(lse)
         order.extend(heads)
     back = np.argsort(order)
-    out, lse = (jnp.concatenate(x, axis) for x, axis in zip(zip(*results), (-2, -1)))
-    return out[..., back, :], lse[..., back]
+    return jnp.concatenate(outs, -2)[..., back, :], jnp.concatenate(lses, -1)[..., back]
 
 
 @functools.cache

@@ -5,6 +5,8 @@ from effattn.nn.adapters import as_attention_fn
 from effattn.nn.alibi import Alibi, alibi_slopes
 from effattn.nn.attention import CrossAttention, SelfAttention
 from effattn.nn.feed_forward import SwiGLU
+from effattn.nn.longformer import LongformerSelfAttention
+from effattn.nn.pretrained import longformer_from_transformers
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
 
@@ -12,6 +14,7 @@ __all__ = [
     "Alibi",
     "Block",
     "CrossAttention",
+    "LongformerSelfAttention",
     "RotaryEmbedding",
     "SelfAttention",
     "SwiGLU",
@@ -21,4 +24,5 @@ __all__ = [
     "alibi_slopes",
     "as_attention_fn",
     "generate",
+    "longformer_from_transformers",
 ]
