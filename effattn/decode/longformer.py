@@ -172,25 +172,30 @@ class LongformerDecoder:
 
 def _with_new_global_tokens(state, key, value, positions, is_global):
     """The state with room's worth of the new global tokens, and which of these they are."""
-    batch, most = state.position.shape
+    most = state.position.shape[1]
     taken = jnp.sum(state.position >= 0, axis=-1, keepdims=True)
     slot = taken + jnp.cumsum(is_global, axis=-1) - 1
     is_global = is_global & (slot < most)
     # Tokens that are not global go to a slot that does not exist, and so are dropped.
     slot = jnp.where(is_global, slot, most)
-    rows = jnp.arange(batch)[:, None]
+
+    @jax.vmap
+    def stored(held, slot, new):
+        return held.at[slot].set(new.astype(held.dtype), mode="drop")
+
     state = dataclasses.replace(
         state,
-        key=state.key.at[rows, slot].set(key.astype(state.key.dtype), mode="drop"),
-        value=state.value.at[rows, slot].set(value.astype(state.value.dtype), mode="drop"),
-        position=state.position.at[rows, slot].set(positions, mode="drop"),
+        key=stored(state.key, slot, key),
+        value=stored(state.value, slot, value),
+        position=stored(state.position, slot, positions),
     )
     return state, is_global
 
 
 def _slots_of_global_tokens(position, start, shape):
     """bool `(B, W + T)`, where slot 0 of row b is position `start[b]`."""
-    rows, slots = shape
     slot = position - start[:, None]
-    slot = jnp.where((position >= 0) & (slot >= 0), slot, slots)
-    return jnp.zeros(shape, bool).at[jnp.arange(rows)[:, None], slot].set(True, mode="drop")
+    slot = jnp.where((position >= 0) & (slot >= 0), slot, shape[1])
+    return jax.vmap(lambda empty, slot: empty.at[slot].set(True, mode="drop"))(
+        jnp.zeros(shape, bool), slot
+    )

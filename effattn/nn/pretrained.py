@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from effattn.nn.attention import SelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 
 # Our projections of tokens to heads, and theirs.
@@ -76,6 +77,92 @@ def longformer_from_transformers(
         dtype=dtype,
         param_dtype=param_dtype,
         rngs=nnx.Rngs(0),
+    )
+    return _fill(mixer, layers)
+
+
+def bigbird_from_transformers(
+    parameters: Mapping[str, Any],
+    *,
+    num_heads: int,
+    attention_type: str = "block_sparse",
+    block_size: int = 64,
+    num_random_blocks: int = 3,
+    seed: int = 0,
+    random_blocks: Any = None,
+    prefix: str = "",
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+) -> SelfAttention:
+    """A pretrained BigBird attention layer, as a module that computes the same.
+
+        model = transformers.AutoModel.from_pretrained("google/bigbird-roberta-base")
+        mixer = bigbird_from_transformers(
+            model.state_dict(), prefix="encoder.layer.0.attention.", num_heads=12)
+
+    The mixer gives what `BigBirdAttention` adds to its input, as `longformer_from_transformers`
+    does for its layer. Its first and last blocks are global, and the window is of three blocks.
+
+    Transformers draws random blocks with NumPy, for each length, in training only; given the same
+    ones, as `random_blocks`, the module agrees with it. Otherwise it draws its own from `seed`.
+    Three things that transformers does are not done here:
+
+    - In evaluation it draws no random blocks, and counts the keys of the first block
+      `num_random_blocks` times more instead. Here a key counts once, always.
+    - At 1024 tokens its draw may hold the last block, global already, which then counts twice.
+    - Up to (5 + 2 `num_random_blocks`) `block_size` tokens its models attend to everything,
+      whatever their config says. Here `attention_type="original_full"` does.
+
+    Args:
+      parameters: names to arrays, as in `longformer_from_transformers`.
+      num_heads: the config's `num_attention_heads`.
+      attention_type: "block_sparse", or "original_full" for exact attention.
+      block_size: the config's.
+      num_random_blocks: the config's.
+      seed: of the random blocks.
+      random_blocks: in place of the draw, int `(N, n, r)` for n blocks, as in
+        `effattn.bigbird_attention`. Those of transformers lack the first and the last row.
+      prefix: what stands before `self.query.weight` and `output.dense.weight`, or before
+        `query.weight`, as in `longformer_from_transformers`.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+
+    Returns:
+      A bidirectional `SelfAttention` with biases.
+
+    Raises:
+      ValueError: a name under the prefix is missing or unexpected, or an array has another shape.
+    """
+    options: dict[str, Any] = {
+        "original_full": {"attention": "softmax"},
+        "block_sparse": {
+            "attention": "bigbird",
+            "block_size": block_size,
+            "num_window_blocks": 3,
+            "num_global_blocks": (1, 1),
+            "num_random_blocks": num_random_blocks,
+            "seed": seed,
+        },
+    }
+    if attention_type not in options:
+        raise ValueError(
+            f"attention_type must be one of {', '.join(options)}, got {attention_type!r}"
+        )
+    chosen = options[attention_type]
+    if random_blocks is not None:
+        if attention_type == "original_full":
+            raise ValueError("random_blocks are of attention_type='block_sparse' alone")
+        chosen["random_blocks"] = random_blocks
+    layers = _read(parameters, prefix, _LOCAL, num_heads)
+    mixer = SelfAttention(
+        layers["out"]["bias"].size,
+        num_heads,
+        is_causal=False,
+        use_bias=True,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        rngs=nnx.Rngs(0),
+        **chosen,
     )
     return _fill(mixer, layers)
 

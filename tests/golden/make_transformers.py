@@ -33,8 +33,9 @@ LONGFORMER = {
 }
 
 BIGBIRD_BLOCK = 4
-# Blocks, random blocks of each, and valid tokens of each row.
+# Blocks, random blocks of each (None for exact attention), and valid tokens of each row.
 BIGBIRD = {
+    "full": (4, None, [16, 11]),
     "one_random": (9, 1, [36, 36]),
     "two_random": (12, 2, [48, 48]),
     "padded": (12, 2, [48, 42]),
@@ -113,6 +114,7 @@ def make_longformer() -> dict[str, np.ndarray]:
 def make_bigbird() -> dict[str, np.ndarray]:
     torch.manual_seed(1)
     arrays: dict[str, np.ndarray] = {}
+    state = None
     for name, (blocks, random, lengths) in BIGBIRD.items():
         length = blocks * BIGBIRD_BLOCK
         config = transformers.BigBirdConfig(
@@ -120,39 +122,48 @@ def make_bigbird() -> dict[str, np.ndarray]:
             num_attention_heads=HEADS,
             num_hidden_layers=1,
             block_size=BIGBIRD_BLOCK,
-            num_random_blocks=random,
-            attention_type="block_sparse",
+            num_random_blocks=random or 0,
+            attention_type="block_sparse" if random else "original_full",
             attention_probs_dropout_prob=0.0,
             hidden_dropout_prob=0.0,
             max_position_embeddings=length,
         )
         # Random blocks are drawn in training alone.
         attention = big_bird.BigBirdAttention(config, seed=3).train()
-        if not arrays:
+        if state is None:
             randomise(attention)
             state = attention.state_dict()
             arrays.update(parameters_of(attention))
         attention.load_state_dict(state)
-        drawn = []
-        draw_blocks = attention.self._bigbird_block_rand_mask_with_head
-
-        def record(*args, draw_blocks=draw_blocks, drawn=drawn, **kwargs):
-            drawn.append(draw_blocks(*args, **kwargs))
-            return drawn[-1]
-
-        attention.self._bigbird_block_rand_mask_with_head = record
         x, cotangent = draw(length)
         valid = torch.arange(length) < torch.tensor(lengths)[:, None]
-        blocked, band, from_mask, to_mask = (
-            big_bird.BigBirdModel.create_masks_for_block_sparse_attn(valid.float(), BIGBIRD_BLOCK)
-        )
-        heads, _ = attention.self(x, band, from_mask, to_mask, blocked, blocked)
+        drawn = []
+        if random:
+            heads = attend_sparsely(attention, x, valid, drawn)
+        else:
+            heads, _ = attention.self(x, attention_mask=(~valid)[:, None, None, :] * -1e9)
         case = results(attention, heads, x, cotangent, valid)
         case["lengths"] = np.array(lengths, np.int32)
-        # (heads, query blocks but the first and the last, random blocks)
-        case["random_blocks"] = np.stack(drawn[0]).astype(np.int32)
+        if random:
+            # (heads, query blocks but the first and the last, random blocks)
+            case["random_blocks"] = np.stack(drawn[0]).astype(np.int32)
         arrays.update({f"{name}/{key}": value for key, value in case.items()})
     return arrays
+
+
+def attend_sparsely(attention, x, valid, drawn: list) -> torch.Tensor:
+    """The heads' output; the random blocks that are drawn on the way are added to the list."""
+    draw_blocks = attention.self._bigbird_block_rand_mask_with_head
+
+    def record(*args, **kwargs):
+        drawn.append(draw_blocks(*args, **kwargs))
+        return drawn[-1]
+
+    attention.self._bigbird_block_rand_mask_with_head = record
+    blocked, band, from_mask, to_mask = big_bird.BigBirdModel.create_masks_for_block_sparse_attn(
+        valid.float(), BIGBIRD_BLOCK
+    )
+    return attention.self(x, band, from_mask, to_mask, blocked, blocked)[0]
 
 
 def main() -> None:

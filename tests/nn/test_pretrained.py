@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effattn.nn.pretrained import longformer_from_transformers
+from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from tests.laws.battery import QUICK
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -31,6 +31,19 @@ def load_longformer(parameters=None, **options):
     return longformer_from_transformers(parameters, **options)
 
 
+def load_bigbird(case=None, parameters=None, **options):
+    """Exact attention for a case without random blocks."""
+    options = {"num_heads": 4, "block_size": 4, **options}
+    if case is None or "random_blocks" not in case:
+        options = {"attention_type": "original_full", **options}
+    else:
+        # The first and the last block are global, and transformers draws none for them.
+        drawn = np.pad(case["random_blocks"], ((0, 0), (1, 1), (0, 0)), constant_values=-1)
+        options["random_blocks"] = drawn
+    parameters = golden("bigbird")["parameter"] if parameters is None else parameters
+    return bigbird_from_transformers(parameters, **options)
+
+
 @functools.partial(jax.jit, compiler_options=QUICK)
 def with_gradient(mixer, x, cotangent, given):
     y, pull_back = jax.vjp(lambda x: mixer(x, **given), x)
@@ -51,6 +64,22 @@ def check(mixer, case, **given):
 def test_longformer_agrees_with_transformers(case):
     case = golden("longformer")[case]
     check(load_longformer(), case, global_mask=case["global_mask"])
+
+
+@pytest.mark.parametrize("case", ["full", "one_random", "two_random", "padded"])
+def test_bigbird_agrees_with_transformers(case):
+    case = golden("bigbird")[case]
+    check(load_bigbird(case), case)
+
+
+def test_bigbird_draws_random_blocks_from_its_seed():
+    x = golden("bigbird")["two_random"]["x"]
+    call = jax.jit(lambda mixer, x: mixer(x), compiler_options=QUICK)
+    first, other = (
+        call(load_bigbird(attention_type="block_sparse", num_random_blocks=2, seed=seed), x)
+        for seed in (0, 1)
+    )
+    assert not np.allclose(first, other)
 
 
 def renamed(parameters, prefix):
@@ -133,3 +162,14 @@ def test_entries_that_do_not_fit_are_named(change, message):
 def test_options_that_do_not_fit_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         load_longformer(**options)
+
+
+def test_bigbird_arguments_and_entries_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="one of original_full, block_sparse, got 'sparse'"):
+        load_bigbird(attention_type="sparse")
+    with pytest.raises(ValueError, match="random_blocks are of attention_type='block_sparse'"):
+        load_bigbird(random_blocks=np.zeros((4, 4, 1), int))
+    with pytest.raises(ValueError, match="unexpected: self.key_global.bias"):
+        load_bigbird(parameters=golden("longformer")["parameter"])
+    with pytest.raises(ValueError, match="missing: self.key_global.bias"):
+        load_longformer(golden("bigbird")["parameter"])
