@@ -14,6 +14,9 @@ from effattn.functional.softmax import dot_product_attention
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
 from effattn.functional.sparse_transformer import sparse_transformer_attention  # isort: skip
+from effattn.functional.block_sparse import block_sparse_attention  # isort: skip
+from effattn.functional.bigbird import bigbird_attention  # isort: skip
+from effattn.functional.random import random_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.layouts import BlockLayout
@@ -30,6 +33,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockLayout",
+    "bigbird_attention",
+    "block_sparse_attention",
     "combine",
     "decode",
     "dot_product_attention",
@@ -38,6 +43,7 @@ __all__ = [
     "nn",
     "patterns",
     "positions_from_segment_ids",
+    "random_attention",
     "registry",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",

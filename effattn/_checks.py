@@ -231,6 +231,22 @@ def dispatch(value: Any, mechanism: str, available: Mapping[str, Callable[[], An
     raise NotImplementedError("; ".join(refusals) + "; implementation='xla' takes these arguments")
 
 
+def at_least(name: str, value: Any, least: int, of: str = "") -> int:
+    """The value, if it is an int and large enough; `of` says what it counts."""
+    if not is_integer(value) or value < least:
+        raise ValueError(f"{name} must be an int, {least} or more{of and ' ' + of}, got {value!r}")
+    return int(value)
+
+
+def self_attention(mechanism: str, query: jax.Array, key: jax.Array) -> None:
+    """Queries and keys of one sequence."""
+    if query.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            f"{mechanism} is self-attention: query and key need the same length, got "
+            f"{query.shape[-3]} and {key.shape[-3]}"
+        )
+
+
 def dilation(value: Any, heads: int, key_heads: int) -> int | tuple[int, ...]:
     """Tokens in a step, at least 1: an int, or one for each query head if they differ."""
     each = tuple(value) if isinstance(value, tuple | list) else (value,) * heads

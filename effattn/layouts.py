@@ -103,34 +103,41 @@ class BlockLayout:
 
     @classmethod
     def from_indices(
-        cls, indices: Array, *, tile: tuple[int, int], lengths: tuple[int, int]
+        cls,
+        indices: Array,
+        *,
+        tile: tuple[int, int],
+        lengths: tuple[int, int],
+        partial: Array | None = None,
     ) -> "BlockLayout":
-        """From int `(*L, nq, k)`: the k key tiles, distinct, of each query tile; traceable.
+        """From int `(*L, nq, k)`: up to k key tiles of each query tile; traceable.
 
-        All are full: what a top-k selection by the model means. Indices that are known are checked.
+        -1 names none, and a tile that is named twice is visited once. All are full: what a top-k
+        selection by the model means. Those also named in `partial`, int `(*L, nq, p)`, are partial.
+        Indices that are known are checked.
         """
         tile, lengths = _pair("tile", tile), _pair("lengths", lengths)
         queries, keys = _grid(tile, lengths)
-        xp: Any = jnp if _is_traced(indices) else np
-        indices = xp.asarray(indices)
-        if not xp.issubdtype(indices.dtype, xp.integer) or np.shape(indices)[-2:-1] != (queries,):
-            raise ValueError(
-                f"indices must be integers of shape (..., {queries}, k), one row for each query "
-                f"tile of {tile[0]} in {lengths[0]} tokens, got {indices.dtype} of shape "
-                f"{np.shape(indices)}"
-            )
-        indices = xp.sort(indices, axis=-1).astype(np.int32)
-        if xp is np and indices.size:
-            if indices.min() < 0 or indices.max() >= keys:
+        xp: Any = jnp if _is_traced(indices, partial) else np
+        none = np.full((queries, 1), -1)
+        full, some = (xp.asarray(a) for a in (indices, none if partial is None else partial))
+        for name, array in (("indices", full), ("partial", some)):
+            if not xp.issubdtype(array.dtype, xp.integer) or array.shape[-2:-1] != (queries,):
                 raise ValueError(
-                    f"indices must lie in 0 to {keys - 1}, for {keys} key tiles of {tile[1]} in "
-                    f"{lengths[1]} tokens; got {indices.min()} to {indices.max()}"
+                    f"{name} must be integers of shape (..., {queries}, k), one row for each query "
+                    f"tile of {tile[0]} in {lengths[0]} tokens, got {array.dtype} of shape "
+                    f"{array.shape}"
                 )
-            if (indices[..., 1:] == indices[..., :-1]).any():
-                raise ValueError("indices must be distinct within a query tile, got one twice")
-        counts = xp.full(indices.shape[:-1], indices.shape[-1], np.int32)
-        none = xp.zeros(indices.shape[:-1], np.int32)
-        return cls(none, none[..., None], counts, indices, tile, lengths)
+            if xp is np and array.size and (array.min() < -1 or array.max() >= keys):
+                raise ValueError(
+                    f"{name} must lie in 0 to {keys - 1}, for {keys} key tiles of {tile[1]} in "
+                    f"{lengths[1]} tokens, or be -1 for none; got {array.min()} to {array.max()}"
+                )
+        rows = np.broadcast_shapes(full.shape[:-1], some.shape[:-1])
+        full, some = (xp.broadcast_to(a, (*rows, a.shape[-1])) for a in (full, some))
+        full = xp.where((full[..., None] == some[..., None, :]).any(-1), -1, full)
+        halves = _distinct(some, keys, xp), _distinct(full, keys, xp)
+        return cls(*halves[0], *halves[1], tile, lengths)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -258,6 +265,14 @@ def packed(
     indices = np.zeros((counts.size, max(1, int(counts.max(initial=0)))), np.int32)
     indices[row, np.arange(row.size) - np.repeat(counts.cumsum() - counts, counts)] = index
     return counts.astype(np.int32).reshape(rows), indices.reshape(*rows, -1)
+
+
+def _distinct(indices: Array, keys: int, xp: Any) -> tuple[Array, Array]:
+    """Counts and indices of what each row names, once and in order; -1 names none."""
+    ordered = xp.sort(xp.where(indices < 0, keys, indices), axis=-1)
+    again = xp.concatenate([ordered[..., :1] >= keys, ordered[..., 1:] == ordered[..., :-1]], -1)
+    ordered = xp.sort(xp.where(again, keys, ordered), axis=-1).astype(np.int32)
+    return (ordered < keys).sum(-1, dtype=np.int32), xp.minimum(ordered, keys - 1)
 
 
 def _packed(blocks: Array) -> tuple[Array, Array]:

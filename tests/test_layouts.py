@@ -115,6 +115,27 @@ def test_selected_indices_are_full_tiles_in_order():
         assert layout.kept == 12 and not layout._mask("partial").any()
 
 
+def test_indices_may_be_fewer_repeated_and_partial():
+    indices = np.array([[0, -1, -1], [2, 1, 2], [-1, 3, 0]])
+    partial = np.array([[[0], [2], [-1]], [[-1], [-1], [1]]])
+
+    def make(indices, partial):
+        return BlockLayout.from_indices(indices, tile=(4, 4), lengths=(11, 16), partial=partial)
+
+    for layout in (make(indices, partial), jax.jit(make)(indices, partial)):
+        assert layout.full_counts.tolist() == [[0, 1, 2], [1, 2, 2]]
+        assert layout.partial_counts.tolist() == [[1, 1, 0], [0, 0, 1]]
+        for head, row, half, expected in (
+            (0, 1, "full", [1]),
+            (1, 1, "full", [1, 2]),
+            (1, 2, "full", [0, 3]),
+            (0, 1, "partial", [2]),
+        ):
+            held = getattr(layout, f"{half}_indices")[head, row]
+            assert held[: len(expected)].tolist() == expected
+            assert ((held >= 0) & (held < 4)).all()
+
+
 def test_a_layout_is_a_pytree_that_transformations_may_fill():
     layout = bigbird(4).layout(64, tile=(8, 8))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout)]
@@ -192,11 +213,13 @@ def direct(partial_counts=(2,), partial_indices=(2, 1), dtype=np.int32, **sizes)
         ),
         (
             lambda: BlockLayout.from_indices(np.array([[0], [2]]), tile=(4, 4), lengths=(8, 8)),
-            "indices must lie in 0 to 1, for 2 key tiles of 4 in 8 tokens; got 0 to 2",
+            "indices must lie in 0 to 1, for 2 key tiles of 4 in 8 tokens, or .* got 0 to 2",
         ),
         (
-            lambda: BlockLayout.from_indices(np.zeros((2, 2), int), tile=(4, 4), lengths=(8, 8)),
-            "indices must be distinct",
+            lambda: BlockLayout.from_indices(
+                np.zeros((2, 2), int), tile=(4, 4), lengths=(8, 8), partial=np.full((2, 1), -2)
+            ),
+            "partial must lie in 0 to 1, .* got -2 to -2",
         ),
     ],
 )

@@ -111,11 +111,7 @@ def longformer_attention(
         tile=tile,
     )
     dilation = _checks.dilation(dilation, query.shape[-2], key.shape[-2])
-    if query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            "longformer_attention is self-attention: query and key need the same length, got "
-            f"{query.shape[-3]} and {key.shape[-3]}"
-        )
+    _checks.self_attention("longformer_attention", query, key)
     given_global = (("query", global_query), ("key", global_key), ("value", global_value))
     global_arrays = tuple(
         array if other is None else _checks.shaped(f"global_{name}", other, array.shape)

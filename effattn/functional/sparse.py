@@ -102,7 +102,15 @@ def sparse_attention(
         precision=precision,
         tile=tile,
     )
-    given = _with_layout(query, key, given, pattern, layout)
+    if (pattern is None) == (layout is None):
+        raise ValueError(
+            "sparse_attention needs one of pattern and layout, got "
+            + ("neither" if pattern is None else "both")
+        )
+    if pattern is not None:
+        given = with_pattern(query, key, given, pattern)
+    else:
+        given = _with_layout(query, key, given, layout)
     with jax.named_scope("sparse_attention"):
         out, lse = _checks.dispatch(
             implementation,
@@ -112,28 +120,27 @@ def sparse_attention(
     return (out, lse) if return_residual else out
 
 
-def _with_layout(query, key, given: block.Arguments, pattern, layout) -> block.Arguments:
+def _with_layout(query, key, given: block.Arguments, layout) -> block.Arguments:
+    queries, keys = query.shape[-3], key.shape[-3]
+    if not isinstance(layout, BlockLayout):
+        raise ValueError(
+            f"layout must be an effattn.BlockLayout, got {type(layout).__name__}; "
+            "BlockLayout.from_block_mask and .from_indices make one of arrays"
+        )
+    if layout.lengths != (queries, keys):
+        raise ValueError(
+            f"the layout is of {layout.lengths[0]} queries and {layout.lengths[1]} keys; got "
+            f"{queries} and {keys}"
+        )
+    if given.tile is not None and given.tile != layout.tile:
+        raise ValueError(f"tile {given.tile} is not the layout's, {layout.tile}")
+    return dataclasses.replace(given, layout=layout)
+
+
+def with_pattern(query, key, given: block.Arguments, pattern: "Pattern") -> block.Arguments:
+    """The arguments for the pairs of a pattern, and nothing later where they are causal."""
     *batch, queries, heads, _ = query.shape
     keys, key_heads = key.shape[-3:-1]
-    if (pattern is None) == (layout is None):
-        raise ValueError(
-            "sparse_attention needs one of pattern and layout, got "
-            + ("neither" if pattern is None else "both")
-        )
-    if layout is not None:
-        if not isinstance(layout, BlockLayout):
-            raise ValueError(
-                f"layout must be an effattn.BlockLayout, got {type(layout).__name__}; "
-                "BlockLayout.from_block_mask and .from_indices make one of arrays"
-            )
-        if layout.lengths != (queries, keys):
-            raise ValueError(
-                f"the layout is of {layout.lengths[0]} queries and {layout.lengths[1]} keys; got "
-                f"{queries} and {keys}"
-            )
-        if given.tile is not None and given.tile != layout.tile:
-            raise ValueError(f"tile {given.tile} is not the layout's, {layout.tile}")
-        return dataclasses.replace(given, layout=layout)
     # Imported on use: not everyone who imports the library has patterns.
     from effattn.patterns import Causal, Pattern
 

@@ -113,11 +113,7 @@ def sparse_transformer_attention(
         precision=precision,
         tile=tile,
     )
-    if query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            "sparse_transformer_attention is self-attention: query and key need the same length, "
-            f"got {query.shape[-3]} and {key.shape[-3]}"
-        )
+    _checks.self_attention("sparse_transformer_attention", query, key)
     factors = _strided if kind == "strided" else functools.partial(_fixed, int(summary))
     with jax.named_scope("sparse_transformer_attention"):
         out, lse = _checks.dispatch(
@@ -129,8 +125,7 @@ def sparse_transformer_attention(
 
 
 def _check(stride, kind, summary, factor):
-    if not _checks.is_integer(stride) or stride < 1:
-        raise ValueError(f"stride must be an int, 1 or more tokens, got {stride!r}")
+    _checks.at_least("stride", stride, 1, "tokens")
     for name, value_, known in (("kind", kind, KINDS), ("factor", factor, FACTORS)):
         if value_ not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value_!r}")

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks
+from effattn._checks import at_least
 from effattn.patterns import random_blocks, zones
-from effattn.patterns.algebra import Pattern, at_least, sides
+from effattn.patterns.algebra import Pattern, sides
 from effattn.patterns.zones import Frame, Zones
 
 # A rule without bounds is evaluated at every pair; that goes so far.
@@ -327,7 +328,7 @@ class RandomBlocks(Pattern):
 
     What goes with them in one pattern can be left out of the draw (Zaheer et al. 2020, "Big Bird"):
     the `window` blocks around the row's own (an odd number, or 0 for none), and the first and the
-    last blocks, `ends`; with `causal` the first alone. A row takes what is left where that is fewer.
+    last blocks, `ends`; with `causal` the first alone. Where fewer are left, a row takes those.
     """
 
     block_size: int

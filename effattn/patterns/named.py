@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from effattn.patterns.algebra import Pattern, at_least, sides
+from effattn._checks import at_least, is_integer
+from effattn.patterns.algebra import Pattern, sides
 from effattn.patterns.base import (
     Causal,
     Dilated,
@@ -60,7 +61,7 @@ def bigbird(
     """
     if at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
         raise ValueError(f"num_window_blocks must be odd, got {num_window_blocks}")
-    ends = (num_global_blocks, 0) if isinstance(num_global_blocks, int) else num_global_blocks
+    ends = (num_global_blocks, 0) if is_integer(num_global_blocks) else num_global_blocks
     ends = sides("num_global_blocks", ends)
     side = num_window_blocks // 2
     near = SlidingWindow(side, side, block_size)

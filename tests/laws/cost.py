@@ -1,8 +1,9 @@
 """What a program costs, with no clock: its arithmetic by its jaxpr, its memory as compiled.
 
 A loop's body counts as often as it runs. Trip counts that are not written in the jaxpr are found by
-running the part of it that is index arithmetic: single integers are followed exactly, arrays are
-only shapes. So the tiles that causality or a window skip cost nothing, as when the program runs.
+running the part of it that is index arithmetic: single integers, and the constant integers of a
+layout, are followed exactly; other arrays are only shapes. So the tiles that causality, a window or
+a layout skip cost nothing, as when the program runs.
 """
 
 import collections
@@ -42,10 +43,18 @@ _EVALUATED = {
     "or": np.bitwise_or,
     "not": lambda a: ~a,
     "clamp": lambda low, x, high: np.clip(x, low, high),
-    "select_n": lambda which, *cases: cases[int(which)],
+    "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
     "stop_gradient": lambda a: a,
     "copy": lambda a: a,
     "pvary": lambda a: a,
+}
+_MOVED = {
+    "convert_element_type": lambda a, params, shape: a.astype(params["new_dtype"]),
+    "squeeze": lambda a, params, shape: a.reshape(shape),
+    "reshape": lambda a, params, shape: a.reshape(shape),
+    "broadcast_in_dim": lambda a, params, shape: _broadcast(a, params, shape),
+    "reduce_max": lambda a, params, shape: a.max(tuple(params["axes"])),
+    "reduce_min": lambda a, params, shape: a.min(tuple(params["axes"])),
 }
 _UNKNOWN = object()
 
@@ -54,7 +63,7 @@ def operations(closed) -> int:
     """Multiplications and additions of matrix products, and arithmetic on single entries."""
     counter: collections.Counter = collections.Counter()
     unknown = [_UNKNOWN] * len(closed.jaxpr.invars)
-    _run(closed.jaxpr, [_scalar(c) for c in closed.consts], unknown, counter)
+    _run(closed.jaxpr, [_integers(c) for c in closed.consts], unknown, counter)
     return counter.total()
 
 
@@ -91,11 +100,17 @@ def _inner(eqn):
 _JAXPRS = (jex_core.ClosedJaxpr, jex_core.Jaxpr)
 
 
-def _scalar(value):
-    """A single integer or truth value, or that it is none."""
-    if np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iub":
-        return np.asarray(value)
-    return _UNKNOWN
+def _integers(value):
+    """Integers or truth values, or that it is neither."""
+    array = np.asarray(value) if isinstance(value, np.ndarray | np.generic | int) else value
+    return np.asarray(array) if array.dtype.kind in "iub" else _UNKNOWN
+
+
+def _broadcast(array, params, shape):
+    sizes = [1] * len(shape)
+    for axis, size in zip(params["broadcast_dimensions"], array.shape, strict=True):
+        sizes[axis] = size
+    return np.broadcast_to(array.reshape(sizes), shape)
 
 
 def _run(jaxpr, consts, args, counter):
@@ -105,7 +120,7 @@ def _run(jaxpr, consts, args, counter):
 
     def read(atom):
         if isinstance(atom, jex_core.Literal):
-            return _scalar(atom.val)
+            return _integers(atom.val)
         return known.get(atom, _UNKNOWN)
 
     for eqn in jaxpr.eqns:
@@ -128,17 +143,26 @@ def _equation(eqn, inputs, counter):
     if inner:
         closed = next(params[k] for k in ("jaxpr", "call_jaxpr") if k in params)
         if isinstance(closed, jex_core.ClosedJaxpr):
-            return _run(closed.jaxpr, [_scalar(c) for c in closed.consts], inputs, counter)
+            return _run(closed.jaxpr, [_integers(c) for c in closed.consts], inputs, counter)
         return _run(closed, [], inputs, counter)
-    if all(x is not _UNKNOWN for x in inputs) and all(v.aval.shape == () for v in eqn.outvars):
-        if name == "convert_element_type":
-            return [inputs[0].astype(params["new_dtype"])]
-        if name in _EVALUATED:
-            return [np.asarray(_EVALUATED[name](*inputs))]
-        if name in ("broadcast_in_dim", "squeeze", "reshape"):
-            return [inputs[0].reshape(())]
-    counter[name] += _work(eqn)
-    return unknown
+    found = _evaluated(eqn, inputs) if all(x is not _UNKNOWN for x in inputs) else _UNKNOWN
+    if found is _UNKNOWN or np.ndim(found):
+        counter[name] += _work(eqn)
+    return unknown if found is _UNKNOWN else [np.asarray(found)]
+
+
+def _evaluated(eqn, inputs):
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    if name in _EVALUATED:
+        return _EVALUATED[name](*inputs)
+    if name in _MOVED:
+        return _MOVED[name](*inputs, eqn.params, shape)
+    if name == "dynamic_slice":
+        array, *starts = inputs
+        sizes = eqn.params["slice_sizes"]
+        starts = [np.clip(s, 0, n - m) for s, n, m in zip(starts, array.shape, sizes, strict=True)]
+        return array[tuple(slice(s, s + m) for s, m in zip(starts, sizes, strict=True))]
+    return _UNKNOWN
 
 
 def _work(eqn) -> int:
@@ -163,20 +187,20 @@ def _while(params, inputs, counter):
     cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
     carry = inputs[of_cond + of_body :]
     while True:
-        consts = [_scalar(c) for c in cond.consts]
+        consts = [_integers(c) for c in cond.consts]
         (goes_on,) = _run(cond.jaxpr, consts, [*cond_consts, *carry], counter)
         if goes_on is _UNKNOWN:
             raise NotImplementedError("the trip count of a loop depends on the data")
         if not goes_on:
             return carry
-        consts = [_scalar(c) for c in body.consts]
+        consts = [_integers(c) for c in body.consts]
         carry = _run(body.jaxpr, consts, [*body_consts, *carry], counter)
 
 
 def _scan(eqn, inputs, counter):
     """Every step where scalars are carried, as loop counters are; else one step, many times."""
     closed, length = eqn.params["jaxpr"], eqn.params["length"]
-    consts = [_scalar(c) for c in closed.consts]
+    consts = [_integers(c) for c in closed.consts]
     # What is stacked over the steps has one axis more outside of the loop.
     stacked_in = _stacked(eqn.invars, closed.jaxpr.invars)
     stacked_out = _stacked(eqn.outvars, closed.jaxpr.outvars)
@@ -208,6 +232,6 @@ def _cond(params, inputs, counter, unknown):
     counts = []
     for branch in branches:
         counts.append(collections.Counter())
-        _run(branch.jaxpr, [_scalar(c) for c in branch.consts], operands, counts[-1])
+        _run(branch.jaxpr, [_integers(c) for c in branch.consts], operands, counts[-1])
     counter.update(max(counts, key=lambda count: count.total()))
     return unknown

@@ -6,7 +6,7 @@ A new mechanism gets the whole battery by being registered and by one entry in `
 from tests.references.linear import LINEAR
 from tests.references.reference import Reference
 from tests.references.softmax import SLIDING_WINDOW, SOFTMAX
-from tests.references.sparse import LONGFORMER, SPARSE_TRANSFORMER
+from tests.references.sparse import BIGBIRD, BLOCK_SPARSE, LONGFORMER, RANDOM, SPARSE_TRANSFORMER
 
 REFERENCES: dict[str, Reference] = {
     "softmax": SOFTMAX,
@@ -14,4 +14,7 @@ REFERENCES: dict[str, Reference] = {
     "linear": LINEAR,
     "longformer": LONGFORMER,
     "sparse_transformer": SPARSE_TRANSFORMER,
+    "block_sparse": BLOCK_SPARSE,
+    "bigbird": BIGBIRD,
+    "random": RANDOM,
 }

@@ -1,0 +1,249 @@
+"""BigBird attention: a window of blocks, global blocks and random blocks."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from effattn import _checks, registry
+from effattn.functional import block
+from effattn.functional.block import ScoreMod
+from effattn.functional.block_sparse import attend_blocks
+
+
+def bigbird_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    block_size: int,
+    num_window_blocks: int = 3,
+    num_global_blocks: int | tuple[int, int] = 1,
+    num_random_blocks: int = 3,
+    seed: int = 0,
+    random_blocks: jax.Array | np.ndarray | None = None,
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | tuple[str, ...] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""BigBird's attention (Zaheer et al. 2020, "Big Bird: Transformers for Longer Sequences").
+
+    In blocks of b tokens, of which there are n = ceil(T / b), the queries of block m attend to
+
+        window   {m - w // 2, ..., m + w // 2}   for w = num_window_blocks
+        global   the first g and the last g', (g, g') = num_global_blocks
+        random   r blocks that are neither,      for r = num_random_blocks
+
+    each key counting once; the queries of global blocks attend to all keys. Causally, each has what
+    of that is no later than the query, and random blocks are drawn from those before its window.
+
+    Time O(T b (w + g + g' + r) (H + Hv)), memory O(T), forward and backward.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, T, K, H)`, N a multiple of K.
+      value: `(*B, T, K, Hv)`.
+      block_size: b, tokens in a block, 1 or more. T need not be a multiple of it.
+      num_window_blocks: w, odd: a block's own and as many on each side.
+      num_global_blocks: the first so many, or (first, last); the published models have (1, 1).
+      num_random_blocks: r. Where fewer are left, a block has those.
+      seed: of the random blocks; key head k draws with seed + k what `patterns.RandomBlocks` does.
+      random_blocks: in place of the draw, int `(n, r)` or `(K, n, r)`, -1 for none; may be traced.
+        What is in the window or global too counts once. A table of more blocks serves shorter
+        sequences: they use its first n rows, and of those the blocks that they have.
+      scale: default H**-0.5. May be an array, with a gradient.
+      is_causal: nothing at later positions.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
+      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
+      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
+      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
+      dropout_rate: share of the weights dropped, in [0, 1).
+      dropout_rng: a `jax.random` key; needed where the rate is above 0.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      implementation: None or "xla", or a tuple tried in order.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf for a row that attends to nothing.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values; more random blocks than there are blocks, where
+        it is not causal.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
+    if _checks.at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
+        raise ValueError(f"num_window_blocks must be odd, got {num_window_blocks}")
+    ends = _ends(num_global_blocks)
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given = block.check(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        query_offset=0,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=None,
+        local_window_size=None,
+        logits_soft_cap=logits_soft_cap,
+        score_mod=score_mod,
+        sink=sink,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=None,
+    )
+    _checks.self_attention("bigbird_attention", query, key)
+    length, key_heads = key.shape[-3:-1]
+    random = check_random_blocks(random_blocks, length, block_size, key_heads)
+    if random is None:
+        random = draw_random_blocks(
+            length,
+            block_size,
+            num_random_blocks,
+            seed,
+            key_heads=key_heads,
+            is_causal=is_causal,
+            window=num_window_blocks,
+            ends=ends,
+        )
+
+    def attend():
+        arrays = query, key, value
+        return _attend(*arrays, given, block_size, num_window_blocks // 2, ends, random)
+
+    with jax.named_scope("bigbird_attention"):
+        out, lse = _checks.dispatch(implementation, "bigbird_attention", {"xla": attend})
+    return (out, lse) if return_residual else out
+
+
+def _attend(query, key, value, given: block.Arguments, size, side, ends, random):
+    """The global blocks attend to all keys, those between them to the blocks that they list."""
+    length, (first, last) = query.shape[-3], ends
+    blocks = -(-length // size)
+    start = min(first, blocks)
+    stop = max(start, blocks - last)
+    parts = []
+    for low, high in ((0, start), (start, stop), (stop, blocks)):
+        if low == high:
+            continue
+        low_token, high_token = low * size, min(high * size, length)
+        rows = query[..., low_token:high_token, :, :]
+        part = dataclasses.replace(given, query_offset=low_token)
+        if given.query_lengths is not None:
+            left = jnp.clip(given.query_lengths - low_token, 0, high_token - low_token)
+            part = dataclasses.replace(part, query_lengths=left)
+        if (low, high) != (start, stop):
+            parts.append(block.attend(rows, key, value, part))
+            continue
+        near = np.arange(start, stop)[:, None] + np.arange(-side, side + 1)
+        near = np.where((near >= 0) & (near < blocks), near, -1)
+        everywhere = np.r_[:start, stop:blocks]
+        listed = joined(near, everywhere, random[..., start:stop, :])
+        parts.append(attend_blocks(rows, key, value, part, listed, size))
+    out, lse = zip(*parts, strict=True)
+    return jnp.concatenate(out, axis=-3), jnp.concatenate(lse, axis=-2)
+
+
+def joined(*lists):
+    """Lists of blocks `(#K, #n, k)` as one, side by side."""
+    xp = jnp if any(isinstance(one, jax.Array) for one in lists) else np
+    rows = np.broadcast_shapes(*(one.shape[:-1] for one in lists))
+    return xp.concatenate([xp.broadcast_to(one, (*rows, one.shape[-1])) for one in lists], axis=-1)
+
+
+def _ends(given: Any) -> tuple[int, int]:
+    """How many of the first blocks and of the last ones are global."""
+    ends = (given, 0) if _checks.is_integer(given) else given
+    if not isinstance(ends, tuple | list) or len(ends) != 2:
+        raise ValueError(f"num_global_blocks must be an int or (first, last), got {given!r}")
+    first, last = (_checks.at_least("num_global_blocks", one, 0) for one in ends)
+    return first, last
+
+
+def check_random_blocks(given: Any, length: int, block_size: int, key_heads: int) -> Any:
+    """int `(n, r)` or `(K, n, r)`, -1 for none; NumPy's unless traced. None if not given."""
+    if given is None:
+        return None
+    traced = isinstance(given, jax.core.Tracer)
+    array = given if traced else np.asarray(given)
+    blocks = -(-length // block_size)
+    if (
+        not jnp.issubdtype(array.dtype, jnp.integer)
+        or array.ndim < 2
+        or array.shape[-2] < blocks
+        or array.shape[:-2] not in ((), (1,), (key_heads,))
+    ):
+        raise ValueError(
+            f"random_blocks must be integers of shape ({blocks}, r) or ({key_heads}, {blocks}, r), "
+            f"for {key_heads} key heads and the {blocks} blocks of {block_size} in {length} tokens "
+            f"or more of them, got {array.dtype} of shape {array.shape}"
+        )
+    most = array.shape[-2] - 1
+    if not traced and array.size and (array.min() < -1 or array.max() > most):
+        raise ValueError(
+            f"random_blocks must lie in 0 to {most}, or be -1 for none, got {array.min()} to "
+            f"{array.max()}"
+        )
+    array = array[..., :blocks, :]
+    return (jnp if traced else np).where(array < blocks, array, -1)
+
+
+def draw_random_blocks(
+    length: int,
+    block_size: int,
+    num_random_blocks: int,
+    seed: int,
+    *,
+    key_heads: int,
+    is_causal: bool,
+    window: int,
+    ends: tuple[int, int],
+) -> np.ndarray:
+    """int32 `(K, n, r)`, key head k's from seed + k; see `effattn.patterns.RandomBlocks`."""
+    # Imported on use: not everyone who imports the library has patterns.
+    from effattn.patterns import RandomBlocks
+
+    blocks = -(-length // block_size)
+    _checks.at_least("num_random_blocks", num_random_blocks, 0)
+    if num_random_blocks > blocks and not is_causal:
+        raise ValueError(
+            f"num_random_blocks must be at most the number of key blocks, {blocks} of {block_size} "
+            f"in {length} tokens, got {num_random_blocks}"
+        )
+    patterns = [
+        RandomBlocks(block_size, num_random_blocks, seed + k, is_causal, window, ends)
+        for k in range(key_heads)
+    ]
+    return np.stack([pattern.blocks((length, length)) for pattern in patterns])
+
+
+registry.register(
+    registry.Mechanism(
+        name="bigbird",
+        family="sparse",
+        paper="Zaheer et al. 2020, Big Bird",
+        function=bigbird_attention,
+        capabilities=frozenset(registry.CAPABILITIES)
+        - {"cross", "offset", "segments", "window", "bias", "mask", "state", "decode"},
+        options={"block_size": 32, "num_window_blocks": 3, "num_random_blocks": 2},
+        complexity="O(N b (w + g + r))",
+        time_exponent=1.0,
+    )
+)

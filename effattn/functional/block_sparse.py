@@ -1,0 +1,190 @@
+"""Block-sparse attention: softmax attention over the blocks that a mask names."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from effattn import _checks, registry
+from effattn.functional import block, sparse
+from effattn.functional.block import ScoreMod
+from effattn.layouts import BlockLayout
+
+
+def block_sparse_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    block_size: int,
+    block_mask: jax.Array | np.ndarray | Callable[[Any, Any], Any],
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | tuple[str, ...] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""Block-sparse attention (Gray et al. 2017, "GPU Kernels for Block-Sparse Weights").
+
+    Tokens of block m attend to those of block n where the mask says so:
+
+        {j : block_mask[h, i // block_size, j // block_size]}
+
+    Time O(P (H + Hv)) for the P pairs of those blocks, memory O(T + S), forward and backward.
+    `effattn.sparse_attention` takes any other pattern.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, S, K, H)`, N a multiple of K.
+      value: `(*B, S, K, Hv)`.
+      block_size: tokens in a block, 1 or more.
+      block_mask: bool `(ceil(T / block_size), ceil(S / block_size))`, or one such for each query
+        head, `(N, ..., ...)`. A traced one may differ by key head, `(K, ..., ...)`. Or a rule of
+        block indices for any length, `(m, n) -> bool` on NumPy integers that broadcast.
+      scale: default H**-0.5. May be an array, with a gradient.
+      is_causal: nothing at later positions, whatever the mask says.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
+      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
+      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
+      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
+      dropout_rate: share of the weights dropped, in [0, 1).
+      dropout_rng: a `jax.random` key; needed where the rate is above 0.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      implementation: None or "xla", or a tuple tried in order.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf for a row that attends to nothing.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given = block.check(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        query_offset=0,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=None,
+        local_window_size=None,
+        logits_soft_cap=logits_soft_cap,
+        score_mod=score_mod,
+        sink=sink,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=None,
+    )
+    mask = _check_mask(block_mask, block_size, query, key)
+
+    def attend():
+        if not isinstance(mask, np.ndarray):
+            indices = jnp.where(mask, jnp.arange(mask.shape[-1]), -1)
+            return attend_blocks(query, key, value, given, indices, block_size)
+        # Imported on use: not everyone who imports the library has patterns.
+        from effattn.patterns import BlockMask
+
+        pattern = BlockMask(mask, block_size)
+        return block.attend(query, key, value, sparse.with_pattern(query, key, given, pattern))
+
+    with jax.named_scope("block_sparse_attention"):
+        out, lse = _checks.dispatch(implementation, "block_sparse_attention", {"xla": attend})
+    return (out, lse) if return_residual else out
+
+
+def _check_mask(given, block_size, query, key):
+    """bool `(..., nq, nk)`; of NumPy, unless it is traced."""
+    heads, key_heads = query.shape[-2], key.shape[-2]
+    blocks = tuple(-(-x.shape[-3] // block_size) for x in (query, key))
+    if callable(given):
+        rows, columns = np.arange(blocks[0])[:, None], np.arange(blocks[1])
+        given = np.broadcast_to(np.asarray(given(rows, columns)), blocks)
+    traced = isinstance(given, jax.core.Tracer)
+    if not traced:
+        given = np.asarray(given)
+    most = key_heads if traced else heads
+    if given.dtype != bool or given.shape not in (blocks, (1, *blocks), (most, *blocks)):
+        raise ValueError(
+            f"block_mask must be bool of shape {blocks}, the blocks of {block_size} in "
+            f"{query.shape[-3]} queries and {key.shape[-3]} keys, or one such for each of the "
+            f"{most} {'key heads, where it is traced' if traced else 'heads'}; "
+            f"got {given.dtype} of shape {given.shape}"
+        )
+    return given
+
+
+def attend_blocks(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    given: block.Arguments,
+    indices: jax.Array | np.ndarray,
+    block_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of each block of queries to the key blocks that it lists; also under `jit`.
+
+    Args:
+      query: `(*B, T, N, H)`; the first one stands at `query_offset`, the start of a block.
+      key: `(*B, S, K, H)`.
+      value: `(*B, S, K, Hv)`.
+      given: the checked arguments.
+      indices: int `(nq, k)` or `(K, nq, k)`, -1 for none; one named twice counts once.
+      block_size: tokens in a block.
+    """
+    partial = pattern = None
+    if given.is_causal:
+        from effattn.patterns import Causal
+
+        first = given.query_offset // block_size
+        own = first + np.arange(-(-query.shape[-3] // block_size))[:, None]
+        xp = jnp if isinstance(indices, jax.Array) else np
+        partial = xp.where((indices == own).any(-1, keepdims=True), own, -1)
+        indices = xp.where(indices < own, indices, -1)
+        pattern = Causal()
+    layout = BlockLayout.from_indices(
+        indices,
+        tile=(block_size, block_size),
+        lengths=(query.shape[-3], key.shape[-3]),
+        partial=partial,
+    )
+    listed = dataclasses.replace(given, is_causal=False, pattern=pattern, layout=layout)
+    return block.attend(query, key, value, listed)
+
+
+def first_and_near(m, n):
+    """The first block, a block's own and the two on each side of it: a mask for any length."""
+    return (n == 0) | (abs(m - n) <= 2)
+
+
+registry.register(
+    registry.Mechanism(
+        name="block_sparse",
+        family="sparse",
+        paper="Gray et al. 2017, GPU Kernels for Block-Sparse Weights",
+        function=block_sparse_attention,
+        capabilities=frozenset(registry.CAPABILITIES)
+        - {"offset", "segments", "window", "bias", "mask", "state", "decode"},
+        options={"block_size": 32, "block_mask": first_and_near},
+        complexity="O(N b) for b kept keys a row",
+        time_exponent=1.0,
+    )
+)

@@ -1,0 +1,135 @@
+"""Random attention: each block of tokens sees itself and random blocks."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from effattn import _checks, registry
+from effattn.functional import bigbird, block
+from effattn.functional.block import ScoreMod
+from effattn.functional.block_sparse import attend_blocks
+
+
+def random_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    block_size: int,
+    num_random_blocks: int = 3,
+    seed: int = 0,
+    random_blocks: jax.Array | np.ndarray | None = None,
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | tuple[str, ...] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""Random attention, BigBird's first part (Zaheer et al. 2020, "Big Bird", section 2).
+
+    In blocks of b tokens, the queries of block m attend to block m and to r random ones: a random
+    graph, in which information reaches all of n blocks in O(log n) layers.
+
+    Time O(T b (1 + r) (H + Hv)), memory O(T), forward and backward.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, T, K, H)`, N a multiple of K.
+      value: `(*B, T, K, Hv)`.
+      block_size: b, tokens in a block, 1 or more. T need not be a multiple of it.
+      num_random_blocks: r. Where fewer are left, a block has those.
+      seed: of the random blocks; key head k draws with seed + k what `patterns.RandomBlocks` does.
+      random_blocks: in place of the draw, int `(n, r)` or `(K, n, r)` for n = ceil(T / b), -1 for
+        none; may be traced. A block that is named twice counts once. A table of more blocks serves
+        shorter sequences.
+      scale: default H**-0.5. May be an array, with a gradient.
+      is_causal: nothing at later positions; the random blocks are drawn from those before.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
+      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
+      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
+      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
+      dropout_rate: share of the weights dropped, in [0, 1).
+      dropout_rng: a `jax.random` key; needed where the rate is above 0.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      implementation: None or "xla", or a tuple tried in order.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf for a row that attends to nothing.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values; more random blocks than there are blocks, where
+        it is not causal.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given = block.check(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        query_offset=0,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=None,
+        local_window_size=None,
+        logits_soft_cap=logits_soft_cap,
+        score_mod=score_mod,
+        sink=sink,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=None,
+    )
+    _checks.self_attention("random_attention", query, key)
+    length, key_heads = key.shape[-3:-1]
+    random = bigbird.check_random_blocks(random_blocks, length, block_size, key_heads)
+    if random is None:
+        random = bigbird.draw_random_blocks(
+            length,
+            block_size,
+            num_random_blocks,
+            seed,
+            key_heads=key_heads,
+            is_causal=is_causal,
+            window=1,
+            ends=(0, 0),
+        )
+    own = np.arange(random.shape[-2])[:, None]
+    listed = bigbird.joined(own, random)
+    with jax.named_scope("random_attention"):
+        out, lse = _checks.dispatch(
+            implementation,
+            "random_attention",
+            {"xla": lambda: attend_blocks(query, key, value, given, listed, block_size)},
+        )
+    return (out, lse) if return_residual else out
+
+
+registry.register(
+    registry.Mechanism(
+        name="random",
+        family="sparse",
+        paper="Zaheer et al. 2020, Big Bird",
+        function=random_attention,
+        capabilities=frozenset(registry.CAPABILITIES)
+        - {"cross", "offset", "segments", "window", "bias", "mask", "state", "decode"},
+        options={"block_size": 32, "num_random_blocks": 3},
+        complexity="O(N b r)",
+        time_exponent=1.0,
+    )
+)
