@@ -245,3 +245,21 @@ def self_attention(mechanism: str, query: jax.Array, key: jax.Array) -> None:
             f"{mechanism} is self-attention: query and key need the same length, got "
             f"{query.shape[-3]} and {key.shape[-3]}"
         )
+
+
+def dilation(value: Any, heads: int, key_heads: int) -> int | tuple[int, ...]:
+    """Tokens in a step, at least 1: an int, or one for each query head if they differ."""
+    each = tuple(value) if isinstance(value, tuple | list) else (value,) * heads
+    if not all(is_integer(d) and d >= 1 for d in each):
+        raise ValueError(f"dilation must be an int, 1 or more tokens, got {value!r}")
+    if len(each) != heads:
+        raise ValueError(
+            f"dilation must be an int, or one for each of the {heads} query heads, got {value!r}"
+        )
+    each = tuple(int(d) for d in each)
+    group = heads // key_heads
+    if any(d != each[n - n % group] for n, d in enumerate(each)):
+        raise ValueError(
+            f"dilation must be the same for the {group} query heads of each key head, got {value!r}"
+        )
+    return each[0] if len(set(each)) == 1 else each

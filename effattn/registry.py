@@ -33,6 +33,9 @@ CAPABILITIES: Mapping[str, str] = MappingProxyType(
 )
 
 
+_ANY_FUNCTION = "effattn.nn.attention:SelfAttention"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mechanism:
     """One way of attending.
@@ -42,7 +45,8 @@ class Mechanism:
       family: the row group of the table of mechanisms ("exact", "sparse", "linear", ...).
       paper: authors, year and title of the publication.
       function: the pure function, taking query, key and value.
-      builder: "module:attribute" of the callable that makes its Flax mixer; imported on use.
+      builder: "module:attribute" of the callable that makes its Flax mixer; imported on use. The
+        default makes one of any function; another makes this mechanism alone.
       options_at: the options at a length, where the claimed growth supposes some that follow it.
       by_layer: the options that change with the layer (from 0) in which the mixer stands.
       decoder: "module:attribute" of what makes its decoder, `(function, options) -> Decoder` (see
@@ -65,7 +69,7 @@ class Mechanism:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options_at: Callable[[int], Mapping[str, Any]] | None = None
     by_layer: Callable[[int], Mapping[str, Any]] | None = None
-    builder: str = "effattn.nn.attention:SelfAttention"
+    builder: str = _ANY_FUNCTION
     decoder: str | None = None
     causality: str = "exact"
 
@@ -83,7 +87,8 @@ class Mechanism:
 
     def build(self, in_features: int, num_heads: int, **kwargs: Any) -> Any:
         """The mechanism's Flax mixer, from tokens `(B, T, D)` to tokens."""
-        return load(self.builder)(in_features, num_heads, attention=self.name, **kwargs)
+        which = {"attention": self.name} if self.builder == _ANY_FUNCTION else {}
+        return load(self.builder)(in_features, num_heads, **which, **kwargs)
 
 
 _MECHANISMS: dict[str, Mechanism] = {}

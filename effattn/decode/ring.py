@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from effattn.decode.state import check_state, new_lengths
@@ -52,7 +53,7 @@ class RingDecoder:
             )
         window = self.options["local_window_size"]
         left = window if isinstance(window, int) else window[0]
-        return left * self.options.get("dilation", 1)
+        return left * int(np.max(self.options.get("dilation", 1)))
 
     def init(
         self,
@@ -96,11 +97,7 @@ class RingDecoder:
         check_state(state, RingState, batch)
         lengths = new_lengths(lengths, batch, time)
         span = self.span
-        keys = jnp.concatenate([state.key.astype(key.dtype), key], axis=1)
-        values = jnp.concatenate([state.value.astype(value.dtype), value], axis=1)
-        # Slots [0, span) are the ring, filled from its end; slots from `span` on are new.
-        slots = jnp.arange(span + time, dtype=jnp.int32)
-        filled = (slots >= span - state.length[:, None]) & (slots < span + lengths[:, None])
+        keys, values, filled, after = append(state, key, value, lengths)
         key_ids = filled.astype(jnp.int32)
         out = self.function(
             query,
@@ -109,29 +106,48 @@ class RingDecoder:
             is_causal=True,
             query_offset=span,
             segment_ids=(key_ids[:, span:], key_ids),
-            **self._options_at(state.length - span),
+            **shift(self.options, state.length - span),
         )
+        return out, after
 
-        def kept(arrays, taken):
-            """A row that took n tokens keeps slots [n, n + span)."""
-            cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=span)
-            return tuple(jax.vmap(cut)(array, taken) for array in arrays)
 
-        specs = (PartitionSpec(*mesh_axes.spec(array)) for array in (keys, values))
-        new_key, new_value = mesh_axes.placed(kept, keys, *specs)((keys, values), lengths)
-        return out, RingState(
-            key=new_key.astype(state.key.dtype),
-            value=new_value.astype(state.value.dtype),
-            length=state.length + lengths,
-        )
+def append(
+    state: RingState, key: jax.Array, value: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, RingState]:
+    """The ring with T new tokens after it, `(B, W + T, ...)`, and what it keeps of them.
 
-    def _options_at(self, start: jax.Array) -> Mapping[str, Any]:
-        """The options, where slot 0 of row b is position `start[b]` of its sequence."""
-        score_mod = self.options.get("score_mod")
-        if score_mod is None:
-            return self.options
+    Returns:
+      Keys, values, which slots `(B, W + T)` hold a token, and the ring after the new tokens.
+    """
+    time, span = key.shape[1], state.key.shape[1]
+    keys = jnp.concatenate([state.key.astype(key.dtype), key], axis=1)
+    values = jnp.concatenate([state.value.astype(value.dtype), value], axis=1)
+    # Slots [0, span) are the ring, filled from its end; slots from `span` on are new.
+    slots = jnp.arange(span + time, dtype=jnp.int32)
+    filled = (slots >= span - state.length[:, None]) & (slots < span + lengths[:, None])
 
-        def shifted(logit, b, h, i, j):
-            return score_mod(logit, b, h, i + start[b], j + start[b])
+    def kept(arrays, taken):
+        """A row that took n tokens keeps slots [n, n + span)."""
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=span)
+        return tuple(jax.vmap(cut)(array, taken) for array in arrays)
 
-        return {**self.options, "score_mod": shifted}
+    specs = (PartitionSpec(*mesh_axes.spec(array)) for array in (keys, values))
+    new_key, new_value = mesh_axes.placed(kept, keys, *specs)((keys, values), lengths)
+    after = RingState(
+        key=new_key.astype(state.key.dtype),
+        value=new_value.astype(state.value.dtype),
+        length=state.length + lengths,
+    )
+    return keys, values, filled, after
+
+
+def shift(options: Mapping[str, Any], start: jax.Array) -> Mapping[str, Any]:
+    """The options, where slot 0 of row b is position `start[b]` of its sequence."""
+    score_mod = options.get("score_mod")
+    if score_mod is None:
+        return options
+
+    def shifted(logit, b, h, i, j):
+        return score_mod(logit, b, h, i + start[b], j + start[b])
+
+    return {**options, "score_mod": shifted}

@@ -1,7 +1,7 @@
 """Longformer attention: a sliding window, and tokens that attend and are attended globally."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ def longformer_attention(
     value: jax.Array,
     *,
     local_window_size: int | tuple[int, int],
-    dilation: int = 1,
+    dilation: int | Sequence[int] = 1,
     global_mask: jax.Array | None = None,
     max_global: int | None = None,
     global_query: jax.Array | None = None,
@@ -58,7 +58,8 @@ def longformer_attention(
       key: `(*B, T, K, H)`, N a multiple of K.
       value: `(*B, T, K, Hv)`.
       local_window_size: w or (left, right), steps on each side; the token itself is extra.
-      dilation: tokens in a step, 1 or more.
+      dilation: tokens in a step, 1 or more; an int, or one for each query head. Heads that share a
+        key head share a dilation.
       global_mask: bool `(*B, T)`, True for global tokens; the axes of the batch may have size 1.
       max_global: how many global tokens an example has at most, needed with `global_mask`. Where
         there are more, the first so many are global.
@@ -89,7 +90,6 @@ def longformer_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    _checks.at_least("dilation", dilation, 1, "tokens")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         query,
@@ -110,6 +110,7 @@ def longformer_attention(
         precision=precision,
         tile=tile,
     )
+    dilation = _checks.dilation(dilation, query.shape[-2], key.shape[-2])
     _checks.self_attention("longformer_attention", query, key)
     given_global = (("query", global_query), ("key", global_key), ("value", global_value))
     global_arrays = tuple(
@@ -149,10 +150,7 @@ def _checks_global(global_mask, max_global, shape):
 def _attend(dilation, arrays, global_arrays, is_global, max_global, given):
     query, key, value = arrays
     batch, length = query.shape[:-3], query.shape[-3]
-    slot = jnp.cumsum(is_global, axis=-1, dtype=jnp.int32) - 1
-    is_global &= slot < max_global
-    # The global tokens first, in order; slots beyond them hold others, and are masked.
-    where = jnp.argsort(~is_global, axis=-1, stable=True)[..., :max_global].astype(jnp.int32)
+    is_global, slot, where = locate(is_global, max_global)
     there = jnp.arange(max_global) < is_global.sum(-1, keepdims=True)
     everywhere = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (*batch, length))
 
@@ -166,25 +164,25 @@ def _attend(dilation, arrays, global_arrays, is_global, max_global, given):
         unbounded,
         mask=seen[..., None, None, :],
         key_lengths=None,
-        segments=given.segments and (given.segments[0], _gather(given.segments[1], where)),
+        segments=given.segments and (given.segments[0], gather(given.segments[1], where)),
         positions=(everywhere, where),
     )
-    global_part = block.attend(query, _gather(key, where), _gather(value, where), to_global)
+    global_part = block.attend(query, gather(key, where), gather(value, where), to_global)
     out, lse = combine(*zip(local_part, global_part, strict=True))
 
     by_global = dataclasses.replace(
         unbounded,
         query_lengths=None,
-        segments=given.segments and (_gather(given.segments[0], where), given.segments[1]),
+        segments=given.segments and (gather(given.segments[0], where), given.segments[1]),
         positions=(where, everywhere),
     )
     global_query, global_key, global_value = global_arrays
-    of_global = block.attend(_gather(global_query, where), global_key, global_value, by_global)
+    of_global = block.attend(gather(global_query, where), global_key, global_value, by_global)
     is_global &= _present(lengths[0], everywhere)
     return tuple(
         jnp.where(
             is_global.reshape(*is_global.shape, *(1,) * (theirs.ndim - is_global.ndim)),
-            _gather(ours, jnp.clip(slot, 0, max_global - 1)),
+            gather(ours, slot),
             theirs,
         )
         for ours, theirs in zip(of_global, (out, lse), strict=True)
@@ -196,15 +194,33 @@ def _present(lengths, positions):
     return jnp.full(positions.shape, True) if lengths is None else positions < lengths[..., None]
 
 
-def _gather(array, where):
+def locate(is_global: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first `most` global tokens: which they are, each one's slot, and each slot's token.
+
+    Slots beyond them hold other tokens.
+
+    Args:
+      is_global: bool `(*B, L)`.
+      most: g, at most L.
+
+    Returns:
+      bool `(*B, L)`, int32 `(*B, L)` and int32 `(*B, g)`.
+    """
+    slot = jnp.cumsum(is_global, axis=-1, dtype=jnp.int32) - 1
+    is_global = is_global & (slot < most)
+    where = jnp.argsort(~is_global, axis=-1, stable=True)[..., :most].astype(jnp.int32)
+    return is_global, jnp.clip(slot, 0, most - 1), where
+
+
+def gather(array: jax.Array, where: jax.Array) -> jax.Array:
     """`(*B, L, ...)` at `(*B, g)`."""
 
-    def gather(array, where):
+    def at(array, where):
         return array.at[where].get(mode="clip", unique_indices=False)
 
     for _ in range(where.ndim - 1):
-        gather = jax.vmap(gather)
-    return gather(array, where)
+        at = jax.vmap(at)
+    return at(array, where)
 
 
 def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> RingDecoder:
@@ -229,6 +245,7 @@ registry.register(
         capabilities=frozenset(registry.CAPABILITIES)
         - {"cross", "offset", "bias", "mask", "sink", "state"},
         options={"local_window_size": (127, 0), "dilation": 1},
+        builder="effattn.nn.longformer:LongformerSelfAttention",
         decoder="effattn.functional.longformer:decoder",
         complexity="O(N (w + g))",
         time_exponent=1.0,

@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from effattn import _checks, registry
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
+from effattn.xla.block_attention import Origin
 
 
 def sliding_window_attention(
@@ -18,7 +21,7 @@ def sliding_window_attention(
     value: jax.Array,
     *,
     local_window_size: int | tuple[int, int],
-    dilation: int = 1,
+    dilation: int | Sequence[int] = 1,
     scale: float | jax.Array | None = None,
     is_causal: bool = False,
     query_offset: int | jax.Array = 0,
@@ -50,7 +53,8 @@ def sliding_window_attention(
       value: `(*B, S, K, Hv)`.
       local_window_size: w or (left, right), steps on each side; the token itself is extra. A causal
         window of 256 keys is (255, 0).
-      dilation: tokens in a step, 1 or more.
+      dilation: tokens in a step, 1 or more; an int, or one for each query head. Heads that share a
+        key head share a dilation.
       scale: default H**-0.5. May be an array, with a gradient.
       is_causal: nothing at later positions, whatever the window's right side.
       query_offset: query t stands at position t + offset; an int, or an int array `()` or `(*B)`.
@@ -76,7 +80,6 @@ def sliding_window_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    _checks.at_least("dilation", dilation, 1, "tokens")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         query,
@@ -97,6 +100,7 @@ def sliding_window_attention(
         precision=precision,
         tile=tile,
     )
+    dilation = _checks.dilation(dilation, query.shape[-2], key.shape[-2])
     with jax.named_scope("sliding_window_attention"):
         out, lse = _checks.dispatch(
             implementation,
@@ -106,11 +110,44 @@ def sliding_window_attention(
     return (out, lse) if return_residual else out
 
 
-def attend(dilation: int, query, key, value, given: block.Arguments):
+def attend(dilation: int | tuple[int, ...], query, key, value, given: block.Arguments):
     """The output and the log-sum-exp; of masks, only one of keys, `(*B, 1, 1, S)`."""
+    if isinstance(dilation, tuple):
+        return _attend_by_head(dilation, query, key, value, given)
     if dilation == 1:
         return block.attend(query, key, value, given)
-    return _attend_dilated(int(dilation), query, key, value, given)
+    return _attend_dilated(dilation, query, key, value, given)
+
+
+def _attend_by_head(dilations: tuple[int, ...], query, key, value, given: block.Arguments):
+    """Attends with the heads of each dilation in turn, and puts them back in order."""
+    of_heads = np.array(dilations)
+    of_key_heads = of_heads[:: query.shape[-2] // key.shape[-2]]
+    outs, lses = [], []
+    order: list[int] = []
+    for dilation in sorted(set(dilations)):
+        heads = np.flatnonzero(of_heads == dilation)
+        key_heads = np.flatnonzero(of_key_heads == dilation)
+        part = dataclasses.replace(
+            given,
+            sink=None if given.sink is None else given.sink[heads],
+            origin=_origin_of_heads(tuple(heads.tolist())),
+        )
+        arrays = query[..., heads, :], key[..., key_heads, :], value[..., key_heads, :]
+        out, lse = attend(dilation, *arrays, part)
+        outs.append(out)
+        lses.append(lse)
+        order.extend(heads)
+    back = np.argsort(order)
+    return jnp.concatenate(outs, -2)[..., back, :], jnp.concatenate(lses, -1)[..., back]
+
+
+@functools.cache
+def _origin_of_heads(heads: tuple[int, ...]):
+    def origin(b, h, i, j):
+        return b, jnp.array(heads, jnp.int32)[h], i, j
+
+    return origin
 
 
 def _attend_dilated(dilation: int, query, key, value, given: block.Arguments):
@@ -141,17 +178,18 @@ def _attend_dilated(dilation: int, query, key, value, given: block.Arguments):
         key_lengths=_class_lengths(key_lengths, batch, dilation),
         mask=None if key_mask is None else key_mask[..., None, None, :],
         segments=given.segments and (fold_queries(given.segments[0]), fold_keys(given.segments[1])),
-        origin=_origin_of_classes(dilation),
+        origin=_origin_of_classes(dilation, given.origin),
     )
     out, lse = block.attend(fold_queries(query), fold_keys(key), fold_keys(value), folded)
     return unfold_queries(out), unfold_queries(lse)
 
 
 @functools.cache
-def _origin_of_classes(dilation: int):
-    def origin(b, i, j):
+def _origin_of_classes(dilation: int, before: Origin | None):
+    def origin(b, h, i, j):
         b, residue = b // dilation, b % dilation
-        return b, i * dilation + residue, j * dilation + residue
+        here = b, h, i * dilation + residue, j * dilation + residue
+        return here if before is None else before(*here)
 
     return origin
 

@@ -206,9 +206,9 @@ def _own_block(size: int, query, key, value, given: block.Arguments):
 
 @functools.cache
 def _origin_of_blocks(blocks: int, size: int):
-    def origin(b, i, j):
+    def origin(b, h, i, j):
         start = b % blocks * size
-        return b // blocks, start + i, start + j
+        return b // blocks, h, start + i, start + j
 
     return origin
 

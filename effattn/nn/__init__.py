@@ -6,6 +6,8 @@ from effattn.nn.alibi import Alibi, alibi_slopes
 from effattn.nn.attention import CrossAttention, SelfAttention
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.hybrid import HybridHeads, HybridState
+from effattn.nn.longformer import LongformerSelfAttention
+from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
 
@@ -15,6 +17,7 @@ __all__ = [
     "CrossAttention",
     "HybridHeads",
     "HybridState",
+    "LongformerSelfAttention",
     "RotaryEmbedding",
     "SelfAttention",
     "SwiGLU",
@@ -23,5 +26,7 @@ __all__ = [
     "TransformerState",
     "alibi_slopes",
     "as_attention_fn",
+    "bigbird_from_transformers",
     "generate",
+    "longformer_from_transformers",
 ]

@@ -104,8 +104,12 @@ class _Attention(nnx.Module):
         self.query_norm = norm() if qk_norm else None
         self.key_norm = norm() if qk_norm else None
 
-    def _heads(self, x: jax.Array, context: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        query, key, value = self.query(x), self.key(context), self.value(context)
+    def _project(
+        self, x: jax.Array, context: jax.Array, layers: tuple[Any, Any, Any] | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query, key and value; of other `layers` than the module's own, if given."""
+        of_query, of_key, of_value = layers or (self.query, self.key, self.value)
+        query, key, value = of_query(x), of_key(context), of_value(context)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
@@ -221,20 +225,46 @@ class SelfAttention(_Attention):
         Returns:
           `(B, T, D)`. Nothing in the padding reaches the other tokens.
         """
+        x, positions, keywords = self._whole(x, lengths, segment_ids)
+        heads = self._heads(x, positions)
+        return self.out(self.attention(*heads, **keywords, **self._dropout(rngs)))
+
+    def _whole(
+        self, x: jax.Array, lengths: jax.Array | None, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None, dict[str, Any]]:
+        """Whole sequences: x, zero in the padding; positions; keywords of the function."""
         _check_tokens("x", x, self.in_features)
         batch, time = x.shape[:2]
         padding, valid = _padding(self.binding, batch, time, lengths, segment_ids)
-        x = _zero_padding(x, valid)
-        query, key, value = self._heads(x, x)
+        if self.is_causal and self.binding.takes("is_causal"):
+            padding["is_causal"] = True
+        positions = None
         if self.rotary is not None:
             positions = (
                 jnp.arange(time) if segment_ids is None else positions_from_segment_ids(segment_ids)
             )
+        return _zero_padding(x, valid), positions, {**self._options(), **padding}
+
+    def _new(
+        self, x: jax.Array, state: Any, lengths: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Tokens after those of the state: x, zero in the padding; positions; lengths."""
+        _check_tokens("x", x, self.in_features)
+        batch, time = x.shape[:2]
+        if lengths is not None:
+            lengths = new_lengths(lengths, batch, time)
+            x = _zero_padding(x, jnp.arange(time) < lengths[:, None])
+        positions = None if self.rotary is None else state.length[:, None] + jnp.arange(time)
+        return x, positions, lengths
+
+    def _heads(
+        self, x: jax.Array, positions: jax.Array | None, layers: tuple[Any, Any, Any] | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query, key and value of x, at `positions` where the module rotates."""
+        query, key, value = self._project(x, x, layers)
+        if self.rotary is not None and positions is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
-        if self.is_causal and self.binding.takes("is_causal"):
-            padding["is_causal"] = True
-        out = self.attention(query, key, value, **self._options(), **padding, **self._dropout(rngs))
-        return self.out(out)
+        return query, key, value
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
         """The empty decode state of `batch` rows of up to `max_length` tokens.
@@ -265,16 +295,8 @@ class SelfAttention(_Attention):
           `(y (B, T, D), state)`.
         """
         decoder = self._decoder()
-        _check_tokens("x", x, self.in_features)
-        batch, time = x.shape[:2]
-        if lengths is not None:
-            lengths = new_lengths(lengths, batch, time)
-            x = _zero_padding(x, jnp.arange(time) < lengths[:, None])
-        query, key, value = self._heads(x, x)
-        if self.rotary is not None:
-            positions = state.length[:, None] + jnp.arange(time)
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
-        out, state = decoder.extend(query, key, value, state, lengths)
+        x, positions, lengths = self._new(x, state, lengths)
+        out, state = decoder.extend(*self._heads(x, positions), state, lengths)
         return self.out(out), state
 
     def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
@@ -394,12 +416,8 @@ class CrossAttention(_Attention):
         keywords = {name: array for name, array in keywords.items() if array is not None}
         if segment_ids is not None:
             keywords["segment_ids"] = (segment_ids, context_segment_ids)
-        query, key, value = self._heads(
-            _zero_padding(x, valid), _zero_padding(context, context_valid)
-        )
-        out = self.attention(
-            query, key, value, **self._options(), **keywords, **self._dropout(rngs)
-        )
+        heads = self._project(_zero_padding(x, valid), _zero_padding(context, context_valid))
+        out = self.attention(*heads, **self._options(), **keywords, **self._dropout(rngs))
         return self.out(out)
 
 

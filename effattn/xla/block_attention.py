@@ -34,7 +34,7 @@ from effattn.xla import mesh_axes
 from effattn.xla.products import widened
 from effattn.xla.tiling import Listed, Window
 
-Origin = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+Origin = Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Rule:
       precision: of the matrix products.
       pattern: `pattern.allows(i, j, h)` says which pairs may attend; in a layout, of partial tiles.
       key_tiles: how many of the layout's tiles are read in a step.
-      origin: `(b, i, j) -> (b, i, j)`, from the example and positions here to those that
-        `score_mod` and dropout are told, where a mechanism has rearranged its tokens.
+      origin: `(b, h, i, j) -> (b, h, i, j)`, from the example, head and positions here to those
+        that `score_mod` and dropout are told, where a mechanism has rearranged its tokens or heads.
     """
 
     tile: tuple[int, int]
@@ -541,7 +541,7 @@ class _Tiles:
 
     def _score_at_origin(self, constants, logit, b, h, i, j):
         if self.rule.origin is not None:
-            b, i, j = self.rule.origin(b, i, j)
+            b, h, i, j = self.rule.origin(b, h, i, j)
         assert self.rule.score_mod is not None
         return self.rule.score_mod(constants, *mesh_axes.vary_alike((logit, b, h, i, j)))
 
@@ -591,6 +591,6 @@ class _Tiles:
             return weights
         b, h, i, j = self._indices(patch)
         if self.rule.origin is not None:
-            b, i, j = self.rule.origin(b, i, j)
+            b, h, i, j = self.rule.origin(b, h, i, j)
         keep = dropout.keep(self.x.seed, rate, b, h, i, j)
         return self._heads_together(jnp.where(keep, self._heads_apart(weights) / (1 - rate), 0))

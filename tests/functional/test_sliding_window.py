@@ -147,3 +147,36 @@ def test_the_window_is_needed():
         sliding_window_attention(query, query, query)
     with pytest.raises(ValueError, match="local_window_size must be an int .*got None"):
         sliding_window_attention(query, query, query, local_window_size=None)
+
+
+def test_a_dilation_for_each_head(x64):
+    """Equals exact attention masked by head, which sees the same heads, positions and dropout."""
+    dilations = (3, 3, 1, 1)
+    learned = {"slopes": rng.normal(size=4), "sink": rng.normal(size=4)}
+    options = {"is_causal": True, "query_offset": 2, **LENGTHS, **WITH_DROPOUT}
+    back = np.arange(11)[:, None] + 2 - np.arange(14)
+    mask = np.stack([(back % d == 0) & (back <= 2 * d) for d in dilations])
+
+    def dense(arrays, known):
+        learned = {"score_mod": slopes_of(arrays), "sink": arrays["sink"]}
+        plain = {name: arrays[name] for name in ("query", "key", "value")}
+        return dot_product_attention(
+            **plain, **learned, **options, mask=mask[None], return_residual=True
+        )
+
+    ours = functools.partial(windowed, **options, local_window_size=2, dilation=dilations)
+    arrays = {**draw(), **learned}
+    assert_close(with_gradients(ours, arrays), with_gradients(dense, arrays), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "dilation, message",
+    [
+        ((1, 1, 2), r"one for each of the 4 query heads, got \(1, 1, 2\)"),
+        ((1, 1, 0, 0), "1 or more tokens"),
+        ((1, 2, 2, 2), "the same for the 2 query heads of each key head"),
+    ],
+)
+def test_dilations_that_do_not_fit_the_heads(dilation, message):
+    with pytest.raises(ValueError, match=message):
+        sliding_window_attention(**draw(dtype=np.float32), local_window_size=2, dilation=dilation)

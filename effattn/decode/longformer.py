@@ -1,0 +1,201 @@
+"""The state of Longformer attention: a ring for the window, and what global tokens need."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn.decode import contiguous, ring
+from effattn.decode.contiguous import ContiguousState
+from effattn.decode.ring import RingDecoder, RingState
+from effattn.decode.state import check_state, new_lengths
+from effattn.functional.combine import combine
+from effattn.functional.longformer import gather, locate
+from effattn.functional.sliding_window import sliding_window_attention
+from effattn.functional.softmax import dot_product_attention
+
+Heads = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LongformerState:
+    """What later tokens can reach.
+
+    Attributes:
+      ring: the last W keys and values, for windows.
+      key: `(B, G, K, H)`, of the global tokens so far, for every token.
+      value: `(B, G, K, Hv)`.
+      position: `(B, G)` int32, where these tokens stand; -1 where there is none yet.
+      prefix: the keys and values of all tokens, for queries of global tokens.
+    """
+
+    ring: RingState
+    key: jax.Array
+    value: jax.Array
+    position: jax.Array
+    prefix: ContiguousState
+
+    @property
+    def length(self) -> jax.Array:
+        """`(B,)` int32, tokens seen."""
+        return self.ring.length
+
+
+@dataclasses.dataclass(frozen=True)
+class LongformerDecoder:
+    """Decodes causal Longformer attention with up to G global tokens a row.
+
+    A token that is not global costs O(W + G); a global one reads the whole prefix, O(S). The state
+    is O(S) a row.
+
+    Attributes:
+      options: the arguments of `effattn.longformer_attention`, `max_global` (G) among them.
+    """
+
+    options: Mapping[str, Any]
+
+    def init(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: Any,
+    ) -> LongformerState:
+        """The empty state, for `max_length` tokens a row."""
+        most = self.options["max_global"]
+        window = RingDecoder(sliding_window_attention, self.options)
+        sizes = num_kv_heads, head_dim, value_dim, dtype
+        return LongformerState(
+            ring=window.init(batch, max_length, *sizes),
+            key=jnp.zeros((batch, most, num_kv_heads, head_dim), dtype),
+            value=jnp.zeros((batch, most, num_kv_heads, value_dim), dtype),
+            position=jnp.full((batch, most), -1, jnp.int32),
+            prefix=contiguous.empty(batch, max_length, *sizes),
+        )
+
+    def extend(
+        self,
+        heads: Heads,
+        global_heads: Heads,
+        state: LongformerState,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, LongformerState]:
+        """Attends from T new tokens to all that they may see.
+
+        Args:
+          heads: query `(B, T, N, H)`, key `(B, T, K, H)` and value `(B, T, K, Hv)`.
+          global_heads: the same with the projections of global tokens.
+          state: from `init` or an earlier `extend`.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          global_mask: bool `(B, T)`, which of them are global; default none. Those beyond the
+            first G of a row are not.
+
+        Returns:
+          `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
+        """
+        query, key, value = heads
+        batch, time = query.shape[:2]
+        check_state(state, LongformerState, batch)
+        lengths = new_lengths(lengths, batch, time)
+        positions = state.length[:, None] + jnp.arange(time, dtype=jnp.int32)
+        global_query, global_key, global_value = global_heads
+        is_valid = jnp.arange(time) < lengths[:, None]
+        is_global = None if global_mask is None else global_mask & is_valid
+        if is_global is not None:
+            state, is_global = _with_new_global_tokens(state, key, value, positions, is_global)
+        keys, values, filled, after = ring.append(state.ring, key, value, lengths)
+        prefix = contiguous.append(state.prefix, global_key, global_value, lengths)
+
+        span = state.ring.key.shape[1]
+        start = state.length - span
+        is_local = filled & ~_slots_of_global_tokens(state.position, start, filled.shape)
+        local = {name: o for name, o in self.options.items() if name != "max_global"}
+        local_part = sliding_window_attention(
+            query,
+            keys,
+            values,
+            is_causal=True,
+            query_offset=span,
+            segment_ids=(is_valid.astype(jnp.int32), is_local.astype(jnp.int32)),
+            return_residual=True,
+            **ring.shift(local, start),
+        )
+        seen = state.position[:, None, :]
+        global_part = self._attend(
+            (query, state.key.astype(key.dtype), state.value.astype(value.dtype)),
+            (positions, state.position),
+            is_valid[..., None] & (seen >= 0) & (seen <= positions[..., None]),
+        )
+        out, _ = combine(*zip(local_part, global_part, strict=True))
+
+        if is_global is not None:
+            is_global, slot, where = locate(is_global, min(time, state.position.shape[1]))
+
+            def attend_globally():
+                asking = gather(positions, where)
+                everywhere = jnp.arange(prefix.key.shape[1], dtype=jnp.int32)
+                of_global, _ = self._attend(
+                    (
+                        gather(global_query, where),
+                        prefix.key.astype(key.dtype),
+                        prefix.value.astype(value.dtype),
+                    ),
+                    (asking, jnp.broadcast_to(everywhere, prefix.key.shape[:2])),
+                    gather(is_global, where)[..., None] & (everywhere <= asking[..., None]),
+                )
+                return jnp.where(is_global[..., None, None], gather(of_global, slot), out)
+
+            # Reading the whole prefix is for steps that need it.
+            out = jax.lax.cond(jnp.any(is_global), attend_globally, lambda: out)
+        return out, dataclasses.replace(state, ring=after, prefix=prefix)
+
+    def _attend(self, heads: Heads, positions: tuple[jax.Array, jax.Array], mask: jax.Array):
+        """Exact attention over the pairs of the mask `(B, T, S)`; the output and log-sum-exp."""
+        windows = ("local_window_size", "dilation", "tile", "max_global")
+        options = {name: o for name, o in self.options.items() if name not in windows}
+        score_mod = options.get("score_mod")
+        if score_mod is not None:
+            of_query, of_key = positions
+
+            def at_positions(logit, b, h, i, j):
+                return score_mod(logit, b, h, of_query[b, i], of_key[b, j])
+
+            options["score_mod"] = at_positions
+        return dot_product_attention(*heads, mask=mask[:, None], return_residual=True, **options)
+
+
+def _with_new_global_tokens(state, key, value, positions, is_global):
+    """The state with room's worth of the new global tokens, and which of these they are."""
+    most = state.position.shape[1]
+    taken = jnp.sum(state.position >= 0, axis=-1, keepdims=True)
+    slot = taken + jnp.cumsum(is_global, axis=-1) - 1
+    is_global = is_global & (slot < most)
+    # Tokens that are not global go to a slot that does not exist, and so are dropped.
+    slot = jnp.where(is_global, slot, most)
+
+    @jax.vmap
+    def stored(held, slot, new):
+        return held.at[slot].set(new.astype(held.dtype), mode="drop")
+
+    state = dataclasses.replace(
+        state,
+        key=stored(state.key, slot, key),
+        value=stored(state.value, slot, value),
+        position=stored(state.position, slot, positions),
+    )
+    return state, is_global
+
+
+def _slots_of_global_tokens(position, start, shape):
+    """bool `(B, W + T)`, where slot 0 of row b is position `start[b]`."""
+    slot = position - start[:, None]
+    slot = jnp.where((position >= 0) & (slot >= 0), slot, shape[1])
+    return jax.vmap(lambda empty, slot: empty.at[slot].set(True, mode="drop"))(
+        jnp.zeros(shape, bool), slot
+    )

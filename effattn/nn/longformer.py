@@ -1,0 +1,158 @@
+"""Longformer's self-attention, in which some tokens are global."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import _checks
+from effattn.decode.longformer import LongformerDecoder
+from effattn.nn.attention import SelfAttention
+
+
+class LongformerSelfAttention(SelfAttention):
+    """A mixer of windows and global tokens (Beltagy et al. 2020, "Longformer").
+
+        q, k, v = x Wq, x Wk, x Wv;   y = longformer_attention(q, k, v) Wo
+
+    Each call says which tokens are global: these attend to all tokens, and all tokens attend to
+    them. With `global_projections`, what a global token asks with and gathers goes through
+    projections of its own, which start equal to the others, as in the paper:
+
+        q, k, v = x Wgq, x Wgk, x Wgv    for queries of global tokens and all that these attend to
+
+    `effattn.longformer_attention` has the pairs and the cost. Without `max_global` it is a sliding
+    window, and decodes as one. With it, the decode state also holds the global tokens and the keys
+    and values of the whole prefix, which a step reads only if its token is global.
+
+    Args:
+      in_features: D.
+      num_heads: N query heads.
+      max_global: how many global tokens a row has at most; None for never any. Where there are
+        more, the first so many are global.
+      global_projections: projections of their own for global tokens.
+      rngs: for the initial parameters.
+      **options: all other arguments of `SelfAttention` (`is_causal`, `use_bias`, `num_kv_heads`,
+        ...) and options of `effattn.longformer_attention`: `local_window_size`, default (127, 0),
+        and `dilation`, an int, or one for each query head.
+
+    Raises:
+      ValueError: as `SelfAttention`, and for `global_projections` without `max_global`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        max_global: int | None = None,
+        global_projections: bool = False,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        given = sorted(name for name in options if name.startswith("global_"))
+        if given:
+            raise ValueError(
+                f"LongformerSelfAttention has no option {', '.join(given)}; which tokens are "
+                "global is said at each call, by global_mask"
+            )
+        super().__init__(in_features, num_heads, "longformer", rngs=rngs, **options)
+        if max_global is not None and (not _checks.is_integer(max_global) or max_global < 1):
+            raise ValueError(f"max_global must be an int, 1 or more, or None, got {max_global!r}")
+        if global_projections and max_global is None:
+            raise ValueError(
+                "global_projections=True needs max_global, how many global tokens a row has at most"
+            )
+        self.max_global = max_global
+        self.global_query = nnx.clone(self.query) if global_projections else None
+        self.global_key = nnx.clone(self.key) if global_projections else None
+        self.global_value = nnx.clone(self.value) if global_projections else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """Mixes whole sequences.
+
+        Args:
+          x: `(B, T, D)`.
+          lengths: `(B,)` int, valid tokens of each right-padded row.
+          segment_ids: `(B, T)` int; tokens attend within equal ids, 0 is padding, and positions
+            count from the start of each run. Global tokens reach no further than their segment.
+          global_mask: `(B, T)` bool, True for global tokens; None for none.
+          rngs: for the dropout of attention weights: `nnx.Rngs`, or a key; None has no dropout.
+
+        Returns:
+          `(B, T, D)`. Nothing in the padding reaches the other tokens.
+        """
+        x, positions, keywords = self._whole(x, lengths, segment_ids)
+        if global_mask is not None:
+            keywords["global_mask"] = self._checked(global_mask, x.shape[:2])
+            keywords["max_global"] = min(self.max_global or 0, x.shape[1])
+            layers = self._global_layers()
+            if layers is not None:
+                names = ("global_query", "global_key", "global_value")
+                keywords.update(zip(names, self._heads(x, positions, layers), strict=True))
+        heads = self._heads(x, positions)
+        return self.out(self.attention(*heads, **keywords, **self._dropout(rngs)))
+
+    def extend(
+        self,
+        x: jax.Array,
+        state: Any,
+        *,
+        lengths: jax.Array | None = None,
+        global_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Mixes T >= 1 more tokens, given all before them.
+
+        Args:
+          x: `(B, T, D)`.
+          state: from `init_state` or an earlier call.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          global_mask: `(B, T)` bool, which of the T tokens are global; None for none.
+
+        Returns:
+          `(y (B, T, D), state)`.
+        """
+        if global_mask is not None:
+            global_mask = self._checked(global_mask, x.shape[:2])
+        decoder = self._decoder()
+        if not isinstance(decoder, LongformerDecoder):
+            return super().extend(x, state, lengths=lengths)
+        x, positions, lengths = self._new(x, state, lengths)
+        heads, layers = self._heads(x, positions), self._global_layers()
+        global_heads = heads if layers is None else self._heads(x, positions, layers)
+        out, state = decoder.extend(heads, global_heads, state, lengths, global_mask)
+        return self.out(out), state
+
+    def _global_layers(self) -> tuple[Any, Any, Any] | None:
+        if self.global_query is None:
+            return None
+        return self.global_query, self.global_key, self.global_value
+
+    def _decoder(self) -> Any:
+        of_window = super()._decoder()
+        if self.max_global is None:
+            return of_window
+        return LongformerDecoder({**self._options(), "max_global": self.max_global})
+
+    def _checked(self, global_mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if self.max_global is None:
+            raise ValueError(
+                "global_mask needs max_global, how many global tokens a row has at most, and this "
+                "module was made without"
+            )
+        global_mask = jnp.asarray(global_mask)
+        if global_mask.shape != shape or global_mask.dtype != jnp.bool_:
+            raise ValueError(
+                f"global_mask must be bool of shape {shape}, got {global_mask.dtype} of shape "
+                f"{global_mask.shape}"
+            )
+        return global_mask

@@ -1,0 +1,245 @@
+"""Attention layers of Hugging Face's transformers, loaded into modules of this library."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from effattn.nn.attention import SelfAttention
+from effattn.nn.longformer import LongformerSelfAttention
+
+# Our projections of tokens to heads, and theirs.
+_LOCAL = {"query": "query", "key": "key", "value": "value"}
+_GLOBAL = {
+    "global_query": "query_global",
+    "global_key": "key_global",
+    "global_value": "value_global",
+}
+_NOT_LOADED = {"output.LayerNorm.weight", "output.LayerNorm.bias"}
+
+
+def longformer_from_transformers(
+    parameters: Mapping[str, Any],
+    *,
+    num_heads: int,
+    attention_window: int,
+    max_global: int,
+    prefix: str = "",
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+) -> LongformerSelfAttention:
+    """A pretrained Longformer attention layer, as a module that computes the same.
+
+        model = transformers.AutoModel.from_pretrained("allenai/longformer-base-4096")
+        mixer = longformer_from_transformers(
+            model.state_dict(), prefix="encoder.layer.0.attention.", num_heads=12,
+            attention_window=512, max_global=64)
+
+    The mixer gives what `LongformerAttention` adds to its input: `output.dense` after the heads.
+    The residual connection and `output.LayerNorm` around it are not part of it. Transformers'
+    `attention_mask` is our `lengths` or `segment_ids`, its `global_attention_mask` our
+    `global_mask`. Rows in the padding may differ; nothing else sees them.
+
+    Args:
+      parameters: names to arrays: a `state_dict()`, or what `safetensors.numpy.load_file` returns.
+        Arrays are NumPy's, JAX's or torch's (torch is not needed otherwise).
+      num_heads: the config's `num_attention_heads`.
+      attention_window: the config's `attention_window` of this layer, even: half on each side.
+      max_global: how many global tokens a row has at most; transformers counts them in each batch.
+      prefix: what stands before `self.query.weight` and `output.dense.weight`. Where
+        `query.weight` follows it (the state of a `LongformerSelfAttention`), there is no output
+        projection: the module gives the heads side by side, as that does.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+
+    Returns:
+      A bidirectional `LongformerSelfAttention` with biases and global projections.
+
+    Raises:
+      ValueError: a name under the prefix is missing or unexpected, or an array has another shape.
+    """
+    if attention_window < 2 or attention_window % 2:
+        raise ValueError(
+            f"attention_window must be even and at least 2, half for each side, got "
+            f"{attention_window}"
+        )
+    layers = _read(parameters, prefix, {**_LOCAL, **_GLOBAL}, num_heads)
+    mixer = LongformerSelfAttention(
+        layers["out"]["bias"].size,
+        num_heads,
+        local_window_size=attention_window // 2,
+        max_global=max_global,
+        global_projections=True,
+        is_causal=False,
+        use_bias=True,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        rngs=nnx.Rngs(0),
+    )
+    return _fill(mixer, layers)
+
+
+def bigbird_from_transformers(
+    parameters: Mapping[str, Any],
+    *,
+    num_heads: int,
+    attention_type: str = "block_sparse",
+    block_size: int = 64,
+    num_random_blocks: int = 3,
+    seed: int = 0,
+    random_blocks: Any = None,
+    prefix: str = "",
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+) -> SelfAttention:
+    """A pretrained BigBird attention layer, as a module that computes the same.
+
+        model = transformers.AutoModel.from_pretrained("google/bigbird-roberta-base")
+        mixer = bigbird_from_transformers(
+            model.state_dict(), prefix="encoder.layer.0.attention.", num_heads=12)
+
+    The mixer gives what `BigBirdAttention` adds to its input, as `longformer_from_transformers`
+    does for its layer. Its first and last blocks are global, and the window is of three blocks.
+
+    Transformers draws random blocks with NumPy, for each length, in training only; given the same
+    ones, as `random_blocks`, the module agrees with it. Otherwise it draws its own from `seed`.
+    Three things that transformers does are not done here:
+
+    - In evaluation it draws no random blocks, and counts the keys of the first block
+      `num_random_blocks` times more instead. Here a key counts once, always.
+    - At 1024 tokens its draw may hold the last block, global already, which then counts twice.
+    - Up to (5 + 2 `num_random_blocks`) `block_size` tokens its models attend to everything,
+      whatever their config says. Here `attention_type="original_full"` does.
+
+    Args:
+      parameters: names to arrays, as in `longformer_from_transformers`.
+      num_heads: the config's `num_attention_heads`.
+      attention_type: "block_sparse", or "original_full" for exact attention.
+      block_size: the config's.
+      num_random_blocks: the config's.
+      seed: of the random blocks.
+      random_blocks: in place of the draw, int `(N, n, r)` for n blocks, as in
+        `effattn.bigbird_attention`. Those of transformers lack the first and the last row.
+      prefix: what stands before `self.query.weight` and `output.dense.weight`, or before
+        `query.weight`, as in `longformer_from_transformers`.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+
+    Returns:
+      A bidirectional `SelfAttention` with biases.
+
+    Raises:
+      ValueError: a name under the prefix is missing or unexpected, or an array has another shape.
+    """
+    options: dict[str, Any] = {
+        "original_full": {"attention": "softmax"},
+        "block_sparse": {
+            "attention": "bigbird",
+            "block_size": block_size,
+            "num_window_blocks": 3,
+            "num_global_blocks": (1, 1),
+            "num_random_blocks": num_random_blocks,
+            "seed": seed,
+        },
+    }
+    if attention_type not in options:
+        raise ValueError(
+            f"attention_type must be one of {', '.join(options)}, got {attention_type!r}"
+        )
+    chosen = options[attention_type]
+    if random_blocks is not None:
+        if attention_type == "original_full":
+            raise ValueError("random_blocks are of attention_type='block_sparse' alone")
+        chosen["random_blocks"] = random_blocks
+    layers = _read(parameters, prefix, _LOCAL, num_heads)
+    mixer = SelfAttention(
+        layers["out"]["bias"].size,
+        num_heads,
+        is_causal=False,
+        use_bias=True,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        rngs=nnx.Rngs(0),
+        **chosen,
+    )
+    return _fill(mixer, layers)
+
+
+def _read(
+    parameters: Mapping[str, Any], prefix: str, projections: Mapping[str, str], num_heads: int
+) -> dict[str, dict[str, np.ndarray]]:
+    """Kernel and bias in our shapes, of the projections (ours to theirs) and of `out`."""
+    found = {name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}
+    alone = "query.weight" in found
+    theirs = {ours: name if alone else f"self.{name}" for ours, name in projections.items()}
+    if not alone:
+        theirs["out"] = "output.dense"
+    needed = {f"{name}.{kind}" for name in theirs.values() for kind in ("weight", "bias")}
+    missing, unexpected = sorted(needed - found), sorted(found - needed - _NOT_LOADED)
+    if missing or unexpected:
+        raise ValueError(_advice(parameters, prefix, missing, unexpected))
+
+    features = np.shape(parameters[f"{prefix}{theirs['query']}.weight"])[-1]
+    if features % num_heads:
+        raise ValueError(
+            f"the layer's features ({features}, the last axis of {prefix}{theirs['query']}.weight) "
+            f"must be a multiple of num_heads, got {num_heads}"
+        )
+    heads = (num_heads, features // num_heads)
+    layers = {}
+    for ours, name in theirs.items():
+        # Theirs maps features by weight @ x.
+        weight = _array(parameters, f"{prefix}{name}.weight", (features, features)).T
+        bias = _array(parameters, f"{prefix}{name}.bias", (features,))
+        if ours == "out":
+            layers[ours] = {"kernel": weight.reshape(*heads, features), "bias": bias}
+        else:
+            layers[ours] = {"kernel": weight.reshape(features, *heads), "bias": bias.reshape(heads)}
+    if alone:
+        identity = np.eye(features, dtype=np.float32).reshape(*heads, features)
+        layers["out"] = {"kernel": identity, "bias": np.zeros(features, np.float32)}
+    return layers
+
+
+def _array(parameters: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    array = parameters[name]
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        # NumPy does not know torch's bfloat16, and every float32 holds one.
+        array = (array.float() if array.element_size() < 4 else array).numpy()
+    array = np.asarray(array)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+    return array
+
+
+def _advice(
+    parameters: Mapping[str, Any], prefix: str, missing: list[str], unexpected: list[str]
+) -> str:
+    """What is wrong with the names under the prefix, and where there are such layers."""
+    lists = (("missing", missing), ("unexpected", unexpected))
+    wrong = "; ".join(f"{which}: {_some(names)}" for which, names in lists if names)
+    end = "self.query.weight"
+    others = [name.removesuffix(end) for name in parameters if name.endswith(end)]
+    others = [repr(other) for other in others if other != prefix]
+    return (
+        f"prefix {prefix!r} must lead to one attention layer of this kind; {wrong}"
+        f"{'; attention layers are under the prefixes ' + _some(others) if others else ''}"
+    )
+
+
+def _some(names: list[str], most: int = 14) -> str:
+    """The first few names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _fill(mixer: Any, layers: Mapping[str, Mapping[str, np.ndarray]]) -> Any:
+    """The module with these parameters in place of its own."""
+    for layer, arrays in layers.items():
+        for name, array in arrays.items():
+            parameter = getattr(getattr(mixer, layer), name)
+            parameter[...] = jnp.asarray(array, parameter[...].dtype)
+    return mixer

@@ -1,0 +1,182 @@
+"""Makes the golden files of this folder with Hugging Face's transformers (torch, on a CPU).
+
+    python -m venv /tmp/hf && /tmp/hf/bin/pip install torch transformers numpy
+    /tmp/hf/bin/python tests/golden/make_transformers.py
+
+Small models with random parameters. A file holds the parameters under their names in transformers,
+the inputs, the output of the attention and of its dense layer (before the residual and its
+LayerNorm), and the gradient of sum(output * cotangent) by the input. The models train, with no
+dropout. All is float32 but the indices; rows of the padding hold zeros. Nothing is downloaded.
+"""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+import torch
+import transformers
+from transformers.models.big_bird import modeling_big_bird as big_bird
+from transformers.models.longformer import modeling_longformer as longformer
+
+HERE = pathlib.Path(__file__).parent
+BATCH, FEATURES, HEADS = 2, 24, 4
+
+LONGFORMER_WINDOW = 8
+# Tokens of each row that are valid, and the global ones among them; 32 is a multiple of the window
+# and 27 is not.
+LONGFORMER = {
+    "no_global": (32, [32, 32], [[], []]),
+    "global": (32, [32, 32], [[0], [0]]),
+    "padded": (32, [32, 19], [[0, 3, 29], [7]]),
+    "ragged": (27, [27, 21], [[1, 13, 26], []]),
+}
+
+BIGBIRD_BLOCK = 4
+# Blocks, random blocks of each (None for exact attention), and valid tokens of each row.
+BIGBIRD = {
+    "full": (4, None, [16, 11]),
+    "one_random": (9, 1, [36, 36]),
+    "two_random": (12, 2, [48, 48]),
+    "padded": (12, 2, [48, 42]),
+}
+
+
+def randomise(module: torch.nn.Module) -> None:
+    """Larger parameters than a model starts with, biases too, so that attention is not uniform."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 1.5 / FEATURES**0.5 if parameter.ndim > 1 else 0.3)
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    """The whole state dict, that of the LayerNorm too."""
+    return {f"parameter/{name}": value.numpy() for name, value in module.state_dict().items()}
+
+
+def draw(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, with a gradient, and the cotangent."""
+    x = torch.randn(BATCH, length, FEATURES, requires_grad=True)
+    return x, torch.randn(BATCH, length, FEATURES)
+
+
+def results(attention, heads, x, cotangent, valid) -> dict[str, np.ndarray]:
+    output = attention.output.dense(heads) * valid[..., None]
+    (gradient,) = torch.autograd.grad((output * cotangent).sum(), x)
+    return {
+        "x": x.detach().numpy() * valid.numpy()[..., None],
+        "cotangent": cotangent.numpy(),
+        "output": output.detach().numpy(),
+        "gradient": gradient.numpy(),
+    }
+
+
+def make_longformer() -> dict[str, np.ndarray]:
+    torch.manual_seed(0)
+    config = transformers.LongformerConfig(
+        hidden_size=FEATURES,
+        num_attention_heads=HEADS,
+        num_hidden_layers=1,
+        attention_window=[LONGFORMER_WINDOW],
+        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+    )
+    attention = longformer.LongformerAttention(config, layer_id=0).train()
+    randomise(attention)
+    arrays = parameters_of(attention)
+    for name, (length, lengths, global_tokens) in LONGFORMER.items():
+        x, cotangent = draw(length)
+        valid = torch.arange(length) < torch.tensor(lengths)[:, None]
+        is_global = torch.zeros(BATCH, length, dtype=torch.bool)
+        for row, tokens in enumerate(global_tokens):
+            is_global[row, tokens] = True
+        # The model pads to a multiple of the window, with tokens that are masked.
+        more = -length % LONGFORMER_WINDOW
+        padded = torch.nn.functional.pad(x, (0, 0, 0, more), value=1.0)
+        is_masked = torch.nn.functional.pad(~valid, (0, more), value=True)
+        is_global_padded = torch.nn.functional.pad(is_global, (0, more), value=False)
+        mask = torch.zeros(is_masked.shape)
+        mask[is_masked], mask[is_global_padded] = -10000.0, 10000.0
+        heads = attention.self(
+            padded,
+            attention_mask=mask,
+            is_index_masked=is_masked,
+            is_index_global_attn=is_global_padded,
+            is_global_attn=bool(is_global.any()),
+        )[0][:, :length]
+        case = results(attention, heads, x, cotangent, valid)
+        case["lengths"] = np.array(lengths, np.int32)
+        case["global_mask"] = is_global.numpy()
+        arrays.update({f"{name}/{key}": value for key, value in case.items()})
+    return arrays
+
+
+def make_bigbird() -> dict[str, np.ndarray]:
+    torch.manual_seed(1)
+    arrays: dict[str, np.ndarray] = {}
+    state = None
+    for name, (blocks, random, lengths) in BIGBIRD.items():
+        length = blocks * BIGBIRD_BLOCK
+        config = transformers.BigBirdConfig(
+            hidden_size=FEATURES,
+            num_attention_heads=HEADS,
+            num_hidden_layers=1,
+            block_size=BIGBIRD_BLOCK,
+            num_random_blocks=random or 0,
+            attention_type="block_sparse" if random else "original_full",
+            attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=0.0,
+            max_position_embeddings=length,
+        )
+        # Random blocks are drawn in training alone.
+        attention = big_bird.BigBirdAttention(config, seed=3).train()
+        if state is None:
+            randomise(attention)
+            state = attention.state_dict()
+            arrays.update(parameters_of(attention))
+        attention.load_state_dict(state)
+        x, cotangent = draw(length)
+        valid = torch.arange(length) < torch.tensor(lengths)[:, None]
+        drawn = []
+        if random:
+            heads = attend_sparsely(attention, x, valid, drawn)
+        else:
+            heads, _ = attention.self(x, attention_mask=(~valid)[:, None, None, :] * -1e9)
+        case = results(attention, heads, x, cotangent, valid)
+        case["lengths"] = np.array(lengths, np.int32)
+        if random:
+            # (heads, query blocks but the first and the last, random blocks)
+            case["random_blocks"] = np.stack(drawn[0]).astype(np.int32)
+        arrays.update({f"{name}/{key}": value for key, value in case.items()})
+    return arrays
+
+
+def attend_sparsely(attention, x, valid, drawn: list) -> torch.Tensor:
+    """The heads' output; the random blocks that are drawn on the way are added to the list."""
+    draw_blocks = attention.self._bigbird_block_rand_mask_with_head
+
+    def record(*args, **kwargs):
+        drawn.append(draw_blocks(*args, **kwargs))
+        return drawn[-1]
+
+    attention.self._bigbird_block_rand_mask_with_head = record
+    blocked, band, from_mask, to_mask = big_bird.BigBirdModel.create_masks_for_block_sparse_attn(
+        valid.float(), BIGBIRD_BLOCK
+    )
+    return attention.self(x, band, from_mask, to_mask, blocked, blocked)[0]
+
+
+def main() -> None:
+    for name, make in (("longformer", make_longformer), ("bigbird", make_bigbird)):
+        np.savez_compressed(HERE / f"transformers_{name}.npz", **make())
+    made_with = {
+        "python": sys.version.split()[0],
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    (HERE / "transformers.json").write_text(json.dumps(made_with, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""LongformerSelfAttention: what global tokens add to a window, at once and in pieces."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import effattn
+from effattn import registry
+from effattn.nn import Alibi, LongformerSelfAttention, RotaryEmbedding
+from tests.laws.battery import QUICK
+
+LENGTH = 12
+GLOBAL = np.zeros((2, LENGTH), bool)
+GLOBAL[0, [0, 5, 11]] = GLOBAL[1, [3, 4]] = True
+
+
+def make(**options):
+    options = {"local_window_size": (2, 0), "max_global": 3, "num_kv_heads": 2, **options}
+    return LongformerSelfAttention(16, 4, rngs=nnx.Rngs(0), **options)
+
+
+def unequal(mixer):
+    """The same with global projections that differ from the others."""
+    for layer in (mixer.global_query, mixer.global_key, mixer.global_value):
+        layer.kernel[...] = layer.kernel[...][::-1] * 1.5
+    return mixer
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6)
+
+
+compiled = functools.partial(jax.jit, compiler_options=QUICK)
+
+
+@compiled
+def call(mixer, x, lengths=None, segment_ids=None, global_mask=None):
+    return mixer(x, lengths=lengths, segment_ids=segment_ids, global_mask=global_mask)
+
+
+@compiled
+def extend(mixer, x, state, lengths=None, global_mask=None):
+    return mixer.extend(x, state, lengths=lengths, global_mask=global_mask)
+
+
+def test_it_is_longformer_attention_between_projections():
+    options = {"local_window_size": (2, 1), "is_causal": False, "use_bias": True}
+    mixer = unequal(make(**options, global_projections=True))
+    x = normal(2, LENGTH, 16)
+    names = ("query", "key", "value", "global_query", "global_key", "global_value")
+    heads = {}
+    for name in names:
+        layer = getattr(mixer, name)
+        layer.bias[...] += 0.3
+        heads[name] = jnp.einsum("btd,dnh->btnh", x, layer.kernel[...]) + layer.bias[...]
+    attention = functools.partial(
+        effattn.longformer_attention, local_window_size=(2, 1), global_mask=GLOBAL, max_global=3
+    )
+    out = compiled(attention)(**heads)
+    y = jnp.einsum("btnh,nhd->btd", out, mixer.out.kernel[...]) + mixer.out.bias[...]
+    close(call(mixer, x, global_mask=GLOBAL), y)
+
+
+def test_global_projections_start_equal_to_the_others_and_are_learned_apart():
+    shared, own = make(), make(global_projections=True)
+    x = normal(2, LENGTH, 16)
+    close(call(own, x, global_mask=GLOBAL), call(shared, x, global_mask=GLOBAL))
+
+    @compiled
+    @jax.grad
+    def gradient(mixer, x):
+        return jnp.sum(mixer(x, global_mask=GLOBAL) ** 2)
+
+    of_own = gradient(own, x)
+    assert not np.allclose(of_own.key.kernel[...], of_own.global_key.kernel[...])
+    assert jnp.any(of_own.global_query.kernel[...] != 0)
+
+
+MIXERS = {
+    "own, rotary": {"global_projections": True, "rotary": RotaryEmbedding(), "qk_norm": True},
+    "alibi, dilated": {
+        "global_projections": True,
+        "score_mod": Alibi(4),
+        "dilation": (2, 2, 1, 1),
+        "logits_soft_cap": 2.0,
+    },
+}
+
+
+@pytest.fixture(params=MIXERS)
+def mixer(request):
+    return unequal(make(**MIXERS[request.param]))
+
+
+def test_any_split_equals_the_whole(mixer):
+    x = normal(2, LENGTH, 16)
+    whole = call(mixer, x, global_mask=GLOBAL)
+    state, outs, start = mixer.init_state(2, LENGTH), [], 0
+    for time in (4, 1, 1, 1, 1, 4):
+        piece = slice(start, start + time)
+        y, state = extend(mixer, x[:, piece], state, global_mask=GLOBAL[:, piece])
+        outs.append(y)
+        start += time
+    close(jnp.concatenate(outs, 1), whole)
+
+
+def test_unequal_prompts_continue_as_each_would_alone():
+    mixer = unequal(make(**MIXERS["own, rotary"]))
+    x = normal(2, LENGTH, 16)
+    lengths = np.array([7, 2])
+    rows = np.arange(2)[:, None]
+    whole = call(mixer, x, global_mask=GLOBAL)
+    prompt = jnp.where(np.arange(7)[:, None] < lengths[:, None, None], x[:, :7], jnp.nan)
+    # The mask says that padding is global too, which is nothing.
+    mask = GLOBAL[:, :7] | (np.arange(7) >= lengths[:, None])
+    state = mixer.init_state(2, LENGTH)
+    first, state = extend(mixer, prompt, state, jnp.asarray(lengths), mask)
+    after = lengths[:, None] + np.arange(5)
+    second, state = extend(mixer, x[rows, after], state, None, GLOBAL[rows, after])
+    for row, length in enumerate(lengths):
+        close(first[row, :length], whole[row, :length])
+    close(second, whole[rows, after])
+    np.testing.assert_array_equal(state.length, lengths + 5)
+
+
+def test_more_global_tokens_than_there_is_room_for():
+    mixer = make(max_global=2)
+    x = normal(2, LENGTH, 16)
+    whole = call(mixer, x, global_mask=GLOBAL)
+    first = GLOBAL & (np.cumsum(GLOBAL, -1) <= 2)
+    close(whole, call(mixer, x, global_mask=first))
+    state, outs = mixer.init_state(2, LENGTH), []
+    for piece in (slice(0, 6), slice(6, 12)):
+        y, state = extend(mixer, x[:, piece], state, global_mask=GLOBAL[:, piece])
+        outs.append(y)
+    close(jnp.concatenate(outs, 1), whole)
+
+
+def test_a_step_of_a_token_that_is_not_global_does_not_read_the_prefix():
+    """Its operations do not grow with the capacity of the cache; memory is only moved."""
+    mixer = make(global_projections=True)
+
+    def flops(capacity):
+        state = jax.eval_shape(lambda: mixer.init_state(2, capacity))
+        step = jax.jit(lambda x, state: mixer.extend(x, state))
+        cost = step.lower(normal(2, 1, 16), state).compile().cost_analysis()
+        return cost["flops"]
+
+    assert flops(4096) == flops(64)
+
+
+def test_without_global_tokens_it_is_a_window_that_decodes_as_one():
+    x = normal(2, LENGTH, 16)
+    plain = make(max_global=None)
+    close(call(make(), x, global_mask=np.zeros_like(GLOBAL)), call(plain, x))
+    state = plain.init_state(2, 10**6)
+    assert state.key.shape == (2, 2, 2, 4)
+    with_room = make()
+    y, _ = extend(with_room, x, with_room.init_state(2, LENGTH))
+    close(y, extend(plain, x, state)[0])
+
+
+def test_the_registry_builds_it():
+    mixer = registry.get("longformer").build(16, 4, max_global=2, rngs=nnx.Rngs(0))
+    assert isinstance(mixer, LongformerSelfAttention)
+    assert dict(mixer.options)["local_window_size"] == (127, 0)
+
+
+def test_padding_and_other_documents_reach_nothing():
+    mixer = make(local_window_size=3, is_causal=False)
+    x = normal(2, LENGTH, 16)
+    first, second = (
+        call(mixer, x[:, piece], global_mask=GLOBAL[:, piece])
+        for piece in (slice(0, 6), slice(6, 12))
+    )
+    padded = x.at[0, 6:].set(jnp.nan)
+    y = call(mixer, padded, np.array([6, 12]), None, GLOBAL)
+    close(y[0, :6], first[0])
+    ids = np.tile(np.repeat([1, 2], 6), (2, 1))
+    close(call(mixer, x, None, ids, GLOBAL), jnp.concatenate([first, second], 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_global": 0}, "max_global must be an int, 1 or more, or None, got 0"),
+        ({"max_global": None, "global_projections": True}, "global_projections=True needs max_gl"),
+        ({"global_mask": GLOBAL}, "no option global_mask; which tokens are global is said at each"),
+        ({"stride": 2}, "no option stride"),
+        ({"dilation": (1, 2, 1, 2)}, "must be the same for the 2 query heads"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)(normal(2, LENGTH, 16))
+
+
+def test_wrong_global_masks_are_named():
+    x = normal(2, LENGTH, 16)
+    with pytest.raises(ValueError, match="global_mask needs max_global"):
+        make(max_global=None)(x, global_mask=GLOBAL)
+    with pytest.raises(ValueError, match=r"bool of shape \(2, 12\), got int"):
+        make()(x, global_mask=GLOBAL.astype(int))
+    with pytest.raises(ValueError, match=r"shape \(2, 12\), got bool of shape \(1, 12\)"):
+        make()(x, global_mask=GLOBAL[:1])
+    mixer = make()
+    with pytest.raises(ValueError, match=r"shape \(2, 1\), got bool of shape \(2, 12\)"):
+        mixer.extend(x[:, :1], mixer.init_state(2, 4), global_mask=GLOBAL)
