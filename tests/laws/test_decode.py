@@ -17,17 +17,21 @@ FEATURES, ROWS, LENGTH, MOST = 16, 2, SQUARE.keys, 4
 
 def mixer_of(subject):
     """With random parameters, none of them drawn by a compiled program."""
-    mixer = jax.eval_shape(lambda: build(subject))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / 4, mixer)
-
-
-def build(subject):
     options = {
         name: option
         for name, option in {**subject.options, **subject.reference.decoding}.items()
         if option is not subject.entry.options.get(name)
     }
+    mixer = jax.eval_shape(lambda: build(subject, options))
+    rng = np.random.default_rng(0)
+    mixer = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / 4, mixer)
+    for name, option in options.items():
+        if isinstance(option, np.ndarray):
+            mixer.array_options[name] = nnx.Variable(option)
+    return mixer
+
+
+def build(subject, options):
     return subject.entry.build(
         FEATURES,
         4,
