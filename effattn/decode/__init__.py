@@ -2,6 +2,7 @@
 
 from effattn.decode.contiguous import ContiguousDecoder, ContiguousState
 from effattn.decode.generate import generate
+from effattn.decode.hierarchical import HierarchicalDecoder, HierarchicalState
 from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.sampling import sample_token
@@ -11,6 +12,8 @@ __all__ = [
     "ContiguousDecoder",
     "ContiguousState",
     "Decoder",
+    "HierarchicalDecoder",
+    "HierarchicalState",
     "RecurrentDecoder",
     "RecurrentState",
     "RingDecoder",

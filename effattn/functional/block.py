@@ -219,7 +219,20 @@ def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
             f"arguments, got {', '.join(str(r) for r in results) or 'nothing'}"
         )
 
+    if dataclasses.is_dataclass(type(score_mod)) and not traced.consts:
+        return _WithoutConstants(score_mod), ()
+
     def with_constants(constants, *args):
         return jax.core.eval_jaxpr(traced.jaxpr, constants, *args)[0]
 
     return with_constants, tuple(jnp.asarray(c) for c in traced.consts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithoutConstants:
+    """A mechanism's own score_mod, a frozen dataclass: equal ones are the same program."""
+
+    score_mod: ScoreMod
+
+    def __call__(self, constants, *args):
+        return self.score_mod(*args)
