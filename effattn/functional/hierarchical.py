@@ -54,7 +54,9 @@ def hierarchical_attention(
     with w = 1/n, or learned w = softmax_{j in P}(scale c . k_j). By its log n a summary stands for
     n tokens: where keys and values are constant in each piece this is
     `effattn.dot_product_attention`, and so it is where one segment holds the sequence. The paper's
-    summaries are means, and its queries far away are averaged too; here each token has its own.
+    summaries are means, and its queries far away are averaged too; here each token has its own. The
+    name is also that of Yang et al. 2016, "Hierarchical Attention Networks", where words are
+    summarised in sentences by learned weights.
 
     Time O(T (m + r T / m) (H + Hv)) with one level, so O(T sqrt(T)) for m near sqrt(T), and
     O(T (m + r log2(T / m)) (H + Hv)) with log2(T / m) levels or more; memory O(T), forward and
@@ -366,10 +368,14 @@ registry.register(
                 "decode",
             }
         ),
-        options={"segment_size": 64, "num_levels": 1, "num_summaries": 1},
+        options={"segment_size": 64, "num_levels": 16, "num_summaries": 8},
         decoder="effattn.decode.hierarchical:HierarchicalDecoder",
-        options_at=lambda length: {"segment_size": math.isqrt(length)},
-        complexity="O(N sqrt N)",
+        # One level, the dearer way; with many the segments need not grow.
+        options_at=lambda length: {
+            "segment_size": 8 * math.ceil(math.isqrt(length) / 8),
+            "num_levels": 1,
+        },
+        complexity="O(N sqrt N) to O(N log N)",
         time_exponent=1.5,
     )
 )

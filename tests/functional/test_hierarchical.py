@@ -98,6 +98,7 @@ def test_a_module_learns_its_summaries():
         2,
         "hierarchical",
         segment_size=2,
+        num_summaries=1,
         summary_query=nnx.Param(jnp.zeros((2, 4))),
         rngs=nnx.Rngs(0),
     )
