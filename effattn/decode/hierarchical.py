@@ -270,7 +270,7 @@ def _where(rows, runs: Runs, other: Runs) -> Runs:
 
 
 @dataclasses.dataclass(frozen=True)
-class _LogTokens:
+class _LogTokens(block.Score):
     """Adds log n to the logit of slot j: units of a level, siblings of the levels below, tokens."""
 
     hierarchy: Hierarchy

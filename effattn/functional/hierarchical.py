@@ -320,7 +320,7 @@ def _example_of_blocks(blocks: int):
 
 
 @dataclasses.dataclass(frozen=True)
-class _LogTokens:
+class _LogTokens(block.Score):
     """Adds log n to the logit of a piece, given the position of its last token."""
 
     hierarchy: Hierarchy
