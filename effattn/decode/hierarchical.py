@@ -93,16 +93,16 @@ class HierarchicalDecoder:
         # Level L has no units of its own where the siblings of all levels hold the sequence.
         units = -(-max_length // hierarchy.unit(siblings + 1))
         wide = jnp.promote_types(dtype, jnp.float32)
-        weights = num_kv_heads if self.options.get("summary_query") is not None else 1
 
         def arrays(slots, dtype):
             key = jnp.zeros((batch, slots, num_kv_heads, head_dim), dtype)
             return key, jnp.zeros((batch, slots, num_kv_heads, value_dim), dtype)
 
         def runs():
-            logit = jnp.zeros((batch, hierarchy.pieces, weights), wide)
+            logit = jnp.zeros((batch, hierarchy.pieces, num_kv_heads), wide)
             present = jnp.zeros((batch, hierarchy.pieces), jnp.int32)
-            return Runs(logit, *arrays(hierarchy.pieces, wide), present)
+            key, value = arrays(hierarchy.pieces, wide)
+            return Runs(logit, key, value, present)
 
         key, value = arrays(hierarchy.segment, dtype)
         summary_key, summary_value = arrays(max(units - 1, 0) * hierarchy.pieces, dtype)

@@ -176,7 +176,7 @@ class Runs(NamedTuple):
     """Runs of tokens, each with its weighted means; single tokens at first.
 
     Attributes:
-      logit: `(*B, P, 1 or K)`, log of the sum of its tokens' weights, as far as it is known.
+      logit: `(*B, P, K)`, log of the sum of its tokens' weights, as far as it is known.
       key: `(*B, P, K, H)`, at least float32.
       value: `(*B, P, K, Hv)`, at least float32.
       present: int `(*B, P)`, its tokens that are not padding; if none, the rest means nothing.
@@ -192,9 +192,8 @@ def tokens(key, value, present, summary_query, scale) -> Runs:
     """Each token by itself; `present` is bool `(*B, S)`."""
     dtype = jnp.promote_types(jnp.result_type(key, value), jnp.float32)
     key, value = (jnp.where(present[..., None, None], x, 0).astype(dtype) for x in (key, value))
-    if summary_query is None:
-        logit = jnp.zeros((*present.shape, 1), dtype)
-    else:
+    logit = jnp.zeros_like(key[..., 0])
+    if summary_query is not None:
         logit = jnp.asarray(scale, dtype) * (key * summary_query.astype(dtype)).sum(-1)
     return Runs(logit, key, value, present.astype(jnp.int32))
 
@@ -209,9 +208,12 @@ def pool(runs: Runs, size: int) -> Runs:
     weights = jnp.exp(logit - largest)
     total = weights.sum(axis, keepdims=True)
     total = jnp.where(total == 0, 1, total)
-    weights = jnp.broadcast_to(weights / total, runs.key.shape[:-1])
-    # XLA's CPU backend is forty times slower at the sum of a product than at a matrix product.
-    mean = functools.partial(jnp.einsum, "...sk,...skh->...kh", weights, precision="highest")
+    weights = weights / total
+
+    def mean(array):
+        # XLA's CPU backend is forty times slower at sums of products than at matrix products.
+        return jnp.einsum("...sk,...skh->...kh", weights, array, precision="highest")
+
     return Runs(
         (largest + jnp.log(total)).squeeze(axis),
         mean(runs.key),
@@ -321,20 +323,23 @@ def _example_of_blocks(blocks: int):
 
 @dataclasses.dataclass(frozen=True)
 class _LogTokens(block.Score):
-    """Adds log n to the logit of a piece, given the position of its last token."""
+    """Adds log n to the logit of a piece, given the position of its last token.
+
+    It is one of `level`, or for None of a sibling at any.
+    """
 
     hierarchy: Hierarchy
     level: int | None
 
     def __call__(self, logit, b, h, i, j):
-        if self.level is None:
-            # Siblings part in the highest bit in which the numbers of their segments differ.
-            apart = (i // self.hierarchy.segment) ^ (j // self.hierarchy.segment)
-            below = 31 - lax.clz(apart | 1)
-        else:
-            below = self.level - 1
+        below: Any = self.level - 1 if self.level is not None else self._sibling(i, j)
         size = self.hierarchy.piece(1) << below
         return logit + jnp.log((j % size + 1).astype(logit.dtype))
+
+    def _sibling(self, i, j):
+        """Levels below that of a sibling: the highest bit in which their segments differ."""
+        apart = (i // self.hierarchy.segment) ^ (j // self.hierarchy.segment)
+        return 31 - lax.clz(apart | 1)
 
 
 @dataclasses.dataclass(frozen=True)
