@@ -18,6 +18,7 @@ from effattn.functional.sparse_transformer import sparse_transformer_attention  
 from effattn.functional.block_sparse import block_sparse_attention  # isort: skip
 from effattn.functional.bigbird import bigbird_attention  # isort: skip
 from effattn.functional.random import random_attention  # isort: skip
+from effattn.functional.hierarchical import hierarchical_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.layouts import BlockLayout
@@ -40,6 +41,7 @@ __all__ = [
     "combine",
     "decode",
     "dot_product_attention",
+    "hierarchical_attention",
     "linear_attention",
     "longformer_attention",
     "nn",

@@ -91,7 +91,7 @@ RISING = np.linspace(0, 1, LENGTH, dtype=np.float32)[:, None, None] * np.ones(8,
 SHOWN: Mapping[str, Mapping[str, Any]] = {
     "longformer": {"global_mask": np.isin(np.arange(LENGTH), (0, 32)), "max_global": 2},
     "bigbird": {"block_size": 4},
-    "hierarchical": {"segment_size": 4, "num_levels": 4, "key": RISING},
+    "hierarchical": {"segment_size": 4, "num_levels": 4, "num_summaries": 1, "key": RISING},
 }
 
 # Causal, with 8 keys or so for each query but for the first one.

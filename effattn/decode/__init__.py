@@ -3,6 +3,7 @@
 from effattn.decode.contiguous import ContiguousDecoder, ContiguousState
 from effattn.decode.gathered import GatheredDecoder
 from effattn.decode.generate import generate
+from effattn.decode.hierarchical import HierarchicalDecoder, HierarchicalState
 from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.sampling import sample_token
@@ -13,6 +14,8 @@ __all__ = [
     "ContiguousState",
     "Decoder",
     "GatheredDecoder",
+    "HierarchicalDecoder",
+    "HierarchicalState",
     "RecurrentDecoder",
     "RecurrentState",
     "RingDecoder",

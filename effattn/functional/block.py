@@ -19,6 +19,17 @@ from effattn.xla.block_attention import Operands, Origin, Rule, block_attention
 ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
+class Score:
+    """A mechanism's own `score_mod`: a frozen dataclass without arrays.
+
+    Equal ones are the same program, where a function is another one with each call.
+    """
+
+    def __call__(self, logit, b, h, i, j) -> jax.Array:
+        """The logit of query i and key j."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
     """The arguments of `dot_product_attention` beside query, key and value, checked."""
@@ -219,7 +230,18 @@ def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
             f"arguments, got {', '.join(str(r) for r in results) or 'nothing'}"
         )
 
+    if isinstance(score_mod, Score):
+        return _WithoutConstants(score_mod), ()
+
     def with_constants(constants, *args):
         return jax.core.eval_jaxpr(traced.jaxpr, constants, *args)[0]
 
     return with_constants, tuple(jnp.asarray(c) for c in traced.consts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithoutConstants:
+    score_mod: Score
+
+    def __call__(self, constants, *args):
+        return self.score_mod(*args)

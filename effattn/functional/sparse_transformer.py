@@ -11,7 +11,7 @@ import numpy as np
 
 from effattn import _checks, registry
 from effattn.decode.gathered import GatheredDecoder
-from effattn.functional import block, sliding_window
+from effattn.functional import block, folding, sliding_window
 from effattn.functional.block import ScoreMod
 from effattn.functional.combine import combine
 
@@ -156,12 +156,13 @@ def _strided(stride: int, factor: str, query, key, value, given: block.Arguments
 def _fixed(summary: int, stride: int, factor: str, query, key, value, given: block.Arguments):
     """The block, and the summaries; merged, those of earlier blocks."""
     if factor == "first":
-        return _own_block(stride, query, key, value, given)
+        return folding.attend_inside(stride, query, key, value, given)
     if factor == "second":
         return _summaries(stride, summary, None, query, key, value, given)
     rest = dataclasses.replace(given, sink=None)
     earlier = _summaries(stride, summary, _EarlierBlocks(stride), query, key, value, rest)
-    return combine(*zip(_own_block(stride, query, key, value, given), earlier, strict=True))
+    own = folding.attend_inside(stride, query, key, value, given)
+    return combine(*zip(own, earlier, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,45 +173,6 @@ class _EarlierBlocks:
 
     def allows(self, i, j, h):
         return j // self.size < i // self.size
-
-
-def _own_block(size: int, query, key, value, given: block.Arguments):
-    """Causal attention inside each block of `size` tokens, the blocks being one more batch axis."""
-    batch, length = query.shape[:-3], query.shape[-3]
-    axis, blocks = len(batch), math.ceil(length / size)
-
-    def fold(array):
-        padding = [(0, 0)] * array.ndim
-        padding[axis] = (0, blocks * size - length)
-        array = jnp.pad(array, padding)
-        return array.reshape(*batch, blocks, size, *array.shape[axis + 1 :])
-
-    def unfold(array):
-        array = array.reshape(*batch, blocks * size, *array.shape[axis + 2 :])
-        return jax.lax.slice_in_dim(array, 0, length, axis=axis)
-
-    def lengths(given):
-        of_examples = jnp.broadcast_to(length if given is None else given, batch)[..., None]
-        return jnp.clip(of_examples - size * jnp.arange(blocks), 0, size)
-
-    folded = dataclasses.replace(
-        given,
-        query_lengths=lengths(given.query_lengths),
-        key_lengths=lengths(given.key_lengths),
-        segments=given.segments and tuple(fold(ids) for ids in given.segments),
-        origin=_origin_of_blocks(blocks, size),
-    )
-    out, lse = block.attend(fold(query), fold(key), fold(value), folded)
-    return unfold(out), unfold(lse)
-
-
-@functools.cache
-def _origin_of_blocks(blocks: int, size: int):
-    def origin(b, h, i, j):
-        start = b % blocks * size
-        return b // blocks, h, start + i, start + j
-
-    return origin
 
 
 def _summaries(stride: int, summary: int, rule, query, key, value, given: block.Arguments):

@@ -23,6 +23,16 @@ MECHANISMS = {
     "longformer": ("longformer", {"local_window_size": (3, 0), "max_global": None}),
     "strided": ("sparse_transformer", {"stride": 4}),
     "linear": ("linear", {}),
+    "hierarchical": ("hierarchical", {"segment_size": 4, "num_summaries": 2}),
+    "hierarchical, learned": (
+        "hierarchical",
+        {
+            "segment_size": 2,
+            "num_levels": 2,
+            "num_summaries": 2,
+            "summary_query": np.linspace(-3, 3, 16, dtype=np.float32).reshape(2, 8),
+        },
+    ),
     "linear, identity": ("linear", {"feature_map": "identity"}),
 }
 
@@ -145,6 +155,41 @@ def test_a_step_copies_no_contiguous_cache():
         assert memory.alias_size_in_bytes >= 2 * capacity * 2 * (8 + 6) * 4
         found.append(memory.temp_size_in_bytes)
     assert found[1] == found[0]
+
+
+def test_a_hierarchy_keeps_one_segment_and_summaries():
+    """Of 1024 segments: one, a piece at each of 3 levels, and 127 of 128 units of the last."""
+    decoder = decoder_of("hierarchical", {"segment_size": 8, "num_levels": 4})
+    state = decoder.init(1, 8 * 1024, 2, 8, 6, jnp.bfloat16)
+    assert state.key.shape == (1, 8, 2, 8)
+    assert [runs.key.shape for runs in state.siblings] == [(1, 1, 2, 8)] * 3
+    assert state.summary_key.shape == (1, 127, 2, 8)
+    # Enough levels for the whole sequence leave no units to keep.
+    decoder = decoder_of("hierarchical", {"segment_size": 8, "num_levels": 12})
+    state = decoder.init(1, 8 * 1024, 2, 8, 6, jnp.bfloat16)
+    assert len(state.siblings) == 10 and state.summary_key.size == 0
+
+
+def test_a_hierarchy_is_told_its_options():
+    decoder = decoder_of("hierarchical", {"segment_size": 4, "dropout_rate": 0.5})
+    with pytest.raises(ValueError, match="got also dropout_rate"):
+        decoder.init(1, 8, 2, 8, 6, jnp.float32)
+    with pytest.raises(ValueError, match="needs segment_size"):
+        decoder_of("hierarchical", {}).init(1, 8, 2, 8, 6, jnp.float32)
+
+
+def test_a_full_hierarchy_raises_or_overwrites_nothing():
+    """Where lengths are known it raises; traced, the summaries past the end are not stored."""
+    decoder = decoder_of("hierarchical", {"segment_size": 2})
+    query, key, value = heads(12)
+    state = decoder.init(2, 7, 2, 8, 6, jnp.float32)
+    with pytest.raises(ValueError, match="holds 8 tokens a row and 12 are needed"):
+        decoder.extend(query, key, value, state)
+    extend = jax.jit(decoder.extend)
+    _, full = extend(query[:, :8], key[:, :8], value[:, :8], state)
+    _, over = extend(query[:, 8:], key[:, 8:], value[:, 8:], full)
+    np.testing.assert_array_equal(over.summary_key, full.summary_key)
+    np.testing.assert_array_equal(over.summary_value, full.summary_value)
 
 
 def test_a_full_contiguous_cache_raises_when_the_lengths_are_known():

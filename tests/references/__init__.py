@@ -3,6 +3,7 @@
 A new mechanism gets the whole battery by being registered and by one entry in `REFERENCES`.
 """
 
+from tests.references.hierarchical import HIERARCHICAL
 from tests.references.linear import LINEAR
 from tests.references.reference import Reference
 from tests.references.softmax import DILATED, SLIDING_WINDOW, SOFTMAX
@@ -18,4 +19,5 @@ REFERENCES: dict[str, Reference] = {
     "block_sparse": BLOCK_SPARSE,
     "bigbird": BIGBIRD,
     "random": RANDOM,
+    "hierarchical": HIERARCHICAL,
 }

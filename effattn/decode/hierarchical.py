@@ -1,0 +1,292 @@
+"""The state of hierarchical attention: the present segment, and summaries of what is finished."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn import _checks
+from effattn.decode.state import check_capacity, check_state, new_lengths
+from effattn.functional import block
+from effattn.functional.hierarchical import Hierarchy, Runs, pool, tokens
+
+_OPTIONS = frozenset(
+    "segment_size num_levels num_summaries summary_query scale logits_soft_cap sink precision tile "
+    "implementation".split()
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HierarchicalState:
+    """What later tokens can still see, of each row.
+
+    Segments of m tokens, L levels of units of m 2^(l-1), r pieces of a unit. Of the levels below
+    the last only the unit that was finished last is kept, the one that is seen or is to be a half
+    of the next level's.
+
+    Attributes:
+      key: `(B, m, K, H)`, the present segment, at slots `[0, length % m)`.
+      value: `(B, m, K, Hv)`.
+      siblings: for each of those levels `Runs` of `(B, r, ...)`, at least float32.
+      summary_key: `(B, U r, K, H)`, the finished units of level L, up to U of them.
+      summary_value: `(B, U r, K, Hv)`.
+      length: `(B,)` int32, tokens seen.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    siblings: tuple[Runs, ...]
+    summary_key: jax.Array
+    summary_value: jax.Array
+    length: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class HierarchicalDecoder:
+    """Decodes `effattn.hierarchical_attention`.
+
+    A step and a row cost O(m + r (L + U)) time, and so does the state, for U units of the last
+    level in the whole sequence.
+
+    Attributes:
+      function: `effattn.hierarchical_attention`.
+      options: its own arguments, of which `segment_size` is needed.
+    """
+
+    function: Callable[..., Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        """As the options say."""
+        unknown = self.options.keys() - _OPTIONS
+        if unknown:
+            raise ValueError(
+                f"decoding hierarchical attention takes the options {', '.join(sorted(_OPTIONS))}; "
+                f"got also {', '.join(sorted(unknown))}"
+            )
+        if "segment_size" not in self.options:
+            raise ValueError(
+                "decoding hierarchical attention needs segment_size among the options, "
+                f"got {sorted(self.options)}"
+            )
+        names = {"num_levels": 1, "num_summaries": 1}
+        numbers = (self.options.get(name, default) for name, default in names.items())
+        return Hierarchy.of(self.options["segment_size"], *numbers)
+
+    def init(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: Any,
+    ) -> HierarchicalState:
+        """An empty state for `max_length` tokens a row, rounded up to whole units."""
+        hierarchy = self.hierarchy
+        siblings = hierarchy.siblings(max_length)
+        # Level L has no units of its own where the siblings of all levels hold the sequence.
+        units = -(-max_length // hierarchy.unit(siblings + 1))
+        wide = jnp.promote_types(dtype, jnp.float32)
+
+        def arrays(slots, dtype):
+            key = jnp.zeros((batch, slots, num_kv_heads, head_dim), dtype)
+            return key, jnp.zeros((batch, slots, num_kv_heads, value_dim), dtype)
+
+        def runs():
+            logit = jnp.zeros((batch, hierarchy.pieces, num_kv_heads), wide)
+            present = jnp.zeros((batch, hierarchy.pieces), jnp.int32)
+            key, value = arrays(hierarchy.pieces, wide)
+            return Runs(logit, key, value, present)
+
+        key, value = arrays(hierarchy.segment, dtype)
+        summary_key, summary_value = arrays(max(units - 1, 0) * hierarchy.pieces, dtype)
+        return HierarchicalState(
+            key=key,
+            value=value,
+            siblings=tuple(runs() for _ in range(siblings)),
+            summary_key=summary_key,
+            summary_value=summary_value,
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def extend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        state: HierarchicalState,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, HierarchicalState]:
+        """Attends from T tokens to all tokens so far, segment by segment.
+
+        Args:
+          query: `(B, T, N, H)`.
+          key: `(B, T, K, H)`.
+          value: `(B, T, K, Hv)`.
+          state: from `init` or an earlier `extend`.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+
+        Returns:
+          `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
+
+        Raises:
+          ValueError: a row outgrows the capacity and the lengths are concrete. Under a trace the
+            lengths are not known: units past the capacity are then not stored (none is ever
+            overwritten), and later outputs do not see them.
+        """
+        batch, time = query.shape[:2]
+        check_state(state, HierarchicalState, batch)
+        lengths = new_lengths(lengths, batch, time)
+        hierarchy, rows = self.hierarchy, jnp.arange(batch)[:, None]
+        level = len(state.siblings) + 1
+        units = state.summary_key.shape[1] // hierarchy.pieces + 1
+        check_capacity(state.length, lengths, units * hierarchy.unit(level))
+        size = min(time, hierarchy.segment)
+        steps = jnp.arange(size, dtype=jnp.int32)
+
+        def part(carry, _):
+            """The tokens of each row up to the end of its segment."""
+            out, state, start = carry
+            left = hierarchy.segment - state.length % hierarchy.segment
+            taken = jnp.minimum(jnp.minimum(lengths - start, left), size)
+            at = start[:, None] + steps
+            new = [jnp.take_along_axis(x, at[..., None, None], 1, mode="clip") for x in arrays]
+            of_part, state = self._extend_inside(new, state, taken)
+            at = jnp.where(steps < taken[:, None], at, time)
+            return (out.at[rows, at].set(of_part, mode="drop"), state, start + taken), None
+
+        arrays = (query, key, value)
+        if time == 1:
+            return self._extend_inside(arrays, state, lengths)
+        out = jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
+        parts = 1 + -(-(time - 1) // hierarchy.segment)
+        start = jnp.zeros((batch,), jnp.int32)
+        (out, state, _), _ = lax.scan(part, (out, state, start), length=parts)
+        return out, state
+
+    def _extend_inside(self, arrays, state: HierarchicalState, lengths):
+        """By tokens that lie in one segment of each row."""
+        query, key, value = arrays
+        hierarchy, (batch, time) = self.hierarchy, query.shape[:2]
+        fill = state.length % hierarchy.segment
+        steps, rows = jnp.arange(time, dtype=jnp.int32), jnp.arange(batch)[:, None]
+        # Padding is sent to a slot that does not exist, and so is dropped.
+        slots = jnp.where(steps < lengths[:, None], fill[:, None] + steps, hierarchy.segment)
+        state = dataclasses.replace(
+            state,
+            key=state.key.at[rows, slots].set(key.astype(state.key.dtype), mode="drop"),
+            value=state.value.at[rows, slots].set(value.astype(state.value.dtype), mode="drop"),
+        )
+        out = self._attend(query, key.dtype, value.dtype, state, lengths)
+        state = dataclasses.replace(state, length=state.length + lengths)
+        is_finished = (lengths > 0) & (state.length % hierarchy.segment == 0)
+        return out, self._summarise(state, is_finished)
+
+    def _attend(self, query, key_dtype, value_dtype, state: HierarchicalState, lengths):
+        """To the summaries, then to the present segment: causal, whatever the summaries are."""
+        hierarchy, batch = self.hierarchy, query.shape[0]
+        segment = (state.length // hierarchy.segment)[:, None]
+        units, siblings = state.summary_key.shape[1], len(state.siblings)
+        finished = jnp.arange(units, dtype=jnp.int32) // hierarchy.pieces
+        levels = jnp.repeat(jnp.arange(siblings, dtype=jnp.int32), hierarchy.pieces)
+        seen = (
+            finished < segment >> siblings,
+            (segment >> levels) % 2 == 1,
+            jnp.ones((batch, hierarchy.segment), bool),
+        )
+        keys = (state.summary_key, *(runs.key for runs in state.siblings), state.key)
+        values = (state.summary_value, *(runs.value for runs in state.siblings), state.value)
+        key = jnp.concatenate([x.astype(key_dtype) for x in keys], 1)
+        value = jnp.concatenate([x.astype(value_dtype) for x in values], 1)
+        weight = _LogTokens(hierarchy, siblings + 1, units, len(levels))
+        given = block.check(
+            query,
+            key,
+            value,
+            mask=jnp.concatenate(seen, 1)[:, None, None, :],
+            scale=self.options.get("scale"),
+            is_causal=True,
+            query_offset=units + len(levels) + state.length % hierarchy.segment,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=None,
+            segment_ids=None,
+            local_window_size=None,
+            logits_soft_cap=self.options.get("logits_soft_cap"),
+            score_mod=weight,
+            sink=self.options.get("sink"),
+            dropout_rate=0.0,
+            dropout_rng=None,
+            precision=self.options.get("precision"),
+            tile=self.options.get("tile"),
+        )
+        out, _ = _checks.dispatch(
+            self.options.get("implementation"),
+            "hierarchical_attention",
+            {"xla": lambda: block.attend(query, key, value, given)},
+        )
+        return out
+
+    def _summarise(self, state: HierarchicalState, is_finished) -> HierarchicalState:
+        """Of rows whose segment is full: it is one unit, or completes those of several levels."""
+        hierarchy, pieces = self.hierarchy, self.hierarchy.pieces
+        query = self.options.get("summary_query")
+        scale = _checks.scale(self.options.get("scale"), state.key.shape[-1])
+        present = jnp.ones(state.key.shape[:2], bool)
+        unit = pool(tokens(state.key, state.value, present, query, scale), hierarchy.piece(1))
+        number, siblings = state.length // hierarchy.segment - 1, []
+        for kept in state.siblings:
+            is_second = number % 2 == 1
+            siblings.append(_where(is_finished & ~is_second, unit, kept))
+            is_finished, number = is_finished & is_second, number // 2
+            unit = pool(jax.tree.map(lambda *both: jnp.concatenate(both, 1), kept, unit), 2)
+        slots = number[:, None] * pieces + jnp.arange(pieces, dtype=jnp.int32)
+        slots = jnp.where(is_finished[:, None], slots, state.summary_key.shape[1])
+        rows = jnp.arange(len(slots))[:, None]
+
+        def put(table, new):
+            return table.at[rows, slots].set(new.astype(table.dtype), mode="drop")
+
+        return dataclasses.replace(
+            state,
+            siblings=tuple(siblings),
+            summary_key=put(state.summary_key, unit.key),
+            summary_value=put(state.summary_value, unit.value),
+        )
+
+
+def _where(rows, runs: Runs, other: Runs) -> Runs:
+    """`runs` in the rows `(B,)` that are True."""
+
+    def choose(a, b):
+        return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(choose, runs, other)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LogTokens(block.Score):
+    """Adds log n to the logit of slot j: units of a level, siblings of the levels below, tokens."""
+
+    hierarchy: Hierarchy
+    level: int
+    units: int
+    siblings: int
+
+    def __call__(self, logit, b, h, i, j):
+        of_sibling = jnp.maximum(j - self.units, 0) // self.hierarchy.pieces
+        count = jnp.where(
+            j < self.units,
+            self.hierarchy.piece(self.level),
+            jnp.where(
+                j < self.units + self.siblings,
+                self.hierarchy.piece(1) << jnp.minimum(of_sibling, self.level),
+                1,
+            ),
+        )
+        return logit + jnp.log(count.astype(logit.dtype))

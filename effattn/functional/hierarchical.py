@@ -1,0 +1,386 @@
+"""Hierarchical attention: near tokens one by one, far ones in summaries that grow with distance."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from effattn import _checks, registry
+from effattn.functional import block, folding
+from effattn.functional.combine import combine
+
+
+def hierarchical_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segment_size: int,
+    num_levels: int = 1,
+    num_summaries: int = 1,
+    summary_query: jax.Array | None = None,
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    tile: tuple[int, int] | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""Hierarchical attention (Zhu and Soricut 2021, "H-Transformer-1D").
+
+    A segment has m tokens, and a unit of level l = 1..L has m 2^(l-1), so that a unit of level 1 is
+    a segment and each further one is two of the level below. A query attends to
+
+        level 0          the tokens of its own segment,
+        level l < L      the summaries of the other half of its unit of level l + 1,
+        level L          the summaries of all units but its own,
+
+    which is every token once. If causal, to the past of its own segment and to finished units. A
+    unit is summarised in r pieces of equal size. A piece P of n tokens has
+
+        k_P = sum_{j in P} w_j k_j,   v_P = sum_{j in P} w_j v_j,   logit = scale q . k_P + log n,
+
+    with w = 1/n, or learned w = softmax_{j in P}(scale c . k_j). By its log n a summary stands for
+    n tokens: where keys and values are constant in each piece this is
+    `effattn.dot_product_attention`, and so it is where one segment holds the sequence. The paper's
+    summaries are means, and its queries far away are averaged too; here each token has its own. The
+    name is also that of Yang et al. 2016, "Hierarchical Attention Networks", where words are
+    summarised in sentences by learned weights.
+
+    Time O(T (m + r T / m) (H + Hv)) with one level, so O(T sqrt(T)) for m near sqrt(T), and
+    O(T (m + r log2(T / m)) (H + Hv)) with log2(T / m) levels or more; memory O(T), forward and
+    backward.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, T, K, H)`, N a multiple of K.
+      value: `(*B, T, K, Hv)`.
+      segment_size: m, tokens, a multiple of r.
+      num_levels: L, 1 or more. Those whose units are longer than the sequence change nothing.
+      num_summaries: r, pieces of a unit, 1 or more.
+      summary_query: c, `(K, H)`, for learned summaries; zeros give means, as None does.
+      scale: default H**-0.5. May be an array, with a gradient.
+      is_causal: attend to the past and the present only.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and in no summary.
+      logits_soft_cap: c > 0; logits become c * tanh(logits / c), before the log n.
+      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
+      dropout_rate: share of the weights dropped, in [0, 1). The weight of a summary is dropped
+        where, in exact attention, that of its last token is.
+      dropout_rng: a `jax.random` key; needed where the rate is above 0.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      tile: queries and keys in a tile; tuning only.
+      implementation: None or "xla", or a tuple tried in order.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf for a row that attends to nothing.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    hierarchy = Hierarchy.of(segment_size, num_levels, num_summaries)
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given = block.check(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        query_offset=0,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=None,
+        local_window_size=None,
+        logits_soft_cap=logits_soft_cap,
+        score_mod=None,
+        sink=sink,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=tile,
+    )
+    if query.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            "hierarchical_attention is self-attention: query and key need the same length, got "
+            f"{query.shape[-3]} and {key.shape[-3]}"
+        )
+    if summary_query is not None:
+        summary_query = _checks.shaped("summary_query", summary_query, key.shape[-2:])
+    with jax.named_scope("hierarchical_attention"):
+        out, lse = _checks.dispatch(
+            implementation,
+            "hierarchical_attention",
+            {"xla": lambda: _attend(hierarchy, query, key, value, summary_query, given)},
+        )
+    return (out, lse) if return_residual else out
+
+
+@dataclasses.dataclass(frozen=True)
+class Hierarchy:
+    """Segments of m tokens, L levels of units, and r pieces of a unit."""
+
+    segment: int
+    levels: int
+    pieces: int
+
+    @classmethod
+    def of(cls, segment_size: Any, num_levels: Any, num_summaries: Any) -> "Hierarchy":
+        """Checked."""
+        for name, number in (("num_levels", num_levels), ("num_summaries", num_summaries)):
+            if not _checks.is_integer(number) or number < 1:
+                raise ValueError(f"{name} must be an int, 1 or more, got {number!r}")
+        if not _checks.is_integer(segment_size) or segment_size < 1 or segment_size % num_summaries:
+            raise ValueError(
+                "segment_size must be an int of tokens, a multiple of num_summaries "
+                f"{num_summaries}, got {segment_size!r}"
+            )
+        return cls(int(segment_size), int(num_levels), int(num_summaries))
+
+    def segments(self, length: int) -> int:
+        """How many hold that many tokens."""
+        return math.ceil(length / self.segment)
+
+    def siblings(self, length: int) -> int:
+        """At how many levels a query sees one other unit.
+
+        That is at all levels below the last, and at the last if it has no more than two units.
+        """
+        segments = self.segments(length)
+        return self.levels - 1 if segments > 2**self.levels else max(segments - 1, 0).bit_length()
+
+    def unit(self, level: int) -> int:
+        """Tokens of a unit."""
+        return self.segment * 2 ** (level - 1)
+
+    def piece(self, level: int) -> int:
+        """Tokens of a piece."""
+        return self.unit(level) // self.pieces
+
+
+class Runs(NamedTuple):
+    """Runs of tokens, each with its weighted means; single tokens at first.
+
+    Attributes:
+      logit: `(*B, P, K)`, log of the sum of its tokens' weights, as far as it is known.
+      key: `(*B, P, K, H)`, at least float32.
+      value: `(*B, P, K, Hv)`, at least float32.
+      present: int `(*B, P)`, its tokens that are not padding; if none, the rest means nothing.
+    """
+
+    logit: jax.Array
+    key: jax.Array
+    value: jax.Array
+    present: jax.Array
+
+
+def tokens(key, value, present, summary_query, scale) -> Runs:
+    """Each token by itself; `present` is bool `(*B, S)`."""
+    dtype = jnp.promote_types(jnp.result_type(key, value), jnp.float32)
+    key, value = (jnp.where(present[..., None, None], x, 0).astype(dtype) for x in (key, value))
+    logit = jnp.zeros_like(key[..., 0])
+    if summary_query is not None:
+        logit = jnp.asarray(scale, dtype) * (key * summary_query.astype(dtype)).sum(-1)
+    return Runs(logit, key, value, present.astype(jnp.int32))
+
+
+def pool(runs: Runs, size: int) -> Runs:
+    """Every `size` runs in a row as one, with weights softmax(logit)."""
+    axis = runs.present.ndim
+    runs = Runs(*(folding.fold(x, size, axis - 1) for x in runs))
+    logit = jnp.where(runs.present[..., None] > 0, runs.logit, -jnp.inf)
+    largest = lax.stop_gradient(logit.max(axis, keepdims=True))
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    weights = jnp.exp(logit - largest)
+    total = weights.sum(axis, keepdims=True)
+    total = jnp.where(total == 0, 1, total)
+    weights = weights / total
+
+    def mean(array):
+        # XLA's CPU backend is forty times slower at sums of products than at matrix products.
+        return jnp.einsum("...sk,...skh->...kh", weights, array, precision="highest")
+
+    return Runs(
+        (largest + jnp.log(total)).squeeze(axis),
+        mean(runs.key),
+        mean(runs.value),
+        runs.present.sum(axis, dtype=jnp.int32),
+    )
+
+
+class _Keys(NamedTuple):
+    """Pieces of units as keys.
+
+    Attributes:
+      key: `(*B, P, K, H)`.
+      value: `(*B, P, K, Hv)`.
+      seen: bool `(*B, P)`, False for those without tokens.
+      last: int32 `(*B, P)`, the position of the last token.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    seen: jax.Array
+    last: jax.Array
+
+
+def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: block.Arguments):
+    """The own segment, the siblings and the units of the last level, combined."""
+    batch, length = query.shape[:-3], query.shape[-3]
+    if length <= hierarchy.segment:
+        return block.attend(query, key, value, given)
+    siblings = hierarchy.siblings(length)
+    end = length if given.key_lengths is None else given.key_lengths[..., None]
+    present = jnp.broadcast_to(jnp.arange(length) < end, (*batch, length))
+    runs = tokens(key, value, present, summary_query, given.scale)
+    levels = []
+    for level in range(1, siblings + 2):
+        runs = pool(runs, hierarchy.piece(1) if level == 1 else 2)
+        start = jnp.arange(runs.present.shape[-1], dtype=jnp.int32) * hierarchy.piece(level)
+        last = start + jnp.maximum(runs.present, 1) - 1
+        keys, values = runs.key.astype(key.dtype), runs.value.astype(value.dtype)
+        levels.append(_Keys(keys, values, runs.present > 0, last))
+
+    parts = [folding.attend_inside(hierarchy.segment, query, key, value, given)]
+    far = dataclasses.replace(given, sink=None, is_causal=False, key_lengths=None)
+    if siblings:
+        seen = _siblings(hierarchy, levels[:siblings], length, given.is_causal)
+        parts.append(_attend_siblings(hierarchy, query, seen, far))
+    if hierarchy.segments(length) > 2**siblings:
+        level = siblings + 1
+        others = _OtherUnits(hierarchy.unit(level), given.is_causal)
+        weight = _LogTokens(hierarchy, level)
+        far = dataclasses.replace(far, pattern=others, score_mod=weight)
+        parts.append(_attend_summaries(jnp.arange(length), query, levels[siblings], far))
+    return combine(*zip(*parts, strict=True))
+
+
+def _siblings(hierarchy: Hierarchy, levels: list[_Keys], length: int, is_causal: bool) -> _Keys:
+    """What each segment sees at each of the levels, `(*B, segments, levels * r, ...)`."""
+    axis, segments = levels[0].seen.ndim - 1, hierarchy.segments(length)
+
+    def other_half(level, array):
+        pairs = folding.fold(array, 2 * hierarchy.pieces, axis)
+        before, (count, _, *rest) = pairs.shape[:axis], pairs.shape[axis:]
+        halves = jnp.flip(pairs.reshape(*before, count, 2, 1, hierarchy.pieces, *rest), axis + 1)
+        each = 2 ** (level - 1)
+        shape = (*before, count, 2, each, hierarchy.pieces, *rest)
+        of_segments = jnp.broadcast_to(halves, shape)
+        of_segments = of_segments.reshape(*before, count * 2 * each, hierarchy.pieces, *rest)
+        return lax.slice_in_dim(of_segments, 0, segments, axis=axis)
+
+    each_level = []
+    for level, keys in enumerate(levels, 1):
+        keys = _Keys(*(other_half(level, array) for array in keys))
+        if is_causal:
+            is_second = (np.arange(segments) >> (level - 1)) % 2 == 1
+            keys = keys._replace(seen=keys.seen & is_second[:, None])
+        each_level.append(keys)
+    return _Keys(*(jnp.concatenate(arrays, axis + 1) for arrays in zip(*each_level, strict=True)))
+
+
+def _attend_siblings(hierarchy: Hierarchy, query, keys: _Keys, given: block.Arguments):
+    """Attention of each segment to keys of its own."""
+    length, axis, size = query.shape[-3], query.ndim - 3, hierarchy.segment
+    blocks = hierarchy.segments(length)
+    folded = dataclasses.replace(
+        given,
+        query_lengths=folding.fold_lengths(given.query_lengths, blocks, size),
+        score_mod=_LogTokens(hierarchy, None),
+        origin=_example_of_blocks(blocks),
+    )
+    positions = jnp.arange(blocks * size).reshape(blocks, size)
+    out, lse = _attend_summaries(positions, folding.fold(query, size, axis), keys, folded)
+    return folding.unfold(out, length, axis), folding.unfold(lse, length, axis)
+
+
+def _attend_summaries(positions, query, keys: _Keys, given: block.Arguments):
+    """Attention from queries at `positions` to pieces, at the positions of their last tokens."""
+    positions = jnp.broadcast_to(positions.astype(jnp.int32), query.shape[:-2])
+    seen = keys.seen[..., None, None, :]
+    given = dataclasses.replace(given, mask=seen, positions=(positions, keys.last))
+    return block.attend(query, keys.key, keys.value, given)
+
+
+@functools.cache
+def _example_of_blocks(blocks: int):
+    return lambda b, i, j: (b // blocks, i, j)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LogTokens(block.Score):
+    """Adds log n to the logit of a piece, given the position of its last token.
+
+    It is one of `level`, or for None of a sibling at any.
+    """
+
+    hierarchy: Hierarchy
+    level: int | None
+
+    def __call__(self, logit, b, h, i, j):
+        below: Any = self.level - 1 if self.level is not None else self._sibling(i, j)
+        size = self.hierarchy.piece(1) << below
+        return logit + jnp.log((j % size + 1).astype(logit.dtype))
+
+    def _sibling(self, i, j):
+        """Levels below that of a sibling: the highest bit in which their segments differ."""
+        apart = (i // self.hierarchy.segment) ^ (j // self.hierarchy.segment)
+        return 31 - lax.clz(apart | 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OtherUnits:
+    """The pairs in different units of `size` tokens; if causal, the key in an earlier one."""
+
+    size: int
+    is_causal: bool
+
+    def allows(self, i, j, h):
+        of_query, of_key = i // self.size, j // self.size
+        return of_key < of_query if self.is_causal else of_key != of_query
+
+
+registry.register(
+    registry.Mechanism(
+        name="hierarchical",
+        family="sparse",
+        paper="Zhu and Soricut 2021, H-Transformer-1D",
+        function=hierarchical_attention,
+        capabilities=frozenset(
+            {
+                "bidirectional",
+                "causal",
+                "grouped",
+                "lengths",
+                "soft_cap",
+                "sink",
+                "dropout",
+                "residual",
+                "decode",
+            }
+        ),
+        options={"segment_size": 64, "num_levels": 16, "num_summaries": 8},
+        decoder="effattn.decode.hierarchical:HierarchicalDecoder",
+        # One level, the dearer way; with many the segments need not grow.
+        options_at=lambda length: {
+            "segment_size": 8 * math.ceil(math.isqrt(length) / 8),
+            "num_levels": 1,
+        },
+        complexity="O(N sqrt N) to O(N log N)",
+        time_exponent=1.5,
+    )
+)
