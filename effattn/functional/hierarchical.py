@@ -114,11 +114,7 @@ def hierarchical_attention(
         precision=precision,
         tile=tile,
     )
-    if query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            "hierarchical_attention is self-attention: query and key need the same length, got "
-            f"{query.shape[-3]} and {key.shape[-3]}"
-        )
+    _checks.self_attention("hierarchical_attention", query, key)
     if summary_query is not None:
         summary_query = _checks.shaped("summary_query", summary_query, key.shape[-2:])
     with jax.named_scope("hierarchical_attention"):
@@ -318,7 +314,7 @@ def _attend_summaries(positions, query, keys: _Keys, given: block.Arguments):
 
 @functools.cache
 def _example_of_blocks(blocks: int):
-    return lambda b, i, j: (b // blocks, i, j)
+    return lambda b, h, i, j: (b // blocks, h, i, j)
 
 
 @dataclasses.dataclass(frozen=True)
