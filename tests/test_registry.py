@@ -1,6 +1,7 @@
 """The registry: what it holds, what it refuses, and that nothing of it needs Flax."""
 
 import inspect
+import pathlib
 import subprocess
 import sys
 
@@ -89,6 +90,13 @@ def test_the_table_has_a_row_for_each(scratch):
     assert rows[-1] == (
         "| `nothing` | none | O(1) | causal and bidirectional | Nobody 1900, Nothing |"
     )
+
+
+def test_the_readme_shows_the_table():
+    readme = pathlib.Path(effattn.__file__).parents[1] / "README.md"
+    if not readme.exists():
+        pytest.skip("installed without its README")
+    assert registry.table() in readme.read_text()
 
 
 def test_importing_it_imports_no_flax():
