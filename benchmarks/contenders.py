@@ -10,7 +10,8 @@ import numpy as np
 
 import effattn
 from benchmarks import machine
-from benchmarks.workloads import WINDOW, Arrays
+from benchmarks.workloads import SPARSE_GLOBAL, SPARSE_WINDOW, WINDOW, Arrays
+from effattn.patterns import longformer
 
 
 class Program(NamedTuple):
@@ -157,6 +158,14 @@ COMPARISONS: dict[str, tuple[Contender, ...]] = {
         ),
         *_softmax_peers("window", local_window_size=WINDOW),
         Contender("PyTorch FlexAttention", "window", in_torch(_flex_window), "torch"),
+    ),
+    "sparse": (
+        Contender(
+            "effattn",
+            "sparse",
+            in_jax(effattn.sparse_attention, pattern=longformer(SPARSE_WINDOW, SPARSE_GLOBAL)),
+        ),
+        Contender("effattn, exact", "bidirectional", in_jax(_exact)),
     ),
     "linear": (
         Contender("effattn", "linear", in_jax(effattn.linear_attention, is_causal=True)),

@@ -14,12 +14,13 @@ import matplotlib.pyplot as plt
 
 from benchmarks.machine import Rate
 from benchmarks.measure import Row
-from benchmarks.workloads import PASSES, WINDOW
+from benchmarks.workloads import PASSES, SPARSE_GLOBAL, SPARSE_WINDOW, WINDOW, WORKLOADS
 
 TITLES = {
     "causal": "exact, causal",
     "bidirectional": "exact, bidirectional",
     "window": f"causal window of {WINDOW[0] + 1} keys",
+    "sparse": f"window of {SPARSE_WINDOW} on each side and {SPARSE_GLOBAL} global tokens",
     "linear": "linear, causal, 64 features",
 }
 MARKERS = "osD^v"
@@ -36,6 +37,9 @@ class Target(NamedTuple):
     aim: float | None = None
 
 
+# A sparse pattern may take 2.5 times its share of the pairs, of the time that all pairs take.
+_PAIRS = [WORKLOADS[name].pairs(16384) for name in ("bidirectional", "sparse")]
+
 TARGETS = (
     Target("causal", "forward", 8192, "jax.nn", 4.0),
     Target("causal", "forward", 8192, "PyTorch SDPA", 1.0, aim=1.2),
@@ -43,6 +47,7 @@ TARGETS = (
     Target("causal", "forward + backward", 8192, None, 64.0),
     Target("window", "forward", 16384, "PyTorch FlexAttention", 1.0),
     Target("window", "forward", 8192, "jax.nn", 15.0),
+    Target("sparse", "forward", 16384, "effattn, exact", _PAIRS[0] / _PAIRS[1] / 2.5),
     Target("linear", "forward", 16384, "effattn, exact", 10.0),
 )
 
@@ -142,7 +147,7 @@ def _verdicts(rows: Iterable[Row]) -> list[tuple[str, ...]]:
         if row is None:
             continue
         name = f"{TITLES[comparison]}, {which}, {length}: {contender or 'MB of temporaries'}"
-        bound = f"{needed:g}" if contender else f"below {needed:g}"
+        bound = f"{needed:.3g}" if contender else f"below {needed:g}"
         if contender is None and row.temporary_bytes is not None:
             megabytes = row.temporary_bytes / 1e6
             verdict = "met" if megabytes < needed else "MISSED"

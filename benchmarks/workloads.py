@@ -9,6 +9,7 @@ import numpy as np
 
 HEADS, HEAD_SIZE = 4, 64
 WINDOW = (255, 0)
+SPARSE_WINDOW, SPARSE_GLOBAL = 256, 16
 PASSES = ("forward", "forward + backward")
 
 # Matrix products over all pairs: logits and output; and in the backward pass, which recomputes the
@@ -40,11 +41,11 @@ class Workload(NamedTuple):
         return HEADS * self.exponentials(length) * (1 if which == "forward" else 2)
 
 
-def _softmax(query, key, position, left, right):
+def _softmax(query, key, position, left, right, first=0):
     logits = jnp.einsum("nrh,nsh->nrs", query, key) * HEAD_SIZE**-0.5
-    distance = jnp.arange(key.shape[1]) - position
-    near = (distance >= -left) & (distance <= right)
-    return jax.nn.softmax(jnp.where(near, logits, -jnp.inf), axis=-1)
+    at = jnp.arange(key.shape[1])
+    allowed = (at - position >= -left) & (at - position <= right) | (at < first)
+    return jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf), axis=-1)
 
 
 def _linear(query, key, position):
@@ -61,10 +62,22 @@ def _softmax_over(left: int | float, right: int | float) -> Workload:
     return Workload(lambda q, k, i: _softmax(q, k, i, left, right), pairs, pairs)
 
 
+def _longformer(side: int, first: int) -> Workload:
+    """A window, and the first tokens, which see all and which all see; no checked row is one."""
+
+    def pairs(length):
+        row = np.arange(first, length)
+        near = np.minimum(row + side, length - 1) - np.maximum(row - side, first) + 1
+        return int(min(first, length) * length + (near + first).sum())
+
+    return Workload(lambda q, k, i: _softmax(q, k, i, side, side, first), pairs, pairs)
+
+
 WORKLOADS = {
     "causal": _softmax_over(np.inf, 0),
     "bidirectional": _softmax_over(np.inf, np.inf),
     "window": _softmax_over(*WINDOW),
+    "sparse": _longformer(SPARSE_WINDOW, SPARSE_GLOBAL),
     "linear": Workload(
         _linear, lambda length: length * HEAD_SIZE, lambda length: 2 * length * HEAD_SIZE
     ),

@@ -1,7 +1,6 @@
 """Softmax attention over the pairs of a pattern, or over the tiles of a layout."""
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -139,7 +138,7 @@ def _with_layout(query, key, given: block.Arguments, layout) -> block.Arguments:
 
 def with_pattern(query, key, given: block.Arguments, pattern: "Pattern") -> block.Arguments:
     """The arguments for the pairs of a pattern, and nothing later where they are causal."""
-    *batch, queries, heads, _ = query.shape
+    queries, heads = query.shape[-3:-1]
     keys, key_heads = key.shape[-3:-1]
     # Imported on use: not everyone who imports the library has patterns.
     from effattn.patterns import Causal, Pattern
@@ -158,11 +157,10 @@ def with_pattern(query, key, given: block.Arguments, pattern: "Pattern") -> bloc
         raise ValueError(f"the pattern is of {pattern.heads} heads, the query has {heads}")
     pattern = pattern & Causal() if given.is_causal else pattern
     pattern = pattern.sized(queries, keys, offset=given.query_offset)
-    rows = math.prod(batch) * heads
     layout = pattern.layout(
         queries,
         keys,
-        tile=given.tile or tiling.choose_sparse_tile((queries, keys), rows),
+        tile=given.tile or tiling.choose_sparse_tile((queries, keys)),
         offset=given.query_offset,
         key_heads=key_heads,
     )

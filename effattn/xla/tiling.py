@@ -16,6 +16,9 @@ from effattn.layouts import BlockLayout
 # A window whose keys, with a tile of queries, number no more than this is read as one slice.
 _WIDEST_BAND = 1024
 
+# Tiles of a pattern, of all queries and keys: 4 bytes each for a pattern with a full row.
+_MOST_TILES = 2**23
+
 # Smaller steps multiply too slowly, and more of them are more to compile.
 _SMALLEST_STAIR, _MOST_STAIRS = 64, 4
 
@@ -47,9 +50,16 @@ def choose_tile(
     return _even_share(lengths[0], side), _even_share(lengths[1], key_side)
 
 
-def choose_sparse_tile(lengths: tuple[int, int], rows: int) -> tuple[int, int]:
-    """Queries and keys of a tile of a pattern: small ones hold less that the pattern forbids."""
-    return min(256 if rows <= 8 else 128, lengths[0]), min(128, lengths[1])
+def choose_sparse_tile(lengths: tuple[int, int]) -> tuple[int, int]:
+    """Queries and keys of a tile of a pattern: small ones hold less that the pattern forbids.
+
+    A query tile that sees all keys lists all their tiles, and every other one has room for as many;
+    so the tiles grow where the sequence would have too many of them.
+    """
+    queries, keys = 128, 64
+    while math.ceil(lengths[0] / queries) * math.ceil(lengths[1] / keys) > _MOST_TILES:
+        queries, keys = 2 * queries, 2 * keys
+    return min(queries, lengths[0]), min(keys, lengths[1])
 
 
 def choose_width(layout: BlockLayout, rows: int) -> int:

@@ -4,6 +4,8 @@ import pytest
 from benchmarks.workloads import (
     HEAD_SIZE,
     HEADS,
+    SPARSE_GLOBAL,
+    SPARSE_WINDOW,
     WINDOW,
     WORKLOADS,
     checked_rows,
@@ -19,10 +21,11 @@ def allowed(name, length):
         "causal": j <= i,
         "bidirectional": j >= 0,
         "window": (i - j <= WINDOW[0]) & (j - i <= WINDOW[1]),
+        "sparse": (abs(i - j) <= SPARSE_WINDOW) | (i < SPARSE_GLOBAL) | (j < SPARSE_GLOBAL),
     }[name] & np.ones((length, length), bool)
 
 
-@pytest.mark.parametrize("name", ["causal", "bidirectional", "window"])
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "window", "sparse"])
 @pytest.mark.parametrize("length", [1, 7, 300])
 def test_pairs_are_those_that_the_pattern_allows(name, length):
     pairs = allowed(name, length).sum()
@@ -32,7 +35,7 @@ def test_pairs_are_those_that_the_pattern_allows(name, length):
     assert WORKLOADS[name].exps(length, "forward + backward") == 2 * HEADS * pairs
 
 
-@pytest.mark.parametrize("name", ["causal", "bidirectional", "window"])
+@pytest.mark.parametrize("name", ["causal", "bidirectional", "window", "sparse"])
 def test_expected_output_is_softmax_attention_over_the_pattern(name):
     length = 300
     arrays = draw(length)
