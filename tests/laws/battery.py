@@ -344,7 +344,7 @@ def cotangents_of(subject: Subject, extent: Extent, arrays, known, seed: int = 1
             wide,
         )
     rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=shape).astype(dtype) for k, (shape, dtype) in shapes.items()}
+    return {k: rng.normal(size=s).astype(dtype) for k, (s, dtype) in sorted(shapes.items())}
 
 
 def second_result(subject: Subject, extent: Extent, known: Mapping[str, Any]) -> str | None:

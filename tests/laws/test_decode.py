@@ -16,10 +16,13 @@ FEATURES, ROWS, LENGTH, MOST = 16, 2, SQUARE.keys, 4
 
 
 def mixer_of(subject):
-    """With random parameters, none of them drawn by a compiled program."""
-    mixer = jax.eval_shape(lambda: build(subject))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / 4, mixer)
+    """One compiled program makes it, and NumPy draws its parameters."""
+    return jax.jit(lambda: build(subject), compiler_options=battery.QUICK)()
+
+
+def draw(key, shape, dtype, out_sharding=None):
+    values = np.random.default_rng(0).normal(size=shape) / 4
+    return jnp.asarray(values, dtype)
 
 
 def build(subject):
@@ -33,6 +36,7 @@ def build(subject):
         4,
         num_kv_heads=2 if subject.has("grouped") else 4,
         rotary=RotaryEmbedding(),
+        kernel_init=draw,
         rngs=nnx.Rngs(0),
         **options,
     )
