@@ -136,8 +136,15 @@ def draw_arrays(subject: Subject, sizes: Sizes, everything: bool, seed: int = 0)
 
 def state_shape(subject: Subject, sizes: Sizes) -> tuple[int, ...]:
     arrays = draw_arrays(subject, sizes, everything=False)
-    extent = Extent(is_causal=sizes.queries == sizes.keys and subject.has("causal"))
-    return cotangents_of(subject, extent, arrays, {})["state"].shape
+    return _state_shape(subject, tuple((k, x.shape) for k, x in arrays.items()))
+
+
+@functools.cache
+def _state_shape(subject: Subject, shapes: tuple) -> tuple[int, ...]:
+    """The one shape that the contract leaves to the mechanism."""
+    extent = Extent(is_causal=not subject.has("bidirectional"))
+    arrays = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in shapes}
+    return jax.eval_shape(lambda a: call(subject, extent, a, {}), arrays)["state"].shape
 
 
 @st.composite
@@ -235,11 +242,9 @@ def call(
         keywords["dropout_rng"] = jax.random.wrap_key_data(known["dropout_rng"])
     if extent.tuning:
         keywords.update(subject.reference.tuning)
-    second = None
-    if subject.has("residual"):
-        keywords["return_residual"], second = True, "lse"
-    elif subject.has("state") and ("segment_ids" not in known or takes_segments(subject, extent)):
-        keywords["return_state"], second = True, "state"
+    second = second_result(subject, extent, known)
+    if second is not None:
+        keywords["return_residual" if second == "lse" else "return_state"] = True
     results = subject.entry.function(**keywords)
     return {"out": results} if second is None else {"out": results[0], second: results[1]}
 
@@ -324,19 +329,30 @@ def run_reference(
 
 
 def cotangents_of(subject: Subject, extent: Extent, arrays, known, seed: int = 1) -> Any:
-    """Random cotangents for the results of a call, in the results' dtypes."""
-    given, tree = jax.tree.flatten((arrays, known))
-    given = tuple((np.shape(x), jnp.result_type(x)) for x in given)
+    """Random cotangents for the results of a call, in the shapes and dtypes of the contract."""
+    query, key, value = (arrays[k] for k in ("query", "key", "value"))
+    wide = functools.reduce(jnp.promote_types, (query.dtype, value.dtype, jnp.float32))
+    shapes = {"out": ((*query.shape[:-1], value.shape[-1]), value.dtype)}
+    second = second_result(subject, extent, known)
+    if second == "lse":
+        shapes["lse"] = query.shape[:-1], wide
+    elif second == "state":
+        shapes["state"] = (
+            _state_shape(
+                subject, (("query", query.shape), ("key", key.shape), ("value", value.shape))
+            ),
+            wide,
+        )
     rng = np.random.default_rng(seed)
-    shapes = _result_shapes(subject, extent, given, tree)
-    return {name: rng.normal(size=shape).astype(dtype) for name, shape, dtype in shapes}
+    return {k: rng.normal(size=s).astype(dtype) for k, (s, dtype) in sorted(shapes.items())}
 
 
-@functools.cache
-def _result_shapes(subject, extent, given, tree):
-    arrays, known = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*x) for x in given])
-    results = jax.eval_shape(functools.partial(call, subject, extent), arrays, known)
-    return [(name, x.shape, x.dtype) for name, x in results.items()]
+def second_result(subject: Subject, extent: Extent, known: Mapping[str, Any]) -> str | None:
+    """What the call returns besides its output: the log-sum-exp, the state or nothing."""
+    if subject.has("residual"):
+        return "lse"
+    with_state = "segment_ids" not in known or takes_segments(subject, extent)
+    return "state" if subject.has("state") and with_state else None
 
 
 def cast(arrays: Mapping[str, Any], dtype: Any) -> dict[str, np.ndarray]:
