@@ -240,11 +240,12 @@ def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: block
     if length <= hierarchy.segment:
         return block.attend(query, key, value, given)
     siblings = hierarchy.siblings(length)
+    has_others = hierarchy.segments(length) > 2**siblings
     end = length if given.key_lengths is None else given.key_lengths[..., None]
     present = jnp.broadcast_to(jnp.arange(length) < end, (*batch, length))
     runs = tokens(key, value, present, summary_query, given.scale)
     levels = []
-    for level in range(1, siblings + 2):
+    for level in range(1, siblings + has_others + 1):
         runs = pool(runs, hierarchy.piece(1) if level == 1 else 2)
         start = jnp.arange(runs.present.shape[-1], dtype=jnp.int32) * hierarchy.piece(level)
         last = start + jnp.maximum(runs.present, 1) - 1
@@ -256,7 +257,7 @@ def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: block
     if siblings:
         seen = _siblings(hierarchy, levels[:siblings], length, given.is_causal)
         parts.append(_attend_siblings(hierarchy, query, seen, far))
-    if hierarchy.segments(length) > 2**siblings:
+    if has_others:
         level = siblings + 1
         others = _OtherUnits(hierarchy.unit(level), given.is_causal)
         weight = _LogTokens(hierarchy, level)
