@@ -76,7 +76,9 @@ class _Attention(nnx.Module):
         )
         self.array_options = nnx.Dict(
             {
-                name: option if isinstance(option, nnx.Variable) else nnx.Variable(option)
+                name: option
+                if isinstance(option, nnx.Variable)
+                else nnx.Variable(jnp.asarray(option))
                 for name, option in options.items()
                 if isinstance(option, learned)
             }

@@ -27,7 +27,7 @@ def mixer_of(subject):
     mixer = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / 4, mixer)
     for name, option in options.items():
         if isinstance(option, np.ndarray):
-            mixer.array_options[name] = nnx.Variable(option)
+            mixer.array_options[name] = nnx.Variable(jnp.asarray(option))
     return mixer
 
 
