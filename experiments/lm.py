@@ -22,6 +22,8 @@ from experiments.common.schedules import Schedule
 
 LEARNING_RATES = {"muon": 0.03, "adamw": 0.003}
 
+COMPARED = ("softmax", "sliding_window", "linear")
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -31,7 +33,7 @@ class Config:
     """
 
     preset: Literal["small", "medium", "gpu"] = "small"  # defaults of the other options
-    mechanisms: tuple[str, ...] = ("softmax", "sliding_window", "linear")  # registered names
+    mechanisms: tuple[str, ...] = COMPARED  # names; NAME,OPTION=8; A/B by layer; A+B by head
     window: int = 16  # tokens that sliding_window sees, the present one included
     layers: int = 2  # Transformer layers
     width: int = 64  # features of a token

@@ -44,7 +44,7 @@ def check(config: Any) -> None:
     _require(0 <= config.weight_decay < math.inf, config, "weight_decay", "must be 0 or positive")
     if config.tokenizer == "bpe":
         _require(config.vocabulary > 256, config, "vocabulary", "must exceed the 256 bytes")
-    _check_mechanisms(config.mechanisms)
+    _check_mechanisms(config)
 
 
 def _require(good: bool, config: Any, name: str, need: str) -> None:
@@ -54,13 +54,12 @@ def _require(good: bool, config: Any, name: str, need: str) -> None:
         raise UserError(f"--{name.replace('_', '-')} {need}, got {shown}")
 
 
-def _check_mechanisms(names: tuple[str, ...]) -> None:
+def _check_mechanisms(config: Any) -> None:
     # Only now: the library imports JAX, which --help and typing errors need not wait for.
-    from effattn import registry
+    from experiments.common import mixers
 
-    causal = registry.names("causal")
-    for name in names:
-        if name not in causal:
-            raise UserError(
-                f"--mechanisms: unknown mechanism {name!r}; causal ones are {', '.join(causal)}"
-            )
+    for text in config.mechanisms:
+        try:
+            mixers.parse(text, config.layers, config.heads, config.window)
+        except ValueError as error:
+            raise UserError(f"--mechanisms: {error}") from None

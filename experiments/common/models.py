@@ -1,12 +1,11 @@
 """The models that experiments compare: equal but for the mechanism."""
 
 from collections.abc import Callable
-from typing import Any
 
 from flax import nnx
 
-from effattn import registry
 from effattn.nn import TransformerConfig, TransformerLM
+from experiments.common import mixers
 
 
 def language_model(
@@ -18,10 +17,10 @@ def language_model(
     window: int,
     precision: str,
 ) -> Callable[[nnx.Rngs], TransformerLM]:
-    """A function that makes the decoder with this mechanism in every layer.
+    """A function that makes the decoder with this mechanism.
 
     Args:
-      mechanism: a registered name.
+      mechanism: as `experiments.common.mixers` reads it.
       vocab_size: V.
       layers: how many.
       width: D.
@@ -29,15 +28,12 @@ def language_model(
       window: tokens that a windowed mechanism sees, the present one included.
       precision: of the computation; the parameters are float32.
     """
-    mixer: dict[str, Any] = {"name": mechanism}
-    if "local_window_size" in registry.get(mechanism).options:
-        mixer["local_window_size"] = (window - 1, 0)
     config = TransformerConfig(
         vocab_size=vocab_size,
         num_layers=layers,
         features=width,
         num_heads=heads,
-        mixer=mixer,
+        mixer=mixers.parse(mechanism, layers, heads, window),
         dtype=precision,
     )
     return lambda rngs: TransformerLM(config, rngs=rngs)

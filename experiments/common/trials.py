@@ -14,6 +14,7 @@ import numpy as np
 from effattn.decode import generate
 from experiments.common.data import Data
 from experiments.common.metrics import write_atomically
+from experiments.common.mixers import folder_name
 from experiments.common.programs import Programs
 from experiments.common.progress import Progress
 from experiments.common.schedules import Schedule
@@ -53,7 +54,7 @@ class Trials:
 
         Perplexities are exp of the nats a token, and a word where the corpus defines words.
         """
-        name = f"{mechanism}-rate{learning_rate}-seed{seed}"
+        name = f"{folder_name(mechanism)}-rate{learning_rate}-seed{seed}"
         run = Run(name, self.folder / name, f"{self.identity} {name}", seed, learning_rate)
         path = run.folder / "result.json"
         if path.is_file():
