@@ -142,14 +142,21 @@ def _run(jaxpr, consts, args, counter):
 
 @functools.cache
 def _of_arrays(jaxpr):
-    """The work of the equations that tell nothing of an integer, and the other equations."""
-    work, others = collections.Counter(), []
-    for eqn in jaxpr.eqns:
-        if any(_may_be_known(v.aval) for v in eqn.outvars) or any(True for _ in _inner(eqn)):
+    """The work of the arrays that no loop depends on, and the other equations."""
+    work, others, used = collections.Counter(), [], set(map(id, jaxpr.outvars))
+    for eqn in reversed(jaxpr.eqns):
+        told = any(_may_be_known(v.aval) and id(v) in used for v in eqn.outvars)
+        if told or _holds_jaxprs(eqn) or any(v.aval.shape == () for v in eqn.outvars):
             others.append(eqn)
+            used.update(map(id, eqn.invars))
         else:
             work[eqn.primitive.name] += _work(eqn)
-    return work, others
+    return work, others[::-1]
+
+
+@functools.cache
+def _holds_jaxprs(eqn) -> bool:
+    return any(True for _ in _inner(eqn))
 
 
 def _may_be_known(aval):
@@ -165,7 +172,7 @@ def _equation(eqn, inputs, counter):
         return _scan(eqn, inputs, counter)
     if name == "cond":
         return _cond(params, inputs, counter, unknown)
-    if name not in _ELEMENTWISE and any(True for _ in _inner(eqn)):
+    if _holds_jaxprs(eqn):
         closed = next(params[k] for k in ("jaxpr", "call_jaxpr") if k in params)
         if isinstance(closed, jex_core.ClosedJaxpr):
             return _run(closed.jaxpr, [_integers(c) for c in closed.consts], inputs, counter)
