@@ -178,6 +178,16 @@ class BlockLayout:
                 halves.append(packed((head * keys + key)[order], query[order], (*lead, keys)))
         return BlockLayout(*halves[0], *halves[1], tile, lengths)
 
+    def draw(self, width: int = 64, head: int = 0) -> str:
+        """A picture in characters, at most `width` wide: see `effattn.analysis.text`.
+
+        `effattn.analysis.draw` makes a figure of it.
+        """
+        # Imported on use: pictures know layouts, and not the other way round.
+        from effattn.analysis import text
+
+        return text(self, width=width, head=head)
+
     def __repr__(self) -> str:
         (queries, keys), (t, s) = self.lengths, self.tile
         text = f"BlockLayout({queries} x {keys} tokens in tiles of {t} x {s}"

@@ -136,6 +136,11 @@ def test_indices_may_be_fewer_repeated_and_partial():
             assert ((held >= 0) & (held < 4)).all()
 
 
+def test_it_draws_itself():
+    layout = (Causal() & SlidingWindow(3, 0)).layout(12, tile=(4, 4))
+    assert layout.draw() == "▒▒····\n▒▒▒▒··\n··▒▒▒▒"
+
+
 def test_a_layout_is_a_pytree_that_transformations_may_fill():
     layout = bigbird(4).layout(64, tile=(8, 8))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout)]

@@ -177,7 +177,10 @@ def _attend(dilation, arrays, global_arrays, is_global, max_global, given):
         positions=(where, everywhere),
     )
     global_query, global_key, global_value = global_arrays
-    of_global = block.attend(gather(global_query, where), global_key, global_value, by_global)
+    # A slot in the padding asks nothing, or what sits there would reach the gradients of keys.
+    asks = (_present(lengths[0], where) & there)[..., None, None]
+    asking = jnp.where(asks, gather(global_query, where), 0)
+    of_global = block.attend(asking, global_key, global_value, by_global)
     is_global &= _present(lengths[0], everywhere)
     return tuple(
         jnp.where(

@@ -173,6 +173,8 @@ def draw_known(draw, subject: Subject, sizes: Sizes, extent: Extent) -> dict[str
     if subject.has("mask"):
         mask = np.random.default_rng(seed).random((*batch, 1, queries, keys)) < 0.8
         known["mask"] = mask
+    if "global_mask" in subject.parameters:
+        known["global_mask"] = np.random.default_rng(seed).random((*batch, queries)) < 0.2
     if subject.has("dropout") and not extent.simple:
         known["dropout_rng"] = np.asarray([0, seed], np.uint32)
     return known
@@ -204,6 +206,8 @@ def neutral(subject: Subject, sizes: Sizes, extent: Extent) -> dict[str, Any]:
         known["query_offset"] = np.zeros(batch, np.int32)
     if subject.has("mask"):
         known["mask"] = np.ones((*batch, 1, queries, keys), bool)
+    if "global_mask" in subject.parameters:
+        known["global_mask"] = np.zeros((*batch, queries), bool)
     return known
 
 
@@ -238,6 +242,8 @@ def call(
     """The mechanism's results by name: "out" and, where claimed, "lse" and "state"."""
     keywords = fixed_options(subject, extent, arrays)
     keywords.update({k: v for k, v in arrays.items() if k != "slope"}, **known)
+    if "global_mask" in known:
+        keywords["max_global"] = known["global_mask"].shape[-1]
     if "dropout_rng" in known:
         keywords["dropout_rng"] = jax.random.wrap_key_data(known["dropout_rng"])
     if extent.tuning:

@@ -38,8 +38,12 @@ def pairs(
     key_value_seq_lengths: Any = None,
     segment_ids: Any = None,
     mask: Any = True,
+    global_mask: Any = None,
 ) -> Pairs:
-    """The pairs of a call with these arguments, all of them concrete; `mask` is `(*#B, #T, #S)`."""
+    """The pairs of a call with these arguments, all of them concrete; `mask` is `(*#B, #T, #S)`.
+
+    What the window leaves out, tokens of `global_mask`, `(*B, T)`, see and show nevertheless.
+    """
 
     def of_rows(array):
         return np.broadcast_to(np.asarray(array), batch)[..., None]
@@ -53,7 +57,11 @@ def pairs(
         window = local_window_size
         left, right = (window, window) if isinstance(window, int) else window
         steps, between = np.divmod(ahead, dilation)
-        allowed = allowed & (between == 0) & (-left <= steps) & (steps <= right)
+        near = (between == 0) & (-left <= steps) & (steps <= right)
+        if global_mask is not None:
+            is_global = np.asarray(global_mask)
+            near = near | is_global[..., :, None] | is_global[..., None, :]
+        allowed = allowed & near
 
     query_ids, key_ids = np.ones((*batch, queries), int), np.ones((*batch, keys), int)
     if segment_ids is not None:
