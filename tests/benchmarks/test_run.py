@@ -171,7 +171,7 @@ def test_targets_are_met_missed_or_not_measured():
     ]
 
 
-@pytest.mark.parametrize("argv", [["--lengths", "15"], ["--rounds", "x"], ["--only", "sparse"]])
+@pytest.mark.parametrize("argv", [["--lengths", "15"], ["--rounds", "x"], ["--only", "sideways"]])
 def test_a_bad_option_is_named(argv, capsys):
     with pytest.raises(SystemExit):
         run.main(argv)
