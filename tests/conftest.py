@@ -3,6 +3,8 @@
 import jax
 from hypothesis import HealthCheck, Phase, settings
 
+pytest_plugins = ["tests.laws.seconds"]
+
 # Before any test asks for a device. All but the tests of sharding run on the first.
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -1,0 +1,54 @@
+"""What the laws of one mechanism cost: a plugin, so that it also sums over parallel workers.
+
+Cost is processor time, which a busy machine changes less than the time on the clock. The budget is
+12 seconds of a run on two idle cores, both of them in use. Above `BUDGET` the run says so, and above
+`LIMIT`, which leaves room for slower machines than those it was set on, the run fails.
+"""
+
+import collections
+import os
+
+import pytest
+
+BUDGET, LIMIT = 2 * 12.0, 2 * 18.0  # processor seconds a mechanism
+
+seconds: dict[str, float] = collections.defaultdict(float)
+
+
+def name_of(item: pytest.Item) -> str | None:
+    """The mechanism that a law is tested for."""
+    parameters = getattr(item, "callspec", None)
+    parameters = {} if parameters is None else parameters.params
+    subject = parameters.get("subject", parameters.get("mechanism"))
+    return getattr(subject, "name", None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    before = sum(os.times()[:4])
+    try:
+        return (yield)
+    finally:
+        if name_of(item) is not None:
+            spent = sum(os.times()[:4]) - before
+            item.user_properties.append(("laws", (name_of(item), spent)))
+
+
+def pytest_runtest_logreport(report):
+    for key, value in report.user_properties:
+        if report.when == "call" and key == "laws":
+            name, spent = value
+            seconds[name] += spent
+
+
+def pytest_terminal_summary(terminalreporter):
+    if seconds:
+        terminalreporter.section("processor seconds of the laws")
+        for name, spent in seconds.items():
+            over = f", over the budget of {BUDGET:.0f}" if spent > BUDGET else ""
+            terminalreporter.line(f"{name}: {spent:.1f}{over}")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if exitstatus == 0 and any(spent > LIMIT for spent in seconds.values()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
