@@ -1,7 +1,7 @@
 """What the laws of one mechanism cost: a plugin, so that it also sums over parallel workers.
 
-Cost is processor time, which a busy machine changes less than the time on the clock. The budget is
-12 seconds of a run on two idle cores, both of them in use. Above `BUDGET` the run says so, and above
+Cost is processor time, which a busy machine changes less than the time on the clock. The budget
+is 12 seconds of a run on two idle cores, both in use. Above `BUDGET` the run says so, and above
 `LIMIT`, which leaves room for slower machines than those it was set on, the run fails.
 """
 
