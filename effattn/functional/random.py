@@ -84,18 +84,14 @@ def random_attention(
         value,
         scale=scale,
         is_causal=is_causal,
-        query_offset=0,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=None,
-        local_window_size=None,
         logits_soft_cap=logits_soft_cap,
         score_mod=score_mod,
         sink=sink,
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         precision=precision,
-        tile=None,
     )
     _checks.self_attention("random_attention", query, key)
     length, key_heads = key.shape[-3:-1]

@@ -92,7 +92,6 @@ def sparse_attention(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
-        local_window_size=None,
         logits_soft_cap=logits_soft_cap,
         score_mod=score_mod,
         sink=sink,
