@@ -57,7 +57,7 @@ BLOCK_SPARSE = Reference(
 )
 
 # Of the 5 blocks of 13 tokens; some are in the window or global too, and one is named twice.
-RANDOM_BLOCKS = np.array([[3, 1], [4, -1], [0, 2], [1, 1], [0, 3]])
+RANDOM_BLOCKS = np.array([[3, 1], [4, -1], [0, 2], [1, 1], [0, 3]], np.int32)
 
 BIGBIRD = Reference(
     attend=functools.partial(bigbird, ends=(1, 1)),
