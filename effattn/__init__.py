@@ -21,6 +21,7 @@ from effattn.functional.random import random_attention  # isort: skip
 from effattn.functional.hierarchical import hierarchical_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
+from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.layouts import BlockLayout
 from effattn.segments import (
     positions_from_segment_ids,
@@ -43,6 +44,7 @@ __all__ = [
     "dot_product_attention",
     "hierarchical_attention",
     "linear_attention",
+    "linformer_attention",
     "longformer_attention",
     "nn",
     "patterns",

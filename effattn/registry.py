@@ -52,6 +52,7 @@ class Mechanism:
       decoder: "module:attribute" of what makes its decoder, `(function, options) -> Decoder` (see
         `effattn.decode`), or None.
       capabilities: names from `CAPABILITIES`.
+      reasons: why the mechanism lacks a capability, for the message to those who ask for it.
       options: the function's own arguments, with the values used when none are given.
       time_exponent, memory_exponent: growth in length of FLOPs and of temporary bytes.
       complexity: the time, as written in the table.
@@ -66,6 +67,7 @@ class Mechanism:
     complexity: str
     time_exponent: float
     memory_exponent: float = 1.0
+    reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options_at: Callable[[int], Mapping[str, Any]] | None = None
     by_layer: Callable[[int], Mapping[str, Any]] | None = None
@@ -74,7 +76,7 @@ class Mechanism:
     causality: str = "exact"
 
     def __post_init__(self):
-        unknown = self.capabilities - CAPABILITIES.keys()
+        unknown = (self.capabilities | self.reasons.keys()) - CAPABILITIES.keys()
         if unknown:
             raise ValueError(
                 f"mechanism {self.name!r} claims unknown capabilities {sorted(unknown)}; "

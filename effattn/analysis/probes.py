@@ -109,8 +109,9 @@ def probe(module: nnx.Module, *inputs: ArrayLike, layer: int | None, **arguments
         copy(*map(jnp.asarray, inputs), **arguments)
         return seen[0]
 
-    # A mechanism that has a log-sum-exp is one softmax over its keys.
-    softmax = "return_residual" in (binding.parameters or ())
+    # A mechanism that has a log-sum-exp is one softmax over its keys, or over sums of them.
+    sums = "key_projection" in (binding.parameters or ())
+    softmax = "return_residual" in (binding.parameters or ()) and not sums
     return Probe(run(state), binding.name, softmax)
 
 

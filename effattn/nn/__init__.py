@@ -6,6 +6,7 @@ from effattn.nn.alibi import Alibi, alibi_slopes
 from effattn.nn.attention import CrossAttention, SelfAttention
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.hybrid import HybridHeads, HybridState
+from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.rotary import RotaryEmbedding
@@ -17,6 +18,7 @@ __all__ = [
     "CrossAttention",
     "HybridHeads",
     "HybridState",
+    "LinformerSelfAttention",
     "LongformerSelfAttention",
     "RotaryEmbedding",
     "SelfAttention",

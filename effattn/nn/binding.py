@@ -74,7 +74,10 @@ class Binding:
         if not self.has(capability):
             names = ", ".join(registry.names(capability)) or "none"
             lacks = f"lacks {capability!r} ({registry.CAPABILITIES[capability]})"
-            if not self.registered:
+            mechanism = self.mechanism
+            if mechanism is not None and capability in mechanism.reasons:
+                lacks += f", as {mechanism.reasons[capability]}"
+            if mechanism is None:
                 takes = " and ".join(f"`{name}`" for name in _PARAMETERS[capability])
                 lacks = f"takes no {takes}"
             raise ValueError(

@@ -111,6 +111,11 @@ class HybridHeads(nnx.Module):
             )
             mixers.append(mixer)
             first += size
+        if len({mixer.is_causal for mixer in mixers}) > 1:
+            causal = {group["name"]: m.is_causal for group, m in zip(groups, mixers, strict=True)}
+            raise ValueError(
+                f"groups must all be causal or none, by the same is_causal, got is_causal={causal}"
+            )
         self.mixers = nnx.List(mixers)
 
     def __call__(

@@ -386,6 +386,7 @@ def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
         positions["score_mod"] = Alibi(config.num_heads)
     given = {
         **common,
+        "is_causal": True,
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "qk_norm": config.qk_norm,

@@ -5,6 +5,7 @@ A new mechanism gets the whole battery by being registered and by one entry in `
 
 from tests.references.hierarchical import HIERARCHICAL
 from tests.references.linear import LINEAR
+from tests.references.linformer import LINFORMER
 from tests.references.reference import Reference
 from tests.references.softmax import DILATED, SLIDING_WINDOW, SOFTMAX
 from tests.references.sparse import BIGBIRD, BLOCK_SPARSE, LONGFORMER, RANDOM, SPARSE_TRANSFORMER
@@ -20,4 +21,5 @@ REFERENCES: dict[str, Reference] = {
     "bigbird": BIGBIRD,
     "random": RANDOM,
     "hierarchical": HIERARCHICAL,
+    "linformer": LINFORMER,
 }

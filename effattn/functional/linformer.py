@@ -1,0 +1,207 @@
+"""Linformer's attention: over a few sums of all keys and values, with learned weights."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from effattn import _checks, registry
+from effattn.functional import block
+
+NOT_CAUSAL = (
+    "each projected row is a sum over the whole sequence, so that every query sees later tokens"
+)
+
+
+def linformer_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    key_projection: jax.Array,
+    value_projection: jax.Array,
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    tile: tuple[int, int] | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""Linformer (Wang et al. 2020, "Linformer: Self-Attention with Linear Complexity").
+
+    Keys and values are projected along the sequence to r rows each, and attended to there:
+
+        K' = E K,   V' = F V,   y = softmax(scale Q K'^T) V'
+
+    for E = key_projection and F = value_projection. All rows count, also those to which padding or
+    a short input leaves nothing: they have logit 0 and value 0. With r = S and identities it is
+    `effattn.dot_product_attention`. It has no causal form.
+
+    Time O((T + S) r (H + Hv)), memory O(T + S + r), forward and backward, beside the projections
+    themselves.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, S, K, H)`, N a multiple of K.
+      value: `(*B, S, K, Hv)`.
+      key_projection: E, `(r, L)`, or `(K, r, L)` with one for each key head. L is the most tokens
+        that keys may have; of fewer, each has the column of its position.
+      value_projection: F, as key_projection, with the same r.
+      scale: default H**-0.5. May be an array, with a gradient.
+      is_causal: only False.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and in no projected row.
+        An example without keys gives zeros.
+      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
+      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
+      dropout_rate: share of the weights of projected rows dropped, in [0, 1).
+      dropout_rng: a `jax.random` key; needed where the rate is above 0.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      tile: queries and projected rows in a tile; tuning only.
+      implementation: None or "xla", or a tuple tried in order.
+      return_residual: also return the log-sum-exp over the projected rows.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf for a row that attends to nothing.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values; more than L keys; `is_causal=True`.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    if is_causal:
+        raise ValueError(f"linformer_attention cannot be causal: {NOT_CAUSAL}")
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given = block.check(
+        query,
+        key,
+        value,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        logits_soft_cap=logits_soft_cap,
+        sink=sink,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=tile,
+    )
+    of_keys = _check_projection("key_projection", key_projection, key)
+    of_values = _check_projection("value_projection", value_projection, key)
+    if of_keys.shape[-2] != of_values.shape[-2]:
+        raise ValueError(
+            "key_projection and value_projection must have the same number of rows, got "
+            f"{of_keys.shape[-2]} and {of_values.shape[-2]}"
+        )
+
+    def attend():
+        return _attend(query, key, value, of_keys, of_values, given)
+
+    with jax.named_scope("linformer_attention"):
+        out, lse = _checks.dispatch(implementation, "linformer_attention", {"xla": attend})
+    return (out, lse) if return_residual else out
+
+
+def _attend(query, key, value, key_projection, value_projection, given: block.Arguments):
+    lengths = given.key_lengths
+    keys = _project(key_projection, key, lengths, given.precision)
+    values = _project(value_projection, value, lengths, given.precision)
+    if lengths is not None:
+        rows = jnp.where(lengths > 0, keys.shape[-3], 0)
+        given = dataclasses.replace(given, key_lengths=rows)
+    return block.attend(query, keys, values, given)
+
+
+def _project(projection, array, lengths, precision):
+    """`(*B, S, K, H)` to `(*B, r, K, H)`, summed in at least float32."""
+    length = array.shape[-3]
+    if lengths is not None:
+        present = jnp.arange(length) < lengths[..., None]
+        array = jnp.where(present[..., None, None], array, 0)
+    return jnp.einsum(
+        "rs,...skh->...rkh" if projection.ndim == 2 else "krs,...skh->...rkh",
+        projection[..., :length],
+        array,
+        precision=precision,
+        preferred_element_type=jnp.promote_types(jnp.result_type(projection, array), jnp.float32),
+    ).astype(array.dtype)
+
+
+def _check_projection(name: str, given: Any, key: jax.Array) -> jax.Array:
+    """`(r, L)` or `(K, r, L)`, of columns for all keys."""
+    array = jnp.asarray(given)
+    length, heads = key.shape[-3:-1]
+    if (
+        not jnp.issubdtype(array.dtype, jnp.floating)
+        or array.ndim not in (2, 3)
+        or array.shape[:-2] not in ((), (heads,))
+        or array.shape[-2] < 1
+    ):
+        raise ValueError(
+            f"{name} must be floating point of shape (rows, max length) or ({heads}, rows, max "
+            f"length), for {heads} key heads, got {array.dtype} of shape {array.shape}"
+        )
+    if array.shape[-1] < length:
+        raise ValueError(
+            f"{name} of shape {array.shape} is for at most {array.shape[-1]} tokens, got {length} "
+            "in key; make it for more, or shorten the input"
+        )
+    return array
+
+
+def window_projection(weights: Any, num_projected: int) -> jax.Array:
+    """Sums of consecutive windows of tokens, with the same weights `(*, w)` in each.
+
+    `(*, r, r w)` for r = num_projected: row m has the weights at tokens m w to (m + 1) w. Equal
+    weights of 1 / w are the paper's mean pooling, learned ones its convolution of stride w, with
+    one kernel for all features.
+    """
+    weights = jnp.asarray(weights)
+    *before, width = weights.shape
+    of_windows = (
+        jnp.eye(num_projected, dtype=weights.dtype)[:, :, None] * weights[..., None, None, :]
+    )
+    return of_windows.reshape(*before, num_projected, num_projected * width)
+
+
+def _mean_pooling(length: int, num_projected: int = 16) -> Mapping[str, Any]:
+    width = length // num_projected
+    pooled = np.kron(np.eye(num_projected, dtype=np.float32), np.full(width, 1 / width, np.float32))
+    return {"key_projection": pooled, "value_projection": pooled}
+
+
+registry.register(
+    registry.Mechanism(
+        name="linformer",
+        family="low rank",
+        paper="Wang et al. 2020, Linformer",
+        function=linformer_attention,
+        capabilities=frozenset(
+            {
+                "bidirectional",
+                "cross",
+                "grouped",
+                "lengths",
+                "soft_cap",
+                "sink",
+                "dropout",
+                "residual",
+            }
+        ),
+        reasons={"causal": NOT_CAUSAL},
+        options_at=_mean_pooling,
+        builder="effattn.nn.linformer:LinformerSelfAttention",
+        complexity="O(N r)",
+        time_exponent=1.0,
+    )
+)

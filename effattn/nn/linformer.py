@@ -1,0 +1,144 @@
+"""Linformer's self-attention, with the projections of the sequence as parameters."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import _checks
+from effattn.functional.linformer import window_projection
+from effattn.nn.attention import SelfAttention
+
+SHARING = ("none", "heads", "key_value", "layers")
+METHODS = ("linear", "convolution", "mean")
+
+
+class LinformerSelfAttention(SelfAttention):
+    """A bidirectional mixer of projected keys and values (Wang et al. 2020, "Linformer").
+
+        q, k, v = x Wq, x Wk, x Wv;   y = linformer_attention(q, k, v, E, F) Wo
+
+    E and F sum the tokens to `num_projected` rows r. How they do it, by `method`:
+
+        linear        (r, L) learned weights, for L = max_length
+        convolution   windows of L / r tokens, with L / r learned weights that all windows share
+        mean          the means of such windows
+
+    and which of these parameters there are, by `sharing`, as in the paper:
+
+        none          E and F of each key head
+        heads         E and F for all heads
+        key_value     E = F for all heads
+        layers        E = F for all heads of all layers, an `nnx.Param` that each of them is given
+
+    Args:
+      in_features: D.
+      num_heads: N query heads.
+      max_length: L, the most tokens of an input.
+      num_projected: r.
+      method: see above.
+      sharing: see above; of no effect on means, which have no parameters.
+      projection: with `sharing="layers"`, the parameter of all layers: `(r, L)` where linear,
+        `(L / r,)` where a convolution. Flax's own transformations (`nnx.grad`, `nnx.jit`, ...) and
+        `nnx.split` see it once.
+      is_causal: only False.
+      rngs: for the initial parameters.
+      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...) and options
+        of `effattn.linformer_attention`.
+
+    Raises:
+      ValueError: as `SelfAttention`, with the reason where `is_causal=True`; a projection that
+        does not fit; and in calls, more than L tokens.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        max_length: int = 512,
+        num_projected: int = 128,
+        method: str = "linear",
+        sharing: str = "heads",
+        projection: nnx.Param | None = None,
+        is_causal: bool = False,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        given = sorted({"key_projection", "value_projection"} & options.keys())
+        if given:
+            raise ValueError(
+                f"LinformerSelfAttention has no option {', '.join(given)}; it makes them, as "
+                "method and sharing say"
+            )
+        super().__init__(
+            in_features,
+            num_heads,
+            "linformer",
+            is_causal=is_causal,
+            param_dtype=param_dtype,
+            rngs=rngs,
+            **options,
+        )
+        self.max_length = _checks.at_least("max_length", max_length, 1, "tokens")
+        self.num_projected = _checks.at_least("num_projected", num_projected, 1, "rows")
+        for name, choice, known in (("method", method, METHODS), ("sharing", sharing, SHARING)):
+            if choice not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {choice!r}")
+        if method != "linear" and max_length % num_projected:
+            raise ValueError(
+                f"method={method!r} needs a max_length that is a multiple of num_projected, got "
+                f"{max_length} and {num_projected}"
+            )
+        self.method = method
+        self.sharing = sharing
+        windows = self.max_length // self.num_projected
+        shape = (self.num_projected, self.max_length) if method == "linear" else (windows,)
+        _check_given(projection, sharing, method, shape)
+        if sharing == "none":
+            shape = (self.num_kv_heads, *shape)
+        # Where all tokens count, the rows have the variance of a token.
+        draw = nnx.initializers.normal(shape[-1] ** -0.5)
+        make = functools.partial(self._make, draw, shape, param_dtype, rngs)
+        self.key_projection = make() if projection is None else projection
+        self.value_projection = make() if sharing in ("none", "heads") else None
+
+    def _make(self, draw, shape, dtype, rngs) -> nnx.Param | None:
+        return None if self.method == "mean" else nnx.Param(draw(rngs.params(), shape, dtype))
+
+    def _options(self) -> dict[str, Any]:
+        of_keys = self._matrix(self.key_projection)
+        shared = self.value_projection is None
+        of_values = of_keys if shared else self._matrix(self.value_projection)
+        projections = {"key_projection": of_keys, "value_projection": of_values}
+        return {**super()._options(), **projections}
+
+    def _matrix(self, weights: nnx.Param | None) -> Any:
+        """E or F, `(r, L)` or `(K, r, L)`, in the dtype of the computation."""
+        if weights is None:
+            width = self.max_length // self.num_projected
+            array = jnp.full(width, 1 / width, self.param_dtype)
+        else:
+            array = weights[...]
+        if self.dtype is not None:
+            array = array.astype(self.dtype)
+        return array if self.method == "linear" else window_projection(array, self.num_projected)
+
+
+def _check_given(projection: Any, sharing: str, method: str, shape: tuple[int, ...]) -> None:
+    if method == "mean":
+        if projection is not None:
+            raise ValueError("method='mean' has no parameters, and takes no projection")
+        return
+    if (projection is None) == (sharing == "layers"):
+        raise ValueError(
+            "sharing='layers' goes with projection, the nnx.Param that all layers are given; got "
+            f"sharing={sharing!r} and {'no ' if projection is None else 'a '}projection"
+        )
+    if projection is not None and (
+        not isinstance(projection, nnx.Variable) or projection[...].shape != shape
+    ):
+        got = getattr(projection, "shape", type(projection).__name__)
+        raise ValueError(f"projection must be an nnx.Param of shape {shape}, got {got}")
