@@ -128,13 +128,14 @@ def _project(projection, array, lengths, precision):
     if lengths is not None:
         present = jnp.arange(length) < lengths[..., None]
         array = jnp.where(present[..., None, None], array, 0)
-    return jnp.einsum(
-        "rs,...skh->...rkh" if projection.ndim == 2 else "krs,...skh->...rkh",
-        projection[..., :length],
+    projected = jnp.einsum(
+        "...skh,rs->...rkh" if projection.ndim == 2 else "...skh,krs->...rkh",
         array,
+        projection[..., :length],
         precision=precision,
         preferred_element_type=jnp.promote_types(jnp.result_type(projection, array), jnp.float32),
-    ).astype(array.dtype)
+    )
+    return projected.astype(array.dtype)
 
 
 def _check_projection(name: str, given: Any, key: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ def linformer(arrays, pairs, keep, *, key_projection, value_projection, **option
 def projections(rows, length):
     """Random ones, with rows of the values' that sum to 1, so that equal values are kept."""
     rng = np.random.default_rng(0)
-    of_keys, of_values = rng.normal(size=(2, *rows, length)) / 2
+    of_keys, of_values = rng.normal(size=(2, *rows, length)) / length**0.5
     of_values[..., -1] += 1 - of_values.sum(-1)
     return {"key_projection": of_keys, "value_projection": of_values}
 

@@ -1,0 +1,142 @@
+"""LinformerSelfAttention: where its projections come from, and who shares them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import effattn
+from effattn import registry
+from effattn.nn import HybridHeads, LinformerSelfAttention, TransformerConfig, TransformerLM
+
+LENGTH, ROWS = 12, 4
+X = jax.random.normal(jax.random.key(0), (2, LENGTH, 16))
+
+
+def make(**options):
+    options = {"max_length": LENGTH, "num_projected": ROWS, "num_kv_heads": 2, **options}
+    return LinformerSelfAttention(16, 4, rngs=nnx.Rngs(0), **options)
+
+
+def parameters(mixer):
+    """Names and shapes of those that project the sequence."""
+    return {
+        name: getattr(mixer, name).shape
+        for name in ("key_projection", "value_projection")
+        if getattr(mixer, name) is not None
+    }
+
+
+@pytest.mark.parametrize(
+    ("sharing", "linear", "convolution"),
+    [
+        ("none", {"key_projection": (2, 4, 12), "value_projection": (2, 4, 12)}, (2, 3)),
+        ("heads", {"key_projection": (4, 12), "value_projection": (4, 12)}, (3,)),
+        ("key_value", {"key_projection": (4, 12)}, (3,)),
+    ],
+)
+def test_sharing_says_which_parameters_there_are(sharing, linear, convolution):
+    assert parameters(make(sharing=sharing)) == linear
+    of_windows = parameters(make(sharing=sharing, method="convolution"))
+    assert of_windows == dict.fromkeys(linear, convolution)
+    assert parameters(make(sharing=sharing, method="mean")) == {}
+
+
+@pytest.mark.parametrize("sharing", ["none", "heads", "key_value"])
+def test_it_is_linformer_attention_between_projections(sharing):
+    mixer = make(sharing=sharing)
+    of_keys = mixer.key_projection[...]
+    of_values = of_keys if sharing == "key_value" else mixer.value_projection[...]
+    query, key, value = (
+        jnp.einsum("btd,dnh->btnh", X, layer.kernel[...])
+        for layer in (mixer.query, mixer.key, mixer.value)
+    )
+    heads = effattn.linformer_attention(
+        query, key, value, key_projection=of_keys, value_projection=of_values
+    )
+    y = jnp.einsum("btnh,nhd->btd", heads, mixer.out.kernel[...])
+    np.testing.assert_allclose(mixer(X), y, rtol=1e-5, atol=2e-6)
+
+
+def test_a_convolution_of_equal_weights_is_the_mean():
+    mean, convolution = (make(method=method) for method in ("mean", "convolution"))
+    for weights in (convolution.key_projection, convolution.value_projection):
+        weights[...] = jnp.full(3, 1 / 3)
+    np.testing.assert_allclose(mean(X), convolution(X), rtol=1e-5, atol=1e-6)
+
+
+def test_layers_that_share_a_projection_learn_it_together():
+    projection = nnx.Param(jax.random.normal(jax.random.key(1), (ROWS, LENGTH)) / 4)
+    layers = nnx.List([make(sharing="layers", projection=projection) for _ in range(2)])
+    assert layers[0].key_projection is layers[1].key_projection
+    _, state = nnx.split(layers)
+    shapes = [x.shape for x in jax.tree.leaves(state)]
+    assert shapes.count((ROWS, LENGTH)) == 1
+
+    def loss(layers):
+        return jnp.sum(layers[1](layers[0](X)) ** 2)
+
+    together = nnx.grad(loss)(layers)[0]["key_projection"][...]
+
+    def by_hand(one, two):
+        layers[0].key_projection = nnx.Param(one)
+        layers[1].key_projection = nnx.Param(two)
+        return loss(layers)
+
+    apart = jax.grad(by_hand, argnums=(0, 1))(projection[...], projection[...])
+    np.testing.assert_allclose(together, sum(apart), rtol=1e-5, atol=1e-5)
+
+
+def test_padding_reaches_nothing():
+    mixer = make()
+    padded = X.at[0, 7:].set(jnp.nan)
+    y = mixer(padded, lengths=jnp.array([7, LENGTH]))
+    np.testing.assert_allclose(y[0, :7], mixer(X[:1, :7])[0], rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(y[1], mixer(X)[1], rtol=1e-5, atol=2e-6)
+
+
+def test_the_registry_builds_it_and_bfloat16_computes_with_float32_parameters():
+    mixer = registry.get("linformer").build(16, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert isinstance(mixer, LinformerSelfAttention)
+    assert mixer(X).dtype == jnp.bfloat16
+    assert mixer.key_projection.shape == (128, 512)
+    assert mixer.key_projection[...].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"is_causal": True}, "'linformer' lacks 'causal' .* every query sees later tokens"),
+        ({"max_length": 0}, "max_length must be an int, 1 or more tokens, got 0"),
+        ({"num_projected": 2.0}, "num_projected must be an int, 1 or more rows, got 2.0"),
+        ({"sharing": "all"}, "sharing must be one of none, heads, key_value, layers, got 'all'"),
+        ({"method": "max"}, "method must be one of linear, convolution, mean, got 'max'"),
+        ({"method": "mean", "num_projected": 5}, "a multiple of num_projected, got 12 and 5"),
+        ({"sharing": "layers"}, "sharing='layers' goes with projection.* and no projection"),
+        ({"projection": nnx.Param(np.ones((4, 12)))}, "got sharing='heads' and a projection"),
+        (
+            {"projection": nnx.Param(np.ones((4, 11))), "sharing": "layers"},
+            r"projection must be an nnx.Param of shape \(4, 12\), got \(4, 11\)",
+        ),
+        ({"projection": nnx.Param(np.ones(3)), "method": "mean"}, "takes no projection"),
+        ({"key_projection": np.ones((4, 12))}, "no option key_projection; it makes them"),
+        ({"max_length": 11}, "is for at most 11 tokens, got 12"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)(X)
+
+
+def test_causal_models_refuse_it():
+    config = TransformerConfig(
+        vocab_size=7, num_layers=1, features=16, num_heads=4, mixer={"name": "linformer"}
+    )
+    with pytest.raises(ValueError, match="'linformer' lacks 'causal'"):
+        TransformerLM(config, rngs=nnx.Rngs(0))
+    groups = [{"name": name, "num_heads": 2} for name in ("softmax", "linformer")]
+    with pytest.raises(ValueError, match="all be causal or none.*'linformer': False"):
+        HybridHeads(16, 4, groups, rngs=nnx.Rngs(0))
+    y = HybridHeads(16, 4, groups, is_causal=False, rngs=nnx.Rngs(0))(X)
+    assert y.shape == X.shape
