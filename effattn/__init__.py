@@ -22,6 +22,7 @@ from effattn.functional.hierarchical import hierarchical_attention  # isort: ski
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.functional.linformer import linformer_attention  # isort: skip
+from effattn.functional.nystrom import nystrom_attention  # isort: skip
 from effattn.layouts import BlockLayout
 from effattn.segments import (
     positions_from_segment_ids,
@@ -47,6 +48,7 @@ __all__ = [
     "linformer_attention",
     "longformer_attention",
     "nn",
+    "nystrom_attention",
     "patterns",
     "positions_from_segment_ids",
     "random_attention",

@@ -64,6 +64,7 @@ def test_a_module_gives_advice_on_what_is_not_claimed(mechanism):
     """And names mechanisms that have it."""
 
     def build(**options):
+        options = {"is_causal": mechanism.has("causal"), **options}
         return mechanism.entry.build(8, 4, rngs=nnx.Rngs(0), **options)
 
     refusals = {

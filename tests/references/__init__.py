@@ -6,6 +6,7 @@ A new mechanism gets the whole battery by being registered and by one entry in `
 from tests.references.hierarchical import HIERARCHICAL
 from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
+from tests.references.nystrom import NYSTROM
 from tests.references.reference import Reference
 from tests.references.softmax import DILATED, SLIDING_WINDOW, SOFTMAX
 from tests.references.sparse import BIGBIRD, BLOCK_SPARSE, LONGFORMER, RANDOM, SPARSE_TRANSFORMER
@@ -22,4 +23,5 @@ REFERENCES: dict[str, Reference] = {
     "random": RANDOM,
     "hierarchical": HIERARCHICAL,
     "linformer": LINFORMER,
+    "nystrom": NYSTROM,
 }

@@ -1,0 +1,301 @@
+"""Nystrom attention: the matrix of attention weights from those of a few landmarks."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from effattn import _checks, registry
+from effattn.functional import block
+from effattn.xla import mesh_axes
+
+
+def nystrom_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    num_landmarks: int,
+    num_iterations: int = 6,
+    skip_kernel: jax.Array | None = None,
+    scale: float | jax.Array | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    tile: tuple[int, int] | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> jax.Array:
+    r"""Nystrom attention (Xiong et al. 2021, "Nystromformer").
+
+    With m landmarks Q~ and K~, the means of m segments of the queries and of the keys, for each
+    head
+
+        out = softmax(s Q K~^T) A^+ [softmax(s Q~ K^T) V],    A = softmax(s Q~ K~^T),    s = scale,
+
+    where the pseudo-inverse A^+ is Z_J of the iteration
+
+        Z_(j+1) = Z_j (13 I - A Z_j (15 I - A Z_j (7 I - A Z_j))) / 4,
+        Z_0 = A^T / (|A|_1 |A|_inf),
+
+    each head of each example by itself. With as many landmarks as tokens, and A^+ that has
+    converged, this is `effattn.dot_product_attention`. Weights may be negative, and every output
+    depends on every token: there is no causal form.
+
+    Segments are of the valid tokens alone, as even as can be, the longer ones first, as
+    `numpy.array_split` cuts them. An example with fewer than m tokens has each as a landmark. A
+    `skip_kernel` adds the paper's depthwise convolution of the values, at token t
+
+        sum_w kernel_w v_(t + w - (width - 1) / 2),
+
+    with zeros past the ends and in padding.
+
+    Time O((T + S) m (H + Hv) + J m^3), and O(T width Hv) for the convolution; memory
+    O(T + S + J m^2), forward and backward. All is computed in float32 at least: A^+ has large
+    entries of both signs, and would magnify the rounding of anything less.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      value: `(*B, S, K, Hv)`.
+      num_landmarks: m, 1 or more; tokens have one each where there are fewer.
+      num_iterations: J, 1 or more.
+      skip_kernel: `(N, width)` or `(K, width)`, of odd width; needs T == S.
+      scale: default H**-0.5. May be an array, with a gradient.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros, and are in no landmark.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and in no landmark.
+      precision: of the matrix products with queries, keys and values, as in `jax.lax.dot`; those of
+        landmarks among themselves always have the highest.
+      tile: queries and keys in a tile; tuning only.
+      implementation: None or "xla", or a tuple tried in order.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    num_landmarks = _checks.at_least("num_landmarks", num_landmarks, 1)
+    num_iterations = _checks.at_least("num_iterations", num_iterations, 1)
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given = block.check(
+        query,
+        key,
+        value,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        precision=precision,
+        tile=tile,
+    )
+    if skip_kernel is not None:
+        _checks.self_attention("nystrom_attention with skip_kernel", query, key)
+        skip_kernel = _skip_kernel(skip_kernel, query.shape[-2], key.shape[-2])
+    run = functools.partial(_attend, num_landmarks, num_iterations, given)
+    with jax.named_scope("nystrom_attention"):
+        out = _checks.dispatch(
+            implementation,
+            "nystrom_attention",
+            {"xla": lambda: run(query, key, value, skip_kernel)},
+        )
+    return checkpoint_name(out, "nystrom_attention")
+
+
+def _skip_kernel(kernel: Any, heads: int, key_heads: int) -> jax.Array:
+    """`(N, width)`, checked."""
+    kernel = jnp.asarray(kernel)
+    if (
+        kernel.ndim != 2
+        or kernel.shape[0] not in (heads, key_heads)
+        or kernel.shape[1] % 2 == 0
+        or not jnp.issubdtype(kernel.dtype, jnp.floating)
+    ):
+        raise ValueError(
+            f"skip_kernel must be floating point of shape ({heads}, width) or ({key_heads}, "
+            f"width), of odd width, got {kernel.dtype} of shape {kernel.shape}"
+        )
+    return jnp.repeat(kernel, heads // kernel.shape[0], 0)
+
+
+def _attend(num_landmarks, num_iterations, given: block.Arguments, query, key, value, skip_kernel):
+    """The three factors, and what is skipped past them."""
+    batch, queries, keys = query.shape[:-3], query.shape[-3], key.shape[-3]
+    if queries == 0 or keys == 0:
+        return jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
+    groups = query.shape[-2] // key.shape[-2]
+    plain = dataclasses.replace(given, scale=1.0, query_lengths=None, key_lengths=None)
+    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+
+    def attend(query, key, value, scale, skip_kernel, query_lengths, key_lengths):
+        query, key, value, scale, skip_kernel, query_lengths, key_lengths = mesh_axes.vary_alike(
+            (query, key, value, scale, skip_kernel, query_lengths, key_lengths)
+        )
+        query = scale * _clear(query, query_lengths).astype(dtype)
+        key, value = (_clear(x, key_lengths).astype(dtype) for x in (key, value))
+        of_queries, landmarks = segment_means(query, query_lengths, num_landmarks)
+        of_keys, key_landmarks = segment_means(key, key_lengths, num_landmarks)
+        of_keys = jnp.repeat(of_keys, groups, -2)
+        # Of nothing, one landmark of zeros keeps the inverse finite, and weighs nothing.
+        weights = _softmax(
+            of_queries, of_keys, jnp.maximum(landmarks, 1), jnp.maximum(key_landmarks, 1)
+        )
+        inverse = pseudo_inverse(weights, num_iterations)
+
+        if given.key_lengths is None:
+            key_lengths = key_landmarks = None  # nothing to mask
+        of_all = dataclasses.replace(plain, key_lengths=key_lengths)
+        read, _ = block.attend(of_queries, key, value, of_all)
+        read = jnp.einsum("...nji,...inh->...jnh", inverse, read, precision="highest")
+        to_all = dataclasses.replace(plain, key_lengths=key_landmarks)
+        out, _ = block.attend(query, of_keys, read, to_all)
+        if skip_kernel is not None:
+            out = out + _convolve(jnp.repeat(value, groups, -2), skip_kernel.astype(dtype))
+        return (_clear(out, query_lengths),)
+
+    def lengths(of, size):
+        of = jnp.full(batch, size) if of is None else jnp.clip(of.astype(jnp.int32), 0, size)
+        return of.astype(jnp.int32)
+
+    *axes, _ = mesh_axes.spec(query)
+    (out,) = mesh_axes.placed(attend, query, PartitionSpec(*axes, None))(
+        query,
+        key,
+        value,
+        jnp.asarray(given.scale, dtype),
+        skip_kernel,
+        lengths(given.query_lengths, queries),
+        lengths(given.key_lengths, keys),
+    )
+    return out.astype(value.dtype)
+
+
+def segment_means(x: jax.Array, lengths: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Means of `x (*B, L, K, H)` over `count` segments of each example's first tokens.
+
+    Returns the means `(*B, min(count, L), K, H)`, zeros for a segment without tokens, and how many
+    segments have any, `(*B)`: those are the first.
+    """
+    count = min(count, x.shape[-3])
+    return _means(count, x, lengths), jnp.minimum(lengths, count)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _means(count, x, lengths):
+    length = x.shape[-3]
+    at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
+    segment = jnp.arange(count, dtype=lengths.dtype)
+    start = segment * at_least + jnp.minimum(segment, longer)
+    size = at_least + (segment < longer)
+    step = jnp.arange(-(-length // count), dtype=lengths.dtype)
+    tokens = _take(x, jnp.minimum(start[..., None] + step, length - 1))
+    tokens = jnp.where((step < size[..., None])[..., None, None], tokens, 0)
+    return tokens.sum(-3) / jnp.maximum(size, 1)[..., None, None].astype(x.dtype)
+
+
+def _means_fwd(count, x, lengths):
+    return _means(count, x, lengths), (lengths, x.shape[-3])
+
+
+def _means_bwd(count, saved, cotangent):
+    """Each token takes its share of its segment's: a gather, where autodiff would scatter."""
+    lengths, length = saved
+    at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
+    token = jnp.arange(length, dtype=lengths.dtype)
+    later = token - longer * (at_least + 1)
+    is_longer = later < 0
+    after = longer + later // jnp.maximum(at_least, 1)
+    segment = jnp.where(is_longer, token // (at_least + 1), after)
+    share = _take(cotangent, jnp.minimum(segment, count - 1))
+    size = jnp.maximum(at_least + is_longer, 1)[..., None, None].astype(share.dtype)
+    return _clear(share / size, lengths), None
+
+
+_means.defvjp(_means_fwd, _means_bwd)
+
+
+def _take(x, index):
+    """Tokens of `x (*B, L, K, H)` at `index (*B, ...)`."""
+    flat = index.reshape(*x.shape[:-3], -1, 1, 1)
+    return jnp.take_along_axis(x, flat, -3).reshape(*index.shape, *x.shape[-2:])
+
+
+def _clear(x, lengths):
+    """`(*B, L, K, H)` with zeros from the lengths on."""
+    return jnp.where((jnp.arange(x.shape[-3]) < lengths[..., None])[..., None, None], x, 0)
+
+
+def _softmax(query, key, queries, keys):
+    """The weights `(*B, N, i, j)` among landmarks; zeros for those after the first so many."""
+    logits = jnp.einsum("...inh,...jnh->...nij", query, key, precision="highest")
+    exists, seen = (
+        jnp.arange(x.shape[-3]) < count[..., None, None]
+        for x, count in ((query, queries), (key, keys))
+    )
+    weights = jax.nn.softmax(jnp.where(seen[..., None, :], logits, -jnp.inf))
+    return jnp.where(exists[..., None], weights, 0)
+
+
+def pseudo_inverse(weights: jax.Array, iterations: int) -> jax.Array:
+    """Of stochastic matrices `(*B, i, j)`, by the paper's iteration, `(*B, j, i)`.
+
+    Rows and columns of zeros are those of the inverse too, and do not change the rest of it.
+    """
+    multiply = functools.partial(jnp.matmul, precision="highest")
+    one = jnp.eye(weights.shape[-2], dtype=weights.dtype)
+
+    def improve(_, inverse):
+        product = multiply(weights, inverse)
+        inner = 15 * one - multiply(product, 7 * one - product)
+        return multiply(inverse, 13 * one - multiply(product, inner)) / 4
+
+    # Rows sum to one: the other norm, of the largest row, is 1.
+    largest_column = weights.sum(-2).max(-1)[..., None, None]
+    return lax.fori_loop(0, iterations, improve, jnp.swapaxes(weights, -1, -2) / largest_column)
+
+
+@jax.custom_vjp
+def _convolve(value, kernel):
+    """Depthwise, of `value (*B, L, N, Hv)` with `kernel (N, width)`, zeros past the ends."""
+    taps = _taps(value, kernel.shape[-1])
+    return sum(kernel[:, w, None] * taps(w) for w in range(kernel.shape[-1]))
+
+
+def _convolve_bwd(saved, cotangent):
+    """Again a convolution, and a loop: autodiff would have the values once for each tap."""
+    value, kernel = saved
+    width = kernel.shape[-1]
+    taps, axes = _taps(value, width), (*range(value.ndim - 2), value.ndim - 1)
+    d_kernel = lax.map(lambda w: (cotangent * taps(w)).sum(axes), jnp.arange(width))
+    return _convolve(cotangent, jnp.flip(kernel, -1)), d_kernel.T
+
+
+_convolve.defvjp(lambda value, kernel: (_convolve(value, kernel), (value, kernel)), _convolve_bwd)
+
+
+def _taps(x, width):
+    """What tap w reads of `x (*B, L, N, Hv)`: token t is that at t + w - (width - 1) / 2."""
+    axis, length = x.ndim - 3, x.shape[-3]
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (width // 2, width // 2)
+    padded = jnp.pad(x, padding)
+    return lambda w: lax.dynamic_slice_in_dim(padded, w, length, axis)
+
+
+registry.register(
+    registry.Mechanism(
+        name="nystrom",
+        family="low rank",
+        paper="Xiong et al. 2021, Nystromformer",
+        function=nystrom_attention,
+        capabilities=frozenset({"bidirectional", "cross", "grouped", "lengths"}),
+        options={"num_landmarks": 32},
+        complexity="O(N m) for m landmarks",
+        time_exponent=1.0,
+    )
+)
