@@ -128,7 +128,7 @@ def _attend(num_landmarks, num_iterations, given: block.Arguments, query, key, v
     batch, queries, keys = query.shape[:-3], query.shape[-3], key.shape[-3]
     if queries == 0 or keys == 0:
         return jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
-    groups = query.shape[-2] // key.shape[-2]
+    groups, is_padded = query.shape[-2] // key.shape[-2], given.key_lengths is not None
     plain = dataclasses.replace(given, scale=1.0, query_lengths=None, key_lengths=None)
     dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
 
@@ -147,20 +147,18 @@ def _attend(num_landmarks, num_iterations, given: block.Arguments, query, key, v
         )
         inverse = pseudo_inverse(weights, num_iterations)
 
-        if given.key_lengths is None:
-            key_lengths = key_landmarks = None  # nothing to mask
-        of_all = dataclasses.replace(plain, key_lengths=key_lengths)
+        of_all = dataclasses.replace(plain, key_lengths=key_lengths if is_padded else None)
         read, _ = block.attend(of_queries, key, value, of_all)
         read = jnp.einsum("...nji,...inh->...jnh", inverse, read, precision="highest")
-        to_all = dataclasses.replace(plain, key_lengths=key_landmarks)
+        to_all = dataclasses.replace(plain, key_lengths=key_landmarks if is_padded else None)
         out, _ = block.attend(query, of_keys, read, to_all)
         if skip_kernel is not None:
-            out = out + _convolve(jnp.repeat(value, groups, -2), skip_kernel.astype(dtype))
+            out = out + convolve(jnp.repeat(value, groups, -2), skip_kernel.astype(dtype))
         return (_clear(out, query_lengths),)
 
     def lengths(of, size):
-        of = jnp.full(batch, size) if of is None else jnp.clip(of.astype(jnp.int32), 0, size)
-        return of.astype(jnp.int32)
+        of = jnp.full(batch, size) if of is None else of
+        return jnp.clip(of.astype(jnp.int32), 0, size)
 
     *axes, _ = mesh_axes.spec(query)
     (out,) = mesh_axes.placed(attend, query, PartitionSpec(*axes, None))(
@@ -260,7 +258,7 @@ def pseudo_inverse(weights: jax.Array, iterations: int) -> jax.Array:
 
 
 @jax.custom_vjp
-def _convolve(value, kernel):
+def convolve(value: jax.Array, kernel: jax.Array) -> jax.Array:
     """Depthwise, of `value (*B, L, N, Hv)` with `kernel (N, width)`, zeros past the ends."""
     taps = _taps(value, kernel.shape[-1])
     return sum(kernel[:, w, None] * taps(w) for w in range(kernel.shape[-1]))
@@ -272,10 +270,10 @@ def _convolve_bwd(saved, cotangent):
     width = kernel.shape[-1]
     taps, axes = _taps(value, width), (*range(value.ndim - 2), value.ndim - 1)
     d_kernel = lax.map(lambda w: (cotangent * taps(w)).sum(axes), jnp.arange(width))
-    return _convolve(cotangent, jnp.flip(kernel, -1)), d_kernel.T
+    return convolve(cotangent, jnp.flip(kernel, -1)), d_kernel.T
 
 
-_convolve.defvjp(lambda value, kernel: (_convolve(value, kernel), (value, kernel)), _convolve_bwd)
+convolve.defvjp(lambda value, kernel: (convolve(value, kernel), (value, kernel)), _convolve_bwd)
 
 
 def _taps(x, width):
