@@ -31,7 +31,7 @@ class GatheredDecoder:
     that its position reaches. T tokens take O(T n) time and O(T) memory: keys are gathered for a
     bounded number of tokens at a time.
 
-    A mechanism says beside itself what it reaches: `decoder = partial(GatheredDecoder, reach)`.
+    A mechanism says beside itself what it reaches: `decoder = reaching.decoder_of(reach)`.
 
     Attributes:
       reach: `(i, capacity, ...)`, the positions of the keys that a query at position i, a traced
@@ -130,18 +130,6 @@ class GatheredDecoder:
         known |= {"heads": heads, "key_heads": key_heads, **given}
         reach = functools.partial(self.reach, **{name: known[name] for name in named})
         return reach, {name: known.get(name) for name in _SHARED}
-
-
-def positions_of_blocks(blocks: jax.Array, block_size: int) -> jax.Array:
-    """The tokens `(*L, k block_size)` of blocks `(*L, k)`, -1 for none, each once.
-
-    For a `reach` in blocks. A block that is named again is replaced by positions below 0.
-    """
-    blocks = jnp.sort(blocks, axis=-1)
-    again = jnp.pad(blocks[..., 1:] == blocks[..., :-1], [(0, 0)] * (blocks.ndim - 1) + [(1, 0)])
-    first = block_size * jnp.where(again, -1, blocks)
-    tokens = first[..., None] + jnp.arange(block_size, dtype=jnp.int32)
-    return tokens.reshape(*blocks.shape[:-1], -1)
 
 
 def _split_heads(reached, heads, key_heads):

@@ -1,7 +1,6 @@
 """BigBird attention: a window of blocks, global blocks and random blocks."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -9,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
-from effattn.decode.gathered import GatheredDecoder, positions_of_blocks
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
 from effattn.functional.block_sparse import attend_blocks
+from effattn.functional.reaching import decoder_of, positions_of_blocks
 
 
 def bigbird_attention(
@@ -281,7 +280,7 @@ def random_table(given: Any, capacity: int, block_size: int, key_heads: int, **d
     )
 
 
-decoder = functools.partial(GatheredDecoder, _reach)
+decoder = decoder_of(_reach)
 
 registry.register(
     registry.Mechanism(

@@ -1,7 +1,6 @@
 """Block-sparse attention: softmax attention over the blocks that a mask names."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
-from effattn.decode.gathered import GatheredDecoder, positions_of_blocks
 from effattn.functional import block, sparse
 from effattn.functional.block import ScoreMod
+from effattn.functional.reaching import decoder_of, positions_of_blocks
 from effattn.layouts import BlockLayout
 
 
@@ -192,7 +191,7 @@ def _reach(i, capacity: int, heads: int, key_heads: int, block_size: int, block_
     return positions_of_blocks(jnp.asarray(listed)[..., i // block_size, :], block_size)
 
 
-decoder = functools.partial(GatheredDecoder, _reach)
+decoder = decoder_of(_reach)
 
 registry.register(
     registry.Mechanism(

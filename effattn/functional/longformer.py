@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks, registry
-from effattn.decode.ring import RingDecoder
 from effattn.functional import block, sliding_window
 from effattn.functional.block import ScoreMod
 from effattn.functional.combine import combine
@@ -224,7 +223,7 @@ def gather(array: jax.Array, where: jax.Array) -> jax.Array:
     return at(array, where)
 
 
-def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> RingDecoder:
+def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     """Without global tokens it is a causal sliding window, and decodes with its ring cache."""
     given = {name: option for name, option in options.items() if option is not None}
     # It bounds a `global_mask`, and without one there is nothing to bound.
@@ -234,6 +233,9 @@ def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> RingDec
         raise NotImplementedError(
             f"{function.__name__} decodes without global tokens alone, got {', '.join(named)}"
         )
+    # Imported on use: not everyone who imports the library decodes.
+    from effattn.decode.ring import RingDecoder
+
     return RingDecoder(sliding_window.sliding_window_attention, given)
 
 

@@ -1,6 +1,5 @@
 """Random attention: each block of tokens sees itself and random blocks."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
-from effattn.decode.gathered import GatheredDecoder, positions_of_blocks
 from effattn.functional import bigbird, block
 from effattn.functional.block import ScoreMod
 from effattn.functional.block_sparse import attend_blocks
+from effattn.functional.reaching import decoder_of, positions_of_blocks
 
 
 def random_attention(
@@ -144,7 +143,7 @@ def _reach(
     return positions_of_blocks(listed, block_size)
 
 
-decoder = functools.partial(GatheredDecoder, _reach)
+decoder = decoder_of(_reach)
 
 registry.register(
     registry.Mechanism(

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
-from effattn.decode.gathered import GatheredDecoder
 from effattn.functional import block, folding, sliding_window
 from effattn.functional.block import ScoreMod
 from effattn.functional.combine import combine
+from effattn.functional.reaching import decoder_of
 
 KINDS, FACTORS = ("strided", "fixed"), ("merged", "first", "second")
 
@@ -217,7 +217,7 @@ def _reach(i, capacity: int, stride: int, kind: str, summary: int, factor: str):
     return {"merged": jnp.concatenate([near, far]), "first": near, "second": far}[factor]
 
 
-decoder = functools.partial(GatheredDecoder, _reach)
+decoder = decoder_of(_reach)
 
 registry.register(
     registry.Mechanism(

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import effattn
 from effattn import patterns, registry
 from effattn.decode import GatheredDecoder, gathered
-from effattn.decode.gathered import positions_of_blocks
+from effattn.functional.reaching import positions_of_blocks
 from tests.laws import battery, cost
 from tests.laws.test_sharding import collectives, mesh
 
