@@ -1,8 +1,8 @@
 """What the laws of one mechanism cost: a plugin, so that it also sums over parallel workers.
 
-Cost is processor time, which a busy machine changes less than the time on the clock. The budget
-is 12 seconds of a run on two idle cores, both in use. Above `BUDGET` the run says so, and above
-`LIMIT`, which leaves room for slower machines than those it was set on, the run fails.
+Cost is processor time, which a busy machine changes less than the time on the clock. Above `BUDGET`
+the run says so. Above `LIMIT` it fails: that is no more than a guard against what nobody meant, as
+two workers on one core's threads and a newer compiler each take twice the time.
 """
 
 import collections
@@ -10,8 +10,7 @@ import os
 
 import pytest
 
-BUDGET = 2 * 12.0  # processor seconds a mechanism
-LIMIT = 3 * BUDGET
+BUDGET, LIMIT = 12.0, 72.0  # processor seconds a mechanism
 
 seconds: dict[str, float] = collections.defaultdict(float)
 
