@@ -99,14 +99,20 @@ class RingDecoder:
         span = self.span
         keys, values, filled, after = append(state, key, value, lengths)
         key_ids = filled.astype(jnp.int32)
+        query_ids, options, step = key_ids[:, span:], self.options, 1
+        dilation = options.get("dilation", 1)
+        if time == 1 and isinstance(dilation, int) and dilation > 1:
+            # One token reads every so many slots, itself the last: a plain window over those.
+            step, options = dilation, {**options, "dilation": 1}
+            keys, values, key_ids = (x[:, ::step] for x in (keys, values, key_ids))
         out = self.function(
             query,
             keys,
             values,
             is_causal=True,
-            query_offset=span,
-            segment_ids=(key_ids[:, span:], key_ids),
-            **shift(self.options, state.length - span),
+            query_offset=span // step,
+            segment_ids=(query_ids, key_ids),
+            **shift(options, state.length - span, step),
         )
         return out, after
 
@@ -141,13 +147,13 @@ def append(
     return keys, values, filled, after
 
 
-def shift(options: Mapping[str, Any], start: jax.Array) -> Mapping[str, Any]:
-    """The options, where slot 0 of row b is position `start[b]` of its sequence."""
+def shift(options: Mapping[str, Any], start: jax.Array, step: int = 1) -> Mapping[str, Any]:
+    """The options, where slot n of row b is position `start[b] + step n` of its sequence."""
     score_mod = options.get("score_mod")
     if score_mod is None:
         return options
 
     def shifted(logit, b, h, i, j):
-        return score_mod(logit, b, h, i + start[b], j + start[b])
+        return score_mod(logit, b, h, start[b] + step * i, start[b] + step * j)
 
     return {**options, "score_mod": shifted}

@@ -145,6 +145,32 @@ def test_a_ring_shows_score_mod_the_positions_of_the_whole_sequence():
     np.testing.assert_allclose(out, whole[:, 6:], rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_reads_only_the_keys_of_a_dilated_window():
+    """Single steps, from an empty ring on; 4 keys, of the ring's 9 and the token's own."""
+
+    def score_mod(logit, b, h, i, j):
+        return logit + jnp.cos(1.0 + b + h + i * j)
+
+    options = {"local_window_size": (3, 0), "dilation": 3, "score_mod": score_mod}
+    function = functools.partial(effattn.sliding_window_attention, is_causal=True)
+    read = []
+
+    def spied(query, key, *args, **given):
+        read.append(key.shape[1])
+        return function.func(query, key, *args, **given)
+
+    decoder = RingDecoder(spied, options)
+    query, key, value = heads(13)
+    state, outs = decoder.init(2, 13, 2, 8, 6, jnp.float32), []
+    extend = jax.jit(decoder.extend)
+    for t in range(13):
+        out, state = extend(*(x[:, t : t + 1] for x in (query, key, value)), state)
+        outs.append(out)
+    whole = jax.jit(functools.partial(function, **options))(query, key, value)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), whole, rtol=1e-5, atol=1e-6)
+    assert read == [4]
+
+
 def test_a_step_copies_no_contiguous_cache():
     """It is written where it lies, and read where it lies."""
     decoder, found = decoder_of("softmax", {}), []
