@@ -33,9 +33,10 @@ class RecurrentDecoder:
 
     Attributes:
       function: called as `function(query, key, value, initial_state=..., return_state=True,
-        query_seq_lengths=..., key_value_seq_lengths=..., **options)`, with `is_causal=True` if it
-        can also be bidirectional.
-      options: the function's own arguments.
+        query_seq_lengths=..., key_value_seq_lengths=..., **options, **per_token)`, with
+        `is_causal=True` if it can also be bidirectional.
+      options: the function's own arguments, but for those that each token has, such as decays and
+        gates, `(B, T, ...)`: these come with the tokens.
     """
 
     function: Callable[..., Any]
@@ -49,11 +50,16 @@ class RecurrentDecoder:
         head_dim: int,
         value_dim: int,
         dtype: Any,
+        **per_token: Any,
     ) -> RecurrentState:
-        """The zero state. It does not grow, so `max_length` does not bound it."""
+        """The zero state. It does not grow, so `max_length` does not bound it.
+
+        `per_token` are the function's arrays of one token, `(B, 1, ...)`, or their
+        `jax.ShapeDtypeStruct`.
+        """
         key = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, head_dim), dtype)
         value = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, value_dim), dtype)
-        _, state = jax.eval_shape(self._attend, key, key, value)
+        _, state = jax.eval_shape(self._attend, key, key, value, **per_token)
         return RecurrentState(
             state=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state),
             length=jnp.zeros((batch,), jnp.int32),
@@ -66,6 +72,7 @@ class RecurrentDecoder:
         value: jax.Array,
         state: RecurrentState,
         lengths: jax.Array | None = None,
+        **per_token: jax.Array,
     ) -> tuple[jax.Array, RecurrentState]:
         """Runs the recurrence over T more tokens.
 
@@ -75,6 +82,7 @@ class RecurrentDecoder:
           value: `(B, T, K, Hv)`.
           state: from `init` or an earlier `extend`.
           lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          **per_token: the function's other arrays of these tokens, `(B, T, ...)`, by name.
 
         Returns:
           `(out (B, T, N, Hv), state)`; padding leaves the state as it was.
@@ -89,6 +97,7 @@ class RecurrentDecoder:
             initial_state=state.state,
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
+            **per_token,
         )
         return out, RecurrentState(state=carried, length=state.length + lengths)
 

@@ -64,6 +64,11 @@ class Subject(NamedTuple):
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.entry.function).parameters
 
+    @property
+    def of_tokens(self) -> tuple[str, ...]:
+        """The arrays of a call whose second axis of `(B, T, ...)` is time."""
+        return ("query", "key", "value", *sorted(self.reference.per_token))
+
     def has(self, capability: str) -> bool:
         return capability in self.entry.capabilities
 
@@ -111,13 +116,17 @@ class Extent(NamedTuple):
 
 
 def draw_arrays(subject: Subject, sizes: Sizes, everything: bool, seed: int = 0) -> dict[str, Any]:
-    """What has gradients, float64: query, key, value and, for everything, all that is claimed."""
+    """What has gradients, float64: query, key, value, the mechanism's own arguments.
+
+    For everything, also all that is claimed.
+    """
     rng = np.random.default_rng(seed)
     batch, queries, keys, heads, key_heads, size, value_size = sizes
     arrays = {
         "query": rng.normal(size=(*batch, queries, heads, size)),
         "key": rng.normal(size=(*batch, keys, key_heads, size)),
         "value": rng.normal(size=(*batch, keys, key_heads, value_size)),
+        **subject.reference.arguments(rng, sizes),
     }
     if not everything:
         return arrays
@@ -130,21 +139,43 @@ def draw_arrays(subject: Subject, sizes: Sizes, everything: bool, seed: int = 0)
     if subject.has("sink"):
         arrays["sink"] = rng.normal(size=heads)
     if subject.has("state"):
-        arrays["initial_state"] = rng.uniform(0.1, 1, size=state_shape(subject, sizes))
+        shapes = state_shapes(subject, sizes)
+        draw = subject.reference.initial_state or uniform_state
+        arrays["initial_state"] = draw(rng, shapes)
     return arrays
 
 
-def state_shape(subject: Subject, sizes: Sizes) -> tuple[int, ...]:
-    arrays = draw_arrays(subject, sizes, everything=False)
-    return _state_shape(subject, tuple((k, x.shape) for k, x in arrays.items()))
+def uniform_state(rng: np.random.Generator, shapes: Any) -> Any:
+    return jax.tree.map(lambda x: rng.uniform(0.1, 1, size=x.shape), shapes)
 
 
 @functools.cache
-def _state_shape(subject: Subject, shapes: tuple) -> tuple[int, ...]:
-    """The one shape that the contract leaves to the mechanism."""
+def state_shapes(subject: Subject, sizes: Sizes) -> Any:
+    """What the contract leaves to the mechanism: the pytree of the state, and its shapes."""
     extent = Extent(is_causal=not subject.has("bidirectional"))
-    arrays = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in shapes}
-    return jax.eval_shape(lambda a: call(subject, extent, a, {}), arrays)["state"].shape
+    arrays = {
+        k: jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        for k, x in draw_arrays(subject, sizes, everything=False).items()
+    }
+    return jax.eval_shape(lambda a: call(subject, extent, a, {}), arrays)["state"]
+
+
+@functools.cache
+def empty_state(subject: Subject, sizes: Sizes, dtype: Any) -> Any:
+    """The state before the first token, as its decoder makes it, for tokens of a dtype."""
+    (rows,), _, _, _, key_heads, size, value_size = sizes
+    arrays = cast(subject, draw_arrays(subject, sizes, everything=False), dtype)
+    tokens = {k: arrays[k][:, :1] for k in subject.reference.per_token}
+    decoder = decoder_of(subject, arrays)
+    state = decoder.init(rows, 1, key_heads, size, value_size, dtype, **tokens)
+    return to_numpy(state.state)
+
+
+def decoder_of(subject: Subject, arrays: Mapping[str, Any]) -> Any:
+    """The mechanism's decoder, with those of its own arguments that all tokens share."""
+    shared = {k: x for k, x in arrays.items() if k not in subject.of_tokens}
+    options = {**subject.options, **subject.reference.tuning, **shared}
+    return registry.load(subject.entry.decoder)(subject.entry.function, options)
 
 
 @st.composite
@@ -238,7 +269,7 @@ def fixed_options(subject: Subject, extent: Extent, arrays: Mapping[str, Any]) -
 
 def call(
     subject: Subject, extent: Extent, arrays: Mapping[str, Any], known: Mapping[str, Any]
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """The mechanism's results by name: "out" and, where claimed, "lse" and "state"."""
     keywords = fixed_options(subject, extent, arrays)
     keywords.update({k: v for k, v in arrays.items() if k != "slope"}, **known)
@@ -257,7 +288,7 @@ def call(
 
 def refer(
     subject: Subject, extent: Extent, arrays: Mapping[str, Any], pairs: Pairs, keep: Any
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """The reference's results for the same call."""
     options = fixed_options(subject, extent, arrays)
     return subject.reference.attend(arrays, pairs, keep, **options)
@@ -307,8 +338,9 @@ def program(subject: Subject, extent: Extent):
 def _reference_program(subject: Subject, extent: Extent):
     def run(arrays, pairs, keep, cotangents):
         results, pull_back = jax.vjp(lambda a: refer(subject, extent, a, pairs, keep), arrays)
+        rest = {name: x for name, x in results.items() if name not in cotangents}
+        rest = jax.tree.map(jnp.zeros_like, rest)
         results = {name: results[name] for name in cotangents}
-        rest = {name: jnp.zeros_like(x) for name, x in results.items() if name not in cotangents}
         return results, pull_back({**cotangents, **rest})[0]
 
     return jax.jit(run, compiler_options=QUICK)
@@ -338,19 +370,19 @@ def cotangents_of(subject: Subject, extent: Extent, arrays, known, seed: int = 1
     """Random cotangents for the results of a call, in the shapes and dtypes of the contract."""
     query, key, value = (arrays[k] for k in ("query", "key", "value"))
     wide = functools.reduce(jnp.promote_types, (query.dtype, value.dtype, jnp.float32))
-    shapes = {"out": ((*query.shape[:-1], value.shape[-1]), value.dtype)}
+    of = jax.ShapeDtypeStruct
+    results = {"out": of((*query.shape[:-1], value.shape[-1]), value.dtype)}
     second = second_result(subject, extent, known)
     if second == "lse":
-        shapes["lse"] = query.shape[:-1], wide
+        results["lse"] = of(query.shape[:-1], wide)
     elif second == "state":
-        shapes["state"] = (
-            _state_shape(
-                subject, (("query", query.shape), ("key", key.shape), ("value", value.shape))
-            ),
-            wide,
-        )
+        *batch, queries, heads, size = query.shape
+        sizes = Sizes(tuple(batch), queries, key.shape[-3], heads, key.shape[-2], size)
+        shapes = state_shapes(subject, sizes._replace(value_size=value.shape[-1]))
+        results["state"] = jax.tree.map(lambda x: of(x.shape, wide), shapes)
     rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=s).astype(dtype) for k, (s, dtype) in sorted(shapes.items())}
+    # Leaves come in the order of their names.
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), results)
 
 
 def second_result(subject: Subject, extent: Extent, known: Mapping[str, Any]) -> str | None:
@@ -361,11 +393,18 @@ def second_result(subject: Subject, extent: Extent, known: Mapping[str, Any]) ->
     return "state" if subject.has("state") and with_state else None
 
 
-def cast(arrays: Mapping[str, Any], dtype: Any) -> dict[str, np.ndarray]:
-    """The arrays in a dtype; learned numbers and states at least float32, as they are in use."""
+def cast(subject: Subject, arrays: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """The arrays in a dtype; learned numbers, decays and states at least float32, as in use.
+
+    So per token is in the dtype of the tokens all that a model projects from them, gates and the
+    strengths of updates too, but for the decays, whose sums over tokens are taken.
+    """
     wide = jnp.promote_types(dtype, jnp.float32)
-    narrow = ("query", "key", "value", "bias")
-    return {k: v.astype(dtype if k in narrow else wide) for k, v in arrays.items()}
+    narrow = {"bias", *subject.of_tokens} - subject.reference.decays
+    return {
+        k: jax.tree.map(lambda x, to=dtype if k in narrow else wide: x.astype(to), v)
+        for k, v in arrays.items()
+    }
 
 
 def to_numpy(tree: Any) -> Any:
@@ -392,7 +431,7 @@ def assert_close(ours, expected, rtol: float) -> None:
 
 
 def draw_plain(subject: Subject, seed: int) -> dict[str, np.ndarray]:
-    return cast(draw_arrays(subject, SQUARE, everything=False, seed=seed), jnp.float32)
+    return cast(subject, draw_arrays(subject, SQUARE, everything=False, seed=seed), jnp.float32)
 
 
 def plain(subject: Subject) -> Extent:

@@ -20,7 +20,8 @@ def name_of(item: pytest.Item) -> str | None:
     parameters = getattr(item, "callspec", None)
     parameters = {} if parameters is None else parameters.params
     subject = parameters.get("subject", parameters.get("mechanism"))
-    return getattr(subject, "name", None)
+    # Where nobody claims what a law is of, pytest has a name of its own.
+    return subject.name if hasattr(subject, "entry") else None
 
 
 @pytest.hookimpl(wrapper=True)

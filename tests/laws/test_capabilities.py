@@ -114,7 +114,7 @@ def test_dtypes(mechanism, dtype):
             lambda a: battery.call(mechanism, extent, a, {}), {**arrays, "value": value}
         )
         assert results.pop("out").dtype == value.dtype
-        assert all(x.dtype == jnp.float32 for x in results.values())
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(results))
 
 
 @pytest.mark.parametrize("batch", [(), (2, 1, 2)])

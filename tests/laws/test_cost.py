@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.laws import battery, cost
+from tests.laws.battery import Sizes
 
 LENGTHS = (2048, 4096, 8192, 16384)
 
@@ -28,8 +29,8 @@ def forward_of(mechanism, direction, length):
 def both_of(function):
     """Forward and backward."""
 
-    def run(query, key, value):
-        out, pull_back = jax.vjp(function, query, key, value)
+    def run(arrays):
+        out, pull_back = jax.vjp(lambda a: function(**a), arrays)
         return out, pull_back(out)
 
     return run
@@ -38,8 +39,12 @@ def both_of(function):
 @functools.cache
 def traced(mechanism, direction, length, backward=True):
     forward = forward_of(mechanism, direction, length)
-    one = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
-    return jax.jit(both_of(forward) if backward else forward).trace(one, one, one)
+    sizes = Sizes((1,), length, length, heads=1, key_heads=1, size=16, value_size=16)
+    arrays = {
+        k: jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        for k, x in battery.draw_arrays(mechanism, sizes, everything=False).items()
+    }
+    return jax.jit(both_of(forward) if backward else lambda a: forward(**a)).trace(arrays)
 
 
 def directions(mechanism):

@@ -49,12 +49,41 @@ def test_any_split_equals_the_whole(subject):
     """Pieces of 0 to 4 tokens, other ones for each row, with NaN after each row's own."""
     mixer = mixer_of(subject)
     x = np.random.default_rng(0).normal(size=(ROWS, LENGTH, FEATURES)).astype(np.float32)
-    whole = np.asarray(jax.jit(lambda m, x: m(x), compiler_options=battery.QUICK)(mixer, x))
+    whole = jax.jit(lambda m, x: m(x), compiler_options=battery.QUICK)(mixer, x)
     extend = jax.jit(
         lambda m, x, state, lengths: m.extend(x, state, lengths=lengths),
         compiler_options=battery.QUICK,
     )
-    empty = mixer.init_state(ROWS, LENGTH, jnp.float32)
+    assert_splits_equal(
+        np.asarray(whole),
+        x,
+        mixer.init_state(ROWS, LENGTH, jnp.float32),
+        lambda x, state, lengths: extend(mixer, x, state, lengths),
+    )
+
+
+@pytest.mark.parametrize("subject", [s for s in MECHANISMS if s.reference.per_token], ids=str)
+def test_any_split_of_what_each_token_has_equals_the_whole(subject):
+    """Of query, key and value together with the other arrays that a decoder takes by token."""
+    arrays = battery.draw_plain(subject, 0)
+    tokens = {k: arrays[k][:ROWS] for k in subject.of_tokens}
+    whole = battery.run(subject, arrays)[0]["out"][:ROWS]
+    decoder = battery.decoder_of(subject, arrays)
+    sizes = SQUARE.key_heads, SQUARE.size, SQUARE.value_size
+    first = {k: tokens[k][:, :1] for k in subject.reference.per_token}
+    assert_splits_equal(
+        whole,
+        tokens,
+        decoder.init(ROWS, LENGTH, *sizes, jnp.float32, **first),
+        jax.jit(
+            lambda tokens, state, lengths: decoder.extend(**tokens, state=state, lengths=lengths),
+            compiler_options=battery.QUICK,
+        ),
+    )
+
+
+def assert_splits_equal(whole, tokens, empty, extend):
+    """`tokens` is a pytree of `(ROWS, LENGTH, ...)`, of which `extend` takes up to `MOST`."""
 
     @settings(max_examples=6)
     @given(st.lists(st.lists(st.integers(0, MOST), min_size=ROWS, max_size=ROWS), max_size=12))
@@ -66,12 +95,17 @@ def test_any_split_equals_the_whole(subject):
             lengths = np.minimum(piece, LENGTH - at).astype(np.int32)
             if not lengths.any():
                 continue
-            tokens = np.full((ROWS, MOST, FEATURES), np.nan, np.float32)
-            for row, (start, size) in enumerate(zip(at, lengths, strict=True)):
-                tokens[row, :size] = x[row, start : start + size]
-            y, state = extend(mixer, tokens, state, lengths)
+            parts = list(zip(at, lengths, strict=True))
+
+            def pieces_of(x, parts=parts):
+                padded = np.full((ROWS, MOST, *x.shape[2:]), np.nan, np.float32)
+                for row, (start, size) in enumerate(parts):
+                    padded[row, :size] = x[row, start : start + size]
+                return padded
+
+            y, state = extend(jax.tree.map(pieces_of, tokens), state, lengths)
             y = np.asarray(y)
-            for row, (start, size) in enumerate(zip(at, lengths, strict=True)):
+            for row, (start, size) in enumerate(parts):
                 np.testing.assert_allclose(
                     y[row, :size], whole[row, start : start + size], rtol=2e-5, atol=2e-6
                 )

@@ -1,12 +1,14 @@
 """Law 7: whatever the values and the lengths, results and gradients are finite."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.laws import battery
-from tests.laws.battery import SQUARE
+from tests.laws.battery import MECHANISMS, SQUARE
 
 
 def assert_finite(tree):
@@ -34,11 +36,20 @@ def test_extreme_values(mechanism, extreme):
     assert_finite(battery.run(mechanism, arrays))
 
 
+@pytest.mark.parametrize("subject", [s for s in MECHANISMS if s.reference.decays], ids=str)
+@pytest.mark.parametrize("log_decay", [0.0, -1e-30, -1e4], ids=str)
+def test_extreme_decays(subject, log_decay):
+    """Nothing is forgotten, and everything."""
+    arrays = battery.draw_plain(subject, 0)
+    arrays = ones(arrays, **dict.fromkeys(subject.reference.decays, log_decay))
+    assert_finite(battery.run(subject, arrays))
+
+
 def test_equal_keys_share_their_weight(mechanism):
     """With keys that are all equal and values that are all equal, the output is that value."""
     arrays = ones(battery.draw_plain(mechanism, 0), query=1.0, key=1.0, value=3.0)
     results, _ = battery.run(mechanism, arrays)
-    if "state" not in results or results["state"].shape[-1] > SQUARE.value_size:
+    if mechanism.reference.normalized:
         np.testing.assert_allclose(results["out"], 3.0, rtol=1e-6)
 
 
@@ -48,7 +59,7 @@ def test_nothing_is_left_after_padding(mechanism):
     extent = battery.everything(mechanism)
     with jax.enable_x64(True):
         arrays = battery.draw_arrays(mechanism, SQUARE, everything=True)
-        arrays.update({k: np.full_like(arrays[k], np.nan) for k in ("query", "key", "value")})
+        arrays.update({k: np.full_like(arrays[k], np.nan) for k in mechanism.of_tokens})
         known = battery.neutral(mechanism, SQUARE, extent)
         known["query_seq_lengths"][:] = known["key_value_seq_lengths"][:] = 0
         cotangents = battery.cotangents_of(mechanism, extent, arrays, known)
@@ -57,19 +68,21 @@ def test_nothing_is_left_after_padding(mechanism):
     assert np.all(results.get("lse", -np.inf) == -np.inf)
     # A state is handed through, and its gradient with it.
     if "state" in results:
-        np.testing.assert_array_equal(results["state"], arrays["initial_state"])
-        np.testing.assert_array_equal(gradients.pop("initial_state"), cotangents["state"])
+        same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+        same(results["state"], arrays["initial_state"])
+        same(gradients.pop("initial_state"), cotangents["state"])
     for gradient in gradients.values():
         assert (gradient == 0).all()
 
 
 def test_one_token(mechanism):
     """Attends to itself alone, and it weighs nothing where weights are relative."""
-    arrays = {k: x[:, :1] for k, x in battery.draw_plain(mechanism, 0).items()}
+    arrays = battery.draw_plain(mechanism, 0)
+    arrays.update({k: arrays[k][:, :1] for k in mechanism.of_tokens})
     extent = battery.plain(mechanism)._replace(tuning=False)
     run = jax.jit(
         jax.value_and_grad(
-            lambda a: sum(jnp.sum(x) for x in battery.call(mechanism, extent, a, {}).values())
+            lambda a: sum(map(jnp.sum, jax.tree.leaves(battery.call(mechanism, extent, a, {}))))
         ),
         compiler_options=battery.QUICK,
     )

@@ -69,6 +69,5 @@ LIMITS = {
 def test_limit(mechanism, both):
     with jax.enable_x64(True):
         arrays = battery.draw_arrays(mechanism, SQUARE, everything=False)
-        run = jax.jit(functools.partial(both), compiler_options=battery.QUICK)
-        ours, other = run(*arrays.values())
+        ours, other = jax.jit(functools.partial(both), compiler_options=battery.QUICK)(**arrays)
         battery.assert_close(ours, np.asarray(other), 1e-12)

@@ -1,6 +1,7 @@
 """Law 5: padding, packing and the other examples of a batch change nothing."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,12 @@ def claiming(*capabilities):
     """The mechanisms that claim all these."""
     subjects = [s for s in MECHANISMS if all(s.has(c) for c in capabilities)]
     return pytest.mark.parametrize("subject", subjects, ids=str)
+
+
+def where(kept, array, value):
+    """`array`, with a value in the place of the rows or tokens that are not kept."""
+    kept = kept.reshape(kept.shape + (1,) * (array.ndim - kept.ndim))
+    return np.where(kept, array, np.asarray(value, array.dtype))
 
 
 @claiming("lengths")
@@ -31,17 +38,17 @@ def test_what_is_in_padding_reaches_nothing(subject):
             (ids != 0) & (np.arange(SQUARE.keys) < known[f"{side}_seq_lengths"][:, None])
             for side in ("query", "key_value")
         )
-        present = {"query": of_queries, "key": of_keys, "value": of_keys}
+        present = {**dict.fromkeys(subject.of_tokens, of_keys), "query": of_queries}
 
         def filled(value):
-            fill = {k: np.where(p[..., None, None], arrays[k], value) for k, p in present.items()}
+            fill = {k: where(p, arrays[k], value) for k, p in present.items()}
             return battery.run_everything(subject, {**arrays, **fill}, known, cotangents)
 
         results, gradients = with_nan = filled(np.nan)
         jax.tree.map(np.testing.assert_array_equal, with_nan, filled(0.0))
         assert (results["out"][~of_queries] == 0).all()
-        for name, where in present.items():
-            assert (gradients[name][~where] == 0).all()
+        for name, kept in present.items():
+            assert (gradients[name][~kept] == 0).all()
         if "lse" in results:
             assert (results["lse"][~of_queries] == -np.inf).all()
             results = {**results, "lse": results["lse"][results["lse"] != -np.inf]}
@@ -63,8 +70,10 @@ def test_packed_documents_give_what_they_give_alone(subject):
         documents = slice(0, border), slice(*ends)
         arrays = battery.draw_arrays(subject, SQUARE, True, seed)
         # What is not a token's own differs between a packed row and one alone.
-        for name in {"bias", "initial_state"} & arrays.keys():
-            arrays[name][:] = 0
+        if "bias" in arrays:
+            arrays["bias"][:] = 0
+        if "initial_state" in arrays:
+            arrays["initial_state"] = battery.empty_state(subject, SQUARE, jnp.float64)
         known = battery.neutral(subject, SQUARE, extent)
         known["segment_ids"][0] = np.where(np.arange(length) < border, 7, 3)
         known["segment_ids"][0, ends[1] :] = 0
@@ -72,7 +81,7 @@ def test_packed_documents_give_what_they_give_alone(subject):
         for row, document in alone:
             size = document.stop - document.start
             known["query_seq_lengths"][row] = known["key_value_seq_lengths"][row] = size
-            for name in ("query", "key", "value"):
+            for name in subject.of_tokens:
                 arrays[name][row] = np.nan
                 arrays[name][row, :size] = arrays[name][0, document]
         cotangents = battery.cotangents_of(subject, extent, arrays, known)
@@ -81,17 +90,18 @@ def test_packed_documents_give_what_they_give_alone(subject):
             for row, document in alone:
                 x[row, : document.stop - document.start] = x[0, document]
         if of_state is not None:
-            of_state[1], of_state[2] = 0, of_state[0]
+            for x in jax.tree.leaves(of_state):
+                x[1], x[2] = 0, x[0]
             cotangents["state"] = of_state
         results, gradients = battery.run_everything(subject, arrays, known, cotangents)
         state = results.pop("state", None)
-        of_tokens = [*results.values(), *(gradients[k] for k in ("query", "key", "value"))]
+        of_tokens = [*results.values(), *(gradients[k] for k in subject.of_tokens)]
         for row, document in alone:
             for x in of_tokens:
                 whole, part = x[0, document], x[row, : document.stop - document.start]
                 np.testing.assert_allclose(part, whole, rtol=1e-12, atol=1e-12)
-        if state is not None:
-            np.testing.assert_allclose(state[2], state[0], rtol=1e-12)
+        for x in jax.tree.leaves(state):
+            np.testing.assert_allclose(x[2], x[0], rtol=1e-12)
 
     with jax.enable_x64(True):
         holds()
@@ -99,11 +109,16 @@ def test_packed_documents_give_what_they_give_alone(subject):
 
 def test_an_example_does_not_depend_on_the_others(mechanism):
     """Bit for bit, and even if they are NaN."""
-    arrays = battery.draw_plain(mechanism, 0)
-    expected = battery.run(mechanism, arrays)
+    arrays, names = battery.draw_plain(mechanism, 0), mechanism.of_tokens
+
+    def run(arrays):
+        """What belongs to an example: not the gradients of what all share."""
+        results, gradients = battery.run(mechanism, arrays)
+        return results, {k: gradients[k] for k in names}
+
+    expected = run(arrays)
     for row in range(SQUARE.batch[0]):
         kept = np.arange(SQUARE.batch[0]) == row
-        others = {k: np.where(kept[:, None, None, None], x, np.nan) for k, x in arrays.items()}
-        got = battery.run(mechanism, others)
+        got = run({**arrays, **{k: where(kept, arrays[k], np.nan) for k in names}})
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(a[row], b[row])

@@ -54,11 +54,14 @@ def rms(x):
     return np.sqrt(np.mean(np.square(x[np.isfinite(x)])))
 
 
-def without_effect(arrays, like):
+def without_effect(mechanism, arrays, like):
     """`arrays` for the reference of everything, the arrays that it has more leaving no trace."""
     nothing = {"scale": arrays["query"].shape[-1] ** -0.5, "sink": -np.inf}
-    more = {k: np.full_like(v, nothing.get(k, 0)) for k, v in like.items() if k not in arrays}
-    return {**more, **arrays}
+    more = like.keys() - arrays.keys()
+    filled = {k: np.full_like(like[k], nothing.get(k, 0)) for k in more - {"initial_state"}}
+    if "initial_state" in more:
+        filled["initial_state"] = battery.empty_state(mechanism, SQUARE, jnp.float32)
+    return {**filled, **arrays}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -71,7 +74,8 @@ def test_errors_are_at_most_twice_those_of_the_plain_form(mechanism, dtype):
     refer = functools.partial(battery.run_reference, mechanism, SQUARE, everything, of_pairs=extent)
     runs = []
     for seed in range(SEEDS):
-        every = battery.cast(battery.draw_arrays(mechanism, SQUARE, True, seed), dtype)
+        every = battery.draw_arrays(mechanism, SQUARE, True, seed)
+        every = battery.cast(mechanism, every, dtype)
         if extent.everything:
             arrays = every
             cotangents = battery.cotangents_of(mechanism, extent, arrays, known, seed)
@@ -80,7 +84,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_form(mechanism, dtype):
             arrays = battery.draw_plain(mechanism, seed)
             cotangents = battery.plain_cotangents(mechanism)
             ours = battery.run(mechanism, arrays, cotangents)
-        filled = without_effect(arrays, every)
+        filled = without_effect(mechanism, arrays, every)
         plain = refer(filled, known, cotangents)
         with jax.enable_x64(True):
             true = refer(battery.as_float64(filled), known, battery.as_float64(cotangents))
@@ -97,6 +101,9 @@ def test_errors_are_at_most_twice_those_of_the_plain_form(mechanism, dtype):
         jax.tree.leaves(true),
         strict=True,
     ):
+        # A gradient of decays is formed per chunk, of terms that cancel.
+        if mechanism.reference.decays & {getattr(key, "key", None) for key in path}:
+            allowed = max(allowed, 1e-5 * rms(exact) / 2)
         assert error <= 2 * allowed, (jax.tree_util.keystr(path), error, allowed)
         if dtype == jnp.bfloat16:
             assert error <= 0.005 * rms(exact), (jax.tree_util.keystr(path), error, rms(exact))

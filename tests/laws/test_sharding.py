@@ -41,10 +41,11 @@ BY_HEAD = PartitionSpec("batch", None, "heads")
 BY_ROW = PartitionSpec("batch")
 
 
-def specs_of(arrays):
-    specs = {"query": BY_HEAD, "key": BY_HEAD, "value": BY_HEAD}
+def specs_of(mechanism, arrays):
+    specs = dict.fromkeys(mechanism.of_tokens, BY_HEAD)
     specs |= {"out": BY_HEAD, "lse": BY_HEAD, "state": PartitionSpec("batch", "heads")}
-    return {k: specs[k] for k in arrays if k in specs}
+    specs |= dict.fromkeys(mechanism.reference.per_head, PartitionSpec("heads"))
+    return {k: specs.get(k, PartitionSpec()) for k in arrays}
 
 
 def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
@@ -52,12 +53,14 @@ def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
     extent = battery.everything(mechanism)
     key_heads = 1 if mechanism.has("grouped") else SQUARE.key_heads
     sizes = SQUARE._replace(key_heads=key_heads)
-    arrays = battery.cast(battery.draw_arrays(mechanism, sizes, everything=True), jnp.float32)
+    arrays = battery.draw_arrays(mechanism, sizes, everything=True)
+    arrays = battery.cast(mechanism, arrays, jnp.float32)
     known = battery.neutral(mechanism, sizes, extent)
     cotangents = battery.cotangents_of(mechanism, extent, arrays, known)
-    of_arrays, of_results = specs_of(arrays), specs_of(cotangents)
+    of_arrays, of_results = specs_of(mechanism, arrays), specs_of(mechanism, cotangents)
     if key_heads == 1:
-        of_arrays |= {"key": BY_ROW, "value": BY_ROW}
+        of_arrays |= dict.fromkeys(mechanism.of_tokens[1:], BY_ROW)
+        of_arrays |= dict.fromkeys(mechanism.reference.per_head, PartitionSpec())
         of_results |= {"state": BY_ROW}
     of_arrays |= {"initial_state": BY_ROW, "bias": PartitionSpec("heads")}
     args = (
@@ -80,16 +83,22 @@ def test_batch_and_heads_need_no_collective(mechanism):
     """
     extent = battery.plain(mechanism)
     arrays, cotangents = battery.draw_plain(mechanism, 0), battery.plain_cotangents(mechanism)
-    specs = {**specs_of(arrays), **specs_of(cotangents)}
+    specs = {**specs_of(mechanism, arrays), **specs_of(mechanism, cotangents)}
+    # The gradients of the others are sums over all examples.
+    names = mechanism.of_tokens
 
     def assert_placed(tree):
-        for name, x in tree.items():
-            spec = tuple(specs[name]) + (None,) * (x.ndim - len(specs[name]))
-            assert tuple(jax.typeof(x).sharding.spec) == spec, name
+        for name, of_name in tree.items():
+            for x in jax.tree.leaves(of_name):
+                spec = tuple(specs[name]) + (None,) * (x.ndim - len(specs[name]))
+                assert tuple(jax.typeof(x).sharding.spec) == spec, name
 
     @functools.partial(jax.jit, compiler_options=battery.QUICK)
     def run(arrays, cotangents):
-        results, pull_back = jax.vjp(lambda a: battery.call(mechanism, extent, a, {}), arrays)
+        def call(of_tokens):
+            return battery.call(mechanism, extent, {**arrays, **of_tokens}, {})
+
+        results, pull_back = jax.vjp(call, {k: arrays[k] for k in names})
         (gradients,) = pull_back(cotangents)
         assert_placed(results)
         assert_placed(gradients)
@@ -101,7 +110,8 @@ def test_batch_and_heads_need_no_collective(mechanism):
         compiled = run.lower(*args).compile()
         assert collectives(compiled) == []
         got = compiled(*args)
-    expected = battery.run(mechanism, arrays, cotangents)
+    results, gradients = battery.run(mechanism, arrays, cotangents)
+    expected = results, {k: gradients[k] for k in names}
     battery.assert_close(got, expected, 10 * np.finfo(np.float32).eps)
 
 
@@ -117,15 +127,17 @@ def test_shard_map_remat_and_scan(mechanism):
     kinds = jax.checkpoint(call), jax.checkpoint(call, policy=named)
 
     def local(arrays):
+        examples = {k: arrays[k] for k in mechanism.of_tokens}
+
         def step(_, example):
-            one = jax.tree.map(lambda x: x[None], example)
+            one = {**arrays, **jax.tree.map(lambda x: x[None], example)}
             return None, [jax.tree.map(lambda x: x[0], kind(one)) for kind in kinds]
 
-        return jax.lax.scan(step, None, arrays)[1]
+        return jax.lax.scan(step, None, examples)[1]
 
     @functools.partial(jax.jit, compiler_options=battery.QUICK)
     def run(arrays, cotangents):
-        specs = specs_of(arrays), [specs_of(cotangents)] * len(kinds)
+        specs = specs_of(mechanism, arrays), [specs_of(mechanism, cotangents)] * len(kinds)
         mapped = jax.shard_map(local, mesh=mesh(rows=2), in_specs=specs[:1], out_specs=specs[1])
         results, pull_back = jax.vjp(mapped, arrays)
         return results, pull_back([cotangents] * len(kinds))[0]

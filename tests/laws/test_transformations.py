@@ -25,7 +25,10 @@ def test_vmap_over_any_argument(mechanism):
         names = sorted([*first, *known])
         # Halves are shorter lengths, padding in place of a segment, and nothing of a mask.
         other = {**second, **{k: (x // 2).astype(x.dtype) for k, x in known.items()}}
-        every = {k: np.stack([{**first, **known}[k], other[k]]) for k in names}
+        every = {
+            k: jax.tree.map(lambda *rows: np.stack(rows), {**first, **known}[k], other[k])
+            for k in names
+        }
 
         def one(run, *values):
             given = dict(zip(names, values, strict=True))
@@ -40,7 +43,10 @@ def test_vmap_over_any_argument(mechanism):
         got = battery.to_numpy(mapped(*every.values()))
         for outer, middle, inner in itertools.product(range(2), repeat=3):
             rows = (inner, middle, outer)
-            values = (every[k][rows[n % 3]] for n, k in enumerate(names))
+            values = (
+                jax.tree.map(lambda x, row=rows[n % 3]: x[row], every[k])
+                for n, k in enumerate(names)
+            )
             here = jax.tree.map(lambda x, at=(outer, middle, inner): x[at], got)
             alone = one(program, *values)
             battery.assert_close(here, alone, 1e-12)

@@ -11,6 +11,7 @@ class Pairs(NamedTuple):
     Attributes:
       allowed: bool `(*B, T, S)`.
       valid: bool `(*B, T)`, the queries that are not padding.
+      present: bool `(*B, S)`, the keys that are not padding.
       position: int `(*B, T)`, where the queries stand among the keys.
       reads_initial: bool `(*B, T)`, the queries that see the initial state.
       reaches_final: bool `(*B, S)`, the keys that are in the final state.
@@ -19,6 +20,7 @@ class Pairs(NamedTuple):
 
     allowed: Any
     valid: Any
+    present: Any
     position: Any
     reads_initial: Any
     reaches_final: Any
@@ -81,6 +83,7 @@ def pairs(
         & (query_ids[..., :, None] == key_ids[..., None, :])
         & (valid[..., :, None] & present[..., None, :]),
         valid=valid,
+        present=present,
         position=position,
         reads_initial=valid & (query_ids == first),
         reaches_final=present & (key_ids == last),

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
@@ -22,6 +24,15 @@ class Reference:
         several pieces of which the last is not whole.
       decoding: options for decoding, in place of those that it does not take.
       state_and_segments: whether `segment_ids` go together with a state in a bidirectional call.
+      arguments: `(rng, sizes) -> arrays by name`, what each call takes besides query, key and
+        value, and has gradients for; `sizes` are `tests.laws.battery.Sizes`.
+      per_token: the arguments `(*B, T, K, ...)`, given with the keys; their padding may hold NaN.
+      per_head: of the others, which all examples share, those `(K, ...)` or `(N, ...)`.
+      decays: the arguments that are logarithms of decays. They are at least float32 in every call,
+        as they are summed over tokens.
+      initial_state: `(rng, shapes) -> state`, random, from the state's pytree of
+        `jax.ShapeDtypeStruct`, each leaf `(*B, K, ...)`. The default is uniform in [0.1, 1).
+      normalized: whether the weights of a query sum to 1.
     """
 
     attend: Callable[..., dict[str, Any]]
@@ -29,3 +40,9 @@ class Reference:
     tuning: Mapping[str, Any]
     decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     state_and_segments: bool = True
+    arguments: Callable[[np.random.Generator, Any], dict[str, Any]] = lambda rng, sizes: {}
+    per_token: frozenset[str] = frozenset()
+    per_head: frozenset[str] = frozenset()
+    decays: frozenset[str] = frozenset()
+    initial_state: Callable[[np.random.Generator, Any], Any] | None = None
+    normalized: bool = True
