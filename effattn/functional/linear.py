@@ -1,25 +1,22 @@
 """Linear attention: a kernel of feature maps in the place of the softmax."""
 
-import functools
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
-from effattn.functional import feature_maps
+from effattn.functional import feature_maps, recurrence
 from effattn.functional.feature_maps import FeatureMap
 from effattn.xla import mesh_axes
 from effattn.xla.linear_recurrence import (
-    CHUNK,
-    Documents,
-    Rule,
+    Terms,
     Tokens,
     clear,
     linear_recurrence,
     linear_sum,
+    packed,
 )
 
 
@@ -85,72 +82,60 @@ def linear_attention(
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     batch = _checks.query_key_value(query, key, value)
     queries, keys = query.shape[-3], key.shape[-3]
-    packed = _checks.segment_ids(segment_ids, batch, queries, keys)
+    ids = _checks.segment_ids(segment_ids, batch, queries, keys)
     query_lengths = _checks.lengths("query_seq_lengths", query_seq_lengths, batch)
     key_lengths = _checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state)
     phi = feature_maps.resolve(feature_map)
-    rule = Rule(
-        normalized=phi is not feature_maps.identity if normalize is None else bool(normalize),
-        feature_map=phi,
-        precision=precision,
-        chunk=CHUNK if chunk_size is None else _chunk_size(chunk_size),
-    )
+    normalized = phi is not feature_maps.identity if normalize is None else bool(normalize)
     multiplier = _scale(scale, query)
-    query_ids, key_ids = (None, None) if packed is None else packed
-    given = _Arguments(
-        rule=rule,
-        scale=None if rule.normalized else multiplier,
-        is_causal=is_causal,
-        query_mask=_mask(query_lengths, query_ids, queries),
-        key_mask=_mask(key_lengths, key_ids, keys),
-        segment_ids=packed,
-        initial_state=initial_state,
+    query_ids, key_ids = (None, None) if ids is None else ids
+    tokens = Tokens(_mask(query_lengths, query_ids, queries), _mask(key_lengths, key_ids, keys))
+    if phi not in feature_maps.FEATURE_MAPS.values():
+        # The core's own map is a constant of the program; a caller's may close over arrays.
+        query = _features(phi, clear(query, tokens.query_mask))
+        key = _features(phi, clear(key, tokens.key_mask))
+        phi = feature_maps.identity
+    if not is_causal:
+        attend = linear_sum if ids is None else _WithinDocuments(*ids)
+    else:
+        attend = linear_recurrence
+        tokens = tokens if ids is None else packed(ids[1], tokens)
+    given = recurrence.Arguments(
+        batch=batch,
+        query=query,
+        key=key,
+        value=value,
+        tokens=tokens,
+        precision=precision,
+        chunk=recurrence.check_chunk_size(chunk_size),
+        dtype=recurrence.sum_dtype(query, key, value),
     )
-    with jax.named_scope("linear_attention"):
-        out, state = _checks.dispatch(
-            implementation,
-            "linear_attention",
-            {"xla": lambda: _attend(query, key, value, given)},
-        )
+    out, state = recurrence.run(
+        "linear_attention",
+        _LinearTerms(phi),
+        given,
+        query,
+        (key, value),
+        None if normalized else multiplier,
+        initial_state=initial_state,
+        normalized=normalized,
+        attend=attend,
+        implementation=implementation,
+    )
     return (out, state) if return_state else out
 
 
-class _Arguments(NamedTuple):
-    """The arguments as checked; masks are bool `(*B, T)` and `(*B, S)`, None without padding."""
+@dataclasses.dataclass(frozen=True)
+class _LinearTerms:
+    """phi(q), times the scale if there is one, phi(k) and v."""
 
-    rule: Rule
-    scale: jax.Array | None
-    is_causal: bool
-    query_mask: jax.Array | None
-    key_mask: jax.Array | None
-    segment_ids: tuple[jax.Array, jax.Array] | None
-    initial_state: jax.Array | None
+    feature_map: FeatureMap
 
-
-def _attend(query, key, value, given: _Arguments):
-    """`(out, state)`; the state of packed bidirectional rows means nothing."""
-    rule, ids = given.rule, given.segment_ids
-    tokens = Tokens(given.query_mask, given.key_mask)
-    if rule.feature_map not in feature_maps.FEATURE_MAPS.values():
-        # The core's own map is a constant of the program; a caller's may close over arrays.
-        query = _features(rule.feature_map, clear(query, tokens.query_mask))
-        key = _features(rule.feature_map, clear(key, tokens.key_mask))
-        rule = rule._replace(feature_map=feature_maps.identity)
-    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
-    state = _initial_state(given, key, value, dtype)
-    scale = None if given.scale is None else given.scale.astype(dtype)
-    attend = linear_recurrence if given.is_causal else linear_sum
-    if ids is not None and given.is_causal:
-        tokens = tokens._replace(documents=Documents.of(ids[1], tokens.key_mask))
-    elif ids is not None:
-        attend = functools.partial(_attend_within_documents, ids)
-    *rows, _ = mesh_axes.spec(query)
-    *examples, _, key_heads, _ = mesh_axes.spec(key)
-    specs = PartitionSpec(*rows, None), PartitionSpec(*examples, key_heads, None, None)
-    run = mesh_axes.placed(functools.partial(attend, rule), query, *specs)
-    out, state = run(query, key, value, state, scale, tokens)
-    return checkpoint_name(out, "linear_attention"), state
+    def __call__(self, scale, queries, keys) -> Terms:
+        key, value = keys
+        query = self.feature_map(queries)
+        return Terms(query if scale is None else query * scale, self.feature_map(key), value)
 
 
 def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state):
@@ -173,12 +158,6 @@ def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_
             "bidirectional row has a sum for each document; pass one document a row, padded by "
             "key_value_seq_lengths"
         )
-
-
-def _chunk_size(value):
-    if not _checks.is_integer(value) or value < 1:
-        raise ValueError(f"chunk_size must be None or an int, 1 or more tokens, got {value!r}")
-    return int(value)
 
 
 def _scale(value, query):
@@ -208,51 +187,48 @@ def _mask(lengths, segment_ids, length):
     return within if mask is None else mask & within
 
 
-def _initial_state(given, key, value, dtype):
-    """The given state in the dtype of the sums, or zeros."""
-    *batch, _, heads, features = key.shape
-    shape = (*batch, heads, features, value.shape[-1] + given.rule.normalized)
-    if given.initial_state is None:
-        return jnp.zeros(shape, dtype)
-    return _checks.shaped("initial_state", given.initial_state, shape).astype(dtype)
-
-
-def _attend_within_documents(segment_ids, rule, query, key, value, state, scale, tokens):
+class _WithinDocuments(NamedTuple):
     """Bidirectional attention inside packed documents.
 
     The tokens are reordered, each document's keys first and then its queries, and read by one
     causal recurrence. That is linear in T + S, whatever the documents are.
     """
-    (query_ids, key_ids), query, key, value, tokens = mesh_axes.vary_alike(
-        (segment_ids, query, key, value, tokens)
-    )
-    queries, keys = query_ids.shape[-1], key_ids.shape[-1]
-    order = jnp.argsort(jnp.concatenate([key_ids, query_ids], -1), -1, stable=True)
-    place = jnp.argsort(order, -1)
 
-    def merge(of_keys, of_queries):
-        return _permute(jnp.concatenate([of_keys, of_queries], -3), order, place)
+    query_ids: jax.Array
+    key_ids: jax.Array
 
-    def merge_known(of_keys, of_queries):
-        return jnp.take_along_axis(jnp.concatenate([of_keys, of_queries], -1), order, -1)
+    def __call__(self, rule, parameters, state, query, key_value, tokens):
+        (query_ids, key_ids), query, key_value, tokens = mesh_axes.vary_alike(
+            (tuple(self), query, key_value, tokens)
+        )
+        queries, keys = query_ids.shape[-1], key_ids.shape[-1]
+        order = jnp.argsort(jnp.concatenate([key_ids, query_ids], -1), -1, stable=True)
+        place = jnp.argsort(order, -1)
 
-    def none(x, length):
-        return jnp.zeros_like(x, shape=(*x.shape[:-3], length, *x.shape[-2:]))
+        def merge(of_keys, of_queries):
+            return _permute(jnp.concatenate([of_keys, of_queries], -3), order, place)
 
-    out, state = linear_recurrence(
-        rule,
-        merge(none(query, keys), query),
-        merge(key, none(key, queries)),
-        merge(value, none(value, queries)),
-        state,
-        scale,
-        Tokens(
+        def merge_known(of_keys, of_queries):
+            return jnp.take_along_axis(jnp.concatenate([of_keys, of_queries], -1), order, -1)
+
+        def none(x, length):
+            return jnp.zeros_like(x, shape=(*x.shape[:-3], length, *x.shape[-2:]))
+
+        merged = Tokens(
             merge_known(jnp.zeros_like(tokens.key_mask), tokens.query_mask),
             merge_known(tokens.key_mask, jnp.zeros_like(tokens.query_mask)),
-            Documents.of(merge_known(key_ids, query_ids)),
-        ),
-    )
-    return _permute(out, place, order)[..., keys:, :, :], state
+        )
+        ids = merge_known(key_ids, query_ids)
+        starts = ids != jnp.concatenate([ids[..., :1], ids[..., :-1]], -1)
+        out, state = linear_recurrence(
+            rule,
+            parameters,
+            state,
+            merge(none(query, keys), query),
+            tuple(merge(x, none(x, queries)) for x in key_value),
+            merged._replace(starts=starts),
+        )
+        return _permute(out, place, order)[..., keys:, :, :], state
 
 
 @jax.custom_vjp

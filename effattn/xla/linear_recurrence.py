@@ -1,18 +1,38 @@
 """The linear recurrence: a matrix-valued state that sums outer products of keys and values.
 
-For one head, with features q_t, k_t (F) and values v_t (D), after Katharopoulos et al. 2020,
-"Transformers are RNNs":
+For one head, with queries q_t and keys k_t of F features and values v_t of D:
 
-    S_t = S_(t-1) + k_t v_t^T        (F, D)
-    y_t = S_t^T q_t                  (D)
+    S_t = diag(exp w_t) S_(t-1) + k_t v_t^T                          (F, D)
+    y_t = S_t^T q_t        or, with a bonus u,   (S_(t-1) + diag(u) k_t v_t^T)^T q_t
+
+The log decays w_t <= 0 are none, one number a head, one a token, or F numbers a token. The delta
+form also takes away what the state holds in some direction:
+
+    S_t = (diag(exp w_t) - a_t b_t^T) S_(t-1) + k_t v_t^T
 
 A normalised recurrence gives every value a last entry of 1, so that the last column of the state
-sums the key features, and divides y_t by its own last entry.
+sums the keys, and divides y_t by its own last entry.
 
-The causal form runs in chunks: inside a chunk the sum over the past is a masked matrix product, and
-the state carries it from one chunk to the next. One step of the loop takes a block of several
-chunks, whose products are batched. Time is O(T F D), memory O(T): the backward pass saves the state
-at the start of each block, recomputes the block, and never rebuilds a state by subtraction.
+It runs in chunks of C tokens. Inside a chunk all is matrix products, and the state carries the
+chunk's sum to the next one:
+
+- Decayed products. q_i reads k_j with the decays of the tokens after j, up to i. A pair of tokens
+  is parted once as a chunk is halved again and again, at a border between them; there q_i has
+  decayed since the border and k_j until it. So all products of a chunk are one matrix product for
+  each halving, and only sums of log decays are exponentiated, never a difference of larger sums.
+  A log decay of -inf, with which a packed document starts, is as good as any.
+- The delta form is a plain recurrence that also writes -u_t at a_t, where u_t = S_(t-1)^T b_t. Of
+  a chunk, with b~_i = b_i decayed since its start and S the state there,
+
+      u_i + sum_(j<i) (b_i . a_j) u_j = S^T b~_i + sum_(j<i) (b_i . k_j) v_j
+
+  with decayed products: one unit triangular system (Yang et al. 2024, "Parallelizing Linear
+  Transformers with the Delta Rule over Sequence Length", after the WY form of products of
+  Householder matrices).
+
+Time is O(T F (C + D)), memory O(T): one step of the loop takes a block of several chunks, whose
+products are batched. The backward pass saves the state at the start of each block, recomputes the
+block, and never rebuilds a state by subtraction or division.
 """
 
 import functools
@@ -30,75 +50,86 @@ BLOCK = 512  # tokens of one step of the loop, if that is not too many chunks
 CHUNKS_OF_BLOCK = 8
 
 
-class Documents(NamedTuple):
-    """Which document each token is in; `(*B, T)`, or `(C,)` for one chunk.
+class Terms(NamedTuple):
+    """What a recurrence sums, of tokens `(*B, L)`; None where absent.
+
+    Query head n reads key head n // (N // K), and value head v writes at key head v // (V // K);
+    one of N and V is K.
 
     Attributes:
-      query: the document that a query reads.
-      key: the document that a key belongs to. Every key has one, padding too.
-      previous: the document of the key before, and for the first key its own.
+      query: `(*B, L, N, F)`.
+      key: `(*B, L, K, F)`.
+      value: `(*B, L, V, D)`.
+      log_decay: `(V,)`, `(*B, L, V)`, or where V is K also `(*B, L, K, F)`; 0 or less.
+      bonus: `(K, F)`: a query reads the state before its token, and of the token this much.
+      removed: `(*B, L, K, F)`, the a of the delta form; None, with `recalled`, is the key.
+      recalled: `(*B, L, K, F)`, the b of the delta form; None is the plain one.
     """
 
     query: jax.Array
     key: jax.Array
-    previous: jax.Array
-
-    @classmethod
-    def of(cls, segment_ids: jax.Array, valid: jax.Array | None = None) -> "Documents":
-        """Of tokens `(*B, T)` with these ids, of which 0, and all that are not valid, are padding.
-
-        Padding continues the document before it, or the first one at the start of the row, so that
-        the state outlives it.
-        """
-        length = segment_ids.shape[-1]
-        token = jnp.arange(length)
-        in_document = segment_ids != 0
-        first = jnp.min(jnp.where(in_document, token, length), -1, keepdims=True, initial=length)
-        last = jnp.where(in_document if valid is None else in_document & valid, token, -1)
-        last = lax.cummax(last, axis=last.ndim - 1)
-        source = jnp.where(last < 0, first, last)
-        key = jnp.take_along_axis(segment_ids, source, -1, mode="clip")
-        return cls(segment_ids, key, jnp.concatenate([key[..., :1], key[..., :-1]], -1))
-
-    @property
-    def carried(self) -> jax.Array:
-        """The document that the state at the start of a chunk belongs to."""
-        return self.previous[0]
-
-    @property
-    def last(self) -> jax.Array:
-        """The document that the state at the end of a chunk belongs to."""
-        return self.key[-1]
+    value: jax.Array
+    log_decay: jax.Array | None = None
+    bonus: jax.Array | None = None
+    removed: jax.Array | None = None
+    recalled: jax.Array | None = None
 
 
 class Rule(NamedTuple):
     """What is fixed when the program is traced.
 
     Attributes:
+      terms: `(parameters, queries, keys) -> Terms`, for a block of tokens: what a mechanism makes
+        of its arguments. It treats tokens alike and may not close over arrays. It is run again in
+        the backward pass, so nothing that it makes is kept.
+      dtype: of the output.
       normalized: divide by the sum of the weights.
-      feature_map: applied to queries and keys, block by block; it may not close over arrays.
       precision: of the matrix products.
       chunk: tokens of one masked product, at most.
     """
 
-    normalized: bool
-    feature_map: Callable[[jax.Array], jax.Array]
+    terms: Callable[[Any, Any, Any], Terms]
+    dtype: Any
+    normalized: bool = False
     precision: Any = None
     chunk: int = CHUNK
 
 
 class Tokens(NamedTuple):
-    """What is known of each token besides its query, key and value; None where absent.
+    """What is known of each token; None where absent.
 
     Attributes:
       query_mask: bool `(*B, T)`, False for queries that read zeros.
-      key_mask: bool `(*B, T)`, False for keys that add nothing, whatever is there.
-      documents: packed documents.
+      key_mask: bool `(*B, T)`, False for tokens that leave the state as it is, whatever is there.
+      starts: bool `(*B, T)`, True where the state before the token is dropped.
     """
 
     query_mask: jax.Array | None = None
     key_mask: jax.Array | None = None
-    documents: Documents | None = None
+    starts: jax.Array | None = None
+
+
+def packed(segment_ids: jax.Array, tokens: Tokens) -> Tokens:
+    """The tokens of packed documents: a query reads its own, and the state is that of the last.
+
+    Padding (id 0, and what is masked) belongs to the document before it, or to the first one at
+    the start of the row, so that the state outlives it.
+    """
+    length = segment_ids.shape[-1]
+    token = jnp.arange(length)
+    in_document = segment_ids != 0
+    first = jnp.min(jnp.where(in_document, token, length), -1, keepdims=True, initial=length)
+    written = in_document if tokens.key_mask is None else in_document & tokens.key_mask
+    last = lax.cummax(jnp.where(written, token, -1), axis=segment_ids.ndim - 1)
+    source = jnp.where(last < 0, first, last)
+    document = jnp.take_along_axis(segment_ids, source, -1, mode="clip")
+    before = jnp.concatenate([document[..., :1], document[..., :-1]], -1)
+    reads = segment_ids == document
+    return Tokens(
+        reads if tokens.query_mask is None else reads & tokens.query_mask,
+        written,
+        document != before,
+    )
 
 
 @jax.custom_jvp
@@ -129,42 +160,211 @@ def append_one(value: jax.Array) -> jax.Array:
     return jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
 
 
-# The maths of one key head and the G query heads that read it. Chunks: query (C, F), key (C, F),
-# value (C, D), state (F, D).
+# The maths of one chunk of C tokens, of one head: query (C, F), key (C, F), value (C, D), and log
+# decays (C, f) with f = F, or f = 1 where all features decay alike.
 
 
-def _write(key, value, documents, dot):
-    """What a chunk adds to the state: the sum of k v^T over its last document."""
-    if documents is not None:
-        key = jnp.where((documents.key == documents.last)[:, None], key, 0)
-    return dot(key.T, value)
+class _Reader(NamedTuple):
+    """How the tokens of a chunk read what was written up to them.
+
+    Attributes:
+      products: `(query, key) -> (C, C)`, decayed; zero where i does not read j.
+      since_start: `(C, f)`, how what is there at the start of the chunk decays until it is read.
+      until_end: `(C, f)`, how keys decay until the end of the chunk.
+      whole: `(f,)`, over the whole chunk. These three are None where nothing decays.
+    """
+
+    products: Callable[[jax.Array, jax.Array], jax.Array]
+    since_start: jax.Array | None = None
+    until_end: jax.Array | None = None
+    whole: jax.Array | None = None
 
 
-def _carry(state, written, documents):
-    """The state after a chunk, from the state before it."""
-    if documents is not None:
-        state = jnp.where(documents.last == documents.carried, state, 0)
-    return state + written
+def _reader(log_decay, starts, length, present, dot) -> _Reader:
+    """Readers of the state after their token, or, if not `present`, of the one before."""
+    if log_decay is None:
+        visible = jnp.tri(length, k=0 if present else -1, dtype=bool)
+        return _Reader(lambda query, key: jnp.where(visible, dot(query, key.T), 0))
+    # What a reader of the state before its token drops there.
+    first = jnp.zeros_like(log_decay)
+    if starts is not None:
+        first = jnp.where(starts[:, None], -jnp.inf, first)
+    if log_decay.shape[-1] == 1:
+        return _alike(log_decay, None if present else first, dot)
+    return _by_feature(log_decay, log_decay if present else first, present, dot)
 
 
-def _read(query, key, value, state, documents, dot):
-    """The outputs of a chunk: each query on the state before the chunk and on the keys up to it."""
-    visible, past = jnp.tri(key.shape[0], dtype=bool), query
-    if documents is not None:
-        visible &= documents.query[:, None] == documents.key[None, :]
-        past = jnp.where((documents.query == documents.carried)[:, None], query, 0)
-    weights = jnp.where(visible, dot(query, key.T), 0)
-    return dot(weights, value) + dot(past, state)
+def _alike(log_decay, first, dot) -> _Reader:
+    """Of features that decay alike: the plain products, times a matrix of decays.
 
-
-def _chunks(state, query, key, value, documents, dot):
-    """M chunks, query (M, C, G, F), key (M, C, F): the state after, and outputs (M, C, G, D)."""
-    written = jax.vmap(functools.partial(_write, dot=dot))(key, value, documents)
-    state, starts = lax.scan(
-        lambda state, chunk: (_carry(state, *chunk), state), state, (written, documents)
+    Its logarithms are sums of the log decays after token j and up to token i (before it, where
+    there is `first`): a product with a triangle of ones, exact where a difference of running sums
+    would cancel. Column 0 is for what is there at the start, row C for the end of the chunk.
+    """
+    length = len(log_decay)
+    visible = jnp.tri(length + 1, length, k=-1 if first is not None else 0, dtype=log_decay.dtype)
+    # A product of 0 and -inf is no number; the exponential of this is as much zero.
+    finite = jnp.maximum(log_decay, jnp.finfo(log_decay.dtype).min / (2 * length))
+    after = jnp.where(jnp.tri(length, length + 1, dtype=bool), finite, 0)
+    sums = jnp.dot(visible, after, precision=lax.Precision.HIGHEST)
+    if first is not None:
+        sums += jnp.pad(first, ((0, 1), (0, 0)))
+    decays = jnp.exp(sums)
+    weights = visible[:length] * decays[:length, 1:]
+    return _Reader(
+        lambda query, key: dot(query, key.T) * weights,
+        decays[:length, :1],
+        decays[length, 1:, None],
+        decays[length, :1],
     )
-    read = jax.vmap(functools.partial(_read, dot=dot), (1, None, None, None, None), 1)
-    return state, jax.vmap(read)(query, key, value, starts, documents)
+
+
+def _by_feature(log_decay, first, present, dot) -> _Reader:
+    """Of log decays `(C, F)`, C a power of two: one product for each halving of the chunk.
+
+    `first (C, F)` is what a reader decays at its own token.
+    """
+    # Of blocks of one token, then two, four, ...: sums since the block's start, until its end, and
+    # of all. Where two blocks meet: how the first one's keys and the second one's queries decay.
+    since, until, whole = first[:, None], jnp.zeros_like(log_decay)[:, None], log_decay
+    borders = []
+    while len(whole) > 1:
+        borders.append((jnp.exp(until[::2]), jnp.exp(since[1::2])))
+        early, late = whole[::2, None], whole[1::2, None]
+        since = jnp.concatenate([since[::2], since[1::2] + early], 1)
+        until = jnp.concatenate([until[::2] + late, until[1::2]], 1)
+        whole = whole[::2] + whole[1::2]
+
+    def products(query, key):
+        diagonal = jnp.sum(query * key, -1) if present else jnp.zeros_like(query[:, 0])
+        blocks, size = diagonal[:, None, None], 1
+        for until, since in borders:
+            keys, queries = (x.reshape(-1, 2, size, x.shape[-1]) for x in (key, query))
+            across = jax.vmap(dot)(queries[:, 1] * since, (keys[:, 0] * until).swapaxes(1, 2))
+            blocks, size = _assembled(blocks[::2], across, blocks[1::2]), 2 * size
+        return blocks[0]
+
+    return _Reader(products, jnp.exp(since[0]), jnp.exp(until[0]), jnp.exp(whole[0]))
+
+
+def _assembled(early, across, late):
+    """Lower triangular blocks `(m, 2 s, 2 s)` of their quarters `(m, s, s)`."""
+    upper = jnp.concatenate([early, jnp.zeros_like(across)], 2)
+    return jnp.concatenate([upper, jnp.concatenate([across, late], 2)], 1)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _inverse(system, dot):
+    """Of I + `system (C, C)`, which is zero on and above the diagonal."""
+    blocks, acrosses = system[None], []
+    while (size := blocks.shape[1] // 2) > 0:
+        acrosses.append(blocks[:, size:, :size])
+        halves = blocks[:, :size, :size], blocks[:, size:, size:]
+        blocks = jnp.stack(halves, 1).reshape(-1, size, size)
+    inverse = jnp.ones_like(blocks)
+    for across in reversed(acrosses):
+        early, late = inverse[::2], inverse[1::2]
+        across = -jax.vmap(dot)(jax.vmap(dot)(late, across), early)
+        inverse = _assembled(early, across, late)
+    return inverse[0]
+
+
+@_inverse.defjvp
+def _inverse_jvp(dot, primals, tangents):
+    inverse = _inverse(*primals, dot)
+    return inverse, -dot(dot(inverse, tangents[0]), inverse)
+
+
+class _Chunk(NamedTuple):
+    """A chunk, before the state at its start is known: C' is C, or with a removal of its own 2 C.
+
+    Attributes:
+      query: `(C, G, F)`, as they read the state.
+      weights: `(C, G, C')`, of the chunk's own values in what is read.
+      key: `(C', F)`, as they are in the state after the chunk.
+      value: `(C', D)`, what is written where the state is zero.
+      recalled: `(C', F)`: of a state S they are `value - recalled S`; None where that is `value`.
+      kept: `(f, 1)`, what remains of the state; None for all.
+    """
+
+    query: jax.Array
+    weights: jax.Array
+    key: jax.Array
+    value: jax.Array
+    recalled: jax.Array | None
+    kept: jax.Array | None
+
+
+def _chunk(dot, query, key, value, log_decay, bonus, removed, recalled, starts) -> _Chunk:
+    length = len(key)
+    if starts is not None:
+        log_decay = jnp.zeros((), key.dtype) if log_decay is None else log_decay
+    if log_decay is not None and log_decay.ndim < 2:
+        log_decay = jnp.broadcast_to(log_decay, (length,))[:, None]
+    if starts is not None:
+        log_decay = jnp.where(starts[:, None], -jnp.inf, log_decay)
+    reader = _reader(log_decay, starts, length, bonus is None, dot)
+
+    def read(query):
+        weights = reader.products(query, key)
+        if bonus is not None:
+            weights += jnp.diag(jnp.sum(query * bonus * key, -1))
+        if removed is not None:
+            weights = jnp.concatenate([weights, reader.products(query, removed)], 1)
+        return query if log_decay is None else query * reader.since_start, weights
+
+    query, weights = jax.vmap(read, 1, 1)(query)
+    if recalled is not None:
+        past = _reader(log_decay, starts, length, False, dot)
+        at_start = recalled if log_decay is None else recalled * past.since_start
+        written = value if removed is None else dot(past.products(recalled, key), value)
+        system = past.products(recalled, key if removed is None else removed)
+        inverse = _inverse(system, dot)
+        written, recalled = dot(inverse, written), dot(inverse, at_start)
+        if removed is None:
+            value = written
+        else:
+            key, value = jnp.concatenate([key, removed]), jnp.concatenate([value, -written])
+            recalled = jnp.concatenate([jnp.zeros_like(recalled), recalled])
+    if log_decay is None:
+        return _Chunk(query, weights, key, value, recalled, None)
+    until_end, kept = reader.until_end, reader.whole[:, None]
+    if removed is not None:
+        until_end = jnp.concatenate([until_end, until_end])
+    return _Chunk(query, weights, key * until_end, value, recalled, kept)
+
+
+def _carry(state, written, kept):
+    """The state after a chunk, from the state before it."""
+    return written + (state if kept is None else state * kept)
+
+
+def _chunks(dot, state, query, key, value, log_decay, bonus, removed, recalled, starts):
+    """M chunks in a row, of one head: the state after, and outputs `(M, C, G, D)`."""
+    decays = None if log_decay is None or log_decay.ndim == 0 else 0
+    chunk = jax.vmap(functools.partial(_chunk, dot), (0, 0, 0, decays, None, 0, 0, 0))
+    chunks = chunk(query, key, value, log_decay, bonus, removed, recalled, starts)
+    if chunks.recalled is None:
+        written = jax.vmap(dot)(chunks.key.swapaxes(1, 2), chunks.value)
+        state, starts = lax.scan(
+            lambda state, chunk: (_carry(state, *chunk), state), state, (written, chunks.kept)
+        )
+        values = chunks.value
+    else:
+
+        def step(state, chunk):
+            key, value, recalled, kept = chunk
+            value -= dot(recalled, state)
+            return _carry(state, dot(key.T, value), kept), (state, value)
+
+        in_turn = chunks.key, chunks.value, chunks.recalled, chunks.kept
+        state, (starts, values) = lax.scan(step, state, in_turn)
+
+    def read(query, weights, value, start):
+        return dot(query, start) + dot(weights, value)
+
+    read = jax.vmap(jax.vmap(read, (1, 1, None, None), 1))
+    return state, read(chunks.query, chunks.weights, values, starts)
 
 
 # All heads and rows of a block of chunks, and the loop over blocks, forward and backward.
@@ -180,7 +380,7 @@ class _Span(NamedTuple):
 
 
 def _spans(length: int, chunk: int) -> list[_Span]:
-    """Whole blocks, then the whole chunks left, then the tokens left: nothing is padded."""
+    """Whole blocks, then the whole chunks left, then the tokens left."""
     block = min(max(BLOCK // chunk, 1), CHUNKS_OF_BLOCK) * chunk
     in_blocks, in_chunks = length // block * block, length // chunk * chunk
     spans = [
@@ -205,92 +405,140 @@ def _put(span, index, arrays, blocks, axis):
     )
 
 
-def clear(x, mask):
-    """`x (*B, L, ...)` with zeros where `mask (*B, L)` is False; None hides nothing."""
+def clear(tree, mask):
+    """Arrays `(*B, L, ...)` with zeros where `mask (*B, L)` is False; None hides nothing."""
     if mask is None:
-        return x
-    return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)), x, 0)
+        return tree
+    return jax.tree.map(
+        lambda x: jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)), x, 0), tree
+    )
 
 
-def _features(rule, query, key, value, scale, tokens, dtype):
-    """Queries, keys and values as the recurrence takes them, in the dtype of its sums."""
-    query = rule.feature_map(clear(query, tokens.query_mask).astype(dtype))
-    key = rule.feature_map(clear(key, tokens.key_mask).astype(dtype))
-    value = clear(value, tokens.key_mask).astype(dtype)
-    if scale is not None:
-        query = query * scale
-    return query, clear(key, tokens.key_mask), append_one(value) if rule.normalized else value
+def _terms(rule, parameters, queries, keys, tokens, dtype, alike=False) -> Terms:
+    """What is summed, in the dtype of the sums; of masked tokens, nothing.
+
+    `alike` leaves a decay of each head at that: all tokens decay.
+    """
+    arguments = parameters, clear(queries, tokens.query_mask), clear(keys, tokens.key_mask)
+    terms = rule.terms(*jax.tree.map(lambda x: x.astype(dtype), arguments))
+    if rule.normalized:
+        terms = terms._replace(value=append_one(terms.value))
+    if terms.log_decay is not None:
+        log_decay = terms.log_decay
+        if log_decay.ndim == 1 and not alike:
+            log_decay = jnp.broadcast_to(log_decay, terms.value.shape[:-1])
+        if log_decay.ndim > 1:
+            log_decay = clear(log_decay, tokens.key_mask)
+        terms = terms._replace(log_decay=log_decay)
+    return terms._replace(
+        key=clear(terms.key, tokens.key_mask), removed=clear(terms.removed, tokens.key_mask)
+    )
 
 
-def _outputs(rule, output, tokens, dtype):
-    """What the queries read, divided by the sum of the weights if the rule says so."""
-    output = normalize(output) if rule.normalized else output
-    return clear(output, tokens.query_mask).astype(dtype)
+def _group(x, axis, groups):
+    """Heads `(..., K R, ...)` at `axis` as `(..., K, R, ...)`."""
+    return x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
 
 
-def _block(rule, chunk, state, scale, query, key, value, tokens):
-    """Consecutive tokens `(*B, L, ...)` in chunks: `(state after, outputs (*B, L, K, G, D))`."""
-    batch, rest = key.shape[:-3], key.ndim - 2
-    features = _features(rule, query, key, value, scale, tokens, state.dtype)
+def _block(rule, chunk, parameters, state, queries, keys, tokens):
+    """Consecutive tokens `(*B, L, ...)` in chunks: `(state after, outputs (*B, L, N, D))`."""
+    more = (1 << (chunk - 1).bit_length()) - chunk  # up to a power of two
+    alike = tokens.key_mask is None and not more
+    terms = _terms(rule, parameters, queries, keys, tokens, state.dtype, alike)
+    *batch, length, heads, _ = terms.key.shape
+    time = len(batch)
+    constant = terms.log_decay is not None and terms.log_decay.ndim == 1
+    by_value = terms.log_decay is not None and terms.log_decay.ndim == terms.key.ndim - 1
 
     def cut(x):
-        return x.reshape(*batch, -1, chunk, *x.shape[rest:])
+        """Chunks, with tokens that do nothing where their length is no power of two."""
+        x = x.reshape(*batch, length // chunk, chunk, *x.shape[time + 1 :])
+        widths = [(0, 0)] * x.ndim
+        widths[time + 1] = (0, more)
+        return jnp.pad(x, widths)
 
-    queries, keys, values, documents = jax.tree.map(cut, (*features, tokens.documents))
+    query, value = (_group(cut(x), time + 2, heads) for x in (terms.query, terms.value))
+    key, removed, recalled, starts = jax.tree.map(
+        cut, (terms.key, terms.removed, terms.recalled, tokens.starts)
+    )
+    if constant:
+        log_decay = _group(terms.log_decay, 0, heads)
+    elif by_value:
+        log_decay = _group(cut(terms.log_decay), time + 2, heads)
+    else:
+        log_decay = jax.tree.map(cut, terms.log_decay)
+
+    # Value heads of a key head, then key heads, then rows.
     dot = functools.partial(jnp.dot, precision=rule.precision)
-    chunks = jax.vmap(functools.partial(_chunks, dot=dot), (0, 2, 2, 2, None), (0, 2))
+    run, by_head = functools.partial(_chunks, dot), 0 if constant else 2
+    decays = by_head if constant or by_value else None
+    run = jax.vmap(run, (0, None, None, 2, decays, None, None, None, None), (0, 3))
+    run = jax.vmap(run, (0, 2, 2, 2, by_head, 0, 2, 2, None), (0, 2))
     for _ in batch:
-        chunks = jax.vmap(chunks)
-    state, output = chunks(state, queries, keys, values, documents)
-    output = output.reshape(*batch, -1, *output.shape[rest + 1 :])
-    return state, _outputs(rule, output, tokens, value.dtype)
+        run = jax.vmap(run, (0, 0, 0, 0, None if constant else 0, None, 0, 0, 0))
+    grouped = _group(state, time, heads)
+    after, output = run(
+        grouped, query, key, value, log_decay, terms.bonus, removed, recalled, starts
+    )
+    output = jax.lax.slice_in_dim(output, 0, chunk, axis=time + 1)
+    output = output.reshape(*batch, length, -1, output.shape[-1])
+    output = normalize(output) if rule.normalized else output
+    return after.reshape(state.shape), clear(output, tokens.query_mask)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(rule, query, key, value, state, scale, tokens):
-    return _forward(rule, query, key, value, state, scale, tokens)[0]
+def _recurrence(rule, parameters, state, queries, keys, tokens):
+    return _forward(rule, parameters, state, queries, keys, tokens)[0]
 
 
-def _forward(rule, query, key, value, state, scale, tokens):
+def _forward(rule, parameters, state, queries, keys, tokens):
     """`((output, state), residuals)`; the residuals hold the state at the start of every block."""
-    inputs, axis = (query, key, value, tokens), key.ndim - 3
-    output = jnp.zeros_like(value, shape=(*query.shape[:-1], value.shape[-1]))
+    inputs, axis = (queries, keys, tokens), state.ndim - 3
+    first = jax.tree.leaves(queries)[0]
+    length = first.shape[axis]
+    token = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype), inputs
+    )
+    _, output = jax.eval_shape(functools.partial(_block, rule, 1), parameters, state, *token)
+    shape = (*output.shape[:axis], length, *output.shape[axis + 1 :])
+    output = jnp.zeros_like(first, shape=shape, dtype=rule.dtype)
     saved = []
-    for span in _spans(key.shape[axis], rule.chunk):
+    for span in _spans(length, rule.chunk):
 
         def step(carry, index, span=span):
             state, output = carry
             block = _take(span, index, inputs, axis)
-            after, block = _block(rule, span.chunk, state, scale, *block)
-            return (after, _put(span, index, output, block, axis)), state
+            after, block = _block(rule, span.chunk, parameters, state, *block)
+            return (after, _put(span, index, output, block.astype(output.dtype), axis)), state
 
         (state, output), starts = lax.scan(step, (state, output), jnp.arange(span.blocks))
         saved.append(starts)
-    return (output, state), (inputs, scale, saved)
+    return (output, state), (parameters, inputs, saved)
 
 
 def _backward(rule, residuals, cotangents):
     """One sweep from the last block to the first, each recomputed from the state at its start."""
-    (*inputs, tokens), scale, saved = residuals
+    parameters, (queries, keys, tokens), saved = residuals
     d_output, d_state = cotangents
-    axis = inputs[1].ndim - 3
-    d_inputs, d_scale = jax.tree.map(jnp.zeros_like, (inputs, scale))
-    spans = _spans(inputs[1].shape[axis], rule.chunk)
+    axis, inputs = d_state.ndim - 3, (queries, keys)
+    d_parameters, d_inputs = jax.tree.map(jnp.zeros_like, (parameters, inputs))
+    spans = _spans(d_output.shape[axis], rule.chunk)
     for span, starts in reversed(list(zip(spans, saved, strict=True))):
 
         def step(carry, start, span=span):
-            d_state, d_scale, d_inputs = carry
+            d_state, d_parameters, d_inputs = carry
             index, state = start
             *block, known = _take(span, index, (*inputs, tokens), axis)
             run = functools.partial(_block, rule, span.chunk, tokens=known)
-            _, pull_back = jax.vjp(run, state, scale, *block)
-            d_state, more, *d_block = pull_back((d_state, _take(span, index, d_output, axis)))
-            d_scale = jax.tree.map(jnp.add, d_scale, more)
-            return (d_state, d_scale, _put(span, index, d_inputs, d_block, axis)), None
+            _, pull_back = jax.vjp(run, parameters, state, *block)
+            d_block = _take(span, index, d_output, axis).astype(state.dtype)
+            more, d_state, *d_block = pull_back((d_state, d_block))
+            d_parameters = jax.tree.map(jnp.add, d_parameters, more)
+            return (d_state, d_parameters, _put(span, index, d_inputs, tuple(d_block), axis)), None
 
-        carry, starts = (d_state, d_scale, d_inputs), (jnp.arange(span.blocks), starts)
-        (d_state, d_scale, d_inputs), _ = lax.scan(step, carry, starts, reverse=True)
-    return *d_inputs, d_state, d_scale, None
+        carry, starts = (d_state, d_parameters, d_inputs), (jnp.arange(span.blocks), starts)
+        (d_state, d_parameters, d_inputs), _ = lax.scan(step, carry, starts, reverse=True)
+    return d_parameters, d_state, *d_inputs, None
 
 
 _recurrence.defvjp(_forward, _backward)
@@ -299,67 +547,62 @@ _compiled_recurrence = jax.jit(_recurrence, static_argnums=0)  # so that eager c
 
 def linear_recurrence(
     rule: Rule,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    parameters: Any,
     state: jax.Array,
-    scale: jax.Array | None,
+    queries: Any,
+    keys: Any,
     tokens: Tokens,
 ) -> tuple[jax.Array, jax.Array]:
     """Every query reads the keys and values up to its own token.
 
     Args:
       rule: what is fixed when the program is traced.
-      query: `(*B, T, N, H)`, with features `(*B, T, N, F)`; head n reads key head n // (N // K).
-      key: `(*B, T, K, H)`.
-      value: `(*B, T, K, D)`.
-      state: before the first token, `(*B, K, F, D)`, or `(*B, K, F, D + 1)` if normalised. Its
+      parameters: a pytree of arrays that all tokens share, for `rule.terms`.
+      state: before the first token, `(*B, V, F, D)`, or `(*B, V, F, D + 1)` if normalised. Its
         dtype is that of all sums.
-      scale: `()`, multiplies the features of the queries; None is 1.
-      tokens: padding and packed documents. A query reads its own document only, and the state is
-        that of the last document.
+      queries: a pytree of arrays `(*B, T, ...)` for `rule.terms`, cleared by the query mask.
+      keys: a pytree of arrays `(*B, T, ...)` for `rule.terms`, cleared by the key mask.
+      tokens: padding and packed documents.
 
     Returns:
-      `(output (*B, T, N, D), state after the last token)`; the output has the dtype of `value`.
+      `(output (*B, T, N or V, D), state after the last token)`; the output has `rule.dtype`.
 
     Raises:
       TypeError: in forward-mode differentiation.
     """
-    heads, key_heads = query.shape[-2], key.shape[-2]
-    grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
-    rule = rule._replace(chunk=min(rule.chunk, max(key.shape[-3], 1)))
-    operands = mesh_axes.vary_alike((grouped, key, value, state, scale, tokens))
+    length = jax.tree.leaves(queries)[0].shape[state.ndim - 3]
+    rule = rule._replace(chunk=min(rule.chunk, max(length, 1)))
+    operands = mesh_axes.vary_alike((parameters, state, queries, keys, tokens))
     with reverse_mode.only("the chunked linear recurrence", "a step-by-step jax.lax.scan of it"):
-        output, state = _compiled_recurrence(rule, *operands)
-    return output.reshape(*query.shape[:-1], value.shape[-1]), state
+        return _compiled_recurrence(rule, *operands)
 
 
 def linear_sum(
     rule: Rule,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    parameters: Any,
     state: jax.Array,
-    scale: jax.Array | None,
+    queries: Any,
+    keys: Any,
     tokens: Tokens,
 ) -> tuple[jax.Array, jax.Array]:
     """Every query reads the state after the last key: the recurrence without causality.
 
-    Takes and returns what `linear_recurrence` does, except documents; there may be more or fewer
-    queries than keys.
+    Takes and returns what `linear_recurrence` does, except starts, decays, a bonus and the delta
+    form; there may be more or fewer queries than keys.
     """
     dot = functools.partial(jnp.dot, precision=rule.precision)
+    terms = _terms(rule, parameters, queries, keys, tokens, state.dtype)
+    *batch, _, heads, _ = terms.key.shape
 
-    def head(query, key, value, state):  # (T, G, F), (S, F), (S, D), (F, D)
-        state = _carry(state, _write(key, value, None, dot), None)
-        return dot(query, state), state
+    def head(state, query, key, value):  # (F, D), (T, G, F), (S, F), (S, D)
+        state = _carry(state, dot(key.T, value), None)
+        return state, dot(query, state)
 
-    heads_of = jax.vmap(head, (1, 1, 1, 0), (1, 0))
-    for _ in key.shape[:-3]:
-        heads_of = jax.vmap(heads_of)
-    heads, key_heads = query.shape[-2], key.shape[-2]
-    grouped = query.reshape(*query.shape[:-2], key_heads, heads // key_heads, query.shape[-1])
-    operands = _features(rule, grouped, key, value, scale, tokens, state.dtype)
-    output, state = heads_of(operands[0], operands[1], operands[2], state)
-    output = _outputs(rule, output, tokens, value.dtype)
-    return output.reshape(*query.shape[:-1], value.shape[-1]), state
+    run = jax.vmap(head, (0, 1, 1, 1), (0, 1))
+    for _ in batch:
+        run = jax.vmap(run)
+    query = _group(terms.query, len(batch) + 1, heads)
+    state, output = run(state, query, terms.key, terms.value)
+    output = output.reshape(*terms.query.shape[:-1], output.shape[-1])
+    output = normalize(output) if rule.normalized else output
+    return clear(output, tokens.query_mask).astype(rule.dtype), state

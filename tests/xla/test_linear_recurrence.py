@@ -7,60 +7,123 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effattn.functional.feature_maps import elu, identity
 from effattn.xla.linear_recurrence import (
-    Documents,
     Rule,
+    Terms,
     Tokens,
     linear_recurrence,
     linear_sum,
     normalize,
+    packed,
 )
+from tests.laws.battery import QUICK
+
+ALL = Tokens()
 
 
-def token_by_token(query, key, value, state, documents=None, *, normalized):
-    """S_t = S_(t-1) + k_t v_t^T, started anew where a document starts; y_t = S_t^T q_t."""
-    groups = query.shape[-2] // key.shape[-2]
-    query, key, value = (jnp.moveaxis(x, -3, 0) for x in (query, key, value))
+def token_by_token(terms, state, tokens=ALL, normalized=False):
+    """The formulas of the core's docstring, a token at a time, of terms `(B, L, heads, ...)`."""
+    query, key, value, log_decay, bonus, removed, recalled = terms
+    heads = max(query.shape[-2], value.shape[-2])
     if normalized:
         value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1)
-    keep = jnp.ones(key.shape[:-2])
-    reads = jnp.ones(key.shape[:-2])
-    if documents is not None:
-        keep = jnp.moveaxis(documents.key == documents.previous, -1, 0).astype(keep.dtype)
-        reads = jnp.moveaxis(documents.query == documents.key, -1, 0).astype(reads.dtype)
+    value_heads, shape = value.shape[-2], key.shape[:-2]
+
+    def of_heads(x):
+        return jnp.moveaxis(jnp.repeat(x, heads // x.shape[-2], -2), 1, 0)
+
+    if log_decay is None:
+        decay = jnp.ones((*shape, 1, 1))
+    elif log_decay.ndim < 4:
+        decay = jnp.broadcast_to(jnp.exp(log_decay), (*shape, value_heads))[..., None]
+    else:
+        decay = jnp.exp(log_decay)
+    nothing = jnp.zeros_like(key)
+    if recalled is None:
+        removed = recalled = nothing
+    elif removed is None:
+        removed = key
+    yes = jnp.ones(shape, bool)
+    reads, writes, starts = (
+        jnp.moveaxis(yes if x is None else x, 1, 0)
+        for x in (tokens.query_mask, tokens.key_mask, tokens.starts)
+    )
+    starts = starts if tokens.starts is not None else ~starts
 
     def step(state, token):
-        q, k, v, kept, read = token
-        state = state * kept[..., None, None, None] + k[..., :, None] * v[..., None, :]
-        output = jnp.einsum("...nf,...nfd->...nd", q, jnp.repeat(state, groups, -3))
-        return state, output * read[..., None, None]
+        q, k, v, d, a, b, read, write, start = token
+        state = jnp.where(start[:, None, None, None], 0, state)
+        written = k[..., :, None] * v[..., None, :]
+        found = jnp.einsum("bnf,bnfd->bnd", b, state)
+        after = d[..., None] * state - a[..., None] * found[..., None, :] + written
+        after = jnp.where(write[:, None, None, None], after, state)
+        if bonus is not None:
+            written = jnp.where(write[:, None, None, None], written, 0)
+            seen = state + jnp.repeat(bonus, heads // len(bonus), 0)[..., None] * written
+        else:
+            seen = after
+        out = jnp.einsum("bnf,bnfd->bnd", q, seen)
+        return after, jnp.where(read[:, None, None], out, 0)
 
-    state, output = jax.lax.scan(step, state, (query, key, value, keep, reads))
+    inputs = (*map(of_heads, (query, key, value, decay, removed, recalled)), reads, writes, starts)
+    state, output = jax.lax.scan(step, jnp.repeat(state, heads // value_heads, 1), inputs)
     if normalized:
         empty = output[..., -1:] == 0
         output = jnp.where(empty, 0, output[..., :-1]) / jnp.where(empty, 1, output[..., -1:])
-    return jnp.moveaxis(output, 0, -3), state
+    return jnp.moveaxis(output, 0, 1), state[:, :: heads // value_heads]
 
 
-def arguments(
-    length, batch=(2,), heads=4, key_heads=2, size=3, value_size=5, *, normalized, seed=0
+DECAYS = ("none", "head", "token", "feature")
+FORMS = ("plain", "bonus", "delta", "own")
+
+
+def draw_terms(
+    length, decay="none", form="plain", heads=4, key_heads=2, value_heads=2, batch=2, seed=0
 ):
+    """Terms of 3 features and values of 5."""
     rng = np.random.default_rng(seed)
 
-    def draw(*shape):
-        return jnp.asarray(rng.uniform(0.1, 1, (*batch, *shape)))
+    def draw(*shape, low=0.1):
+        return jnp.asarray(rng.uniform(low, 1, (batch, length, *shape)))
 
-    return (
-        draw(length, heads, size),
-        draw(length, key_heads, size),
-        draw(length, key_heads, value_size) - 0.5,
-        draw(key_heads, size, value_size + normalized),
+    log_decay = {
+        "none": None,
+        "head": -jnp.asarray(rng.uniform(0.1, 1, value_heads)),
+        "token": -draw(value_heads),
+        "feature": -draw(key_heads, 3),
+    }[decay]
+    return Terms(
+        draw(heads, 3),
+        draw(key_heads, 3),
+        draw(value_heads, 5, low=-0.5),
+        log_decay,
+        jnp.asarray(rng.uniform(0.1, 1, (key_heads, 3))) if form == "bonus" else None,
+        draw(key_heads, 3) / 2 if form == "own" else None,
+        draw(key_heads, 3) / 2 if form in ("delta", "own") else None,
     )
 
 
-def packed(*rows):
-    return Documents.of(jnp.asarray(rows, jnp.int32))
+def draw_state(terms, normalized=False, seed=3):
+    rng = np.random.default_rng(seed)
+    *_, value_heads, size = terms.value.shape
+    shape = (len(terms.key), value_heads, terms.key.shape[-1], size + normalized)
+    return jnp.asarray(rng.uniform(0.1, 1, shape))
+
+
+def as_they_are(parameters, queries, keys):
+    """Terms that are what the core was given."""
+    terms = Terms(queries, *keys)
+    return terms._replace(**{k: v for k, v in parameters.items() if v is not None})
+
+
+def recurrence(terms, state, tokens=ALL, normalized=False, chunk=64, attend=linear_recurrence):
+    shared = {"bonus": terms.bonus}
+    if terms.log_decay is not None and terms.log_decay.ndim == 1:
+        shared["log_decay"] = terms.log_decay
+        terms = terms._replace(log_decay=None)
+    rule = Rule(as_they_are, terms.value.dtype, normalized, None, chunk)
+    keys = tuple(terms._replace(bonus=None))[1:]
+    return attend(rule, shared, state, terms.query, keys, tokens)
 
 
 def assert_same(function, reference, args, rtol=1e-12):
@@ -70,7 +133,7 @@ def assert_same(function, reference, args, rtol=1e-12):
         lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), jax.eval_shape(reference, *args)
     )
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
     def with_gradients(function):
         results, pull_back = jax.vjp(function, *args)
         return jax.tree.leaves((results, pull_back(cotangents)))
@@ -80,86 +143,109 @@ def assert_same(function, reference, args, rtol=1e-12):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * float(jnp.abs(b).max(initial=1)))
 
 
-def rule(normalized=True, chunk=64, feature_map=identity):
-    return Rule(normalized, feature_map, None, chunk)
+def both(terms, state, tokens=ALL, normalized=False, chunk=2):
+    ours = functools.partial(recurrence, tokens=tokens, normalized=normalized, chunk=chunk)
+    expected = functools.partial(token_by_token, tokens=tokens, normalized=normalized)
+    assert_same(ours, expected, (terms, state))
 
 
-def recurrence(query, key, value, state, documents=None, *, rule):
-    return linear_recurrence(rule, query, key, value, state, None, Tokens(documents=documents))
-
-
-# With chunks of 2: a token alone; two blocks, two chunks and a token.
-@pytest.mark.parametrize(
-    "length, batch, normalized", [(1, (), True), (37, (2,), True), (37, (2, 3), False)]
-)
-def test_agrees_with_one_token_at_a_time(length, batch, normalized):
+# With chunks of 2, 37 tokens are two blocks, two chunks and a token.
+@pytest.mark.parametrize("length, normalized", [(1, True), (37, True), (37, False)])
+def test_agrees_with_one_token_at_a_time(length, normalized):
     with jax.enable_x64(True):
-        assert_same(
-            functools.partial(recurrence, rule=rule(normalized, 2)),
-            functools.partial(token_by_token, normalized=normalized),
-            arguments(length, batch, normalized=normalized),
+        terms = draw_terms(length)
+        both(terms, draw_state(terms, normalized), normalized=normalized)
+
+
+PACKED = [[1] * 3 + [2] * 20 + [5] * 10, [0] * 2 + [7] * 14 + [3] + [4] * 9 + [0] * 7]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_every_decay_in_every_form(decay, form):
+    """In chunks that are no power of two, with documents and masks of their own."""
+    rng = np.random.default_rng(5)
+    with jax.enable_x64(True):
+        masks = Tokens(
+            jnp.asarray(rng.random((2, 33)) < 0.8), jnp.asarray(rng.random((2, 33)) < 0.8)
         )
+        terms = draw_terms(33, decay, form)
+        both(terms, draw_state(terms), packed(jnp.asarray(PACKED), masks), chunk=6)
 
 
-def test_packed_documents_start_anew():
-    documents = packed([1] * 3 + [2] * 20 + [5] * 10, [0] * 2 + [7] * 14 + [3] + [4] * 9 + [0] * 7)
+@pytest.mark.parametrize("form, decay", [("plain", "head"), ("delta", "token"), ("own", "none")])
+def test_value_heads_that_share_a_key_head(form, decay):
     with jax.enable_x64(True):
-        assert_same(
-            functools.partial(recurrence, documents=documents, rule=rule(chunk=2)),
-            functools.partial(token_by_token, documents=documents, normalized=True),
-            arguments(33, normalized=True),
-        )
+        terms = draw_terms(21, decay, form, heads=2, value_heads=4)
+        both(terms, draw_state(terms), chunk=4)
 
 
-def test_feature_map_scale_and_masks():
-    mask = jnp.asarray([[True] * 9, [False, True, True, False, False, True, True, True, False]])
-
-    def ours(query, key, value, state, scale):
-        tokens = Tokens(mask[::-1], mask)
-        return linear_recurrence(rule(False, 2, elu), query, key, value, state, scale, tokens)
-
-    def expected(query, key, value, state, scale):
-        query = jnp.where(mask[::-1, :, None, None], scale * elu(query), 0)
-        key = jnp.where(mask[..., None, None], elu(key), 0)
-        return token_by_token(query, key, value, state, normalized=False)
-
+def test_chunks_of_a_power_of_two_with_a_decay_of_the_head():
     with jax.enable_x64(True):
-        args = (*arguments(9, normalized=False), jnp.asarray(0.7))
-        assert_same(ours, expected, args)
+        terms = draw_terms(21, "head", "delta")
+        both(terms, draw_state(terms), chunk=4)
+
+
+def test_strong_decays_lose_no_digit():
+    """What follows a decay of exp(-1e4) is as exact as if it came first: sums are local."""
+    terms = draw_terms(64, "feature")
+    strong = terms.log_decay.at[:, 20].set(-1e4)
+    out, _ = recurrence(terms._replace(log_decay=strong), draw_state(terms))
+    later = jax.tree.map(lambda x: x if x is None else x[:, 20:], terms)
+    alone, _ = recurrence(later, jnp.zeros_like(draw_state(terms)))
+    np.testing.assert_allclose(out[:, 20:], alone, rtol=2e-6, atol=2e-7)
+
+
+def test_a_decay_alike_over_features_is_a_decay_of_the_token():
+    with jax.enable_x64(True):
+        terms = draw_terms(40, "token")
+        alike = jnp.broadcast_to(terms.log_decay[..., None], terms.key.shape)
+        state = draw_state(terms)
+        for a, b in zip(
+            recurrence(terms, state),
+            recurrence(terms._replace(log_decay=alike), state),
+            strict=True,
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
 def test_length_zero_gives_the_state_back():
-    args = arguments(0, normalized=True)
-    output, after = recurrence(*args, rule=rule())
+    terms = draw_terms(0)
+    state = draw_state(terms)
+    output, after = recurrence(terms, state)
     assert output.shape == (2, 0, 4, 5)
-    np.testing.assert_array_equal(after, args[-1])
+    np.testing.assert_array_equal(after, state)
 
 
-def test_documents_of_padding():
+def test_packed_padding_belongs_to_the_document_before():
     ids = jnp.asarray([[0, 1, 1, 0, 2, 0, 0], [0, 0, 0, 0, 0, 0, 0], [3, 3, 4, 4, 5, 5, 5]])
     valid = jnp.arange(7) < jnp.asarray([[7], [7], [3]])
-    documents = Documents.of(ids, valid)
+    tokens = packed(ids, Tokens(None, valid))
     np.testing.assert_array_equal(
-        documents.key, [[1, 1, 1, 1, 2, 2, 2], [0] * 7, [3, 3, 4, 4, 4, 4, 4]]
+        tokens.starts, [[0, 0, 0, 0, 1, 0, 0], [0] * 7, [0, 0, 1, 0, 0, 0, 0]]
     )
-    np.testing.assert_array_equal(documents.previous[:, 1:], documents.key[:, :-1])
-    np.testing.assert_array_equal(documents.previous[:, 0], documents.key[:, 0])
+    np.testing.assert_array_equal(
+        tokens.key_mask, [[0, 1, 1, 0, 1, 0, 0], [0] * 7, [1, 1, 1, 0, 0, 0, 0]]
+    )
+    # The last document has no valid key: its queries have nothing to read.
+    np.testing.assert_array_equal(
+        tokens.query_mask & (ids != 0), [[0, 1, 1, 0, 1, 0, 0], [0] * 7, [1, 1, 1, 1, 0, 0, 0]]
+    )
 
 
 def test_sum_is_the_recurrence_read_at_its_end():
-    def ours(query, key, value, state):
-        return linear_sum(rule(), query, key, value, state, None, Tokens())
-
-    def expected(query, key, value, state):
-        _, state = recurrence(query, key, value, state, rule=rule())
-        nothing = jnp.zeros_like
-        output, _ = recurrence(query, nothing(key), nothing(value), state, rule=rule())
-        return output, state
-
     with jax.enable_x64(True):
-        query, key, value, state = arguments(7, normalized=True)
-        # A key of zeros adds nothing: the second call reads the sum over the first.
-        assert_same(ours, expected, (query, key, value, state))
+        terms = draw_terms(7)
+        state = draw_state(terms, normalized=True)
+
+        def expected(terms, state):
+            _, state = recurrence(terms, state, normalized=True)
+            # A key of zeros adds nothing: the second call reads the sum over the first.
+            again = terms._replace(key=0 * terms.key, value=0 * terms.value)
+            return recurrence(again, state, normalized=True)[0], state
+
+        ours = functools.partial(recurrence, normalized=True, attend=linear_sum)
+        assert_same(ours, expected, (terms, state))
 
 
 def test_normalize_divides_by_the_last_entry_once():
@@ -169,25 +255,28 @@ def test_normalize_divides_by_the_last_entry_once():
     np.testing.assert_allclose(gradient, [[0.5, -1.5], [0, 0], [1e25, -1e20], [0, 0]], rtol=1e-6)
 
 
-def test_the_future_changes_no_bit_of_the_past():
-    *inputs, state = map(np.asarray, arguments(37, normalized=True))
-    run = jax.jit(functools.partial(recurrence, rule=rule(chunk=4)))
-    before, _ = run(*inputs, state)
+@pytest.mark.parametrize("decay, form", [("none", "plain"), ("feature", "own")])
+def test_the_future_changes_no_bit_of_the_past(decay, form):
+    terms = jax.tree.map(np.asarray, draw_terms(37, decay, form))
+    state = draw_state(terms)
+    run = jax.jit(functools.partial(recurrence, chunk=4))
+    before, _ = run(terms, state)
     for t in (0, 3, 4, 31, 32, 36):
         future = np.arange(37)[:, None, None] >= t
-        after, _ = run(*(np.where(future, -3 * x, x) for x in inputs), state)
+        after, _ = run(jax.tree.map(lambda x, f=future: np.where(f, x - 0.1, x), terms), state)
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
         assert not np.array_equal(after[:, t], before[:, t])
 
 
-def test_memory_is_linear_and_the_program_does_not_grow():
-    def run(*args):
-        output, state = recurrence(*args, rule=rule())
+@pytest.mark.parametrize("decay, form", [("none", "plain"), ("feature", "delta")])
+def test_memory_is_linear_and_the_program_does_not_grow(decay, form):
+    def run(terms, state):
+        output, state = recurrence(terms, state)
         return (output**2).sum() + (state**2).sum()
 
     def compiled(length):
-        args = arguments(length, (), 2, 2, 16, 16, normalized=True)
-        return jax.jit(jax.grad(run, argnums=(0, 1, 2, 3))).lower(*args).compile()
+        terms = draw_terms(length, decay, form, 2, 2, batch=1)
+        return jax.jit(jax.grad(run, argnums=(0, 1))).lower(terms, draw_state(terms)).compile()
 
     short, long = compiled(4096), compiled(16384)
     sizes = [program.memory_analysis().temp_size_in_bytes for program in (short, long)]
@@ -196,6 +285,7 @@ def test_memory_is_linear_and_the_program_does_not_grow():
 
 
 def test_forward_mode_says_what_to_use():
-    args = arguments(5, normalized=True)
+    terms = draw_terms(5)
+    args = terms, draw_state(terms)
     with pytest.raises(TypeError, match=r"reverse mode only .*use jax\.grad"):
-        jax.jvp(functools.partial(recurrence, rule=rule()), args, args)
+        jax.jvp(recurrence, args, args)

@@ -1,0 +1,179 @@
+"""What all recurrent mechanisms share: the arguments that each takes, and the call of the core.
+
+A mechanism says in one function, its *terms*, what it makes of queries and keys; see
+`effattn.xla.linear_recurrence.Terms`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from effattn import _checks
+from effattn.xla import mesh_axes
+from effattn.xla.linear_recurrence import (
+    CHUNK,
+    Rule,
+    Terms,
+    Tokens,
+    linear_recurrence,
+    packed,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The arguments that mechanisms share, as checked.
+
+    Attributes:
+      batch: the batch dimensions, `*B`.
+      query, key, value: as given, as arrays.
+      tokens: padding and, in causal calls, packed documents.
+      chunk: tokens of one masked product.
+      dtype: of sums and states.
+    """
+
+    batch: tuple[int, ...]
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    tokens: Tokens
+    precision: Any
+    chunk: int
+    dtype: Any
+
+
+def check(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    segment_ids: Any = None,
+    precision: Any = None,
+    chunk_size: Any = None,
+) -> Arguments:
+    """Of an always causal mechanism: as many queries as keys, of the same tokens."""
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    batch = _checks.query_key_value(query, key, value)
+    length = key.shape[-3]
+    if query.shape[-3] != length:
+        raise ValueError(
+            f"a recurrence needs as many queries as keys, got {query.shape[-3]} and {length}; to "
+            "continue a sequence pass only its new tokens, and as initial_state the state that "
+            "return_state=True gave"
+        )
+    tokens = Tokens(
+        _within(_checks.lengths("query_seq_lengths", query_seq_lengths, batch), length),
+        _within(_checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch), length),
+    )
+    if isinstance(segment_ids, tuple | list):
+        raise ValueError(
+            "segment_ids must be one array (*B, T) where attention is causal, got a pair: query t "
+            "and key t are the same token"
+        )
+    ids = _checks.segment_ids(segment_ids, batch, length, length)
+    return Arguments(
+        batch=batch,
+        query=query,
+        key=key,
+        value=value,
+        tokens=tokens if ids is None else packed(ids[1], tokens),
+        precision=precision,
+        chunk=check_chunk_size(chunk_size),
+        dtype=sum_dtype(query, key, value),
+    )
+
+
+def sum_dtype(*arrays: jax.Array) -> Any:
+    """The dtype of sums and states: promoted, and at least float32."""
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+def check_chunk_size(value: Any) -> int:
+    """Tokens of one masked product; the core's own for None."""
+    if value is None:
+        return CHUNK
+    if not _checks.is_integer(value) or value < 1:
+        raise ValueError(f"chunk_size must be None or an int, 1 or more tokens, got {value!r}")
+    return int(value)
+
+
+def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay") -> jax.Array:
+    """Logarithms of decays, 0 or less; their sign is looked at where they are concrete."""
+    array = jnp.asarray(value)
+    if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(
+            f"{name} must be floating point of shape {shape}, got {array.dtype} of shape "
+            f"{array.shape}"
+        )
+    if not isinstance(array, jax.core.Tracer) and np.any(np.asarray(array) > 0):
+        raise ValueError(
+            f"{name} holds logarithms of decays, 0 or less, got up to {float(array.max()):.4g}; "
+            "of a decay in (0, 1] pass jnp.log, of a logit jax.nn.log_sigmoid"
+        )
+    return array
+
+
+def _within(lengths: jax.Array | None, length: int) -> jax.Array | None:
+    return None if lengths is None else jnp.arange(length) < lengths[..., None]
+
+
+def run(
+    name: str,
+    terms: Callable[[Any, Any, Any], Terms],
+    given: Arguments,
+    queries: Any,
+    keys: Any,
+    parameters: Any = None,
+    *,
+    initial_state: Any = None,
+    normalized: bool = False,
+    attend: Callable[..., tuple[jax.Array, jax.Array]] = linear_recurrence,
+    implementation: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`(out, state)` of a mechanism.
+
+    Args:
+      name: of the mechanism's function.
+      terms: what the mechanism makes of its tokens; the same object, or an equal one, each time.
+      given: the shared arguments.
+      queries: arrays `(*B, T, ...)` for `terms`; padded queries are cleared.
+      keys: arrays `(*B, S, ...)` for `terms`; padded keys are cleared.
+      parameters: arrays for `terms` that all tokens share.
+      initial_state: `(*B, V, F, D)`, with D + 1 in place of D if normalised; None is zero.
+      normalized: divide by the sum of the weights.
+      attend: the form of the core.
+      implementation: what the user asked for.
+    """
+    rule = Rule(
+        terms=terms,
+        dtype=given.value.dtype,
+        normalized=normalized,
+        precision=given.precision,
+        chunk=given.chunk,
+    )
+    shapes = jax.eval_shape(terms, parameters, queries, keys)
+    value_heads, value_size = shapes.value.shape[-2:]
+    shape = (*given.batch, value_heads, shapes.key.shape[-1], value_size + normalized)
+    if initial_state is None:
+        state = jnp.zeros(shape, given.dtype)
+    else:
+        state = _checks.shaped("initial_state", initial_state, shape).astype(given.dtype)
+    *rows, _ = mesh_axes.spec(given.query if shapes.query.shape[-2] > value_heads else given.value)
+    *examples, _, heads, _ = mesh_axes.spec(given.value)
+    specs = PartitionSpec(*rows, None), PartitionSpec(*examples, heads, None, None)
+
+    def xla():
+        placed = mesh_axes.placed(lambda *operands: attend(rule, *operands), given.query, *specs)
+        return placed(parameters, state, queries, keys, given.tokens)
+
+    with jax.named_scope(name):
+        out, state = _checks.dispatch(implementation, name, {"xla": xla})
+    return checkpoint_name(out, name), state
