@@ -22,6 +22,7 @@ from effattn.functional.hierarchical import hierarchical_attention  # isort: ski
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.functional.linformer import linformer_attention  # isort: skip
+from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
 from effattn.layouts import BlockLayout
 from effattn.segments import (
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockLayout",
     "bigbird_attention",
+    "block_linformer_attention",
     "block_sparse_attention",
     "analysis",
     "combine",

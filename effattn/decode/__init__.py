@@ -1,5 +1,6 @@
 """Decoding: states, the decoders that extend them, and generation. Nothing here needs Flax."""
 
+from effattn.decode.block_linformer import BlockLinformerDecoder, BlockLinformerState
 from effattn.decode.contiguous import ContiguousDecoder, ContiguousState
 from effattn.decode.gathered import GatheredDecoder
 from effattn.decode.generate import generate
@@ -10,6 +11,8 @@ from effattn.decode.sampling import sample_token
 from effattn.decode.state import Decoder, State
 
 __all__ = [
+    "BlockLinformerDecoder",
+    "BlockLinformerState",
     "ContiguousDecoder",
     "ContiguousState",
     "Decoder",

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from effattn import _checks
+from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import check_capacity, check_state, new_lengths
 from effattn.functional import block
 from effattn.functional.hierarchical import Hierarchy, Runs, pool, tokens
@@ -143,32 +143,15 @@ class HierarchicalDecoder:
         batch, time = query.shape[:2]
         check_state(state, HierarchicalState, batch)
         lengths = new_lengths(lengths, batch, time)
-        hierarchy, rows = self.hierarchy, jnp.arange(batch)[:, None]
+        hierarchy = self.hierarchy
         level = len(state.siblings) + 1
         units = state.summary_key.shape[1] // hierarchy.pieces + 1
         check_capacity(state.length, lengths, units * hierarchy.unit(level))
-        size = min(time, hierarchy.segment)
-        steps = jnp.arange(size, dtype=jnp.int32)
-
-        def part(carry, _):
-            """The tokens of each row up to the end of its segment."""
-            out, state, start = carry
-            left = hierarchy.segment - state.length % hierarchy.segment
-            taken = jnp.minimum(jnp.minimum(lengths - start, left), size)
-            at = start[:, None] + steps
-            new = [jnp.take_along_axis(x, at[..., None, None], 1, mode="clip") for x in arrays]
-            of_part, state = self._extend_inside(new, state, taken)
-            at = jnp.where(steps < taken[:, None], at, time)
-            return (out.at[rows, at].set(of_part, mode="drop"), state, start + taken), None
-
+        out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
         arrays = (query, key, value)
-        if time == 1:
-            return self._extend_inside(arrays, state, lengths)
-        out = jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
-        parts = 1 + -(-(time - 1) // hierarchy.segment)
-        start = jnp.zeros((batch,), jnp.int32)
-        (out, state, _), _ = lax.scan(part, (out, state, start), length=parts)
-        return out, state
+        return extend_by_segment(
+            self._extend_inside, hierarchy.segment, arrays, out, state, lengths
+        )
 
     def _extend_inside(self, arrays, state: HierarchicalState, lengths):
         """By tokens that lie in one segment of each row."""

@@ -114,15 +114,15 @@ def linformer_attention(
 
 def _attend(query, key, value, key_projection, value_projection, given: block.Arguments):
     lengths = given.key_lengths
-    keys = _project(key_projection, key, lengths, given.precision)
-    values = _project(value_projection, value, lengths, given.precision)
+    keys = project(key_projection, key, lengths, given.precision)
+    values = project(value_projection, value, lengths, given.precision)
     if lengths is not None:
         rows = jnp.where(lengths > 0, keys.shape[-3], 0)
         given = dataclasses.replace(given, key_lengths=rows)
     return block.attend(query, keys, values, given)
 
 
-def _project(projection, array, lengths, precision):
+def project(projection, array, lengths, precision):
     """`(*B, S, K, H)` to `(*B, r, K, H)`, summed in at least float32."""
     length = array.shape[-3]
     if lengths is not None:
@@ -175,7 +175,8 @@ def window_projection(weights: Any, num_projected: int) -> jax.Array:
     return of_windows.reshape(*before, num_projected, num_projected * width)
 
 
-def _mean_pooling(length: int, num_projected: int = 16) -> Mapping[str, Any]:
+def mean_pooling(length: int, num_projected: int = 16) -> Mapping[str, Any]:
+    """Both projections as means of `length / num_projected` consecutive tokens each."""
     width = length // num_projected
     pooled = np.kron(np.eye(num_projected, dtype=np.float32), np.full(width, 1 / width, np.float32))
     return {"key_projection": pooled, "value_projection": pooled}
@@ -200,7 +201,7 @@ registry.register(
             }
         ),
         reasons={"causal": NOT_CAUSAL},
-        options_at=_mean_pooling,
+        options_at=mean_pooling,
         builder="effattn.nn.linformer:LinformerSelfAttention",
         complexity="O(N r)",
         time_exponent=1.0,

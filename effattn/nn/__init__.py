@@ -4,6 +4,7 @@ from effattn.decode.generate import generate
 from effattn.nn.adapters import as_attention_fn
 from effattn.nn.alibi import Alibi, alibi_slopes
 from effattn.nn.attention import CrossAttention, SelfAttention
+from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.linformer import LinformerSelfAttention
@@ -15,6 +16,7 @@ from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, Tran
 __all__ = [
     "Alibi",
     "Block",
+    "BlockLinformerSelfAttention",
     "CrossAttention",
     "HybridHeads",
     "HybridState",

@@ -6,10 +6,12 @@ softmax+sliding_window         each has its share of the heads
 """
 
 import ast
+import inspect
 import re
 from typing import Any
 
 from effattn import registry
+from effattn.nn import SelfAttention
 from effattn.nn.binding import bind
 
 
@@ -66,5 +68,12 @@ def _mechanism(text: str, window: int) -> dict[str, Any]:
             raise ValueError(
                 f"{key}={value!r} is not a number, a word in quotes or a pair"
             ) from None
-    bind(name, {key: value for key, value in mixer.items() if key != "name"})
+    of_module = _options_of_module(registry.load(registry.get(name).builder))
+    bind(name, {k: v for k, v in mixer.items() if k != "name" and k not in of_module})
     return mixer
+
+
+def _options_of_module(builder: Any) -> set[str]:
+    """What a mechanism's own module takes, and neither its function nor other modules do."""
+    own, general = (inspect.signature(one.__init__).parameters for one in (builder, SelfAttention))
+    return own.keys() - general.keys()

@@ -26,6 +26,8 @@ def test_options_turns_and_shares():
     assert mixer == str(
         {"name": "bigbird", "block_size": 8, "num_global_blocks": (1, 1), "seed": 3}
     )
+    (mixer,) = set(map(str, mixers("block_linformer,block_size=16,sharing='none'")))
+    assert mixer == str({"name": "block_linformer", "block_size": 16, "sharing": "none"})
     assert [m["name"] for m in mixers("softmax/linear")] == ["softmax", "linear", "softmax"]
     first, second, _ = mixers("softmax+linear/softmax")
     assert [g["name"] for g in first["heads"]] == ["softmax", "linear"]

@@ -17,9 +17,12 @@ FEATURES, ROWS, LENGTH, MOST = 16, 2, SQUARE.keys, 4
 
 def mixer_of(subject):
     """With random parameters, none of them drawn by a compiled program."""
+    given = subject.reference.module
+    if given is None:
+        given = {**subject.options, **subject.reference.decoding}
     options = {
         name: option
-        for name, option in {**subject.options, **subject.reference.decoding}.items()
+        for name, option in given.items()
         if option is not subject.entry.options.get(name)
     }
     mixer = jax.eval_shape(lambda: build(subject, options))

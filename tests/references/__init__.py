@@ -3,6 +3,7 @@
 A new mechanism gets the whole battery by being registered and by one entry in `REFERENCES`.
 """
 
+from tests.references.block_linformer import BLOCK_LINFORMER
 from tests.references.hierarchical import HIERARCHICAL
 from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
@@ -23,5 +24,6 @@ REFERENCES: dict[str, Reference] = {
     "random": RANDOM,
     "hierarchical": HIERARCHICAL,
     "linformer": LINFORMER,
+    "block_linformer": BLOCK_LINFORMER,
     "nystrom": NYSTROM,
 }

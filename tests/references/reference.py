@@ -23,6 +23,7 @@ class Reference:
       tuning: arguments that may not change a result, with values that cut the test lengths into
         several pieces of which the last is not whole.
       decoding: options for decoding, in place of those that it does not take.
+      module: options of its module, where that has others than the function; None for the same.
       state_and_segments: whether `segment_ids` go together with a state in a bidirectional call.
       arguments: `(rng, sizes) -> arrays by name`, what each call takes besides query, key and
         value, and has gradients for; `sizes` are `tests.laws.battery.Sizes`.
@@ -39,6 +40,7 @@ class Reference:
     variants: Mapping[str, Mapping[str, Any]]
     tuning: Mapping[str, Any]
     decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    module: Mapping[str, Any] | None = None
     state_and_segments: bool = True
     arguments: Callable[[np.random.Generator, Any], dict[str, Any]] = lambda rng, sizes: {}
     per_token: frozenset[str] = frozenset()

@@ -1,0 +1,184 @@
+"""The state of block Linformer attention: the present block, and the slots of finished ones."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn import _checks
+from effattn.decode.segments import extend_by_segment
+from effattn.decode.state import check_capacity, check_state, new_lengths
+from effattn.functional import block
+from effattn.functional.block_linformer import check_projections, project_blocks
+
+_SHARED = ("scale", "logits_soft_cap", "sink", "precision", "tile")
+_OPTIONS = frozenset((*_SHARED, "key_projection", "value_projection", "implementation"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockLinformerState:
+    """What later tokens can still see, of each row.
+
+    Attributes:
+      key: `(B, b, K, H)`, the present block, at places `[0, length % b)`.
+      value: `(B, b, K, Hv)`.
+      slot_key: `(B, M r, K, H)`, of finished blocks, up to M of them.
+      slot_value: `(B, M r, K, Hv)`.
+      length: `(B,)` int32, tokens seen.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    slot_key: jax.Array
+    slot_value: jax.Array
+    length: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLinformerDecoder:
+    """Decodes `effattn.block_linformer_attention`.
+
+    A step and a row cost O(b + r M) time, and so does the state, for M blocks before the last of a
+    whole sequence.
+
+    Attributes:
+      function: `effattn.block_linformer_attention`.
+      options: its own arguments, of which both projections are needed.
+    """
+
+    function: Callable[..., Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def init(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: Any,
+    ) -> BlockLinformerState:
+        """An empty state for `max_length` tokens a row, rounded up to whole blocks."""
+        of_keys, _ = self._projections(num_kv_heads)
+        slots, size = of_keys.shape[-2:]
+        finished = max(-(-max_length // size) - 1, 0)
+
+        def zeros(tokens, features):
+            return jnp.zeros((batch, tokens, num_kv_heads, features), dtype)
+
+        return BlockLinformerState(
+            key=zeros(size, head_dim),
+            value=zeros(size, value_dim),
+            slot_key=zeros(finished * slots, head_dim),
+            slot_value=zeros(finished * slots, value_dim),
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def extend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        state: BlockLinformerState,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, BlockLinformerState]:
+        """Attends from T tokens to all that they may see, block by block.
+
+        Args:
+          query: `(B, T, N, H)`.
+          key: `(B, T, K, H)`.
+          value: `(B, T, K, Hv)`.
+          state: from `init` or an earlier `extend`.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+
+        Returns:
+          `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
+
+        Raises:
+          ValueError: a row outgrows the capacity and the lengths are concrete. Under a trace the
+            lengths are not known: slots past the capacity are then not stored (none is ever
+            overwritten), and later outputs do not see them.
+        """
+        batch, time = query.shape[:2]
+        check_state(state, BlockLinformerState, batch)
+        lengths = new_lengths(lengths, batch, time)
+        slots, size = self._projections(key.shape[-2])[0].shape[-2:]
+        check_capacity(state.length, lengths, (state.slot_key.shape[1] // slots + 1) * size)
+        out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
+        return extend_by_segment(
+            self._extend_inside, size, (query, key, value), out, state, lengths
+        )
+
+    def _projections(self, heads: int):
+        unknown = self.options.keys() - _OPTIONS
+        if unknown:
+            raise ValueError(
+                "decoding block Linformer attention takes the options "
+                f"{', '.join(sorted(_OPTIONS))}; got also {', '.join(sorted(unknown))}"
+            )
+        names = ("key_projection", "value_projection")
+        missing = [name for name in names if name not in self.options]
+        if missing:
+            raise ValueError(
+                f"decoding block Linformer attention needs {' and '.join(missing)} among the "
+                f"options, got {sorted(self.options)}"
+            )
+        of_keys, of_values = (self.options[name] for name in names)
+        return check_projections(of_keys, of_values, heads)
+
+    def _extend_inside(self, arrays, state: BlockLinformerState, lengths):
+        """By tokens that lie in one block of each row."""
+        query, key, value = arrays
+        batch, time = query.shape[:2]
+        projections = self._projections(key.shape[-2])
+        slots, size = projections[0].shape[-2:]
+        steps, rows = jnp.arange(time, dtype=jnp.int32), jnp.arange(batch)[:, None]
+        # Padding is sent to a place that does not exist, and so is dropped.
+        places = jnp.where(steps < lengths[:, None], state.length[:, None] % size + steps, size)
+        present_key, present_value = (
+            old.at[rows, places].set(new.astype(old.dtype), mode="drop")
+            for old, new in ((state.key, key), (state.value, value))
+        )
+        present, of_slots = (present_key, present_value), (state.slot_key, state.slot_value)
+        out = self._attend(query, key, value, of_slots, present, state.length, slots, lengths)
+
+        length = state.length + lengths
+        is_finished = (lengths > 0) & (length % size == 0)
+        at = (length // size - 1)[:, None] * slots + jnp.arange(slots, dtype=jnp.int32)
+        at = jnp.where(is_finished[:, None], at, state.slot_key.shape[1])
+        precision = self.options.get("precision")
+        slot_key, slot_value = (
+            old.at[rows, at].set(project_blocks(projection, x, None, precision), mode="drop")
+            for old, projection, x in zip(of_slots, projections, present, strict=True)
+        )
+        return out, BlockLinformerState(present_key, present_value, slot_key, slot_value, length)
+
+    def _attend(self, query, key, value, of_slots, present, length, slots, lengths):
+        """To the slots, then to the present block: causal, whatever the slots are."""
+        size, batch = present[0].shape[1], query.shape[0]
+        keys, values = (
+            jnp.concatenate([x.astype(new.dtype) for x in both], 1)
+            for both, new in zip(zip(of_slots, present, strict=True), (key, value), strict=True)
+        )
+        stored = of_slots[0].shape[1]
+        is_before = jnp.arange(stored, dtype=jnp.int32) < slots * (length // size)[:, None]
+        seen = jnp.concatenate([is_before, jnp.ones((batch, size), bool)], 1)
+        given = block.check(
+            query,
+            keys,
+            values,
+            mask=seen[:, None, None, :],
+            is_causal=True,
+            query_offset=stored + length % size,
+            query_seq_lengths=lengths,
+            **{name: self.options[name] for name in _SHARED if name in self.options},
+        )
+        out, _ = _checks.dispatch(
+            self.options.get("implementation"),
+            "block_linformer_attention",
+            {"xla": lambda: block.attend(query, keys, values, given)},
+        )
+        return out

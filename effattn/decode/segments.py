@@ -1,0 +1,55 @@
+"""Extending states in which segments of tokens, once finished, are something else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def extend_by_segment(
+    extend_inside: Callable[..., tuple[jax.Array, Any]],
+    segment: int,
+    arrays: tuple[jax.Array, ...],
+    out: jax.ShapeDtypeStruct,
+    state: Any,
+    lengths: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """Extends by any number of tokens, in parts that lie in one segment of each row.
+
+    Args:
+      extend_inside: `(arrays, state, lengths) -> (out, state)`, for the parts; the state has a
+        `length`.
+      segment: m, tokens of a segment.
+      arrays: of the new tokens, `(B, T, ...)` each.
+      out: shape and dtype of all outputs, `(B, T, ...)`.
+      state: before them.
+      lengths: `(B,)` int32, how many of the T tokens each row has.
+
+    Returns:
+      The outputs, zeros in the padding, and the state after them.
+    """
+    batch, time = out.shape[:2]
+    if time == 1:
+        return extend_inside(arrays, state, lengths)
+    size = min(time, segment)
+    rows, steps = jnp.arange(batch)[:, None], jnp.arange(size, dtype=jnp.int32)
+
+    def part(carry, _):
+        """The tokens of each row up to the end of its segment."""
+        outs, state, start = carry
+        left = segment - state.length % segment
+        taken = jnp.minimum(jnp.minimum(lengths - start, left), size)
+        at = start[:, None] + steps
+        new = tuple(
+            jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), 1, mode="clip")
+            for x in arrays
+        )
+        of_part, state = extend_inside(new, state, taken)
+        at = jnp.where(steps < taken[:, None], at, time)
+        return (outs.at[rows, at].set(of_part, mode="drop"), state, start + taken), None
+
+    carry = jnp.zeros(out.shape, out.dtype), state, jnp.zeros((batch,), jnp.int32)
+    (outs, state, _), _ = lax.scan(part, carry, length=1 + -(-(time - 1) // segment))
+    return outs, state

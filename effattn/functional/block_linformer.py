@@ -1,0 +1,217 @@
+"""A causal variation of Linformer: exact in a token's own block, projected in those before it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn import _checks, registry
+from effattn.functional import block, folding
+from effattn.functional.combine import combine
+from effattn.functional.linformer import mean_pooling, project
+
+
+def block_linformer_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    key_projection: jax.Array,
+    value_projection: jax.Array,
+    scale: float | jax.Array | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    tile: tuple[int, int] | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""A causal variation of Linformer (after Wang et al. 2020), with a projection of each block.
+
+    Not the paper's mechanism, which sums over the whole sequence and so cannot be causal. Blocks
+    have b tokens, and each that is finished is projected to r slots, all by the same matrices:
+
+        K'_m = E K_m,   V'_m = F V_m,   for block m, E = key_projection, F = value_projection
+
+    A query in block m attends, in one softmax, to the tokens of its own block up to itself and to
+    the slots of blocks 0 to m - 1. Every slot of a block counts, also one to which padding leaves
+    nothing: it has logit 0 and value 0. With r = b and identities, or with one block that holds the
+    sequence, it is causal `effattn.dot_product_attention`.
+
+    Time O(T (b + r T / b) (H + Hv)), which is O(T sqrt(r T) (H + Hv)) for b near sqrt(r T) and not
+    linear; memory O(T), forward and backward, beside the projections.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, T, K, H)`, N a multiple of K.
+      value: `(*B, T, K, Hv)`.
+      key_projection: E, `(r, b)`, or `(K, r, b)` with one for each key head; r is at most b.
+      value_projection: F, as key_projection, with the same r and b.
+      scale: default H**-0.5. May be an array, with a gradient.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and in no slot. Blocks
+        without keys have no slots.
+      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
+      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
+      dropout_rate: share of the weights dropped, in [0, 1). The weight of slot s is dropped where,
+        in exact attention, that of the block's token s is.
+      dropout_rng: a `jax.random` key; needed where the rate is above 0.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      tile: queries and keys in a tile; tuning only.
+      implementation: None or "xla", or a tuple tried in order.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf for a row that attends to nothing.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given = block.check(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=True,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        logits_soft_cap=logits_soft_cap,
+        sink=sink,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=tile,
+    )
+    _checks.self_attention("block_linformer_attention", query, key)
+    projections = check_projections(key_projection, value_projection, key.shape[-2])
+    with jax.named_scope("block_linformer_attention"):
+        out, lse = _checks.dispatch(
+            implementation,
+            "block_linformer_attention",
+            {"xla": lambda: _attend(projections, query, key, value, given)},
+        )
+    return (out, lse) if return_residual else out
+
+
+def check_projections(of_keys: Any, of_values: Any, heads: int) -> tuple[jax.Array, jax.Array]:
+    """E and F as arrays, of one r and b, for that many key heads."""
+    of_keys, of_values = jnp.asarray(of_keys), jnp.asarray(of_values)
+    for name, array in (("key_projection", of_keys), ("value_projection", of_values)):
+        if (
+            not jnp.issubdtype(array.dtype, jnp.floating)
+            or array.ndim not in (2, 3)
+            or array.shape[:-2] not in ((), (heads,))
+            or not 1 <= array.shape[-2] <= array.shape[-1]
+        ):
+            raise ValueError(
+                f"{name} must be floating point of shape (slots, block size) or ({heads}, slots, "
+                f"block size), for {heads} key heads and no more slots than tokens, got "
+                f"{array.dtype} of shape {array.shape}"
+            )
+    if of_keys.shape[-2:] != of_values.shape[-2:]:
+        raise ValueError(
+            "key_projection and value_projection must have the same slots and block size, got "
+            f"{of_keys.shape[-2:]} and {of_values.shape[-2:]}"
+        )
+    return of_keys, of_values
+
+
+def _attend(projections, query, key, value, given: block.Arguments):
+    """The own block and the slots of those before it, combined."""
+    length = query.shape[-3]
+    slots, size = projections[0].shape[-2:]
+    own = folding.attend_inside(size, query, key, value, given)
+    finished = math.ceil(length / size) - 1
+    if finished < 1:
+        return own
+    lengths = folding.fold_lengths(given.key_lengths, finished, size)
+    keys, values = (
+        project_blocks(projection, x[..., : finished * size, :, :], lengths, given.precision)
+        for projection, x in zip(projections, (key, value), strict=True)
+    )
+    of_slots = None
+    if given.key_lengths is not None:
+        of_slots = slots * -(-jnp.clip(given.key_lengths, 0, finished * size) // size)
+    before = dataclasses.replace(
+        given,
+        is_causal=False,
+        sink=None,
+        key_lengths=of_slots,
+        pattern=EarlierBlocks(slots, size),
+        origin=_origin_of_slots(slots, size),
+    )
+    return combine(*zip(own, block.attend(query, keys, values, before), strict=True))
+
+
+def project_blocks(projection, array, lengths, precision):
+    """`(*B, M b, K, H)` to `(*B, M r, K, H)`; `lengths (*B, M)` are the tokens of each block."""
+    axis = array.ndim - 3
+    folded = folding.fold(array, projection.shape[-1], axis)
+    slots = project(projection, folded, lengths, precision)
+    return folding.unfold(slots, slots.shape[axis] * slots.shape[axis + 1], axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlierBlocks:
+    """The pairs of a token and a slot of a block before the token's."""
+
+    slots: int
+    size: int
+
+    def allows(self, i, j, h):
+        """Whether token i may attend to slot j."""
+        return j // self.slots < i // self.size
+
+
+@functools.cache
+def _origin_of_slots(slots: int, size: int):
+    """Slot s of a block as its token s, which exact attention has no other use for."""
+    return lambda b, h, i, j: (b, h, i, j // slots * size + j % slots)
+
+
+def _means_in_blocks(length: int, num_projected: int = 4) -> Mapping[str, Any]:
+    blocks_of = num_projected * math.ceil(math.isqrt(length * num_projected) / num_projected)
+    return mean_pooling(blocks_of, num_projected)
+
+
+registry.register(
+    registry.Mechanism(
+        name="block_linformer",
+        family="low rank",
+        paper="a causal variation of Wang et al. 2020, Linformer",
+        function=block_linformer_attention,
+        capabilities=frozenset(
+            {
+                "causal",
+                "grouped",
+                "lengths",
+                "soft_cap",
+                "sink",
+                "dropout",
+                "residual",
+                "decode",
+            }
+        ),
+        reasons={
+            "segments": "blocks begin at multiples of their size, and a slot would mix documents "
+            "that do not",
+        },
+        options_at=_means_in_blocks,
+        builder="effattn.nn.block_linformer:BlockLinformerSelfAttention",
+        decoder="effattn.decode.block_linformer:BlockLinformerDecoder",
+        complexity="O(N (b + N r / b)), O(N sqrt(N r)) at best",
+        time_exponent=1.5,
+    )
+)
