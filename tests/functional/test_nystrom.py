@@ -1,6 +1,7 @@
 """Nystrom attention at its limits, and its parts: segment means, the inverse, the convolution."""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from tests.laws import cost
 from tests.laws.battery import QUICK, assert_close
 
 LENGTH = 13
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_nystromformer.npz"
 
 
 @pytest.fixture
@@ -172,6 +174,54 @@ def test_a_module_learns_its_skip_kernel():
 
     gradient = gradients(mixer)["array_options"]["skip_kernel"][...]
     assert (gradient != 0).all()
+
+
+def from_transformers(parameters, num_landmarks, heads=4):
+    """A mixer with the parameters of a layer of transformers: dense layers, and a convolution."""
+    kernel = nnx.Param(jnp.asarray(parameters["parameter/self.conv.weight"][:, 0, :, 0]))
+    options = {"num_landmarks": num_landmarks, "skip_kernel": kernel}
+    features = parameters["parameter/self.query.weight"].shape[1]
+    mixer = SelfAttention(
+        features, heads, "nystrom", is_causal=False, use_bias=True, rngs=nnx.Rngs(0), **options
+    )
+    for layer, name in (
+        (mixer.query, "self.query"),
+        (mixer.key, "self.key"),
+        (mixer.value, "self.value"),
+        (mixer.out, "output.dense"),
+    ):
+        weight, bias = (parameters[f"parameter/{name}.{kind}"] for kind in ("weight", "bias"))
+        layer.kernel[...] = weight.T.reshape(layer.kernel.shape)
+        layer.bias[...] = bias.reshape(layer.bias.shape)
+    return mixer
+
+
+@pytest.mark.parametrize("case", ["pairs", "long", "one"])
+def test_it_agrees_with_transformers(case):
+    """Outputs and gradients of `NystromformerAttention`, with its convolution (`tests/golden`).
+
+    It was run with the exact initial inverse of each head, and without padding, for there it is
+    something else: its default divides by the largest column sum of all heads of all examples, so
+    that one example changes another; its mask hides padding from the landmarks' own attention to
+    tokens alone, while the means and the convolution take padding in; and it needs a length that is
+    a multiple of the landmarks. With a landmark for each token it turns to exact attention.
+    """
+    with np.load(GOLDEN) as golden:
+        arrays = {name: golden[name] for name in golden.files}
+    x, cotangent, output, gradient, landmarks = (
+        arrays[f"{case}/{name}"]
+        for name in ("x", "cotangent", "output", "gradient", "num_landmarks")
+    )
+    mixer = from_transformers(arrays, int(landmarks))
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def with_gradient(mixer, x):
+        y, pull_back = jax.vjp(mixer, x)
+        return y, *pull_back(cotangent)
+
+    ours = with_gradient(mixer, x)
+    np.testing.assert_allclose(ours[0], output, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(ours[1], gradient, rtol=1e-4, atol=1e-4)
 
 
 def test_there_is_no_causal_form():

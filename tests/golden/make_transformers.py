@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers.models.big_bird import modeling_big_bird as big_bird
 from transformers.models.longformer import modeling_longformer as longformer
+from transformers.models.nystromformer import modeling_nystromformer as nystromformer
 
 HERE = pathlib.Path(__file__).parent
 BATCH, FEATURES, HEADS = 2, 24, 4
@@ -40,6 +41,10 @@ BIGBIRD = {
     "two_random": (12, 2, [48, 48]),
     "padded": (12, 2, [48, 42]),
 }
+
+NYSTROM_KERNEL = 5
+# Tokens, a multiple of the landmarks, and landmarks.
+NYSTROM = {"pairs": (12, 6), "long": (40, 4), "one": (7, 1)}
 
 
 def randomise(module: torch.nn.Module) -> None:
@@ -166,8 +171,44 @@ def attend_sparsely(attention, x, valid, drawn: list) -> torch.Tensor:
     return attention.self(x, band, from_mask, to_mask, blocked, blocked)[0]
 
 
+def make_nystromformer() -> dict[str, np.ndarray]:
+    torch.manual_seed(2)
+    arrays: dict[str, np.ndarray] = {}
+    state = None
+    for name, (length, landmarks) in NYSTROM.items():
+        config = transformers.NystromformerConfig(
+            hidden_size=FEATURES,
+            num_attention_heads=HEADS,
+            num_hidden_layers=1,
+            num_landmarks=landmarks,
+            segment_means_seq_len=length,
+            conv_kernel_size=NYSTROM_KERNEL,
+            attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=0.0,
+        )
+        attention = nystromformer.NystromformerAttention(config).train()
+        # The option of the config is read under another name, and fails.
+        attention.self.init_option = "exact"
+        if state is None:
+            randomise(attention)
+            state = attention.state_dict()
+            arrays.update(parameters_of(attention))
+        attention.load_state_dict(state)
+        x, cotangent = draw(length)
+        valid = torch.ones(BATCH, length, dtype=torch.bool)
+        case = results(attention, attention.self(x)[0], x, cotangent, valid)
+        case["num_landmarks"] = np.array(landmarks, np.int32)
+        arrays.update({f"{name}/{key}": value for key, value in case.items()})
+    return arrays
+
+
 def main() -> None:
-    for name, make in (("longformer", make_longformer), ("bigbird", make_bigbird)):
+    makers = {
+        "longformer": make_longformer,
+        "bigbird": make_bigbird,
+        "nystromformer": make_nystromformer,
+    }
+    for name, make in makers.items():
         np.savez_compressed(HERE / f"transformers_{name}.npz", **make())
     made_with = {
         "python": sys.version.split()[0],
