@@ -23,6 +23,7 @@ from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
+from effattn.functional.long_short import long_short_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
 from effattn.layouts import BlockLayout
 from effattn.segments import (
@@ -48,6 +49,7 @@ __all__ = [
     "hierarchical_attention",
     "linear_attention",
     "linformer_attention",
+    "long_short_attention",
     "longformer_attention",
     "nn",
     "nystrom_attention",

@@ -73,7 +73,8 @@ def attention_weights(
       `(B, N, T, S)`, at least float32.
 
     Raises:
-      ValueError: another kind of module, a layer that it has not, or more than `LONGEST` tokens.
+      ValueError: another kind of module, a layer that it has not, one that normalises values, or
+        more than `LONGEST` tokens.
     """
     return probe(module, *inputs, layer=layer, **arguments).weights
 
@@ -110,7 +111,7 @@ def probe(module: nnx.Module, *inputs: ArrayLike, layer: int | None, **arguments
         return seen[0]
 
     # A mechanism that has a log-sum-exp is one softmax over its keys, or over sums of them.
-    sums = "key_projection" in (binding.parameters or ())
+    sums = {"key_projection", "slot_scores"} & (binding.parameters or frozenset())
     softmax = "return_residual" in (binding.parameters or ()) and not sums
     return Probe(run(state), binding.name, softmax)
 
@@ -127,6 +128,12 @@ def check_length(name: str, length: Any) -> int:
 
 def _read(function: Callable[..., Any], query, key, value, keywords: dict[str, Any]) -> jax.Array:
     """`(*B, N, T, S)`, by the call of a function with the identity as value."""
+    norms = [name for name in ("window_norm", "slot_norm") if keywords.get(name) is not None]
+    if norms:
+        raise ValueError(
+            f"with {' and '.join(norms)} values are normalised, and outputs are not linear in "
+            "them; LongShortSelfAttention has none with dual_norm=False"
+        )
     keys = key.shape[-3]
     check_length("the number of tokens", max(query.shape[-3], keys))
     identity = jnp.eye(keys, dtype=jnp.promote_types(value.dtype, jnp.float32))[:, None, :]

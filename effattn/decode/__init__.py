@@ -5,6 +5,7 @@ from effattn.decode.contiguous import ContiguousDecoder, ContiguousState
 from effattn.decode.gathered import GatheredDecoder
 from effattn.decode.generate import generate
 from effattn.decode.hierarchical import HierarchicalDecoder, HierarchicalState
+from effattn.decode.long_short import LongShortDecoder, LongShortState
 from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.sampling import sample_token
@@ -19,6 +20,8 @@ __all__ = [
     "GatheredDecoder",
     "HierarchicalDecoder",
     "HierarchicalState",
+    "LongShortDecoder",
+    "LongShortState",
     "RecurrentDecoder",
     "RecurrentState",
     "RingDecoder",

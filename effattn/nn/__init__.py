@@ -8,6 +8,7 @@ from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.linformer import LinformerSelfAttention
+from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.rotary import RotaryEmbedding
@@ -21,6 +22,7 @@ __all__ = [
     "HybridHeads",
     "HybridState",
     "LinformerSelfAttention",
+    "LongShortSelfAttention",
     "LongformerSelfAttention",
     "RotaryEmbedding",
     "SelfAttention",

@@ -14,6 +14,11 @@ from effattn import registry
 from effattn.decode import ContiguousDecoder, RingDecoder
 from effattn.decode.state import check_capacity
 
+
+def drawn(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
 MECHANISMS = {
     "softmax": ("softmax", {}),
     "softmax, window": ("softmax", {"local_window_size": (3, 0)}),
@@ -33,6 +38,15 @@ MECHANISMS = {
             "summary_query": np.linspace(-3, 3, 16, dtype=np.float32).reshape(2, 8),
         },
     ),
+    "block linformer": (
+        "block_linformer",
+        {"key_projection": drawn(2, 4), "value_projection": drawn(2, 2, 4)},
+    ),
+    "long-short": (
+        "long_short",
+        {"window_size": 3, "segment_size": 4, "projection": drawn(8, 2)},
+    ),
+    "long-short, window of one": ("long_short", {"window_size": 1, "projection": drawn(2, 8, 1)}),
     "linear, identity": ("linear", {"feature_map": "identity"}),
 }
 
@@ -112,6 +126,39 @@ def test_a_ring_holds_its_window_and_no_more():
     state = decoder.init(1, 10**6, 2, 8, 6, jnp.float32)
     assert state.key.shape == (1, 10, 2, 8)
     assert state.value.shape == (1, 10, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "missing"),
+    [
+        ("block_linformer", {"key_projection": drawn(2, 4)}, "needs value_projection among"),
+        ("long_short", {"window_size": 3}, "needs window_size and projection among"),
+        ("block_linformer", {"dropout_rate": 0.1}, "got also dropout_rate"),
+        ("long_short", {"dropout_rate": 0.1}, "got also dropout_rate"),
+    ],
+)
+def test_options_that_decoding_needs_or_does_not_take(name, given, missing):
+    with pytest.raises(ValueError, match=missing):
+        decoder_of(name, given).init(1, 8, 2, 8, 8, jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["block_linformer", "long_short"])
+def test_slots_are_all_that_grows_and_past_their_room_is_an_error(name):
+    """Of 24 tokens in segments of 4, the last segment needs no slots."""
+    options = {
+        "block_linformer": {"key_projection": drawn(2, 4), "value_projection": drawn(2, 4)},
+        "long_short": {"window_size": 4, "projection": drawn(8, 2)},
+    }
+    decoder = decoder_of(name, options[name])
+    small, large = (decoder.init(1, size, 2, 8, 6, jnp.float32) for size in (24, 240))
+    grown = [
+        a.shape
+        for a, b in zip(*map(jax.tree.leaves, (small, large)), strict=True)
+        if a.shape != b.shape
+    ]
+    assert grown == [(1, 10, 2, 8), (1, 10, 2, 6)]
+    with pytest.raises(ValueError, match="holds 24 tokens a row and 25 are needed"):
+        decoder.extend(*heads(25, batch=1), small)
 
 
 def test_a_ring_needs_a_window():

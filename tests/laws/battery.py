@@ -314,13 +314,12 @@ def _keep(rng, position, keys, heads):
     )
 
 
-def keep_of(sizes: Sizes, known: Mapping[str, Any], pairs: Pairs) -> Any:
+def keep_of(subject: Subject, sizes: Sizes, known: Mapping[str, Any], pairs: Pairs) -> Any:
     """bool `(*B, N, T, S)`, what dropout keeps; None where there is none."""
     if "dropout_rng" not in known:
         return None
-    return _keep(
-        known["dropout_rng"], pairs.position, np.arange(sizes.keys), np.arange(sizes.heads)
-    )
+    keys = np.arange(sizes.keys + subject.reference.more_keys)
+    return _keep(known["dropout_rng"], pairs.position, keys, np.arange(sizes.heads))
 
 
 @functools.cache
@@ -361,7 +360,7 @@ def run_reference(
     where these come from another extent.
     """
     pairs = pairs_of(subject, sizes, of_pairs or extent, known)
-    keep = keep_of(sizes, known, pairs)
+    keep = keep_of(subject, sizes, known, pairs)
     extent = extent._replace(is_causal=False, tuning=False)
     return _reference_program(subject, extent)(arrays, pairs, keep, cotangents)
 

@@ -7,6 +7,7 @@ from tests.references.block_linformer import BLOCK_LINFORMER
 from tests.references.hierarchical import HIERARCHICAL
 from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
+from tests.references.long_short import LONG_SHORT
 from tests.references.nystrom import NYSTROM
 from tests.references.reference import Reference
 from tests.references.softmax import DILATED, SLIDING_WINDOW, SOFTMAX
@@ -25,5 +26,6 @@ REFERENCES: dict[str, Reference] = {
     "hierarchical": HIERARCHICAL,
     "linformer": LINFORMER,
     "block_linformer": BLOCK_LINFORMER,
+    "long_short": LONG_SHORT,
     "nystrom": NYSTROM,
 }

@@ -16,6 +16,7 @@ class Pairs(NamedTuple):
       reads_initial: bool `(*B, T)`, the queries that see the initial state.
       reaches_final: bool `(*B, S)`, the keys that are in the final state.
       keeps_initial: bool `(*B)`, whether the initial state is in the final one.
+      is_causal: bool `()`.
     """
 
     allowed: Any
@@ -25,6 +26,7 @@ class Pairs(NamedTuple):
     reads_initial: Any
     reaches_final: Any
     keeps_initial: Any
+    is_causal: Any
 
 
 def pairs(
@@ -88,4 +90,5 @@ def pairs(
         reads_initial=valid & (query_ids == first),
         reaches_final=present & (key_ids == last),
         keeps_initial=(first == last)[..., 0],
+        is_causal=np.asarray(is_causal),
     )

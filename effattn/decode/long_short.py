@@ -1,0 +1,279 @@
+"""The state of long-short attention: a ring, the sums of the present segment, and slots."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn import _checks
+from effattn.decode import ring
+from effattn.decode.ring import RingState
+from effattn.decode.segments import extend_by_segment
+from effattn.decode.state import check_capacity, check_state, new_lengths
+from effattn.functional import block
+from effattn.functional.combine import combine
+from effattn.functional.long_short import Options, check_projection, normalise, score
+
+_SHARED = ("scale", "logits_soft_cap", "precision", "tile")
+_OWN = ("window_size", "segment_size", "window_norm", "slot_norm")
+_OPTIONS = frozenset((*_SHARED, *_OWN, "sink", "projection", "num_slots", "implementation"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What the present segment has given to each of r slots; at least float32.
+
+    Attributes:
+      largest: `(B, r, K)`, the largest score, -inf without tokens.
+      weight: `(B, r, K)`, the sum of exp(score - largest).
+      key: `(B, r, K, H)`, the sum of keys with these weights.
+      value: `(B, r, K, Hv)`.
+    """
+
+    largest: jax.Array
+    weight: jax.Array
+    key: jax.Array
+    value: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LongShortState:
+    """What later tokens can still see, of each row.
+
+    Attributes:
+      ring: the last w - 1 keys and values of windows.
+      sums: of the present segment.
+      slot_key: `(B, M r, K, H)`, of finished segments, up to M of them.
+      slot_value: `(B, M r, K, Hv)`.
+    """
+
+    ring: RingState
+    sums: Sums
+    slot_key: jax.Array
+    slot_value: jax.Array
+
+    @property
+    def length(self) -> jax.Array:
+        """`(B,)` int32, tokens seen."""
+        return self.ring.length
+
+
+@dataclasses.dataclass(frozen=True)
+class LongShortDecoder:
+    """Decodes causal `effattn.long_short_attention`.
+
+    A step and a row cost O(w + r M) time, and so does the state, for M segments before the last of
+    a whole sequence.
+
+    Attributes:
+      function: `effattn.long_short_attention`.
+      options: its own arguments, of which `window_size` is needed, and `projection`; or, where each
+        call brings scores, how many slots they have as `num_slots`.
+    """
+
+    function: Callable[..., Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def init(
+        self,
+        batch: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: Any,
+    ) -> LongShortState:
+        """An empty state for `max_length` tokens a row, rounded up to whole segments."""
+        key = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, head_dim), dtype)
+        value = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, value_dim), dtype)
+        options, slots = self._read(key, value)
+        segments = max(-(-max_length // options.segment) - 1, 0)
+        wide = jnp.promote_types(dtype, jnp.float32)
+
+        def zeros(tokens, *features, dtype=dtype):
+            return jnp.zeros((batch, tokens, num_kv_heads, *features), dtype)
+
+        return LongShortState(
+            ring=RingState(
+                key=zeros(options.window - 1, head_dim),
+                value=zeros(options.window - 1, value_dim),
+                length=jnp.zeros((batch,), jnp.int32),
+            ),
+            sums=Sums(
+                largest=zeros(slots, dtype=wide) - jnp.inf,
+                weight=zeros(slots, dtype=wide),
+                key=zeros(slots, head_dim, dtype=wide),
+                value=zeros(slots, value_dim, dtype=wide),
+            ),
+            slot_key=zeros(segments * slots, head_dim),
+            slot_value=zeros(segments * slots, value_dim),
+        )
+
+    def extend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        state: LongShortState,
+        lengths: jax.Array | None = None,
+        slot_scores: jax.Array | None = None,
+    ) -> tuple[jax.Array, LongShortState]:
+        """Attends from T tokens to all that they may see, segment by segment.
+
+        Args:
+          query: `(B, T, N, H)`.
+          key: `(B, T, K, H)`.
+          value: `(B, T, K, Hv)`.
+          state: from `init` or an earlier `extend`.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          slot_scores: `(B, T, K, r)`, in place of the option `projection`.
+
+        Returns:
+          `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
+
+        Raises:
+          ValueError: a row outgrows the capacity and the lengths are concrete. Under a trace the
+            lengths are not known: slots past the capacity are then not stored (none is ever
+            overwritten), and later outputs do not see them.
+        """
+        batch, time = query.shape[:2]
+        check_state(state, LongShortState, batch)
+        lengths = new_lengths(lengths, batch, time)
+        options, slots = self._read(key, value)
+        capacity = (state.slot_key.shape[1] // slots + 1) * options.segment
+        check_capacity(state.length, lengths, capacity)
+        if slot_scores is None:
+            projection = check_projection(self.options["projection"], key)
+            slot_scores = score(projection, key, self.options.get("precision"))
+
+        def extend_inside(arrays, state, lengths):
+            return self._extend_inside(options, arrays, state, lengths)
+
+        def run():
+            arrays = (query, key, value, slot_scores)
+            out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
+            return extend_by_segment(extend_inside, options.segment, arrays, out, state, lengths)
+
+        return _checks.dispatch(
+            self.options.get("implementation"), "long_short_attention", {"xla": run}
+        )
+
+    def _read(self, key, value) -> tuple[Options, int]:
+        """The checked options and the number of slots, for such keys and values."""
+        unknown = self.options.keys() - _OPTIONS
+        if unknown:
+            raise ValueError(
+                f"decoding long-short attention takes the options {', '.join(sorted(_OPTIONS))}; "
+                f"got also {', '.join(sorted(unknown))}"
+            )
+        if "window_size" not in self.options or not {"projection", "num_slots"} & set(self.options):
+            raise ValueError(
+                "decoding long-short attention needs window_size and projection among the options, "
+                f"got {sorted(self.options)}"
+            )
+        window, segment, window_norm, slot_norm = (self.options.get(name) for name in _OWN)
+        segment = window if segment is None else segment
+        options = Options.of(window, segment, window_norm, slot_norm, key, value)
+        if "num_slots" in self.options:
+            return options, self.options["num_slots"]
+        return options, check_projection(self.options["projection"], key).shape[-1]
+
+    def _extend_inside(self, options: Options, arrays, state: LongShortState, lengths):
+        """By tokens that lie in one segment of each row."""
+        query, key, value, scores = arrays
+        present = (jnp.arange(key.shape[1]) < lengths[:, None])[..., None, None]
+        key, value, scores = (jnp.where(present, x, 0) for x in (key, value, scores))
+        keys, values = (normalise(x, options.window_norm) for x in (key, value))
+        keys, values, filled, after = ring.append(state.ring, keys, values, lengths)
+        out = self._attend(options, (query, keys, values), filled, state, lengths)
+
+        sums = _add(state.sums, key, value, jnp.where(present, scores, -jnp.inf))
+        is_finished = (lengths > 0) & (after.length % options.segment == 0)
+        slots, stored = sums.weight.shape[1], state.slot_key.shape[1]
+        at = (after.length // options.segment - 1)[:, None] * slots + jnp.arange(slots)
+        # Of a segment that is not finished, to a place that does not exist.
+        at, rows = jnp.where(is_finished[:, None], at, stored), jnp.arange(len(at))[:, None]
+        weight = jnp.where(sums.weight == 0, 1, sums.weight)[..., None]
+
+        def put(table, total):
+            mean = normalise((total / weight).astype(table.dtype), options.slot_norm)
+            return table.at[rows, at].set(mean, mode="drop")
+
+        return out, LongShortState(
+            ring=after,
+            sums=_clear(sums, is_finished),
+            slot_key=put(state.slot_key, sums.key),
+            slot_value=put(state.slot_value, sums.value),
+        )
+
+    def _attend(self, options: Options, heads, filled, state: LongShortState, lengths):
+        """To the window and to the slots, combined."""
+        query, keys, values = heads
+        shared = {name: self.options[name] for name in _SHARED if name in self.options}
+        span, slots = options.window - 1, state.sums.weight.shape[1]
+        ids = filled.astype(jnp.int32)
+        windows = block.check(
+            query,
+            keys,
+            values,
+            is_causal=True,
+            local_window_size=(span, 0),
+            query_offset=span,
+            segment_ids=(ids[:, span:], ids),
+            sink=self.options.get("sink"),
+            **shared,
+        )
+        parts = [block.attend(query, keys, values, windows)]
+        if state.slot_key.shape[1]:
+            slot_key = state.slot_key.astype(keys.dtype)
+            slot_value = state.slot_value.astype(values.dtype)
+            to_slots = block.check(
+                query,
+                slot_key,
+                slot_value,
+                query_seq_lengths=lengths,
+                key_value_seq_lengths=slots * (state.length // options.segment),
+                **shared,
+            )
+            parts.append(block.attend(query, slot_key, slot_value, to_slots))
+        out, _ = combine(*zip(*parts, strict=True))
+        return out
+
+
+def _add(sums: Sums, key, value, scores) -> Sums:
+    """With more tokens, whose scores `(B, T, K, r)` are -inf where there is none."""
+    scores = jnp.moveaxis(scores.astype(sums.weight.dtype), 1, -1)  # (B, K, r, T)
+    before = jnp.swapaxes(sums.largest, 1, 2)
+    largest = jnp.maximum(before, scores.max(-1))
+    finite = jnp.where(largest == -jnp.inf, 0, largest)
+    kept = jnp.swapaxes(jnp.exp(before - finite), 1, 2)
+    weights = jnp.exp(scores - finite[..., None])
+
+    def added(total, x):
+        more = jnp.einsum("bkrt,btkh->brkh", weights, x, precision="highest")
+        return total * kept[..., None] + more
+
+    return Sums(
+        largest=jnp.swapaxes(largest, 1, 2),
+        weight=sums.weight * kept + jnp.swapaxes(weights.sum(-1), 1, 2),
+        key=added(sums.key, key.astype(weights.dtype)),
+        value=added(sums.value, value.astype(weights.dtype)),
+    )
+
+
+def _clear(sums: Sums, rows) -> Sums:
+    """Nothing in the rows `(B,)` that are True."""
+
+    def where(empty, x):
+        return jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), empty, x)
+
+    return Sums(
+        where(-jnp.inf, sums.largest),
+        where(0, sums.weight),
+        where(0, sums.key),
+        where(0, sums.value),
+    )

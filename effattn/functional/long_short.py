@@ -1,0 +1,333 @@
+"""Long-short attention: a window of tokens and dynamic projections of the sequence, at once."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from effattn import _checks, registry
+from effattn.functional import block, folding
+from effattn.functional.block_linformer import EarlierBlocks
+from effattn.functional.combine import combine
+
+Norm = tuple[jax.Array, jax.Array]
+
+
+def long_short_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    window_size: int,
+    segment_size: int | None = None,
+    projection: jax.Array | None = None,
+    slot_scores: jax.Array | None = None,
+    window_norm: Norm | None = None,
+    slot_norm: Norm | None = None,
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sink: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    tile: tuple[int, int] | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""Long-short attention (Zhu et al. 2021, "Long-Short Transformer").
+
+    Tokens are projected to r slots, by weights that are a softmax over the tokens, with scores Z:
+
+        P = softmax_tokens(Z),   K' = P^T K,   V' = P^T V,   Z = K W for W = projection
+
+    A query attends, in one softmax, to the tokens of its window and to slots:
+
+        bidirectional   the tokens of its stretch of w and w/2 more on each side of that;
+                        the r slots of the whole sequence, or of each segment of l tokens
+        causal          the last w tokens, itself the last;
+                        the r slots of each finished segment of l tokens before its own
+
+    What is in the window is in slots too. In the paper Z has its own projection of the tokens,
+    before they are keys: that is `slot_scores`, as `effattn.nn.LongShortSelfAttention` gives them.
+    The paper's DualLN is two layer norms, each for keys and values alike and here over the features
+    of a head: `window_norm` of the tokens in windows, and `slot_norm` of the slots.
+
+    Time O(T (w + r) (H + Hv)) with one segment and O(T (w + r T / l) (H + Hv)) with more, so
+    O(T sqrt(r T)) causal, for w and l near sqrt(r T); memory O(T r), forward and backward.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, T, K, H)`, N a multiple of K.
+      value: `(*B, T, K, Hv)`.
+      window_size: w, tokens, 1 or more; half of an odd one is rounded down.
+      segment_size: l, tokens; default w if causal, and the whole sequence if not.
+      projection: W, `(H, r)`, or `(K, H, r)` with one for each key head.
+      slot_scores: Z, `(*B, T, K, r)` or what broadcasts to it; in place of `projection`.
+      window_norm: scale and bias of a layer norm, `(K, H)` each, with Hv == H; None for none.
+      slot_norm: the same of slots.
+      scale: default H**-0.5. May be an array, with a gradient.
+      is_causal: attend to the past and the present only.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and in no slot. Without
+        keys there are no slots.
+      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
+      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
+      dropout_rate: share of the weights dropped, in [0, 1). Slots count as further tokens.
+      dropout_rng: a `jax.random` key; needed where the rate is above 0.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      tile: queries and keys in a tile; tuning only.
+      implementation: None or "xla", or a tuple tried in order.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf for a row that attends to nothing.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given = block.check(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        logits_soft_cap=logits_soft_cap,
+        sink=sink,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=tile,
+    )
+    _checks.self_attention("long_short_attention", query, key)
+    if segment_size is None:
+        segment_size = window_size if is_causal else max(key.shape[-3], 1)
+    options = Options.of(window_size, segment_size, window_norm, slot_norm, key, value)
+    if (projection is None) == (slot_scores is None):
+        raise ValueError(
+            "long_short_attention needs one of projection and slot_scores, got "
+            f"{'neither' if projection is None else 'both'}"
+        )
+    if slot_scores is not None:
+        slot_scores = _check_scores(slot_scores, key)
+    else:
+        projection = check_projection(projection, key)
+    with jax.named_scope("long_short_attention"):
+        out, lse = _checks.dispatch(
+            implementation,
+            "long_short_attention",
+            {"xla": lambda: _attend(options, projection, slot_scores, query, key, value, given)},
+        )
+    return (out, lse) if return_residual else out
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Tokens of windows and of segments, and the two layer norms."""
+
+    window: int
+    segment: int
+    window_norm: Norm | None
+    slot_norm: Norm | None
+
+    @classmethod
+    def of(cls, window_size: Any, segment_size: Any, window_norm, slot_norm, key, value):
+        """Checked, for such keys and values."""
+        window = _checks.at_least("window_size", window_size, 1, "tokens")
+        segment = _checks.at_least("segment_size", segment_size, 1, "tokens")
+        norms = []
+        for name, norm in (("window_norm", window_norm), ("slot_norm", slot_norm)):
+            if norm is not None:
+                if not isinstance(norm, tuple) or len(norm) != 2:
+                    raise ValueError(f"{name} must be a pair (scale, bias), got {norm!r}")
+                if key.shape[-1] != value.shape[-1]:
+                    raise ValueError(
+                        f"{name} is of keys and values of one size, got {key.shape[-1]} and "
+                        f"{value.shape[-1]}"
+                    )
+                norm = tuple(_checks.shaped(name, part, key.shape[-2:]) for part in norm)
+            norms.append(norm)
+        return cls(window, segment, *norms)
+
+
+def check_projection(projection: Any, key: jax.Array) -> jax.Array:
+    """`(H, r)` or `(K, H, r)`."""
+    projection = jnp.asarray(projection)
+    heads, size = key.shape[-2:]
+    if (
+        not jnp.issubdtype(projection.dtype, jnp.floating)
+        or projection.ndim not in (2, 3)
+        or projection.shape[:-1] not in ((size,), (heads, size))
+        or projection.shape[-1] < 1
+    ):
+        raise ValueError(
+            f"projection must be floating point of shape ({size}, slots) or ({heads}, {size}, "
+            f"slots), got {projection.dtype} of shape {projection.shape}"
+        )
+    return projection
+
+
+def _check_scores(scores: Any, key: jax.Array) -> jax.Array:
+    """`(*B, T, K, r)`, broadcast."""
+    scores = jnp.asarray(scores)
+    slots = scores.shape[-1] if scores.ndim else 0
+    if slots < 1 or not jnp.issubdtype(scores.dtype, jnp.floating):
+        raise ValueError(
+            "slot_scores must be floating point with a last axis of slots, got "
+            f"{scores.dtype} of shape {scores.shape}"
+        )
+    shape = (*key.shape[:-1], slots)
+    return jnp.broadcast_to(
+        _checks.broadcastable("slot_scores", scores, shape, "(*B, T, K, r)"), shape
+    )
+
+
+def _attend(options: Options, projection, scores, query, key, value, given: block.Arguments):
+    """The window and the slots, combined."""
+    batch, length = key.shape[:-3], key.shape[-3]
+    end = length if given.key_lengths is None else given.key_lengths[..., None]
+    present = jnp.broadcast_to(jnp.arange(length) < end, (*batch, length))
+    key, value = (jnp.where(present[..., None, None], x, 0) for x in (key, value))
+    if scores is None:
+        scores = score(projection, key, given.precision)
+    keys, values = (normalise(x, options.window_norm) for x in (key, value))
+    window = block.attend(query, keys, values, _windows(options.window, given))
+
+    slots, size, axis = scores.shape[-1], options.segment, len(batch)
+    segments = math.ceil(length / size) - given.is_causal
+    if segments < 1:
+        return window
+
+    def fold(array):
+        cut = jax.lax.slice_in_dim(array, 0, min(segments * size, length), axis=axis)
+        return folding.fold(cut, size, axis)
+
+    of_segments = project(fold(scores), fold(key), fold(value), fold(present), given.precision)
+    keys, values = (
+        normalise(folding.unfold(x, segments * slots, axis), options.slot_norm) for x in of_segments
+    )
+    to_slots = dataclasses.replace(
+        given,
+        sink=None,
+        is_causal=False,
+        pattern=EarlierBlocks(slots, size) if given.is_causal else None,
+        origin=_origin_of_slots(length),
+    )
+    if given.key_lengths is not None:
+        of_example = slots * fold(present).any(-1).sum(-1)
+        to_slots = dataclasses.replace(to_slots, key_lengths=of_example)
+    return combine(*zip(window, block.attend(query, keys, values, to_slots), strict=True))
+
+
+def _windows(size: int, given: block.Arguments) -> block.Arguments:
+    if given.is_causal:
+        return dataclasses.replace(given, window=(size - 1, 0))
+    reach = size - 1 + size // 2
+    return dataclasses.replace(given, window=(reach, reach), pattern=_HomeStretch(size))
+
+
+@dataclasses.dataclass(frozen=True)
+class _HomeStretch:
+    """The pairs of a token and those of its stretch or of half a stretch on each side."""
+
+    size: int
+
+    def allows(self, i, j, h):
+        ahead = j - i // self.size * self.size
+        return (-(self.size // 2) <= ahead) & (ahead < self.size + self.size // 2)
+
+
+def score(projection: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
+    """Z `(*B, S, K, r)`, at least float32."""
+    return jnp.einsum(
+        "...skh,hr->...skr" if projection.ndim == 2 else "...skh,khr->...skr",
+        key,
+        projection,
+        precision=precision,
+        preferred_element_type=jnp.promote_types(jnp.result_type(key, projection), jnp.float32),
+    )
+
+
+def project(scores, key, value, present, precision) -> tuple[jax.Array, jax.Array]:
+    """Slots `(*B, r, K, H)` of tokens `(*B, S, ...)`, of which those `present (*B, S)` count."""
+    present = present[..., None, None]
+    dtype = jnp.promote_types(jnp.result_type(scores, key, value), jnp.float32)
+    # Any finite number keeps a softmax over nothing finite.
+    scores = jnp.where(present, scores.astype(dtype), jnp.finfo(dtype).min)
+    weights = jnp.where(present, jax.nn.softmax(scores, -3), 0)
+    keys, values = (
+        jnp.einsum("...skr,...skh->...rkh", weights, x, precision=precision).astype(x.dtype)
+        for x in (key, value)
+    )
+    return keys, values
+
+
+def normalise(x: jax.Array, norm: Norm | None) -> jax.Array:
+    """A layer norm over the last axis, computed in at least float32."""
+    if norm is None:
+        return x
+    scale, bias = norm
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = wide - wide.mean(-1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5)
+    return (centred * inverse * scale + bias).astype(x.dtype)
+
+
+@functools.cache
+def _origin_of_slots(length: int):
+    """Slots as tokens after the last one."""
+    return lambda b, h, i, j: (b, h, i, length + j)
+
+
+def _strided(length: int, num_projected: int = 16) -> Mapping[str, Any]:
+    """Slots that are one token in r, mostly, of segments longer than windows."""
+    of_tokens = 4 * np.eye(num_projected, dtype=np.float32)[np.arange(length) % num_projected]
+    segment = math.isqrt(length * num_projected)
+    return {
+        "window_size": max(segment // 8, 1),
+        "segment_size": segment,
+        "slot_scores": of_tokens[:, None],
+    }
+
+
+registry.register(
+    registry.Mechanism(
+        name="long_short",
+        family="low rank",
+        paper="Zhu et al. 2021, Long-Short Transformer",
+        function=long_short_attention,
+        capabilities=frozenset(
+            {
+                "bidirectional",
+                "causal",
+                "grouped",
+                "lengths",
+                "soft_cap",
+                "sink",
+                "dropout",
+                "residual",
+                "decode",
+            }
+        ),
+        reasons={"segments": "a slot would mix documents"},
+        options={"window_size": 64},
+        options_at=_strided,
+        builder="effattn.nn.long_short:LongShortSelfAttention",
+        decoder="effattn.decode.long_short:LongShortDecoder",
+        complexity="O(N (w + r)), causal O(N (w + N r / l)), O(N sqrt(N r)) at best",
+        time_exponent=1.5,
+    )
+)
