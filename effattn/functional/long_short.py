@@ -204,7 +204,7 @@ def _attend(options: Options, projection, scores, query, key, value, given: bloc
     if scores is None:
         scores = score(projection, key, given.precision)
     keys, values = (normalise(x, options.window_norm) for x in (key, value))
-    window = block.attend(query, keys, values, _windows(options.window, given))
+    window = _attend_windows(options.window, query, keys, values, given)
 
     slots, size, axis = scores.shape[-1], options.segment, len(batch)
     segments = math.ceil(length / size) - given.is_causal
@@ -232,22 +232,50 @@ def _attend(options: Options, projection, scores, query, key, value, given: bloc
     return combine(*zip(window, block.attend(query, keys, values, to_slots), strict=True))
 
 
-def _windows(size: int, given: block.Arguments) -> block.Arguments:
-    if given.is_causal:
-        return dataclasses.replace(given, window=(size - 1, 0))
-    reach = size - 1 + size // 2
-    return dataclasses.replace(given, window=(reach, reach), pattern=_HomeStretch(size))
+def _attend_windows(size: int, query, key, value, given: block.Arguments):
+    """Of the last tokens if causal; else of stretches, which are one more batch axis."""
+    length, axis = query.shape[-3], query.ndim - 3
+    if given.is_causal or length == 0:
+        given = dataclasses.replace(given, window=(size - 1, 0))
+        return block.attend(query, key, value, given)
+    half, stretches = size // 2, math.ceil(length / size)
+
+    def with_sides(array):
+        """`(*B, L, ...)` to `(*B, stretches, half + size + half, ...)`, zeros past the ends."""
+        own = folding.fold(array, size, axis)
+        before = jax.lax.slice_in_dim(own, size - half, size, axis=axis + 1)
+        after = jax.lax.slice_in_dim(own, 0, half, axis=axis + 1)
+        return jnp.concatenate([_move(before, 1, axis), own, _move(after, -1, axis)], axis + 1)
+
+    start = size * np.arange(stretches)[:, None] - half
+    at = start + np.arange(half + size + half)
+    end = length if given.key_lengths is None else given.key_lengths[..., None, None]
+    folded = dataclasses.replace(
+        given,
+        query_lengths=folding.fold_lengths(given.query_lengths, stretches, size),
+        key_lengths=None,
+        mask=jnp.asarray((at >= 0) & (at < end))[..., None, None, :],
+        origin=_origin_of_stretches(stretches, size),
+    )
+    query = folding.fold(query, size, axis)
+    out, lse = block.attend(query, with_sides(key), with_sides(value), folded)
+    return folding.unfold(out, length, axis), folding.unfold(lse, length, axis)
 
 
-@dataclasses.dataclass(frozen=True)
-class _HomeStretch:
-    """The pairs of a token and those of its stretch or of half a stretch on each side."""
+def _move(array: jax.Array, by: int, axis: int) -> jax.Array:
+    """Along an axis, with zeros where nothing comes from."""
+    padding = [(0, 0, 0)] * array.ndim
+    padding[axis] = (by, -by, 0)
+    return jax.lax.pad(array, jnp.zeros((), array.dtype), padding)
 
-    size: int
 
-    def allows(self, i, j, h):
-        ahead = j - i // self.size * self.size
-        return (-(self.size // 2) <= ahead) & (ahead < self.size + self.size // 2)
+@functools.cache
+def _origin_of_stretches(stretches: int, size: int):
+    def origin(b, h, i, j):
+        start = b % stretches * size
+        return b // stretches, h, start + i, start - size // 2 + j
+
+    return origin
 
 
 def score(projection: jax.Array, key: jax.Array, precision: Any) -> jax.Array:

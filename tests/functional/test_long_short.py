@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effattn import dot_product_attention, linformer_attention, sliding_window_attention
+from effattn import linformer_attention, sliding_window_attention
 from effattn.functional.combine import combine
 from effattn.functional.long_short import long_short_attention
 from tests.dense import draw, with_gradients
@@ -44,7 +44,7 @@ def test_projections_scores_and_norms_have_gradients_that_no_padding_reaches(is_
             arrays[name][row, length:] = np.nan
     if not is_causal:
         arrays["slot_scores"][0, 11:] = np.nan
-    options = {"window_size": 4, "segment_size": 3 if is_causal else None}
+    options = {"window_size": 5, "segment_size": 3 if is_causal else None}
 
     def norms_of(arrays):
         others = {name: x for name, x in arrays.items() if "_a" not in name and "_b" not in name}
@@ -89,15 +89,6 @@ def test_it_is_a_window_and_linformer_combined(x64):
     both = combine(*zip(window, slots, strict=True))
     ours = attend(arrays, window_size=1, slot_scores=scores)
     assert_close(ours, jax.tree.map(np.asarray, both), 1e-12)
-
-
-def test_causal_it_is_exact_in_one_segment_that_a_window_holds(x64):
-    arrays = draw(LENGTH, LENGTH)
-    ours = attend(
-        arrays, window_size=LENGTH, projection=np.zeros((3, 2)), is_causal=True, tile=(4, 4)
-    )
-    exact = dot_product_attention(**arrays, is_causal=True, return_residual=True)
-    assert_close(ours, jax.tree.map(np.asarray, exact), 1e-12)
 
 
 def test_bidirectional_with_one_segment_time_is_linear():

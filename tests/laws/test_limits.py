@@ -54,10 +54,29 @@ def as_many_rows_as_keys(query, key, value):
     return projected, exact(query, key, value)
 
 
+def as_many_slots_as_tokens(query, key, value):
+    identity = jnp.eye(4)
+    slots = effattn.block_linformer_attention(
+        query, key, value, key_projection=identity, value_projection=identity
+    )
+    return slots, effattn.dot_product_attention(query, key, value, is_causal=True)
+
+
+def a_window_over_one_segment(query, key, value):
+    slots = {"window_size": query.shape[-3], "projection": jnp.ones((query.shape[-1], 2))}
+    window = effattn.long_short_attention(query, key, value, is_causal=True, **slots)
+    return window, effattn.dot_product_attention(query, key, value, is_causal=True)
+
+
 LIMITS = {
     "a window over all is exact": ("sliding_window", wide),
     "steps past the end leave the token": ("sliding_window", steps_of_everything),
     "as many rows as keys and identities are exact": ("linformer", as_many_rows_as_keys),
+    "as many slots as tokens and identities are exact": (
+        "block_linformer",
+        as_many_slots_as_tokens,
+    ),
+    "a causal window over one segment is exact": ("long_short", a_window_over_one_segment),
     "a Taylor series of small logits is exact": ("linear", taylor),
 }
 
