@@ -181,7 +181,7 @@ def _origin_of_slots(slots: int, size: int):
     return lambda b, h, i, j: (b, h, i, j // slots * size + j % slots)
 
 
-def _means_in_blocks(length: int, num_projected: int = 4) -> Mapping[str, Any]:
+def _means_in_blocks(length: int, num_projected: int = 8) -> Mapping[str, Any]:
     blocks_of = num_projected * math.ceil(math.isqrt(length * num_projected) / num_projected)
     return mean_pooling(blocks_of, num_projected)
 

@@ -45,9 +45,13 @@ def block_linformer(arrays, pairs, keep, *, key_projection, value_projection, **
     return softmax(arrays, pairs, keep, **options)
 
 
+def in_float32(rows, size):
+    return {name: x.astype(np.float32) for name, x in projections(rows, size).items()}
+
+
 BLOCK_LINFORMER = Reference(
     attend=block_linformer,
-    variants={"": projections((2,), 4), "by head": projections((2, 3), 5)},
+    variants={"": in_float32((2,), 4), "by head": in_float32((2, 3), 5)},
     tuning={"tile": (5, 4)},
     module={"block_size": 4, "num_projected": 2},
 )

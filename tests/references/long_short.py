@@ -75,7 +75,7 @@ def long_short(
 
 
 def _draw(*shape):
-    return np.random.default_rng(0).normal(size=shape)
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 LONG_SHORT = Reference(
