@@ -182,8 +182,8 @@ def _origin_of_slots(slots: int, size: int):
 
 
 def _means_in_blocks(length: int, num_projected: int = 8) -> Mapping[str, Any]:
-    blocks_of = num_projected * math.ceil(math.isqrt(length * num_projected) / num_projected)
-    return mean_pooling(blocks_of, num_projected)
+    block_size = num_projected * math.ceil(math.isqrt(length * num_projected) / num_projected)
+    return mean_pooling(block_size, num_projected)
 
 
 registry.register(
