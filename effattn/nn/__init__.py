@@ -12,6 +12,7 @@ from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.rotary import RotaryEmbedding
+from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "LongformerSelfAttention",
     "RotaryEmbedding",
     "SelfAttention",
+    "ShortConvolution",
     "SwiGLU",
     "TransformerConfig",
     "TransformerLM",

@@ -1,0 +1,157 @@
+"""A short causal convolution over time, as recurrent mechanisms put before their recurrence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import _checks
+from effattn.decode.state import new_lengths
+
+# Uniform in +-1 / sqrt(width), the fan-in of a channel.
+kernel_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+
+
+class ShortConvolution(nnx.Module):
+    """A causal convolution of each feature over the last few tokens.
+
+        y_t = activation(bias + sum_(j < width) kernel_j * x_(t - width + 1 + j))
+
+    Tokens before the first one count as zeros. Time is O(T D width). Products are summed in at
+    least float32.
+
+    Args:
+      features: D.
+      width: tokens that an output reads, its own among them.
+      activation: applied to each number; None for none.
+      use_bias: adds a learned number to each feature.
+      dtype: of the output; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the kernel `(width, D)`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: `features` or `width` below 1; in calls, shapes that do not fit.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        width: int = 4,
+        *,
+        activation: Callable[[jax.Array], jax.Array] | None = jax.nn.silu,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        self.features = _checks.at_least("features", features, 1, "features")
+        self.width = _checks.at_least("width", width, 1, "tokens")
+        self.activation = activation
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (width, features), param_dtype))
+        self.bias = nnx.Param(jnp.zeros(features, param_dtype)) if use_bias else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Convolves whole sequences.
+
+        Args:
+          x: `(B, T, D)`.
+          lengths: `(B,)` int, valid tokens of each right-padded row.
+          segment_ids: `(B, T)` int; outputs read tokens of equal ids, 0 is padding.
+
+        Returns:
+          `(B, T, D)`, zeros in the padding, which nothing reads.
+        """
+        self._check(x)
+        batch, time = x.shape[:2]
+        valid = None
+        if lengths is not None:
+            valid = jnp.arange(time) < new_lengths(lengths, batch, time)[:, None]
+        ids = _checks.segment_ids(segment_ids, (batch,), time, time)
+        ids = None if ids is None else ids[0]
+        if ids is not None:
+            valid = ids != 0 if valid is None else valid & (ids != 0)
+        return self._convolve(self._before(_clear(x, valid)), valid, ids)
+
+    def init_state(self, batch: int, dtype: Any = None) -> jax.Array:
+        """The last inputs of `batch` rows that have seen nothing, zeros `(B, width - 1, D)`.
+
+        Args:
+          batch: B.
+          dtype: default the module's.
+        """
+        if dtype is None:
+            dtype = self.param_dtype if self.dtype is None else self.dtype
+        return jnp.zeros((batch, self.width - 1, self.features), dtype)
+
+    def extend(
+        self, x: jax.Array, state: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Convolves T >= 1 more tokens, given those before them.
+
+        Args:
+          x: `(B, T, D)`.
+          state: from `init_state` or an earlier call.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+
+        Returns:
+          `(y (B, T, D), state)`; padding gives zeros and leaves the state as it was.
+        """
+        self._check(x)
+        batch, time = x.shape[:2]
+        _checks.shaped("state", state, (batch, self.width - 1, self.features))
+        valid = None
+        if lengths is not None:
+            lengths = new_lengths(lengths, batch, time)
+            valid = jnp.arange(time) < lengths[:, None]
+        read = jnp.concatenate([state.astype(x.dtype), _clear(x, valid)], 1)
+        if lengths is None:
+            last = read[:, time:]
+        else:
+            kept = lengths[:, None] + jnp.arange(self.width - 1)
+            last = jnp.take_along_axis(read, kept[..., None], 1, mode="clip")
+        return self._convolve(read, valid, None), last.astype(state.dtype)
+
+    def _before(self, x: jax.Array) -> jax.Array:
+        """With the zeros that are before the first token."""
+        return jnp.pad(x, ((0, 0), (self.width - 1, 0), *[(0, 0)] * (x.ndim - 2)))
+
+    def _convolve(
+        self, read: jax.Array, valid: jax.Array | None, ids: jax.Array | None
+    ) -> jax.Array:
+        """Of `read (B, width - 1 + T, D)`, the T last tokens and those before them."""
+        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        dtype = jnp.result_type(read, kernel) if self.dtype is None else self.dtype
+        wide = jnp.promote_types(dtype, jnp.float32)
+        # The parameters in the dtype of the computation, as other layers have them.
+        kernel, read = kernel.astype(dtype).astype(wide), read.astype(dtype).astype(wide)
+        time = read.shape[1] - self.width + 1
+        ids_read = None if ids is None else self._before(ids)
+        y = jnp.zeros((), wide) if bias is None else bias.astype(dtype).astype(wide)
+        for tap in range(self.width):
+            x = read[:, tap : tap + time]
+            if ids_read is not None:
+                x = _clear(x, ids_read[:, tap : tap + time] == ids)
+            y = y + kernel[tap] * x
+        y = y if self.activation is None else self.activation(y)
+        return _clear(y, valid).astype(dtype)
+
+    def _check(self, x: jax.Array) -> None:
+        if x.ndim != 3 or x.shape[-1] != self.features:
+            raise ValueError(f"x must have shape (batch, length, {self.features}), got {x.shape}")
+
+
+def _clear(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Zeros where `valid (B, T)` is False."""
+    return x if valid is None else jnp.where(valid[..., None], x, 0)

@@ -1,0 +1,149 @@
+"""ShortConvolution: a loop over tokens and taps, at once, in pieces, packed and padded."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn.nn import ShortConvolution
+from tests.laws.battery import QUICK
+
+BATCH, LENGTH, FEATURES, WIDTH = 2, 11, 3, 4
+X = np.random.default_rng(0).normal(size=(BATCH, LENGTH, FEATURES)).astype(np.float32)
+
+compiled = functools.partial(jax.jit, compiler_options=QUICK)
+
+
+def make(width=WIDTH, **options):
+    layer = ShortConvolution(FEATURES, width, rngs=nnx.Rngs(0), **options)
+    if layer.bias is not None:
+        layer.bias[...] += jnp.arange(1.0, FEATURES + 1)
+    return layer
+
+
+@compiled
+def call(layer, x, lengths=None, segment_ids=None):
+    return layer(x, lengths=lengths, segment_ids=segment_ids)
+
+
+@compiled
+def extend(layer, x, state, lengths=None):
+    return layer.extend(x, state, lengths)
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("width", [1, 4, 13])
+def test_it_is_a_loop_over_tokens_and_taps(width):
+    layer = make(width, use_bias=True)
+    kernel, bias = np.asarray(layer.kernel[...]), np.asarray(layer.bias[...])
+    expected = np.zeros_like(X)
+    for b, t, d in np.ndindex(X.shape):
+        taps = (
+            kernel[j, d] * X[b, t - width + 1 + j, d] for j in range(width) if t + j + 1 >= width
+        )
+        expected[b, t, d] = silu(bias[d] + sum(taps))
+    close(call(layer, X), expected)
+    linear = make(width, use_bias=True, activation=None)
+    close(silu(np.asarray(call(linear, X))), expected)
+
+
+def test_any_split_equals_the_whole():
+    """Pieces of other lengths in each row, with NaN after each row's own."""
+    layer = make(use_bias=True)
+    whole = call(layer, X)
+    state, at = layer.init_state(BATCH), np.zeros(BATCH, int)
+    for piece in ([1, 3], [0, 2], [5, 1], [1, 0], [2, 4], [2, 1]):
+        padded = np.full((BATCH, 5, FEATURES), np.nan, np.float32)
+        for row, size in enumerate(piece):
+            padded[row, :size] = X[row, at[row] : at[row] + size]
+        y, state = extend(layer, padded, state, np.array(piece))
+        for row, size in enumerate(piece):
+            close(y[row, :size], whole[row, at[row] : at[row] + size])
+            assert not np.any(y[row, size:])
+        at = at + piece
+    np.testing.assert_array_equal(at, LENGTH)
+    np.testing.assert_array_equal(state, X[:, 1 - WIDTH :])
+
+
+def test_single_steps_equal_the_whole():
+    layer = make()
+    state, outs = layer.init_state(BATCH), []
+    for token in range(LENGTH):
+        y, state = extend(layer, X[:, token : token + 1], state)
+        outs.append(y)
+    close(np.concatenate(outs, 1), call(layer, X))
+
+
+def test_packed_documents_give_what_they_give_alone():
+    layer = make(use_bias=True)
+    ids = np.repeat([3, 0, 1, 2, 0], [4, 1, 2, 3, 1])
+    y = call(layer, np.where(ids[:, None] == 0, np.nan, X), None, np.tile(ids, (BATCH, 1)))
+    for id in (1, 2, 3):
+        close(y[:, ids == id], call(layer, X[:, ids == id]))
+    assert not np.any(y[:, ids == 0])
+
+
+def test_padding_reaches_nothing():
+    layer = make(use_bias=True)
+    lengths = np.array([7, 0])
+    valid = (np.arange(LENGTH) < lengths[:, None])[..., None]
+
+    @compiled
+    @jax.value_and_grad
+    def loss(layer, x):
+        return jnp.sum(layer(x, lengths=lengths) ** 2)
+
+    value, gradient = loss(layer, np.where(valid, X, np.nan))
+    of_zeros = loss(layer, np.where(valid, X, 0))
+    jax.tree.map(np.testing.assert_array_equal, (value, gradient), of_zeros)
+    assert np.isfinite(value)
+    y = call(layer, np.where(valid, X, np.nan), lengths)
+    close(y[0, :7], call(layer, X)[0, :7])
+    assert not np.any(y[1])
+
+
+def test_a_token_changes_nothing_before_it():
+    layer = make()
+    changed = X.copy()
+    changed[:, 6] += 100
+    y, z = call(layer, X), call(layer, changed)
+    np.testing.assert_array_equal(y[:, :6], z[:, :6])
+    assert np.all(y[:, 6 : 6 + WIDTH] != z[:, 6 : 6 + WIDTH])
+    np.testing.assert_array_equal(y[:, 6 + WIDTH :], z[:, 6 + WIDTH :])
+
+
+def test_dtypes():
+    layer = make(dtype=jnp.bfloat16, use_bias=True)
+    y, state = extend(layer, X, layer.init_state(BATCH))
+    assert y.dtype == state.dtype == jnp.bfloat16
+    close(y.astype(jnp.float32), call(layer, X).astype(jnp.float32))
+    np.testing.assert_allclose(y.astype(jnp.float32), call(make(use_bias=True), X), atol=0.03)
+    assert make().init_state(3, jnp.float16).dtype == jnp.float16
+
+
+def test_it_starts_uniform():
+    kernel = ShortConvolution(4096, 4, rngs=nnx.Rngs(0)).kernel[...]
+    assert np.abs(kernel).max() <= 0.5
+    np.testing.assert_allclose(np.std(kernel), 0.5 / 3**0.5, rtol=0.02)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="width must be"):
+        make(0)
+    layer = make()
+    with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 3\), got \(2, 11\)"):
+        layer(X[..., 0])
+    with pytest.raises(ValueError, match=r"state must .*\(2, 3, 3\)"):
+        layer.extend(X, layer.init_state(1))
+    with pytest.raises(ValueError, match="lengths must lie between 0 and the 11"):
+        layer(X, lengths=np.array([12, 0]))
