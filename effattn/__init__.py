@@ -21,6 +21,9 @@ from effattn.functional.random import random_attention  # isort: skip
 from effattn.functional.hierarchical import hierarchical_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
+from effattn.functional.retention import retention  # isort: skip
+from effattn.functional.gated_linear import gated_linear_attention  # isort: skip
+from effattn.functional.state_space_duality import state_space_duality  # isort: skip
 from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
@@ -46,6 +49,7 @@ __all__ = [
     "combine",
     "decode",
     "dot_product_attention",
+    "gated_linear_attention",
     "hierarchical_attention",
     "linear_attention",
     "linformer_attention",
@@ -57,11 +61,13 @@ __all__ = [
     "positions_from_segment_ids",
     "random_attention",
     "registry",
+    "retention",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",
     "sliding_window_attention",
     "sparse_attention",
     "sparse_transformer_attention",
+    "state_space_duality",
 ]
 
 _LAZY = ("analysis", "decode", "nn", "patterns")

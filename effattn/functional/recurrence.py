@@ -25,6 +25,9 @@ from effattn.xla.linear_recurrence import (
     packed,
 )
 
+# What every always causal mechanism that runs through `check` and `run` can do.
+CAPABILITIES = frozenset({"causal", "grouped", "lengths", "segments", "state", "decode"})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -58,10 +61,26 @@ def check(
     segment_ids: Any = None,
     precision: Any = None,
     chunk_size: Any = None,
+    value_heads: bool = False,
 ) -> Arguments:
-    """Of an always causal mechanism: as many queries as keys, of the same tokens."""
+    """Of an always causal mechanism: as many queries as keys, of the same tokens.
+
+    With `value_heads` there may be more value heads than key heads, if there are not more query
+    heads.
+    """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    batch = _checks.query_key_value(query, key, value)
+    of_key_heads = value
+    if value_heads and value.ndim > 2 and key.ndim > 2:
+        heads, key_heads, values = query.shape[-2], key.shape[-2], value.shape[-2]
+        if key_heads and values != key_heads:
+            if values % key_heads or heads != key_heads:
+                raise ValueError(
+                    "the number of value heads must be that of key heads, or a multiple of it "
+                    f"where there are as many query heads, got {heads} query heads, "
+                    f"{key_heads} key heads and {values} value heads"
+                )
+            of_key_heads = value[..., :key_heads, :]
+    batch = _checks.query_key_value(query, key, of_key_heads)
     length = key.shape[-3]
     if query.shape[-3] != length:
         raise ValueError(
@@ -119,6 +138,14 @@ def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay")
             "of a decay in (0, 1] pass jnp.log, of a logit jax.nn.log_sigmoid"
         )
     return array
+
+
+def check_scale(value: Any, query: jax.Array) -> jax.Array:
+    """The multiplier of q . k, `()`; H**-0.5 for None."""
+    scale = jnp.asarray(query.shape[-1] ** -0.5 if value is None else value)
+    if scale.ndim or not jnp.issubdtype(scale.dtype, jnp.number):
+        raise ValueError(f"scale must be a number, got {scale.dtype} of shape {scale.shape}")
+    return scale
 
 
 def _within(lengths: jax.Array | None, length: int) -> jax.Array | None:

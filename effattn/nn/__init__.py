@@ -6,11 +6,13 @@ from effattn.nn.alibi import Alibi, alibi_slopes
 from effattn.nn.attention import CrossAttention, SelfAttention
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.feed_forward import SwiGLU
+from effattn.nn.gated_linear import GatedLinearAttention
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
+from effattn.nn.retention import RetNet
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
@@ -20,11 +22,13 @@ __all__ = [
     "Block",
     "BlockLinformerSelfAttention",
     "CrossAttention",
+    "GatedLinearAttention",
     "HybridHeads",
     "HybridState",
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
+    "RetNet",
     "RotaryEmbedding",
     "SelfAttention",
     "ShortConvolution",

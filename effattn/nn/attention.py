@@ -30,6 +30,7 @@ class _Attention(nnx.Module):
         *,
         num_kv_heads: int | None,
         head_dim: int | None,
+        value_dim: int | None = None,
         qk_norm: bool,
         dropout_rate: float,
         use_bias: bool,
@@ -65,6 +66,7 @@ class _Attention(nnx.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
         self.dropout_rate = dropout_rate
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -93,9 +95,9 @@ class _Attention(nnx.Module):
         project = functools.partial(linear, kernel_init=kernel_init)
         self.query = project(in_features, (num_heads, head_dim))
         self.key = project(context_features, (num_kv_heads, head_dim))
-        self.value = project(context_features, (num_kv_heads, head_dim))
+        self.value = project(context_features, (num_kv_heads, self.value_dim))
         self.out = linear(
-            (num_heads, head_dim),
+            (num_heads, self.value_dim),
             in_features,
             axis=(-2, -1),
             kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
@@ -139,6 +141,7 @@ class SelfAttention(_Attention):
         signature if it is not registered.
       num_kv_heads: K, a divisor of N; default N.
       head_dim: H; default D / N.
+      value_dim: Hv, of the values of a head; default H.
       rotary: rotates queries and keys by position; None does not.
       qk_norm: RMS-normalises the features of each query and key head, with a learned scale.
       is_causal: attend to the past and the present only. False leaves a function that is not
@@ -167,6 +170,7 @@ class SelfAttention(_Attention):
         *,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
+        value_dim: int | None = None,
         rotary: RotaryEmbedding | None = None,
         qk_norm: bool = False,
         is_causal: bool = True,
@@ -186,6 +190,7 @@ class SelfAttention(_Attention):
             attention,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            value_dim=value_dim,
             qk_norm=qk_norm,
             dropout_rate=dropout_rate,
             use_bias=use_bias,
@@ -229,7 +234,16 @@ class SelfAttention(_Attention):
         """
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         heads = self._heads(x, positions)
-        return self.out(self.attention(*heads, **keywords, **self._dropout(rngs)))
+        keywords = {**keywords, **self._per_token(x), **self._dropout(rngs)}
+        return self._finish(self.attention(*heads, **keywords), x)
+
+    def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
+        """What the function takes of each token besides query, key and value, by name."""
+        return {}
+
+    def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        """From the heads' outputs `(B, T, N, Hv)`, and the tokens that they were made of."""
+        return self.out(out)
 
     def _whole(
         self, x: jax.Array, lengths: jax.Array | None, segment_ids: jax.Array | None
@@ -279,8 +293,15 @@ class SelfAttention(_Attention):
         """
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
+        token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
         return self._decoder().init(
-            batch, max_length, self.num_kv_heads, self.head_dim, self.head_dim, dtype
+            batch,
+            max_length,
+            self.num_kv_heads,
+            self.head_dim,
+            self.value_dim,
+            dtype,
+            **jax.eval_shape(self._per_token, token),
         )
 
     def extend(
@@ -298,8 +319,9 @@ class SelfAttention(_Attention):
         """
         decoder = self._decoder()
         x, positions, lengths = self._new(x, state, lengths)
-        out, state = decoder.extend(*self._heads(x, positions), state, lengths)
-        return self.out(out), state
+        heads = self._heads(x, positions)
+        out, state = decoder.extend(*heads, state, lengths, **self._per_token(x))
+        return self._finish(out, x), state
 
     def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """`extend` by one token, x `(B, 1, D)`."""

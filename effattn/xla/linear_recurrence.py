@@ -124,7 +124,7 @@ def packed(segment_ids: jax.Array, tokens: Tokens) -> Tokens:
     source = jnp.where(last < 0, first, last)
     document = jnp.take_along_axis(segment_ids, source, -1, mode="clip")
     before = jnp.concatenate([document[..., :1], document[..., :-1]], -1)
-    reads = segment_ids == document
+    reads = in_document & (segment_ids == document)
     return Tokens(
         reads if tokens.query_mask is None else reads & tokens.query_mask,
         written,
@@ -160,18 +160,23 @@ def append_one(value: jax.Array) -> jax.Array:
     return jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
 
 
-# The maths of one chunk of C tokens, of one head: query (C, F), key (C, F), value (C, D), and log
-# decays (C, f) with f = F, or f = 1 where all features decay alike.
+# The maths of M chunks of C tokens, of one head: query (M, C, F), key (M, C, F), value (M, C, D),
+# and log decays (M, C, f) with f = F, or f = 1 where all features decay alike. M is 1 where all
+# chunks decay alike.
+
+
+def _transposed(x):
+    return x.swapaxes(-1, -2)
 
 
 class _Reader(NamedTuple):
     """How the tokens of a chunk read what was written up to them.
 
     Attributes:
-      products: `(query, key) -> (C, C)`, decayed; zero where i does not read j.
-      since_start: `(C, f)`, how what is there at the start of the chunk decays until it is read.
-      until_end: `(C, f)`, how keys decay until the end of the chunk.
-      whole: `(f,)`, over the whole chunk. These three are None where nothing decays.
+      products: `(query, key) -> (M, C, C)`, decayed; zero where i does not read j.
+      since_start: `(M, C, f)`, how what is there at a chunk's start decays until it is read.
+      until_end: `(M, C, f)`, how keys decay until the end of the chunk.
+      whole: `(M, f, 1)`, over the whole chunk. These three are None where nothing decays.
     """
 
     products: Callable[[jax.Array, jax.Array], jax.Array]
@@ -184,11 +189,11 @@ def _reader(log_decay, starts, length, present, dot) -> _Reader:
     """Readers of the state after their token, or, if not `present`, of the one before."""
     if log_decay is None:
         visible = jnp.tri(length, k=0 if present else -1, dtype=bool)
-        return _Reader(lambda query, key: jnp.where(visible, dot(query, key.T), 0))
+        return _Reader(lambda query, key: jnp.where(visible, dot(query, _transposed(key)), 0))
     # What a reader of the state before its token drops there.
     first = jnp.zeros_like(log_decay)
     if starts is not None:
-        first = jnp.where(starts[:, None], -jnp.inf, first)
+        first = jnp.where(starts[..., None], -jnp.inf, first)
     if log_decay.shape[-1] == 1:
         return _alike(log_decay, None if present else first, dot)
     return _by_feature(log_decay, log_decay if present else first, present, dot)
@@ -201,34 +206,35 @@ def _alike(log_decay, first, dot) -> _Reader:
     there is `first`): a product with a triangle of ones, exact where a difference of running sums
     would cancel. Column 0 is for what is there at the start, row C for the end of the chunk.
     """
-    length = len(log_decay)
+    length = log_decay.shape[1]
     visible = jnp.tri(length + 1, length, k=-1 if first is not None else 0, dtype=log_decay.dtype)
     # A product of 0 and -inf is no number; the exponential of this is as much zero.
     finite = jnp.maximum(log_decay, jnp.finfo(log_decay.dtype).min / (2 * length))
     after = jnp.where(jnp.tri(length, length + 1, dtype=bool), finite, 0)
-    sums = jnp.dot(visible, after, precision=lax.Precision.HIGHEST)
+    sums = jnp.matmul(visible, after, precision=lax.Precision.HIGHEST)
     if first is not None:
-        sums += jnp.pad(first, ((0, 1), (0, 0)))
+        sums += jnp.pad(first, ((0, 0), (0, 1), (0, 0)))
     decays = jnp.exp(sums)
-    weights = visible[:length] * decays[:length, 1:]
+    weights = visible[:length] * decays[:, :length, 1:]
     return _Reader(
-        lambda query, key: dot(query, key.T) * weights,
-        decays[:length, :1],
-        decays[length, 1:, None],
-        decays[length, :1],
+        lambda query, key: dot(query, _transposed(key)) * weights,
+        decays[:, :length, :1],
+        _transposed(decays[:, length:, 1:]),
+        decays[:, length:, :1],
     )
 
 
 def _by_feature(log_decay, first, present, dot) -> _Reader:
-    """Of log decays `(C, F)`, C a power of two: one product for each halving of the chunk.
+    """Of log decays `(M, C, F)`, C a power of two: one product for each halving of the chunks.
 
-    `first (C, F)` is what a reader decays at its own token.
+    `first (M, C, F)` is what a reader decays at its own token.
     """
+    _, length, features = log_decay.shape
     # Of blocks of one token, then two, four, ...: sums since the block's start, until its end, and
     # of all. Where two blocks meet: how the first one's keys and the second one's queries decay.
-    since, until, whole = first[:, None], jnp.zeros_like(log_decay)[:, None], log_decay
-    borders = []
-    while len(whole) > 1:
+    since, whole = first.reshape(-1, 1, features), log_decay.reshape(-1, features)
+    until, borders = jnp.zeros_like(since), []
+    while since.shape[1] < length:
         borders.append((jnp.exp(until[::2]), jnp.exp(since[1::2])))
         early, late = whole[::2, None], whole[1::2, None]
         since = jnp.concatenate([since[::2], since[1::2] + early], 1)
@@ -236,15 +242,15 @@ def _by_feature(log_decay, first, present, dot) -> _Reader:
         whole = whole[::2] + whole[1::2]
 
     def products(query, key):
-        diagonal = jnp.sum(query * key, -1) if present else jnp.zeros_like(query[:, 0])
-        blocks, size = diagonal[:, None, None], 1
+        blocks = jnp.sum(query * key, -1) if present else jnp.zeros_like(query[..., 0])
+        blocks, size = blocks.reshape(-1, 1, 1), 1
         for until, since in borders:
-            keys, queries = (x.reshape(-1, 2, size, x.shape[-1]) for x in (key, query))
-            across = jax.vmap(dot)(queries[:, 1] * since, (keys[:, 0] * until).swapaxes(1, 2))
+            keys, queries = (x.reshape(-1, 2, size, features) for x in (key, query))
+            across = dot(queries[:, 1] * since, _transposed(keys[:, 0] * until))
             blocks, size = _assembled(blocks[::2], across, blocks[1::2]), 2 * size
-        return blocks[0]
+        return blocks
 
-    return _Reader(products, jnp.exp(since[0]), jnp.exp(until[0]), jnp.exp(whole[0]))
+    return _Reader(products, jnp.exp(since), jnp.exp(until), jnp.exp(whole)[..., None])
 
 
 def _assembled(early, across, late):
@@ -255,8 +261,8 @@ def _assembled(early, across, late):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _inverse(system, dot):
-    """Of I + `system (C, C)`, which is zero on and above the diagonal."""
-    blocks, acrosses = system[None], []
+    """Of I + `system (M, C, C)`, which is zero on and above the diagonal; C a power of two."""
+    blocks, acrosses = system, []
     while (size := blocks.shape[1] // 2) > 0:
         acrosses.append(blocks[:, size:, :size])
         halves = blocks[:, :size, :size], blocks[:, size:, size:]
@@ -264,9 +270,8 @@ def _inverse(system, dot):
     inverse = jnp.ones_like(blocks)
     for across in reversed(acrosses):
         early, late = inverse[::2], inverse[1::2]
-        across = -jax.vmap(dot)(jax.vmap(dot)(late, across), early)
-        inverse = _assembled(early, across, late)
-    return inverse[0]
+        inverse = _assembled(early, -dot(dot(late, across), early), late)
+    return inverse
 
 
 @_inverse.defjvp
@@ -275,16 +280,19 @@ def _inverse_jvp(dot, primals, tangents):
     return inverse, -dot(dot(inverse, tangents[0]), inverse)
 
 
-class _Chunk(NamedTuple):
-    """A chunk, before the state at its start is known: C' is C, or with a removal of its own 2 C.
+class _Chunks(NamedTuple):
+    """M chunks before the states at their starts are known.
+
+    C' is C, or 2 C where the delta form removes in directions of its own.
 
     Attributes:
-      query: `(C, G, F)`, as they read the state.
-      weights: `(C, G, C')`, of the chunk's own values in what is read.
-      key: `(C', F)`, as they are in the state after the chunk.
-      value: `(C', D)`, what is written where the state is zero.
-      recalled: `(C', F)`: of a state S they are `value - recalled S`; None where that is `value`.
-      kept: `(f, 1)`, what remains of the state; None for all.
+      query: `(M, C, G, F)`, as they read the state.
+      weights: `(M, C, G, C')`, of the chunk's own values in what is read.
+      key: `(M, C', F)`, as they are in the state after the chunk.
+      value: `(M, C', D)`, what is written where the state is zero.
+      recalled: `(M, C', F)`: what is written on a state S is `value - recalled S`; None where it is
+        `value` on any.
+      kept: `(M or 1, f, 1)`, what remains of the state; None for all.
     """
 
     query: jax.Array
@@ -295,43 +303,45 @@ class _Chunk(NamedTuple):
     kept: jax.Array | None
 
 
-def _chunk(dot, query, key, value, log_decay, bonus, removed, recalled, starts) -> _Chunk:
-    length = len(key)
+def _chunks(dot, query, key, value, log_decay, bonus, removed, recalled, starts) -> _Chunks:
+    length = key.shape[1]
     if starts is not None:
         log_decay = jnp.zeros((), key.dtype) if log_decay is None else log_decay
-    if log_decay is not None and log_decay.ndim < 2:
-        log_decay = jnp.broadcast_to(log_decay, (length,))[:, None]
+    if log_decay is not None and log_decay.ndim == 0:
+        log_decay = jnp.full((1, length), log_decay)
+    if log_decay is not None and log_decay.ndim == 2:
+        log_decay = log_decay[..., None]
     if starts is not None:
-        log_decay = jnp.where(starts[:, None], -jnp.inf, log_decay)
+        log_decay = jnp.where(starts[..., None], -jnp.inf, log_decay)
     reader = _reader(log_decay, starts, length, bonus is None, dot)
 
     def read(query):
         weights = reader.products(query, key)
         if bonus is not None:
-            weights += jnp.diag(jnp.sum(query * bonus * key, -1))
+            weights += jnp.eye(length) * jnp.sum(query * bonus * key, -1, keepdims=True)
         if removed is not None:
-            weights = jnp.concatenate([weights, reader.products(query, removed)], 1)
+            weights = jnp.concatenate([weights, reader.products(query, removed)], 2)
         return query if log_decay is None else query * reader.since_start, weights
 
-    query, weights = jax.vmap(read, 1, 1)(query)
+    query, weights = jax.vmap(read, 2, 2)(query)
     if recalled is not None:
         past = _reader(log_decay, starts, length, False, dot)
-        at_start = recalled if log_decay is None else recalled * past.since_start
-        written = value if removed is None else dot(past.products(recalled, key), value)
-        system = past.products(recalled, key if removed is None else removed)
-        inverse = _inverse(system, dot)
-        written, recalled = dot(inverse, written), dot(inverse, at_start)
+        inverse = _inverse(past.products(recalled, key if removed is None else removed), dot)
+        found = value if removed is None else dot(past.products(recalled, key), value)
+        found = dot(inverse, found)
+        recalled = recalled if log_decay is None else recalled * past.since_start
+        recalled = dot(inverse, recalled)
         if removed is None:
-            value = written
+            value = found
         else:
-            key, value = jnp.concatenate([key, removed]), jnp.concatenate([value, -written])
-            recalled = jnp.concatenate([jnp.zeros_like(recalled), recalled])
+            key, value = jnp.concatenate([key, removed], 1), jnp.concatenate([value, -found], 1)
+            recalled = jnp.concatenate([jnp.zeros_like(recalled), recalled], 1)
     if log_decay is None:
-        return _Chunk(query, weights, key, value, recalled, None)
-    until_end, kept = reader.until_end, reader.whole[:, None]
+        return _Chunks(query, weights, key, value, recalled, None)
+    until_end = reader.until_end
     if removed is not None:
-        until_end = jnp.concatenate([until_end, until_end])
-    return _Chunk(query, weights, key * until_end, value, recalled, kept)
+        until_end = jnp.concatenate([until_end, until_end], 1)
+    return _Chunks(query, weights, key * until_end, value, recalled, reader.whole)
 
 
 def _carry(state, written, kept):
@@ -339,32 +349,34 @@ def _carry(state, written, kept):
     return written + (state if kept is None else state * kept)
 
 
-def _chunks(dot, state, query, key, value, log_decay, bonus, removed, recalled, starts):
+def _run_chunks(dot, state, *tokens):
     """M chunks in a row, of one head: the state after, and outputs `(M, C, G, D)`."""
-    decays = None if log_decay is None or log_decay.ndim == 0 else 0
-    chunk = jax.vmap(functools.partial(_chunk, dot), (0, 0, 0, decays, None, 0, 0, 0))
-    chunks = chunk(query, key, value, log_decay, bonus, removed, recalled, starts)
+    chunks = _chunks(dot, *tokens)
+    values, kept, alike = chunks.value, chunks.kept, None
+    if kept is not None and len(kept) != len(values):
+        kept, alike = None, kept[0]
+
+    def carry(state, written, kept):
+        return _carry(state, written, alike if kept is None else kept)
+
     if chunks.recalled is None:
-        written = jax.vmap(dot)(chunks.key.swapaxes(1, 2), chunks.value)
+        written = dot(_transposed(chunks.key), values)
         state, starts = lax.scan(
-            lambda state, chunk: (_carry(state, *chunk), state), state, (written, chunks.kept)
+            lambda state, chunk: (carry(state, *chunk), state), state, (written, kept)
         )
-        values = chunks.value
     else:
 
         def step(state, chunk):
             key, value, recalled, kept = chunk
             value -= dot(recalled, state)
-            return _carry(state, dot(key.T, value), kept), (state, value)
+            return carry(state, dot(key.T, value), kept), (state, value)
 
-        in_turn = chunks.key, chunks.value, chunks.recalled, chunks.kept
-        state, (starts, values) = lax.scan(step, state, in_turn)
+        state, (starts, values) = lax.scan(step, state, (chunks.key, values, chunks.recalled, kept))
 
-    def read(query, weights, value, start):
-        return dot(query, start) + dot(weights, value)
+    def read(query, weights):
+        return dot(query, starts) + dot(weights, values)
 
-    read = jax.vmap(jax.vmap(read, (1, 1, None, None), 1))
-    return state, read(chunks.query, chunks.weights, values, starts)
+    return state, jax.vmap(read, 2, 2)(chunks.query, chunks.weights)
 
 
 # All heads and rows of a block of chunks, and the loop over blocks, forward and backward.
@@ -469,8 +481,8 @@ def _block(rule, chunk, parameters, state, queries, keys, tokens):
         log_decay = jax.tree.map(cut, terms.log_decay)
 
     # Value heads of a key head, then key heads, then rows.
-    dot = functools.partial(jnp.dot, precision=rule.precision)
-    run, by_head = functools.partial(_chunks, dot), 0 if constant else 2
+    dot = functools.partial(jnp.matmul, precision=rule.precision)
+    run, by_head = functools.partial(_run_chunks, dot), 0 if constant else 2
     decays = by_head if constant or by_value else None
     run = jax.vmap(run, (0, None, None, 2, decays, None, None, None, None), (0, 3))
     run = jax.vmap(run, (0, 2, 2, 2, by_head, 0, 2, 2, None), (0, 2))

@@ -9,6 +9,7 @@ from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
 from tests.references.long_short import LONG_SHORT
 from tests.references.nystrom import NYSTROM
+from tests.references.recurrences import GATED_LINEAR, MAMBA2, RETENTION
 from tests.references.reference import Reference
 from tests.references.softmax import DILATED, SLIDING_WINDOW, SOFTMAX
 from tests.references.sparse import BIGBIRD, BLOCK_SPARSE, LONGFORMER, RANDOM, SPARSE_TRANSFORMER
@@ -24,6 +25,9 @@ REFERENCES: dict[str, Reference] = {
     "bigbird": BIGBIRD,
     "random": RANDOM,
     "hierarchical": HIERARCHICAL,
+    "retention": RETENTION,
+    "gated_linear": GATED_LINEAR,
+    "mamba2": MAMBA2,
     "linformer": LINFORMER,
     "block_linformer": BLOCK_LINFORMER,
     "long_short": LONG_SHORT,

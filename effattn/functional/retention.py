@@ -1,0 +1,114 @@
+"""Retention: linear attention in which each head forgets at a constant rate."""
+
+import jax
+import jax.numpy as jnp
+
+from effattn import registry
+from effattn.functional import recurrence
+from effattn.xla.linear_recurrence import Terms
+
+
+def retention_log_decay(num_heads: int) -> jax.Array:
+    """The logarithms of RetNet's decays `(K,)`: 1 - 2^(-5 - h) for head h."""
+    return jnp.log1p(-(2.0 ** (-5 - jnp.arange(num_heads))))
+
+
+def retention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    log_decay: jax.Array | None = None,
+    scale: float | jax.Array | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    return_state: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    chunk_size: int | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Retention (Sun et al. 2023, "Retentive Network: A Successor to Transformer").
+
+        S_t = gamma S_(t-1) + k_t v_t^T;    out_t = scale * S_t^T q_t
+
+    that is, out_t = scale * sum_(s <= t) gamma^(t - s) (q_t . k_s) v_s. It is always causal, and
+    has no normaliser: RetNet normalises each head's output (`effattn.nn.RetNet`). Time is
+    O(T (C + H) Hv) for chunks of C tokens, memory O(T), the state H x Hv numbers a key head.
+
+    Args:
+      query: `(*B, T, N, H)`, with any number of batch dimensions.
+      key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      value: `(*B, T, K, Hv)`.
+      log_decay: `(K,)`, log gamma of each key head, 0 or less, which is checked where it is
+        concrete; default `retention_log_decay(K)`.
+      scale: multiplies q . k; default H**-0.5.
+      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
+      key_value_seq_lengths: `(*B)` int, valid keys of each row; the others leave the state as it
+        is.
+      segment_ids: int `(*B, T)`: tokens see their own run of equal ids; 0 is padding.
+      initial_state: the state before the first token, as returned by an earlier call. With
+        `segment_ids` it belongs to the first document.
+      return_state: also return the state after the last valid token.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      chunk_size: tokens of one masked product; tuning only.
+      implementation: None or "xla", or a tuple of names tried in order.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
+      `(*B, K, H, Hv)` in the promoted dtype of the inputs, at least float32.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or options, or a log decay above 0.
+      NotImplementedError: an implementation that retention does not have.
+      TypeError: in forward-mode differentiation.
+    """
+    given = recurrence.check(
+        query,
+        key,
+        value,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        precision=precision,
+        chunk_size=chunk_size,
+    )
+    heads = given.key.shape[-2]
+    if log_decay is None:
+        log_decay = retention_log_decay(heads)
+    parameters = (
+        recurrence.check_log_decay(log_decay, (heads,)),
+        recurrence.check_scale(scale, given.query),
+    )
+    out, state = recurrence.run(
+        "retention",
+        _terms,
+        given,
+        given.query,
+        (given.key, given.value),
+        parameters,
+        initial_state=initial_state,
+        implementation=implementation,
+    )
+    return (out, state) if return_state else out
+
+
+def _terms(parameters, query, keys) -> Terms:
+    log_decay, scale = parameters
+    return Terms(query * scale, *keys, log_decay=log_decay)
+
+
+registry.register(
+    registry.Mechanism(
+        name="retention",
+        family="recurrent",
+        paper="Sun et al. 2023, Retentive Network",
+        function=retention,
+        capabilities=recurrence.CAPABILITIES,
+        builder="effattn.nn.retention:RetNet",
+        decoder="effattn.decode.recurrent:RecurrentDecoder",
+        complexity="O(N H Hv)",
+        time_exponent=1.0,
+    )
+)

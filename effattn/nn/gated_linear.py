@@ -1,0 +1,94 @@
+"""The layer of gated linear attention."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import _checks
+from effattn.nn import initializers
+from effattn.nn.attention import SelfAttention
+
+
+class GatedLinearAttention(SelfAttention):
+    """A mixer of gated linear attention (Yang et al. 2023).
+
+        q, k, v = x Wq, x Wk, x Wv;   log alpha = log sigmoid((x W1) W2 + b) / temperature
+        y = (silu(x Wr + br) * norm(gated_linear_attention(q, k, v, log alpha))) Wo
+
+    The decays come from tokens through `gate_rank` numbers. The heads' outputs are normalised by
+    their root mean square, with a learned scale, as in the authors' code; the paper has a layer
+    norm there.
+
+    Args:
+      in_features: D.
+      num_heads: N.
+      head_dim: H, of queries and keys; default half of D / N, as in the paper.
+      value_dim: Hv; default D / N.
+      gate_rank: features between W1 and W2.
+      temperature: larger ones forget slower at the start of training.
+      kernel_init: of the projections.
+      rngs: for the initial parameters.
+      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `dtype`, ...) and options
+        of `effattn.gated_linear_attention`.
+
+    Raises:
+      ValueError: as `SelfAttention`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        gate_rank: int = 16,
+        temperature: float = 16.0,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        if "log_decay" in options:
+            raise ValueError(
+                "GatedLinearAttention has no option log_decay; it makes the decays of each token"
+            )
+        if value_dim is None:
+            value_dim = in_features // num_heads if head_dim is None else head_dim
+        super().__init__(
+            in_features,
+            num_heads,
+            "gated_linear",
+            head_dim=max(in_features // num_heads // 2, 1) if head_dim is None else head_dim,
+            value_dim=value_dim,
+            kernel_init=kernel_init,
+            rngs=rngs,
+            **options,
+        )
+        rank = _checks.at_least("gate_rank", gate_rank, 1, "features")
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        self.temperature = float(temperature)
+        common = {
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "kernel_init": kernel_init,
+            "rngs": rngs,
+        }
+        self.decay_in = nnx.Linear(in_features, rank, use_bias=False, **common)
+        self.decay_out = nnx.LinearGeneral(rank, (self.num_kv_heads, self.head_dim), **common)
+        self.gate = nnx.LinearGeneral(in_features, (num_heads, self.value_dim), **common)
+        self.norm = nnx.RMSNorm(
+            self.value_dim, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs
+        )
+
+    def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
+        logits = self.decay_out(self.decay_in(x))
+        # Sums of them count over many tokens, so they are at least float32.
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        return {"log_decay": jax.nn.log_sigmoid(logits) / self.temperature}
+
+    def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        return self.out(jax.nn.silu(self.gate(x)) * self.norm(out))

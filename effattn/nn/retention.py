@@ -1,0 +1,85 @@
+"""RetNet's multi-scale retention."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn.nn import initializers
+from effattn.nn.attention import SelfAttention
+from effattn.nn.rotary import RotaryEmbedding
+
+
+class RetNet(SelfAttention):
+    """A mixer of retention, gated (Sun et al. 2023, "Retentive Network").
+
+        q, k, v = x Wq, x Wk, x Wv;   o = norm(retention(rotary(q), rotary(k), v))
+        y = (silu(x Wg) * o) Wo
+
+    Queries and keys are turned by their positions, values have twice the features, and each head's
+    output is divided by its root mean square, in the place of a normaliser: the paper's group norm
+    of heads, without its mean.
+
+    Args:
+      in_features: D.
+      num_heads: N heads, of decays 1 - 2^(-5 - h).
+      value_dim: Hv; default 2 H.
+      rotary: default `RotaryEmbedding()`; None does not turn.
+      use_bias: biases in the five projections.
+      kernel_init: of the projections.
+      rngs: for the initial parameters.
+      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `head_dim`, `dtype`, ...)
+        and options of `effattn.retention`.
+
+    Raises:
+      ValueError: as `SelfAttention`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        rotary: RotaryEmbedding | None = RotaryEmbedding(),  # noqa: B008 (frozen)
+        use_bias: bool = False,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        if value_dim is None:
+            value_dim = 2 * (in_features // num_heads if head_dim is None else head_dim)
+        super().__init__(
+            in_features,
+            num_heads,
+            "retention",
+            head_dim=head_dim,
+            value_dim=value_dim,
+            rotary=rotary,
+            use_bias=use_bias,
+            kernel_init=kernel_init,
+            rngs=rngs,
+            **options,
+        )
+        self.gate = nnx.LinearGeneral(
+            in_features,
+            (num_heads, self.value_dim),
+            use_bias=use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=kernel_init,
+            rngs=rngs,
+        )
+
+    def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        return self.out(jax.nn.silu(self.gate(x)) * rms_normalize(out))
+
+
+def rms_normalize(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
+    """x over the root mean square of its last axis, computed in at least float32."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    square = jnp.mean(wide * wide, -1, keepdims=True)
+    return (wide * jax.lax.rsqrt(square + epsilon)).astype(x.dtype)

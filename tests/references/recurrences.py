@@ -1,0 +1,106 @@
+"""Linear attention with decays, with all its pairs: what lies between two tokens decays."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+from effattn.functional.retention import retention_log_decay
+from tests.references.pairs import Pairs
+from tests.references.reference import Reference
+
+
+def decayed(arrays, pairs: Pairs, log_decay, scale=1.0):
+    """`log_decay (*B, S, K, f)`: the sum over the pairs, one more for the initial state."""
+    query, key, value = arrays["query"], arrays["key"], arrays["value"]
+    dtype = functools.reduce(jnp.promote_types, (query.dtype, value.dtype, jnp.float32))
+    q, k, v = (
+        query.astype(dtype) * jnp.asarray(scale, dtype),
+        key.astype(dtype),
+        value.astype(dtype),
+    )
+    groups = query.shape[-2] // key.shape[-2]
+    log_decay = jnp.where(pairs.present[..., None, None], log_decay.astype(dtype), 0)
+    so_far = jnp.cumsum(log_decay, -3)
+
+    def decay(logarithm, where):
+        return jnp.exp(jnp.where(where[..., None, None], logarithm, -jnp.inf))
+
+    of_queries = functools.partial(jnp.repeat, repeats=groups, axis=-2)
+    between = decay(so_far[..., :, None, :, :] - so_far[..., None, :, :, :], pairs.allowed)
+    between = jnp.broadcast_to(between, (*between.shape[:-1], k.shape[-1]))
+    weights = jnp.einsum("...tnf,...snf,...tsnf->...nts", q, of_queries(k), of_queries(between))
+    out = jnp.einsum("...nts,...snd->...tnd", weights, of_queries(v))
+    reached = k * decay(so_far[..., -1:, :, :] - so_far, pairs.reaches_final)
+    state = jnp.einsum("...skf,...skd->...kfd", reached, v)
+    if "initial_state" in arrays:
+        initial = arrays["initial_state"].astype(dtype)
+        kept = decay(so_far[..., -1, :, :], pairs.keeps_initial)
+        state = state + kept[..., None] * initial
+        reading = q * of_queries(decay(so_far, pairs.reads_initial))
+        initial = jnp.repeat(initial, groups, -3)
+        out = out + jnp.einsum("...tnf,...nfd->...tnd", reading, initial)
+    return {"out": out.astype(value.dtype), "state": state}
+
+
+def retention(arrays, pairs: Pairs, keep, **_):
+    key = arrays["key"]
+    log_decay = arrays.get("log_decay", retention_log_decay(key.shape[-2]))
+    log_decay = jnp.broadcast_to(log_decay[:, None], (*key.shape[:-1], 1))
+    return decayed(arrays, pairs, log_decay, arrays.get("scale", key.shape[-1] ** -0.5))
+
+
+def gated_linear(arrays, pairs: Pairs, keep, **_):
+    key, log_decay = arrays["key"], arrays["log_decay"]
+    log_decay = log_decay if log_decay.ndim == key.ndim else log_decay[..., None]
+    return decayed(arrays, pairs, log_decay, arrays.get("scale", key.shape[-1] ** -0.5))
+
+
+def mamba2(arrays, pairs: Pairs, keep, **_):
+    value, step = arrays["value"], arrays["step_size"]
+    dtype = jnp.promote_types(value.dtype, jnp.float32)
+    scaled = value.astype(dtype) * step[..., None].astype(dtype)
+    log_decay = (step.astype(dtype) * arrays["rate"].astype(dtype))[..., None]
+    results = decayed({**arrays, "value": scaled}, pairs, log_decay)
+    return {**results, "out": results["out"].astype(value.dtype)}
+
+
+def _tokens(sizes):
+    return (*sizes.batch, sizes.keys, sizes.key_heads)
+
+
+RETENTION = Reference(
+    attend=retention,
+    variants={"": {}},
+    tuning={"chunk_size": 4},
+    arguments=lambda rng, sizes: {"log_decay": -rng.uniform(0, 1, size=sizes.key_heads)},
+    per_head=frozenset({"log_decay"}),
+    decays=frozenset({"log_decay"}),
+    normalized=False,
+)
+GATED_LINEAR = Reference(
+    attend=gated_linear,
+    variants={"": {}},
+    # Larger products of three maps and a batch have eight axes, at which XLA's runtime for CPUs
+    # aborts where the second operand is transposed.
+    tuning={"chunk_size": 4},
+    arguments=lambda rng, sizes: {
+        "log_decay": -rng.uniform(0, 1, size=(*_tokens(sizes), sizes.size))
+    },
+    per_token=frozenset({"log_decay"}),
+    decays=frozenset({"log_decay"}),
+    normalized=False,
+)
+MAMBA2 = Reference(
+    attend=mamba2,
+    variants={"": {}},
+    tuning={"chunk_size": 5},
+    arguments=lambda rng, sizes: {
+        "step_size": np.log1p(np.exp(rng.normal(size=_tokens(sizes)))),
+        "rate": -rng.uniform(0.2, 1, size=sizes.key_heads),
+    },
+    per_token=frozenset({"step_size"}),
+    per_head=frozenset({"rate"}),
+    decays=frozenset({"step_size", "rate"}),
+    normalized=False,
+)
