@@ -12,7 +12,7 @@ from effattn.analysis.probes import mixed, mixing_weights
 from effattn.functional.softmax import dot_product_attention
 from effattn.nn.binding import Binding, resolve
 
-# Each after the first shrinks what is missed by the squared ratio of a left-out value to a kept one.
+# Each but the first shrinks what is missed by the squared ratio of a left-out to a kept value.
 _ITERATIONS = 3
 
 
