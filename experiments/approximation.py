@@ -35,13 +35,7 @@ class Config:
     A finished one prints its tables.
     """
 
-    sizes: tuple[int, ...] = (
-        8,
-        16,
-        32,
-        64,
-        128,
-    )  # of the approximations: landmarks, or projected rows
+    sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # landmarks, or projected rows
     length: int = 256  # tokens; for the pretrained encoder at most 512, and meant for 256
     texts: int = 4  # sequences to average over
     seed: int = 0  # of the Gaussian queries, keys and values, and of random projections
