@@ -17,7 +17,7 @@ setup := @scripts/setup_venv.sh $(VENV)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo gallery test bench lint format clean
+.PHONY: help demo mlm gallery test bench lint format clean
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
@@ -27,6 +27,10 @@ help: ## show this
 demo: ## train one small language model a mechanism on real text and compare them
 	$(setup) experiments
 	$(python) -m experiments.lm $(ARGS)
+
+mlm: ## the same with masked tokens, for mechanisms that look both ways
+	$(setup) experiments
+	$(python) -m experiments.mlm $(ARGS)
 
 gallery: ## draw the pictures of patterns and of attention in docs/images
 	$(setup) experiments

@@ -6,6 +6,7 @@ Nothing in this module imports Flax: `Mechanism.builder` names the module class,
 
 import dataclasses
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -87,6 +88,10 @@ class Mechanism:
         """The options that the mechanism has of itself in a layer of a model, from 0."""
         return {} if self.by_layer is None else dict(self.by_layer(layer))
 
+    def mixer_options(self) -> frozenset[str]:
+        """The options that its mixer has beside those of every `SelfAttention`."""
+        return _parameters(self.builder) - _parameters(_ANY_FUNCTION)
+
     def build(self, in_features: int, num_heads: int, **kwargs: Any) -> Any:
         """The mechanism's Flax mixer, from tokens `(B, T, D)` to tokens."""
         which = {"attention": self.name} if self.builder == _ANY_FUNCTION else {}
@@ -94,6 +99,13 @@ class Mechanism:
 
 
 _MECHANISMS: dict[str, Mechanism] = {}
+
+
+def _parameters(builder: str) -> frozenset[str]:
+    make = load(builder)
+    is_class = isinstance(make, type)
+    # The metaclass of Flax's modules hides their signature.
+    return frozenset(inspect.signature(make.__init__ if is_class else make).parameters)
 
 
 def load(reference: str) -> Any:

@@ -47,7 +47,7 @@ from effattn.patterns import (
     longformer,
     sparse_transformer,
 )
-from experiments.common import corpora, data, optimisers, programs, tokenizers
+from experiments.common import corpora, data, objectives, optimisers, programs, tokenizers
 from experiments.common.schedules import Schedule
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -175,9 +175,10 @@ def train(mechanism: str, options: Mapping[str, Any]) -> tuple[TransformerLM, np
     )
     params, state = compiled.init(0)
     batches = data.batches(inputs.train, 16, seed=0)
-    for _ in range(STEPS):
-        tokens = next(batches).astype(np.int32)[None]
-        params, state, _ = compiled.step(params, state, 0.03, tokens)
+    for step in range(STEPS):
+        seen, targets = inputs.objective.training(next(batches), 0, step)
+        examples = objectives.Examples(seen[None], targets[None])
+        params, state, _ = compiled.step(params, state, 0.03, examples)
     return compiled.model(params), inputs.valid[:, :-1].astype(np.int32)
 
 

@@ -3,171 +3,41 @@
 `python -m experiments.lm` compares three mechanisms in minutes on two cores; `--help` has the rest.
 """
 
-import argparse
 import dataclasses
-import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-import tyro
 
 if not __package__:  # run as `python experiments/lm.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.common import checks, corpora, folders, report
-from experiments.common.errors import UserError
-from experiments.common.schedules import Schedule
-
-LEARNING_RATES = {"muon": 0.03, "adamw": 0.003}
+from experiments.common import command
+from experiments.common.objectives import NextToken
 
 COMPARED = ("softmax", "sliding_window", "linear")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(command.Options):
     """Trains one small decoder a mechanism on the same text, and compares their perplexity.
 
     Stopped at any moment, the same command goes on where it was. A finished one prints its table.
     """
 
-    preset: Literal["small", "medium", "gpu"] = "small"  # defaults of the other options
     mechanisms: tuple[str, ...] = COMPARED  # names; NAME,OPTION=8; A/B by layer; A+B by head
-    window: int = 16  # tokens that sliding_window sees, the present one included
-    layers: int = 2  # Transformer layers
-    width: int = 64  # features of a token
-    heads: int = 4  # query heads, a divisor of width
-    context: int = 64  # tokens in a window of text
-    batch: int = 16  # windows in a step
-    accumulate: int = 1  # parts of a batch whose gradients are accumulated, to save memory
-    steps: int = 1000  # updates of the parameters
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the initial parameters and of the order of the data
-    optimiser: Literal["muon", "adamw"] = "muon"  # muon for matrices, with adam for the rest
-    learning_rate: float | None = None  # peak; None is 0.03 for muon, 0.003 for adamw
-    sweep: tuple[float, ...] = ()  # peaks to try, each mechanism's best on the first seed is used
-    warmup: float = 0.1  # fraction of the steps in which the rate rises, before its cosine decay
-    weight_decay: float = 0.0  # decoupled, of matrices
-    clip: float = 1.0  # largest norm of a gradient
-    corpus: str = "sotu"  # sotu, a text file, a folder (also WikiText's), hf:NAME or hf:NAME:CONFIG
-    tokenizer: Literal["bytes", "bpe"] = "bytes"  # bpe is trained on the corpus
-    vocabulary: int = 4096  # tokens of bpe
-    precision: Literal["float32", "bfloat16"] = "float32"  # of the computation, not the parameters
-    evaluate_every: int = 125  # steps between evaluations, each followed by a checkpoint
-    eval_windows: int = 512  # held-out windows, the same for all
-    output: Path | None = None  # run folder; None is runs/lm-PRESET- and a hash of the options
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """The learning rates to train with, of which a mechanism's best is used."""
-        return self.sweep or (self.learning_rate or LEARNING_RATES[self.optimiser],)
-
-    def settings(self) -> dict[str, Any]:
-        """What the results depend on, beside the text of the corpus."""
-        settings = dataclasses.asdict(self) | {"learning_rate": self.rates}
-        return {k: v for k, v in settings.items() if k not in ("sweep", "output")}
 
 
-PRESETS = {
-    "small": Config(),
-    # Hours on two cores.
-    "medium": Config(preset="medium", layers=4, width=128, context=256, window=64, steps=2000),
-    "gpu": Config(
-        preset="gpu",
-        layers=8,
-        width=512,
-        heads=8,
-        context=2048,
-        window=256,
-        batch=32,
-        steps=1500,
-        precision="bfloat16",
-        eval_windows=128,
-    ),
-}
+PRESETS = command.presets(Config)
 
 
 def parse(argv: Sequence[str] | None) -> Config:
     """The configuration of a command line: the preset's, with what else is given."""
-    preset = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    preset.add_argument("--preset", nargs="?")
-    name = preset.parse_known_args(argv)[0].preset
-    return tyro.cli(Config, args=argv, default=PRESETS.get(name, PRESETS["small"]))
-
-
-def train_all(config: Config, folder: Path, corpus: corpora.Corpus, settings: dict) -> None:
-    """Trains every model that is not trained yet, and writes the report."""
-    # Only now: these import JAX and Flax, which --help and bad input need not wait for.
-    from experiments.common import (
-        comparison,
-        data,
-        figure,
-        models,
-        optimisers,
-        programs,
-        progress,
-        tokenizers,
-        trials,
-    )
-
-    vocabulary = folder / "tokenizer.json"
-    tokenizer = tokenizers.load(config.tokenizer, config.vocabulary, corpus.train, vocabulary)
-    inputs = data.prepare(corpus, tokenizer, config.context, config.batch, config.eval_windows)
-    folders.make_folder(folder, settings)
-    tokenizers.save(tokenizer, vocabulary)
-    schedule = Schedule(config.steps, config.batch, config.accumulate, config.evaluate_every)
-    optimiser = optimisers.make_optimiser(
-        config.optimiser, config.steps, config.warmup, config.clip, config.weight_decay
-    )
-    sizes = (config.layers, config.width, config.heads, config.window, config.precision)
-
-    @functools.lru_cache(maxsize=1)  # the runs of a mechanism follow one another
-    def compile_mechanism(mechanism: str) -> programs.Programs:
-        model = models.language_model(mechanism, tokenizer.vocab_size, *sizes)
-        return programs.compile_programs(model, optimiser, schedule, inputs)
-
-    runs = comparison.planned_runs(len(config.mechanisms), len(config.rates), len(config.seeds))
-    with progress.Progress(runs, config.steps) as shown:
-        one = trials.Trials(
-            folder,
-            folders.fingerprint(settings),
-            schedule,
-            inputs,
-            tokenizer,
-            corpus.bytes_per_word,
-            compile_mechanism,
-            shown,
-        )
-        compared = comparison.compare(
-            config.mechanisms, config.rates, config.seeds, one.run, shown.say
-        )
-    figure.write_figure(folder, compared.runs)
-    report.write_report(folder, compared, settings)
+    return command.parse(PRESETS, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    config = parse(argv)
-    try:
-        checks.check(config)
-        corpus = corpora.load(config.corpus)
-        settings = config.settings() | {"corpus_sha256": corpus.sha256()}
-        default = Path("runs") / f"lm-{config.preset}-{folders.fingerprint(settings)}"
-        folder = config.output or default
-        folders.check_folder(folder, settings)
-        if report.finished(folder):
-            print(f"This ran before; to run it again, delete {folder} or give another --output.")
-        else:
-            print(f"Writing to {folder}; stopped, the same command goes on from there.", flush=True)
-            train_all(config, folder, corpus, settings)
-        print(report.read_report(folder))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    return command.run("lm", parse(argv), NextToken)
 
 
 if __name__ == "__main__":

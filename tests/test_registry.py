@@ -55,6 +55,13 @@ def test_an_entry_is_true_to_its_function(name):
     assert authors in (mechanism.function.__doc__ or "")
 
 
+def test_mixers_have_options_of_their_own():
+    assert registry.get("softmax").mixer_options() == frozenset()
+    own = {"max_length", "num_projected", "method", "sharing", "projection"}
+    assert registry.get("linformer").mixer_options() == own
+    assert "max_global" in registry.get("longformer").mixer_options()
+
+
 def test_an_unknown_name_is_told_the_known_ones():
     with pytest.raises(ValueError, match="unknown mechanism 'sotfmax'; registered are softmax, "):
         registry.get("sotfmax")

@@ -1,27 +1,40 @@
-"""Pictures of attention: who may attend to whom, how far it reaches, what a trained layer pays.
+"""Pictures and measures of attention: who may attend to whom, what a layer pays, at what error.
 
     draw(Causal() & SlidingWindow(7, 0)).figure.savefig("window.png")
     draw("longformer", local_window_size=(7, 0), is_causal=True)     # as the function really does
     print(text("sparse_transformer", 32, stride=8))                  # the same in characters
     receptive_field(bigbird(8), depth=4)                             # tokens reached, by layers
     draw_attention(model, tokens, layer=3)                           # the weights of each head
+    approximation_error("nystrom", q, k, v, num_landmarks=64)        # against exact attention
+    effective_rank(singular_values("softmax", q, k))                 # of the attention matrix
 
-The pictures of a mechanism are made by calling it, never from a mask written for the picture. All
-of this works on dense matrices, O(N^2) in the number of tokens, and takes up to `LONGEST` of them.
+The pictures of a mechanism are made by calling it, never from a mask written for the picture. They
+work on dense matrices, O(N^2) in the number of tokens, and take up to `LONGEST` of them;
+`approximation_error`, and `singular_values` with a `count`, go on from there in linear memory.
 Figures need matplotlib, the extra `analysis`; the numbers and `text` do not.
 """
 
+from effattn.analysis.approximation import (
+    ApproximationError,
+    approximation_error,
+    effective_rank,
+    singular_values,
+)
 from effattn.analysis.figures import draw, draw_attention, draw_receptive_field
 from effattn.analysis.pictures import receptive_field, text
 from effattn.analysis.probes import LONGEST, attention_weights, mixing_weights
 
 __all__ = [
     "LONGEST",
+    "ApproximationError",
+    "approximation_error",
     "attention_weights",
     "draw",
     "draw_attention",
     "draw_receptive_field",
+    "effective_rank",
     "mixing_weights",
     "receptive_field",
+    "singular_values",
     "text",
 ]

@@ -138,18 +138,23 @@ def _read(function: Callable[..., Any], query, key, value, keywords: dict[str, A
     check_length("the number of tokens", max(query.shape[-3], keys))
     identity = jnp.eye(keys, dtype=jnp.promote_types(value.dtype, jnp.float32))[:, None, :]
     one_hot = jnp.broadcast_to(identity, (*value.shape[:-1], keys))
+    return jnp.swapaxes(mixed(function, query, key, one_hot, keywords), -3, -2)
+
+
+def mixed(function: Callable[..., Any], query, key, value, keywords: dict[str, Any]) -> jax.Array:
+    """`(*B, T, N, C)`, the mixture of any values `(*B, S, K, C)`."""
     if "global_value" in keywords:
         # Values too, of another projection.
-        keywords = {**keywords, "global_value": one_hot}
-    weights = function(query, key, one_hot, **keywords)
-    shape = (*query.shape[:-1], keys)
-    if not isinstance(weights, jax.Array) or weights.shape != shape:
-        got = getattr(weights, "shape", type(weights).__name__)
+        keywords = {**keywords, "global_value": value}
+    out = function(query, key, value, **keywords)
+    shape = (*query.shape[:-1], value.shape[-1])
+    if not isinstance(out, jax.Array) or out.shape != shape:
+        got = getattr(out, "shape", type(out).__name__)
         raise ValueError(
-            f"the mechanism must return one array of shape {shape} for values {one_hot.shape}, "
+            f"the mechanism must return one array of shape {shape} for values {value.shape}, "
             f"got {got}"
         )
-    return jnp.swapaxes(weights, -3, -2)
+    return out
 
 
 def _mixer(module: Any, layer: int | None) -> SelfAttention | CrossAttention:

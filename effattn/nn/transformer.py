@@ -1,4 +1,4 @@
-"""A decoder-only Transformer language model over any mixers."""
+"""A Transformer language model over any mixers."""
 
 import dataclasses
 import functools
@@ -52,7 +52,8 @@ class TransformerConfig:
         "none".
       rotary_theta: see `RotaryEmbedding`.
       rotary_scaling: see `RotaryEmbedding`.
-      max_length: number of learned positions; only they need it.
+      max_length: the most tokens of an input, for what has parameters by position: learned
+        positions, which need it, and mixers such as Linformer's.
       tie_embeddings: the logits use the embedding of the tokens.
       parallel: mixer and feed-forward layer both read the same normalised input, and their sum is
         added, as in GPT-J; else one after the other.
@@ -63,6 +64,8 @@ class TransformerConfig:
       remat_policy: what remat keeps: a function from `jax.checkpoint_policies`, or the name of one
         that takes no arguments.
       qk_norm: RMS-normalise queries and keys.
+      is_causal: each token sees itself and those before it, as for predicting the next one. If
+        not, it sees both sides, as for predicting masked ones, and the model does not decode.
     """
 
     vocab_size: int
@@ -88,6 +91,7 @@ class TransformerConfig:
     remat: bool = False
     remat_policy: str | Callable[..., Any] | None = None
     qk_norm: bool = False
+    is_causal: bool = True
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "features", "num_heads"):
@@ -206,7 +210,7 @@ class Block(nnx.Module):
 
 
 class TransformerLM(nnx.Module):
-    """A causal language model: embedding, L pre-norm blocks, RMSNorm, logits.
+    """A language model, causal or not: embedding, L pre-norm blocks, RMSNorm, logits.
 
     Vaswani et al. 2017, with RMSNorm (Zhang and Sennrich 2019) before each sublayer and SwiGLU
     (Shazeer 2020). Projections into the residual stream start smaller by sqrt(2 L).
@@ -255,7 +259,7 @@ class TransformerLM(nnx.Module):
         segment_ids: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """The logits of each next token.
+        """The logits of each next token; of each token itself if the model is not causal.
 
         Args:
           tokens: `(B, T)` int; any value in the padding.
@@ -298,6 +302,10 @@ class TransformerLM(nnx.Module):
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> TransformerState:
         """The empty decode state; arguments as in `SelfAttention.init_state`."""
+        if not self.config.is_causal:
+            raise ValueError(
+                "a bidirectional TransformerLM cannot decode; configure it with is_causal=True"
+            )
         if self.positions is not None and max_length > self.positions.num_embeddings:
             raise ValueError(
                 f"max_length={max_length} was asked for, and there are only "
@@ -371,7 +379,7 @@ class TransformerLM(nnx.Module):
 
 
 def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
-    groups = config.layer_mixer(layer)
+    groups = [_sized(group, config.max_length) for group in config.layer_mixer(layer)]
     positions: dict[str, Any] = {}
     if config.positions == "rotary":
         positions["rotary"] = RotaryEmbedding(config.rotary_theta, config.rotary_scaling)
@@ -386,7 +394,7 @@ def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
         positions["score_mod"] = Alibi(config.num_heads)
     given = {
         **common,
-        "is_causal": True,
+        "is_causal": config.is_causal,
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "qk_norm": config.qk_norm,
@@ -398,6 +406,12 @@ def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
     options = {name: option for name, option in group.items() if name != "name"}
     mechanism = registry.get(group["name"])
     return mechanism.build(config.features, config.num_heads, **{**given, **options})
+
+
+def _sized(group: dict[str, Any], max_length: int | None) -> dict[str, Any]:
+    """A mixer's options, with the model's length where it has parameters by position."""
+    takes = "max_length" in registry.get(group["name"]).mixer_options()
+    return {"max_length": max_length, **group} if takes and max_length is not None else group
 
 
 def _dtypes(config: TransformerConfig) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from typing import Any
 from experiments.common.errors import UserError
 
 
-def check(config: Any) -> None:
+def check(config: Any, is_causal: bool = True) -> None:
     """Raises `UserError` if the settings of a language model's training do not fit together.
 
     Args:
-      config: of `experiments.lm`.
+      config: `experiments.common.command.Options`.
+      is_causal: whether a token of the models sees those before it alone.
     """
     counts = (
         *("window", "layers", "width", "heads", "batch", "accumulate", "steps"),
@@ -44,7 +45,7 @@ def check(config: Any) -> None:
     _require(0 <= config.weight_decay < math.inf, config, "weight_decay", "must be 0 or positive")
     if config.tokenizer == "bpe":
         _require(config.vocabulary > 256, config, "vocabulary", "must exceed the 256 bytes")
-    _check_mechanisms(config)
+    _check_mechanisms(config, is_causal)
 
 
 def _require(good: bool, config: Any, name: str, need: str) -> None:
@@ -54,12 +55,14 @@ def _require(good: bool, config: Any, name: str, need: str) -> None:
         raise UserError(f"--{name.replace('_', '-')} {need}, got {shown}")
 
 
-def _check_mechanisms(config: Any) -> None:
+def _check_mechanisms(config: Any, is_causal: bool) -> None:
     # Only now: the library imports JAX, which --help and typing errors need not wait for.
-    from experiments.common import mixers
+    from experiments.common import models
 
+    sizes = (config.layers, config.width, config.heads, config.window, config.precision)
     for text in config.mechanisms:
         try:
-            mixers.parse(text, config.layers, config.heads, config.window)
+            build = models.language_model(text, 256, *sizes, config.context, is_causal)
+            models.check(build, config.context)
         except ValueError as error:
             raise UserError(f"--mechanisms: {error}") from None

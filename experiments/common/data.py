@@ -7,6 +7,7 @@ import numpy as np
 
 from experiments.common.corpora import Corpus
 from experiments.common.errors import UserError
+from experiments.common.objectives import Examples, NextToken, Objective
 from experiments.common.tokenizers import Tokenizer
 
 
@@ -32,27 +33,38 @@ class Data:
     Attributes:
       train: the training windows.
       valid: `(n, context + 1)`, the validation windows.
-      valid_bytes: bytes of text that the targets of `valid` stand for.
+      valid_bytes: bytes of text that the last `context` tokens of each of them stand for.
+      objective: makes examples of windows.
     """
 
     train: Windows
     valid: np.ndarray
     valid_bytes: int
+    objective: Objective = NextToken()
 
     @property
     def valid_tokens(self) -> int:
         """Targets in the validation windows."""
         return self.valid[:, 1:].size
 
-    def valid_batches(self, batch: int) -> np.ndarray:
-        """The windows as `(n, batch, context + 1)`; the first ones again fill up the last batch."""
-        count, length = self.valid.shape
-        filled = np.resize(self.valid, (count + -count % batch, length))
-        return filled.reshape(-1, batch, length).astype(np.int32)
+    def valid_batches(self, batch: int) -> tuple[Examples, int]:
+        """The validation examples as `(n, batch, context)`, and how many of them there are.
+
+        The first ones again fill up the last batch.
+        """
+        examples = self.objective.validation(self.valid)
+        count, length = examples.inputs.shape
+        filled = (np.resize(rows, (count + -count % batch, length)) for rows in examples)
+        return Examples(*(rows.reshape(-1, batch, length) for rows in filled)), count
 
 
 def prepare(
-    corpus: Corpus, tokenizer: Tokenizer, context: int, batch: int, eval_windows: int
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    context: int,
+    batch: int,
+    eval_windows: int,
+    objective: Objective = NextToken(),  # noqa: B008, it is frozen
 ) -> Data:
     """Tokenizes a corpus, and spreads `eval_windows` windows evenly over the held-out documents.
 
@@ -70,7 +82,7 @@ def prepare(
             )
     picked = np.linspace(0, len(held_out) - 1, min(eval_windows, len(held_out))).astype(int)
     valid = np.stack([held_out[i] for i in picked])
-    return Data(train, valid, int(tokenizer.token_bytes[valid[:, 1:]].sum()))
+    return Data(train, valid, int(tokenizer.token_bytes[valid[:, 1:]].sum()), objective)
 
 
 def batches(windows: Windows, batch: int, seed: int) -> grain.DatasetIterator:

@@ -48,7 +48,9 @@ def write_figure(folder: Path, runs: Sequence[dict[str, Any]]) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
     legend = "mechanism" if count == 1 else f"mean of {count} seeds; band: their range"
-    axes[1].legend(title=legend)
+    lines = axes[1].get_lines()
+    # Beside the curves: wherever it lies among them, it hides some in some comparison.
+    figure.legend(handles=lines, title=legend, loc="outside lower center", ncols=min(4, len(lines)))
     partial = path.with_name(f"partial-{path.name}")
     figure.savefig(partial, dpi=150)
     plt.close(figure)

@@ -6,16 +6,16 @@ softmax+sliding_window         each has its share of the heads
 """
 
 import ast
-import inspect
 import re
 from typing import Any
 
 from effattn import registry
-from effattn.nn import SelfAttention
-from effattn.nn.binding import bind
+from effattn.nn.binding import bind, resolve
 
 
-def parse(text: str, layers: int, heads: int, window: int) -> tuple[dict[str, Any], ...]:
+def parse(
+    text: str, layers: int, heads: int, window: int, is_causal: bool = True
+) -> tuple[dict[str, Any], ...]:
     """The mixer of each layer, as `effattn.nn.TransformerConfig` takes it.
 
     Args:
@@ -23,12 +23,14 @@ def parse(text: str, layers: int, heads: int, window: int) -> tuple[dict[str, An
       layers: how many.
       heads: N, to be shared.
       window: tokens that a windowed mechanism sees, the present one included.
+      is_causal: whether a token sees those before it alone; if not, a window is half on each side.
 
     Raises:
-      ValueError: a text that is none of these, a mechanism that is unknown or not causal, an
-        option that it does not have, or more mechanisms than layers or heads to share.
+      ValueError: a text that is none of these, a mechanism that is unknown or cannot be causal (or
+        not causal), an option that it does not have, or more mechanisms than layers or heads to
+        share.
     """
-    turns = [_layer(part, heads, window) for part in text.split("/")]
+    turns = [_layer(part, heads, window, is_causal) for part in text.split("/")]
     if len(turns) > layers:
         raise ValueError(
             f"{text!r} has {len(turns)} kinds of layers, and there are {layers} layers"
@@ -41,8 +43,8 @@ def folder_name(text: str) -> str:
     return text.replace("/", "--")
 
 
-def _layer(text: str, heads: int, window: int) -> dict[str, Any]:
-    groups = [_mechanism(part, window) for part in text.split("+")]
+def _layer(text: str, heads: int, window: int, is_causal: bool) -> dict[str, Any]:
+    groups = [_mechanism(part, window, is_causal) for part in text.split("+")]
     if len(groups) == 1:
         return groups[0]
     share, rest = divmod(heads, len(groups))
@@ -51,15 +53,19 @@ def _layer(text: str, heads: int, window: int) -> dict[str, Any]:
     return {"heads": tuple({**group, "num_heads": share} for group in groups)}
 
 
-def _mechanism(text: str, window: int) -> dict[str, Any]:
+def _mechanism(text: str, window: int, is_causal: bool) -> dict[str, Any]:
     # Commas between brackets belong to a value.
     name, *given = re.split(r",(?![^()\[\]]*[)\]])", text)
-    causal = registry.names("causal")
-    if name not in causal:
-        raise ValueError(f"unknown mechanism {name!r}; causal ones are {', '.join(causal)}")
+    direction = "causal" if is_causal else "bidirectional"
+    if name not in registry.names():
+        known = ", ".join(registry.names(direction))
+        raise ValueError(f"unknown mechanism {name!r}; {direction} ones are {known}")
+    entry = registry.get(name)
+    resolve(name, {})[1].require(direction, f"is_causal={is_causal}")
     mixer: dict[str, Any] = {"name": name}
-    if "local_window_size" in registry.get(name).options:
-        mixer["local_window_size"] = (window - 1, 0)
+    if "local_window_size" in entry.options:
+        after = 0 if is_causal else (window - 1) // 2
+        mixer["local_window_size"] = (window - 1 - after, after)
     for option in given:
         key, _, value = option.partition("=")
         try:
@@ -68,12 +74,6 @@ def _mechanism(text: str, window: int) -> dict[str, Any]:
             raise ValueError(
                 f"{key}={value!r} is not a number, a word in quotes or a pair"
             ) from None
-    of_module = _options_of_module(registry.load(registry.get(name).builder))
-    bind(name, {k: v for k, v in mixer.items() if k != "name" and k not in of_module})
+    not_of_function = {"name", *entry.mixer_options()}
+    bind(name, {key: value for key, value in mixer.items() if key not in not_of_function})
     return mixer
-
-
-def _options_of_module(builder: Any) -> set[str]:
-    """What a mechanism's own module takes, and neither its function nor other modules do."""
-    own, general = (inspect.signature(one.__init__).parameters for one in (builder, SelfAttention))
-    return own.keys() - general.keys()

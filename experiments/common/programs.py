@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 from experiments.common.data import Data
+from experiments.common.objectives import NOTHING, Examples
 from experiments.common.schedules import Schedule
 
 Params = dict[str, Any]
@@ -22,10 +23,10 @@ class Programs:
 
     Attributes:
       init: `seed () int -> (params, optimiser_state)`.
-      step: `(params, optimiser_state, learning_rate (), tokens (A, B, T + 1)) -> (params,
+      step: `(params, optimiser_state, learning_rate (), examples (A, B, T)) -> (params,
         optimiser_state, loss)`; gradients are averaged over the A microbatches. It takes over the
         memory of the params and state that it is given.
-      evaluate: `(params, windows (n, B, T + 1)) -> (n, B)`, the nats of each window.
+      evaluate: `(params, examples (n, B, T)) -> (n, B)`, the nats of each example's targets.
       model: `params -> the module`.
       parameters: how many numbers are trained.
       temporary_bytes: of the compiled step, beside its arguments and results.
@@ -50,10 +51,10 @@ def compile_programs(
     """Compiles the programs of a language model.
 
     Args:
-      build: makes the model, tokens `(B, T)` to logits `(B, T, V)`, with `init_state`.
+      build: makes the model, tokens `(B, T)` to logits `(B, T, V)`, with `init_state` if causal.
       optimiser: for a learning rate of 1.
       schedule: gives A and B.
-      data: gives T, and n validation batches.
+      data: gives T, n validation batches and the objective.
     """
     graph, _ = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param)
 
@@ -65,40 +66,41 @@ def compile_programs(
         params: Params = nnx.to_pure_dict(state)
         return params, optimiser.init(params)
 
-    def nats(params: Params, tokens: jax.Array) -> jax.Array:
-        logits = model(params)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    def nats(params: Params, examples: Examples) -> jax.Array:
+        logits = model(params)(examples.inputs)
+        targets = jnp.maximum(examples.targets, 0)
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return jnp.where(examples.targets == NOTHING, 0, each)
 
-    def step(params: Params, optimiser_state: Any, learning_rate: jax.Array, tokens: jax.Array):
+    def mean_nats(params: Params, examples: Examples) -> jax.Array:
+        return nats(params, examples).sum() / (examples.targets != NOTHING).sum()
+
+    def step(params: Params, optimiser_state: Any, learning_rate: jax.Array, examples: Examples):
         def add(total, microbatch):
-            new = jax.value_and_grad(lambda p: nats(p, microbatch).mean())(params)
+            new = jax.value_and_grad(mean_nats)(params, microbatch)
             return jax.tree.map(jnp.add, total, new), None
 
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        total, _ = jax.lax.scan(add, zero, tokens)
-        loss, gradients = jax.tree.map(lambda x: x / len(tokens), total)
+        total, _ = jax.lax.scan(add, zero, examples)
+        loss, gradients = jax.tree.map(lambda x: x / len(examples.inputs), total)
         updates, optimiser_state = optimiser.update(gradients, optimiser_state, params)
         updates = jax.tree.map(lambda update: learning_rate * update, updates)
         return optax.apply_updates(params, updates), optimiser_state, loss
 
-    def evaluate(params: Params, windows: jax.Array) -> jax.Array:
-        return jax.lax.map(lambda tokens: nats(params, tokens).sum(-1), windows)
+    def evaluate(params: Params, examples: Examples) -> jax.Array:
+        return jax.lax.map(lambda batch: nats(params, batch).sum(-1), examples)
 
     params, optimiser_state = jax.eval_shape(init, 0)
     batch, context = schedule.batch // schedule.accumulate, data.train.context
-    tokens = jax.ShapeDtypeStruct((schedule.accumulate, batch, context + 1), jnp.int32)
-    windows = jax.ShapeDtypeStruct(data.valid_batches(batch).shape, jnp.int32)
+    tokens = jax.ShapeDtypeStruct((schedule.accumulate, batch, context), jnp.int32)
+    examples = Examples(tokens, tokens)
     compiled_step = (
-        jax.jit(step, donate_argnums=(0, 1)).lower(params, optimiser_state, 0.0, tokens).compile()
+        jax.jit(step, donate_argnums=(0, 1)).lower(params, optimiser_state, 0.0, examples).compile()
     )
-    compiled_evaluate = jax.jit(evaluate).lower(params, windows).compile()
+    compiled_evaluate = jax.jit(evaluate).lower(params, data.valid_batches(batch)[0]).compile()
     memory = compiled_step.memory_analysis()
     assert memory is not None  # CPU, GPU and TPU all give it
-    try:
-        state = jax.eval_shape(lambda params: model(params).init_state(1, context), params)
-        state_bytes = _total(state, lambda leaf: leaf.size * np.dtype(leaf.dtype).itemsize)
-    except NotImplementedError:
-        state_bytes = None
+    is_causal = data.objective.is_causal
     return Programs(
         init=jax.jit(init),
         step=compiled_step,
@@ -106,8 +108,16 @@ def compile_programs(
         model=model,
         parameters=_total(params, lambda leaf: leaf.size),
         temporary_bytes=memory.temp_size_in_bytes,
-        state_bytes=state_bytes,
+        state_bytes=_state_bytes(model, params, context) if is_causal else None,
     )
+
+
+def _state_bytes(model: Callable[[Params], Any], params: Params, context: int) -> int | None:
+    try:
+        state = jax.eval_shape(lambda params: model(params).init_state(1, context), params)
+    except NotImplementedError:
+        return None
+    return _total(state, lambda leaf: leaf.size * np.dtype(leaf.dtype).itemsize)
 
 
 def _total(tree: Any, measure: Callable[[Any], int]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.common.comparison import Comparison
 from experiments.common.metrics import write_atomically
+from experiments.common.objectives import Words
 
 Row = dict[str, Any]
 
@@ -54,6 +55,8 @@ def table(rows: Sequence[Row]) -> str:
     }
     if any(row["word_perplexity"] is None for row in rows):
         del columns["word perplexity"]
+    if all(row["state_bytes"] is None for row in rows):
+        del columns["decode state"]
     return markdown_table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
@@ -73,7 +76,9 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), rule, *map(line, rows)])
 
 
-def write_report(folder: Path, comparison: Comparison, settings: dict[str, Any]) -> None:
+def write_report(
+    folder: Path, comparison: Comparison, settings: dict[str, Any], words: Words
+) -> None:
     """Writes `summary.json` and, last of all, `summary.md` into the run folder."""
     summary = {
         "config": settings,
@@ -83,7 +88,7 @@ def write_report(folder: Path, comparison: Comparison, settings: dict[str, Any])
         "sweep": comparison.sweep,
     }
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write_atomically(folder / "summary.md", _markdown(summary))
+    write_atomically(folder / "summary.md", _markdown(summary, words))
 
 
 def finished(folder: Path) -> bool:
@@ -91,14 +96,14 @@ def finished(folder: Path) -> bool:
     return (folder / "summary.md").is_file()
 
 
-def read_report(folder: Path) -> str:
+def read_report(folder: Path, words: Words) -> str:
     """What to print of a finished run folder: the table, and one sample a mechanism."""
     summary = json.loads((folder / "summary.json").read_text())
     parts = []
     for run in summary["runs"]:
         if run["seed"] == summary["runs"][0]["seed"]:
-            parts.append(f"{run['mechanism']} writes:\n{_sample(run)}")
-    prompt = f"Continuing this held-out text:\n{_quoted(summary['runs'][0]['prompt'])}"
+            parts.append(f"{run['mechanism']} {words.sample}:\n{_sample(run)}")
+    prompt = f"{words.prompt}:\n{_quoted(summary['runs'][0]['prompt'])}"
     files = f"In {folder}: summary.md, summary.json, loss.png, config.json and a folder a run."
     return "\n\n".join([prompt, *parts, table(summary["mechanisms"]), files])
 
@@ -119,18 +124,17 @@ def _spread(mean: float, deviation: float | None) -> str:
     return f"{mean:.3f}" if deviation is None else f"{mean:.3f} ± {deviation:.3f}"
 
 
-def _markdown(summary: dict[str, Any]) -> str:
+def _markdown(summary: dict[str, Any], words: Words) -> str:
     rows, runs = summary["mechanisms"], summary["runs"]
     config = ", ".join(f"{key} {_plain(value)}" for key, value in summary["config"].items())
     machine = ", ".join(f"{key} {value}" for key, value in summary["environment"].items())
     parts = [
-        "# Language models compared",
+        f"# {words.title}",
         table(rows),
         f"Means over {len(rows[0]['seeds'])} seed(s), ± the standard deviation between them, after "
-        f"{rows[0]['tokens']:,} tokens each in the same order. Bits a byte and perplexity (a token)"
-        " are of the same held-out windows for all. Step temporaries are the compiled training"
-        " step's memory beside its arguments and results, by XLA's account; the decode state is of"
-        " one row at the context length.",
+        f"{rows[0]['tokens']:,} tokens each in the same order. {words.measured} Step temporaries"
+        " are the compiled training step's memory beside its arguments and results, by XLA's"
+        " account.",
     ]
     if len({row["parameters"] for row in rows}) > 1:
         parts.append("**The models differ in their numbers of parameters.**")
@@ -145,7 +149,7 @@ def _markdown(summary: dict[str, Any]) -> str:
             markdown_table(["mechanism", "learning rate", "bits/byte"], swept),
         ]
     parts += ["## Configuration", config + ".", machine + ".", "## Samples"]
-    parts.append(f"Each continues this held-out text:\n\n{_quoted(runs[0]['prompt'])}")
+    parts.append(f"{words.prompt}:\n\n{_quoted(runs[0]['prompt'])}")
     for run in runs:
         parts.append(f"### {run['mechanism']}, seed {run['seed']}\n\n{_sample(run)}")
     return "\n\n".join(parts) + "\n"

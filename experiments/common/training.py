@@ -13,6 +13,7 @@ from experiments.common.checkpoints import Checkpoints
 from experiments.common.data import Data, batches
 from experiments.common.errors import Diverged
 from experiments.common.metrics import Metrics
+from experiments.common.objectives import Examples
 from experiments.common.programs import Params, Programs
 from experiments.common.progress import Progress
 from experiments.common.schedules import Schedule
@@ -29,7 +30,7 @@ class Run:
       name: as shown to people.
       folder: for its checkpoints and metrics.
       identity: of everything that its parameters depend on.
-      seed: of the initial parameters and of the order of the data.
+      seed: of the initial parameters, of the order of the data and of what is masked in it.
       learning_rate: at its peak.
     """
 
@@ -56,7 +57,7 @@ def train(
     params, optimiser_state = programs.init(run.seed)
     order = batches(data.train, schedule.batch, run.seed)
     tokens_per_step = schedule.batch * data.train.context
-    windows = data.valid_batches(schedule.batch // schedule.accumulate)
+    valid, valid_count = data.valid_batches(schedule.batch // schedule.accumulate)
     log_every = math.ceil(schedule.steps / MAX_LOGGED_LOSSES)
     step, seconds = 0, 0.0
     record: dict[str, Any] = {}
@@ -87,12 +88,13 @@ def train(
                 # Evaluations and checkpoints do not count as training time.
                 started = time.perf_counter() - seconds
                 while step < until:
-                    tokens = next(order).astype(np.int32)
+                    examples = data.objective.training(next(order), run.seed, step)
+                    parts = (schedule.accumulate, -1, data.train.context)
                     params, optimiser_state, loss = programs.step(
                         params,
                         optimiser_state,
                         run.learning_rate,
-                        tokens.reshape(schedule.accumulate, -1, tokens.shape[-1]),
+                        Examples(*(array.reshape(parts) for array in examples)),
                     )
                     step += 1
                     unread.append((step, loss))
@@ -101,8 +103,8 @@ def train(
                 log(*unread.pop())
                 seconds = time.perf_counter() - started
 
-                each = np.asarray(programs.evaluate(params, windows), np.float64)
-                nats = each.ravel()[: len(data.valid)].sum()
+                each = np.asarray(programs.evaluate(params, valid), np.float64)
+                nats = each.ravel()[:valid_count].sum()
                 # It is finite, or these parameters would spoil the last good checkpoint.
                 if not math.isfinite(nats):
                     raise Diverged(run.name, step, checkpoints.latest)

@@ -7,11 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from effattn.decode import generate
 from experiments.common.data import Data
 from experiments.common.metrics import write_atomically
 from experiments.common.mixers import folder_name
@@ -20,9 +15,6 @@ from experiments.common.progress import Progress
 from experiments.common.schedules import Schedule
 from experiments.common.tokenizers import Tokenizer
 from experiments.common.training import Run, train
-
-SAMPLE_TEMPERATURE = 0.8
-MAX_SAMPLE_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +53,7 @@ class Trials:
             self.progress.begin(name, self.schedule.steps)
             return json.loads(path.read_text())
         programs = self.compile(mechanism)
+        window, objective = self.data.valid[0], self.data.objective
         params, record = train(run, self.schedule, programs, self.data, self.progress)
         result = {
             "mechanism": mechanism,
@@ -74,10 +67,8 @@ class Trials:
             "parameters": programs.parameters,
             "temporary_bytes": programs.temporary_bytes,
             "state_bytes": programs.state_bytes,
-            "prompt": self.tokenizer.decode(self._prompt()[0]),
-            "sample": None
-            if programs.state_bytes is None
-            else self._sample(programs.model(params), seed),
+            "prompt": objective.prompt(window, self.tokenizer),
+            "sample": objective.sample(programs.model(params), window, self.tokenizer, seed),
         }
         write_atomically(path, json.dumps(result, indent=2) + "\n")
         return result
@@ -87,19 +78,3 @@ class Trials:
             return None
         # A hardly trained model has more bits a word than the exponent of a float holds.
         return 2.0 ** min(bits_per_byte * self.bytes_per_word, 1000.0)
-
-    def _prompt(self) -> np.ndarray:
-        """The first quarter of the first validation window."""
-        return self.data.valid[:1, : self.data.train.context // 4]
-
-    def _sample(self, model: Any, seed: int) -> str:
-        """The model's continuation of the prompt."""
-        prompt = self._prompt()
-        tokens = generate(
-            model,
-            jnp.asarray(prompt, jnp.int32),
-            max_new_tokens=min(self.data.train.context - prompt.shape[1], MAX_SAMPLE_TOKENS),
-            temperature=SAMPLE_TEMPERATURE,
-            rng=jax.random.key(seed),
-        )
-        return self.tokenizer.decode(np.asarray(tokens[0]))

@@ -73,9 +73,10 @@ def test_the_bytes_of_validation_targets_are_counted_not_their_tokens(documents)
 def test_validation_batches_are_filled_up(documents):
     corpus = Corpus(tuple(documents[:15]), tuple(documents[15:]))
     data = prepare(corpus, ByteTokenizer(), context=16, batch=2, eval_windows=5)
-    filled = data.valid_batches(4)
-    assert filled.shape == (2, 4, 17)
-    np.testing.assert_array_equal(filled.reshape(8, 17)[:5], data.valid)
+    filled, count = data.valid_batches(4)
+    assert count == 5 and filled.inputs.shape == filled.targets.shape == (2, 4, 16)
+    np.testing.assert_array_equal(filled.inputs.reshape(8, 16)[:5], data.valid[:, :-1])
+    np.testing.assert_array_equal(filled.targets.reshape(8, 16)[:5], data.valid[:, 1:])
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,7 @@ def test_a_folder_without_permission_is_refused(tmp_path, folder_of_text, capsys
     ("more", "sentence"),
     [
         (["--mechanisms", "softmaxx"], "'softmaxx'; causal ones are softmax, sliding_window, "),
+        (["--mechanisms", "bigbird,block_size=0"], "--mechanisms: block_size must be an int, 1 or"),
         (["--mechanisms", "linear", "linear"], "--mechanisms must not repeat"),
         (["--width", "9"], "--width must be a multiple of --heads, got 9"),
         (["--width", "6"], "--heads must divide --width 6 into even head sizes"),
@@ -262,7 +263,7 @@ def test_options_override_their_preset():
 @pytest.mark.parametrize("name", lm.PRESETS)
 def test_presets_are_named_as_they_are_asked_for_and_fit_together(name):
     assert lm.PRESETS[name].preset == name
-    lm.checks.check(lm.parse(["--preset", name]))
+    lm.command.checks.check(lm.parse(["--preset", name]))
 
 
 def test_a_loss_that_is_not_a_number_stops_with_the_step(tmp_path, folder_of_text, capsys):

@@ -7,8 +7,8 @@ from effattn.nn import TransformerConfig
 from experiments.common.mixers import folder_name, parse
 
 
-def mixers(text, layers=3, heads=4, window=16):
-    return parse(text, layers, heads, window)
+def mixers(text, layers=3, heads=4, window=16, is_causal=True):
+    return parse(text, layers, heads, window, is_causal)
 
 
 def test_every_causal_mechanism_by_its_name():
@@ -34,6 +34,31 @@ def test_options_turns_and_shares():
     assert [g["num_heads"] for g in first["heads"]] == [2, 2]
     assert second == {"name": "softmax"}
     assert "/" not in folder_name("softmax/linear")
+
+
+@pytest.mark.parametrize("name", registry.names("bidirectional"))
+def test_windows_of_bidirectional_ones_are_half_on_each_side(name):
+    (found,) = mixers(name, layers=1, is_causal=False)
+    windowed = "local_window_size" in registry.get(name).options
+    assert found == {"name": name, **({"local_window_size": (8, 7)} if windowed else {})}
+
+
+def test_options_of_a_mixer_of_its_own():
+    (found,) = mixers("linformer,num_projected=4,method='mean'", layers=1, is_causal=False)
+    assert found == {"name": "linformer", "num_projected": 4, "method": "mean"}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_causal", "message"),
+    [
+        ("nystrom", True, "'nystrom' lacks 'causal'.* that have it: softmax, "),
+        ("sparse_transformer", False, "'sparse_transformer' lacks 'bidirectional'.* have it: s"),
+        ("sotfmax", False, "unknown mechanism 'sotfmax'; bidirectional ones are softmax, "),
+    ],
+)
+def test_the_wrong_direction_gets_the_advice_of_the_registry(text, is_causal, message):
+    with pytest.raises(ValueError, match=message):
+        mixers(text, is_causal=is_causal)
 
 
 @pytest.mark.parametrize(

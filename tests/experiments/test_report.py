@@ -5,6 +5,7 @@ import pytest
 
 from experiments.common import figure, report
 from experiments.common.comparison import Comparison
+from experiments.common.objectives import MaskedTokens, NextToken
 
 
 def result(mechanism, seed, bits, **changes):
@@ -61,7 +62,7 @@ def test_the_report_is_written_and_read_back(tmp_path):
     settings = {"steps": 3, "seeds": [0, 1]}
     comparison = Comparison(RUNS, [result("softmax", 0, 2.7, learning_rate=0.5)])
     assert not report.finished(tmp_path)
-    report.write_report(tmp_path, comparison, settings)
+    report.write_report(tmp_path, comparison, settings, NextToken.words)
     assert report.finished(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["config"] == settings
@@ -69,21 +70,34 @@ def test_the_report_is_written_and_read_back(tmp_path):
     assert summary["environment"]["device"]
     markdown = (tmp_path / "summary.md").read_text()
     table = report.table(summary["mechanisms"])
-    assert table in markdown and table in report.read_report(tmp_path)
+    assert table in markdown and table in report.read_report(tmp_path, NextToken.words)
     assert "| softmax   |           0.5 |     2.700 |" in markdown
     assert "steps 3, seeds 0 1" in markdown
     assert markdown.count("    to be\n") == 4
-    assert report.read_report(tmp_path).count("to be") == 2
+    assert report.read_report(tmp_path, NextToken.words).count("to be") == 2
+
+
+def test_masked_models_are_spoken_of_as_such(tmp_path):
+    runs = [{**run, "state_bytes": None} for run in RUNS]
+    report.write_report(tmp_path, Comparison(runs, []), {}, MaskedTokens.words)
+    text = (tmp_path / "summary.md").read_text() + report.read_report(tmp_path, MaskedTokens.words)
+    assert "# Masked language models" in text and "softmax fills in:" in text
+    assert "pseudo-perplexities" in text and "decode state" not in text.lower()
+
+
+def test_one_mechanism_that_does_not_decode_has_a_dash():
+    runs = [RUNS[0], result("nystrom", 0, 2.0, state_bytes=None)]
+    assert "|            - |" in report.table(report.summarise(Comparison(runs, [])))
 
 
 def test_no_control_character_of_a_sample_reaches_the_terminal(tmp_path):
-    report.write_report(tmp_path, Comparison(RUNS, []), {})
-    assert "\x1b" not in report.read_report(tmp_path)
+    report.write_report(tmp_path, Comparison(RUNS, []), {}, NextToken.words)
+    assert "\x1b" not in report.read_report(tmp_path, NextToken.words)
 
 
 def test_unequal_models_are_pointed_out(tmp_path):
     runs = [RUNS[0], result("linear", 0, 2.0, parameters=1235)]
-    report.write_report(tmp_path, Comparison(runs, []), {})
+    report.write_report(tmp_path, Comparison(runs, []), {}, NextToken.words)
     assert "differ in their numbers of parameters" in (tmp_path / "summary.md").read_text()
 
 

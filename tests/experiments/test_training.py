@@ -15,6 +15,7 @@ from experiments.common import metrics
 from experiments.common.corpora import Corpus
 from experiments.common.data import prepare
 from experiments.common.errors import Diverged
+from experiments.common.objectives import NOTHING, MaskedTokens
 from experiments.common.optimisers import make_optimiser
 from experiments.common.programs import compile_programs
 from experiments.common.schedules import Schedule
@@ -145,6 +146,26 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(run, data, programs)
     halves = compile_programs(Bigram, optimiser(), schedule, data)
     other = dataclasses.replace(run, folder=run.folder.with_name("halves"))
     params, _ = train(other, schedule, halves, data, Lines())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), params, expected)
+
+
+def test_so_are_those_of_masked_tokens(run, data, lines):
+    # No text has a byte of 255, so that it can be the mask.
+    masked = dataclasses.replace(data, objective=MaskedTokens(255))
+    schedule = dataclasses.replace(SCHEDULE, steps=2, evaluate_every=2)
+    whole = compile_programs(Bigram, optimiser(), schedule, masked)
+    expected, record = train(run, schedule, whole, masked, lines)
+    assert whole.state_bytes is None
+    inputs, targets = masked.objective.validation(masked.valid)
+    nats = -jax.nn.log_softmax(whole.model(expected)(inputs))
+    of_targets = jnp.take_along_axis(nats, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    mean = float(of_targets[targets != NOTHING].mean())
+    assert record["valid_loss"] == pytest.approx(mean, rel=1e-6)
+
+    schedule = dataclasses.replace(schedule, accumulate=2)
+    halves = compile_programs(Bigram, optimiser(), schedule, masked)
+    other = dataclasses.replace(run, folder=run.folder.with_name("halves"))
+    params, _ = train(other, schedule, halves, masked, lines)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), params, expected)
 
 

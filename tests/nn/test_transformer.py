@@ -100,6 +100,39 @@ def test_a_token_changes_no_logits_before_it(model):
     assert jnp.all(jnp.any(before[:, 6:] != after[:, 6:], axis=-1))
 
 
+LINFORMER_HEADS = {"name": "linformer", "num_heads": 2, "num_projected": 3}
+BOTH_WAYS = {
+    "softmax, alibi": {"positions": "alibi"},
+    "Linformer for as many tokens, learned": {
+        "mixer": ("softmax", {"heads": [LINFORMER_HEADS, {"name": "nystrom", "num_heads": 2}]}),
+        "positions": "learned",
+        "max_length": 9,
+    },
+}
+
+
+@pytest.mark.parametrize("variant", BOTH_WAYS)
+def test_a_bidirectional_model_sees_both_sides_and_does_not_decode(variant):
+    model = make(is_causal=False, **BOTH_WAYS[variant])
+    changed = TOKENS.at[:, 6].set((TOKENS[:, 6] + 1) % 13)
+    before, after = call(model, TOKENS), call(model, changed)
+    assert jnp.all(jnp.any(before != after, axis=-1))
+    padded = jnp.where(jnp.arange(9) < 6, TOKENS, 10**6)
+    out = call(model, padded, jnp.array([6, 6]))
+    close(out[:, :6], call(model, TOKENS[:, :6]))
+    with pytest.raises(ValueError, match="cannot decode; configure it with is_causal=True"):
+        model.init_state(2, 9)
+
+
+def test_mixers_with_parameters_by_position_have_the_length_of_the_model():
+    linformer = {"name": "linformer", "num_projected": 3}
+    mixers = (linformer, {**linformer, "max_length": 11})
+    model = make(is_causal=False, max_length=20, mixer=mixers)
+    assert [block.mixer.max_length for block in model.blocks] == [20, 11]
+    default = make(is_causal=False, num_layers=1, mixer=linformer)
+    assert default.blocks[0].mixer.max_length == 512
+
+
 def test_each_layer_has_its_own_mixer_and_state():
     model = make(num_layers=3, mixer=("softmax", WINDOW, "linear"))
     state = model.init_state(2, 9)
@@ -291,6 +324,11 @@ def test_a_mixer_that_cannot_do_what_the_model_asks_is_named():
         make(mixer="linear", positions="alibi")
     with pytest.raises(ValueError, match="no option local_window_size"):
         make(mixer={"name": "linear", "local_window_size": 3})
+
+
+def test_what_looks_one_way_alone_is_refused_in_models_that_look_the_other():
+    with pytest.raises(ValueError, match="'sparse_transformer' lacks 'bidirectional'"):
+        make(is_causal=False, mixer="sparse_transformer")
 
 
 def test_every_mechanism_that_decodes_builds_a_model():

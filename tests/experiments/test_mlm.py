@@ -1,0 +1,138 @@
+"""The command for masked models; what it shares with that for causal ones is tested there."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from experiments import lm, mlm
+from experiments.common import training
+from experiments.common.objectives import NOTHING, PARTS
+from experiments.common.training import train
+from tests.experiments.test_lm import arguments, assert_refused, parameters, untimed
+
+MECHANISMS = ["softmax", "linformer,num_projected=4"]
+SCHEDULE = ["--steps", "4", "--evaluate-every", "2", "--seeds", "0", "--mechanisms", *MECHANISMS]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, documents):
+    """A finished comparison: its command line, its folder, and what each run saw."""
+    corpus = tmp_path_factory.mktemp("corpus")
+    for index, document in enumerate(documents):
+        (corpus / f"{index:02d}.txt").write_bytes(document)
+    output = tmp_path_factory.mktemp("runs") / "both"
+    command, seen = arguments(corpus, output, *SCHEDULE), []
+
+    def recorded(run, schedule, programs, *others):
+        def step(params, state, rate, examples):
+            seen[-1].append(examples)
+            return programs.step(params, state, rate, examples)
+
+        def evaluate(params, examples):
+            seen[-1].append(examples)
+            return programs.evaluate(params, examples)
+
+        seen.append([])
+        watched = dataclasses.replace(programs, step=step, evaluate=evaluate)
+        return train(run, schedule, watched, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.common.trials.train", recorded)
+        assert mlm.main(command) == 0
+    return command, output, seen
+
+
+def test_a_run_folder_holds_a_table_a_figure_and_the_numbers(finished, capsys):
+    command, output, _ = finished
+    names = {path.name for path in output.iterdir() if path.is_file()}
+    assert names == {"config.json", "summary.json", "summary.md", "loss.png"}
+    summary = json.loads((output / "summary.json").read_text())
+    assert [row["mechanism"] for row in summary["mechanisms"]] == MECHANISMS
+    softmax, linformer = summary["mechanisms"]
+    # Its projections are for the 16 tokens of the context, one for keys and one for values.
+    assert linformer["parameters"] - softmax["parameters"] == 2 * 4 * 16
+    arrays = parameters(output / summary["runs"][0]["folder"])[1]
+    assert len(arrays["[0]['embed']['embedding']"]) == (256 + 1) * 8 * 4
+    for run in summary["runs"]:
+        assert run["state_bytes"] is None
+        assert run["perplexity"] == pytest.approx(np.exp(run["valid_loss"]))
+        assert run["bits_per_byte"] == pytest.approx(run["valid_loss"] / np.log(2))
+        assert run["prompt"].count("_") == 3 and run["sample"]
+    assert mlm.main(command) == 0
+    out = capsys.readouterr().out
+    assert "Filling in the tokens masked as _" in out and "| softmax " in out
+    assert "decode state" not in out
+
+
+def test_every_mechanism_sees_the_same_masks(finished):
+    softmax, linformer = finished[2]
+    assert len(softmax) == 4 + 2
+    for left, right in zip(softmax, linformer, strict=True):
+        np.testing.assert_array_equal(left.inputs, right.inputs)
+        np.testing.assert_array_equal(left.targets, right.targets)
+    steps = [softmax[i] for i in (0, 1, 3, 4)]
+    assert len({(step.targets != NOTHING).tobytes() for step in steps}) == 4
+    for evaluation in (softmax[2], softmax[5]):
+        assert evaluation.inputs.shape == (PARTS, 4, 16)
+        assert (evaluation.targets != NOTHING).sum() == 4 * 16
+
+
+def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp_path, monkeypatch):
+    command, output, _ = finished
+    again = [str(tmp_path / "run") if part == str(output) else part for part in command]
+    again.remove("softmax")
+
+    class Killed(Exception):
+        pass
+
+    class Killer(training.Checkpoints):
+        def save(self, *arguments):
+            super().save(*arguments)
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "Checkpoints", Killer)
+        with pytest.raises(Killed):
+            mlm.main(again)
+    assert not (tmp_path / "run" / "summary.md").exists()
+    assert mlm.main(again) == 0
+    name = "linformer,num_projected=4-rate0.003-seed0"
+    assert parameters(tmp_path / "run" / name) == parameters(output / name)
+    assert untimed(tmp_path / "run" / name) == untimed(output / name)
+
+
+def test_a_folder_of_the_other_experiment_is_left_alone(finished, capsys, monkeypatch):
+    command = finished[0]
+    monkeypatch.setattr(lm.command.checks, "check", lambda *arguments: None)
+    capsys.readouterr()
+    assert lm.main(command) == 1
+    assert "experiment was mlm, now lm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "sentence"),
+    [
+        ("sparse_transformer", "'sparse_transformer' lacks 'bidirectional'.*that have it: softmax"),
+        ("softmaxx", "unknown mechanism 'softmaxx'; bidirectional ones are softmax, "),
+        ("linformer,method='max'", "method must be one of linear, convolution, mean, got 'max'"),
+        ("linformer,max_length=3", "is for at most 3 tokens, got 16"),
+        ("nystrom,num_landmarks=0", "num_landmarks must be an int, 1 or more"),
+    ],
+)
+def test_what_a_mechanism_refuses_is_one_line(
+    tmp_path, folder_of_text, capsys, mechanism, sentence
+):
+    command = arguments(folder_of_text, tmp_path / "run", "--mechanisms", mechanism)
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm, "main", mlm.main)
+        assert_refused(command, capsys, sentence)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_options_that_are_there_without_a_command_line_fit_together():
+    config = mlm.parse([])
+    assert config == mlm.PRESETS["small"]
+    mlm.command.checks.check(config, is_causal=False)
