@@ -124,7 +124,7 @@ def packed(segment_ids: jax.Array, tokens: Tokens) -> Tokens:
     source = jnp.where(last < 0, first, last)
     document = jnp.take_along_axis(segment_ids, source, -1, mode="clip")
     before = jnp.concatenate([document[..., :1], document[..., :-1]], -1)
-    reads = segment_ids == document
+    reads = in_document & (segment_ids == document)
     return Tokens(
         reads if tokens.query_mask is None else reads & tokens.query_mask,
         written,
