@@ -21,6 +21,7 @@ from effattn.functional.random import random_attention  # isort: skip
 from effattn.functional.hierarchical import hierarchical_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
+from effattn.functional.delta_rule import delta_rule_attention  # isort: skip
 from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
@@ -45,6 +46,7 @@ __all__ = [
     "analysis",
     "combine",
     "decode",
+    "delta_rule_attention",
     "dot_product_attention",
     "hierarchical_attention",
     "linear_attention",

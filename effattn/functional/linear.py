@@ -88,7 +88,7 @@ def linear_attention(
     _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state)
     phi = feature_maps.resolve(feature_map)
     normalized = phi is not feature_maps.identity if normalize is None else bool(normalize)
-    multiplier = _scale(scale, query)
+    multiplier = recurrence.check_scale(scale, query)
     query_ids, key_ids = (None, None) if ids is None else ids
     tokens = Tokens(_mask(query_lengths, query_ids, queries), _mask(key_lengths, key_ids, keys))
     if phi not in feature_maps.FEATURE_MAPS.values():
@@ -158,13 +158,6 @@ def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_
             "bidirectional row has a sum for each document; pass one document a row, padded by "
             "key_value_seq_lengths"
         )
-
-
-def _scale(value, query):
-    scale = jnp.asarray(query.shape[-1] ** -0.5 if value is None else value)
-    if scale.ndim or not jnp.issubdtype(scale.dtype, jnp.number):
-        raise ValueError(f"scale must be a number, got {scale.dtype} of shape {scale.shape}")
-    return scale
 
 
 def _features(phi, x):

@@ -25,6 +25,9 @@ from effattn.xla.linear_recurrence import (
     packed,
 )
 
+# What every always causal mechanism that runs through `check` and `run` can do.
+CAPABILITIES = frozenset({"causal", "grouped", "lengths", "segments", "state", "decode"})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -119,6 +122,14 @@ def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay")
             "of a decay in (0, 1] pass jnp.log, of a logit jax.nn.log_sigmoid"
         )
     return array
+
+
+def check_scale(value: Any, query: jax.Array) -> jax.Array:
+    """The multiplier of q . k, `()`; H**-0.5 for None."""
+    scale = jnp.asarray(query.shape[-1] ** -0.5 if value is None else value)
+    if scale.ndim or not jnp.issubdtype(scale.dtype, jnp.number):
+        raise ValueError(f"scale must be a number, got {scale.dtype} of shape {scale.shape}")
+    return scale
 
 
 def _within(lengths: jax.Array | None, length: int) -> jax.Array | None:
