@@ -24,6 +24,7 @@ from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.functional.retention import retention  # isort: skip
 from effattn.functional.gated_linear import gated_linear_attention  # isort: skip
 from effattn.functional.state_space_duality import state_space_duality  # isort: skip
+from effattn.functional.delta_rule import delta_rule_attention  # isort: skip
 from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
@@ -48,6 +49,7 @@ __all__ = [
     "analysis",
     "combine",
     "decode",
+    "delta_rule_attention",
     "dot_product_attention",
     "gated_linear_attention",
     "hierarchical_attention",

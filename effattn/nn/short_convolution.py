@@ -75,13 +75,11 @@ class ShortConvolution(nnx.Module):
         """
         self._check(x)
         batch, time = x.shape[:2]
-        valid = None
-        if lengths is not None:
-            valid = jnp.arange(time) < new_lengths(lengths, batch, time)[:, None]
-        ids = _checks.segment_ids(segment_ids, (batch,), time, time)
-        ids = None if ids is None else ids[0]
+        valid = self._valid(lengths, batch, time)
+        pair = _checks.segment_ids(segment_ids, (batch,), time, time)
+        ids = None if pair is None else pair[0]
         if ids is not None:
-            valid = ids != 0 if valid is None else valid & (ids != 0)
+            valid = jnp.logical_and(ids != 0, True if valid is None else valid)
         return self._convolve(self._before(_clear(x, valid)), valid, ids)
 
     def init_state(self, batch: int, dtype: Any = None) -> jax.Array:
@@ -111,17 +109,20 @@ class ShortConvolution(nnx.Module):
         self._check(x)
         batch, time = x.shape[:2]
         _checks.shaped("state", state, (batch, self.width - 1, self.features))
-        valid = None
-        if lengths is not None:
-            lengths = new_lengths(lengths, batch, time)
-            valid = jnp.arange(time) < lengths[:, None]
+        valid = self._valid(lengths, batch, time)
         read = jnp.concatenate([state.astype(x.dtype), _clear(x, valid)], 1)
         if lengths is None:
             last = read[:, time:]
         else:
-            kept = lengths[:, None] + jnp.arange(self.width - 1)
+            kept = new_lengths(lengths, batch, time)[:, None] + jnp.arange(self.width - 1)
             last = jnp.take_along_axis(read, kept[..., None], 1, mode="clip")
         return self._convolve(read, valid, None), last.astype(state.dtype)
+
+    def _valid(self, lengths: jax.Array | None, batch: int, time: int) -> jax.Array | None:
+        """Which tokens are not padding, bool `(B, T)`; None for all."""
+        if lengths is None:
+            return None
+        return jnp.arange(time) < new_lengths(lengths, batch, time)[:, None]
 
     def _before(self, x: jax.Array) -> jax.Array:
         """With the zeros that are before the first token."""

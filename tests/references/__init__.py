@@ -4,6 +4,7 @@ A new mechanism gets the whole battery by being registered and by one entry in `
 """
 
 from tests.references.block_linformer import BLOCK_LINFORMER
+from tests.references.delta_rule import DELTA_NET, GATED_DELTA_NET
 from tests.references.hierarchical import HIERARCHICAL
 from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
@@ -28,6 +29,8 @@ REFERENCES: dict[str, Reference] = {
     "retention": RETENTION,
     "gated_linear": GATED_LINEAR,
     "mamba2": MAMBA2,
+    "delta_net": DELTA_NET,
+    "gated_delta_net": GATED_DELTA_NET,
     "linformer": LINFORMER,
     "block_linformer": BLOCK_LINFORMER,
     "long_short": LONG_SHORT,

@@ -35,6 +35,8 @@ class Reference:
       initial_state: `(rng, shapes) -> state`, random, from the state's pytree of
         `jax.ShapeDtypeStruct`, each leaf `(*B, K, ...)`. The default is uniform in [0.1, 1).
       normalized: whether the weights of a query sum to 1.
+      bounded: `arrays -> arrays`, of which the results are finite where the mechanism leaves that
+        to the caller; the default takes them as they are.
     """
 
     attend: Callable[..., dict[str, Any]]
@@ -50,3 +52,4 @@ class Reference:
     decays: frozenset[str] = frozenset()
     initial_state: Callable[[np.random.Generator, Any], Any] | None = None
     normalized: bool = True
+    bounded: Callable[[dict[str, Any]], dict[str, Any]] = dict

@@ -1,0 +1,151 @@
+"""Makes the golden file of recurrences with flash-linear-attention (torch, on a CPU).
+
+    python -m venv /tmp/fla && /tmp/fla/bin/pip install torch einops numpy
+    /tmp/fla/bin/pip install --no-deps fla-core
+    /tmp/fla/bin/python tests/golden/make_fla.py
+
+Its naive forms, each in a file of its own that needs neither Triton nor a GPU, are run on small
+random inputs. All arrays are float32, time second and heads third; scores are scaled by
+H**-0.5. `fla.npz` holds, with B = 2, T = 11, N = 3 heads, H = 4 and Hv = 6:
+
+    query, key      (B, T, N, H), key of length 1; the inputs of every case
+    value           (B, T, N, Hv)
+    beta            (B, T, N), in (0, 1)
+    log_decay       (B, T, N), of a token; below 0
+    log_decay_feature (B, T, N, H), of a feature
+    initial_state   (B, N, H, Hv)
+    cotangent       (B, T, N, Hv), of the output
+
+and by case
+
+    linear          no decay, no normaliser
+    retention       the decays 1 - 2^(-5 - n) of RetNet; from a state of zero, which is not given
+    token_decay     decays `log_decay`: retention or Mamba-2 with decays of tokens
+    gated_linear    decays `log_decay_feature`
+    delta           `beta`
+    gated_delta     `beta` and `log_decay`
+
+the results "<case>/output" and "<case>/state", after the last token, and the gradients of
+sum(output * cotangent) as "<case>/d_<input>" for the inputs that the case takes.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import pathlib
+import sys
+
+import einops
+import numpy as np
+import torch
+
+HERE = pathlib.Path(__file__).parent
+BATCH, LENGTH, HEADS, SIZE, VALUE_SIZE = 2, 11, 3, 4, 6
+
+
+def naive(operation: str):
+    """A module by its file: the package around it asks for Triton."""
+    (root,) = importlib.util.find_spec("fla").submodule_search_locations
+    path = pathlib.Path(root, "ops", operation, "naive.py")
+    spec = importlib.util.spec_from_file_location(f"naive_{operation}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def draw() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    tokens = BATCH, LENGTH, HEADS
+    return {
+        "query": torch.randn(*tokens, SIZE),
+        "key": torch.nn.functional.normalize(torch.randn(*tokens, SIZE), dim=-1),
+        "value": torch.randn(*tokens, VALUE_SIZE),
+        "beta": torch.rand(*tokens),
+        "log_decay": torch.nn.functional.logsigmoid(torch.randn(*tokens) + 1),
+        "log_decay_feature": torch.nn.functional.logsigmoid(torch.randn(*tokens, SIZE) + 1),
+        "initial_state": torch.randn(BATCH, HEADS, SIZE, VALUE_SIZE),
+        "cotangent": torch.randn(*tokens, VALUE_SIZE),
+    }
+
+
+def heads_first(*arrays: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in arrays)
+
+
+def linear(query, key, value, initial_state):
+    return naive("linear_attn").naive_recurrent_linear_attn(
+        query, key, value, initial_state=initial_state, output_final_state=True
+    )
+
+
+def retention(query, key, value):
+    """The output in the parallel form, which has no state; the state as of token decays."""
+    output = naive("retention").naive_retention(*heads_first(query, key, value)).transpose(1, 2)
+    log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(HEADS)))).expand(BATCH, LENGTH, HEADS)
+    again, state = token_decay(query, key, value, log_decay, None)
+    torch.testing.assert_close(again, output)
+    return output, state
+
+
+def token_decay(query, key, value, log_decay, initial_state):
+    return naive("simple_gla").naive_recurrent_simple_gla(
+        query, key, value, log_decay, initial_state=initial_state, output_final_state=True
+    )
+
+
+def gated_linear(query, key, value, log_decay_feature, initial_state):
+    return naive("gla").naive_recurrent_gla(
+        query,
+        key,
+        value,
+        log_decay_feature,
+        initial_state=initial_state,
+        output_final_state=True,
+    )
+
+
+def delta(query, key, value, beta, initial_state):
+    output, state = naive("delta_rule").delta_rule_recurrence(
+        *heads_first(query, key, value, beta), initial_state=initial_state
+    )
+    return output.transpose(1, 2), state
+
+
+def gated_delta(query, key, value, beta, log_decay, initial_state):
+    return naive("gated_delta_rule").naive_recurrent_gated_delta_rule(
+        query, key, value, beta, log_decay, initial_state=initial_state, output_final_state=True
+    )
+
+
+CASES = linear, retention, token_decay, gated_linear, delta, gated_delta
+
+
+def make() -> dict[str, np.ndarray]:
+    inputs = draw()
+    arrays = {name: x.numpy() for name, x in inputs.items()}
+    for case in CASES:
+        names = case.__code__.co_varnames[: case.__code__.co_argcount]
+        given = {name: inputs[name].clone().requires_grad_() for name in names}
+        output, state = case(**given)
+        gradients = torch.autograd.grad((output * inputs["cotangent"]).sum(), [*given.values()])
+        results = {f"d_{name}": x.numpy() for name, x in zip(names, gradients, strict=True)}
+        results["output"] = output.detach().numpy()
+        results["state"] = state.detach().numpy()
+        arrays.update({f"{case.__name__}/{name}": x for name, x in results.items()})
+    return arrays
+
+
+def main() -> None:
+    np.savez_compressed(HERE / "fla.npz", **make())
+    made_with = {
+        "python": sys.version.split()[0],
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+        "einops": einops.__version__,
+        "fla-core": importlib.metadata.version("fla-core"),
+    }
+    (HERE / "fla.json").write_text(json.dumps(made_with, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
