@@ -134,6 +134,8 @@ def _attend(rule: Rule, x: Operands):
     return _forward(rule, x, x.value.dtype)
 
 
+# Traced once, where the rules of differentiation call for it twice.
+@functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
 def _forward(rule: Rule, x: Operands, dtype):
     tiles = _Tiles(rule, x)
     rows, size = tiles.row_shape, x.value.shape[-1]
@@ -291,6 +293,22 @@ def _over_leading(function, axes: int, *arrays):
     return mapped(*parts)
 
 
+def _where_it_differs(function, start, *arrays):
+    """`function(start, *arrays)`, mapped over the leading axes along which `start` differs.
+
+    The arrays broadcast along these.
+    """
+    axes = [axis for axis, size in enumerate(start.shape) if size > 1]
+    for place, axis in reversed(list(enumerate(axes))):
+        # The maps around this one have taken an axis each.
+        at = axis - place
+        in_axes = [at if array.shape[axis] > 1 else None for array in arrays]
+        function = jax.vmap(function, in_axes=(0, *in_axes), out_axes=at)
+    start = start.squeeze([axis for axis in range(start.ndim) if axis not in axes])
+    shared = [[axis for axis in axes if array.shape[axis] == 1] for array in arrays]
+    return function(start, *(a.squeeze(s) for a, s in zip(arrays, shared, strict=True)))
+
+
 class _Tiles:
     """Reads, scores and writes the operands: rows of query tile n, and patches of pairs."""
 
@@ -405,38 +423,33 @@ class _Tiles:
             return jnp.moveaxis(lax.dynamic_slice_in_dim(array, start, patch.keys, axis), -2, -3)
         size = patch.keys // start.shape[-1]
 
-        def runs(array, start):
-            # Piece by piece in place: XLA's CPU backend concatenates slices element by element.
-            out = jnp.zeros((*array.shape[:-2], patch.keys, array.shape[-1]), array.dtype)
-            for w, first in enumerate(start):
-                part = lax.dynamic_slice_in_dim(array, first, size, array.ndim - 2)
-                out = lax.dynamic_update_slice_in_dim(out, part, w * size, array.ndim - 2)
-            return out
+        def run(start, array):
+            return lax.dynamic_slice_in_dim(array, start, size, array.ndim - 2)
 
-        by_head = jnp.moveaxis(array, -2, -3)
-        if start.ndim == 1:
-            return runs(by_head, start)
-        return _over_leading(runs, axis + 1, by_head, self._by_head(start))
+        by_head, start = jnp.moveaxis(array, -2, -3), self._by_head(start)
+        # Piece by piece in place: XLA's CPU backend concatenates slices element by element.
+        rows = jnp.broadcast_shapes(by_head.shape[:-2], start.shape[:-1])
+        out = jnp.zeros((*rows, patch.keys, array.shape[-1]), array.dtype)
+        for w in range(start.shape[-1]):
+            part = _where_it_differs(run, start[..., w], by_head)
+            out = lax.dynamic_update_slice_in_dim(out, part, w * size, by_head.ndim - 2)
+        return out
 
     def add_keys(self, patch, array, tile):
         """Adds `(*B, K, H, s)` to `(*B, K, H, S)`."""
 
-        def add(array, tile, start):
+        def add(start, array, tile):
             axis = array.ndim - 1
             tile = tile + lax.dynamic_slice_in_dim(array, start, tile.shape[axis], axis)
             return lax.dynamic_update_slice_in_dim(array, tile, start, axis)
 
-        def add_runs(array, tile, start):
-            for part, first in zip(jnp.split(tile, len(start), axis=-1), start, strict=True):
-                array = add(array, part, first)
-            return array
-
         start = patch.key_start
         if start.ndim == 0:
-            return add(array, tile, start)
-        if start.ndim == 1:
-            return add_runs(array, tile, start)
-        return _over_leading(add_runs, array.ndim - 2, array, tile, self._by_head(start))
+            return add(start, array, tile)
+        start = self._by_head(start)
+        for w, part in enumerate(jnp.split(tile, start.shape[-1], axis=-1)):
+            array = _where_it_differs(add, start[..., w], array, part)
+        return array
 
     def _by_head(self, start):
         """`(*L, W)` to `(*#B, #K, W)`."""

@@ -9,6 +9,7 @@ a layout skip cost nothing, as when the program runs.
 import collections
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -64,7 +65,7 @@ def operations(closed) -> int:
     """Multiplications and additions of matrix products, and arithmetic on single entries."""
     counter: collections.Counter = collections.Counter()
     unknown = [_UNKNOWN] * len(closed.jaxpr.invars)
-    _run(closed.jaxpr, [_integers(c) for c in closed.consts], unknown, counter)
+    _run(closed, unknown, counter, (False,) * len(closed.jaxpr.outvars))
     return counter.total()
 
 
@@ -121,37 +122,132 @@ def _broadcast(array, params, shape):
     return np.broadcast_to(array.reshape(sizes), shape)
 
 
-def _run(jaxpr, consts, args, counter):
-    """Follows the scalars through, counts the rest; returns what is known of the results."""
-    known = dict(zip(jaxpr.constvars, consts, strict=True))
-    known.update(zip(jaxpr.invars, args, strict=True))
+def _run(called, args, counter, wanted):
+    """Follows what loops depend on, counts the rest; returns what is known of the results.
+
+    Of the results, those that are not `wanted` are not found out.
+    """
+    plan = _plan(called, wanted)
+    counter.update(plan.work)
+    known = dict(plan.consts)
+    known.update(zip(plan.jaxpr.invars, args, strict=True))
 
     def read(atom):
         if isinstance(atom, jex_core.Literal):
             return _integers(atom.val)
         return known.get(atom, _UNKNOWN)
 
-    work, others = _of_arrays(jaxpr)
-    counter.update(work)
-    for eqn in others:
-        inputs = [read(atom) for atom in eqn.invars]
-        outputs = _equation(eqn, inputs, counter)
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    for eqn, outputs in plan.steps:
+        found = _equation(eqn, [read(atom) for atom in eqn.invars], counter, outputs)
+        known.update(zip(eqn.outvars, found, strict=True))
+    return [read(atom) for atom in plan.jaxpr.outvars]
+
+
+class _Plan(NamedTuple):
+    """What is to be done each time that a jaxpr runs.
+
+    Attributes:
+      jaxpr: the jaxpr.
+      consts: what is known of its constants.
+      work: of what no loop depends on.
+      steps: the other equations, and which of their outputs are wanted.
+      inputs: which inputs they depend on.
+    """
+
+    jaxpr: Any
+    consts: dict[Any, Any]
+    work: dict[str, int]
+    steps: list[tuple[Any, tuple[bool, ...]]]
+    inputs: tuple[bool, ...]
 
 
 @functools.cache
-def _of_arrays(jaxpr):
-    """The work of the arrays that no loop depends on, and the other equations."""
-    work, others, used = collections.Counter(), [], set(map(id, jaxpr.outvars))
+def _plan(called, wanted: tuple[bool, ...]) -> _Plan:
+    """From the wanted results back to what they depend on, and what the loops depend on."""
+    closed = isinstance(called, jex_core.ClosedJaxpr)
+    jaxpr, consts = (called.jaxpr, called.consts) if closed else (called, ())
+    work: collections.Counter = collections.Counter()
+    steps, needed = [], set()
+
+    def need(atoms, which):
+        needed.update(a for a, w in zip(atoms, which, strict=True) if w and _may_be_known(a))
+
+    need(jaxpr.outvars, wanted)
     for eqn in reversed(jaxpr.eqns):
-        told = any(_may_be_known(v.aval) and id(v) in used for v in eqn.outvars)
-        if told or _holds_jaxprs(eqn) or any(v.aval.shape == () for v in eqn.outvars):
-            others.append(eqn)
-            used.update(map(id, eqn.invars))
+        outputs = tuple(v in needed for v in eqn.outvars)
+        if _holds_jaxprs(eqn):
+            steps.append((eqn, outputs))
+            need(eqn.invars, _inputs(eqn, outputs))
+        elif any(outputs):
+            steps.append((eqn, outputs))
+            need(eqn.invars, [True] * len(eqn.invars))
         else:
             work[eqn.primitive.name] += _work(eqn)
-    return work, others[::-1]
+    known = dict(zip(jaxpr.constvars, map(_integers, consts), strict=True))
+    inputs = tuple(v in needed for v in jaxpr.invars)
+    return _Plan(jaxpr, known, {k: w for k, w in work.items() if w}, steps[::-1], inputs)
+
+
+def _may_be_known(atom):
+    """Variables that are integers."""
+    return not isinstance(atom, jex_core.Literal) and atom.aval.dtype.kind in "iub"
+
+
+def _inputs(eqn, outputs) -> tuple[bool, ...]:
+    """Which inputs of an equation that holds jaxprs its loops and the outputs depend on."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "while":
+        of_cond, of_body, carry = _of_while(eqn, outputs)
+        return (*of_cond, *of_body, *carry)
+    if name == "scan":
+        fixed, carry = _of_scan(eqn, outputs)
+        return (*fixed, *carry, *[False] * (len(eqn.invars) - len(fixed) - len(carry)))
+    if name == "cond":
+        of_branches = [_plan(branch, outputs).inputs for branch in params["branches"]]
+        return (True, *map(any, zip(*of_branches, strict=True)))
+    return _plan(_callee(eqn), outputs).inputs
+
+
+@functools.cache
+def _of_while(eqn, outputs):
+    """Which constants of the condition and of the body, and what of the carry, are needed."""
+    params = eqn.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    cond = _plan(params["cond_jaxpr"], (True,)).inputs
+    carry = _either(cond[num_cond:], outputs)
+    while True:
+        body = _plan(params["body_jaxpr"], carry).inputs
+        more = _either(carry, body[num_body:])
+        if more == carry:
+            return cond[:num_cond], body[:num_body], carry
+        carry = more
+
+
+@functools.cache
+def _of_scan(eqn, outputs):
+    """Which constants, and what of the carry, are needed."""
+    num_consts, num_carry = _split_scan(eqn)
+    body = eqn.params["jaxpr"]
+    carry = outputs[:num_carry]
+    while True:
+        inputs = _plan(body, _carry_alone(body, carry)).inputs
+        more = _either(carry, inputs[num_consts : num_consts + num_carry])
+        if more == carry:
+            return inputs[:num_consts], carry
+        carry = more
+
+
+def _carry_alone(body, carry):
+    """What is wanted of a scan's body: of what is stacked, nothing."""
+    return (*carry, *[False] * (len(body.jaxpr.outvars) - len(carry)))
+
+
+def _either(these, those):
+    return tuple(a or b for a, b in zip(these, those, strict=True))
+
+
+def _callee(eqn):
+    return next(eqn.params[k] for k in ("jaxpr", "call_jaxpr") if k in eqn.params)
 
 
 @functools.cache
@@ -159,24 +255,17 @@ def _holds_jaxprs(eqn) -> bool:
     return any(True for _ in _inner(eqn))
 
 
-def _may_be_known(aval):
-    return aval.dtype.kind in "iub" and len(aval.shape) < 4
-
-
-def _equation(eqn, inputs, counter):
+def _equation(eqn, inputs, counter, outputs):
     name, params = eqn.primitive.name, eqn.params
     unknown = [_UNKNOWN] * len(eqn.outvars)
     if name == "while":
-        return _while(params, inputs, counter)
+        return _while(eqn, inputs, counter, outputs)
     if name == "scan":
-        return _scan(eqn, inputs, counter)
+        return _scan(eqn, inputs, counter, outputs)
     if name == "cond":
-        return _cond(params, inputs, counter, unknown)
+        return _cond(params, inputs, counter, outputs)
     if _holds_jaxprs(eqn):
-        closed = next(params[k] for k in ("jaxpr", "call_jaxpr") if k in params)
-        if isinstance(closed, jex_core.ClosedJaxpr):
-            return _run(closed.jaxpr, [_integers(c) for c in closed.consts], inputs, counter)
-        return _run(closed, [], inputs, counter)
+        return _run(_callee(eqn), inputs, counter, outputs)
     found = _evaluated(eqn, inputs) if all(x is not _UNKNOWN for x in inputs) else _UNKNOWN
     if found is _UNKNOWN or np.ndim(found):
         counter[name] += _work(eqn)
@@ -198,6 +287,9 @@ def _evaluated(eqn, inputs):
 
 
 def _work(eqn) -> int:
+    """Of single integers, none."""
+    if all(v.aval.shape == () and v.aval.dtype.kind in "iub" for v in eqn.outvars):
+        return 0
     name = eqn.primitive.name
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -213,49 +305,56 @@ def _work(eqn) -> int:
     return 0
 
 
-def _while(params, inputs, counter):
+def _while(eqn, inputs, counter, outputs):
+    params = eqn.params
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
     cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
     carry = inputs[of_cond + of_body :]
+    *_, wanted = _of_while(eqn, outputs)
     while True:
-        consts = [_integers(c) for c in cond.consts]
-        (goes_on,) = _run(cond.jaxpr, consts, [*cond_consts, *carry], counter)
+        (goes_on,) = _run(cond, [*cond_consts, *carry], counter, (True,))
         if goes_on is _UNKNOWN:
             raise NotImplementedError("the trip count of a loop depends on the data")
         if not goes_on:
             return carry
-        consts = [_integers(c) for c in body.consts]
-        carry = _run(body.jaxpr, consts, [*body_consts, *carry], counter)
+        carry = _run(body, [*body_consts, *carry], counter, wanted)
 
 
-def _scan(eqn, inputs, counter):
-    """Every step where scalars are carried, as loop counters are; else one step, many times."""
-    closed, length = eqn.params["jaxpr"], eqn.params["length"]
-    consts = [_integers(c) for c in closed.consts]
-    # What is stacked over the steps has one axis more outside of the loop.
-    stacked_in = _stacked(eqn.invars, closed.jaxpr.invars)
-    stacked_out = _stacked(eqn.outvars, closed.jaxpr.outvars)
-    num_carry = len(stacked_out) - sum(stacked_out)
-    num_consts = len(stacked_in) - sum(stacked_in) - num_carry
+def _scan(eqn, inputs, counter, outputs):
+    """Every step where loops depend on what is carried; else one step, many times."""
+    body, length = eqn.params["jaxpr"], eqn.params["length"]
+    num_consts, num_carry = _split_scan(eqn)
     fixed, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
-    stacked = [_UNKNOWN] * sum(stacked_in)
-    if all(x is _UNKNOWN for x in carry):
-        once = collections.Counter()
-        _run(closed.jaxpr, consts, [*fixed, *carry, *stacked], once)
+    stacked = [_UNKNOWN] * (len(inputs) - num_consts - num_carry)
+    _, carried = _of_scan(eqn, outputs)
+    wanted = _carry_alone(body, carried)
+    if not any(carried):
+        once: collections.Counter = collections.Counter()
+        _run(body, [*fixed, *carry, *stacked], once, wanted)
         counter.update({name: work * length for name, work in once.items()})
+        carry = [_UNKNOWN] * num_carry
     else:
         for _ in range(length):
-            results = _run(closed.jaxpr, consts, [*fixed, *carry, *stacked], counter)
+            results = _run(body, [*fixed, *carry, *stacked], counter, wanted)
             carry = results[:num_carry]
-    return [*carry, *[_UNKNOWN] * sum(stacked_out)]
+    return [*carry, *[_UNKNOWN] * (len(eqn.outvars) - num_carry)]
+
+
+def _split_scan(eqn):
+    """How many inputs of a scan are constant, and how many are carried."""
+    jaxpr = eqn.params["jaxpr"].jaxpr
+    # What is stacked over the steps has one axis more outside of the loop.
+    num_carry = len(eqn.outvars) - sum(_stacked(eqn.outvars, jaxpr.outvars))
+    num_stacked = sum(_stacked(eqn.invars, jaxpr.invars))
+    return len(eqn.invars) - num_stacked - num_carry, num_carry
 
 
 def _stacked(outside, inside):
     return [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(outside, inside, strict=True)]
 
 
-def _cond(params, inputs, counter, unknown):
+def _cond(params, inputs, counter, outputs):
     """The dearest branch, where it is not known which is taken."""
     which, *operands = inputs
     branches = params["branches"]
@@ -264,6 +363,6 @@ def _cond(params, inputs, counter, unknown):
     counts = []
     for branch in branches:
         counts.append(collections.Counter())
-        _run(branch.jaxpr, [_integers(c) for c in branch.consts], operands, counts[-1])
+        _run(branch, operands, counts[-1], outputs)
     counter.update(max(counts, key=lambda count: count.total()))
-    return unknown
+    return [_UNKNOWN] * len(outputs)
