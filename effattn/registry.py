@@ -49,6 +49,7 @@ class Mechanism:
       builder: "module:attribute" of the callable that makes its Flax mixer; imported on use. The
         default makes one of any function; another makes this mechanism alone.
       options_at: the options at a length, where the claimed growth supposes some that follow it.
+      knows_order: it tells positions apart by itself, so models give it no rotary embedding.
       by_layer: the options that change with the layer (from 0) in which the mixer stands.
       decoder: "module:attribute" of what makes its decoder, `(function, options) -> Decoder` (see
         `effattn.decode`), or None.
@@ -75,6 +76,7 @@ class Mechanism:
     builder: str = _ANY_FUNCTION
     decoder: str | None = None
     causality: str = "exact"
+    knows_order: bool = False
 
     def __post_init__(self):
         unknown = (self.capabilities | self.reasons.keys()) - CAPABILITIES.keys()

@@ -119,6 +119,7 @@ registry.register(
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",
         time_exponent=1.0,
+        knows_order=True,
     )
 )
 
@@ -133,5 +134,6 @@ registry.register(
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",
         time_exponent=1.0,
+        knows_order=True,
     )
 )

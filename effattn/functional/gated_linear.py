@@ -98,5 +98,6 @@ registry.register(
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",
         time_exponent=1.0,
+        knows_order=True,
     )
 )

@@ -97,7 +97,7 @@ def linear_attention(
         key = _features(phi, clear(key, tokens.key_mask))
         phi = feature_maps.identity
     if not is_causal:
-        attend = linear_sum if ids is None else _WithinDocuments(*ids)
+        attend = linear_sum if ids is None else _WithinDocuments(*ids).attend
     else:
         attend = linear_recurrence
         tokens = tokens if ids is None else packed(ids[1], tokens)
@@ -190,7 +190,8 @@ class _WithinDocuments(NamedTuple):
     query_ids: jax.Array
     key_ids: jax.Array
 
-    def __call__(self, rule, parameters, state, query, key_value, tokens):
+    def attend(self, rule, parameters, state, query, key_value, tokens):
+        """What `linear_sum` does, document by document; the state means nothing."""
         (query_ids, key_ids), query, key_value, tokens = mesh_axes.vary_alike(
             (tuple(self), query, key_value, tokens)
         )

@@ -96,7 +96,8 @@ def retention(
 
 def _terms(parameters, query, keys) -> Terms:
     log_decay, scale = parameters
-    return Terms(query * scale, *keys, log_decay=log_decay)
+    key, value = keys
+    return Terms(query * scale, key, value, log_decay)
 
 
 registry.register(

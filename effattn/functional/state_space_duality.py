@@ -115,5 +115,6 @@ registry.register(
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N F P)",
         time_exponent=1.0,
+        knows_order=True,
     )
 )

@@ -11,6 +11,7 @@ from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
+from effattn.nn.mamba2 import Mamba2
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.retention import RetNet
 from effattn.nn.rotary import RotaryEmbedding
@@ -28,6 +29,7 @@ __all__ = [
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
+    "Mamba2",
     "RetNet",
     "RotaryEmbedding",
     "SelfAttention",

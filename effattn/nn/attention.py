@@ -249,9 +249,9 @@ class SelfAttention(_Attention):
         self, x: jax.Array, lengths: jax.Array | None, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, dict[str, Any]]:
         """Whole sequences: x, zero in the padding; positions; keywords of the function."""
-        _check_tokens("x", x, self.in_features)
+        check_tokens("x", x, self.in_features)
         batch, time = x.shape[:2]
-        padding, valid = _padding(self.binding, batch, time, lengths, segment_ids)
+        padding, valid = padding_of(self.binding, batch, time, lengths, segment_ids)
         if self.is_causal and self.binding.takes("is_causal"):
             padding["is_causal"] = True
         positions = None
@@ -259,17 +259,17 @@ class SelfAttention(_Attention):
             positions = (
                 jnp.arange(time) if segment_ids is None else positions_from_segment_ids(segment_ids)
             )
-        return _zero_padding(x, valid), positions, {**self._options(), **padding}
+        return zero_padding(x, valid), positions, {**self._options(), **padding}
 
     def _new(
         self, x: jax.Array, state: Any, lengths: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Tokens after those of the state: x, zero in the padding; positions; lengths."""
-        _check_tokens("x", x, self.in_features)
+        check_tokens("x", x, self.in_features)
         batch, time = x.shape[:2]
         if lengths is not None:
             lengths = new_lengths(lengths, batch, time)
-            x = _zero_padding(x, jnp.arange(time) < lengths[:, None])
+            x = zero_padding(x, jnp.arange(time) < lengths[:, None])
         positions = None if self.rotary is None else state.length[:, None] + jnp.arange(time)
         return x, positions, lengths
 
@@ -424,13 +424,13 @@ class CrossAttention(_Attention):
         Returns:
           `(B, T, D)`.
         """
-        _check_tokens("x", x, self.in_features)
-        _check_tokens("context", context, self.context_features)
+        check_tokens("x", x, self.in_features)
+        check_tokens("context", context, self.context_features)
         if (segment_ids is None) != (context_segment_ids is None):
             raise ValueError("segment_ids and context_segment_ids must be given together")
         batch = x.shape[0]
-        padding, valid = _padding(self.binding, batch, x.shape[1], lengths, segment_ids)
-        context_padding, context_valid = _padding(
+        padding, valid = padding_of(self.binding, batch, x.shape[1], lengths, segment_ids)
+        context_padding, context_valid = padding_of(
             self.binding, batch, context.shape[1], context_lengths, context_segment_ids, "context_"
         )
         keywords = {
@@ -440,17 +440,18 @@ class CrossAttention(_Attention):
         keywords = {name: array for name, array in keywords.items() if array is not None}
         if segment_ids is not None:
             keywords["segment_ids"] = (segment_ids, context_segment_ids)
-        heads = self._project(_zero_padding(x, valid), _zero_padding(context, context_valid))
+        heads = self._project(zero_padding(x, valid), zero_padding(context, context_valid))
         out = self.attention(*heads, **self._options(), **keywords, **self._dropout(rngs))
         return self.out(out)
 
 
-def _check_tokens(name: str, x: jax.Array, features: int) -> None:
+def check_tokens(name: str, x: jax.Array, features: int) -> None:
+    """`ValueError` unless x is `(batch, length, features)`."""
     if x.ndim != 3 or x.shape[-1] != features:
         raise ValueError(f"{name} must have shape (batch, length, {features}), got {x.shape}")
 
 
-def _padding(
+def padding_of(
     binding: Binding,
     batch: int,
     time: int,
@@ -481,6 +482,6 @@ def _padding(
     return keywords, valid
 
 
-def _zero_padding(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+def zero_padding(x: jax.Array, valid: jax.Array | None) -> jax.Array:
     """Zeros in the padding, so that a NaN there reaches no gradient of a projection."""
     return x if valid is None else jnp.where(valid[..., None], x, 0)

@@ -98,7 +98,12 @@ class HybridHeads(nnx.Module):
             of_group = {k: v for k, v in group.items() if k not in ("name", "num_heads")}
             if score_mod is not None:
                 of_group = {"score_mod": OfHeads(score_mod, first), **of_group}
-            mixer = registry.get(group["name"]).build(
+            mechanism = registry.get(group["name"])
+            if mechanism.knows_order:
+                of_all = {name: option for name, option in options.items() if name != "rotary"}
+            else:
+                of_all = options
+            mixer = mechanism.build(
                 in_features,
                 size,
                 num_kv_heads=size // shared,
@@ -107,7 +112,7 @@ class HybridHeads(nnx.Module):
                 # The sum of the groups starts with the variance of one projection of all heads.
                 out_kernel_init=_scaled(out_kernel_init or kernel_init, (size / num_heads) ** 0.5),
                 rngs=rngs,
-                **{**options, **of_group},
+                **{**of_all, **of_group},
             )
             mixers.append(mixer)
             first += size

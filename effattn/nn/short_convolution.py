@@ -153,6 +153,6 @@ class ShortConvolution(nnx.Module):
             raise ValueError(f"x must have shape (batch, length, {self.features}), got {x.shape}")
 
 
-def _clear(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+def _clear(x: jax.Array, valid: Any) -> jax.Array:
     """Zeros where `valid (B, T)` is False."""
     return x if valid is None else jnp.where(valid[..., None], x, 0)

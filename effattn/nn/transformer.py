@@ -405,6 +405,8 @@ def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
     (group,) = groups
     options = {name: option for name, option in group.items() if name != "name"}
     mechanism = registry.get(group["name"])
+    if mechanism.knows_order:
+        given.pop("rotary", None)
     return mechanism.build(config.features, config.num_heads, **{**given, **options})
 
 

@@ -336,12 +336,10 @@ def _chunks(dot, query, key, value, log_decay, bonus, removed, recalled, starts)
         else:
             key, value = jnp.concatenate([key, removed], 1), jnp.concatenate([value, -found], 1)
             recalled = jnp.concatenate([jnp.zeros_like(recalled), recalled], 1)
-    if log_decay is None:
-        return _Chunks(query, weights, key, value, recalled, None)
     until_end = reader.until_end
-    if removed is not None:
-        until_end = jnp.concatenate([until_end, until_end], 1)
-    return _Chunks(query, weights, key * until_end, value, recalled, reader.whole)
+    if until_end is not None:
+        key = key * (until_end if removed is None else jnp.concatenate([until_end] * 2, 1))
+    return _Chunks(query, weights, key, value, recalled, reader.whole)
 
 
 def _carry(state, written, kept):
@@ -352,24 +350,21 @@ def _carry(state, written, kept):
 def _run_chunks(dot, state, *tokens):
     """M chunks in a row, of one head: the state after, and outputs `(M, C, G, D)`."""
     chunks = _chunks(dot, *tokens)
-    values, kept, alike = chunks.value, chunks.kept, None
-    if kept is not None and len(kept) != len(values):
-        kept, alike = None, kept[0]
-
-    def carry(state, written, kept):
-        return _carry(state, written, alike if kept is None else kept)
+    values, kept = chunks.value, chunks.kept
+    if kept is not None:
+        kept = jnp.broadcast_to(kept, (len(values), *kept.shape[1:]))
 
     if chunks.recalled is None:
         written = dot(_transposed(chunks.key), values)
         state, starts = lax.scan(
-            lambda state, chunk: (carry(state, *chunk), state), state, (written, kept)
+            lambda state, chunk: (_carry(state, *chunk), state), state, (written, kept)
         )
     else:
 
         def step(state, chunk):
             key, value, recalled, kept = chunk
             value -= dot(recalled, state)
-            return carry(state, dot(key.T, value), kept), (state, value)
+            return _carry(state, dot(key.T, value), kept), (state, value)
 
         state, (starts, values) = lax.scan(step, state, (chunks.key, values, chunks.recalled, kept))
 

@@ -1,0 +1,154 @@
+"""The Mamba-2 layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import _checks
+from effattn.functional.state_space_duality import state_space_duality
+from effattn.nn import initializers
+from effattn.nn.recurrent import RecurrentMixer
+from effattn.nn.short_convolution import ShortConvolution
+
+
+class Mamba2(RecurrentMixer):
+    """A mixer of selective state spaces (Dao and Gu 2024, "Transformers are SSMs").
+
+        z, x, B, C, dt = u W_in;   x, B, C = silu(convolution(x, B, C))
+        o = state_space_duality(C, B, x, softplus(dt + b), -exp(log A), D)
+        y = norm(o * silu(z)) W_out
+
+    The norm is by root mean square, over the features of a group of heads, with a learned scale.
+
+    Args:
+      in_features: D, the size of a token u.
+      num_heads: N heads of x, each with its own rate.
+      head_dim: P; default 2 D / N, so that x has twice the features of a token.
+      state_size: F, of B and C.
+      num_kv_heads: how many B and C there are; N / num_kv_heads heads share each. Default 1.
+      convolution_width: tokens that the short convolution reads.
+      qk_norm: only False: B and C are not normalised.
+      is_causal: only True.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      chunk_size: see `effattn.state_space_duality`.
+      implementation: see `effattn.state_space_duality`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        state_size: int = 64,
+        num_kv_heads: int | None = None,
+        convolution_width: int = 4,
+        qk_norm: bool = False,
+        is_causal: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        chunk_size: int | None = None,
+        implementation: str | tuple[str, ...] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features, "mamba2", is_causal=is_causal, dtype=dtype, param_dtype=param_dtype
+        )
+        if qk_norm:
+            raise ValueError("qk_norm=True was given, but Mamba2 does not normalise B and C")
+        self.num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
+        if head_dim is None:
+            if 2 * in_features % num_heads:
+                raise ValueError(
+                    f"twice in_features ({2 * in_features}) must be a multiple of num_heads "
+                    f"({num_heads}) when head_dim is not given"
+                )
+            head_dim = 2 * in_features // num_heads
+        self.num_kv_heads = 1 if num_kv_heads is None else num_kv_heads
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
+        self.head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
+        self.state_size = _checks.at_least("state_size", state_size, 1, "features")
+        self.chunk_size = chunk_size
+        self.implementation = implementation
+        inner, shared = num_heads * self.head_dim, self.num_kv_heads * self.state_size
+        self.sizes = (inner, inner, shared, shared, num_heads)
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        self.project = nnx.Linear(
+            in_features,
+            sum(self.sizes),
+            use_bias=False,
+            kernel_init=kernel_init,
+            rngs=rngs,
+            **dtypes,
+        )
+        self.convolution = ShortConvolution(
+            inner + 2 * shared, convolution_width, use_bias=True, rngs=rngs, **dtypes
+        )
+        # As in the authors' code: rates from 1 to 16, steps from 0.001 to 0.1, log-uniform.
+        rate = jax.random.uniform(rngs.params(), (num_heads,), minval=1.0, maxval=16.0)
+        step = jnp.exp(
+            jax.random.uniform(
+                rngs.params(), (num_heads,), minval=jnp.log(0.001), maxval=jnp.log(0.1)
+            )
+        )
+        self.log_rate = nnx.Param(jnp.log(rate).astype(param_dtype))
+        self.step_bias = nnx.Param((step + jnp.log(-jnp.expm1(-step))).astype(param_dtype))
+        self.skip = nnx.Param(jnp.ones(num_heads, param_dtype))
+        self.norm = nnx.RMSNorm(inner // self.num_kv_heads, use_scale=False, rngs=rngs, **dtypes)
+        self.norm_scale = nnx.Param(jnp.ones(inner, param_dtype))
+        self.out = nnx.Linear(
+            inner,
+            in_features,
+            use_bias=False,
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
+            rngs=rngs,
+            **dtypes,
+        )
+
+    def _mix(self, x, state, lengths, segment_ids):
+        batch, time = x.shape[:2]
+        inner, _, shared, _, heads = self.sizes
+        gate, read, steps = jnp.split(self.project(x), [inner, 2 * inner + 2 * shared], -1)
+        sums, last = (None, self.convolution.init_state(batch, x.dtype)) if state is None else state
+        if segment_ids is None:
+            read, last = self.convolution.extend(read, last, lengths)
+        else:
+            read = self.convolution(read, lengths=lengths, segment_ids=segment_ids)
+        value, key, query = jnp.split(read, [inner, inner + shared], -1)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        steps = jax.nn.softplus(steps.astype(wide) + self.step_bias[...].astype(wide))
+        of_groups = (batch, time, self.num_kv_heads, self.state_size)
+        out, sums = state_space_duality(
+            query.reshape(of_groups),
+            key.reshape(of_groups),
+            value.reshape(batch, time, heads, self.head_dim),
+            step_size=steps,
+            rate=-jnp.exp(self.log_rate[...].astype(wide)),
+            skip=self.skip[...],
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            segment_ids=segment_ids,
+            initial_state=sums,
+            return_state=True,
+            chunk_size=self.chunk_size,
+            implementation=self.implementation,
+        )
+        out = out.reshape(batch, time, inner) * jax.nn.silu(gate)
+        out = self.norm(out.reshape(batch, time, self.num_kv_heads, -1)).reshape(out.shape)
+        return self.out(out * self.norm_scale[...].astype(out.dtype)), (sums, last)
