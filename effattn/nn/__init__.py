@@ -5,6 +5,7 @@ from effattn.nn.adapters import as_attention_fn
 from effattn.nn.alibi import Alibi, alibi_slopes
 from effattn.nn.attention import CrossAttention, SelfAttention
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
+from effattn.nn.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.gated_linear import GatedLinearAttention
 from effattn.nn.hybrid import HybridHeads, HybridState
@@ -23,6 +24,9 @@ __all__ = [
     "Block",
     "BlockLinformerSelfAttention",
     "CrossAttention",
+    "DeltaNet",
+    "DeltaNetState",
+    "GatedDeltaNet",
     "GatedLinearAttention",
     "HybridHeads",
     "HybridState",

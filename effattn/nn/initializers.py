@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 kernel_init = nnx.initializers.lecun_normal()
@@ -18,3 +21,18 @@ def residual_init(num_layers: int) -> Callable[..., Any]:
     Learners".
     """
     return nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
+
+
+def log_rate_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Of rates uniform in [1, 16), the logarithm; Dao and Gu 2024, "Transformers are SSMs"."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1, 16))
+
+
+def step_bias_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Of steps from 0.001 to 0.1, uniform in their logarithm, what softplus maps to them.
+
+    Gu and Dao 2023, "Mamba".
+    """
+    low, high = np.log(0.001), np.log(0.1)
+    steps = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))
+    return jnp.log(jnp.expm1(steps)).astype(dtype)

@@ -79,7 +79,8 @@ class ShortConvolution(nnx.Module):
         pair = _checks.segment_ids(segment_ids, (batch,), time, time)
         ids = None if pair is None else pair[0]
         if ids is not None:
-            valid = jnp.logical_and(ids != 0, True if valid is None else valid)
+            in_document = jnp.not_equal(ids, 0)
+            valid = in_document if valid is None else in_document & valid
         return self._convolve(self._before(_clear(x, valid)), valid, ids)
 
     def init_state(self, batch: int, dtype: Any = None) -> jax.Array:
@@ -142,8 +143,8 @@ class ShortConvolution(nnx.Module):
         y = jnp.zeros((), wide) if bias is None else bias.astype(dtype).astype(wide)
         for tap in range(self.width):
             x = read[:, tap : tap + time]
-            if ids_read is not None:
-                x = _clear(x, ids_read[:, tap : tap + time] == ids)
+            if ids is not None and ids_read is not None:
+                x = _clear(x, jnp.equal(ids_read[:, tap : tap + time], ids))
             y = y + kernel[tap] * x
         y = y if self.activation is None else self.activation(y)
         return _clear(y, valid).astype(dtype)

@@ -1,0 +1,221 @@
+"""DeltaNet and GatedDeltaNet: the papers' layers, at once, in pieces, packed and padded."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn import registry
+from effattn.nn import (
+    DeltaNet,
+    GatedDeltaNet,
+    HybridHeads,
+    RotaryEmbedding,
+    TransformerConfig,
+    TransformerLM,
+    initializers,
+)
+from tests.laws.battery import QUICK
+
+FEATURES, HEADS, LENGTH = 16, 4, 12
+LAYERS = [DeltaNet, GatedDeltaNet]
+
+compiled = functools.partial(jax.jit, compiler_options=QUICK)
+X = np.random.default_rng(0).normal(size=(2, LENGTH, FEATURES)).astype(np.float32)
+
+
+def make(layer, **options):
+    return layer(FEATURES, HEADS, rngs=nnx.Rngs(0), **{"num_kv_heads": 2, **options})
+
+
+@pytest.fixture(params=LAYERS, ids=lambda layer: layer.__name__)
+def layer(request):
+    return request.param
+
+
+@pytest.fixture
+def mixer(layer):
+    return make(layer)
+
+
+@compiled
+def call(mixer, x, lengths=None, segment_ids=None):
+    return mixer(x, lengths=lengths, segment_ids=segment_ids)
+
+
+@compiled
+def extend(mixer, x, state, lengths=None):
+    return mixer.extend(x, state, lengths=lengths)
+
+
+def close(actual, expected, tolerance=1e-5):
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def by_hand(mixer, x):
+    """The docstrings' formulas in float64, token by token, of one row `(T, D)`."""
+
+    def of(variable):
+        return np.asarray(variable[...], np.float64)
+
+    def convolved(projection, convolution):
+        inputs = np.einsum("td,dnh->tnh", x, of(projection.kernel))
+        kernel = of(convolution.kernel).reshape(-1, *inputs.shape[1:])
+        padded = np.concatenate([np.zeros_like(inputs[: len(kernel) - 1]), inputs])
+        windows = [padded[t : t + len(kernel)] for t in range(len(x))]
+        return silu(np.stack([(kernel * window).sum(0) for window in windows]))
+
+    q = convolved(mixer.query, mixer.query_convolution)
+    k = convolved(mixer.key, mixer.key_convolution)
+    v = convolved(mixer.value, mixer.value_convolution)
+    q, k = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
+    beta = sigmoid(x @ of(mixer.strength.kernel))
+    gate, alpha = 1, np.ones_like(beta)
+    if isinstance(mixer, GatedDeltaNet):
+        gate = silu(np.einsum("td,dnh->tnh", x, of(mixer.gate.kernel)))
+        step = np.log1p(np.exp(x @ of(mixer.step_size.kernel) + of(mixer.step_bias)))
+        alpha = np.exp(-np.exp(of(mixer.log_rate)) * step)
+    out = np.zeros((*q.shape[:2], v.shape[-1]))
+    for head in range(q.shape[1]):
+        of_head = head // (q.shape[1] // k.shape[1])
+        state = np.zeros((k.shape[-1], v.shape[-1]))
+        for t in range(len(x)):
+            key, strength = k[t, of_head], beta[t, of_head]
+            kept = np.eye(len(key)) - strength * np.outer(key, key)
+            state = alpha[t, of_head] * kept @ state + strength * np.outer(key, v[t, of_head])
+            out[t, head] = state.T @ q[t, head] / len(key) ** 0.5
+    out /= np.sqrt((out**2).mean(-1, keepdims=True) + 1e-5)
+    return np.einsum("tnh,nhd->td", gate * out * of(mixer.norm.scale), of(mixer.out.kernel))
+
+
+def test_it_is_the_layer_of_its_paper(mixer):
+    mixer.norm.scale[...] += jnp.arange(mixer.value_dim) / 10
+    y = call(mixer, X)
+    for row in range(2):
+        close(y[row], by_hand(mixer, X[row]))
+
+
+def test_unequal_prompts_continue_as_each_would_alone(layer):
+    mixer = make(layer, rotary=RotaryEmbedding(), qk_norm=True)
+    whole, lengths = call(mixer, X), np.array([7, 2])
+    prompt = np.where(np.arange(7)[:, None] < lengths[:, None, None], X[:, :7], np.nan)
+    first, state = extend(mixer, prompt, mixer.init_state(2, 0), lengths)
+    rows, after = np.arange(2)[:, None], lengths[:, None] + np.arange(5)
+    second, state = extend(mixer, X[rows, after], state)
+    for row, length in enumerate(lengths):
+        close(first[row, :length], whole[row, :length])
+    close(second, whole[rows, after])
+    np.testing.assert_array_equal(state.length, lengths + 5)
+
+
+def test_the_state_has_one_size(mixer):
+    state = mixer.init_state(3, 10**9, jnp.bfloat16)
+    hv = mixer.value_dim
+    assert [x.shape for x in state.inputs] == [(3, 3, 16), (3, 3, 8), (3, 3, 2 * hv)]
+    assert all(x.dtype == jnp.bfloat16 for x in state.inputs)
+    assert state.state.shape == (3, 2, 4, hv) and state.state.dtype == jnp.float32
+    _, after = jax.eval_shape(mixer.step, jnp.ones((3, 1, FEATURES), jnp.bfloat16), state)
+    same = jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, after, state)
+    assert all(jax.tree.leaves(same))
+
+
+def test_packed_documents_give_what_they_give_alone_and_padded(mixer):
+    ids = np.repeat([3, 1, 0, 2], [4, 5, 1, 2])
+    x = np.where(ids[:, None] == 0, np.nan, X)
+    y = call(mixer, x, None, np.tile(ids, (2, 1)))
+    for id in (1, 2, 3):
+        length = (ids == id).sum()
+        alone = np.full_like(X, np.nan)
+        alone[:, :length] = X[:, ids == id]
+        close(y[:, ids == id], call(mixer, alone, np.full(2, length))[:, :length])
+
+
+def test_padding_reaches_no_output_and_no_gradient(mixer):
+    lengths = np.array([7, LENGTH])
+    valid = np.arange(LENGTH) < lengths[:, None]
+
+    @compiled
+    def loss_and_gradient(mixer, x):
+        def loss(mixer, x):
+            return jnp.sum(jnp.where(valid[..., None], mixer(x, lengths=lengths), 0) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1))(mixer, x)
+
+    with_nan = loss_and_gradient(mixer, np.where(valid[..., None], X, np.nan))
+    with_zeros = loss_and_gradient(mixer, np.where(valid[..., None], X, 0))
+    jax.tree.map(np.testing.assert_array_equal, with_nan, with_zeros)
+    value, (of_mixer, of_x) = with_nan
+    assert np.isfinite(value) and not np.any(of_x[~valid])
+    for path, gradient in jax.tree.leaves_with_path(of_mixer):
+        assert np.isfinite(gradient).all() and np.any(gradient), jax.tree_util.keystr(path)
+
+
+def test_bfloat16(layer):
+    wide, narrow = make(layer), make(layer, dtype=jnp.bfloat16)
+    y, expected = call(narrow, X.astype(jnp.bfloat16)), call(wide, X)
+    assert y.dtype == jnp.bfloat16
+    error = np.asarray(y, np.float32) - expected
+    assert np.sqrt((error**2).mean() / np.square(expected).mean()) < 0.02
+    tokens = jax.eval_shape(narrow._per_token, X.astype(jnp.bfloat16))
+    assert {x.dtype for x in tokens.values()} == {np.dtype("float32")}
+
+
+def test_decays_start_between_a_thousandth_and_most_of_the_state():
+    """Rates from 1 to 16 and, of a token of zeros, steps from 0.001 to 0.1."""
+    rate = np.exp(initializers.log_rate_init(jax.random.key(0), (1000,)))
+    step = np.log1p(np.exp(initializers.step_bias_init(jax.random.key(0), (1000,))))
+    for drawn, low, high in ((rate, 1, 16), (np.log(step), np.log(0.001), np.log(0.1))):
+        assert low - 1e-4 <= drawn.min() and drawn.max() <= high + 1e-4
+        np.testing.assert_allclose(drawn.mean(), (low + high) / 2, atol=(high - low) / 20)
+        np.testing.assert_allclose(drawn.std(), (high - low) / 12**0.5, rtol=0.05)
+    mixer = make(GatedDeltaNet)
+    assert np.ptp(mixer.log_rate[...]) > 0 and np.ptp(mixer.step_bias[...]) > 0
+
+
+def test_as_many_parameters_as_in_the_paper():
+    """6 D^2, and a few for strengths, steps, convolutions and the norm."""
+    features, heads, size = 64, 4, 12
+    mixer = jax.eval_shape(lambda: GatedDeltaNet(features, heads, head_dim=size, rngs=nnx.Rngs(0)))
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(mixer, nnx.Param)))
+    few = 2 * features * heads + 2 * heads + 4 * heads * (size + size + 2 * size) + 2 * size
+    assert count == 6 * features**2 + few
+
+
+@pytest.mark.parametrize("name", ["delta_net", "gated_delta_net"])
+def test_a_model_has_it_by_name(name):
+    mixer = {"name": name, "convolution_width": 2, "chunk_size": 8, "value_dim": 3}
+    config = TransformerConfig(
+        vocab_size=7, num_layers=1, features=FEATURES, num_heads=4, mixer=mixer
+    )
+    found = jax.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0))).blocks[0].mixer
+    assert type(found) is registry.load(registry.get(name).builder)
+    assert found.query_convolution.width == 2 and dict(found.options)["chunk_size"] == 8
+    assert found.value_dim == 3 and found.rotary is not None
+    groups = [{"name": n, "num_heads": 2} for n in (name, "softmax")]
+    hybrid = HybridHeads(FEATURES, 4, groups, rngs=nnx.Rngs(0))
+    state = hybrid.init_state(2, LENGTH)
+    y, _ = extend(hybrid, X, state)
+    close(y, call(hybrid, X))
+
+
+def test_wrong_arguments_are_named(layer, mixer):
+    for name in ("beta", "log_decay"):
+        with pytest.raises(ValueError, match=f"{layer.__name__} has no option {name}; it makes"):
+            make(layer, **{name: jnp.ones(2)})
+    with pytest.raises(ValueError, match="convolution_width must be an int, 1 or more"):
+        make(layer, convolution_width=0)
+    with pytest.raises(ValueError, match="state must be the DeltaNetState"):
+        mixer.extend(X, X)
+    with pytest.raises(ValueError, match="step takes one token"):
+        mixer.step(X, mixer.init_state(2, 1))
