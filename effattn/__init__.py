@@ -21,6 +21,11 @@ from effattn.functional.random import random_attention  # isort: skip
 from effattn.functional.hierarchical import hierarchical_attention  # isort: skip
 from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
+from effattn.functional.performer import (  # isort: skip
+    PerformerState,
+    performer_attention,
+    performer_features,
+)
 from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
@@ -39,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockLayout",
+    "PerformerState",
     "bigbird_attention",
     "block_linformer_attention",
     "block_sparse_attention",
@@ -54,6 +60,8 @@ __all__ = [
     "nn",
     "nystrom_attention",
     "patterns",
+    "performer_attention",
+    "performer_features",
     "positions_from_segment_ids",
     "random_attention",
     "registry",

@@ -10,6 +10,7 @@ from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
+from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
@@ -24,6 +25,7 @@ __all__ = [
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
+    "PerformerSelfAttention",
     "RotaryEmbedding",
     "SelfAttention",
     "SwiGLU",

@@ -9,6 +9,7 @@ from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
 from tests.references.long_short import LONG_SHORT
 from tests.references.nystrom import NYSTROM
+from tests.references.performer import PERFORMER
 from tests.references.reference import Reference
 from tests.references.softmax import DILATED, SLIDING_WINDOW, SOFTMAX
 from tests.references.sparse import BIGBIRD, BLOCK_SPARSE, LONGFORMER, RANDOM, SPARSE_TRANSFORMER
@@ -18,6 +19,7 @@ REFERENCES: dict[str, Reference] = {
     "sliding_window": SLIDING_WINDOW,
     "dilated": DILATED,
     "linear": LINEAR,
+    "performer": PERFORMER,
     "longformer": LONGFORMER,
     "sparse_transformer": SPARSE_TRANSFORMER,
     "block_sparse": BLOCK_SPARSE,
