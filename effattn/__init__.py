@@ -25,6 +25,11 @@ from effattn.functional.retention import retention  # isort: skip
 from effattn.functional.gated_linear import gated_linear_attention  # isort: skip
 from effattn.functional.state_space_duality import state_space_duality  # isort: skip
 from effattn.functional.delta_rule import delta_rule_attention  # isort: skip
+from effattn.functional.performer import (  # isort: skip
+    PerformerState,
+    performer_attention,
+    performer_features,
+)
 from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
@@ -43,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockLayout",
+    "PerformerState",
     "bigbird_attention",
     "block_linformer_attention",
     "block_sparse_attention",
@@ -60,6 +66,8 @@ __all__ = [
     "nn",
     "nystrom_attention",
     "patterns",
+    "performer_attention",
+    "performer_features",
     "positions_from_segment_ids",
     "random_attention",
     "registry",

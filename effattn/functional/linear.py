@@ -1,23 +1,14 @@
 """Linear attention: a kernel of feature maps in the place of the softmax."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
-from effattn.functional import feature_maps, recurrence
+from effattn import registry
+from effattn.functional import feature_maps, kernels, recurrence
 from effattn.functional.feature_maps import FeatureMap
-from effattn.xla import mesh_axes
-from effattn.xla.linear_recurrence import (
-    Terms,
-    Tokens,
-    clear,
-    linear_recurrence,
-    linear_sum,
-    packed,
-)
+from effattn.xla.linear_recurrence import Terms, clear
 
 
 def linear_attention(
@@ -80,37 +71,27 @@ def linear_attention(
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    batch = _checks.query_key_value(query, key, value)
-    queries, keys = query.shape[-3], key.shape[-3]
-    ids = _checks.segment_ids(segment_ids, batch, queries, keys)
-    query_lengths = _checks.lengths("query_seq_lengths", query_seq_lengths, batch)
-    key_lengths = _checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
-    _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state)
+    given, attend = kernels.check(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        initial_state=initial_state,
+        return_state=return_state,
+        precision=precision,
+        chunk_size=chunk_size,
+    )
     phi = feature_maps.resolve(feature_map)
     normalized = phi is not feature_maps.identity if normalize is None else bool(normalize)
     multiplier = recurrence.check_scale(scale, query)
-    query_ids, key_ids = (None, None) if ids is None else ids
-    tokens = Tokens(_mask(query_lengths, query_ids, queries), _mask(key_lengths, key_ids, keys))
     if phi not in feature_maps.FEATURE_MAPS.values():
         # The core's own map is a constant of the program; a caller's may close over arrays.
-        query = _features(phi, clear(query, tokens.query_mask))
-        key = _features(phi, clear(key, tokens.key_mask))
+        query = _features(phi, clear(query, given.tokens.query_mask))
+        key = _features(phi, clear(key, given.tokens.key_mask))
         phi = feature_maps.identity
-    if not is_causal:
-        attend = linear_sum if ids is None else _WithinDocuments(*ids).attend
-    else:
-        attend = linear_recurrence
-        tokens = tokens if ids is None else packed(ids[1], tokens)
-    given = recurrence.Arguments(
-        batch=batch,
-        query=query,
-        key=key,
-        value=value,
-        tokens=tokens,
-        precision=precision,
-        chunk=recurrence.check_chunk_size(chunk_size),
-        dtype=recurrence.sum_dtype(query, key, value),
-    )
     out, state = recurrence.run(
         "linear_attention",
         _LinearTerms(phi),
@@ -138,28 +119,6 @@ class _LinearTerms:
         return Terms(query if scale is None else query * scale, self.feature_map(key), value)
 
 
-def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state):
-    """What may not go together."""
-    if is_causal and queries != keys:
-        raise ValueError(
-            f"is_causal=True needs as many queries as keys, got {queries} and {keys}; to continue "
-            "a sequence pass only its new tokens, and as initial_state the state that "
-            "return_state=True gave"
-        )
-    if is_causal and isinstance(segment_ids, tuple | list):
-        raise ValueError(
-            "segment_ids must be one array (*B, T) where is_causal=True, got a pair: query t and "
-            "key t are the same token"
-        )
-    with_state = initial_state is not None or return_state
-    if with_state and segment_ids is not None and not is_causal:
-        raise ValueError(
-            "initial_state and return_state with segment_ids need is_causal=True: a packed "
-            "bidirectional row has a sum for each document; pass one document a row, padded by "
-            "key_value_seq_lengths"
-        )
-
-
 def _features(phi, x):
     """The features by a caller's map."""
     features = phi(x)
@@ -169,74 +128,6 @@ def _features(phi, x):
             f"it mapped {x.shape} to {features.dtype} of shape {features.shape}"
         )
     return features
-
-
-def _mask(lengths, segment_ids, length):
-    """Which tokens are not padding, bool `(*B, length)`; None if all are."""
-    mask = None if segment_ids is None else segment_ids != 0
-    if lengths is None:
-        return mask
-    within = jnp.arange(length) < lengths[..., None]
-    return within if mask is None else mask & within
-
-
-class _WithinDocuments(NamedTuple):
-    """Bidirectional attention inside packed documents.
-
-    The tokens are reordered, each document's keys first and then its queries, and read by one
-    causal recurrence. That is linear in T + S, whatever the documents are.
-    """
-
-    query_ids: jax.Array
-    key_ids: jax.Array
-
-    def attend(self, rule, parameters, state, query, key_value, tokens):
-        """What `linear_sum` does, document by document; the state means nothing."""
-        (query_ids, key_ids), query, key_value, tokens = mesh_axes.vary_alike(
-            (tuple(self), query, key_value, tokens)
-        )
-        queries, keys = query_ids.shape[-1], key_ids.shape[-1]
-        order = jnp.argsort(jnp.concatenate([key_ids, query_ids], -1), -1, stable=True)
-        place = jnp.argsort(order, -1)
-
-        def merge(of_keys, of_queries):
-            return _permute(jnp.concatenate([of_keys, of_queries], -3), order, place)
-
-        def merge_known(of_keys, of_queries):
-            return jnp.take_along_axis(jnp.concatenate([of_keys, of_queries], -1), order, -1)
-
-        def none(x, length):
-            return jnp.zeros_like(x, shape=(*x.shape[:-3], length, *x.shape[-2:]))
-
-        merged = Tokens(
-            merge_known(jnp.zeros_like(tokens.key_mask), tokens.query_mask),
-            merge_known(tokens.key_mask, jnp.zeros_like(tokens.query_mask)),
-        )
-        ids = merge_known(key_ids, query_ids)
-        starts = ids != jnp.concatenate([ids[..., :1], ids[..., :-1]], -1)
-        out, state = linear_recurrence(
-            rule,
-            parameters,
-            state,
-            merge(none(query, keys), query),
-            tuple(merge(x, none(x, queries)) for x in key_value),
-            merged._replace(starts=starts),
-        )
-        return _permute(out, place, order)[..., keys:, :, :], state
-
-
-@jax.custom_vjp
-def _permute(x, order, place):
-    """The tokens of `x (*B, L, K, H)` in a new order, of which `place` is the inverse."""
-    return jnp.take_along_axis(x, order[..., None, None], -3)
-
-
-def _permute_bwd(inverse, cotangent):
-    place, order = inverse
-    return _permute(cotangent, place, order), None, None
-
-
-_permute.defvjp(lambda x, order, place: (_permute(x, order, place), (place, order)), _permute_bwd)
 
 
 registry.register(

@@ -13,6 +13,7 @@ from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.mamba2 import Mamba2
+from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.retention import RetNet
 from effattn.nn.rotary import RotaryEmbedding
@@ -35,6 +36,7 @@ __all__ = [
     "LongformerSelfAttention",
     "Mamba2",
     "RetNet",
+    "PerformerSelfAttention",
     "RotaryEmbedding",
     "SelfAttention",
     "ShortConvolution",

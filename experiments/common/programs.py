@@ -56,13 +56,20 @@ def compile_programs(
       schedule: gives A and B.
       data: gives T, n validation batches and the objective.
     """
-    graph, _ = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), nnx.Param)
+
+    def split(model: nnx.Module) -> Any:
+        """The graph, what is trained, and the rest."""
+        return nnx.split(model, nnx.Param, ...)
+
+    graph, _, _ = split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+    # What is not trained, such as random features, is the same for all seeds.
+    fixed = jax.jit(lambda: split(build(nnx.Rngs(0)))[2])()
 
     def model(params: Params) -> Any:
-        return nnx.merge(graph, params)
+        return nnx.merge(graph, params, fixed)
 
     def init(seed: jax.Array) -> tuple[Params, Any]:
-        _, state = nnx.split(build(nnx.Rngs(jax.random.key(seed))), nnx.Param)
+        _, state, _ = split(build(nnx.Rngs(jax.random.key(seed))))
         params: Params = nnx.to_pure_dict(state)
         return params, optimiser.init(params)
 

@@ -10,6 +10,7 @@ from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
 from tests.references.long_short import LONG_SHORT
 from tests.references.nystrom import NYSTROM
+from tests.references.performer import PERFORMER
 from tests.references.recurrences import GATED_LINEAR, MAMBA2, RETENTION
 from tests.references.reference import Reference
 from tests.references.softmax import DILATED, SLIDING_WINDOW, SOFTMAX
@@ -20,6 +21,7 @@ REFERENCES: dict[str, Reference] = {
     "sliding_window": SLIDING_WINDOW,
     "dilated": DILATED,
     "linear": LINEAR,
+    "performer": PERFORMER,
     "longformer": LONGFORMER,
     "sparse_transformer": SPARSE_TRANSFORMER,
     "block_sparse": BLOCK_SPARSE,

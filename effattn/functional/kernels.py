@@ -1,0 +1,172 @@
+"""What kernel attention shares: it is causal or bidirectional, both by the linear recurrence."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from effattn import _checks
+from effattn.functional import recurrence
+from effattn.xla import mesh_axes
+from effattn.xla.linear_recurrence import Tokens, linear_recurrence, linear_sum, packed
+
+Attend = Callable[..., Any]
+
+
+def check(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    is_causal: bool,
+    query_seq_lengths: Any,
+    key_value_seq_lengths: Any,
+    segment_ids: Any,
+    initial_state: Any,
+    return_state: bool,
+    precision: Any,
+    chunk_size: Any,
+) -> tuple[recurrence.Arguments, Attend]:
+    """The arguments, as checked, and the form of the core that attends to what they say."""
+    batch = _checks.query_key_value(query, key, value)
+    queries, keys = query.shape[-3], key.shape[-3]
+    ids = _checks.segment_ids(segment_ids, batch, queries, keys)
+    query_lengths = _checks.lengths("query_seq_lengths", query_seq_lengths, batch)
+    key_lengths = _checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state)
+    query_ids, key_ids = (None, None) if ids is None else ids
+    tokens = Tokens(_mask(query_lengths, query_ids, queries), _mask(key_lengths, key_ids, keys))
+    attend: Attend = linear_recurrence if is_causal else linear_sum
+    if ids is not None and is_causal:
+        tokens = packed(ids[1], tokens)
+    elif ids is not None:
+        attend = WithinDocuments(*ids)
+    given = recurrence.Arguments(
+        batch=batch,
+        query=query,
+        key=key,
+        value=value,
+        tokens=tokens,
+        precision=precision,
+        chunk=recurrence.check_chunk_size(chunk_size),
+        dtype=recurrence.sum_dtype(query, key, value),
+    )
+    return given, attend
+
+
+def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state):
+    """What may not go together."""
+    if is_causal and queries != keys:
+        raise ValueError(
+            f"is_causal=True needs as many queries as keys, got {queries} and {keys}; to continue "
+            "a sequence pass only its new tokens, and as initial_state the state that "
+            "return_state=True gave"
+        )
+    if is_causal and isinstance(segment_ids, tuple | list):
+        raise ValueError(
+            "segment_ids must be one array (*B, T) where is_causal=True, got a pair: query t and "
+            "key t are the same token"
+        )
+    with_state = initial_state is not None or return_state
+    if with_state and segment_ids is not None and not is_causal:
+        raise ValueError(
+            "initial_state and return_state with segment_ids need is_causal=True: a packed "
+            "bidirectional row has a sum for each document; pass one document a row, padded by "
+            "key_value_seq_lengths"
+        )
+
+
+def check_projection(projection: Any, key: jax.Array) -> jax.Array:
+    """Vectors `(1, m, H)` or `(K, m, H)`."""
+    projection = jnp.asarray(projection)
+    heads, size = key.shape[-2:]
+    if (
+        projection.ndim != 3
+        or projection.shape[0] not in (1, heads)
+        or projection.shape[1] == 0
+        or projection.shape[2] != size
+        or not jnp.issubdtype(projection.dtype, jnp.floating)
+    ):
+        raise ValueError(
+            f"projection must be floating point of shape (1, m, {size}), or ({heads}, m, {size}) "
+            "with vectors of each key head, which its query heads share; got "
+            f"{projection.dtype} of shape {projection.shape}"
+        )
+    return projection
+
+
+def products(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.Array:
+    """w . x: `(*B, L, N, H)` and `(1 or K, m, H)` to `(*B, L, N, m)`."""
+    heads, features, _ = projection.shape
+    grouped = x.reshape(*x.shape[:-2], heads, -1, x.shape[-1])
+    projected = jnp.einsum("...kgh,kmh->...kgm", grouped, projection, precision=precision)
+    return projected.reshape(*x.shape[:-1], features)
+
+
+def _mask(lengths, segment_ids, length):
+    """Which tokens are not padding, bool `(*B, length)`; None if all are."""
+    mask = None if segment_ids is None else segment_ids != 0
+    if lengths is None:
+        return mask
+    within = jnp.arange(length) < lengths[..., None]
+    return within if mask is None else mask & within
+
+
+class WithinDocuments(NamedTuple):
+    """Bidirectional attention inside packed documents.
+
+    The tokens are reordered, each document's keys first and then its queries, and read by one
+    causal recurrence. That is linear in T + S, whatever the documents are.
+    """
+
+    query_ids: jax.Array
+    key_ids: jax.Array
+
+    def __call__(self, rule, parameters, state, query, key_value, tokens):
+        """Takes and returns what `linear_recurrence` does; keys are `(*B, S, K, ...)`."""
+        (query_ids, key_ids), query, key_value, tokens = mesh_axes.vary_alike(
+            (tuple(self), query, key_value, tokens)
+        )
+        queries, keys = query_ids.shape[-1], key_ids.shape[-1]
+        order = jnp.argsort(jnp.concatenate([key_ids, query_ids], -1), -1, stable=True)
+        place = jnp.argsort(order, -1)
+
+        def merge(of_keys, of_queries):
+            return _permute(jnp.concatenate([of_keys, of_queries], -3), order, place)
+
+        def merge_known(of_keys, of_queries):
+            return jnp.take_along_axis(jnp.concatenate([of_keys, of_queries], -1), order, -1)
+
+        def none(x, length):
+            return jnp.zeros_like(x, shape=(*x.shape[:-3], length, *x.shape[-2:]))
+
+        merged = Tokens(
+            merge_known(jnp.zeros_like(tokens.key_mask), tokens.query_mask),
+            merge_known(tokens.key_mask, jnp.zeros_like(tokens.query_mask)),
+        )
+        ids = merge_known(key_ids, query_ids)
+        starts = ids != jnp.concatenate([ids[..., :1], ids[..., :-1]], -1)
+        out, state = linear_recurrence(
+            rule,
+            parameters,
+            state,
+            merge(none(query, keys), query),
+            tuple(merge(x, none(x, queries)) for x in key_value),
+            merged._replace(starts=starts),
+        )
+        return _permute(out, place, order)[..., keys:, :, :], state
+
+
+@jax.custom_vjp
+def _permute(x, order, place):
+    """The tokens of `x (*B, L, K, H)` in a new order, of which `place` is the inverse."""
+    return jnp.take_along_axis(x, order[..., None, None], -3)
+
+
+def _permute_bwd(inverse, cotangent):
+    place, order = inverse
+    return _permute(cotangent, place, order), None, None
+
+
+_permute.defvjp(lambda x, order, place: (_permute(x, order, place), (place, order)), _permute_bwd)

@@ -1,0 +1,373 @@
+"""Performer: softmax attention by random features, so in time and memory linear in length."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from effattn import _checks, registry
+from effattn.functional import kernels, recurrence
+from effattn.xla import mesh_axes
+from effattn.xla.linear_recurrence import Terms
+
+KERNELS = ("softmax", "relu")
+BLOCK = 512  # tokens whose exponents are held at a time, where only their maximum is wanted
+
+
+class PerformerState(NamedTuple):
+    """What a Performer carries.
+
+    Attributes:
+      sums: `(*B, K, m, Hv + 1)`, of phi(k) v^T, and of phi(k) in the last column.
+      maximum: `(*B, K)`, M: the features in the sums are divided by exp(M). It is a unit, and
+        counts as a constant in derivatives of what is read from the sums. None with the ReLU
+        kernel. Where the sums are zero it says nothing, so that zeros are the empty state.
+    """
+
+    sums: jax.Array
+    maximum: jax.Array | None
+
+
+def performer_features(
+    rng: jax.Array,
+    num_features: int,
+    head_dim: int,
+    *,
+    num_heads: int = 1,
+    orthogonal: bool = True,
+    hyperbolic: bool = False,
+    dtype: Any = jnp.float32,
+) -> jax.Array:
+    """Draws the vectors w of `performer_attention`, each with the distribution N(0, I).
+
+    Args:
+      rng: a `jax.random` key.
+      num_features: m.
+      head_dim: H.
+      num_heads: how many heads have vectors of their own: 1, or K key heads.
+      orthogonal: vectors are orthogonal within blocks of H, of which there are as many as m
+        needs; their lengths are those of independent vectors. It lowers the variance.
+        Else all are independent.
+      hyperbolic: the second half of the vectors is the first one's negative. Their features
+        exp(w.x) and exp(-w.x) are the paper's SM^hyp+; it lowers the variance too.
+      dtype: of the result.
+
+    Returns:
+      `(num_heads, m, H)`.
+
+    Raises:
+      ValueError: counts below 1, or an odd number of features where they come in pairs.
+    """
+    num_features = _checks.at_least("num_features", num_features, 1)
+    head_dim = _checks.at_least("head_dim", head_dim, 1)
+    num_heads = _checks.at_least("num_heads", num_heads, 1)
+    if hyperbolic and num_features % 2:
+        raise ValueError(
+            "hyperbolic=True needs an even num_features, as each w comes with -w, got "
+            f"{num_features}"
+        )
+    drawn = num_features // 2 if hyperbolic else num_features
+    of_directions, of_lengths = jax.random.split(rng)
+    if orthogonal:
+        blocks = -(-drawn // head_dim)
+        normal = jax.random.normal(of_directions, (num_heads, blocks, head_dim, head_dim), dtype)
+        rotations, triangles = jnp.linalg.qr(normal)
+        # With a positive diagonal the factorisation is unique, so that no direction is preferred.
+        rotations *= jnp.sign(jnp.diagonal(triangles, axis1=-2, axis2=-1))[..., None, :]
+        directions = rotations.reshape(num_heads, -1, head_dim)[:, :drawn]
+        like = jax.random.normal(of_lengths, directions.shape, dtype)
+        vectors = directions * jnp.linalg.norm(like, axis=-1, keepdims=True)
+    else:
+        vectors = jax.random.normal(of_directions, (num_heads, drawn, head_dim), dtype)
+    return jnp.concatenate([vectors, -vectors], 1) if hyperbolic else vectors
+
+
+def performer_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    projection: jax.Array,
+    kernel: str = "softmax",
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    initial_state: PerformerState | None = None,
+    return_state: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    chunk_size: int | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> jax.Array | tuple[jax.Array, PerformerState]:
+    r"""FAVOR+ (Choromanski et al. 2020, "Rethinking Attention with Performers").
+
+    Over the keys s that query t may attend to,
+
+        out_t = sum_s phi(q_t) . phi(k_s) v_s / sum_s phi(q_t) . phi(k_s)
+
+    with x = sqrt(scale) q or sqrt(scale) k, and random features of vectors w_1 .. w_m,
+
+        softmax   phi(x) = exp(w_i . x - |x|^2 / 2) / sqrt(m)
+        relu      phi(x) = max(w_i . x, 0) / sqrt(m)
+
+    If w_i ~ N(0, I), the mean of phi(q) . phi(k) over draws is exp(scale q . k): this estimates
+    softmax attention, with an error that falls as m^(-1/2) and grows with the size of q and k.
+    Time is O((T + S) m (H + Hv)) and memory O(T + S); the features of all tokens are never held at
+    once.
+
+    Nothing is added to features of the softmax kernel, and yet none overflows. Those of a query are
+    divided by the largest of them, and those of keys by exp(M_t), the largest of all keys so far;
+    the sums then decay by exp(M_(t-1) - M_t). Both cancel in the output, and the past stays the
+    same, bit for bit, whatever comes. Not causal, M is that of all keys (of the document). It takes
+    one more product of the keys with w, in blocks of tokens.
+
+    Args:
+      query: `(*B, T, N, H)`, with any number of batch dimensions.
+      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      value: `(*B, S, K, Hv)`.
+      projection: the vectors w, `(1, m, H)` for all heads or `(K, m, H)`, as drawn by
+        `performer_features`. A query needs the features of the keys that it reads, so that the
+        query heads of one key head share its vectors.
+      kernel: "softmax" or "relu". The ReLU kernel estimates nothing; it is a kernel of its own. The
+        small number that the paper's experiments add to its features is left out.
+      scale: of the logits, above 0; default H**-0.5. It cancels in the ReLU kernel.
+      is_causal: query t attends to the keys up to t; needs T == S.
+      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
+      key_value_seq_lengths: `(*B)` int, valid keys of each row.
+      segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
+        equal ids, which are one contiguous run; 0 is padding.
+      initial_state: the state before the first token, as returned by an earlier call. With
+        `segment_ids` it belongs to the first document.
+      return_state: also return the state after the last valid token. With `segment_ids` it is that
+        of the last document.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      chunk_size: tokens of one masked product of the causal form; tuning only.
+      implementation: None or "xla", or a tuple of names tried in order.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, PerformerState)`, in the
+      promoted dtype of query, key and value, at least float32. A query without keys, or whose
+      weights sum to zero (as they may with ReLU), gives zeros.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or options.
+      NotImplementedError: an implementation that there is not.
+      TypeError: in forward-mode differentiation of the causal or packed form.
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given, attend = kernels.check(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        initial_state=initial_state,
+        return_state=return_state,
+        precision=precision,
+        chunk_size=chunk_size,
+    )
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    projection = kernels.check_projection(projection, key)
+    parameters = projection, jnp.sqrt(_scale(scale, query).astype(given.dtype))
+    sums, maximum = _check_state(initial_state, given, projection.shape[-2], kernel)
+    run = functools.partial(
+        recurrence.run,
+        "performer_attention",
+        _PerformerTerms(kernel, precision),
+        given,
+        query,
+        parameters=parameters,
+        normalized=True,
+        attend=attend,
+        implementation=implementation,
+    )
+    if kernel == "relu":
+        out, sums = run(keys=(key, value), initial_state=sums)
+        return (out, PerformerState(sums, None)) if return_state else out
+    if sums is not None and maximum is not None:
+        # The largest feature of the keys is exp(M) / exp(M), so that only empty sums are zero.
+        empty = jnp.all(sums == 0, (-2, -1))
+        first = jnp.where(empty, -jnp.inf, lax.stop_gradient(maximum))
+    else:
+        first = jnp.full((*given.batch, key.shape[-2]), -jnp.inf, given.dtype)
+    packed_ids = attend.key_ids if isinstance(attend, kernels.WithinDocuments) else None
+    units, log_decay, last = _units(parameters, given, first, is_causal, packed_ids)
+    if sums is not None and not is_causal:
+        sums = sums * _decay(first, last)[..., None, None]
+    out, sums = run(keys=(key, value, units, *log_decay), initial_state=sums)
+    # Where the largest is that of before, with its gradient.
+    maximum = jnp.where(last == first, jnp.zeros_like(last) if maximum is None else maximum, last)
+    return (out, PerformerState(sums, maximum)) if return_state else out
+
+
+@dataclasses.dataclass(frozen=True)
+class _PerformerTerms:
+    """phi(q) and phi(k), times the sqrt(m) that cancels, in the units of `keys`."""
+
+    kernel: str
+    precision: Any
+
+    def __call__(self, parameters, queries, keys) -> Terms:
+        projection, root = parameters
+        key, value, *units = keys
+        if self.kernel == "relu":
+            query, key = (
+                jax.nn.relu(kernels.products(x * root, projection, self.precision))
+                for x in (queries, key)
+            )
+            return Terms(query, key, value)
+        unit, *log_decay = (lax.stop_gradient(x) for x in units)
+        query, key = (exponents(x * root, projection, self.precision) for x in (queries, key))
+        of_query = lax.stop_gradient(jnp.max(query, -1, keepdims=True))
+        decay = log_decay[0] if log_decay else None
+        return Terms(jnp.exp(query - of_query), jnp.exp(key - unit), value, decay)
+
+
+def exponents(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.Array:
+    """w . x - |x|^2 / 2, `(*B, L, N, m)`."""
+    return kernels.products(x, projection, precision) - jnp.sum(x * x, -1, keepdims=True) / 2
+
+
+def _units(parameters, given, first, is_causal, ids):
+    """By what the features of keys are divided, as logarithms.
+
+    Of the state before them all, `first (*B, K)`, and of the keys: `(*B, S, K, 1)`; where causal,
+    also how the sums decay from one to the next, `(*B, S, K)`; and of the state after them.
+    """
+    *rows, time, heads, _ = mesh_axes.spec(given.key)
+    of_keys = PartitionSpec(*rows, time, heads)
+    specs = of_keys, of_keys, PartitionSpec(*rows, heads)
+
+    def units(parameters, key, mask, starts, first, ids):
+        largest = _largest_exponents(parameters, key, given)
+        if mask is not None:
+            largest = jnp.where(mask[..., None], largest, -jnp.inf)
+        if is_causal:
+            before, after = _running_maxima(first, largest, starts)
+            last = first if after.shape[-2] == 0 else after[..., -1, :]
+            return after, before - after, last
+        if ids is None:
+            last = jnp.maximum(first, jnp.max(largest, -2, initial=-jnp.inf))
+            return jnp.broadcast_to(last[..., None, :], largest.shape), largest, last
+        return _maxima_of_documents(largest, ids), largest, first
+
+    arguments = parameters, given.key, given.tokens.key_mask, given.tokens.starts, first, ids
+    arguments = lax.stop_gradient(arguments)
+    after, log_decay, last = mesh_axes.placed(units, given.query, *specs)(*arguments)
+    return after[..., None], (log_decay,) if is_causal else (), last
+
+
+def _largest_exponents(parameters, key, given):
+    """The largest exponent of each key, `(*B, S, K)`, of `BLOCK` tokens at a time."""
+    projection, root = (x.astype(given.dtype) for x in parameters)
+
+    def of_token(key):
+        x = key.astype(given.dtype) * root
+        return jnp.max(exponents(x, projection, given.precision), -1)
+
+    by_token = jnp.moveaxis(key, -3, 0)
+    if not len(by_token):
+        return jnp.zeros(key.shape[:-1], given.dtype)
+    return jnp.moveaxis(lax.map(of_token, by_token, batch_size=BLOCK), 0, -2)
+
+
+def _running_maxima(first, x, starts):
+    """The maximum of `first` and of `x (*B, S, K)` before and after each token.
+
+    It begins anew at `starts (*B, S)`.
+    """
+    first = first[..., None, :]
+    x = jnp.concatenate([jnp.maximum(first, x[..., :1, :]), x[..., 1:, :]], -2)
+    if starts is None:
+        after = lax.cummax(x, axis=x.ndim - 2)
+    else:
+        after = _maxima_since(x, starts)
+    return jnp.concatenate([first, after], -2)[..., :-1, :], after
+
+
+def _maxima_since(x, starts, reverse=False):
+    """The running maximum of `x (*B, S, K)` since the last of `starts (*B, S)`."""
+
+    def join(before, after):
+        (_, so_far), (starts, here) = before, after
+        return before[0] | starts, jnp.where(starts, here, jnp.maximum(so_far, here))
+
+    starts = jnp.broadcast_to(starts[..., None], x.shape)
+    return lax.associative_scan(join, (starts, x), reverse, axis=x.ndim - 2)[1]
+
+
+def _maxima_of_documents(x, ids):
+    """The maximum of `x (*B, S, K)` over the tokens of the same id, a contiguous run."""
+    changes = ids[..., 1:] != ids[..., :-1]
+    edge = jnp.ones_like(ids[..., :1], bool)
+    so_far = _maxima_since(x, jnp.concatenate([edge, changes], -1)[..., : ids.shape[-1]])
+    ends = jnp.concatenate([changes, edge], -1)[..., : ids.shape[-1]]
+    return _maxima_since(so_far, ends, reverse=True)
+
+
+def _decay(before, after):
+    """exp(before - after), and 1 where both are -inf."""
+    return jnp.exp(jnp.where(before == after, 0, before - after))
+
+
+def _scale(value, query):
+    scale = recurrence.check_scale(value, query)
+    if not isinstance(scale, jax.core.Tracer) and not scale > 0:
+        raise ValueError(f"scale must be above 0, got {value!r}: the features are of sqrt(scale) x")
+    return scale
+
+
+def _check_state(state, given, features, kernel):
+    """Its sums and its maximum; None for what there is not."""
+    if state is None:
+        return None, None
+    if not isinstance(state, PerformerState) or (state.maximum is None) != (kernel == "relu"):
+        got = type(state).__name__
+        if isinstance(state, PerformerState):
+            got = f"one with{'out' if state.maximum is None else ''} a maximum"
+        raise ValueError(
+            "initial_state must be a PerformerState as a call with the same kernel returns it, "
+            f"with a maximum unless the kernel is 'relu'; got {got} for {kernel!r}"
+        )
+    *batch, _, heads, size = given.value.shape
+    shape = (*batch, heads, features, size + 1)
+    sums = _checks.shaped("initial_state.sums", state.sums, shape)
+    if state.maximum is None:
+        return sums, None
+    maximum = _checks.shaped("initial_state.maximum", state.maximum, shape[:-2])
+    return sums.astype(given.dtype), maximum.astype(given.dtype)
+
+
+registry.register(
+    registry.Mechanism(
+        name="performer",
+        family="linear",
+        paper="Choromanski et al. 2020, Rethinking Attention with Performers",
+        function=performer_attention,
+        capabilities=frozenset(
+            {
+                "bidirectional",
+                "causal",
+                "cross",
+                "grouped",
+                "lengths",
+                "segments",
+                "state",
+                "decode",
+            }
+        ),
+        options={"kernel": "softmax"},
+        builder="effattn.nn.performer:PerformerSelfAttention",
+        decoder="effattn.decode.recurrent:RecurrentDecoder",
+        complexity="O(N m (H + Hv))",
+        time_exponent=1.0,
+    )
+)

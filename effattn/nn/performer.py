@@ -1,0 +1,74 @@
+"""Performer's self-attention, which holds its random features."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn.functional.performer import performer_features
+from effattn.nn.attention import SelfAttention
+
+
+class PerformerSelfAttention(SelfAttention):
+    """A mixer by random features (Choromanski et al. 2020, "Rethinking Attention with Performers").
+
+        q, k, v = x Wq, x Wk, x Wv;   y = performer_attention(q, k, v, projection=w) Wo
+
+    The vectors w are drawn when it is made, for each key head its own, and are not trained: they
+    are an `nnx.Variable` that is no `nnx.Param`. The paper draws new ones now and then while it
+    trains: call `redraw`, between steps.
+
+    Args:
+      in_features: D.
+      num_heads: N query heads.
+      num_features: m. The error of the softmax kernel falls as m**-0.5.
+      orthogonal: see `effattn.performer_features`.
+      hyperbolic: see `effattn.performer_features`.
+      rngs: for the initial parameters; the vectors are drawn from its stream `features`, or, where
+        there is none, from its default.
+      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, `is_causal`, ...)
+        and options of `effattn.performer_attention`: `kernel` and `scale`.
+
+    Raises:
+      ValueError: as `SelfAttention` and `effattn.performer_features`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        num_features: int = 256,
+        orthogonal: bool = True,
+        hyperbolic: bool = False,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        if "projection" in options:
+            raise ValueError(
+                "PerformerSelfAttention has no option projection; it draws num_features vectors, "
+                "and redraw draws others"
+            )
+        super().__init__(in_features, num_heads, "performer", rngs=rngs, **options)
+        self.num_features = num_features
+        self.orthogonal = orthogonal
+        self.hyperbolic = hyperbolic
+        self.projection = nnx.Variable(self._draw(rngs))
+
+    def redraw(self, rngs: nnx.Rngs) -> None:
+        """Puts new vectors in the place of the old ones; decode states of the old are then void."""
+        self.projection[...] = self._draw(rngs)
+
+    def _draw(self, rngs: nnx.Rngs) -> Any:
+        return performer_features(
+            rngs.features(),
+            self.num_features,
+            self.head_dim,
+            num_heads=self.num_kv_heads,
+            orthogonal=self.orthogonal,
+            hyperbolic=self.hyperbolic,
+            dtype=jnp.promote_types(self.param_dtype, jnp.float32),
+        )
+
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), "projection": self.projection[...]}
