@@ -41,7 +41,7 @@ def check(
     if ids is not None and is_causal:
         tokens = packed(ids[1], tokens)
     elif ids is not None:
-        attend = WithinDocuments(*ids)
+        attend = WithinDocuments(*ids).attend
     given = recurrence.Arguments(
         batch=batch,
         query=query,
@@ -123,7 +123,7 @@ class WithinDocuments(NamedTuple):
     query_ids: jax.Array
     key_ids: jax.Array
 
-    def __call__(self, rule, parameters, state, query, key_value, tokens):
+    def attend(self, rule, parameters, state, query, key_value, tokens):
         """Takes and returns what `linear_recurrence` does; keys are `(*B, S, K, ...)`."""
         (query_ids, key_ids), query, key_value, tokens = mesh_axes.vary_alike(
             (tuple(self), query, key_value, tokens)
