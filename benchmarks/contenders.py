@@ -10,7 +10,16 @@ import numpy as np
 
 import effattn
 from benchmarks import machine
-from benchmarks.workloads import SPARSE_GLOBAL, SPARSE_WINDOW, WINDOW, Arrays
+from benchmarks.workloads import (
+    SPARSE_GLOBAL,
+    SPARSE_WINDOW,
+    WINDOW,
+    Arrays,
+    scalar_gate,
+    unit,
+    vector_gate,
+    write_strength,
+)
 from effattn.patterns import longformer
 
 
@@ -138,6 +147,58 @@ def _softmax_peers(computes: str, **options: Any) -> tuple[Contender, ...]:
 _exact = effattn.dot_product_attention
 _causal_sdpa = functools.partial(_sdpa, is_causal=True)
 
+
+def _scalar_gate(query, key, value):
+    return effattn.gated_linear_attention(query, key, value, log_decay=scalar_gate(key))
+
+
+def _vector_gate(query, key, value):
+    return effattn.gated_linear_attention(query, key, value, log_decay=vector_gate(key))
+
+
+def _delta(query, key, value):
+    beta = write_strength(key)
+    return effattn.delta_rule_attention(query, unit(key), value, beta=beta)
+
+
+def _gated_delta(query, key, value):
+    beta, gate = write_strength(key), scalar_gate(key)
+    return effattn.delta_rule_attention(query, unit(key), value, beta=beta, log_decay=gate)
+
+
+def _chunked(name: str, *of_key: Callable, normalized: bool = False):
+    """A chunked form of jax-linear-attention."""
+
+    def attend(query, key, value):
+        function = getattr(importlib.import_module("jla.ops.chunked"), name)
+        k = unit(key) if normalized else key
+        return function(query, k, value, *(make(key) for make in of_key))[0]
+
+    return in_jax(attend)
+
+
+def _recurrences(computes: str, ours: Callable, peer: tuple | None = None):
+    """One beside exact causal attention, PyTorch's too, and the chunked form of a peer."""
+    theirs = (
+        ()
+        if peer is None
+        else (
+            Contender(
+                "jax-linear-attention",
+                computes,
+                _chunked(*peer, normalized="delta" in peer[0]),
+                "jla",
+            ),
+        )
+    )
+    return (
+        Contender("effattn", computes, in_jax(ours)),
+        *theirs,
+        Contender("effattn, exact", "causal", in_jax(_exact, is_causal=True)),
+        Contender("PyTorch SDPA", "causal", in_torch(_causal_sdpa), "torch"),
+    )
+
+
 # What is timed together, interleaved. The first of each is what the others are compared with.
 COMPARISONS: dict[str, tuple[Contender, ...]] = {
     "causal": (
@@ -170,5 +231,13 @@ COMPARISONS: dict[str, tuple[Contender, ...]] = {
     "linear": (
         Contender("effattn", "linear", in_jax(effattn.linear_attention, is_causal=True)),
         Contender("effattn, exact", "causal", in_jax(_exact, is_causal=True)),
+        Contender("PyTorch SDPA", "causal", in_torch(_causal_sdpa), "torch"),
+    ),
+    "retention": _recurrences("retention", effattn.retention),
+    "scalar gate": _recurrences("scalar gate", _scalar_gate, ("simple_gla", scalar_gate)),
+    "vector gate": _recurrences("vector gate", _vector_gate, ("gla", vector_gate)),
+    "delta rule": _recurrences("delta rule", _delta, ("delta_rule", write_strength)),
+    "gated delta rule": _recurrences(
+        "gated delta rule", _gated_delta, ("gated_delta_rule", scalar_gate, write_strength)
     ),
 }

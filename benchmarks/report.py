@@ -22,6 +22,11 @@ TITLES = {
     "window": f"causal window of {WINDOW[0] + 1} keys",
     "sparse": f"window of {SPARSE_WINDOW} on each side and {SPARSE_GLOBAL} global tokens",
     "linear": "linear, causal, 64 features",
+    "retention": "retention",
+    "scalar gate": "gated linear, a decay of the token",
+    "vector gate": "gated linear, decays of features",
+    "delta rule": "delta rule",
+    "gated delta rule": "gated delta rule",
 }
 MARKERS = "osD^v"
 
@@ -49,6 +54,16 @@ TARGETS = (
     Target("window", "forward", 8192, "jax.nn", 15.0),
     Target("sparse", "forward", 16384, "effattn, exact", _PAIRS[0] / _PAIRS[1] / 2.5),
     Target("linear", "forward", 16384, "effattn, exact", 10.0),
+    Target("retention", "forward", 16384, "effattn, exact", 10.0),
+    Target("scalar gate", "forward", 16384, "effattn, exact", 4.0),
+    Target("vector gate", "forward", 16384, "effattn, exact", 3.0),
+    Target("delta rule", "forward", 16384, "effattn, exact", 4.0),
+    Target("gated delta rule", "forward", 16384, "effattn, exact", 4.0),
+    *(
+        Target(recurrence, which, 16384, "jax-linear-attention", 1.0)
+        for recurrence in ("scalar gate", "vector gate", "delta rule", "gated delta rule")
+        for which in PASSES
+    ),
 )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 HEADS, HEAD_SIZE = 4, 64
 WINDOW = (255, 0)
+_RETENTION = np.log1p(-(2.0 ** (-5.0 - np.arange(HEADS))))
 SPARSE_WINDOW, SPARSE_GLOBAL = 256, 16
 PASSES = ("forward", "forward + backward")
 
@@ -54,6 +55,61 @@ def _linear(query, key, position):
     return similarity / similarity.sum(-1, keepdims=True)
 
 
+def scalar_gate(key: jax.Array) -> jax.Array:
+    """Log decays `(..., )` of tokens, as a learned gate gives them, from keys `(..., H)`."""
+    return jax.nn.log_sigmoid(key[..., 0] + 3)
+
+
+def vector_gate(key: jax.Array) -> jax.Array:
+    """Log decays of features, `(..., H)`."""
+    return jax.nn.log_sigmoid(key + 3)
+
+
+def write_strength(key: jax.Array) -> jax.Array:
+    """The beta of the delta rule, `(..., )`."""
+    return jax.nn.sigmoid(key[..., 1])
+
+
+def unit(key: jax.Array) -> jax.Array:
+    """Keys of length 1."""
+    return key / jnp.linalg.norm(key, axis=-1, keepdims=True)
+
+
+def _recurrent(log_decay: Callable[[jax.Array], jax.Array], delta: bool):
+    """The weights of a recurrence, from the last key back: how later tokens pass queries on."""
+
+    def weights(query, key, position):
+        query = query * HEAD_SIZE**-0.5
+        decays = jnp.broadcast_to(jnp.exp(log_decay(key)), key.shape)
+        strength = write_strength(key) if delta else jnp.zeros(key.shape[:2])
+        direction = unit(key) if delta else key
+
+        def step(reading, token):
+            at, k, decay, beta = token
+            reading = jnp.where(position == at, query, reading)
+            weight = jnp.einsum("nrh,nh->nr", reading, k)
+            passed = (
+                reading - (beta[:, None] * weight)[..., None] * k[:, None] if delta else reading
+            )
+            return decay[:, None] * passed, weight * beta[:, None] if delta else weight
+
+        tokens = (direction, decays, strength)
+        tokens = (jnp.arange(key.shape[1]), *(jnp.moveaxis(x, 1, 0) for x in tokens))
+        _, found = jax.lax.scan(step, jnp.zeros_like(query), tokens, reverse=True)
+        return jnp.moveaxis(found, 0, -1)
+
+    return weights
+
+
+def _recurrence(log_decay: Callable[[jax.Array], jax.Array], delta: bool = False) -> Workload:
+    """At the least, a product of each token with the state to write it, and one to read it."""
+    return Workload(
+        _recurrent(log_decay, delta),
+        lambda length: length * HEAD_SIZE,
+        lambda length: length,
+    )
+
+
 def _softmax_over(left: int | float, right: int | float) -> Workload:
     def pairs(length):
         position = np.arange(length)
@@ -81,6 +137,11 @@ WORKLOADS = {
     "linear": Workload(
         _linear, lambda length: length * HEAD_SIZE, lambda length: 2 * length * HEAD_SIZE
     ),
+    "retention": _recurrence(lambda key: _RETENTION[:, None, None]),
+    "scalar gate": _recurrence(lambda key: scalar_gate(key)[..., None]),
+    "vector gate": _recurrence(vector_gate),
+    "delta rule": _recurrence(lambda key: jnp.zeros(()), delta=True),
+    "gated delta rule": _recurrence(lambda key: scalar_gate(key)[..., None], delta=True),
 }
 
 
