@@ -1,4 +1,5 @@
 import time
+
 """The battery itself, on a mechanism that is always causal and takes arrays of its own.
 
 A linear attention that forgets by a learned rate a head and by what each token says, as a plain
@@ -163,9 +164,14 @@ def test_the_laws_hold_for_it(registered):
     """One after another, so that they share their programs."""
     subject = registered
     import os
-    T=[sum(os.times()[:2]),""]
+
+    T = [sum(os.times()[:2]), ""]
+
     def tick(n):
-        t=sum(os.times()[:2]); print(f"{t-T[0]:6.2f} {n}"); T[0]=sum(os.times()[:2])
+        t = sum(os.times()[:2])
+        print(f"{t - T[0]:6.2f} {n}")
+        T[0] = sum(os.times()[:2])
+
     test_reference.test_float64_agrees(subject, SQUARE, everything(subject))
     tick("test_reference.test_float64_agrees")
     for dtype in (jnp.float32, jnp.bfloat16):
