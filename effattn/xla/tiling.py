@@ -271,9 +271,11 @@ class Window(Walk):
         if self.always_masked:
             runs = [(low, high, masked)]
         else:
-            runs = [(low, whole_low, masked)] if self.left is not None else []
-            runs.append((whole_low, whole_high, whole))
-            if self.stairs is None and (self.right is not None or self.keys_overlap):
+            runs = [(whole_low, whole_high, whole)]
+            ahead = self.stairs is None and (self.right is not None or self.keys_overlap)
+            if self.left is not None:
+                runs.append(_around((low, high if ahead else whole_high), runs[0], masked))
+            elif ahead:
                 runs.append((whole_high, high, masked))
         if self.stairs is not None:
             step = self.stairs[0]
@@ -335,11 +337,14 @@ class Listed(Walk):
             return [(0, steps, masked)]
         whole = counts.min() // width
         first = jnp.minimum(-(-partial.max() // width), whole)
-        return [
-            (0, first, masked),
-            (first, whole, functools.partial(patch, masked=False)),
-            (whole, steps, masked),
-        ]
+        between = (first, whole, functools.partial(patch, masked=False))
+        return [between, _around((0, steps), between, masked)]
+
+
+def _around(outer: tuple[Any, Any], inner: Run, patch: Callable[[Any], Patch]) -> Run:
+    """The steps of `outer` before and after those of `inner`, as one run: one body to compile."""
+    (low, high), (start, stop, _) = outer, inner
+    return low, high - (stop - start), lambda m: patch(jnp.where(m < start, m, m + stop - start))
 
 
 def _take(indices, at):

@@ -6,6 +6,7 @@ a session for a few sizes; what hypothesis draws (lengths, packing, offsets, val
 
 import functools
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -28,7 +29,11 @@ SAME_BUFFERS = {
 
 def _quick() -> dict[str, Any]:
     """Options that compile soonest: where JAX still has its older emitter, a third of the time."""
-    older = {**SAME_BUFFERS, "xla_cpu_use_fusion_emitters": False}
+    older = {
+        **SAME_BUFFERS,
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_parallel_codegen_split_count": 1,
+    }
     try:
         jax.jit(lambda: 0, compiler_options=older)()
     except jax.errors.JaxRuntimeError:
@@ -305,21 +310,15 @@ def pairs_of(subject: Subject, sizes: Sizes, extent: Extent, known: Mapping[str,
     )
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
-def _keep(rng, position, keys, heads):
-    seed = dropout.seed_from_rng(jax.random.wrap_key_data(rng))
-    b = jnp.arange(position[..., 0].size).reshape(*position.shape[:-1], 1, 1, 1)
-    return dropout.keep(
-        seed, DROPOUT_RATE, b, heads[:, None, None], position[..., None, :, None], keys
-    )
-
-
-def keep_of(subject: Subject, sizes: Sizes, known: Mapping[str, Any], pairs: Pairs) -> Any:
+def keep_of(subject: Subject, sizes: Sizes, dropout_rng: Any, position: Any) -> Any:
     """bool `(*B, N, T, S)`, what dropout keeps; None where there is none."""
-    if "dropout_rng" not in known:
+    if dropout_rng is None:
         return None
-    keys = np.arange(sizes.keys + subject.reference.more_keys)
-    return _keep(known["dropout_rng"], pairs.position, keys, np.arange(sizes.heads))
+    keys = sizes.keys + subject.reference.more_keys
+    seed = dropout.seed_from_rng(jax.random.wrap_key_data(dropout_rng))
+    b = jnp.arange(math.prod(sizes.batch)).reshape(*sizes.batch, 1, 1, 1)
+    h, i, j = jnp.arange(sizes.heads), position[..., None, :, None], jnp.arange(keys)
+    return dropout.keep(seed, DROPOUT_RATE, b, h[:, None, None], i, j)
 
 
 @functools.cache
@@ -334,8 +333,9 @@ def program(subject: Subject, extent: Extent):
 
 
 @functools.cache
-def _reference_program(subject: Subject, extent: Extent):
-    def run(arrays, pairs, keep, cotangents):
+def _reference_program(subject: Subject, sizes: Sizes, extent: Extent):
+    def run(arrays, pairs, dropout_rng, cotangents):
+        keep = keep_of(subject, sizes, dropout_rng, pairs.position)
         results, pull_back = jax.vjp(lambda a: refer(subject, extent, a, pairs, keep), arrays)
         rest = {name: x for name, x in results.items() if name not in cotangents}
         rest = jax.tree.map(jnp.zeros_like, rest)
@@ -360,9 +360,8 @@ def run_reference(
     where these come from another extent.
     """
     pairs = pairs_of(subject, sizes, of_pairs or extent, known)
-    keep = keep_of(subject, sizes, known, pairs)
-    extent = extent._replace(is_causal=False, tuning=False)
-    return _reference_program(subject, extent)(arrays, pairs, keep, cotangents)
+    run = _reference_program(subject, sizes, extent._replace(is_causal=False, tuning=False))
+    return run(arrays, pairs, known.get("dropout_rng"), cotangents)
 
 
 def cotangents_of(subject: Subject, extent: Extent, arrays, known, seed: int = 1) -> Any:

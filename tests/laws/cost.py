@@ -193,6 +193,7 @@ def _may_be_known(atom):
     return not isinstance(atom, jex_core.Literal) and atom.aval.dtype.kind in "iub"
 
 
+@functools.cache
 def _inputs(eqn, outputs) -> tuple[bool, ...]:
     """Which inputs of an equation that holds jaxprs its loops and the outputs depend on."""
     name, params = eqn.primitive.name, eqn.params
@@ -256,20 +257,36 @@ def _holds_jaxprs(eqn) -> bool:
 
 
 def _equation(eqn, inputs, counter, outputs):
-    name, params = eqn.primitive.name, eqn.params
-    unknown = [_UNKNOWN] * len(eqn.outvars)
-    if name == "while":
-        return _while(eqn, inputs, counter, outputs)
-    if name == "scan":
-        return _scan(eqn, inputs, counter, outputs)
-    if name == "cond":
-        return _cond(params, inputs, counter, outputs)
     if _holds_jaxprs(eqn):
-        return _run(_callee(eqn), inputs, counter, outputs)
+        needed = _inputs(eqn, outputs)
+        given = [_frozen(x) if n else None for x, n in zip(inputs, needed, strict=True)]
+        work, found = _inside(eqn, outputs, tuple(given))
+        counter.update(work)
+        return found
     found = _evaluated(eqn, inputs) if all(x is not _UNKNOWN for x in inputs) else _UNKNOWN
     if found is _UNKNOWN or np.ndim(found):
-        counter[name] += _work(eqn)
-    return unknown if found is _UNKNOWN else [np.asarray(found)]
+        counter[eqn.primitive.name] += _work(eqn)
+    return [_UNKNOWN] * len(eqn.outvars) if found is _UNKNOWN else [np.asarray(found)]
+
+
+@functools.cache
+def _inside(eqn, outputs, given):
+    """The work of an equation that holds jaxprs, and its results: many loops are alike."""
+    counter: collections.Counter = collections.Counter()
+    inputs = [_UNKNOWN if x is None else np.frombuffer(x[0], x[1]).reshape(x[2]) for x in given]
+    if eqn.primitive.name == "while":
+        found = _while(eqn, inputs, counter, outputs)
+    elif eqn.primitive.name == "scan":
+        found = _scan(eqn, inputs, counter, outputs)
+    elif eqn.primitive.name == "cond":
+        found = _cond(eqn.params, inputs, counter, outputs)
+    else:
+        found = _run(_callee(eqn), inputs, counter, outputs)
+    return dict(counter), found
+
+
+def _frozen(array):
+    return None if array is _UNKNOWN else (array.tobytes(), array.dtype.str, array.shape)
 
 
 def _evaluated(eqn, inputs):

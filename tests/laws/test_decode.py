@@ -60,7 +60,9 @@ def test_any_split_equals_the_whole(subject):
     assert_splits_equal(
         np.asarray(whole),
         x,
-        mixer.init_state(ROWS, LENGTH, jnp.float32),
+        jax.jit(lambda m: m.init_state(ROWS, LENGTH, jnp.float32), compiler_options=battery.QUICK)(
+            mixer
+        ),
         lambda x, state, lengths: extend(mixer, x, state, lengths),
     )
 
