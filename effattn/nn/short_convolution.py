@@ -11,13 +11,13 @@ from effattn import _checks
 from effattn.decode.state import new_lengths
 
 # Uniform in +-1 / sqrt(width), the fan-in of a channel.
-kernel_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+taps_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 class ShortConvolution(nnx.Module):
     """A causal convolution of each feature over the last few tokens.
 
-        y_t = activation(bias + sum_(j < width) kernel_j * x_(t - width + 1 + j))
+        y_t = activation(bias + sum_(j < width) tap_j * x_(t - width + 1 + j))
 
     Tokens before the first one count as zeros. Time is O(T D width). Products are summed in at
     least float32.
@@ -29,7 +29,7 @@ class ShortConvolution(nnx.Module):
       use_bias: adds a learned number to each feature.
       dtype: of the output; default that of the input and the parameters together.
       param_dtype: of the parameters.
-      kernel_init: of the kernel `(width, D)`.
+      taps_init: of the taps `(width, D)`, the oldest token's first.
       rngs: for the initial parameters.
 
     Raises:
@@ -45,7 +45,7 @@ class ShortConvolution(nnx.Module):
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = kernel_init,
+        taps_init: Callable[..., Any] = taps_init,
         rngs: nnx.Rngs,
     ):
         self.features = _checks.at_least("features", features, 1, "features")
@@ -53,7 +53,8 @@ class ShortConvolution(nnx.Module):
         self.activation = activation
         self.dtype = dtype
         self.param_dtype = param_dtype
-        self.kernel = nnx.Param(kernel_init(rngs.params(), (width, features), param_dtype))
+        # No `kernel`, by which optimisers tell the matrices.
+        self.taps = nnx.Param(taps_init(rngs.params(), (width, features), param_dtype))
         self.bias = nnx.Param(jnp.zeros(features, param_dtype)) if use_bias else None
 
     def __call__(
@@ -133,19 +134,19 @@ class ShortConvolution(nnx.Module):
         self, read: jax.Array, valid: jax.Array | None, ids: jax.Array | None
     ) -> jax.Array:
         """Of `read (B, width - 1 + T, D)`, the T last tokens and those before them."""
-        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
-        dtype = jnp.result_type(read, kernel) if self.dtype is None else self.dtype
+        taps, bias = self.taps[...], None if self.bias is None else self.bias[...]
+        dtype = jnp.result_type(read, taps) if self.dtype is None else self.dtype
         wide = jnp.promote_types(dtype, jnp.float32)
         # The parameters in the dtype of the computation, as other layers have them.
-        kernel, read = kernel.astype(dtype).astype(wide), read.astype(dtype).astype(wide)
+        taps, read = taps.astype(dtype).astype(wide), read.astype(dtype).astype(wide)
         time = read.shape[1] - self.width + 1
         ids_read = None if ids is None else self._before(ids)
         y = jnp.zeros((), wide) if bias is None else bias.astype(dtype).astype(wide)
-        for tap in range(self.width):
-            x = read[:, tap : tap + time]
+        for token, tap in enumerate(taps):
+            x = read[:, token : token + time]
             if ids is not None and ids_read is not None:
-                x = _clear(x, jnp.equal(ids_read[:, tap : tap + time], ids))
-            y = y + kernel[tap] * x
+                x = _clear(x, jnp.equal(ids_read[:, token : token + time], ids))
+            y = y + tap * x
         y = y if self.activation is None else self.activation(y)
         return _clear(y, valid).astype(dtype)
 

@@ -71,10 +71,10 @@ def by_hand(mixer, x):
 
     def convolved(projection, convolution):
         inputs = np.einsum("td,dnh->tnh", x, of(projection.kernel))
-        kernel = of(convolution.kernel).reshape(-1, *inputs.shape[1:])
-        padded = np.concatenate([np.zeros_like(inputs[: len(kernel) - 1]), inputs])
-        windows = [padded[t : t + len(kernel)] for t in range(len(x))]
-        return silu(np.stack([(kernel * window).sum(0) for window in windows]))
+        taps = of(convolution.taps).reshape(-1, *inputs.shape[1:])
+        padded = np.concatenate([np.zeros_like(inputs[: len(taps) - 1]), inputs])
+        windows = [padded[t : t + len(taps)] for t in range(len(x))]
+        return silu(np.stack([(taps * window).sum(0) for window in windows]))
 
     q = convolved(mixer.query, mixer.query_convolution)
     k = convolved(mixer.key, mixer.key_convolution)
