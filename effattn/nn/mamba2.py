@@ -110,7 +110,9 @@ class Mamba2(RecurrentMixer):
         self.log_rate = nnx.Param(jnp.log(rate).astype(param_dtype))
         self.step_bias = nnx.Param((step + jnp.log(-jnp.expm1(-step))).astype(param_dtype))
         self.skip = nnx.Param(jnp.ones(num_heads, param_dtype))
-        self.norm = nnx.RMSNorm(inner // self.num_kv_heads, use_scale=False, rngs=rngs, **dtypes)
+        self.norm = nnx.RMSNorm(
+            inner // self.num_kv_heads, epsilon=1e-5, use_scale=False, rngs=rngs, **dtypes
+        )
         self.norm_scale = nnx.Param(jnp.ones(inner, param_dtype))
         self.out = nnx.Linear(
             inner,

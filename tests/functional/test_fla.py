@@ -7,16 +7,44 @@ import jax
 import numpy as np
 import pytest
 
-from effattn import delta_rule_attention, linear_attention
+from effattn import (
+    delta_rule_attention,
+    gated_linear_attention,
+    linear_attention,
+    retention,
+    state_space_duality,
+)
 from tests.laws.battery import QUICK
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "fla.npz"
 
-CASES = {
-    "linear": functools.partial(linear_attention, feature_map="identity", is_causal=True),
-    "delta": delta_rule_attention,
-    "gated_delta": delta_rule_attention,
-}
+
+def gated_by_feature(log_decay_feature, **given):
+    return gated_linear_attention(log_decay=log_decay_feature, **given)
+
+
+def state_space(query, key, value, log_decay, **given):
+    """Steps that forget as much; their part in what is written is taken out."""
+    step_size = -log_decay
+    return state_space_duality(
+        query * query.shape[-1] ** -0.5,
+        key,
+        value / step_size[..., None],
+        step_size=step_size,
+        rate=np.full(query.shape[-2], -1, np.float32),
+        **given,
+    )
+
+
+CASES = [
+    ("linear", functools.partial(linear_attention, feature_map="identity", is_causal=True)),
+    ("retention", retention),
+    ("token_decay", gated_linear_attention),
+    ("token_decay", state_space),
+    ("gated_linear", gated_by_feature),
+    ("delta", delta_rule_attention),
+    ("gated_delta", delta_rule_attention),
+]
 
 
 @functools.cache
@@ -25,11 +53,11 @@ def golden():
         return dict(arrays)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_outputs_states_and_gradients_agree(case):
+@pytest.mark.parametrize("case, function", CASES)
+def test_outputs_states_and_gradients_agree(case, function):
     arrays = golden()
     names = [n for n in arrays if f"{case}/d_{n}" in arrays]
-    function = functools.partial(CASES[case], chunk_size=4, return_state=True)
+    function = functools.partial(function, chunk_size=4, return_state=True)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(given, cotangent):

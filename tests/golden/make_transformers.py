@@ -5,8 +5,9 @@
 
 Small models with random parameters. A file holds the parameters under their names in transformers,
 the inputs, the output of the attention and of its dense layer (before the residual and its
-LayerNorm), and the gradient of sum(output * cotangent) by the input. The models train, with no
-dropout. All is float32 but the indices; rows of the padding hold zeros. Nothing is downloaded.
+LayerNorm), and the gradient of sum(output * cotangent) by the input. Mamba-2's has the parameters
+and the output of a whole mixer by case. The models train, with no dropout. All is float32 but the
+indices; rows of the padding hold zeros. Nothing is downloaded.
 """
 
 import json
@@ -18,6 +19,7 @@ import torch
 import transformers
 from transformers.models.big_bird import modeling_big_bird as big_bird
 from transformers.models.longformer import modeling_longformer as longformer
+from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.nystromformer import modeling_nystromformer as nystromformer
 
 HERE = pathlib.Path(__file__).parent
@@ -46,6 +48,19 @@ NYSTROM_KERNEL = 5
 # Tokens, a multiple of the landmarks, and landmarks.
 NYSTROM = {"pairs": (12, 6), "long": (40, 4), "one": (7, 1)}
 
+# 21 tokens are no multiple of the chunk.
+MAMBA2 = {
+    "hidden_size": 16,
+    "num_heads": 4,
+    "head_dim": 8,
+    "state_size": 6,
+    "conv_kernel": 4,
+    "chunk_size": 8,
+    "num_hidden_layers": 1,
+}
+MAMBA2_LENGTH = 21
+MAMBA2_GROUPS = {"one_group": 1, "two_groups": 2}
+
 
 def randomise(module: torch.nn.Module) -> None:
     """Larger parameters than a model starts with, biases too, so that attention is not uniform."""
@@ -59,10 +74,10 @@ def parameters_of(module: torch.nn.Module) -> dict[str, np.ndarray]:
     return {f"parameter/{name}": value.numpy() for name, value in module.state_dict().items()}
 
 
-def draw(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(length: int, features: int = FEATURES) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens, with a gradient, and the cotangent."""
-    x = torch.randn(BATCH, length, FEATURES, requires_grad=True)
-    return x, torch.randn(BATCH, length, FEATURES)
+    x = torch.randn(BATCH, length, features, requires_grad=True)
+    return x, torch.randn(BATCH, length, features)
 
 
 def results(attention, heads, x, cotangent, valid) -> dict[str, np.ndarray]:
@@ -202,11 +217,33 @@ def make_nystromformer() -> dict[str, np.ndarray]:
     return arrays
 
 
+def make_mamba2() -> dict[str, np.ndarray]:
+    torch.manual_seed(3)
+    arrays: dict[str, np.ndarray] = {}
+    for name, groups in MAMBA2_GROUPS.items():
+        config = transformers.Mamba2Config(n_groups=groups, **MAMBA2)
+        mixer = mamba2.Mamba2Mixer(config, layer_idx=0).train()
+        randomise(mixer)
+        x, cotangent = draw(MAMBA2_LENGTH, config.hidden_size)
+        output = mixer(x)
+        (gradient,) = torch.autograd.grad((output * cotangent).sum(), x)
+        case = {
+            **parameters_of(mixer),
+            "x": x.detach().numpy(),
+            "cotangent": cotangent.numpy(),
+            "output": output.detach().numpy(),
+            "gradient": gradient.numpy(),
+        }
+        arrays.update({f"{name}/{key}": value for key, value in case.items()})
+    return arrays
+
+
 def main() -> None:
     makers = {
         "longformer": make_longformer,
         "bigbird": make_bigbird,
         "nystromformer": make_nystromformer,
+        "mamba2": make_mamba2,
     }
     for name, make in makers.items():
         np.savez_compressed(HERE / f"transformers_{name}.npz", **make())

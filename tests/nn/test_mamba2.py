@@ -1,0 +1,99 @@
+"""Mamba2 gives what Hugging Face's transformers gave (`tests/golden`), and how it starts."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn.nn import Mamba2
+from tests.laws.battery import QUICK
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_mamba2.npz"
+
+
+@functools.cache
+def golden(case):
+    with np.load(GOLDEN) as arrays:
+        return {key.removeprefix(f"{case}/"): arrays[key] for key in arrays if key.startswith(case)}
+
+
+def from_transformers(arrays, groups):
+    """A mixer with the parameters of a `Mamba2Mixer`.
+
+    Both order the features of the projection z, x, B, C, dt, and those of the convolution x, B, C.
+    Torch has the outputs of a linear layer first, and a convolution's width last:
+
+        in_proj.weight (out, D)     project.kernel (D, out)
+        conv1d.weight (out, 1, W)   convolution.kernel (W, out)
+        conv1d.bias                 convolution.bias
+        A_log, dt_bias, D           log_rate, step_bias, skip
+        norm.weight                 norm_scale
+        out_proj.weight (D, N P)    out.kernel (N P, D)
+    """
+    given = {
+        key.removeprefix("parameter/"): value
+        for key, value in arrays.items()
+        if key.startswith("parameter/")
+    }
+    mixer = Mamba2(16, 4, head_dim=8, state_size=6, num_kv_heads=groups, rngs=nnx.Rngs(0))
+    for parameter, array in (
+        (mixer.project.kernel, given.pop("in_proj.weight").T),
+        (mixer.convolution.kernel, given.pop("conv1d.weight")[:, 0].T),
+        (mixer.convolution.bias, given.pop("conv1d.bias")),
+        (mixer.log_rate, given.pop("A_log")),
+        (mixer.step_bias, given.pop("dt_bias")),
+        (mixer.skip, given.pop("D")),
+        (mixer.norm_scale, given.pop("norm.weight")),
+        (mixer.out.kernel, given.pop("out_proj.weight").T),
+    ):
+        assert parameter.shape == array.shape
+        parameter[...] = jnp.asarray(array)
+    assert not given
+    return mixer
+
+
+@functools.partial(jax.jit, compiler_options=QUICK)
+def with_gradient(mixer, x, cotangent):
+    y, pull_back = jax.vjp(lambda x: mixer(x), x)
+    return y, pull_back(cotangent)[0]
+
+
+@pytest.mark.parametrize("case, groups", [("one_group", 1), ("two_groups", 2)])
+def test_it_agrees_with_transformers(case, groups):
+    """With the norm over each group's features, as in the authors' code too."""
+    arrays = golden(case)
+    mixer = from_transformers(arrays, groups)
+    y, gradient = with_gradient(mixer, arrays["x"], arrays["cotangent"])
+    np.testing.assert_allclose(y, arrays["output"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gradient, arrays["gradient"], rtol=1e-4, atol=1e-4)
+
+
+def test_it_starts_with_the_rates_and_steps_of_the_authors():
+    mixer = Mamba2(64, 256, head_dim=1, rngs=nnx.Rngs(0))
+    rate, step = jnp.exp(mixer.log_rate[...]), jax.nn.softplus(mixer.step_bias[...])
+    assert rate.min() >= 1 and rate.max() <= 16
+    np.testing.assert_allclose(rate.mean(), 8.5, rtol=0.1)
+    assert step.min() >= 0.00099 and step.max() <= 0.101
+    np.testing.assert_allclose(jnp.exp(jnp.log(step).mean()), 0.01, rtol=0.3)
+    np.testing.assert_array_equal(mixer.skip[...], 1)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_heads": 0}, "num_heads must be an int, 1 or more heads, got 0"),
+        ({"num_heads": 5}, r"twice in_features \(32\) must be a multiple of num_heads \(5\)"),
+        ({"head_dim": 0}, "head_dim must be an int, 1 or more features, got 0"),
+        ({"state_size": 0}, "state_size must be an int, 1 or more features, got 0"),
+        ({"num_kv_heads": 3}, r"num_heads \(4\) must be a .* multiple of num_kv_heads \(3\)"),
+        ({"convolution_width": 0}, "width must be an int, 1 or more tokens, got 0"),
+        ({"qk_norm": True}, "qk_norm=True was given, but Mamba2 does not normalise B and C"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Mamba2(16, **{"num_heads": 4, **options}, rngs=nnx.Rngs(0))
