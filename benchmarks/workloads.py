@@ -9,7 +9,7 @@ import numpy as np
 
 HEADS, HEAD_SIZE = 4, 64
 WINDOW = (255, 0)
-_RETENTION = np.log1p(-(2.0 ** (-5.0 - np.arange(HEADS))))
+_RETENTION = np.log1p(-(2.0 ** (-5.0 - np.arange(HEADS))))[:, None, None]
 SPARSE_WINDOW, SPARSE_GLOBAL = 256, 16
 PASSES = ("forward", "forward + backward")
 
@@ -93,8 +93,8 @@ def _recurrent(log_decay: Callable[[jax.Array], jax.Array], delta: bool):
             )
             return decay[:, None] * passed, weight * beta[:, None] if delta else weight
 
-        tokens = (direction, decays, strength)
-        tokens = (jnp.arange(key.shape[1]), *(jnp.moveaxis(x, 1, 0) for x in tokens))
+        by_token = [jnp.moveaxis(x, 1, 0) for x in (direction, decays, strength)]
+        tokens = (jnp.arange(key.shape[1]), *by_token)
         _, found = jax.lax.scan(step, jnp.zeros_like(query), tokens, reverse=True)
         return jnp.moveaxis(found, 0, -1)
 
@@ -137,7 +137,7 @@ WORKLOADS = {
     "linear": Workload(
         _linear, lambda length: length * HEAD_SIZE, lambda length: 2 * length * HEAD_SIZE
     ),
-    "retention": _recurrence(lambda key: _RETENTION[:, None, None]),
+    "retention": _recurrence(lambda key: jnp.asarray(_RETENTION)),
     "scalar gate": _recurrence(lambda key: scalar_gate(key)[..., None]),
     "vector gate": _recurrence(vector_gate),
     "delta rule": _recurrence(lambda key: jnp.zeros(()), delta=True),
