@@ -80,12 +80,26 @@ def random_projections(size: int, length: int, head_dim: int, rng: Any) -> Mappi
     return {"key_projection": of_keys, "value_projection": of_values}
 
 
+def random_features(orthogonal: bool):
+    """Performer's positive features, their vectors orthogonal or not."""
+
+    def options(size, length, head_dim, rng):
+        import effattn
+
+        features = effattn.performer_features(rng, size, head_dim, orthogonal=orthogonal)
+        return {"projection": features}
+
+    return options
+
+
 FAMILIES: Mapping[str, Family] = {
     "nystrom": Family(
         "nystrom", "landmarks", lambda m, length, head_dim, rng: {"num_landmarks": m}
     ),
     "linformer, means": Family("linformer", "projected rows", mean_pooling),
     "linformer, random": Family("linformer", "projected rows", random_projections),
+    "performer, orthogonal": Family("performer", "features", random_features(True)),
+    "performer, independent": Family("performer", "features", random_features(False)),
 }
 
 
