@@ -201,7 +201,8 @@ def test_a_model_has_it_by_name(name):
     found = jax.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0))).blocks[0].mixer
     assert type(found) is registry.load(registry.get(name).builder)
     assert found.query_convolution.width == 2 and dict(found.options)["chunk_size"] == 8
-    assert found.value_dim == 3 and found.rotary is not None
+    # The recurrence tells order by itself, as in the papers.
+    assert found.value_dim == 3 and found.rotary is None
     groups = [{"name": n, "num_heads": 2} for n in (name, "softmax")]
     hybrid = HybridHeads(FEATURES, 4, groups, rngs=nnx.Rngs(0))
     state = hybrid.init_state(2, LENGTH)
