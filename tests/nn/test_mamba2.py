@@ -97,3 +97,11 @@ def test_it_starts_with_the_rates_and_steps_of_the_authors():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         Mamba2(16, **{"num_heads": 4, **options}, rngs=nnx.Rngs(0))
+
+
+def test_its_state_is_its_own():
+    mixer, x = Mamba2(16, 4, rngs=nnx.Rngs(0)), np.ones((2, 1, 16), np.float32)
+    with pytest.raises(ValueError, match="state must be the RecurrentState"):
+        mixer.step(x, x)
+    with pytest.raises(ValueError, match="3"):
+        mixer.step(x, mixer.init_state(3, 0))
