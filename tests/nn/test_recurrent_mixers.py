@@ -47,7 +47,7 @@ def mixer(layer):
 
 @functools.cache
 def made(layer):
-    return make(layer)
+    return compiled(make, static_argnums=0)(layer)
 
 
 @compiled
@@ -195,7 +195,7 @@ def test_a_model_trains_and_generates(layer):
     config = TransformerConfig(
         vocab_size=7, num_layers=1, features=FEATURES, num_heads=HEADS, mixer=name
     )
-    model = TransformerLM(config, rngs=nnx.Rngs(0))
+    model = compiled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))()
     mixer = model.blocks[0].mixer
     assert type(mixer) is layer
     # What forgets by its tokens needs no positions.
@@ -254,7 +254,9 @@ def test_it_looks_back_only(mixer, layer):
 
 def test_heads_of_it_stand_beside_others():
     groups = [{"name": name, "num_heads": 2} for name in ("mamba2", "softmax")]
-    hybrid = HybridHeads(FEATURES, HEADS, groups, rotary=RotaryEmbedding(), rngs=nnx.Rngs(0))
+    hybrid = compiled(
+        lambda: HybridHeads(FEATURES, HEADS, groups, rotary=RotaryEmbedding(), rngs=nnx.Rngs(0))
+    )()
     assert type(hybrid.mixers[0]) is Mamba2
     y, _ = extend(hybrid, X, hybrid.init_state(2, LENGTH))
     close(y, call(hybrid, X))
