@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.decode.state import new_lengths
 from effattn.nn import initializers
 from effattn.nn.binding import Binding, bind
@@ -42,12 +42,7 @@ class _Attention(nnx.Module):
         options: dict[str, Any],
     ):
         if head_dim is None:
-            if in_features % num_heads:
-                raise ValueError(
-                    f"in_features ({in_features}) must be a multiple of num_heads ({num_heads}) "
-                    "when head_dim is not given"
-                )
-            head_dim = in_features // num_heads
+            head_dim = default_head_dim(in_features, num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(
@@ -65,8 +60,12 @@ class _Attention(nnx.Module):
         self.context_features = context_features
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.value_dim = head_dim if value_dim is None else value_dim
+        self.head_dim = head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
+        self.value_dim = (
+            head_dim
+            if value_dim is None
+            else _checks.at_least("value_dim", value_dim, 1, "features")
+        )
         self.dropout_rate = dropout_rate
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -443,6 +442,16 @@ class CrossAttention(_Attention):
         heads = self._project(zero_padding(x, valid), zero_padding(context, context_valid))
         out = self.attention(*heads, **self._options(), **keywords, **self._dropout(rngs))
         return self.out(out)
+
+
+def default_head_dim(in_features: int, num_heads: int) -> int:
+    """D / N."""
+    if num_heads < 1 or in_features % num_heads:
+        raise ValueError(
+            f"in_features ({in_features}) must be a multiple of num_heads ({num_heads}) "
+            "when head_dim is not given"
+        )
+    return in_features // num_heads
 
 
 def check_tokens(name: str, x: jax.Array, features: int) -> None:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from effattn import _checks
 from effattn.nn import initializers
-from effattn.nn.attention import SelfAttention
+from effattn.nn.attention import SelfAttention, default_head_dim
 
 
 class GatedLinearAttention(SelfAttention):
@@ -26,7 +26,7 @@ class GatedLinearAttention(SelfAttention):
       in_features: D.
       num_heads: N.
       head_dim: H, of queries and keys; default half of D / N, as in the paper.
-      value_dim: Hv; default D / N.
+      value_dim: Hv; default D / N, or `head_dim` where it is given.
       gate_rank: features between W1 and W2.
       temperature: larger ones forget slower at the start of training.
       kernel_init: of the projections.
@@ -55,21 +55,22 @@ class GatedLinearAttention(SelfAttention):
             raise ValueError(
                 "GatedLinearAttention has no option log_decay; it makes the decays of each token"
             )
-        if value_dim is None:
-            value_dim = in_features // num_heads if head_dim is None else head_dim
+        rank = _checks.at_least("gate_rank", gate_rank, 1, "features")
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        if head_dim is None:
+            share = default_head_dim(in_features, num_heads)
+            head_dim, value_dim = max(share // 2, 1), share if value_dim is None else value_dim
         super().__init__(
             in_features,
             num_heads,
             "gated_linear",
-            head_dim=max(in_features // num_heads // 2, 1) if head_dim is None else head_dim,
+            head_dim=head_dim,
             value_dim=value_dim,
             kernel_init=kernel_init,
             rngs=rngs,
             **options,
         )
-        rank = _checks.at_least("gate_rank", gate_rank, 1, "features")
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
         self.temperature = float(temperature)
         common = {
             "dtype": self.dtype,

@@ -11,6 +11,7 @@ from flax import nnx
 from effattn import registry
 from effattn.decode.state import check_state, new_lengths
 from effattn.nn import initializers
+from effattn.nn.attention import default_head_dim
 from effattn.nn.dropout import dropout_key
 
 
@@ -87,12 +88,7 @@ class HybridHeads(nnx.Module):
                 f"{shared} that share a key head, got {sizes}"
             )
         if head_dim is None:
-            if in_features % num_heads:
-                raise ValueError(
-                    f"in_features ({in_features}) must be a multiple of num_heads ({num_heads}) "
-                    "when head_dim is not given"
-                )
-            head_dim = in_features // num_heads
+            head_dim = default_head_dim(in_features, num_heads)
         mixers, first = [], 0
         for group, size in zip(groups, sizes, strict=True):
             of_group = {k: v for k, v in group.items() if k not in ("name", "num_heads")}

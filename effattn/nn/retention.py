@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn.nn import initializers
-from effattn.nn.attention import SelfAttention
+from effattn.nn.attention import SelfAttention, default_head_dim
 from effattn.nn.rotary import RotaryEmbedding
 
 
@@ -51,7 +51,8 @@ class RetNet(SelfAttention):
         **options: Any,
     ):
         if value_dim is None:
-            value_dim = 2 * (in_features // num_heads if head_dim is None else head_dim)
+            size = default_head_dim(in_features, num_heads) if head_dim is None else head_dim
+            value_dim = 2 * size
         super().__init__(
             in_features,
             num_heads,

@@ -73,7 +73,7 @@ def test_it_agrees_with_transformers(case, groups):
 
 
 def test_it_starts_with_the_rates_and_steps_of_the_authors():
-    mixer = Mamba2(64, 256, head_dim=1, rngs=nnx.Rngs(0))
+    mixer = jax.jit(lambda: Mamba2(64, 256, head_dim=1, rngs=nnx.Rngs(0)))()
     rate, step = jnp.exp(mixer.log_rate[...]), jax.nn.softplus(mixer.step_bias[...])
     assert rate.min() >= 1 and rate.max() <= 16
     np.testing.assert_allclose(rate.mean(), 8.5, rtol=0.1)
@@ -97,3 +97,13 @@ def test_it_starts_with_the_rates_and_steps_of_the_authors():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         Mamba2(16, **{"num_heads": 4, **options}, rngs=nnx.Rngs(0))
+
+
+def test_its_state_is_its_own():
+    mixer, x = Mamba2(16, 4, rngs=nnx.Rngs(0)), np.ones((2, 1, 16), np.float32)
+    with pytest.raises(ValueError, match="state must be the RecurrentState"):
+        mixer.step(x, x)
+    with pytest.raises(
+        ValueError, match=r"state has length of shape \(3,\) and cannot be extended by 2 rows"
+    ):
+        mixer.step(x, mixer.init_state(3, 0))

@@ -1,0 +1,262 @@
+"""RetNet, GatedLinearAttention and Mamba2: at once, in pieces, packed, padded, and in models."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn import registry
+from effattn.nn import (
+    GatedLinearAttention,
+    HybridHeads,
+    Mamba2,
+    RetNet,
+    RotaryEmbedding,
+    TransformerConfig,
+    TransformerLM,
+    generate,
+)
+from tests.laws.battery import QUICK
+
+FEATURES, HEADS, LENGTH = 16, 4, 11
+NAMES = {RetNet: "retention", GatedLinearAttention: "gated_linear", Mamba2: "mamba2"}
+
+compiled = functools.partial(jax.jit, compiler_options=QUICK)
+X = np.random.default_rng(0).normal(size=(2, LENGTH, FEATURES)).astype(np.float32)
+
+
+def make(layer, **options):
+    options = {"num_kv_heads": 2, "chunk_size": 4, **options}
+    if layer is Mamba2:
+        options.setdefault("state_size", 6)
+    return layer(FEATURES, HEADS, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.fixture(params=NAMES, ids=lambda layer: layer.__name__)
+def layer(request):
+    return request.param
+
+
+@pytest.fixture
+def mixer(layer):
+    return made(layer)
+
+
+@functools.cache
+def made(layer):
+    return compiled(make, static_argnums=0)(layer)
+
+
+@compiled
+def call(mixer, x, lengths=None, segment_ids=None):
+    return mixer(x, lengths=lengths, segment_ids=segment_ids)
+
+
+@compiled
+def extend(mixer, x, state, lengths=None):
+    return mixer.extend(x, state, lengths=lengths)
+
+
+def close(actual, expected, tolerance=1e-5):
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def of(variable):
+    return np.asarray(variable[...], np.float64)
+
+
+def normalised(x):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+
+def attended(mixer, q, k, v, decay):
+    """Token by token, of one row: `decay (T, K, H)`."""
+    out = np.zeros((*q.shape[:2], v.shape[-1]))
+    for head in range(q.shape[1]):
+        of_head = head // (q.shape[1] // k.shape[1])
+        state = np.zeros((k.shape[-1], v.shape[-1]))
+        for t in range(len(q)):
+            state = decay[t, of_head][:, None] * state + np.outer(k[t, of_head], v[t, of_head])
+            out[t, head] = state.T @ q[t, head] / k.shape[-1] ** 0.5
+    return out
+
+
+def turned(x):
+    """Rotary positions: features m and m + H/2 are a complex number."""
+    real, imaginary = np.split(x, 2, -1)
+    frequency = 10000.0 ** (-np.arange(real.shape[-1]) / real.shape[-1])
+    turns = np.exp(1j * np.arange(len(x))[:, None, None] * frequency)
+    number = (real + 1j * imaginary) * turns
+    return np.concatenate([number.real, number.imag], -1)
+
+
+def by_hand(mixer, x):
+    """The docstrings' formulas in float64, of one row `(T, D)`."""
+
+    def project(layer):
+        return np.einsum("td,dnh->tnh", x, of(layer.kernel))
+
+    q, k, v, gate = (project(p) for p in (mixer.query, mixer.key, mixer.value, mixer.gate))
+    if isinstance(mixer, RetNet):
+        q, k = turned(q), turned(k)
+        gamma = 1 - 2.0 ** (-5 - np.arange(k.shape[1]))
+        out = normalised(attended(mixer, q, k, v, np.broadcast_to(gamma[:, None], k.shape)))
+    else:
+        low = x @ of(mixer.decay_in.kernel)
+        logits = np.einsum("tr,rkh->tkh", low, of(mixer.decay_out.kernel))
+        decay = sigmoid(logits + of(mixer.decay_out.bias)) ** (1 / 16)
+        gate = gate + of(mixer.gate.bias)
+        out = normalised(attended(mixer, q, k, v, decay)) * of(mixer.norm.scale)
+    return np.einsum("tnh,nhd->td", gate * sigmoid(gate) * out, of(mixer.out.kernel))
+
+
+@pytest.mark.parametrize("layer", [RetNet, GatedLinearAttention])
+def test_it_is_the_layer_of_its_paper(layer):
+    """Mamba-2's is compared with another implementation of it."""
+    mixer = make(layer)
+    if layer is GatedLinearAttention:
+        for parameter in (mixer.norm.scale, mixer.gate.bias, mixer.decay_out.bias):
+            parameter[...] += jnp.linspace(-0.5, 0.5, parameter.size).reshape(parameter.shape)
+    y = call(mixer, X)
+    for row in range(2):
+        close(y[row], by_hand(mixer, X[row]))
+
+
+def test_unequal_prompts_continue_as_each_would_alone(mixer):
+    whole, lengths = call(mixer, X), np.array([6, 2])
+    prompt = np.where(np.arange(6)[:, None] < lengths[:, None, None], X[:, :6], np.nan)
+    first, state = extend(mixer, prompt, mixer.init_state(2, 0), lengths)
+    rows, after = np.arange(2)[:, None], lengths[:, None] + np.arange(5)
+    second, state = extend(mixer, X[rows, after], state)
+    for row, length in enumerate(lengths):
+        close(first[row, :length], whole[row, :length])
+    close(second, whole[rows, after])
+    np.testing.assert_array_equal(state.length, lengths + 5)
+
+
+def test_the_state_has_one_size(mixer):
+    state = mixer.init_state(3, 10**9, jnp.bfloat16)
+    _, after = jax.eval_shape(mixer.step, jnp.ones((3, 1, FEATURES), jnp.bfloat16), state)
+    same = jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, after, state)
+    assert all(jax.tree.leaves(same))
+    sums, *tokens = jax.tree.leaves(state.state)
+    assert sums.dtype == jnp.float32 and all(x.dtype == jnp.bfloat16 for x in tokens)
+    assert not any(np.any(x) for x in jax.tree.leaves(state))
+
+
+def test_packed_documents_give_what_they_give_alone_and_padded(mixer):
+    ids = np.repeat([3, 1, 0, 2], [4, 4, 1, 2])
+    x = np.where(ids[:, None] == 0, np.nan, X)
+    y = call(mixer, x, None, np.tile(ids, (2, 1)))
+    for id in (1, 2, 3):
+        length = (ids == id).sum()
+        alone = np.full_like(X, np.nan)
+        alone[:, :length] = X[:, ids == id]
+        close(y[:, ids == id], call(mixer, alone, np.full(2, length))[:, :length])
+
+
+def test_padding_reaches_no_output_and_no_gradient(mixer):
+    lengths = np.array([7, LENGTH])
+    valid = np.arange(LENGTH) < lengths[:, None]
+
+    @compiled
+    def loss_and_gradient(mixer, x):
+        def loss(mixer, x):
+            return jnp.sum(jnp.where(valid[..., None], mixer(x, lengths=lengths), 0) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1))(mixer, x)
+
+    with_nan = loss_and_gradient(mixer, np.where(valid[..., None], X, np.nan))
+    with_zeros = loss_and_gradient(mixer, np.where(valid[..., None], X, 0))
+    jax.tree.map(np.testing.assert_array_equal, with_nan, with_zeros)
+    value, (of_mixer, of_x) = with_nan
+    assert np.isfinite(value) and not np.any(of_x[~valid])
+    for path, gradient in jax.tree.leaves_with_path(of_mixer):
+        assert np.isfinite(gradient).all() and np.any(gradient), jax.tree_util.keystr(path)
+
+
+def test_bfloat16(layer):
+    wide, narrow = make(layer), make(layer, dtype=jnp.bfloat16)
+    y, expected = call(narrow, X.astype(jnp.bfloat16)), call(wide, X)
+    assert y.dtype == jnp.bfloat16
+    error = np.asarray(y, np.float32) - expected
+    assert np.sqrt((error**2).mean() / np.square(expected).mean()) < 0.02
+
+
+def test_a_model_trains_and_generates(layer):
+    name = NAMES[layer]
+    config = TransformerConfig(
+        vocab_size=7, num_layers=1, features=FEATURES, num_heads=HEADS, mixer=name
+    )
+    model = compiled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))()
+    mixer = model.blocks[0].mixer
+    assert type(mixer) is layer
+    # What forgets by its tokens needs no positions.
+    assert (getattr(mixer, "rotary", None) is None) == registry.get(name).knows_order
+    tokens = np.random.default_rng(0).integers(0, 7, size=(2, LENGTH))
+
+    @compiled
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss_of(model):
+        logits = model(tokens[:, :-1])
+        log_probability = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(log_probability, tokens[:, 1:, None], -1).mean(), logits
+
+    (loss, _), gradient = loss_of(model)
+    nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model), nnx.state(gradient)))
+    (after, logits), _ = loss_of(model)
+    assert np.isfinite(loss) and after < loss
+    drawn = generate(model, tokens[:, :-1], max_new_tokens=2, temperature=0)
+    np.testing.assert_array_equal(drawn[:, 0], np.argmax(logits[:, -1], -1))
+
+
+@pytest.mark.parametrize("layer", [RetNet, GatedLinearAttention])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"window": 3}, "has no option window"),
+        ({"num_kv_heads": 3}, r"num_heads \(4\) must be a .* multiple of num_kv_heads \(3\)"),
+        ({"num_heads": 0}, r"in_features \(16\) must be a multiple of num_heads \(0\)"),
+        ({"num_heads": 3}, r"in_features \(16\) must be a multiple of num_heads \(3\)"),
+        ({"head_dim": 0}, "head_dim must be an int, 1 or more features, got 0"),
+        ({"value_dim": 0}, "value_dim must be an int, 1 or more features, got 0"),
+    ],
+)
+def test_wrong_options_are_named(layer, options, message):
+    with pytest.raises(ValueError, match=message):
+        layer(FEATURES, **{"num_heads": HEADS, **options}, rngs=nnx.Rngs(0))
+
+
+def test_wrong_options_of_the_decays_are_named():
+    with pytest.raises(ValueError, match="no option log_decay; it makes the decays of each token"):
+        make(GatedLinearAttention, log_decay=np.zeros(2))
+    with pytest.raises(ValueError, match="gate_rank must be an int, 1 or more features, got 0"):
+        make(GatedLinearAttention, gate_rank=0)
+    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+        make(GatedLinearAttention, temperature=0)
+
+
+def test_it_looks_back_only(mixer, layer):
+    with pytest.raises(ValueError, match="is_causal=False was given, but .* lacks 'bidirectional'"):
+        make(layer, is_causal=False)
+    with pytest.raises(ValueError, match="step takes one token"):
+        mixer.step(X, mixer.init_state(2, 0))
+    with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 16\)"):
+        mixer(X[..., :3])
+
+
+def test_heads_of_it_stand_beside_others():
+    groups = [{"name": name, "num_heads": 2} for name in ("mamba2", "softmax")]
+    hybrid = compiled(
+        lambda: HybridHeads(FEATURES, HEADS, groups, rotary=RotaryEmbedding(), rngs=nnx.Rngs(0))
+    )()
+    assert type(hybrid.mixers[0]) is Mamba2
+    y, _ = extend(hybrid, X, hybrid.init_state(2, LENGTH))
+    close(y, call(hybrid, X))
