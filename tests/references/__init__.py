@@ -5,16 +5,16 @@ A new mechanism gets the whole battery by being registered and by one entry in `
 
 from tests.references.based import BASED
 from tests.references.block_linformer import BLOCK_LINFORMER
-from tests.references.delta_rule import DELTA_NET, GATED_DELTA_NET
 from tests.references.cosformer import COSFORMER
+from tests.references.delta_rule import DELTA_NET, GATED_DELTA_NET
 from tests.references.hierarchical import HIERARCHICAL
 from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
 from tests.references.long_short import LONG_SHORT
 from tests.references.nystrom import NYSTROM
 from tests.references.performer import PERFORMER
-from tests.references.recurrences import GATED_LINEAR, MAMBA2, RETENTION
 from tests.references.random_features import RANDOM_FEATURES
+from tests.references.recurrences import GATED_LINEAR, MAMBA2, RETENTION
 from tests.references.reference import Reference
 from tests.references.softmax import DILATED, SLIDING_WINDOW, SOFTMAX
 from tests.references.sparse import BIGBIRD, BLOCK_SPARSE, LONGFORMER, RANDOM, SPARSE_TRANSFORMER
