@@ -17,8 +17,8 @@ class HedgehogFeatureMap(nnx.Module):
         phi(x) = [softmax(W x), softmax(-W x)]
 
     which is exp of W x and of -W x, each divided by its sum. W, `(K, F, H)`, starts as the
-    identity. Query heads of one key head share its W. The paper trains it so that the weights resemble those
-    of a softmax attention; in a model from scratch it is trained with the rest.
+    identity. Query heads of one key head share its W. The paper trains it so that the weights
+    resemble those of a softmax attention; in a model from scratch it is trained with the rest.
 
     Args:
       num_kv_heads: K.
