@@ -30,6 +30,9 @@ from effattn.functional.performer import (  # isort: skip
     performer_attention,
     performer_features,
 )
+from effattn.functional.random_features import random_feature_attention  # isort: skip
+from effattn.functional.based import based_attention  # isort: skip
+from effattn.functional.cosformer import cosformer_attention  # isort: skip
 from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
@@ -49,11 +52,13 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockLayout",
     "PerformerState",
+    "based_attention",
     "bigbird_attention",
     "block_linformer_attention",
     "block_sparse_attention",
     "analysis",
     "combine",
+    "cosformer_attention",
     "decode",
     "delta_rule_attention",
     "dot_product_attention",
@@ -70,6 +75,7 @@ __all__ = [
     "performer_features",
     "positions_from_segment_ids",
     "random_attention",
+    "random_feature_attention",
     "registry",
     "retention",
     "segment_ids_from_cu_seqlens",

@@ -37,7 +37,7 @@ def check(
     _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state)
     query_ids, key_ids = (None, None) if ids is None else ids
     tokens = Tokens(_mask(query_lengths, query_ids, queries), _mask(key_lengths, key_ids, keys))
-    attend: Attend = linear_recurrence if is_causal else linear_sum
+    attend: Any = linear_recurrence if is_causal else linear_sum
     if ids is not None and is_causal:
         tokens = packed(ids[1], tokens)
     elif ids is not None:
@@ -77,6 +77,14 @@ def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_
         )
 
 
+def positive_scale(value: Any, query: jax.Array) -> jax.Array:
+    """The scale of logits, `()`, whose root multiplies queries and keys."""
+    array = recurrence.check_scale(value, query)
+    if not isinstance(array, jax.core.Tracer) and not array > 0:
+        raise ValueError(f"scale must be above 0, got {value!r}: its root multiplies both sides")
+    return array
+
+
 def check_projection(projection: Any, key: jax.Array) -> jax.Array:
     """Vectors `(1, m, H)` or `(K, m, H)`."""
     projection = jnp.asarray(projection)
@@ -99,7 +107,7 @@ def check_projection(projection: Any, key: jax.Array) -> jax.Array:
 def products(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.Array:
     """w . x: `(*B, L, N, H)` and `(1 or K, m, H)` to `(*B, L, N, m)`."""
     heads, features, _ = projection.shape
-    grouped = x.reshape(*x.shape[:-2], heads, -1, x.shape[-1])
+    grouped = x.reshape(*x.shape[:-2], heads, x.shape[-2] // heads, x.shape[-1])
     projected = jnp.einsum("...kgh,kmh->...kgm", grouped, projection, precision=precision)
     return projected.reshape(*x.shape[:-1], features)
 
@@ -151,7 +159,7 @@ class WithinDocuments(NamedTuple):
             rule,
             parameters,
             state,
-            merge(none(query, keys), query),
+            jax.tree.map(lambda x: merge(none(x, keys), x), query),
             tuple(merge(x, none(x, queries)) for x in key_value),
             merged._replace(starts=starts),
         )

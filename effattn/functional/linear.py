@@ -43,7 +43,8 @@ def linear_attention(
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
       scale: multiplies the similarity; default H**-0.5. It cancels when normalised.
-      feature_map: "elu" (elu + 1), "relu", "identity", or a callable from `(..., H)` to `(..., F)`
+      feature_map: a name of `effattn.functional.feature_maps`: "elu" (elu + 1), "relu",
+        "squared_relu", "exp", "taylor" or "identity"; or a callable from `(..., H)` to `(..., F)`
         that treats vectors alike. It is applied to queries and keys.
       normalize: divide by the sum of the similarities; default yes, except for the identity.
       is_causal: query t attends to the keys up to t; needs T == S.

@@ -176,7 +176,7 @@ def performer_attention(
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     projection = kernels.check_projection(projection, key)
-    parameters = projection, jnp.sqrt(_scale(scale, query).astype(given.dtype))
+    parameters = projection, jnp.sqrt(kernels.positive_scale(scale, query).astype(given.dtype))
     sums, maximum = _check_state(initial_state, given, projection.shape[-2], kernel)
     run = functools.partial(
         recurrence.run,
@@ -316,13 +316,6 @@ def _maxima_of_documents(x, ids):
 def _decay(before, after):
     """exp(before - after), and 1 where both are -inf."""
     return jnp.exp(jnp.where(before == after, 0, before - after))
-
-
-def _scale(value, query):
-    scale = recurrence.check_scale(value, query)
-    if not isinstance(scale, jax.core.Tracer) and not scale > 0:
-        raise ValueError(f"scale must be above 0, got {value!r}: the features are of sqrt(scale) x")
-    return scale
 
 
 def _check_state(state, given, features, kernel):

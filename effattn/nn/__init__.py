@@ -4,10 +4,12 @@ from effattn.decode.generate import generate
 from effattn.nn.adapters import as_attention_fn
 from effattn.nn.alibi import Alibi, alibi_slopes
 from effattn.nn.attention import CrossAttention, SelfAttention
+from effattn.nn.based import BasedSelfAttention
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.gated_linear import GatedLinearAttention
+from effattn.nn.hedgehog import HedgehogFeatureMap, HedgehogSelfAttention
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
@@ -16,12 +18,14 @@ from effattn.nn.mamba2 import Mamba2
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.retention import RetNet
+from effattn.nn.random_features import RandomFeatureSelfAttention
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
 
 __all__ = [
     "Alibi",
+    "BasedSelfAttention",
     "Block",
     "BlockLinformerSelfAttention",
     "CrossAttention",
@@ -29,6 +33,8 @@ __all__ = [
     "DeltaNetState",
     "GatedDeltaNet",
     "GatedLinearAttention",
+    "HedgehogFeatureMap",
+    "HedgehogSelfAttention",
     "HybridHeads",
     "HybridState",
     "LinformerSelfAttention",
@@ -37,6 +43,7 @@ __all__ = [
     "Mamba2",
     "RetNet",
     "PerformerSelfAttention",
+    "RandomFeatureSelfAttention",
     "RotaryEmbedding",
     "SelfAttention",
     "ShortConvolution",

@@ -12,6 +12,8 @@ from effattn.functional import feature_maps
         ("identity", [-2, 0, 3], [1, 1, 1]),
         ("relu", [0, 0, 3], [0, 0, 1]),
         ("elu", [np.exp(-2), 1, 4], [np.exp(-2), 1, 1]),
+        ("exp", [np.exp(-2), 1, np.exp(3)], [np.exp(-2), 1, np.exp(3)]),
+        ("squared_relu", [0, 0, 9], [0, 0, 6]),
     ],
 )
 def test_values_and_slopes(name, expected, slope):
@@ -24,6 +26,15 @@ def test_elu_neither_overflows_nor_loses_small_features():
     x = jnp.asarray([-1e4, -30.0, 1e4])
     np.testing.assert_allclose(feature_maps.elu(x), [0, np.exp(-30), 10001], rtol=1e-5)
     np.testing.assert_allclose(jax.vmap(jax.grad(feature_maps.elu))(x), [0, np.exp(-30), 1], 1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_products_of_taylor_features_are_a_second_order_series(size):
+    x, y = np.random.default_rng(0).normal(size=(2, 7, size)).astype(np.float32)
+    features = feature_maps.taylor(jnp.asarray(x)), feature_maps.taylor(jnp.asarray(y))
+    assert features[0].shape == (7, (1 + size) * (2 + size) // 2)
+    s = (x * y).sum(-1)
+    np.testing.assert_allclose((features[0] * features[1]).sum(-1), 1 + s + s**2 / 2, rtol=1e-5)
 
 
 def test_a_callable_is_its_own_map():

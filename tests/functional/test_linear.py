@@ -62,6 +62,9 @@ def same_document(query_ids, key_ids):
         ("identity", None, False),
         ("identity", None, True),
         ("elu", False, True),
+        ("exp", None, True),
+        ("squared_relu", None, False),
+        ("taylor", None, True),
     ],
 )
 def test_is_its_definition(name, normalize, is_causal):
@@ -394,7 +397,7 @@ def test_forward_mode_says_what_to_use():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"feature_map": "exp"}, "unknown feature_map 'exp'"),
+        ({"feature_map": "tanh"}, "unknown feature_map 'tanh'"),
         ({"feature_map": lambda x: x[..., 0]}, r"feature_map must map \(\.\.\., H\)"),
         ({"chunk_size": 0}, "chunk_size must be None or an int"),
         ({"chunk_size": 2.5}, "chunk_size must be None or an int"),

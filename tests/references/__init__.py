@@ -3,7 +3,9 @@
 A new mechanism gets the whole battery by being registered and by one entry in `REFERENCES`.
 """
 
+from tests.references.based import BASED
 from tests.references.block_linformer import BLOCK_LINFORMER
+from tests.references.cosformer import COSFORMER
 from tests.references.delta_rule import DELTA_NET, GATED_DELTA_NET
 from tests.references.hierarchical import HIERARCHICAL
 from tests.references.linear import LINEAR
@@ -11,6 +13,7 @@ from tests.references.linformer import LINFORMER
 from tests.references.long_short import LONG_SHORT
 from tests.references.nystrom import NYSTROM
 from tests.references.performer import PERFORMER
+from tests.references.random_features import RANDOM_FEATURES
 from tests.references.recurrences import GATED_LINEAR, MAMBA2, RETENTION
 from tests.references.reference import Reference
 from tests.references.softmax import DILATED, SLIDING_WINDOW, SOFTMAX
@@ -21,7 +24,10 @@ REFERENCES: dict[str, Reference] = {
     "sliding_window": SLIDING_WINDOW,
     "dilated": DILATED,
     "linear": LINEAR,
+    "based": BASED,
+    "cosformer": COSFORMER,
     "performer": PERFORMER,
+    "random_features": RANDOM_FEATURES,
     "longformer": LONGFORMER,
     "sparse_transformer": SPARSE_TRANSFORMER,
     "block_sparse": BLOCK_SPARSE,

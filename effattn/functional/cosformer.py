@@ -1,0 +1,181 @@
+"""cosFormer: ReLU features, with weights that fall with distance as a cosine."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from effattn import _checks, registry
+from effattn.functional import kernels, recurrence
+from effattn.segments import positions_from_segment_ids
+from effattn.xla.linear_recurrence import Terms
+
+
+def cosformer_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    max_length: int,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    initial_state: jax.Array | None = None,
+    return_state: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    chunk_size: int | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""cosFormer (Qin et al. 2022, "cosFormer: Rethinking Softmax in Attention").
+
+    Over the keys s that query t may attend to, at positions t and s, with M = max_length,
+
+        out_t = sum_s w_ts v_s / sum_s w_ts
+        w_ts = relu(q_t) . relu(k_s) cos(pi (t - s) / (2 M))
+
+    which is linear attention with the features relu(x) cos(a) and relu(x) sin(a) at the angle
+    a = pi t / (2 M) of a token. Time is O((T + S) H Hv) and memory O(T + S).
+
+    Weights depend on distances alone, and so a document counts positions from its start. The state
+    is kept as seen from the token after it, so that it holds no position.
+
+    Args:
+      query: `(*B, T, N, H)`, with any number of batch dimensions.
+      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      value: `(*B, S, K, Hv)`.
+      max_length: M, at least T and S. Continuing from a state, no two tokens may be more than M
+        apart either: there weights are negative.
+      is_causal: query t attends to the keys up to t; needs T == S.
+      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
+      key_value_seq_lengths: `(*B)` int, valid keys of each row.
+      segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
+        equal ids, which are one contiguous run; 0 is padding.
+      initial_state: the state before the first token, as returned by an earlier call. With
+        `segment_ids` it belongs to the first document.
+      return_state: also return the state after the last valid token. With `segment_ids` it is that
+        of the last document.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      chunk_size: tokens of one masked product of the causal form; tuning only.
+      implementation: None or "xla", or a tuple of names tried in order.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
+      the sum of phi(k) v^T with that of phi(k) in its last column, `(*B, K, 2 H, Hv + 1)`, in the
+      promoted dtype of query, key and value, at least float32. A query without keys, or whose
+      weights sum to zero, gives zeros.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or options, and more than `max_length` tokens.
+      NotImplementedError: an implementation that there is not.
+      TypeError: in forward-mode differentiation of the causal or packed form.
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given, attend = kernels.check(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        initial_state=initial_state,
+        return_state=return_state,
+        precision=precision,
+        chunk_size=chunk_size,
+    )
+    max_length = _checks.at_least("max_length", max_length, 1, "tokens")
+    longest = max(query.shape[-3], key.shape[-3])
+    if longest > max_length:
+        raise ValueError(f"max_length must be at least the {longest} tokens, got {max_length}")
+    unit = np.pi / (2 * max_length)
+    of_query, of_key, of_next = _positions(given, segment_ids)
+    out, state = recurrence.run(
+        "cosformer_attention",
+        _CosformerTerms(),
+        given,
+        (query, unit * of_query),
+        (key, value, unit * of_key),
+        initial_state=initial_state,
+        normalized=True,
+        attend=attend,
+        implementation=implementation,
+    )
+    return (out, _turned(state, unit * of_next)) if return_state else out
+
+
+@dataclasses.dataclass(frozen=True)
+class _CosformerTerms:
+    """relu(x) cos(a) and relu(x) sin(a)."""
+
+    def __call__(self, parameters, queries, keys) -> Terms:
+        query, of_query = queries
+        key, value, of_key = keys
+        return Terms(_features(query, of_query), _features(key, of_key), value)
+
+
+def _features(x, angle):
+    x = jax.nn.relu(x)
+    return jnp.concatenate([x * jnp.cos(angle), x * jnp.sin(angle)], -1)
+
+
+def _positions(given, segment_ids):
+    """Of queries and of keys, `(*B, L, 1, 1)`, and of the token after the last valid key."""
+    *batch, queries, _, _ = given.query.shape
+    keys = given.key.shape[-3]
+    if segment_ids is None:
+        of_query, of_key = jnp.arange(queries), jnp.arange(keys)
+    else:
+        both = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids,) * 2
+        of_query, of_key = (positions_from_segment_ids(jnp.asarray(ids)) for ids in both)
+    of_query = jnp.broadcast_to(of_query, (*batch, queries))
+    of_key = jnp.broadcast_to(of_key, (*batch, keys))
+    present = given.tokens.key_mask
+    if present is None:
+        of_next = jnp.asarray(keys)
+    else:
+        last = jnp.max(jnp.where(present, jnp.arange(keys), -1), -1, initial=-1)
+        # The last valid key of a document is the one that is furthest from its start.
+        here = present & (jnp.arange(keys) == last[..., None])
+        of_next = jnp.max(jnp.where(here, of_key + 1, 0), -1, initial=0)
+    return (
+        of_query[..., None, None].astype(given.dtype),
+        of_key[..., None, None].astype(given.dtype),
+        of_next.astype(given.dtype),
+    )
+
+
+def _turned(state, angle):
+    """The state as seen from a token at this angle, `()` or `(*B)`."""
+    cosine, sine = (f(angle)[..., None, None, None] for f in (jnp.cos, jnp.sin))
+    of_cosines, of_sines = jnp.split(state, 2, -2)
+    return jnp.concatenate(
+        [of_cosines * cosine + of_sines * sine, of_sines * cosine - of_cosines * sine], -2
+    )
+
+
+registry.register(
+    registry.Mechanism(
+        name="cosformer",
+        family="linear",
+        paper="Qin et al. 2022, cosFormer",
+        function=cosformer_attention,
+        capabilities=frozenset(
+            {
+                "bidirectional",
+                "causal",
+                "cross",
+                "grouped",
+                "lengths",
+                "segments",
+                "state",
+                "decode",
+            }
+        ),
+        options={"max_length": 16384},
+        decoder="effattn.decode.recurrent:RecurrentDecoder",
+        complexity="O(N H Hv)",
+        time_exponent=1.0,
+    )
+)

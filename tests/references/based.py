@@ -1,0 +1,41 @@
+"""Based's linear attention with all its pairs: a polynomial of the logits."""
+
+import functools
+
+import jax.numpy as jnp
+
+from effattn.functional.feature_maps import taylor
+from tests.references.pairs import Pairs
+from tests.references.reference import Reference
+
+
+def based(arrays, pairs: Pairs, keep, **_):
+    """1 + z + z^2 / 2; features are for the state alone."""
+    query, key, value = arrays["query"], arrays["key"], arrays["value"]
+    groups = query.shape[-2] // key.shape[-2]
+    dtype = functools.reduce(jnp.promote_types, (query.dtype, value.dtype, jnp.float32))
+    heads_of_keys = functools.partial(jnp.repeat, repeats=groups, axis=-2)
+    root = jnp.asarray(arrays.get("scale", query.shape[-1] ** -0.5), dtype) ** 0.5
+    query, key = query.astype(dtype) * root, key.astype(dtype) * root
+    values = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1).astype(dtype)
+    logits = jnp.einsum("...tnh,...snh->...nts", query, heads_of_keys(key))
+    weights = jnp.where(pairs.allowed[..., None, :, :], 1 + logits + logits**2 / 2, 0)
+    out = jnp.einsum("...nts,...snd->...tnd", weights, heads_of_keys(values))
+    reached = jnp.where(pairs.reaches_final[..., None, None], taylor(key), 0)
+    state = jnp.einsum("...skf,...skd->...kfd", reached, values)
+    if "initial_state" in arrays:
+        initial = arrays["initial_state"].astype(dtype)
+        state = state + jnp.where(pairs.keeps_initial[..., None, None, None], initial, 0)
+        reading = jnp.where(pairs.reads_initial[..., None, None], taylor(query), 0)
+        out = out + jnp.einsum("...tnf,...nfd->...tnd", reading, jnp.repeat(initial, groups, -3))
+    total = out[..., -1:]
+    out = jnp.where(total == 0, 0, out[..., :-1] / jnp.where(total == 0, 1, total))
+    return {"out": out.astype(value.dtype), "state": state}
+
+
+BASED = Reference(
+    attend=based,
+    variants={"": {}},
+    tuning={"chunk_size": 5},
+    state_and_segments=False,
+)
