@@ -100,15 +100,9 @@ class Mamba2(RecurrentMixer):
         self.convolution = ShortConvolution(
             inner + 2 * shared, convolution_width, use_bias=True, rngs=rngs, **dtypes
         )
-        # As in the authors' code: rates from 1 to 16, steps from 0.001 to 0.1, log-uniform.
-        rate = jax.random.uniform(rngs.params(), (num_heads,), minval=1.0, maxval=16.0)
-        step = jnp.exp(
-            jax.random.uniform(
-                rngs.params(), (num_heads,), minval=jnp.log(0.001), maxval=jnp.log(0.1)
-            )
-        )
-        self.log_rate = nnx.Param(jnp.log(rate).astype(param_dtype))
-        self.step_bias = nnx.Param((step + jnp.log(-jnp.expm1(-step))).astype(param_dtype))
+        shape = (num_heads,)
+        self.log_rate = nnx.Param(initializers.log_rate_init(rngs.params(), shape, param_dtype))
+        self.step_bias = nnx.Param(initializers.step_bias_init(rngs.params(), shape, param_dtype))
         self.skip = nnx.Param(jnp.ones(num_heads, param_dtype))
         self.norm = nnx.RMSNorm(
             inner // self.num_kv_heads, epsilon=1e-5, use_scale=False, rngs=rngs, **dtypes
