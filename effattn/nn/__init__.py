@@ -17,8 +17,8 @@ from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
-from effattn.nn.retention import RetNet
 from effattn.nn.random_features import RandomFeatureSelfAttention
+from effattn.nn.retention import RetNet
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
