@@ -1,14 +1,33 @@
-"""Based: linear attention of a second-order Taylor series, for small queries and keys."""
+"""Based: a second-order Taylor series of softmax attention, and a small window that is exact."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.functional import kernels, recurrence
+from effattn.functional.combine import combine
 from effattn.functional.feature_maps import taylor
-from effattn.xla.linear_recurrence import Terms
+from effattn.functional.sliding_window import sliding_window_attention
+from effattn.xla.linear_recurrence import Terms, Tokens, normalize
+
+
+class BasedState(NamedTuple):
+    """What Based carries where a window is exact.
+
+    Attributes:
+      sums: `(*B, K, F, Hv + 1)`, of the tokens that have left the window.
+      key: `(*B, w, K, H)`, the last w keys, right aligned.
+      value: `(*B, w, K, Hv)`.
+      length: `(*B)` int32, how many of them there are.
+    """
+
+    sums: jax.Array
+    key: jax.Array
+    value: jax.Array
+    length: jax.Array
 
 
 def based_attention(
@@ -16,17 +35,18 @@ def based_attention(
     key: jax.Array,
     value: jax.Array,
     *,
+    local_window_size: int | tuple[int, int] | None = None,
     scale: float | jax.Array | None = None,
     is_causal: bool = False,
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    initial_state: jax.Array | None = None,
+    initial_state: jax.Array | BasedState | None = None,
     return_state: bool = False,
     precision: jax.lax.PrecisionLike = None,
     chunk_size: int | None = None,
     implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, jax.Array | BasedState]:
     r"""Based's linear attention (Arora et al. 2024, "Simple linear attention language models").
 
     Over the keys s that query t may attend to, with logits z_ts = scale * q_t . k_s,
@@ -39,15 +59,18 @@ def based_attention(
     O((T + S) H^2 Hv), memory O(T + S), and the state is one F x Hv matrix a key head: so queries
     and keys are meant to be small, of size 16 in the paper, while values are not.
 
-    In Based the other layers are attention in tiny sliding windows (of 64 tokens), which make up
-    for what so smooth a kernel cannot pick out, and gated convolutions. Layers alternate; no layer
-    adds the two kinds up. Neither does this function: `effattn.nn.BasedSelfAttention` says how such
-    a model is made.
+    A small window makes up for what so smooth a kernel cannot pick out. With `local_window_size` w
+    the weights of the token and of the w before it are exp(z_ts) itself, under the same normaliser:
+    the window and the tokens that have left it are attended apart, then combined. The paper's own
+    models have the window in layers of its own, between linear ones; for that take no window here
+    (see `effattn.nn.BasedSelfAttention`).
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
+      local_window_size: w, or (w, 0), tokens before each one that it sees exactly, in causal calls;
+        None for none.
       scale: of the logits; default H**-0.5.
       is_causal: query t attends to the keys up to t; needs T == S.
       query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
@@ -65,10 +88,12 @@ def based_attention(
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
       the sum of phi(k) v^T with that of phi(k) in its last column, `(*B, K, F, Hv + 1)`, in the
-      promoted dtype of query, key and value, at least float32. A query without keys gives zeros.
+      promoted dtype of query, key and value, at least float32; with a window, a `BasedState`. A
+      query without keys gives zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options.
+      ValueError: wrong shapes, dtypes or options; a window that looks ahead or in a bidirectional
+        call; a state together with a window and `segment_ids`.
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
@@ -86,6 +111,18 @@ def based_attention(
         precision=precision,
         chunk_size=chunk_size,
     )
+    if local_window_size is not None:
+        window = _checks.window(local_window_size)[0]
+        _check_window(local_window_size, is_causal, segment_ids, initial_state, return_state)
+        out, state = _with_window(
+            given,
+            window,
+            kernels.positive_scale(scale, query),
+            (query_seq_lengths, key_value_seq_lengths, segment_ids),
+            initial_state,
+            implementation,
+        )
+        return (out, state) if return_state else out
     out, state = recurrence.run(
         "based_attention",
         _BasedTerms(),
@@ -108,6 +145,121 @@ class _BasedTerms:
     def __call__(self, root, queries, keys) -> Terms:
         key, value = keys
         return Terms(taylor(queries * root), taylor(key * root), value)
+
+
+def _check_window(window, is_causal, segment_ids, initial_state, return_state):
+    if not is_causal:
+        raise ValueError(
+            f"local_window_size={window!r} needs is_causal=True: the tokens that have left the "
+            "window are those before it"
+        )
+    if isinstance(window, tuple | list) and window[1] != 0:
+        raise ValueError(
+            f"local_window_size must be w or (w, 0), the tokens before each one, got {window!r}"
+        )
+    if segment_ids is not None and (initial_state is not None or return_state):
+        raise ValueError(
+            "initial_state and return_state with local_window_size and segment_ids are not "
+            "supported: pass one document a row, padded by key_value_seq_lengths"
+        )
+
+
+def _with_window(given, window, scale, padding, state: Any, implementation):
+    """`(out, BasedState)`: softmax over the window, the series over what has left it, combined."""
+    query_lengths, key_lengths, segment_ids = padding
+    query, batch, (length, heads, size) = given.query, given.batch, given.key.shape[-3:]
+    if state is None:
+        features = (size + 1) * (size + 2) // 2
+        state = BasedState(
+            jnp.zeros((*batch, heads, features, given.value.shape[-1] + 1), given.dtype),
+            jnp.zeros_like(given.key, shape=(*batch, window, heads, size)),
+            jnp.zeros_like(given.value, shape=(*batch, window, *given.value.shape[-2:])),
+            jnp.zeros(batch, jnp.int32),
+        )
+    elif not isinstance(state, BasedState):
+        raise ValueError(
+            "initial_state must be the BasedState that an earlier call with local_window_size "
+            f"returned, got {type(state).__name__}"
+        )
+    _checks.shaped("initial_state.key", state.key, (*batch, window, heads, size))
+    # Key s of these is token s - w of the call: those before the first one come with the state.
+    key, value = (
+        jnp.concatenate([old.astype(new.dtype), new], -3)
+        for old, new in ((state.key, given.key), (state.value, given.value))
+    )
+    token = jnp.arange(length)
+    ids = jnp.ones((*batch, length), jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
+    query_ids, key_ids = (
+        ids if lengths is None else jnp.where(token < jnp.asarray(lengths)[..., None], ids, 0)
+        for lengths in (query_lengths, key_lengths)
+    )
+    first = jnp.max(ids[..., :1], -1, keepdims=True)
+    kept = jnp.arange(window) >= window - state.length[..., None]
+    key_ids = jnp.concatenate([jnp.where(kept, first, 0), key_ids], -1)
+    near, near_lse = sliding_window_attention(
+        query,
+        key,
+        value,
+        local_window_size=(window, 0),
+        scale=scale,
+        query_offset=window,
+        segment_ids=(query_ids, key_ids),
+        precision=given.precision,
+        implementation=implementation,
+        return_residual=True,
+    )
+    # At step t the key of token t - w leaves the window; its query reads the sums before that.
+    new = jnp.sum(key_ids[..., window:] != 0, -1, keepdims=True)
+    leaving = key_ids[..., :length]
+    if segment_ids is None:
+        leaving = jnp.where(token < new, leaving, 0)  # the last w stay
+    far_tokens, reads = _leaving(leaving, query_ids)
+    far, sums = recurrence.run(
+        "based_attention",
+        _FarTerms(),
+        dataclasses.replace(
+            given,
+            tokens=far_tokens._replace(query_mask=reads),
+            value=given.value.astype(given.dtype),
+        ),
+        query,
+        (key[..., :length, :, :], value[..., :length, :, :]),
+        jnp.sqrt(scale.astype(given.dtype)),
+        initial_state=state.sums,
+        implementation=implementation,
+    )
+    total = far[..., -1]
+    far_lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
+    out, _ = combine([normalize(far), near.astype(given.dtype)], [far_lse, near_lse])
+    last = (new + jnp.arange(window))[..., None, None]
+    present = (key_ids != 0)[..., None, None]
+    key, value = (
+        jnp.take_along_axis(jnp.where(present, x, 0), last, -3, mode="clip") for x in (key, value)
+    )
+    count = jnp.minimum(state.length + new[..., 0], window).astype(jnp.int32)
+    return out.astype(given.value.dtype), BasedState(sums, key, value, count)
+
+
+def _leaving(ids, query_ids):
+    """Tokens of the sums, and which queries read them: those of the document that is there."""
+    token = jnp.arange(ids.shape[-1])
+    last = jax.lax.cummax(jnp.where(ids != 0, token, -1), axis=ids.ndim - 1)
+    document = jnp.take_along_axis(ids, jnp.maximum(last, 0), -1)
+    document = jnp.where(last < 0, query_ids[..., :1], document)
+    before = jnp.concatenate([document[..., :1], document[..., :-1]], -1)
+    reads = (query_ids != 0) & (query_ids == before)
+    return Tokens(None, ids != 0, document != before), reads
+
+
+@dataclasses.dataclass(frozen=True)
+class _FarTerms:
+    """As `_BasedTerms`, with the sum of weights as one more value, read before the token."""
+
+    def __call__(self, root, queries, keys) -> Terms:
+        key, value = keys
+        features = taylor(key * root)
+        value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1)
+        return Terms(taylor(queries * root), features, value, bonus=jnp.zeros(features.shape[-2:]))
 
 
 registry.register(

@@ -1,0 +1,123 @@
+"""Based with a window: exponentials near, their Taylor series far, one normaliser."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+
+WINDOW = 3
+
+
+def draw(length, batch=(2,), seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = (length, 4, 3), (length, 2, 3), (length, 2, 5)
+    return tuple(jnp.asarray(rng.normal(size=(*batch, *shape))) for shape in shapes)
+
+
+def plainly(query, key, value, ids):
+    """All pairs; `ids (*B, T)`, 0 for padding."""
+    length = key.shape[-3]
+    logits = jnp.einsum("...tnh,...snh->...nts", query, jnp.repeat(key, 2, -2)) * 3**-0.5
+    back = jnp.arange(length)[:, None] - jnp.arange(length)
+    weights = jnp.where(back <= WINDOW, jnp.exp(logits), 1 + logits + logits**2 / 2)
+    same = (ids[..., :, None] == ids[..., None, :]) & (ids != 0)[..., :, None]
+    weights = jnp.where((back >= 0) & same[..., None, :, :], weights, 0)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / jnp.where(total == 0, 1, total)
+    return jnp.einsum("...nts,...snd->...tnd", weights, jnp.repeat(value, 2, -2))
+
+
+attend = jax.jit(
+    functools.partial(
+        effattn.based_attention, local_window_size=WINDOW, is_causal=True, chunk_size=4
+    ),
+    static_argnames="return_state",
+)
+
+
+def test_near_tokens_are_exact_and_far_ones_a_series():
+    """With documents of all lengths, padding among them, and every gradient."""
+    ids = jnp.asarray([[1] * 2 + [2] * 9 + [0] + [5] * 5, [3] * 15 + [0] * 2])
+    with jax.enable_x64(True):
+        arrays = draw(17)
+        for given in (ids, jnp.ones_like(ids)):
+            segments = None if given is not ids else ids
+            out, pull_back = jax.vjp(lambda *a, s=segments: attend(*a, segment_ids=s), *arrays)
+            expected, pull_expected = jax.vjp(lambda *a, s=given: plainly(*a, s), *arrays)
+            cotangent = jnp.asarray(np.random.default_rng(1).normal(size=out.shape))
+            for a, b in zip(
+                (out, *pull_back(cotangent)), (expected, *pull_expected(cotangent)), strict=True
+            ):
+                np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_any_split_is_the_whole():
+    """Rows of unequal lengths, in calls shorter and longer than the window."""
+    with jax.enable_x64(True):
+        arrays = draw(19)
+        whole = attend(*arrays)
+        outs, state, start = [[], []], None, np.zeros(2, int)
+        for lengths in ([1, 2], [2, 5], [7, 0], [1, 1], [8, 11]):
+            size = max(lengths)
+            part = [
+                jnp.stack([jnp.resize(a[b, start[b] :], (size, *a.shape[2:])) for b in range(2)])
+                for a in arrays
+            ]
+            padding = {
+                name: jnp.asarray(lengths)
+                for name in ("query_seq_lengths", "key_value_seq_lengths")
+            }
+            out, state = attend(*part, initial_state=state, return_state=True, **padding)
+            for b in range(2):
+                outs[b].append(out[b, : lengths[b]])
+            start += lengths
+        for b in range(2):
+            np.testing.assert_allclose(jnp.concatenate(outs[b]), whole[b], rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_in_padding_reaches_nothing():
+    query, key, value = draw(12)
+    lengths = jnp.asarray([5, 12])
+    inside = (jnp.arange(12) < lengths[:, None])[..., None, None]
+    given = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+
+    def loss(*arrays):
+        out, state = attend(*arrays, return_state=True, **given)
+        return (out**2).sum() + (state.sums**2).sum() + (state.key**2).sum()
+
+    clean = jax.value_and_grad(loss, (0, 1, 2))(query, key, value)
+    dirty = [jnp.where(inside, x, jnp.nan) for x in (query, key, value)]
+    for a, b in zip(
+        jax.tree.leaves(jax.value_and_grad(loss, (0, 1, 2))(*dirty)),
+        jax.tree.leaves(clean),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_future_changes_no_bit_of_the_past():
+    arrays = draw(14)
+    before = attend(*arrays)
+    for t in (0, 4, 13):
+        future = (jnp.arange(14) >= t)[:, None, None]
+        after = attend(*(jnp.where(future, x + 1, x) for x in arrays))
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"is_causal": False}, "needs is_causal=True"),
+        ({"local_window_size": (3, 1)}, r"w or \(w, 0\)"),
+        ({"initial_state": jnp.zeros((2, 2, 10, 6))}, "BasedState"),
+        ({"segment_ids": jnp.ones((2, 5), int), "return_state": True}, "one document a row"),
+    ],
+)
+def test_bad_input_is_named(options, message):
+    given = {"local_window_size": 3, "is_causal": True, **options}
+    with pytest.raises(ValueError, match=message):
+        effattn.based_attention(*draw(5), **given)
