@@ -28,7 +28,7 @@ def from_transformers(arrays, groups):
     Torch has the outputs of a linear layer first, and a convolution's width last:
 
         in_proj.weight (out, D)     project.kernel (D, out)
-        conv1d.weight (out, 1, W)   convolution.kernel (W, out)
+        conv1d.weight (out, 1, W)   convolution.taps (W, out)
         conv1d.bias                 convolution.bias
         A_log, dt_bias, D           log_rate, step_bias, skip
         norm.weight                 norm_scale
@@ -42,7 +42,7 @@ def from_transformers(arrays, groups):
     mixer = Mamba2(16, 4, head_dim=8, state_size=6, num_kv_heads=groups, rngs=nnx.Rngs(0))
     for parameter, array in (
         (mixer.project.kernel, given.pop("in_proj.weight").T),
-        (mixer.convolution.kernel, given.pop("conv1d.weight")[:, 0].T),
+        (mixer.convolution.taps, given.pop("conv1d.weight")[:, 0].T),
         (mixer.convolution.bias, given.pop("conv1d.bias")),
         (mixer.log_rate, given.pop("A_log")),
         (mixer.step_bias, given.pop("dt_bias")),
