@@ -94,6 +94,19 @@ class Mechanism:
         """The options that its mixer has beside those of every `SelfAttention`."""
         return _parameters(self.builder) - _parameters(_ANY_FUNCTION)
 
+    def options_of_model(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Of what a model says to all its mixers, what this mechanism's is given.
+
+        That is all but a rotary embedding, where it knows the order by itself, and norms of queries
+        and keys, where its mixer has none to norm.
+        """
+        parameters = _signature(self.builder)
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        left_out = {"rotary"} if self.knows_order else set()
+        if not open_ended and "qk_norm" not in parameters:
+            left_out.add("qk_norm")
+        return {name: option for name, option in options.items() if name not in left_out}
+
     def build(self, in_features: int, num_heads: int, **kwargs: Any) -> Any:
         """The mechanism's Flax mixer, from tokens `(B, T, D)` to tokens."""
         which = {"attention": self.name} if self.builder == _ANY_FUNCTION else {}
@@ -103,11 +116,15 @@ class Mechanism:
 _MECHANISMS: dict[str, Mechanism] = {}
 
 
-def _parameters(builder: str) -> frozenset[str]:
+def _signature(builder: str) -> Mapping[str, inspect.Parameter]:
     make = load(builder)
     is_class = isinstance(make, type)
     # The metaclass of Flax's modules hides their signature.
-    return frozenset(inspect.signature(make.__init__ if is_class else make).parameters)
+    return inspect.signature(make.__init__ if is_class else make).parameters
+
+
+def _parameters(builder: str) -> frozenset[str]:
+    return frozenset(_signature(builder))
 
 
 def load(reference: str) -> Any:

@@ -95,10 +95,6 @@ class HybridHeads(nnx.Module):
             if score_mod is not None:
                 of_group = {"score_mod": OfHeads(score_mod, first), **of_group}
             mechanism = registry.get(group["name"])
-            if mechanism.knows_order:
-                of_all = {name: option for name, option in options.items() if name != "rotary"}
-            else:
-                of_all = options
             mixer = mechanism.build(
                 in_features,
                 size,
@@ -108,7 +104,7 @@ class HybridHeads(nnx.Module):
                 # The sum of the groups starts with the variance of one projection of all heads.
                 out_kernel_init=_scaled(out_kernel_init or kernel_init, (size / num_heads) ** 0.5),
                 rngs=rngs,
-                **{**of_all, **of_group},
+                **{**mechanism.options_of_model(options), **of_group},
             )
             mixers.append(mixer)
             first += size

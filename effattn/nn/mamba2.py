@@ -30,7 +30,6 @@ class Mamba2(RecurrentMixer):
       state_size: F, of B and C.
       num_kv_heads: how many B and C there are; N / num_kv_heads heads share each. Default 1.
       convolution_width: tokens that the short convolution reads.
-      qk_norm: only False: B and C are not normalised.
       is_causal: only True.
       dtype: of the computation; default that of the input and the parameters together.
       param_dtype: of the parameters.
@@ -53,7 +52,6 @@ class Mamba2(RecurrentMixer):
         state_size: int = 64,
         num_kv_heads: int | None = None,
         convolution_width: int = 4,
-        qk_norm: bool = False,
         is_causal: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -66,8 +64,6 @@ class Mamba2(RecurrentMixer):
         super().__init__(
             in_features, "mamba2", is_causal=is_causal, dtype=dtype, param_dtype=param_dtype
         )
-        if qk_norm:
-            raise ValueError("qk_norm=True was given, but Mamba2 does not normalise B and C")
         self.num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
         if head_dim is None:
             if 2 * in_features % num_heads:

@@ -63,7 +63,7 @@ class TransformerConfig:
       remat: recompute each layer in the backward pass instead of keeping its activations.
       remat_policy: what remat keeps: a function from `jax.checkpoint_policies`, or the name of one
         that takes no arguments.
-      qk_norm: RMS-normalise queries and keys.
+      qk_norm: RMS-normalise queries and keys, in the mixers that have them.
       is_causal: each token sees itself and those before it, as for predicting the next one. If
         not, it sees both sides, as for predicting masked ones, and the model does not decode.
     """
@@ -405,8 +405,7 @@ def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
     (group,) = groups
     options = {name: option for name, option in group.items() if name != "name"}
     mechanism = registry.get(group["name"])
-    if mechanism.knows_order:
-        given.pop("rotary", None)
+    given = mechanism.options_of_model(given)
     return mechanism.build(config.features, config.num_heads, **{**given, **options})
 
 

@@ -91,7 +91,6 @@ def test_it_starts_with_the_rates_and_steps_of_the_authors():
         ({"state_size": 0}, "state_size must be an int, 1 or more features, got 0"),
         ({"num_kv_heads": 3}, r"num_heads \(4\) must be a .* multiple of num_kv_heads \(3\)"),
         ({"convolution_width": 0}, "width must be an int, 1 or more tokens, got 0"),
-        ({"qk_norm": True}, "qk_norm=True was given, but Mamba2 does not normalise B and C"),
     ],
 )
 def test_wrong_options_are_named(options, message):
