@@ -88,10 +88,22 @@ PATTERNS: Mapping[str, Pattern] = {
 # Options of mechanisms that say more in a picture than their small ones. Where later keys count
 # more, the summaries of a hierarchy are steps.
 RISING = np.linspace(0, 1, LENGTH, dtype=np.float32)[:, None, None] * np.ones(8, np.float32)
+# For a recurrence of one head: what each token forgets and writes, and keys of length 1.
+FORGETS = np.full((LENGTH, 1), -0.05, np.float32)
+WRITES = np.full((LENGTH, 1), 0.1, np.float32)
+UNIT = np.full((LENGTH, 1, 8), 8**-0.5, np.float32)
+VECTORS = np.random.default_rng(0).standard_normal((1, 64, 8), np.float32)
 SHOWN: Mapping[str, Mapping[str, Any]] = {
     "longformer": {"global_mask": np.isin(np.arange(LENGTH), (0, 32)), "max_global": 2},
     "bigbird": {"block_size": 4},
     "hierarchical": {"segment_size": 4, "num_levels": 4, "num_summaries": 1, "key": RISING},
+    "gated_linear": {"log_decay": FORGETS},
+    "mamba2": {"step_size": -FORGETS, "rate": np.float32([-1])},
+    "delta_net": {"beta": WRITES, "key": UNIT},
+    "gated_delta_net": {"beta": WRITES, "key": UNIT, "log_decay": FORGETS},
+    "performer": {"projection": VECTORS},
+    "random_features": {"projection": VECTORS},
+    "cosformer": {"max_length": LENGTH},
 }
 
 # Causal, with 8 keys or so for each query but for the first one.
