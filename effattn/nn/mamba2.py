@@ -31,6 +31,7 @@ class Mamba2(RecurrentMixer):
       num_kv_heads: how many B and C there are; N / num_kv_heads heads share each. Default 1.
       convolution_width: tokens that the short convolution reads.
       is_causal: only True.
+      dropout_rate: only 0, as there are no attention weights to drop.
       dtype: of the computation; default that of the input and the parameters together.
       param_dtype: of the parameters.
       kernel_init: of the projections.
@@ -53,6 +54,7 @@ class Mamba2(RecurrentMixer):
         num_kv_heads: int | None = None,
         convolution_width: int = 4,
         is_causal: bool = True,
+        dropout_rate: float = 0.0,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Callable[..., Any] = initializers.kernel_init,
@@ -62,7 +64,12 @@ class Mamba2(RecurrentMixer):
         rngs: nnx.Rngs,
     ):
         super().__init__(
-            in_features, "mamba2", is_causal=is_causal, dtype=dtype, param_dtype=param_dtype
+            in_features,
+            "mamba2",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
         )
         self.num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
         if head_dim is None:

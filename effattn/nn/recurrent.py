@@ -19,6 +19,7 @@ class RecurrentMixer(nnx.Module):
       in_features: D.
       mechanism: the registered name.
       is_causal: only True.
+      dropout_rate: only 0, as there are no attention weights to drop.
       dtype: of the computation; default that of the input and the parameters together.
       param_dtype: of the parameters.
     """
@@ -29,12 +30,15 @@ class RecurrentMixer(nnx.Module):
         mechanism: str,
         *,
         is_causal: bool = True,
+        dropout_rate: float = 0.0,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
     ):
         _, binding, _ = bind(mechanism, {})
         if not is_causal:
             binding.require("bidirectional", "is_causal=False")
+        if dropout_rate:
+            binding.require("dropout", f"dropout_rate={dropout_rate}")
         self.in_features = in_features
         self.binding: Binding = binding
         self.is_causal = True
