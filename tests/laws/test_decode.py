@@ -39,8 +39,8 @@ def build(subject, options):
         FEATURES,
         4,
         num_kv_heads=2 if subject.has("grouped") else 4,
-        rotary=RotaryEmbedding(),
         rngs=nnx.Rngs(0),
+        **subject.entry.options_of_model({"rotary": RotaryEmbedding()}),
         **options,
     )
 

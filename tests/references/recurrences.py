@@ -101,6 +101,6 @@ MAMBA2 = Reference(
     },
     per_token=frozenset({"step_size"}),
     per_head=frozenset({"rate"}),
-    decays=frozenset({"step_size", "rate"}),
+    decays=frozenset({"rate"}),
     normalized=False,
 )
