@@ -276,10 +276,12 @@ registry.register(
                 "grouped",
                 "lengths",
                 "segments",
+                "window",
                 "state",
                 "decode",
             }
         ),
+        options={"local_window_size": None},
         builder="effattn.nn.based:BasedSelfAttention",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H^2 Hv)",
