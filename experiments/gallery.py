@@ -98,7 +98,7 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "bigbird": {"block_size": 4},
     "hierarchical": {"segment_size": 4, "num_levels": 4, "num_summaries": 1, "key": RISING},
     "gated_linear": {"log_decay": FORGETS},
-    "mamba2": {"step_size": -FORGETS, "rate": np.float32([-1])},
+    "mamba2": {"step_size": -FORGETS, "rate": -np.ones(1, np.float32)},
     "delta_net": {"beta": WRITES, "key": UNIT},
     "gated_delta_net": {"beta": WRITES, "key": UNIT, "log_decay": FORGETS},
     "performer": {"projection": VECTORS},
