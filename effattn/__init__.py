@@ -33,6 +33,7 @@ from effattn.functional.performer import (  # isort: skip
 from effattn.functional.random_features import random_feature_attention  # isort: skip
 from effattn.functional.based import based_attention  # isort: skip
 from effattn.functional.cosformer import cosformer_attention  # isort: skip
+from effattn.functional.hedgehog import hedgehog_attention  # isort: skip
 from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
@@ -63,6 +64,7 @@ __all__ = [
     "delta_rule_attention",
     "dot_product_attention",
     "gated_linear_attention",
+    "hedgehog_attention",
     "hierarchical_attention",
     "linear_attention",
     "linformer_attention",

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import dropout
-from tests.laws.battery import QUICK
 from tests.references.pairs import Pairs, pairs
 from tests.references.softmax import softmax
 
@@ -47,7 +46,7 @@ def with_gradients(function: Callable[..., Any], arrays, known=None) -> Any:
     return _with_gradients(function, arrays, {} if known is None else known, cotangents(arrays))
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def _with_gradients(function, arrays, known, cotangents):
     results, pull_back = jax.vjp(lambda a: function(a, known), arrays)
     return results, pull_back(cotangents)[0]

@@ -259,7 +259,8 @@ class _FarTerms:
         key, value = keys
         features = taylor(key * root)
         value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1)
-        return Terms(taylor(queries * root), features, value, bonus=jnp.zeros(features.shape[-2:]))
+        unread = jnp.zeros(features.shape[-2:], features.dtype)
+        return Terms(taylor(queries * root), features, value, bonus=unread)
 
 
 registry.register(

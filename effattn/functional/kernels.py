@@ -85,7 +85,7 @@ def positive_scale(value: Any, query: jax.Array) -> jax.Array:
     return array
 
 
-def check_projection(projection: Any, key: jax.Array) -> jax.Array:
+def check_projection(name: str, projection: Any, key: jax.Array) -> jax.Array:
     """Vectors `(1, m, H)` or `(K, m, H)`."""
     projection = jnp.asarray(projection)
     heads, size = key.shape[-2:]
@@ -97,7 +97,7 @@ def check_projection(projection: Any, key: jax.Array) -> jax.Array:
         or not jnp.issubdtype(projection.dtype, jnp.floating)
     ):
         raise ValueError(
-            f"projection must be floating point of shape (1, m, {size}), or ({heads}, m, {size}) "
+            f"{name} must be floating point of shape (1, m, {size}), or ({heads}, m, {size}) "
             "with vectors of each key head, which its query heads share; got "
             f"{projection.dtype} of shape {projection.shape}"
         )

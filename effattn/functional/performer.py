@@ -175,7 +175,7 @@ def performer_attention(
     )
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-    projection = kernels.check_projection(projection, key)
+    projection = kernels.check_projection("projection", projection, key)
     parameters = projection, jnp.sqrt(kernels.positive_scale(scale, query).astype(given.dtype))
     sums, maximum = _check_state(initial_state, given, projection.shape[-2], kernel)
     run = functools.partial(

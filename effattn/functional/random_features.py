@@ -92,7 +92,7 @@ def random_feature_attention(
         precision=precision,
         chunk_size=chunk_size,
     )
-    projection = kernels.check_projection(projection, key)
+    projection = kernels.check_projection("projection", projection, key)
     gates = () if gate is None else (_check_gate(gate, key.shape[:-1], is_causal),)
     out, state = recurrence.run(
         "random_feature_attention",

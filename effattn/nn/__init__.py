@@ -9,7 +9,7 @@ from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.gated_linear import GatedLinearAttention
-from effattn.nn.hedgehog import HedgehogFeatureMap, HedgehogSelfAttention
+from effattn.nn.hedgehog import HedgehogSelfAttention
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
@@ -33,7 +33,6 @@ __all__ = [
     "DeltaNetState",
     "GatedDeltaNet",
     "GatedLinearAttention",
-    "HedgehogFeatureMap",
     "HedgehogSelfAttention",
     "HybridHeads",
     "HybridState",

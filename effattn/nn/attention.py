@@ -266,6 +266,10 @@ class SelfAttention(_Attention):
         """Tokens after those of the state: x, zero in the padding; positions; lengths."""
         check_tokens("x", x, self.in_features)
         batch, time = x.shape[:2]
+        if not hasattr(state, "length"):
+            raise ValueError(
+                f"state must be one that init_state returned, got {type(state).__name__}"
+            )
         if lengths is not None:
             lengths = new_lengths(lengths, batch, time)
             x = zero_padding(x, jnp.arange(time) < lengths[:, None])

@@ -12,7 +12,7 @@ from effattn import _checks
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import check_state
 from effattn.nn import initializers
-from effattn.nn.attention import SelfAttention
+from effattn.nn.attention import SelfAttention, default_head_dim
 from effattn.nn.short_convolution import ShortConvolution
 
 EPSILON = 1e-5  # of the norm of the heads' outputs
@@ -221,7 +221,8 @@ class GatedDeltaNet(DeltaNet):
         **options: Any,
     ):
         if value_dim is None:
-            value_dim = 2 * (in_features // num_heads if head_dim is None else head_dim)
+            size = default_head_dim(in_features, num_heads) if head_dim is None else head_dim
+            value_dim = 2 * size
         super().__init__(
             in_features,
             num_heads,

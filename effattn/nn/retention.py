@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from effattn.nn import initializers
@@ -74,13 +73,13 @@ class RetNet(SelfAttention):
             kernel_init=kernel_init,
             rngs=rngs,
         )
+        self.norm = nnx.RMSNorm(
+            self.value_dim,
+            use_scale=False,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            rngs=rngs,
+        )
 
     def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
-        return self.out(jax.nn.silu(self.gate(x)) * rms_normalize(out))
-
-
-def rms_normalize(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
-    """x over the root mean square of its last axis, computed in at least float32."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    square = jnp.mean(wide * wide, -1, keepdims=True)
-    return (wide * jax.lax.rsqrt(square + epsilon)).astype(x.dtype)
+        return self.out(jax.nn.silu(self.gate(x)) * self.norm(out))

@@ -49,7 +49,7 @@ def empty(decoder, batch, capacity, size=8, value_size=6, key_heads=KEY_HEADS):
 def extended(decoder, arrays, split, capacity=LENGTH):
     """The outputs of several `extend`s, side by side."""
     state, outs, start = empty(decoder, len(arrays[0]), capacity), [], 0
-    extend = jax.jit(decoder.extend, compiler_options=battery.QUICK)
+    extend = jax.jit(decoder.extend)
     for time in split:
         out, state = extend(*(x[:, start : start + time] for x in arrays), state)
         outs.append(out)
@@ -63,7 +63,7 @@ def extended(decoder, arrays, split, capacity=LENGTH):
 def reached_by(decoder, capacity):
     """What each of `capacity` tokens reaches, a list or one a head, and how many are asked for."""
     reach, _ = decoder._split_options(HEADS, KEY_HEADS)
-    of_all = jax.jit(jax.vmap(lambda i: reach(i, capacity)), compiler_options=battery.QUICK)
+    of_all = jax.jit(jax.vmap(lambda i: reach(i, capacity)))
     each = np.asarray(of_all(jnp.arange(capacity)))
     return each, each.shape[-1]
 
@@ -161,7 +161,7 @@ def test_a_block_that_is_named_again_counts_once():
 def test_two_halves_equal_the_whole(options):
     arrays = draw(LENGTH)
     function = functools.partial(effattn.sparse_transformer_attention, **options)
-    whole = jax.jit(function, compiler_options=battery.QUICK)(*arrays)
+    whole = jax.jit(function)(*arrays)
     decoder = decoder_of("sparse_transformer", **options)
     # Room that is not used changes nothing.
     out = extended(decoder, arrays, (LENGTH // 2,) * 2, capacity=LENGTH + 5)
@@ -198,7 +198,7 @@ def test_lists_of_all_of_key_and_of_query_heads(lists, monkeypatch):
     steps = np.repeat(steps, HEADS // len(steps))[:, None, None]
     mask = (each >= 0) & (each % steps == 0) & (each // steps < 4)
     function = functools.partial(effattn.dot_product_attention, mask=mask, **EVERYTHING)
-    whole = jax.jit(function, compiler_options=battery.QUICK)(*arrays)
+    whole = jax.jit(function)(*arrays)
     np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-6)
 
 
@@ -213,9 +213,7 @@ def test_gradients_flow_through_a_prefill(monkeypatch):
         return effattn.sparse_transformer_attention(*arrays, stride=3, factor="first")
 
     def gradients(function):
-        return jax.jit(
-            jax.grad(lambda arrays: (function(arrays) ** 2).sum()), compiler_options=battery.QUICK
-        )(draw(LENGTH))
+        return jax.jit(jax.grad(lambda arrays: (function(arrays) ** 2).sum()))(draw(LENGTH))
 
     battery.assert_close(gradients(through_decoder), gradients(through_whole), 1e-5)
 
@@ -239,7 +237,7 @@ def operations(decoder, *args):
 def memory(decoder, *args):
     """Of the compiled program, which may write where the state lies."""
     lowered = jax.jit(decoder.extend, donate_argnums=3).lower(*args)
-    memory = lowered.compile(compiler_options=battery.QUICK).memory_analysis()
+    memory = lowered.compile().memory_analysis()
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[3]))
     assert memory.alias_size_in_bytes >= state_bytes
     return memory.temp_size_in_bytes

@@ -55,6 +55,13 @@ def test_near_tokens_are_exact_and_far_ones_a_series():
                 np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
+def test_float32_stays_float32_where_float64_is_enabled():
+    arrays = [x.astype(jnp.float32) for x in draw(17)]
+    with jax.enable_x64(True):
+        out, gradients = jax.eval_shape(jax.value_and_grad(lambda *a: attend(*a).sum()), *arrays)
+    assert out.dtype == gradients.dtype == jnp.float32
+
+
 def test_any_split_is_the_whole():
     """Rows of unequal lengths, in calls shorter and longer than the window."""
     with jax.enable_x64(True):

@@ -1,13 +1,10 @@
 """The delta rule: its limits, its published form, and what it refuses."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 
 from effattn import delta_rule_attention, linear_attention
-from tests.laws.battery import QUICK
 
 
 def draw(length=9, heads=4, key_heads=2, size=4, value_size=3, seed=0):
@@ -22,7 +19,7 @@ def draw(length=9, heads=4, key_heads=2, size=4, value_size=3, seed=0):
     return tuple(x.astype(np.float32) for x in arrays)
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def attend(query, key, value, beta, log_decay=None, initial_state=None):
     return delta_rule_attention(
         query,
@@ -36,7 +33,7 @@ def attend(query, key, value, beta, log_decay=None, initial_state=None):
     )
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def linear(query, key, value):
     return linear_attention(
         query, key, value, feature_map="identity", is_causal=True, return_state=True

@@ -14,7 +14,6 @@ from effattn import (
     retention,
     state_space_duality,
 )
-from tests.laws.battery import QUICK
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "fla.npz"
 
@@ -59,7 +58,7 @@ def test_outputs_states_and_gradients_agree(case, function):
     names = [n for n in arrays if f"{case}/d_{n}" in arrays]
     function = functools.partial(function, chunk_size=4, return_state=True)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(given, cotangent):
         out, pull_back, state = jax.vjp(lambda a: function(**a), given, has_aux=True)
         return {"output": out, "state": state}, pull_back(cotangent)[0]

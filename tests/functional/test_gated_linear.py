@@ -1,13 +1,10 @@
 """Gated linear attention: its limits, its decays, and what it refuses."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 
 from effattn import gated_linear_attention, linear_attention, retention
-from tests.laws.battery import QUICK
 
 
 def draw(length=9, heads=4, key_heads=2, size=4, value_size=3):
@@ -20,7 +17,7 @@ def draw(length=9, heads=4, key_heads=2, size=4, value_size=3):
     return tuple(x.astype(np.float32) for x in arrays)
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def attend(query, key, value, log_decay):
     return gated_linear_attention(
         query, key, value, log_decay=log_decay, return_state=True, chunk_size=4

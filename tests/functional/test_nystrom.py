@@ -19,7 +19,7 @@ from effattn.functional.nystrom import (
 from effattn.nn import SelfAttention
 from tests.dense import draw
 from tests.laws import cost
-from tests.laws.battery import QUICK, assert_close
+from tests.laws.battery import assert_close
 
 LENGTH = 13
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_nystromformer.npz"
@@ -32,7 +32,7 @@ def x64():
 
 
 def compiled(function, **options):
-    return jax.jit(functools.partial(function, **options), compiler_options=QUICK)
+    return jax.jit(functools.partial(function, **options))
 
 
 def well_conditioned(seed=0):
@@ -69,7 +69,7 @@ def test_segments_are_even_parts_of_the_valid_tokens(count, x64):
     lengths = np.array([LENGTH, 12, 7, 3, 0], np.int32)
     cotangent = np.random.default_rng(1).normal(size=(5, min(count, LENGTH), 2, 3))
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(x):
         means, pull_back, filled = jax.vjp(
             lambda x: segment_means(x, lengths, count), x, has_aux=True
@@ -123,7 +123,7 @@ def test_a_skip_kernel_adds_a_convolution_of_the_values(heads, x64):
     lengths = np.array([LENGTH, 9])
     given = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(kernel):
         plain = nystrom_attention(query, key, value, num_landmarks=4, **given)
         out, pull_back = jax.vjp(lambda k: with_skip(k, query, key, value, **given), kernel)
@@ -214,7 +214,7 @@ def test_it_agrees_with_transformers(case):
     )
     mixer = from_transformers(arrays, int(landmarks))
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def with_gradient(mixer, x):
         y, pull_back = jax.vjp(mixer, x)
         return y, *pull_back(cotangent)

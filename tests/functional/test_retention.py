@@ -1,14 +1,11 @@
 """Retention: its limits, its decays, its state, and what it refuses."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 
 from effattn import linear_attention, retention
 from effattn.functional.retention import retention_log_decay
-from tests.laws.battery import QUICK
 
 
 def draw(length=9, heads=4, key_heads=2, size=4, value_size=3):
@@ -21,7 +18,7 @@ def draw(length=9, heads=4, key_heads=2, size=4, value_size=3):
     return tuple(x.astype(np.float32) for x in arrays)
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def attend(query, key, value, log_decay=None, initial_state=None):
     return retention(
         query,

@@ -11,7 +11,7 @@ import pytest
 import effattn
 from effattn import dot_product_attention, sliding_window_attention
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
-from tests.laws.battery import QUICK, assert_close
+from tests.laws.battery import assert_close
 from tests.references.pairs import pairs
 
 TILE = (4, 5)
@@ -69,7 +69,7 @@ def test_gives_the_numbers_of_jax_nn(case):
     d_out = cotangents(arrays)[0] * met[..., None]
 
     def both(function):
-        @functools.partial(jax.jit, compiler_options=QUICK)
+        @jax.jit
         def program(arrays, known):
             out, pull_back, lse = jax.vjp(
                 lambda a: function(**a, **known, **options, return_residual=True),
@@ -346,7 +346,7 @@ def test_nothing_leaks_from_padding(x64):
         np.where(which.valid[..., None], d_lse, np.nan),
     )
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def program(arrays, cotangents):
         results, pull_back = jax.vjp(functools.partial(attend, known=known), arrays)
         return results, pull_back(cotangents)[0]

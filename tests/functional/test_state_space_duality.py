@@ -1,13 +1,10 @@
 """State-space duality: its limits, its heads, and what it refuses."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
 
 from effattn import gated_linear_attention, linear_attention, retention, state_space_duality
-from tests.laws.battery import QUICK
 
 
 def draw(length=9, heads=2, value_heads=4, size=4, value_size=3):
@@ -22,7 +19,7 @@ def draw(length=9, heads=2, value_heads=4, size=4, value_size=3):
     return tuple(x.astype(np.float32) for x in arrays)
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def attend(query, key, value, step_size, rate, skip=None, lengths=None):
     return state_space_duality(
         query,

@@ -20,29 +20,6 @@ from tests.references import REFERENCES
 from tests.references.pairs import Pairs, pairs
 from tests.references.reference import Reference
 
-# The same program and the same buffers, with less work on the code of each loop: half the time.
-SAME_BUFFERS = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-
-
-def _quick() -> dict[str, Any]:
-    """Options that compile soonest: where JAX still has its older emitter, a third of the time."""
-    older = {
-        **SAME_BUFFERS,
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_cpu_parallel_codegen_split_count": 1,
-    }
-    try:
-        jax.jit(lambda: 0, compiler_options=older)()
-    except jax.errors.JaxRuntimeError:
-        return SAME_BUFFERS
-    return older
-
-
-QUICK = _quick()
-
 SOFT_CAP = 2.0
 DROPOUT_RATE = 0.25
 
@@ -322,14 +299,24 @@ def keep_of(subject: Subject, sizes: Sizes, dropout_rng: Any, position: Any) -> 
 
 
 @functools.cache
-def program(subject: Subject, extent: Extent):
-    """Compiled: `(arrays, known, cotangents) -> (results, gradients of arrays)`."""
+def traced_once(subject: Subject, extent: Extent):
+    """`(arrays, known, cotangents) -> (results, gradients of arrays)`.
+
+    Whoever calls it, by itself or within a larger program, arguments of the same shapes are traced
+    once.
+    """
 
     def run(arrays, known, cotangents):
         results, pull_back = jax.vjp(lambda a: call(subject, extent, a, known), arrays)
         return results, pull_back(cotangents)[0]
 
-    return jax.jit(run, compiler_options=QUICK)
+    return jax.jit(run)
+
+
+@functools.cache
+def program(subject: Subject, extent: Extent):
+    """The same, as a program of its own."""
+    return jax.jit(traced_once(subject, extent))
 
 
 @functools.cache
@@ -342,7 +329,7 @@ def _reference_program(subject: Subject, sizes: Sizes, extent: Extent):
         results = {name: results[name] for name in cotangents}
         return results, pull_back({**cotangents, **rest})[0]
 
-    return jax.jit(run, compiler_options=QUICK)
+    return jax.jit(run)
 
 
 def run_reference(
@@ -360,7 +347,10 @@ def run_reference(
     where these come from another extent.
     """
     pairs = pairs_of(subject, sizes, of_pairs or extent, known)
-    run = _reference_program(subject, sizes, extent._replace(is_causal=False, tuning=False))
+    # What the subject has nothing of makes no other program.
+    simple = extent.simple or not any(map(subject.has, ("score_mod", "soft_cap", "dropout")))
+    alike = extent._replace(is_causal=False, tuning=False, simple=simple)
+    run = _reference_program(subject, sizes, alike)
     return run(arrays, pairs, known.get("dropout_rng"), cotangents)
 
 

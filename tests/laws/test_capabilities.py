@@ -117,6 +117,16 @@ def test_dtypes(mechanism, dtype):
         assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(results))
 
 
+def test_float32_stays_float32_where_float64_is_enabled(mechanism):
+    """Constants of the default dtype would meet it in a loop's carry."""
+    with jax.enable_x64(True):
+        arrays = battery.draw_plain(mechanism, 0)
+        cotangents = battery.plain_cotangents(mechanism)
+        run = battery.traced_once(mechanism, battery.plain(mechanism))
+        results, gradients = jax.eval_shape(run, arrays, {}, cotangents)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((results, gradients)))
+
+
 @pytest.mark.parametrize("batch", [(), (2, 1, 2)])
 def test_shapes_with_any_number_of_batch_dimensions(mechanism, batch):
     sizes = SQUARE._replace(batch=batch)

@@ -52,17 +52,14 @@ def test_any_split_equals_the_whole(subject):
     """Pieces of 0 to 4 tokens, other ones for each row, with NaN after each row's own."""
     mixer = mixer_of(subject)
     x = np.random.default_rng(0).normal(size=(ROWS, LENGTH, FEATURES)).astype(np.float32)
-    whole = jax.jit(lambda m, x: m(x), compiler_options=battery.QUICK)(mixer, x)
+    whole = jax.jit(lambda m, x: m(x))(mixer, x)
     extend = jax.jit(
         lambda m, x, state, lengths: m.extend(x, state, lengths=lengths),
-        compiler_options=battery.QUICK,
     )
     assert_splits_equal(
         np.asarray(whole),
         x,
-        jax.jit(lambda m: m.init_state(ROWS, LENGTH, jnp.float32), compiler_options=battery.QUICK)(
-            mixer
-        ),
+        jax.jit(lambda m: m.init_state(ROWS, LENGTH, jnp.float32))(mixer),
         lambda x, state, lengths: extend(mixer, x, state, lengths),
     )
 
@@ -82,7 +79,6 @@ def test_any_split_of_what_each_token_has_equals_the_whole(subject):
         decoder.init(ROWS, LENGTH, *sizes, jnp.float32, **first),
         jax.jit(
             lambda tokens, state, lengths: decoder.extend(**tokens, state=state, lengths=lengths),
-            compiler_options=battery.QUICK,
         ),
     )
 

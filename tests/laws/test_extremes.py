@@ -84,6 +84,5 @@ def test_one_token(mechanism):
         jax.value_and_grad(
             lambda a: sum(map(jnp.sum, jax.tree.leaves(battery.call(mechanism, extent, a, {}))))
         ),
-        compiler_options=battery.QUICK,
     )
     assert_finite(run(arrays))

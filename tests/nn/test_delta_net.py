@@ -1,7 +1,5 @@
 """DeltaNet and GatedDeltaNet: the papers' layers, at once, in pieces, packed and padded."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +16,11 @@ from effattn.nn import (
     TransformerLM,
     initializers,
 )
-from tests.laws.battery import QUICK
 
 FEATURES, HEADS, LENGTH = 16, 4, 12
 LAYERS = [DeltaNet, GatedDeltaNet]
 
-compiled = functools.partial(jax.jit, compiler_options=QUICK)
+compiled = jax.jit
 X = np.random.default_rng(0).normal(size=(2, LENGTH, FEATURES)).astype(np.float32)
 
 
@@ -216,6 +213,8 @@ def test_wrong_arguments_are_named(layer, mixer):
             make(layer, **{name: jnp.ones(2)})
     with pytest.raises(ValueError, match="convolution_width must be an int, 1 or more"):
         make(layer, convolution_width=0)
+    with pytest.raises(ValueError, match=r"in_features \(\d+\) must be a multiple of num_heads"):
+        layer(FEATURES, 0, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="state must be the DeltaNetState"):
         mixer.extend(X, X)
     with pytest.raises(ValueError, match="step takes one token"):

@@ -1,7 +1,5 @@
 """LongShortSelfAttention: its scores and norms, decoding with them, and models of it."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ import effattn
 from effattn import registry
 from effattn.analysis import attention_weights
 from effattn.nn import LongShortSelfAttention, RotaryEmbedding
-from tests.laws.battery import QUICK
 
 LENGTH = 13
 X = jax.random.normal(jax.random.key(0), (2, LENGTH, 16))
@@ -32,7 +29,7 @@ def with_other_norms(mixer):
     return mixer
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def run(mixer, x, lengths=None):
     return mixer(x, lengths=lengths)
 
@@ -59,7 +56,7 @@ def test_it_is_long_short_attention_of_scores_of_the_tokens(is_causal):
 def test_it_decodes_with_norms_scores_and_rotary_positions():
     mixer = with_other_norms(make(segment_size=3, rotary=RotaryEmbedding()))
     whole = run(mixer, X)
-    extend = jax.jit(lambda mixer, x, state: mixer.extend(x, state), compiler_options=QUICK)
+    extend = jax.jit(lambda mixer, x, state: mixer.extend(x, state))
     state, outs = mixer.init_state(2, LENGTH), []
     for piece in jnp.split(X, [7, 8, 9, 10, 11], axis=1):
         y, state = extend(mixer, piece, state)

@@ -11,7 +11,6 @@ from flax import nnx
 import effattn
 from effattn import registry
 from effattn.nn import Alibi, LongformerSelfAttention, RotaryEmbedding
-from tests.laws.battery import QUICK
 
 LENGTH = 12
 GLOBAL = np.zeros((2, LENGTH), bool)
@@ -38,7 +37,7 @@ def close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6)
 
 
-compiled = functools.partial(jax.jit, compiler_options=QUICK)
+compiled = jax.jit
 
 
 @compiled

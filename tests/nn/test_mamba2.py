@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from effattn.nn import Mamba2
-from tests.laws.battery import QUICK
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_mamba2.npz"
 
@@ -56,7 +55,7 @@ def from_transformers(arrays, groups):
     return mixer
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def with_gradient(mixer, x, cotangent):
     y, pull_back = jax.vjp(lambda x: mixer(x), x)
     return y, pull_back(cotangent)[0]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
-from tests.laws.battery import QUICK
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
@@ -44,7 +43,7 @@ def load_bigbird(case=None, parameters=None, **options):
     return bigbird_from_transformers(parameters, **options)
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def with_gradient(mixer, x, cotangent, given):
     y, pull_back = jax.vjp(lambda x: mixer(x, **given), x)
     return y, pull_back(cotangent)[0]
@@ -74,7 +73,7 @@ def test_bigbird_agrees_with_transformers(case):
 
 def test_bigbird_draws_random_blocks_from_its_seed():
     x = golden("bigbird")["two_random"]["x"]
-    call = jax.jit(lambda mixer, x: mixer(x), compiler_options=QUICK)
+    call = jax.jit(lambda mixer, x: mixer(x))
     first, other = (
         call(load_bigbird(attention_type="block_sparse", num_random_blocks=2, seed=seed), x)
         for seed in (0, 1)

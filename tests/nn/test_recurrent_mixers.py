@@ -19,12 +19,11 @@ from effattn.nn import (
     TransformerLM,
     generate,
 )
-from tests.laws.battery import QUICK
 
 FEATURES, HEADS, LENGTH = 16, 4, 11
 NAMES = {RetNet: "retention", GatedLinearAttention: "gated_linear", Mamba2: "mamba2"}
 
-compiled = functools.partial(jax.jit, compiler_options=QUICK)
+compiled = jax.jit
 X = np.random.default_rng(0).normal(size=(2, LENGTH, FEATURES)).astype(np.float32)
 
 
@@ -248,6 +247,8 @@ def test_it_looks_back_only(mixer, layer):
         make(layer, is_causal=False)
     with pytest.raises(ValueError, match="step takes one token"):
         mixer.step(X, mixer.init_state(2, 0))
+    with pytest.raises(ValueError, match="state must be .* init_state returned, got tuple"):
+        mixer.extend(X, ())
     with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 16\)"):
         mixer(X[..., :3])
 

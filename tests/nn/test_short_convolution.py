@@ -1,7 +1,5 @@
 """ShortConvolution: a loop over tokens and taps, at once, in pieces, packed and padded."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +7,11 @@ import pytest
 from flax import nnx
 
 from effattn.nn import ShortConvolution
-from tests.laws.battery import QUICK
 
 BATCH, LENGTH, FEATURES, WIDTH = 2, 11, 3, 4
 X = np.random.default_rng(0).normal(size=(BATCH, LENGTH, FEATURES)).astype(np.float32)
 
-compiled = functools.partial(jax.jit, compiler_options=QUICK)
+compiled = jax.jit
 
 
 def make(width=WIDTH, **options):

@@ -7,6 +7,7 @@ from tests.references.based import BASED
 from tests.references.block_linformer import BLOCK_LINFORMER
 from tests.references.cosformer import COSFORMER
 from tests.references.delta_rule import DELTA_NET, GATED_DELTA_NET
+from tests.references.hedgehog import HEDGEHOG
 from tests.references.hierarchical import HIERARCHICAL
 from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
@@ -26,6 +27,7 @@ REFERENCES: dict[str, Reference] = {
     "linear": LINEAR,
     "based": BASED,
     "cosformer": COSFORMER,
+    "hedgehog": HEDGEHOG,
     "performer": PERFORMER,
     "random_features": RANDOM_FEATURES,
     "longformer": LONGFORMER,

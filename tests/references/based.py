@@ -36,6 +36,6 @@ def based(arrays, pairs: Pairs, keep, **_):
 BASED = Reference(
     attend=based,
     variants={"": {}},
-    tuning={"chunk_size": 5},
+    tuning={"chunk_size": 3},
     state_and_segments=False,
 )

@@ -72,7 +72,7 @@ def arguments(rng: np.random.Generator, sizes):
 COSFORMER = Reference(
     attend=cosformer,
     variants={"": {"max_length": 17}},
-    tuning={"chunk_size": 5},
+    tuning={"chunk_size": 3},
     state_and_segments=False,
     arguments=arguments,
 )

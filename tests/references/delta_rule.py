@@ -62,7 +62,7 @@ def bounded(arrays):
 DELTA_NET = Reference(
     attend=delta_rule,
     variants={"": {}},
-    tuning={"chunk_size": 5},
+    tuning={"chunk_size": 3},
     arguments=strengths,
     per_token=frozenset({"beta"}),
     normalized=False,
@@ -72,7 +72,7 @@ DELTA_NET = Reference(
 GATED_DELTA_NET = Reference(
     attend=delta_rule,
     variants={"": {}},
-    tuning={"chunk_size": 5},
+    tuning={"chunk_size": 3},
     arguments=strengths_and_decays,
     per_token=frozenset({"beta", "log_decay"}),
     decays=frozenset({"log_decay"}),

@@ -48,6 +48,6 @@ LINEAR = Reference(
         "relu": {"feature_map": "relu"},
         "identity": {"feature_map": "identity"},
     },
-    tuning={"chunk_size": 5},
+    tuning={"chunk_size": 3},
     state_and_segments=False,
 )

@@ -73,7 +73,7 @@ def arguments(rng: np.random.Generator, sizes):
 PERFORMER = Reference(
     attend=performer,
     variants={"": {"kernel": "softmax"}},
-    tuning={"chunk_size": 5},
+    tuning={"chunk_size": 3},
     state_and_segments=False,
     arguments=arguments,
     per_head=frozenset({"projection"}),

@@ -50,7 +50,7 @@ def arguments(rng: np.random.Generator, sizes):
 RANDOM_FEATURES = Reference(
     attend=random_features,
     variants={"": {}},
-    tuning={"chunk_size": 5},
+    tuning={"chunk_size": 3},
     state_and_segments=False,
     arguments=arguments,
     per_head=frozenset({"projection"}),

@@ -72,7 +72,7 @@ def _tokens(sizes):
 RETENTION = Reference(
     attend=retention,
     variants={"": {}},
-    tuning={"chunk_size": 4},
+    tuning={"chunk_size": 3},
     arguments=lambda rng, sizes: {"log_decay": -rng.uniform(0, 1, size=sizes.key_heads)},
     per_head=frozenset({"log_decay"}),
     decays=frozenset({"log_decay"}),
@@ -81,9 +81,7 @@ RETENTION = Reference(
 GATED_LINEAR = Reference(
     attend=gated_linear,
     variants={"": {}},
-    # Larger products of three maps and a batch have eight axes, at which XLA's runtime for CPUs
-    # aborts where the second operand is transposed.
-    tuning={"chunk_size": 4},
+    tuning={"chunk_size": 3},
     arguments=lambda rng, sizes: {
         "log_decay": -rng.uniform(0, 1, size=(*_tokens(sizes), sizes.size))
     },
@@ -94,7 +92,7 @@ GATED_LINEAR = Reference(
 MAMBA2 = Reference(
     attend=mamba2,
     variants={"": {}},
-    tuning={"chunk_size": 5},
+    tuning={"chunk_size": 3},
     arguments=lambda rng, sizes: {
         "step_size": np.log1p(np.exp(rng.normal(size=_tokens(sizes)))),
         "rate": -rng.uniform(0.2, 1, size=sizes.key_heads),

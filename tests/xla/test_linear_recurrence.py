@@ -16,7 +16,6 @@ from effattn.xla.linear_recurrence import (
     normalize,
     packed,
 )
-from tests.laws.battery import QUICK
 
 ALL = Tokens()
 
@@ -133,7 +132,7 @@ def assert_same(function, reference, args, rtol=1e-12):
         lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), jax.eval_shape(reference, *args)
     )
 
-    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+    @functools.partial(jax.jit, static_argnums=0)
     def with_gradients(function):
         results, pull_back = jax.vjp(function, *args)
         return jax.tree.leaves((results, pull_back(cotangents)))

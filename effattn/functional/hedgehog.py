@@ -1,0 +1,152 @@
+"""Hedgehog: linear attention with feature maps that are learned."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn import registry
+from effattn.functional import kernels, recurrence
+from effattn.xla.linear_recurrence import Terms
+
+
+def hedgehog_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    query_projection: jax.Array,
+    key_projection: jax.Array,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    initial_state: jax.Array | None = None,
+    return_state: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    chunk_size: int | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Hedgehog (Zhang et al. 2024, "The Hedgehog & the Porcupine").
+
+    Over the keys s that query t may attend to, with learned matrices W and W' of each key head,
+
+        out_t = sum_s w_ts v_s / sum_s w_ts,    w_ts = phi(W q_t) . phi(W' k_s)
+        phi(x) = [softmax(x), softmax(-x)]
+
+    where phi is exp of x and of -x, each over its sum, as in the paper's form that cannot overflow:
+    it gives weights that are as spiky as those of softmax attention and that fall with q . k, once
+    W and W' are trained for it. It is linear attention with 2 F features, made of a block of tokens
+    at a time: time O((T + S) F (H + Hv)), memory O(T + S).
+
+    Args:
+      query: `(*B, T, N, H)`, with any number of batch dimensions.
+      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      value: `(*B, S, K, Hv)`.
+      query_projection: W, `(K, F, H)`, of the queries that read each key head, or `(1, F, H)`.
+      key_projection: W', `(K, F, H)`, of each key head, or `(1, F, H)`.
+      is_causal: query t attends to the keys up to t; needs T == S.
+      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
+      key_value_seq_lengths: `(*B)` int, valid keys of each row.
+      segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
+        equal ids, which are one contiguous run; 0 is padding.
+      initial_state: the state before the first token, as returned by an earlier call. With
+        `segment_ids` it belongs to the first document.
+      return_state: also return the state after the last valid token. With `segment_ids` it is that
+        of the last document.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      chunk_size: tokens of one masked product of the causal form; tuning only.
+      implementation: None or "xla", or a tuple of names tried in order.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
+      the sum of phi(W' k) v^T with that of phi(W' k) in its last column, `(*B, K, 2 F, Hv + 1)`, in
+      the promoted dtype of query, key and value, at least float32. A query without keys, or whose
+      weights sum to zero, gives zeros.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or options; projections to unequal numbers of features.
+      NotImplementedError: an implementation that there is not.
+      TypeError: in forward-mode differentiation of the causal or packed form.
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    given, attend = kernels.check(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        initial_state=initial_state,
+        return_state=return_state,
+        precision=precision,
+        chunk_size=chunk_size,
+    )
+    of_query = kernels.check_projection("query_projection", query_projection, key)
+    of_key = kernels.check_projection("key_projection", key_projection, key)
+    if of_query.shape[-2] != of_key.shape[-2]:
+        raise ValueError(
+            "query_projection and key_projection must have as many features, got "
+            f"{of_query.shape[-2]} and {of_key.shape[-2]}"
+        )
+    out, state = recurrence.run(
+        "hedgehog_attention",
+        _HedgehogTerms(precision),
+        given,
+        query,
+        (key, value),
+        (of_query, of_key),
+        initial_state=initial_state,
+        normalized=True,
+        attend=attend,
+        implementation=implementation,
+    )
+    return (out, state) if return_state else out
+
+
+@dataclasses.dataclass(frozen=True)
+class _HedgehogTerms:
+    """phi(W q), phi(W' k) and v."""
+
+    precision: Any
+
+    def __call__(self, parameters, queries, keys) -> Terms:
+        of_query, of_key = parameters
+        key, value = keys
+        query, key = (
+            _phi(kernels.products(x, projection, self.precision))
+            for x, projection in ((queries, of_query), (key, of_key))
+        )
+        return Terms(query, key, value)
+
+
+def _phi(x):
+    return jnp.concatenate([jax.nn.softmax(x, -1), jax.nn.softmax(-x, -1)], -1)
+
+
+registry.register(
+    registry.Mechanism(
+        name="hedgehog",
+        family="linear",
+        paper="Zhang et al. 2024, The Hedgehog & the Porcupine",
+        function=hedgehog_attention,
+        capabilities=frozenset(
+            {
+                "bidirectional",
+                "causal",
+                "cross",
+                "grouped",
+                "lengths",
+                "segments",
+                "state",
+                "decode",
+            }
+        ),
+        builder="effattn.nn.hedgehog:HedgehogSelfAttention",
+        decoder="effattn.decode.recurrent:RecurrentDecoder",
+        complexity="O(N F (H + Hv))",
+        time_exponent=1.0,
+    )
+)
