@@ -38,6 +38,7 @@ from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
+from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.layouts import BlockLayout
 from effattn.segments import (
     positions_from_segment_ids,
@@ -72,10 +73,12 @@ __all__ = [
     "longformer_attention",
     "nn",
     "nystrom_attention",
+    "paged_attention",
     "patterns",
     "performer_attention",
     "performer_features",
     "positions_from_segment_ids",
+    "quantize_pages",
     "random_attention",
     "random_feature_attention",
     "registry",

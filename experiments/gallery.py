@@ -103,6 +103,7 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "gated_delta_net": {"beta": WRITES, "key": UNIT, "log_decay": FORGETS},
     "performer": {"projection": VECTORS},
     "random_features": {"projection": VECTORS},
+    "hedgehog": {"query_projection": VECTORS, "key_projection": VECTORS},
     "cosformer": {"max_length": LENGTH},
 }
 

@@ -271,16 +271,16 @@ def _recurrence(rule, parameters, state, queries, keys, tokens):
     return _forward(rule, parameters, state, queries, keys, tokens)[0]
 
 
+# Traced once, where the rules of differentiation call for it twice.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _forward(rule, parameters, state, queries, keys, tokens):
     """`((output, state), residuals)`; the residuals hold the state at the start of every block."""
     inputs, axis = (queries, keys, tokens), state.ndim - 3
     first = jax.tree.leaves(queries)[0]
     length = first.shape[axis]
-    token = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype), inputs
-    )
-    _, output = jax.eval_shape(functools.partial(_block, rule, 1), parameters, state, *token)
-    shape = (*output.shape[:axis], length, *output.shape[axis + 1 :])
+    terms = jax.eval_shape(rule.terms, parameters, queries, keys)
+    heads = max(terms.query.shape[-2], terms.value.shape[-2])
+    shape = (*first.shape[:axis], length, heads, terms.value.shape[-1])
     output = jnp.zeros_like(first, shape=shape, dtype=rule.dtype)
     saved = []
     for span in _spans(length, rule.chunk):

@@ -53,8 +53,10 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("ends, window, random", [(1, 3, 2), ((1, 1), 1, 1), ((2, 0), 5, 0)])
+@pytest.mark.parametrize(
+    "is_causal, ends, window, random",
+    [(False, 1, 3, 2), (True, 1, 3, 2), (False, (1, 1), 1, 1), (True, (2, 0), 5, 0)],
+)
 def test_each_key_head_draws_the_pattern_of_its_seed(is_causal, ends, window, random):
     options = {"num_window_blocks": window, "num_random_blocks": random}
     options |= {"num_global_blocks": ends}
@@ -113,8 +115,16 @@ def test_random_attention_sees_its_own_block_and_those_drawn(is_causal):
     agree(function, draw(LENGTH, LENGTH), by_head(mask_of), is_causal=is_causal)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("kind", ["shared", "by head", "traced", "traced by key head"])
+@pytest.mark.parametrize(
+    "kind, is_causal",
+    [
+        ("shared", True),
+        ("by head", False),
+        ("traced", False),
+        ("traced by key head", False),
+        ("traced by key head", True),
+    ],
+)
 def test_blocks_of_a_mask(kind, is_causal):
     """7 x 8 blocks, a mask for all heads, one each, and one computed by the model."""
     shape = {"shared": (), "traced": (), "by head": (4,), "traced by key head": (2,)}[kind]

@@ -130,8 +130,7 @@ def test_with_many_levels_time_and_memory_are_linear_but_for_a_logarithm():
     programs = [many_levels(length) for length in lengths]
     counts = [cost.operations(program.jaxpr) for program in programs]
     assert 1 <= cost.exponent(lengths, counts) <= 1.1, counts
-    of = functools.partial(cost.temporary_bytes)
-    found = [of(program) for program in programs]
+    found = [cost.temporary_bytes(program) for program in programs]
     assert cost.exponent(lengths, found) <= 1.1, found
 
 

@@ -69,9 +69,9 @@ def operations(closed) -> int:
     return counter.total()
 
 
-def temporary_bytes(traced, **options) -> int:
+def temporary_bytes(traced) -> int:
     """Bytes of temporary buffers of the compiled program."""
-    return traced.lower().compile(**options).memory_analysis().temp_size_in_bytes
+    return traced.lower().compile().memory_analysis().temp_size_in_bytes
 
 
 def largest(closed) -> int:

@@ -66,20 +66,21 @@ def test_operations_grow_as_claimed_and_programs_do_not(mechanism):
 
 
 def test_memory_grows_as_claimed(mechanism):
-    """Forward and backward together as compiled, at the ends of the lengths.
+    """Forward and backward together as compiled; and no array of it outgrows the claim.
 
-    At none of them does an array outgrow the claim, nor in a forward alone.
+    Nor does one of a forward alone. Compiled are the ends of the lengths.
     """
     lengths, direction = lengths_of(mechanism), directions(mechanism)[0]
+    ends = lengths[0], lengths[-1]
     most = mechanism.entry.memory_exponent + 0.1
     programs = [traced(mechanism, direction, length) for length in lengths]
-    of = functools.partial(cost.temporary_bytes)
-    found = [of(programs[at]) for at in (0, -1)]
-    assert cost.exponent([lengths[0], lengths[-1]], found) <= most, found
-    forwards = [traced(mechanism, direction, length, backward=False) for length in lengths]
-    for several in (programs, forwards):
-        arrays = [cost.largest(program.jaxpr) for program in several]
-        assert cost.exponent(lengths, arrays) <= most, arrays
+    found = [cost.temporary_bytes(programs[at]) for at in (0, -1)]
+    assert cost.exponent(ends, found) <= most, found
+    arrays = [cost.largest(program.jaxpr) for program in programs]
+    assert cost.exponent(lengths, arrays) <= most, arrays
+    forwards = [traced(mechanism, direction, length, backward=False) for length in ends]
+    arrays = [cost.largest(program.jaxpr) for program in forwards]
+    assert cost.exponent(ends, arrays) <= most, arrays
 
 
 def test_the_count_is_right():

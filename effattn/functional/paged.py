@@ -1,0 +1,168 @@
+"""Paged decode attention: a few queries a sequence, over keys and values kept in pages."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn import _checks
+from effattn.xla.paged_attention import Pages, Rule, paged
+
+
+def paged_attention(
+    query: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    *,
+    block_table: jax.Array,
+    lengths: jax.Array,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
+    scale: float | jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    return_residual: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Causal softmax attention of the last tokens of each sequence over its pages.
+
+    The keys and values of all sequences lie in one pool of pages of p tokens, in any order; token j
+    of sequence b is row j % p of page block_table[b, j // p] (Kwon et al. 2023, "Efficient Memory
+    Management for Large Language Model Serving with PagedAttention"). Query t of sequence b is that
+    of token lengths[b] - T + t, whose key is in its page already:
+
+        out_t = sum_(j <= lengths - T + t) softmax_j(scale * q_t . k_j) v_j
+
+    Pages are read a few at a time, up to the end of the longest sequence: time is
+    O(B T max(lengths) N (H + Hv)) whatever the table has room for, and memory beside the pages
+    O(B). Pages of int8 are widened as they are read. There are no gradients: this is for decoding.
+
+    Args:
+      query: `(B, T, N, H)`, the last T tokens of each sequence; usually T is 1.
+      key_pages: `(P, p, K, H)`, N a multiple of K: query head n reads key head n // (N // K). In
+        the dtype of `query`, or int8.
+      value_pages: `(P, p, K, Hv)`, floating point, or int8.
+      block_table: int `(B, M)`, the pages of each sequence in order. What stands behind its last
+        page is not read.
+      lengths: int `(B,)`, tokens of each sequence, those of `query` among them. A query before the
+        first token of a short sequence gives zeros.
+      key_scales: `(P, p, K)`, what each key of int8 is multiplied by, as `quantize_pages` gives.
+      value_scales: `(P, p, K)`, the same of values.
+      scale: of the logits; default H**-0.5.
+      local_window_size: w, or (w, 0), tokens before each one that it sees; None for all.
+      logits_soft_cap: c, for c * tanh(logits / c).
+      return_residual: also return the log-sum-exp of the logits.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      implementation: None or "xla", or a tuple of names tried in order.
+
+    Returns:
+      `(B, T, N, Hv)` in the dtype of `query`; with `return_residual`, `(out, lse)`, the second
+      `(B, T, N)`, at least float32, -inf for a query without keys.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or options; int8 without scales, or scales without int8.
+      NotImplementedError: an implementation that there is not.
+    """
+    query, key_pages, value_pages = (jnp.asarray(x) for x in (query, key_pages, value_pages))
+    batch, rows = _check_shapes(query, key_pages, value_pages)
+    table = jnp.asarray(block_table)
+    if table.ndim != 2 or len(table) != batch or not jnp.issubdtype(table.dtype, jnp.integer):
+        raise ValueError(
+            f"block_table must be integers of shape ({batch}, M), the pages of each sequence, got "
+            f"{table.dtype} of shape {table.shape}"
+        )
+    counts = _checks.lengths("lengths", lengths, (batch,))
+    if counts is None:
+        raise ValueError(f"lengths must be integers of shape ({batch},), got None")
+    _check_room(counts, table.shape[1] * rows)
+    window = None if local_window_size is None else _checks.window(local_window_size)
+    if isinstance(local_window_size, tuple | list) and window is not None and window[1] != 0:
+        raise ValueError(
+            f"local_window_size must be w or (w, 0), the tokens before each one, got {window}"
+        )
+    rule = Rule(
+        left=None if window is None else window[0],
+        soft_cap=_checks.positive("logits_soft_cap", logits_soft_cap),
+        precision=precision,
+    )
+    keys = _check_scales("key", key_pages, key_scales, query.dtype)
+    values = _check_scales("value", value_pages, value_scales, None)
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    multiplier = jnp.asarray(_checks.scale(scale, query.shape[-1]), dtype)
+
+    def xla():
+        return paged(rule, query, keys, values, table, counts, multiplier)
+
+    with jax.named_scope("paged_attention"):
+        out, lse = _checks.dispatch(implementation, "paged_attention", {"xla": xla})
+    return (out, lse) if return_residual else out
+
+
+def quantize_pages(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys or values as int8, with a scale for each token and head.
+
+        scale = max |x| / 127,    int8 = round(x / scale)
+
+    Args:
+      pages: `(..., H)`, floating point.
+
+    Returns:
+      int8 `(..., H)` and the scales `(...)`, float32; zero where all of x is. The error of an entry
+      is at most half a scale.
+    """
+    wide = jnp.asarray(pages).astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), -1) / 127
+    steps = wide / jnp.where(scales == 0, 1, scales)[..., None]
+    return jnp.round(steps).astype(jnp.int8), scales
+
+
+def _check_shapes(query, key_pages, value_pages):
+    """Sequences, and the tokens of a page."""
+    if query.ndim != 4 or not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(
+            "query must be floating point of shape (B, T, N, H), got "
+            f"{query.dtype} of shape {query.shape}"
+        )
+    batch, _, heads, size = query.shape
+    if key_pages.ndim != 4 or key_pages.shape[-1] != size or 0 in key_pages.shape:
+        raise ValueError(
+            f"key_pages must have shape (P, p, K, {size}), pages of p tokens, got {key_pages.shape}"
+        )
+    if value_pages.ndim != 4 or value_pages.shape[:3] != key_pages.shape[:3]:
+        raise ValueError(
+            "value_pages must have the pages, tokens and heads of key_pages, "
+            f"{key_pages.shape[:3]}, got {value_pages.shape[:3]}"
+        )
+    key_heads = key_pages.shape[2]
+    if heads % key_heads:
+        raise ValueError(
+            "the number of query heads must be a multiple of the number of key heads, got "
+            f"{heads} query heads and {key_heads} key heads"
+        )
+    return batch, key_pages.shape[1]
+
+
+def _check_room(lengths, room):
+    if not isinstance(lengths, jax.core.Tracer) and int(jnp.max(lengths, initial=0)) > room:
+        raise ValueError(
+            f"lengths must be at most the {room} tokens that the pages in block_table hold, got "
+            f"{lengths.tolist()}"
+        )
+
+
+def _check_scales(of: str, pages: Any, scales: Any, dtype: Any) -> Pages:
+    """Pages of int8 with their scales, or of floating point, in a dtype if it is given, without."""
+    if pages.dtype == jnp.int8:
+        if scales is None:
+            raise ValueError(
+                f"{of}_pages of int8 need {of}_scales of shape {pages.shape[:3]}; quantize_pages "
+                "gives both"
+            )
+        return Pages(pages, _checks.shaped(f"{of}_scales", scales, pages.shape[:3]))
+    if scales is not None:
+        raise ValueError(f"{of}_scales are for {of}_pages of int8, got {pages.dtype}")
+    if pages.dtype != dtype and (dtype or not jnp.issubdtype(pages.dtype, jnp.floating)):
+        wanted = f"{dtype}, as the query," if dtype else "floating point"
+        raise ValueError(f"{of}_pages must be {wanted} or int8, got {pages.dtype}")
+    return Pages(pages, None)

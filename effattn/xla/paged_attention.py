@@ -1,0 +1,139 @@
+"""Softmax attention of a few queries a sequence over pages, which a table names.
+
+A loop over steps of several pages, gathered, with an online softmax. The query heads of a key head,
+and the queries of a sequence, are the rows of one matrix product. The loop runs from the first step
+that a window reaches in any sequence to the last one of the longest sequence.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn.xla.products import widened
+
+KEYS = 512  # read in a step
+
+
+class Rule(NamedTuple):
+    """What is fixed when the program is traced.
+
+    Attributes:
+      left: how far back a query sees; None is without limit.
+      soft_cap: c, for c * tanh(logits / c).
+      precision: of the matrix products.
+    """
+
+    left: int | None = None
+    soft_cap: float | None = None
+    precision: Any = None
+
+
+class Pages(NamedTuple):
+    """Keys or values.
+
+    Attributes:
+      array: `(P, p, K, H)`.
+      scales: `(P, p, K)`, of int8; None where there are none.
+    """
+
+    array: jax.Array
+    scales: jax.Array | None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def paged(
+    rule: Rule,
+    query: jax.Array,
+    keys: Pages,
+    values: Pages,
+    table: jax.Array,
+    lengths: jax.Array,
+    scale: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The output `(B, T, N, Hv)` in the dtype of the query, and the log-sum-exp `(B, T, N)`.
+
+    Args:
+      rule: what is fixed.
+      query: `(B, T, N, H)`, the last T tokens of each sequence.
+      keys: of the pool.
+      values: of the pool.
+      table: int `(B, M)`, the pages of each sequence.
+      lengths: int `(B,)`, tokens of each sequence.
+      scale: `()`, of the logits, in their dtype: that of the query, at least float32.
+    """
+    pages, rows, key_heads, _ = keys.array.shape
+    batch, queries, heads, size = query.shape
+    group = heads // key_heads
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    width = max(1, min(table.shape[1], KEYS // rows))
+    step = width * rows
+    # Whole steps of pages that exist; what is past a sequence's end is masked.
+    table = jnp.clip(table, 0, pages - 1)
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
+    lengths = lengths.astype(jnp.int32)
+    position = lengths[:, None] - queries + jnp.arange(queries, dtype=jnp.int32)
+
+    def matrix(left, right, contract):
+        """One product a sequence and key head, over the last axis of `left`."""
+        product = functools.partial(
+            lax.dot_general,
+            dimension_numbers=(((3,), (contract,)), ((0, 1), (0, 2))),
+            precision=rule.precision,
+        )
+        return widened(product, left, right, dtype)
+
+    def read(of, which, present):
+        """`(B, s, K, H)`, zeros where there is no token."""
+        array = of.array[which].reshape(batch, step, key_heads, -1)
+        if of.scales is not None:
+            scales = of.scales[which].reshape(batch, step, key_heads, 1)
+            array = (array.astype(dtype) * scales.astype(dtype)).astype(query.dtype)
+        return jnp.where(present[..., None, None], array, 0)
+
+    # (B, K, G T, H)
+    grouped = jnp.moveaxis(query.reshape(batch, queries, key_heads, group, size), 1, 3)
+    grouped = grouped.reshape(batch, key_heads, group * queries, size)
+
+    def attend(n, carry):
+        largest, total, mixed = carry
+        which = lax.dynamic_slice_in_dim(table, n * width, width, 1)
+        at = n * step + jnp.arange(step, dtype=jnp.int32)
+        present = at < lengths[:, None]
+        key, value = read(keys, which, present), read(values, which, present)
+        logits = matrix(grouped, key, 3) * scale
+        if rule.soft_cap is not None:
+            logits = rule.soft_cap * jnp.tanh(logits / rule.soft_cap)
+        allowed = at <= position[..., None]  # (B, T, s)
+        if rule.left is not None:
+            allowed &= at >= position[..., None] - rule.left
+        allowed = jnp.tile(allowed[:, None], (1, 1, group, 1))
+        logits = jnp.where(allowed, logits, -jnp.inf)
+        new = jnp.maximum(largest, logits.max(-1))
+        weights, decay = jnp.exp(logits - new[..., None]), jnp.exp(largest - new)
+        mixed = mixed * decay[..., None] + matrix(weights.astype(value.dtype), value, 1)
+        return new, total * decay + weights.sum(-1), mixed
+
+    # Finite, so that a row which has seen nothing yet subtracts no infinities.
+    carry = (
+        jnp.full(grouped.shape[:-1], jnp.finfo(dtype).min, dtype),
+        jnp.zeros(grouped.shape[:-1], dtype),
+        jnp.zeros((*grouped.shape[:-1], values.array.shape[-1]), dtype),
+    )
+    last = -(-jnp.max(lengths, initial=0) // step)
+    first = jnp.int32(0)
+    if rule.left is not None:
+        first = jnp.maximum(jnp.min(position, initial=2**30) - rule.left, 0) // step
+    first, last = jnp.minimum(first, last), jnp.minimum(last, table.shape[1] // width)
+    largest, total, mixed = lax.fori_loop(first, last, attend, carry)
+    total_or_one = jnp.where(total == 0, 1, total)
+    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
+    out = (mixed / total_or_one[..., None]).astype(query.dtype)
+
+    def apart(x):
+        x = x.reshape(batch, key_heads, group, queries, *x.shape[3:])
+        return jnp.moveaxis(x, 3, 1).reshape(batch, queries, heads, *x.shape[4:])
+
+    return apart(out), apart(lse)

@@ -1,0 +1,163 @@
+"""Paged decode attention, against the definition over the pages put in order."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from tests.dense import dense_with_gradients
+from tests.laws import cost
+from tests.laws.battery import assert_close
+
+PAGE, PAGES, HEADS, KEY_HEADS, SIZE, VALUE_SIZE = 4, 9, 4, 2, 6, 5
+
+
+def draw(lengths, queries=1, dtype=np.float64, room=8):
+    """Sequences in pages of a shuffled pool, with NaN wherever no token is."""
+    rng = np.random.default_rng(0)
+    batch = len(lengths)
+    keys = rng.normal(size=(batch, room * PAGE, KEY_HEADS, SIZE)).astype(dtype)
+    values = rng.normal(size=(batch, room * PAGE, KEY_HEADS, VALUE_SIZE)).astype(dtype)
+    total = sum(-(-n // PAGE) for n in lengths)
+    free = list(rng.permutation(total + 3))
+    table = np.full((batch, room), -1, np.int32)
+    key_pages, value_pages = (
+        np.full((total + 3, PAGE, *x.shape[2:]), np.nan, dtype) for x in (keys, values)
+    )
+    for row, n in enumerate(lengths):
+        for m in range(-(-n // PAGE)):
+            table[row, m] = page = free.pop()
+            here = slice(m * PAGE, min((m + 1) * PAGE, n))
+            key_pages[page, : here.stop - here.start] = keys[row, here]
+            value_pages[page, : here.stop - here.start] = values[row, here]
+    query = rng.normal(size=(batch, queries, HEADS, SIZE)).astype(dtype)
+    given = {"block_table": table, "lengths": np.asarray(lengths, np.int32)}
+    return (query, key_pages, value_pages), given, {"query": query, "key": keys, "value": values}
+
+
+def expected(arrays, lengths, **options):
+    offset = np.asarray(lengths) - arrays["query"].shape[1]
+    return dense_with_gradients(
+        arrays,
+        is_causal=True,
+        query_offset=offset,
+        key_value_seq_lengths=np.asarray(lengths),
+        **options,
+    )[0]
+
+
+attend = jax.jit(
+    functools.partial(effattn.paged_attention, return_residual=True),
+    static_argnames=("local_window_size", "logits_soft_cap"),
+)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("step", [1, 12, 512])
+@pytest.mark.parametrize("window", [None, 5])
+def test_it_is_attention_over_the_pages_in_order(queries, step, window, monkeypatch):
+    """Steps of one page, of three and of all; sequences of no tokens, of one, and of all."""
+    monkeypatch.setattr("effattn.xla.paged_attention.KEYS", step)
+    jax.clear_caches()
+    lengths = [0, 1, 13, 32, 7]
+    with jax.enable_x64(True):
+        paged, given, arrays = draw(lengths, queries)
+        ours = attend(*paged, **given, local_window_size=window, logits_soft_cap=2.0)
+        options = {} if window is None else {"local_window_size": (window, 0)}
+        assert_close(ours, expected(arrays, lengths, logits_soft_cap=2.0, **options), 1e-12)
+        out, lse = map(np.asarray, ours)
+    assert (out[0] == 0).all() and (lse[0] == -np.inf).all()
+
+
+def test_what_the_table_and_the_pool_hold_beside_the_tokens_changes_nothing():
+    paged, given, _ = draw([13, 6], dtype=np.float32)
+    out, lse = attend(*paged, **given)
+    filled = [np.nan_to_num(x, nan=3.0) for x in paged]
+    table = np.where(given["block_table"] < 0, 10**6, given["block_table"])
+    again, lse_again = attend(*filled, **{**given, "block_table": table})
+    np.testing.assert_array_equal(out, again)
+    np.testing.assert_array_equal(lse, lse_again)
+
+
+def test_scale_and_bfloat16():
+    paged, given, arrays = draw([13, 6], dtype=np.float32)
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in paged]
+    out, lse = attend(*narrow, **given, scale=0.3)
+    assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+    true, _ = effattn.dot_product_attention(
+        *(jnp.asarray(arrays[k], jnp.bfloat16).astype(jnp.float32) for k in arrays),
+        scale=0.3,
+        is_causal=True,
+        query_offset=jnp.array([12, 5]),
+        key_value_seq_lengths=jnp.array([13, 6]),
+        return_residual=True,
+    )
+    np.testing.assert_allclose(out.astype(jnp.float32), true, rtol=0.02, atol=0.02)
+
+
+def test_int8_pages_are_those_that_they_stand_for():
+    paged, given, _ = draw([13, 6, 30], queries=2, dtype=np.float32)
+    query, *pages = (np.nan_to_num(x) for x in paged)
+    (keys, key_scales), (values, value_scales) = map(effattn.quantize_pages, pages)
+    assert keys.dtype == values.dtype == jnp.int8
+    assert key_scales.shape == keys.shape[:-1]
+    scales = {"key_scales": key_scales, "value_scales": value_scales}
+    ours = attend(query, keys, values, **given, **scales)
+    widened = (x * s[..., None] for x, s in ((keys, key_scales), (values, value_scales)))
+    assert_close(ours, attend(query, *widened, **given), 1e-6)
+    # Half a step, of 127 to the largest entry of a token.
+    for page, quantized, scale in zip(
+        pages, (keys, values), (key_scales, value_scales), strict=True
+    ):
+        error = np.abs(quantized * scale[..., None] - page).max(-1)
+        assert (error <= scale / 2 * (1 + 1e-5)).all()
+
+
+def test_time_follows_the_longest_sequence_and_memory_nothing():
+    """Not the room in the table, nor the pool."""
+
+    def traced(room, pages):
+        of = jax.ShapeDtypeStruct
+        return attend.trace(
+            of((2, 1, 8, 64), jnp.float32),
+            of((pages, 16, 2, 64), jnp.float32),
+            of((pages, 16, 2, 64), jnp.float32),
+            block_table=of((2, room), jnp.int32),
+            lengths=of((2,), jnp.int32),
+        )
+
+    small, large = cost.temporary_bytes(traced(64, 512)), cost.temporary_bytes(traced(4096, 16384))
+    assert large <= small + 4 * 2 * 4096 * 2  # the table, clipped
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": np.array([13])}, r"lengths must be integers of shape \(2,\)"),
+        ({"lengths": np.array([13, 33])}, "at most the 32 tokens .* got \\[13, 33\\]"),
+        ({"block_table": np.zeros((3, 8), int)}, r"block_table must be integers of shape \(2, M\)"),
+        ({"local_window_size": (3, 1)}, r"must be w or \(w, 0\)"),
+        ({"key_scales": np.ones((8, PAGE, KEY_HEADS))}, "key_scales are for key_pages of int8"),
+        ({"implementation": "triton"}, "paged_attention has no 'triton' implementation"),
+    ],
+)
+def test_wrong_arguments_are_named(changes, message):
+    paged, given, _ = draw([13, 6], dtype=np.float32)
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        effattn.paged_attention(*paged, **{**given, **changes})
+
+
+def test_wrong_pages_are_named():
+    (query, keys, values), given, _ = draw([13, 6], dtype=np.float32)
+    for pages, message in (
+        ((keys[..., :3], values), r"key_pages must have shape \(P, p, K, 6\)"),
+        ((keys, values[:, :2]), "value_pages must have the pages, tokens and heads of key_pages"),
+        ((keys[:, :, :1], values[:, :, :1].astype(np.int8)), "value_pages of int8 need value_sca"),
+        ((keys.astype(np.float16), values), "key_pages must be float32, as the query, or int8"),
+        ((np.repeat(keys, 3, 2), np.repeat(values, 3, 2)), "got 4 query heads and 6 key heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            effattn.paged_attention(query, *pages, **given)
