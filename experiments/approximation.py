@@ -35,7 +35,7 @@ class Config:
     A finished one prints its tables.
     """
 
-    sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # landmarks, or projected rows
+    sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # landmarks, projected rows or features
     length: int = 256  # tokens; for the pretrained encoder at most 512, and meant for 256
     texts: int = 4  # sequences to average over
     seed: int = 0  # of the Gaussian queries, keys and values, and of random projections
@@ -105,7 +105,8 @@ FAMILIES: Mapping[str, Family] = {
 
 def counted() -> str:
     """What the size of all families counts."""
-    return " or ".join(dict.fromkeys(family.size for family in FAMILIES.values()))
+    *others, last = dict.fromkeys(family.size for family in FAMILIES.values())
+    return f"{', '.join(others)} or {last}"
 
 
 def check(config: Config) -> None:
@@ -254,7 +255,7 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
         top.set_title(source if source == GAUSSIAN else f"{source} (bands: its layers)")
         bottom.set_xlabel(counted())
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)))
     partial = path.with_name(f"partial-{path.name}")
     figure.savefig(partial, dpi=150)
     plt.close(figure)
