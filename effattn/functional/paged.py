@@ -54,7 +54,9 @@ def paged_attention(
       logits_soft_cap: c, for c * tanh(logits / c).
       return_residual: also return the log-sum-exp of the logits.
       precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None, "xla", "triton" (a kernel for GPUs: pages of 16 to 256 tokens, a power
+        of two; head sizes up to 256; float32, bfloat16 and float16), "pallas", which is that, or a
+        tuple of names tried in order. None is "xla".
 
     Returns:
       `(B, T, N, Hv)` in the dtype of `query`; with `return_residual`, `(out, lse)`, the second
@@ -62,7 +64,8 @@ def paged_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options; int8 without scales, or scales without int8.
-      NotImplementedError: an implementation that there is not.
+      NotImplementedError: an implementation that there is not, or that does not take these
+        arguments; when the program is lowered, one that does not run there.
     """
     query, key_pages, value_pages = (jnp.asarray(x) for x in (query, key_pages, value_pages))
     batch, rows = _check_shapes(query, key_pages, value_pages)
@@ -91,11 +94,16 @@ def paged_attention(
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     multiplier = jnp.asarray(_checks.scale(scale, query.shape[-1]), dtype)
 
-    def xla():
-        return paged(rule, query, keys, values, table, counts, multiplier)
+    operands = query, keys, values, table, counts, multiplier
 
+    def triton():
+        from effattn.pallas import paged_triton
+
+        return paged_triton.paged(rule, *operands)
+
+    available = {"xla": lambda: paged(rule, *operands), "triton": triton, "pallas": triton}
     with jax.named_scope("paged_attention"):
-        out, lse = _checks.dispatch(implementation, "paged_attention", {"xla": xla})
+        out, lse = _checks.dispatch(implementation, "paged_attention", available)
     return (out, lse) if return_residual else out
 
 

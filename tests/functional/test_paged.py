@@ -15,25 +15,26 @@ from tests.laws.battery import assert_close
 PAGE, PAGES, HEADS, KEY_HEADS, SIZE, VALUE_SIZE = 4, 9, 4, 2, 6, 5
 
 
-def draw(lengths, queries=1, dtype=np.float64, room=8):
+def draw(lengths, queries=1, dtype=np.float64, room=8, page_size=PAGE, sizes=(SIZE, VALUE_SIZE)):
     """Sequences in pages of a shuffled pool, with NaN wherever no token is."""
     rng = np.random.default_rng(0)
     batch = len(lengths)
-    keys = rng.normal(size=(batch, room * PAGE, KEY_HEADS, SIZE)).astype(dtype)
-    values = rng.normal(size=(batch, room * PAGE, KEY_HEADS, VALUE_SIZE)).astype(dtype)
-    total = sum(-(-n // PAGE) for n in lengths)
+    keys, values = (
+        rng.normal(size=(batch, room * page_size, KEY_HEADS, size)).astype(dtype) for size in sizes
+    )
+    total = sum(-(-n // page_size) for n in lengths)
     free = list(rng.permutation(total + 3))
     table = np.full((batch, room), -1, np.int32)
     key_pages, value_pages = (
-        np.full((total + 3, PAGE, *x.shape[2:]), np.nan, dtype) for x in (keys, values)
+        np.full((total + 3, page_size, *x.shape[2:]), np.nan, dtype) for x in (keys, values)
     )
     for row, n in enumerate(lengths):
-        for m in range(-(-n // PAGE)):
+        for m in range(-(-n // page_size)):
             table[row, m] = page = free.pop()
-            here = slice(m * PAGE, min((m + 1) * PAGE, n))
+            here = slice(m * page_size, min((m + 1) * page_size, n))
             key_pages[page, : here.stop - here.start] = keys[row, here]
             value_pages[page, : here.stop - here.start] = values[row, here]
-    query = rng.normal(size=(batch, queries, HEADS, SIZE)).astype(dtype)
+    query = rng.normal(size=(batch, queries, HEADS, sizes[0])).astype(dtype)
     given = {"block_table": table, "lengths": np.asarray(lengths, np.int32)}
     return (query, key_pages, value_pages), given, {"query": query, "key": keys, "value": values}
 
@@ -141,7 +142,7 @@ def test_time_follows_the_longest_sequence_and_memory_nothing():
         ({"block_table": np.zeros((3, 8), int)}, r"block_table must be integers of shape \(2, M\)"),
         ({"local_window_size": (3, 1)}, r"must be w or \(w, 0\)"),
         ({"key_scales": np.ones((8, PAGE, KEY_HEADS))}, "key_scales are for key_pages of int8"),
-        ({"implementation": "triton"}, "paged_attention has no 'triton' implementation"),
+        ({"implementation": "mosaic_tpu"}, "has no 'mosaic_tpu' implementation"),
     ],
 )
 def test_wrong_arguments_are_named(changes, message):
