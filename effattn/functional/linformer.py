@@ -146,11 +146,12 @@ def _check_projection(name: str, given: Any, key: jax.Array) -> jax.Array:
         not jnp.issubdtype(array.dtype, jnp.floating)
         or array.ndim not in (2, 3)
         or array.shape[:-2] not in ((), (heads,))
-        or array.shape[-2] < 1
+        or not 1 <= array.shape[-2] <= array.shape[-1]
     ):
         raise ValueError(
             f"{name} must be floating point of shape (rows, max length) or ({heads}, rows, max "
-            f"length), for {heads} key heads, got {array.dtype} of shape {array.shape}"
+            f"length), for {heads} key heads and no more rows than tokens, got {array.dtype} of "
+            f"shape {array.shape}"
         )
     if array.shape[-1] < length:
         raise ValueError(

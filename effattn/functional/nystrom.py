@@ -62,7 +62,8 @@ def nystrom_attention(
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
-      num_landmarks: m, 1 or more; tokens have one each where there are fewer.
+      num_landmarks: m, from 1 to the longer of T and S; of the shorter, each token is one if there
+        are fewer.
       num_iterations: J, 1 or more.
       skip_kernel: `(N, width)` or `(K, width)`, of odd width; needs T == S.
       scale: default H**-0.5. May be an array, with a gradient.
@@ -77,7 +78,7 @@ def nystrom_attention(
       `(*B, T, N, Hv)` in the dtype of `value`.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values.
+      ValueError: wrong shapes, dtypes or values; more landmarks than tokens.
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
@@ -94,6 +95,12 @@ def nystrom_attention(
         precision=precision,
         tile=tile,
     )
+    longest = max(query.shape[-3], key.shape[-3])
+    if 0 < longest < num_landmarks:
+        raise ValueError(
+            f"num_landmarks must be at most the {longest} tokens, got {num_landmarks}; pass fewer, "
+            "or pad the tokens and pass their lengths"
+        )
     if skip_kernel is not None:
         _checks.self_attention("nystrom_attention with skip_kernel", query, key)
         skip_kernel = _skip_kernel(skip_kernel, query.shape[-2], key.shape[-2])

@@ -87,6 +87,11 @@ class LinformerSelfAttention(SelfAttention):
         for name, choice, known in (("method", method, METHODS), ("sharing", sharing, SHARING)):
             if choice not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {choice!r}")
+        if self.num_projected > self.max_length:
+            raise ValueError(
+                f"num_projected ({self.num_projected}) must be at most max_length "
+                f"({self.max_length}): there are no more tokens to sum"
+            )
         if method != "linear" and max_length % num_projected:
             raise ValueError(
                 f"method={method!r} needs a max_length that is a multiple of num_projected, got "

@@ -42,12 +42,11 @@ def well_conditioned(seed=0):
     return np.repeat(key, 2, -2), key, rng.normal(size=(2, LENGTH, 2, 5))
 
 
-@pytest.mark.parametrize("num_landmarks", [LENGTH, LENGTH + 7])
-def test_with_a_landmark_for_each_token_it_is_exact(num_landmarks, x64):
+def test_with_a_landmark_for_each_token_it_is_exact(x64):
     """Also in padded rows, which have fewer tokens than landmarks, down to none."""
     arrays = well_conditioned()
     lengths = np.array([LENGTH, 0]), np.array([9, 1])
-    ours = compiled(nystrom_attention, num_landmarks=num_landmarks, num_iterations=40)
+    ours = compiled(nystrom_attention, num_landmarks=LENGTH, num_iterations=40)
     exact = compiled(dot_product_attention)
     for of_rows in lengths:
         given = {"query_seq_lengths": of_rows, "key_value_seq_lengths": of_rows}
@@ -241,6 +240,10 @@ def test_without_queries_or_keys_there_are_zeros():
     "given, message",
     [
         ({"num_landmarks": 0}, "num_landmarks must be an int, 1 or more, got 0"),
+        (
+            {"num_landmarks": 99},
+            r"num_landmarks must be at most the \d+ tokens, got 99; pass fewer",
+        ),
         ({"num_landmarks": 2.0}, "num_landmarks must be an int, 1 or more, got 2.0"),
         ({"num_iterations": 0}, "num_iterations must be an int, 1 or more, got 0"),
         (

@@ -76,13 +76,18 @@ def test_nothing_is_left_after_padding(mechanism):
 
 
 def test_one_token(mechanism):
-    """Attends to itself alone, and it weighs nothing where weights are relative."""
-    arrays = battery.draw_plain(mechanism, 0)
-    arrays.update({k: arrays[k][:, :1] for k in mechanism.of_tokens})
+    """Attends to itself alone, and it weighs nothing where weights are relative.
+
+    Where options need more tokens, the others are padding.
+    """
+    arrays, least = battery.draw_plain(mechanism, 0), mechanism.reference.least_tokens
+    arrays.update({k: arrays[k][:, :least] for k in mechanism.of_tokens})
+    one = np.ones(SQUARE.batch, np.int32)
+    known = {"query_seq_lengths": one, "key_value_seq_lengths": one} if least > 1 else {}
     extent = battery.plain(mechanism)._replace(tuning=False)
     run = jax.jit(
         jax.value_and_grad(
-            lambda a: sum(map(jnp.sum, jax.tree.leaves(battery.call(mechanism, extent, a, {}))))
+            lambda a: sum(map(jnp.sum, jax.tree.leaves(battery.call(mechanism, extent, a, known))))
         ),
     )
     assert_finite(run(arrays))

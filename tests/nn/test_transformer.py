@@ -101,10 +101,14 @@ def test_a_token_changes_no_logits_before_it(model):
 
 
 LINFORMER_HEADS = {"name": "linformer", "num_heads": 2, "num_projected": 3}
+NYSTROM_HEADS = {"name": "nystrom", "num_heads": 2, "num_landmarks": 3}
 BOTH_WAYS = {
     "softmax, alibi": {"positions": "alibi"},
     "Linformer for as many tokens, learned": {
-        "mixer": ("softmax", {"heads": [LINFORMER_HEADS, {"name": "nystrom", "num_heads": 2}]}),
+        "mixer": (
+            "softmax",
+            {"heads": [LINFORMER_HEADS, NYSTROM_HEADS]},
+        ),
         "positions": "learned",
         "max_length": 9,
     },

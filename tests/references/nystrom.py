@@ -79,4 +79,5 @@ NYSTROM = Reference(
         "more landmarks than queries": {"num_landmarks": 9},
     },
     tuning={"tile": (5, 4)},
+    least_tokens=4,
 )

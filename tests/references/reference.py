@@ -24,6 +24,7 @@ class Reference:
         several pieces of which the last is not whole.
       decoding: options for decoding, in place of those that it does not take.
       module: options of its module, where that has others than the function; None for the same.
+      least_tokens: how many tokens the options of the variants need.
       more_keys: how many keys there are for dropout beside the tokens.
       state_and_segments: whether `segment_ids` go together with a state in a bidirectional call.
       arguments: `(rng, sizes) -> arrays by name`, what each call takes besides query, key and
@@ -44,6 +45,7 @@ class Reference:
     tuning: Mapping[str, Any]
     decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     module: Mapping[str, Any] | None = None
+    least_tokens: int = 1
     more_keys: int = 0
     state_and_segments: bool = True
     arguments: Callable[[np.random.Generator, Any], dict[str, Any]] = lambda rng, sizes: {}
