@@ -105,8 +105,8 @@ FAMILIES: Mapping[str, Family] = {
 
 def counted() -> str:
     """What the size of all families counts."""
-    *others, last = dict.fromkeys(family.size for family in FAMILIES.values())
-    return f"{', '.join(others)} or {last}"
+    sizes = list(dict.fromkeys(family.size for family in FAMILIES.values()))
+    return " or ".join([", ".join(sizes[:-1]), *sizes[-1:]])
 
 
 def check(config: Config) -> None:
