@@ -156,7 +156,7 @@ def test_wrong_pages_are_named():
     for pages, message in (
         ((keys[..., :3], values), r"key_pages must have shape \(P, p, K, 6\)"),
         ((keys, values[:, :2]), "value_pages must have the pages, tokens and heads of key_pages"),
-        ((keys[:, :, :1], np.zeros_like(values[:, :, :1], np.int8)), "value_pages of int8 need value_sca"),
+        ((keys, np.zeros_like(values, np.int8)), "value_pages of int8 need value_scales"),
         ((keys.astype(np.float16), values), "key_pages must be float32, as the query, or int8"),
         ((np.repeat(keys, 3, 2), np.repeat(values, 3, 2)), "got 4 query heads and 6 key heads"),
     ):
