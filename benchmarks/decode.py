@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import machine
+from benchmarks.arguments import at_least, reason_against
 from effattn import registry
 from effattn.nn import RotaryEmbedding
 
@@ -108,8 +109,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Times a decoding step after prefixes of several lengths, interleaved.",
         allow_abbrev=False,
     )
-    parser.add_argument("--prefixes", type=int, nargs="+", default=[64, 65536], metavar="TOKENS")
-    parser.add_argument("--rounds", type=int, default=200, help="steps of each, default 200")
+    parser.add_argument(
+        "--prefixes", type=at_least(1), nargs="+", default=[64, 65536], metavar="TOKENS"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=200, help="of each, default 200")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -122,13 +125,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    if reason := reason_against(options.output):
+        print(reason, file=sys.stderr)
+        return 2
     jax.config.update("jax_platforms", "cpu")
     names = options.only or [
         name
         for name in registry.names("decode")
         if name == "softmax" or state_bytes(name, 4096) == state_bytes(name, 8192)
     ]
-    options.output.mkdir(parents=True, exist_ok=True)
     about, rows = machine.describe(), []
     for name in names:
         rows.append(measure(name, options.prefixes, options.rounds))

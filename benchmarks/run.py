@@ -6,13 +6,13 @@ python -m benchmarks.run --help
 import argparse
 import collections
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from benchmarks import machine, measure, report
+from benchmarks.arguments import at_least, reason_against
 from benchmarks.contenders import COMPARISONS
 from benchmarks.workloads import PASSES, draw
 
@@ -29,9 +29,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     lengths = " ".join(map(str, LENGTHS))
     parser.add_argument(
-        "--lengths", type=_at_least(16), nargs="+", metavar="TOKENS", help=f"default {lengths}"
+        "--lengths", type=at_least(16), nargs="+", metavar="TOKENS", help=f"default {lengths}"
     )
-    parser.add_argument("--rounds", type=_at_least(1), help=f"calls of each, default {ROUNDS}")
+    parser.add_argument("--rounds", type=at_least(1), help=f"calls of each, default {ROUNDS}")
     parser.add_argument(
         "--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS), help="default all"
     )
@@ -47,27 +47,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def whole_number(text):
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"needs a whole number of {least} or more, got {text!r}"
-            )
-        return int(text)
-
-    return whole_number
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs all and writes the report; 1 if any of effattn itself failed or disagreed."""
     options = parse(argv)
     folder: Path = options.output
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        print(f"cannot write the output folder {folder}: {error.strerror}", file=sys.stderr)
+    if reason := reason_against(folder):
+        print(reason, file=sys.stderr)
         return 2
     jax.config.update("jax_platforms", "cpu")
     about = machine.describe()

@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from benchmarks import decode
 
 
@@ -16,3 +18,17 @@ def test_steps_after_each_prefix_are_timed_and_written(tmp_path, capsys):
     table = (tmp_path / "decode.md").read_text()
     assert table in capsys.readouterr().out
     assert "| mechanism | state, kB | after 3 | after 9 | ratio |" in table
+
+
+@pytest.mark.parametrize("option", ["--prefixes", "--rounds"])
+@pytest.mark.parametrize("value", ["0", "-3", "x"])
+def test_a_number_that_is_none_is_named(option, value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        decode.main([option, value])
+    assert f"{option}: needs a whole number of 1 or more, got '{value}'" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert decode.main(["--output", str(tmp_path / "file" / "under")]) == 2
+    assert "cannot write the output folder" in capsys.readouterr().err
