@@ -39,6 +39,7 @@ from effattn.functional.block_linformer import block_linformer_attention  # isor
 from effattn.functional.long_short import long_short_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
+from effattn.implementations import support
 from effattn.layouts import BlockLayout
 from effattn.segments import (
     positions_from_segment_ids,
@@ -89,6 +90,7 @@ __all__ = [
     "sparse_attention",
     "sparse_transformer_attention",
     "state_space_duality",
+    "support",
 ]
 
 _LAZY = ("analysis", "decode", "nn", "patterns")

@@ -1,12 +1,12 @@
 """The one place where arguments of the contract are validated, at trace time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-IMPLEMENTATIONS = ("xla", "pallas", "mosaic_gpu", "mosaic_tpu", "triton", "cudnn")
+_FAR = 2**30
 
 
 def query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
@@ -105,7 +105,8 @@ def window(value: Any) -> tuple[int, int]:
             "local_window_size must be an int or a pair (left, right) of ints, 0 or more: the "
             f"tokens on each side that a token sees besides itself; got {value!r}"
         )
-    return int(pair[0]), int(pair[1])
+    # Positions are int32, and no sequence has as many tokens.
+    return min(int(pair[0]), _FAR), min(int(pair[1]), _FAR)
 
 
 def broadcastable(
@@ -195,40 +196,6 @@ def dropout_rate(rate: Any, rng: Any) -> float:
 def is_integer(value: Any) -> bool:
     """A concrete integer, Python's or NumPy's; True and False are none."""
     return hasattr(value, "__index__") and not isinstance(value, bool | jax.Array)
-
-
-def implementations(value: Any) -> tuple[str, ...] | None:
-    """The names to try in order; None means any."""
-    if value is None:
-        return None
-    names = (value,) if isinstance(value, str) else value
-    if not isinstance(names, tuple | list) or not names:
-        raise ValueError(f"implementation must be None, a name or a tuple of names, got {value!r}")
-    for name in names:
-        if name not in IMPLEMENTATIONS:
-            raise ValueError(f"unknown implementation {name!r}; known are {IMPLEMENTATIONS}")
-    return tuple(names)
-
-
-def dispatch(value: Any, mechanism: str, available: Mapping[str, Callable[[], Any]]) -> Any:
-    """Calls the first implementation named that is available and takes the arguments.
-
-    Args:
-      value: the argument `implementation`; None means "xla", the fastest on every device so far.
-      mechanism: for the message.
-      available: what runs each implementation; raises `NotImplementedError` with the reason if it
-        does not take the arguments.
-    """
-    refusals = []
-    for name in implementations(value) or ("xla",):
-        if name not in available:
-            refusals.append(f"{mechanism} has no {name!r} implementation")
-            continue
-        try:
-            return available[name]()
-        except NotImplementedError as refusal:
-            refusals.append(str(refusal))
-    raise NotImplementedError("; ".join(refusals) + "; implementation='xla' takes these arguments")
 
 
 def at_least(name: str, value: Any, least: int, of: str = "") -> int:

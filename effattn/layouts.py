@@ -153,8 +153,13 @@ class BlockLayout:
         """The share of tiles that are visited, which is the share of the work."""
         return self.kept / (math.prod(self.partial_counts.shape) * self.grid[1])
 
-    def block_mask(self) -> Array:
-        """Bool `(*L, nq, nk)`, True where a tile is visited; traceable."""
+    def block_mask(self, kind: str | None = None) -> Array:
+        """Bool `(*L, nq, nk)`, True where a tile is visited; traceable.
+
+        Of the `kind` "partial" or "full" alone, if it is given.
+        """
+        if kind is not None:
+            return self._mask(kind)
         return self._mask("partial") | self._mask("full")
 
     def transpose(self) -> "BlockLayout":

@@ -58,6 +58,8 @@ class Mechanism:
       options: the function's own arguments, with the values used when none are given.
       time_exponent, memory_exponent: growth in length of FLOPs and of temporary bytes.
       complexity: the time, as written in the table.
+      cores: those that it reduces to, names of `effattn.implementations.CORES`; the implementations
+        that it has are those that all of them have.
       causality: "exact" (bit for bit), or "rounding" where the order of summation moves.
     """
 
@@ -75,6 +77,7 @@ class Mechanism:
     by_layer: Callable[[int], Mapping[str, Any]] | None = None
     builder: str = _ANY_FUNCTION
     decoder: str | None = None
+    cores: tuple[str, ...] = ("block_attention",)
     causality: str = "exact"
     knows_order: bool = False
 

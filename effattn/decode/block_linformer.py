@@ -7,14 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks
 from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import check_capacity, check_state, new_lengths
 from effattn.functional import block
 from effattn.functional.block_linformer import check_projections, project_blocks
 
-_SHARED = ("scale", "logits_soft_cap", "sink", "precision", "tile")
-_OPTIONS = frozenset((*_SHARED, "key_projection", "value_projection", "implementation"))
+_SHARED = ("scale", "logits_soft_cap", "sink", "precision", "tile", "implementation")
+_OPTIONS = frozenset((*_SHARED, "key_projection", "value_projection"))
 
 
 @jax.tree_util.register_dataclass
@@ -167,6 +166,7 @@ class BlockLinformerDecoder:
         is_before = jnp.arange(stored, dtype=jnp.int32) < slots * (length // size)[:, None]
         seen = jnp.concatenate([is_before, jnp.ones((batch, size), bool)], 1)
         given = block.check(
+            "block_linformer_attention",
             query,
             keys,
             values,
@@ -176,9 +176,5 @@ class BlockLinformerDecoder:
             query_seq_lengths=lengths,
             **{name: self.options[name] for name in _SHARED if name in self.options},
         )
-        out, _ = _checks.dispatch(
-            self.options.get("implementation"),
-            "block_linformer_attention",
-            {"xla": lambda: block.attend(query, keys, values, given)},
-        )
+        out, _ = block.attend(query, keys, values, given)
         return out

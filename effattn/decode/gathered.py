@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from effattn import _checks
+from effattn import _checks, dispatch
 from effattn.decode import contiguous
 from effattn.decode.contiguous import ContiguousState
 from effattn.decode.state import check_state, new_lengths
@@ -108,12 +108,10 @@ class GatheredDecoder:
         *lists, each = jax.eval_shape(reach, jnp.int32(0)).shape
         numbers = batch * max([key_heads, *lists]) * each * (key.shape[-1] + value.shape[-1])
         name = self.function.__name__
+        implementation = self.options.get("implementation")
+        dispatch.choose(implementation, f"decoding {name}", {"xla": lambda: None})
         with jax.named_scope(name):
-            out = _checks.dispatch(
-                self.options.get("implementation"),
-                f"decoding {name}",
-                {"xla": lambda: _in_pieces(attend, tokens, _tokens_at_a_time(numbers, time))},
-            )
+            out = _in_pieces(attend, tokens, _tokens_at_a_time(numbers, time))
         return out, new
 
     def _split_options(self, heads: int, key_heads: int):
@@ -179,6 +177,7 @@ def _attend(query, key, value, positions, present, seen, shared):
     query = query.reshape(*examples, 1, together, -1)
     key, value = key[..., None, :], value[..., None, :]
     given = block.check(
+        "decoding",
         query,
         key,
         value,

@@ -189,6 +189,7 @@ class HierarchicalDecoder:
         value = jnp.concatenate([x.astype(value_dtype) for x in values], 1)
         weight = _LogTokens(hierarchy, siblings + 1, units, len(levels))
         given = block.check(
+            "hierarchical_attention",
             query,
             key,
             value,
@@ -207,12 +208,9 @@ class HierarchicalDecoder:
             dropout_rng=None,
             precision=self.options.get("precision"),
             tile=self.options.get("tile"),
+            implementation=self.options.get("implementation"),
         )
-        out, _ = _checks.dispatch(
-            self.options.get("implementation"),
-            "hierarchical_attention",
-            {"xla": lambda: block.attend(query, key, value, given)},
-        )
+        out, _ = block.attend(query, key, value, given)
         return out
 
     def _summarise(self, state: HierarchicalState, is_finished) -> HierarchicalState:

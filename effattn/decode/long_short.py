@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks
 from effattn.decode import ring
 from effattn.decode.ring import RingState
 from effattn.decode.segments import extend_by_segment
@@ -16,9 +15,9 @@ from effattn.functional import block
 from effattn.functional.combine import combine
 from effattn.functional.long_short import Options, check_projection, normalise, score
 
-_SHARED = ("scale", "logits_soft_cap", "precision", "tile")
+_SHARED = ("scale", "logits_soft_cap", "precision", "tile", "implementation")
 _OWN = ("window_size", "segment_size", "window_norm", "slot_norm")
-_OPTIONS = frozenset((*_SHARED, *_OWN, "sink", "projection", "num_slots", "implementation"))
+_OPTIONS = frozenset((*_SHARED, *_OWN, "sink", "projection", "num_slots"))
 
 
 @jax.tree_util.register_dataclass
@@ -153,14 +152,9 @@ class LongShortDecoder:
         def extend_inside(arrays, state, lengths):
             return self._extend_inside(options, arrays, state, lengths)
 
-        def run():
-            arrays = (query, key, value, slot_scores)
-            out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
-            return extend_by_segment(extend_inside, options.segment, arrays, out, state, lengths)
-
-        return _checks.dispatch(
-            self.options.get("implementation"), "long_short_attention", {"xla": run}
-        )
+        arrays = (query, key, value, slot_scores)
+        out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
+        return extend_by_segment(extend_inside, options.segment, arrays, out, state, lengths)
 
     def _read(self, key, value) -> tuple[Options, int]:
         """The checked options and the number of slots, for such keys and values."""
@@ -217,6 +211,7 @@ class LongShortDecoder:
         span, slots = options.window - 1, state.sums.weight.shape[1]
         ids = filled.astype(jnp.int32)
         windows = block.check(
+            "long_short_attention",
             query,
             keys,
             values,
@@ -232,6 +227,7 @@ class LongShortDecoder:
             slot_key = state.slot_key.astype(keys.dtype)
             slot_value = state.slot_value.astype(values.dtype)
             to_slots = block.check(
+                "long_short_attention",
                 query,
                 slot_key,
                 slot_value,

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks, registry
+from effattn.cores.linear_recurrence import Terms, Tokens, normalize
 from effattn.functional import kernels, recurrence
 from effattn.functional.combine import combine
 from effattn.functional.feature_maps import taylor
 from effattn.functional.sliding_window import sliding_window_attention
-from effattn.xla.linear_recurrence import Terms, Tokens, normalize
 
 
 class BasedState(NamedTuple):
@@ -83,7 +83,10 @@ def based_attention(
         of the last document.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
+        take causal and packed calls of up to 256 features and values, in float32, bfloat16 and, on
+        GPUs, float16; "pallas", which is either; or a tuple of names tried in order. None is "xla".
+        The kernels have been interpreted and lowered, and not yet been run on a device.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -269,6 +272,7 @@ registry.register(
         family="linear",
         paper="Arora et al. 2024, Simple linear attention language models",
         function=based_attention,
+        cores=("block_attention", "linear_recurrence"),
         capabilities=frozenset(
             {
                 "bidirectional",

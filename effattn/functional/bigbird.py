@@ -73,7 +73,8 @@ def bigbird_attention(
       dropout_rate: share of the weights dropped, in [0, 1).
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -89,6 +90,7 @@ def bigbird_attention(
     block_size, ends = _check(block_size, num_window_blocks, num_global_blocks)
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "bigbird_attention",
         query,
         key,
         value,
@@ -102,6 +104,7 @@ def bigbird_attention(
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         precision=precision,
+        implementation=implementation,
     )
     _checks.self_attention("bigbird_attention", query, key)
     length, key_heads = key.shape[-3:-1]
@@ -117,13 +120,11 @@ def bigbird_attention(
             window=num_window_blocks,
             ends=ends,
         )
-
-    def attend():
-        arrays = query, key, value
-        return _attend(*arrays, given, block_size, num_window_blocks // 2, ends, random)
+    arrays = query, key, value
+    side = num_window_blocks // 2
 
     with jax.named_scope("bigbird_attention"):
-        out, lse = _checks.dispatch(implementation, "bigbird_attention", {"xla": attend})
+        out, lse = _attend(*arrays, given, block_size, side, ends, random)
     return (out, lse) if return_residual else out
 
 

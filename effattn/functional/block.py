@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, dropout
+from effattn import _checks, dispatch, dropout
+from effattn.cores import block_attention
+from effattn.cores.block_attention import Operands, Origin, Rule
 from effattn.functional.combine import combine
 from effattn.layouts import BlockLayout
 from effattn.xla import mesh_axes, reverse_mode, tiling
-from effattn.xla.block_attention import Operands, Origin, Rule, block_attention
 
 ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -50,6 +51,8 @@ class Arguments:
     dropout_rng: jax.Array | None
     precision: jax.lax.PrecisionLike
     tile: tuple[int, int] | None
+    mechanism: str
+    implementation: str | tuple[str, ...] | None
     origin: Origin | None = None
     positions: tuple[jax.Array, jax.Array] | None = None
     pattern: Any = None
@@ -57,10 +60,12 @@ class Arguments:
 
 
 def check(
+    mechanism: str,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     *,
+    implementation: str | tuple[str, ...] | None = None,
     bias: Any = None,
     mask: Any = None,
     scale: float | jax.Array | None = None,
@@ -78,7 +83,11 @@ def check(
     precision: jax.lax.PrecisionLike = None,
     tile: Any = None,
 ) -> Arguments:
-    """Validates the contract's arguments; `ValueError` says what each got and what it needs."""
+    """Validates the contract's arguments; `ValueError` says what each got and what it needs.
+
+    `mechanism` is the name of the function, for messages.
+    """
+    dispatch.requested(implementation)
     batch = _checks.query_key_value(query, key, value)
     heads, queries, keys = query.shape[-2], query.shape[-3], key.shape[-3]
     pairs = (*batch, heads, queries, keys)
@@ -110,6 +119,8 @@ def check(
         dropout_rng=dropout_rng,
         precision=precision,
         tile=_checks.tile(tile),
+        mechanism=mechanism,
+        implementation=implementation,
     )
 
 
@@ -143,11 +154,8 @@ def attend(
     if given.score_mod is not None:
         score_mod, constants = _without_closure(given.score_mod, (query, key, value))
     rows, layout = math.prod(batch) * heads, given.layout
-    tile = given.tile if layout is None else layout.tile
-    choose = functools.partial(tiling.choose_tile, (queries, keys), rows, left, right)
     rule = Rule(
-        tile=tile or choose(),
-        backward_tile=tile or choose(backward=True),
+        tile=given.tile if layout is None else layout.tile,
         scale=scale if isinstance(scale, float) else None,
         left=left,
         right=right,
@@ -175,10 +183,15 @@ def attend(
         positions=given.positions,
         layout=layout,
     )
+    refusals = block_attention.refusals(rule, operands)
+    implementations = dispatch.choose(given.implementation, given.mechanism, refusals)
+    rule = dataclasses.replace(rule, implementations=implementations)
     with reverse_mode.only("softmax attention in tiles", "jax.nn.dot_product_attention"):
         *axes, _ = mesh_axes.spec(query)
         specs = PartitionSpec(*axes, None), PartitionSpec(*axes)
-        run = mesh_axes.placed(functools.partial(block_attention, rule), query, *specs)
+        run = mesh_axes.placed(
+            functools.partial(block_attention.block_attention, rule), query, *specs
+        )
         out, lse = run(operands)
     if given.sink is not None:
         out, lse = _with_sink(out, lse, given.sink)

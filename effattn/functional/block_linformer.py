@@ -66,7 +66,8 @@ def block_linformer_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -80,6 +81,7 @@ def block_linformer_attention(
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "block_linformer_attention",
         query,
         key,
         value,
@@ -93,15 +95,12 @@ def block_linformer_attention(
         dropout_rng=dropout_rng,
         precision=precision,
         tile=tile,
+        implementation=implementation,
     )
     _checks.self_attention("block_linformer_attention", query, key)
     projections = check_projections(key_projection, value_projection, key.shape[-2])
     with jax.named_scope("block_linformer_attention"):
-        out, lse = _checks.dispatch(
-            implementation,
-            "block_linformer_attention",
-            {"xla": lambda: _attend(projections, query, key, value, given)},
-        )
+        out, lse = _attend(projections, query, key, value, given)
     return (out, lse) if return_residual else out
 
 

@@ -62,7 +62,8 @@ def block_sparse_attention(
       dropout_rate: share of the weights dropped, in [0, 1).
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -77,6 +78,7 @@ def block_sparse_attention(
     block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "block_sparse_attention",
         query,
         key,
         value,
@@ -90,6 +92,7 @@ def block_sparse_attention(
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         precision=precision,
+        implementation=implementation,
     )
     mask = _check_mask(block_mask, block_size, query, key)
 
@@ -104,7 +107,7 @@ def block_sparse_attention(
         return block.attend(query, key, value, sparse.with_pattern(query, key, given, pattern))
 
     with jax.named_scope("block_sparse_attention"):
-        out, lse = _checks.dispatch(implementation, "block_sparse_attention", {"xla": attend})
+        out, lse = attend()
     return (out, lse) if return_residual else out
 
 

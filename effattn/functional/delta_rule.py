@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks, registry
+from effattn.cores.linear_recurrence import Terms
 from effattn.functional import recurrence
-from effattn.xla.linear_recurrence import Terms
 
 
 def delta_rule_attention(
@@ -114,6 +114,7 @@ registry.register(
         family="recurrent",
         paper="Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule",
         function=delta_rule_attention,
+        cores=("delta_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.delta_net:DeltaNet",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
@@ -129,6 +130,7 @@ registry.register(
         family="recurrent",
         paper="Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks",
         function=delta_rule_attention,
+        cores=("delta_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.delta_net:GatedDeltaNet",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
+from effattn.cores.linear_recurrence import Terms
 from effattn.functional import recurrence
-from effattn.xla.linear_recurrence import Terms
 
 
 def gated_linear_attention(
@@ -48,7 +48,10 @@ def gated_linear_attention(
       return_state: also return the state after the last valid token.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
+        take up to 256 features and values, in float32, bfloat16 and, on GPUs, float16; "pallas",
+        which is either; or a tuple of names tried in order. None is "xla". The kernels have been
+        interpreted and lowered, and not yet been run on a device.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -93,6 +96,7 @@ registry.register(
         family="recurrent",
         paper="Yang et al. 2023, Gated Linear Attention Transformers",
         function=gated_linear_attention,
+        cores=("linear_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.gated_linear:GatedLinearAttention",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

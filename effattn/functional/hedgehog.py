@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
+from effattn.cores.linear_recurrence import Terms
 from effattn.functional import kernels, recurrence
-from effattn.xla.linear_recurrence import Terms
 
 
 def hedgehog_attention(
@@ -36,8 +36,8 @@ def hedgehog_attention(
         phi(x) = [softmax(x), softmax(-x)]
 
     where phi is exp of x and of -x, each over its sum, as in the paper's form that cannot overflow:
-    it gives weights that are as spiky as those of softmax attention and that fall with q . k, once
-    W and W' are trained for it. It is linear attention with 2 F features, made of a block of tokens
+    once W and W' are trained for it, the weights are as spiky as those of softmax attention and
+    grow with q . k as they do. It is linear attention with 2 F features, made of a block of tokens
     at a time: time O((T + S) F (H + Hv)), memory O(T + S).
 
     Args:
@@ -57,7 +57,10 @@ def hedgehog_attention(
         of the last document.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
+        take causal and packed calls of up to 256 features and values, in float32, bfloat16 and, on
+        GPUs, float16; "pallas", which is either; or a tuple of names tried in order. None is "xla".
+        The kernels have been interpreted and lowered, and not yet been run on a device.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -132,6 +135,7 @@ registry.register(
         family="linear",
         paper="Zhang et al. 2024, The Hedgehog & the Porcupine",
         function=hedgehog_attention,
+        cores=("linear_recurrence",),
         capabilities=frozenset(
             {
                 "bidirectional",

@@ -81,7 +81,8 @@ def hierarchical_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -96,6 +97,7 @@ def hierarchical_attention(
     hierarchy = Hierarchy.of(segment_size, num_levels, num_summaries)
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "hierarchical_attention",
         query,
         key,
         value,
@@ -109,16 +111,13 @@ def hierarchical_attention(
         dropout_rng=dropout_rng,
         precision=precision,
         tile=tile,
+        implementation=implementation,
     )
     _checks.self_attention("hierarchical_attention", query, key)
     if summary_query is not None:
         summary_query = _checks.shaped("summary_query", summary_query, key.shape[-2:])
     with jax.named_scope("hierarchical_attention"):
-        out, lse = _checks.dispatch(
-            implementation,
-            "hierarchical_attention",
-            {"xla": lambda: _attend(hierarchy, query, key, value, summary_query, given)},
-        )
+        out, lse = _attend(hierarchy, query, key, value, summary_query, given)
     return (out, lse) if return_residual else out
 
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks
+from effattn.cores.linear_recurrence import Tokens, linear_recurrence, packed
 from effattn.functional import recurrence
 from effattn.xla import mesh_axes
-from effattn.xla.linear_recurrence import Tokens, linear_recurrence, linear_sum, packed
+from effattn.xla.linear_recurrence import linear_sum
 
 Attend = Callable[..., Any]
 

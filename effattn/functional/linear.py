@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
+from effattn.cores.linear_recurrence import Terms, clear
 from effattn.functional import feature_maps, kernels, recurrence
 from effattn.functional.feature_maps import FeatureMap
-from effattn.xla.linear_recurrence import Terms, clear
 
 
 def linear_attention(
@@ -58,7 +58,10 @@ def linear_attention(
         of the last document.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
+        take causal and packed calls of up to 256 features and values, in float32, bfloat16 and, on
+        GPUs, float16; "pallas", which is either; or a tuple of names tried in order. None is "xla".
+        The kernels have been interpreted and lowered, and not yet been run on a device.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -137,6 +140,7 @@ registry.register(
         family="linear",
         paper="Katharopoulos et al. 2020, Transformers are RNNs",
         function=linear_attention,
+        cores=("linear_recurrence",),
         capabilities=frozenset(
             {
                 "bidirectional",

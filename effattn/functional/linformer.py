@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, registry
+from effattn import registry
 from effattn.functional import block
 
 NOT_CAUSAL = (
@@ -67,7 +67,8 @@ def linformer_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and projected rows in a tile; tuning only.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
       return_residual: also return the log-sum-exp over the projected rows.
 
     Returns:
@@ -83,6 +84,7 @@ def linformer_attention(
         raise ValueError(f"linformer_attention cannot be causal: {NOT_CAUSAL}")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "linformer_attention",
         query,
         key,
         value,
@@ -95,6 +97,7 @@ def linformer_attention(
         dropout_rng=dropout_rng,
         precision=precision,
         tile=tile,
+        implementation=implementation,
     )
     of_keys = _check_projection("key_projection", key_projection, key)
     of_values = _check_projection("value_projection", value_projection, key)
@@ -104,11 +107,8 @@ def linformer_attention(
             f"{of_keys.shape[-2]} and {of_values.shape[-2]}"
         )
 
-    def attend():
-        return _attend(query, key, value, of_keys, of_values, given)
-
     with jax.named_scope("linformer_attention"):
-        out, lse = _checks.dispatch(implementation, "linformer_attention", {"xla": attend})
+        out, lse = _attend(query, key, value, of_keys, of_values, given)
     return (out, lse) if return_residual else out
 
 

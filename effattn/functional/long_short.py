@@ -84,7 +84,8 @@ def long_short_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -98,6 +99,7 @@ def long_short_attention(
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "long_short_attention",
         query,
         key,
         value,
@@ -111,6 +113,7 @@ def long_short_attention(
         dropout_rng=dropout_rng,
         precision=precision,
         tile=tile,
+        implementation=implementation,
     )
     _checks.self_attention("long_short_attention", query, key)
     if segment_size is None:
@@ -126,11 +129,7 @@ def long_short_attention(
     else:
         projection = check_projection(projection, key)
     with jax.named_scope("long_short_attention"):
-        out, lse = _checks.dispatch(
-            implementation,
-            "long_short_attention",
-            {"xla": lambda: _attend(options, projection, slot_scores, query, key, value, given)},
-        )
+        out, lse = _attend(options, projection, slot_scores, query, key, value, given)
     return (out, lse) if return_residual else out
 
 

@@ -77,7 +77,8 @@ def longformer_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile of the window; tuning only.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -91,6 +92,7 @@ def longformer_attention(
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "longformer_attention",
         query,
         key,
         value,
@@ -106,6 +108,7 @@ def longformer_attention(
         dropout_rng=dropout_rng,
         precision=precision,
         tile=tile,
+        implementation=implementation,
     )
     dilation = _checks.dilation(dilation, query.shape[-2], key.shape[-2])
     _checks.self_attention("longformer_attention", query, key)
@@ -115,14 +118,12 @@ def longformer_attention(
         for (name, other), array in zip(given_global, (query, key, value), strict=True)
     )
     is_global = _checks_global(global_mask, max_global, query.shape[:-2])
-
-    def attend():
-        if is_global is None:
-            return sliding_window.attend(dilation, query, key, value, given)
-        return _attend(dilation, (query, key, value), global_arrays, is_global, max_global, given)
-
+    arrays = query, key, value
     with jax.named_scope("longformer_attention"):
-        out, lse = _checks.dispatch(implementation, "longformer_attention", {"xla": attend})
+        if is_global is None:
+            out, lse = sliding_window.attend(dilation, *arrays, given)
+        else:
+            out, lse = _attend(dilation, arrays, global_arrays, is_global, max_global, given)
     return (out, lse) if return_residual else out
 
 

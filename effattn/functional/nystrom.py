@@ -72,7 +72,8 @@ def nystrom_attention(
       precision: of the matrix products with queries, keys and values, as in `jax.lax.dot`; those of
         landmarks among themselves always have the highest.
       tile: queries and keys in a tile; tuning only.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`.
@@ -86,6 +87,7 @@ def nystrom_attention(
     num_iterations = _checks.at_least("num_iterations", num_iterations, 1)
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "nystrom_attention",
         query,
         key,
         value,
@@ -94,6 +96,7 @@ def nystrom_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         precision=precision,
         tile=tile,
+        implementation=implementation,
     )
     longest = max(query.shape[-3], key.shape[-3])
     if 0 < longest < num_landmarks:
@@ -106,11 +109,7 @@ def nystrom_attention(
         skip_kernel = _skip_kernel(skip_kernel, query.shape[-2], key.shape[-2])
     run = functools.partial(_attend, num_landmarks, num_iterations, given)
     with jax.named_scope("nystrom_attention"):
-        out = _checks.dispatch(
-            implementation,
-            "nystrom_attention",
-            {"xla": lambda: run(query, key, value, skip_kernel)},
-        )
+        out = run(query, key, value, skip_kernel)
     return checkpoint_name(out, "nystrom_attention")
 
 

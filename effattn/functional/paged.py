@@ -1,12 +1,21 @@
 """Paged decode attention: a few queries a sequence, over keys and values kept in pages."""
 
+import functools
+import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks
-from effattn.xla.paged_attention import Pages, Rule, paged
+from effattn import _checks, dispatch
+from effattn.xla.paged_attention import Pages, Rule
+
+# Imported on use: most programs have no kernels.
+MODULES = {
+    "xla": "effattn.xla.paged_attention",
+    "triton": "effattn.pallas.paged_triton",
+    "mosaic_tpu": "effattn.pallas.paged_mosaic_tpu",
+}
 
 
 def paged_attention(
@@ -54,13 +63,15 @@ def paged_attention(
       logits_soft_cap: c, for c * tanh(logits / c).
       return_residual: also return the log-sum-exp of the logits.
       precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: None, "xla", "triton" (a kernel for GPUs: pages of 16 to 256 tokens, a power
-        of two; head sizes up to 256; float32, bfloat16 and float16), "pallas", which is that, or a
-        tuple of names tried in order. None is "xla".
+      implementation: None, "xla", "triton" (GPUs: pages of 16 to 256 tokens, a power of two),
+        "mosaic_tpu" (TPUs: pages of multiples of 16 tokens), both for head sizes up to 256,
+        "pallas" (that of the two which runs there), or a tuple of names tried in order. None is
+        "xla".
 
     Returns:
-      `(B, T, N, Hv)` in the dtype of `query`; with `return_residual`, `(out, lse)`, the second
-      `(B, T, N)`, at least float32, -inf for a query without keys.
+      `(B, T, N, Hv)` in the dtype of the value pages, or of `query` if they are int8; with
+      `return_residual`, `(out, lse)`, the second `(B, T, N)`, at least float32, -inf for a query
+      without keys.
 
     Raises:
       ValueError: wrong shapes, dtypes or options; int8 without scales, or scales without int8.
@@ -70,10 +81,15 @@ def paged_attention(
     query, key_pages, value_pages = (jnp.asarray(x) for x in (query, key_pages, value_pages))
     batch, rows = _check_shapes(query, key_pages, value_pages)
     table = jnp.asarray(block_table)
-    if table.ndim != 2 or len(table) != batch or not jnp.issubdtype(table.dtype, jnp.integer):
+    if (
+        table.ndim != 2
+        or len(table) != batch
+        or table.shape[1] == 0
+        or not jnp.issubdtype(table.dtype, jnp.integer)
+    ):
         raise ValueError(
-            f"block_table must be integers of shape ({batch}, M), the pages of each sequence, got "
-            f"{table.dtype} of shape {table.shape}"
+            f"block_table must be integers of shape ({batch}, M), the pages of each sequence, at "
+            f"least 1, got {table.dtype} of shape {table.shape}"
         )
     counts = _checks.lengths("lengths", lengths, (batch,))
     if counts is None:
@@ -96,14 +112,18 @@ def paged_attention(
 
     operands = query, keys, values, table, counts, multiplier
 
-    def triton():
-        from effattn.pallas import paged_triton
+    def module(name):
+        return importlib.import_module(MODULES[name])
 
-        return paged_triton.paged(rule, *operands)
-
-    available = {"xla": lambda: paged(rule, *operands), "triton": triton, "pallas": triton}
+    refusals = {name: lambda name=name: module(name).refusal(*operands) for name in MODULES}
+    chosen = dispatch.choose(implementation, "paged_attention", refusals)
+    forms = {
+        name: functools.partial(module(name).paged, rule, chosen.interpreted)
+        for name in chosen.names
+    }
     with jax.named_scope("paged_attention"):
-        out, lse = _checks.dispatch(implementation, "paged_attention", available)
+        out, lse = dispatch.on_platform(chosen, "paged_attention", forms, *operands)
+    out = out.astype(query.dtype if value_pages.dtype == jnp.int8 else value_pages.dtype)
     return (out, lse) if return_residual else out
 
 

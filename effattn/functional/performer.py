@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
+from effattn.cores.linear_recurrence import Terms
 from effattn.functional import kernels, recurrence
 from effattn.xla import mesh_axes
-from effattn.xla.linear_recurrence import Terms
 
 KERNELS = ("softmax", "relu")
 BLOCK = 512  # tokens whose exponents are held at a time, where only their maximum is wanted
@@ -147,7 +147,10 @@ def performer_attention(
         of the last document.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
+        take causal and packed calls of up to 256 features and values, in float32, bfloat16 and, on
+        GPUs, float16; "pallas", which is either; or a tuple of names tried in order. None is "xla".
+        The kernels have been interpreted and lowered, and not yet been run on a device.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, PerformerState)`, in the
@@ -345,6 +348,7 @@ registry.register(
         family="linear",
         paper="Choromanski et al. 2020, Rethinking Attention with Performers",
         function=performer_attention,
+        cores=("linear_recurrence",),
         capabilities=frozenset(
             {
                 "bidirectional",

@@ -62,7 +62,8 @@ def random_attention(
       dropout_rate: share of the weights dropped, in [0, 1).
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -78,6 +79,7 @@ def random_attention(
     block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "random_attention",
         query,
         key,
         value,
@@ -91,6 +93,7 @@ def random_attention(
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         precision=precision,
+        implementation=implementation,
     )
     _checks.self_attention("random_attention", query, key)
     length, key_heads = key.shape[-3:-1]
@@ -109,11 +112,7 @@ def random_attention(
     own = np.arange(random.shape[-2])[:, None]
     listed = bigbird.joined(own, random)
     with jax.named_scope("random_attention"):
-        out, lse = _checks.dispatch(
-            implementation,
-            "random_attention",
-            {"xla": lambda: attend_blocks(query, key, value, given, listed, block_size)},
-        )
+        out, lse = attend_blocks(query, key, value, given, listed, block_size)
     return (out, lse) if return_residual else out
 
 

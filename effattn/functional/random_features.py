@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 
 from effattn import registry
+from effattn.cores.linear_recurrence import Terms
 from effattn.functional import kernels, recurrence
-from effattn.xla.linear_recurrence import Terms
 
 
 def random_feature_attention(
@@ -66,7 +66,10 @@ def random_feature_attention(
         of the last document.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
+        take causal and packed calls of up to 256 features and values, in float32, bfloat16 and, on
+        GPUs, float16; "pallas", which is either; or a tuple of names tried in order. None is "xla".
+        The kernels have been interpreted and lowered, and not yet been run on a device.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -163,6 +166,7 @@ registry.register(
         family="linear",
         paper="Peng et al. 2021, Random Feature Attention",
         function=random_feature_attention,
+        cores=("linear_recurrence",),
         capabilities=frozenset(
             {
                 "bidirectional",

@@ -1,10 +1,11 @@
 """What all recurrent mechanisms share: the arguments that each takes, and the call of the core.
 
 A mechanism says in one function, its *terms*, what it makes of queries and keys; see
-`effattn.xla.linear_recurrence.Terms`.
+`effattn.cores.linear_recurrence.Terms`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +15,20 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from effattn import _checks
-from effattn.xla import mesh_axes
-from effattn.xla.linear_recurrence import (
+from effattn import _checks, dispatch
+from effattn.cores.linear_recurrence import (
     CHUNK,
+    MODULES,
+    Operands,
     Rule,
     Terms,
     Tokens,
     linear_recurrence,
     packed,
+    refusals,
 )
+from effattn.xla import mesh_axes
+from effattn.xla.linear_recurrence import linear_sum
 
 # What every always causal mechanism that runs through `check` and `run` can do.
 CAPABILITIES = frozenset({"causal", "grouped", "lengths", "segments", "state", "decode"})
@@ -197,10 +202,20 @@ def run(
     *examples, _, heads, _ = mesh_axes.spec(given.value)
     specs = PartitionSpec(*rows, None), PartitionSpec(*examples, heads, None, None)
 
-    def xla():
-        placed = mesh_axes.placed(lambda *operands: attend(rule, *operands), given.query, *specs)
-        return placed(parameters, state, queries, keys, given.tokens)
-
+    operands = Operands(parameters, state, queries, keys, given.tokens)
+    forms = _of_sums() if attend is linear_sum else refusals(rule, operands)
+    implementations = dispatch.choose(implementation, name, forms)
+    rule = rule._replace(implementations=implementations)
     with jax.named_scope(name):
-        out, state = _checks.dispatch(implementation, name, {"xla": xla})
+        placed = mesh_axes.placed(lambda *operands: attend(rule, *operands), given.query, *specs)
+        out, state = placed(parameters, state, queries, keys, given.tokens)
     return checkpoint_name(out, name), state
+
+
+def _of_sums() -> dict[str, Callable[[], str | None]]:
+    """What is not causal is two matrix products: XLA runs them anywhere."""
+
+    def refusal(name):
+        return None if name == "xla" else "takes causal and packed calls"
+
+    return {name: functools.partial(refusal, name) for name in MODULES}

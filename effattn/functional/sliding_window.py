@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
+from effattn.cores.block_attention import Origin
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
-from effattn.xla.block_attention import Origin
 
 
 def sliding_window_attention(
@@ -68,7 +68,8 @@ def sliding_window_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -82,6 +83,7 @@ def sliding_window_attention(
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "sliding_window_attention",
         query,
         key,
         value,
@@ -99,14 +101,11 @@ def sliding_window_attention(
         dropout_rng=dropout_rng,
         precision=precision,
         tile=tile,
+        implementation=implementation,
     )
     dilation = _checks.dilation(dilation, query.shape[-2], key.shape[-2])
     with jax.named_scope("sliding_window_attention"):
-        out, lse = _checks.dispatch(
-            implementation,
-            "sliding_window_attention",
-            {"xla": lambda: attend(dilation, query, key, value, given)},
-        )
+        out, lse = attend(dilation, query, key, value, given)
     return (out, lse) if return_residual else out
 
 

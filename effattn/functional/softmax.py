@@ -1,11 +1,13 @@
 """Exact softmax attention."""
 
+import contextlib
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dispatch, registry
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
 
@@ -76,7 +78,9 @@ def dot_product_attention(
         depends on the key, example, head and the two positions alone.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None, "xla", or "cudnn" (passed on to `jax.nn`), or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), "cudnn" (passed on to `jax.nn`), or a tuple of names tried in order. None
+        is "xla".
       return_residual: also return the log-sum-exp of the logits, the sink's included.
 
     Returns:
@@ -90,6 +94,7 @@ def dot_product_attention(
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "dot_product_attention",
         query,
         key,
         value,
@@ -109,17 +114,31 @@ def dot_product_attention(
         dropout_rng=dropout_rng,
         precision=precision,
         tile=tile,
+        implementation=implementation,
     )
     with jax.named_scope("dot_product_attention"):
-        out, lse = _checks.dispatch(
-            implementation,
-            "dot_product_attention",
-            {
-                "xla": lambda: block.attend(query, key, value, given),
-                "cudnn": lambda: _attend_cudnn(query, key, value, given, return_residual),
-            },
-        )
+        out, lse = _attend(query, key, value, given, return_residual)
     return (out, lse) if return_residual else out
+
+
+def _attend(query, key, value, given: block.Arguments, return_residual: bool):
+    """Of the implementations asked for, cuDNN says only when it is called what it takes."""
+    names = dispatch.requested(given.implementation)
+    if names is None or "cudnn" not in names:
+        return block.attend(query, key, value, given)
+    at = names.index("cudnn")
+    before, after = (
+        dataclasses.replace(given, implementation=some) for some in (names[:at], names[at + 1 :])
+    )
+    if before.implementation:
+        with contextlib.suppress(NotImplementedError):
+            return block.attend(query, key, value, before)
+    try:
+        return _attend_cudnn(query, key, value, given, return_residual)
+    except NotImplementedError:
+        if not after.implementation:
+            raise
+    return _attend(query, key, value, after, return_residual)
 
 
 def _attend_cudnn(query, key, value, given: block.Arguments, return_residual: bool):
@@ -135,7 +154,10 @@ def _attend_cudnn(query, key, value, given: block.Arguments, return_residual: bo
     }
     names = [name for name, used in unsupported.items() if used]
     if names:
-        raise NotImplementedError(f"implementation='cudnn' does not take {', '.join(names)}")
+        raise NotImplementedError(
+            f"implementation='cudnn' does not take {', '.join(names)}; implementation='xla' takes "
+            "these"
+        )
     try:
         by_cudnn: Any = (
             jax.nn.dot_product_attention
@@ -155,7 +177,9 @@ def _attend_cudnn(query, key, value, given: block.Arguments, return_residual: bo
             return_residual=return_residual,
         )
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise NotImplementedError(f"implementation='cudnn' refused: {error}") from error
+        raise NotImplementedError(
+            f"implementation='cudnn' refused: {error}; implementation='xla' takes these"
+        ) from error
     return result if return_residual else (result, None)
 
 

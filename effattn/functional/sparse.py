@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks
+from effattn import dispatch
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
 from effattn.layouts import BlockLayout
@@ -69,7 +69,8 @@ def sparse_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile of the pattern; tuning only.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -83,6 +84,7 @@ def sparse_attention(
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "sparse_attention",
         query,
         key,
         value,
@@ -99,6 +101,7 @@ def sparse_attention(
         dropout_rng=dropout_rng,
         precision=precision,
         tile=tile,
+        implementation=implementation,
     )
     if (pattern is None) == (layout is None):
         raise ValueError(
@@ -110,11 +113,7 @@ def sparse_attention(
     else:
         given = _with_layout(query, key, given, layout)
     with jax.named_scope("sparse_attention"):
-        out, lse = _checks.dispatch(
-            implementation,
-            "sparse_attention",
-            {"xla": lambda: block.attend(query, key, value, given)},
-        )
+        out, lse = block.attend(query, key, value, given)
     return (out, lse) if return_residual else out
 
 
@@ -156,10 +155,11 @@ def with_pattern(query, key, given: block.Arguments, pattern: "Pattern") -> bloc
         raise ValueError(f"the pattern is of {pattern.heads} heads, the query has {heads}")
     pattern = pattern & Causal() if given.is_causal else pattern
     pattern = pattern.sized(queries, keys, offset=given.query_offset)
+    for_kernels = dispatch.asks_for_kernels(given.implementation)
     layout = pattern.layout(
         queries,
         keys,
-        tile=given.tile or tiling.choose_sparse_tile((queries, keys)),
+        tile=given.tile or tiling.choose_sparse_tile((queries, keys), for_kernels=for_kernels),
         offset=given.query_offset,
         key_heads=key_heads,
     )

@@ -75,7 +75,8 @@ def sparse_transformer_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None or "xla", or a tuple tried in order.
+      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
+        which runs there), or a tuple of names tried in order. None is "xla".
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -95,6 +96,7 @@ def sparse_transformer_attention(
         )
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
+        "sparse_transformer_attention",
         query,
         key,
         value,
@@ -110,15 +112,12 @@ def sparse_transformer_attention(
         dropout_rng=dropout_rng,
         precision=precision,
         tile=tile,
+        implementation=implementation,
     )
     _checks.self_attention("sparse_transformer_attention", query, key)
     factors = _strided if kind == "strided" else functools.partial(_fixed, int(summary))
     with jax.named_scope("sparse_transformer_attention"):
-        out, lse = _checks.dispatch(
-            implementation,
-            "sparse_transformer_attention",
-            {"xla": lambda: factors(int(stride), factor, query, key, value, given)},
-        )
+        out, lse = factors(int(stride), factor, query, key, value, given)
     return (out, lse) if return_residual else out
 
 

@@ -3,8 +3,8 @@
 import jax
 
 from effattn import _checks, registry
+from effattn.cores.linear_recurrence import Terms, clear
 from effattn.functional import recurrence
-from effattn.xla.linear_recurrence import Terms, clear
 
 
 def state_space_duality(
@@ -51,7 +51,10 @@ def state_space_duality(
       return_state: also return the state after the last valid token.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
+        take up to 256 features and values, in float32, bfloat16 and, on GPUs, float16; "pallas",
+        which is either; or a tuple of names tried in order. None is "xla". The kernels have been
+        interpreted and lowered, and not yet been run on a device.
 
     Returns:
       `(*B, T, max(N, V), P)` in the dtype of `value`; with `return_state`, `(out, state)`, the
@@ -110,6 +113,7 @@ registry.register(
         family="recurrent",
         paper="Dao and Gu 2024, Transformers are SSMs",
         function=state_space_duality,
+        cores=("linear_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.mamba2:Mamba2",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

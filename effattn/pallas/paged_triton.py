@@ -19,16 +19,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from effattn import dispatch
 from effattn.functional.combine import combine
-from effattn.pallas import platforms
 from effattn.xla.paged_attention import Pages, Rule
 
 RUNS = 264  # programs to have at least, two for each multiprocessor of the largest cards
+LIMITS = dispatch.Limits(
+    ("float32", "bfloat16", "float16"), 256, "pages of 16 to 256 tokens, a power of two"
+)
 ROWS = 16  # the least that the products of tensor cores take
 
 
+def refusal(query: jax.Array, keys: Pages, values: Pages, *_) -> str | None:
+    """Why it does not take these operands of `paged`, if so."""
+    page = keys.array.shape[1]
+    if reason := LIMITS.refusal(query.dtype, query.shape[-1], values.array.shape[-1]):
+        return reason
+    if values.array.dtype not in (query.dtype, jnp.int8):
+        return f"takes values in the dtype of the query or int8, got {values.array.dtype}"
+    if page < ROWS or page & (page - 1) or page > 256:
+        return f"takes pages of 16 to 256 tokens, a power of two, got {page}"
+    if 0 in query.shape:
+        return f"takes at least one query, got shape {query.shape}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def paged(
     rule: Rule,
+    interpreted: bool,
     query: jax.Array,
     keys: Pages,
     values: Pages,
@@ -37,31 +56,6 @@ def paged(
     scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Takes and returns what `effattn.xla.paged_attention.paged` does."""
-    _check(query, keys, values)
-    interpret = platforms.is_interpreted()
-    run = functools.partial(_paged, rule, interpret)
-    operands = query, keys, values, table, lengths, scale
-    return platforms.only_on("cuda", run, "the Triton kernel of paged_attention", *operands)
-
-
-def _check(query, keys, values):
-    """`NotImplementedError` for what the kernel does not take."""
-    page = keys.array.shape[1]
-    if query.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        reason = f"takes float32, bfloat16 and float16, got {query.dtype}"
-    elif values.array.dtype not in (query.dtype, jnp.int8):
-        reason = f"takes values in the dtype of the query or int8, got {values.array.dtype}"
-    elif page < ROWS or page & (page - 1) or page > 256:
-        reason = f"takes pages of 16 to 256 tokens, a power of two, got {page}"
-    elif max(query.shape[-1], values.array.shape[-1]) > 256:
-        reason = f"takes head sizes up to 256, got {query.shape[-1]} and {values.array.shape[-1]}"
-    else:
-        return
-    raise NotImplementedError(f"the Triton kernel of paged_attention {reason}")
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _paged(rule, interpret, query, keys, values, table, lengths, scale):
     batch, queries, heads, size = query.shape
     pages, page, key_heads, _ = keys.array.shape
     value_size = values.array.shape[-1]
@@ -103,7 +97,7 @@ def _paged(rule, interpret, query, keys, values, table, lengths, scale):
             jax.ShapeDtypeStruct((batch, key_heads, runs, rows), jnp.float32),
         ],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-        interpret=interpret,
+        interpret=interpreted,
         name="paged_attention",
     )(
         jnp.clip(table, 0, pages - 1).astype(jnp.int32),

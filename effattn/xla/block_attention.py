@@ -16,127 +16,31 @@ S in tiles of s; head sizes H and Hv. In a tile the query heads of a key head ar
 r = G t: the products of one key head are plain matrices.
 """
 
-import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-from effattn import dropout
-from effattn.layouts import BlockLayout
-from effattn.xla import mesh_axes
+from effattn import dispatch, dropout
+from effattn.cores.block_attention import Operands, Rule, softmax_dtype
+from effattn.xla import mesh_axes, tiling
 from effattn.xla.products import widened
 from effattn.xla.tiling import Listed, Window
 
-Origin = Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
+LIMITS = dispatch.Limits()
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """What is fixed when the program is traced.
-
-    Attributes:
-      tile: queries and keys in a tile; with a layout it is the layout's.
-      backward_tile: that of the backward.
-      scale: multiplies the products of queries and keys; None if it is the operand `scale`.
-      left, right: how far back and ahead of its position a query sees; None is without limit.
-        Causality is right = 0.
-      offset: position of the first query; None if it is traced, as the operand `offset`.
-      soft_cap: c, for c * tanh(logits / c) after the bias.
-      score_mod: `(constants, logit, b, h, i, j) -> logit` on scalars, the last step.
-      dropout_rate: share of the weights that are dropped.
-      precision: of the matrix products.
-      pattern: `pattern.allows(i, j, h)` says which pairs may attend; in a layout, of partial tiles.
-      key_tiles: how many of the layout's tiles are read in a step.
-      origin: `(b, h, i, j) -> (b, h, i, j)`, from the example, head and positions here to those
-        that `score_mod` and dropout are told, where a mechanism has rearranged its tokens or heads.
-    """
-
-    tile: tuple[int, int]
-    backward_tile: tuple[int, int]
-    scale: float | None
-    left: int | None = None
-    right: int | None = None
-    offset: int | None = 0
-    soft_cap: float | None = None
-    score_mod: Callable[..., jax.Array] | None = None
-    dropout_rate: float = 0.0
-    precision: Any = None
-    pattern: Any = None
-    key_tiles: int = 1
-    origin: Origin | None = None
+def refusal(rule: Rule, x: Operands) -> str | None:
+    """It takes everything."""
+    return None
 
 
-class Operands(NamedTuple):
-    """The arrays; None where absent. Those marked * have gradients.
-
-    Attributes:
-      query: `(*B, T, N, H)` *.
-      key: `(*B, S, K, H)` *.
-      value: `(*B, S, K, Hv)` *.
-      bias: `(*#B, #K, #G, #T, #S)`, added to the logits *.
-      scale: `()`, multiplies the products *.
-      constants: arrays that `score_mod` closes over *.
-      mask: bool `(*#B, #K, #G, #T, #S)`, the pairs that may attend.
-      key_mask: bool `(*B, S)`, the keys that anyone may attend to.
-      segments: int ids of the queries `(*B, T)` and of the keys `(*B, S)`; equal ids may attend.
-      offset: int `()` or `(*B)`, position of the first query.
-      positions: int, of the queries `(*B, T)` and of the keys `(*B, S)`, where tokens have been
-        gathered; in place of their order, for the window, `score_mod` and dropout.
-      seed: uint32 `(2,)` of the dropout.
-      layout: the tiles to visit.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None = None
-    scale: jax.Array | None = None
-    constants: tuple[jax.Array, ...] = ()
-    mask: jax.Array | None = None
-    key_mask: jax.Array | None = None
-    segments: tuple[jax.Array, jax.Array] | None = None
-    offset: jax.Array | None = None
-    positions: tuple[jax.Array, jax.Array] | None = None
-    seed: jax.Array | None = None
-    layout: BlockLayout | None = None
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def block_attention(rule: Rule, x: Operands) -> tuple[jax.Array, jax.Array]:
-    """Attention of every query over the keys that it may see.
-
-    Returns the output `(*B, T, N, Hv)` in the dtype of `value`, zeros for a row that sees nothing,
-    and the log-sum-exp of the logits `(*B, T, N)`, at least float32, -inf for such a row. Both are
-    differentiable, in reverse mode. Time is O(H + Hv) a pair over the tiles visited, memory
-    O(T + S).
-    """
-    if x.query.shape[-3] == 0 or x.key.shape[-3] == 0:
-        dtype = _softmax_dtype(x)
-        out = jnp.zeros((*x.query.shape[:-1], x.value.shape[-1]), x.value.dtype)
-        return out, jnp.full(x.query.shape[:-1], -jnp.inf, dtype)
-    arrays = mesh_axes.vary_alike(x._replace(constants=()))
-    return _attend(rule, arrays._replace(constants=x.constants))
-
-
-def _softmax_dtype(x: Operands):
-    return jnp.promote_types(jnp.result_type(x.query, x.key, x.value), jnp.float32)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(rule: Rule, x: Operands):
-    return _forward(rule, x, x.value.dtype)
-
-
-# Traced once, where the rules of differentiation call for it twice.
-@functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
-def _forward(rule: Rule, x: Operands, dtype):
+def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """The output in the dtype given and the log-sum-exp."""
     tiles = _Tiles(rule, x)
     rows, size = tiles.row_shape, x.value.shape[-1]
 
@@ -176,23 +80,13 @@ def _forward(rule: Rule, x: Operands, dtype):
     return tiles.walk.over_queries(query_tile, (out, lse))
 
 
-def _attend_fwd(rule: Rule, x: Operands):
-    # Saved unrounded: the backward takes dO . O from all d logits of a row, where the error of a
-    # rounded O would add up.
-    out, lse = _forward(rule, x, _softmax_dtype(x))
-    # Named, so that a remat policy can save what is dear to compute again.
-    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out.astype(x.value.dtype), lse), (x, out, lse)
-
-
-def _attend_bwd(rule: Rule, saved, cotangents):
-    x, out, lse = saved
-    d_out, d_lse = cotangents
-    tiles = _Tiles(dataclasses.replace(rule, tile=rule.backward_tile), x)
+def backward(
+    rule: Rule, x: Operands, lse: jax.Array, d_out: jax.Array, shared: jax.Array
+) -> Operands:
+    """The gradients, from that of the output and `shared` `(*B, T, N)`, dO . O - dL."""
+    tiles = _Tiles(rule, x, backward=True)
     *batch, keys, heads, size = x.key.shape
     floating, rejoin = _partition(x.constants)
-    # dO . O - dL, what all d logits of a row share
-    shared = (d_out * out).sum(-1) - d_lse
 
     def query_tile(n, gradients):
         d_query, *others = gradients
@@ -256,14 +150,11 @@ def _attend_bwd(rule: Rule, saved, cotangents):
         query=d_query,
         key=jnp.moveaxis(d_key, -1, -3).astype(x.key.dtype),
         value=jnp.moveaxis(d_value, -1, -3).astype(x.value.dtype),
-        bias=None if d_bias is None else d_bias.astype(x.bias.dtype),
+        bias=None if x.bias is None else d_bias.astype(x.bias.dtype),
         scale=d_scale,
         constants=rejoin(d_floating, other=None),
     )
-    return (gradients,)
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
+    return gradients
 
 
 def _partition(constants):
@@ -312,13 +203,13 @@ def _where_it_differs(function, start, *arrays):
 class _Tiles:
     """Reads, scores and writes the operands: rows of query tile n, and patches of pairs."""
 
-    def __init__(self, rule: Rule, x: Operands):
+    def __init__(self, rule: Rule, x: Operands, *, backward: bool = False):
         self.rule, self.x = rule, x
         self.batch_axes = x.key.ndim - 3
-        self.dtype = _softmax_dtype(x)
+        self.dtype = softmax_dtype(x)
         offset = x.offset if rule.offset is None else rule.offset
         self.offset = jnp.asarray(offset, jnp.int32)
-        self.walk = self._walk()
+        self.walk = self._walk(backward)
         heads, key_heads = x.query.shape[-2], x.key.shape[-2]
         self.by_group = (key_heads, heads // key_heads)
         self.row_shape = (*x.key.shape[:-3], key_heads, self.by_group[1] * self.walk.query_tile)
@@ -329,9 +220,13 @@ class _Tiles:
         in_query = x.query.dtype == self.dtype
         self.query_scale, self.logit_scale = (scale, 1.0) if in_query else (1.0, scale)
 
-    def _walk(self):
+    def _walk(self, backward):
         rule, x = self.rule, self.x
         lengths = (x.query.shape[-3], x.key.shape[-3])
+        tile = rule.tile if x.layout is None else x.layout.tile
+        if tile is None:
+            rows = math.prod(x.query.shape[:-3]) * x.query.shape[-2]
+            tile = tiling.choose_tile(lengths, rows, rule.left, rule.right, backward=backward)
         masked = any(a is not None for a in (x.mask, x.key_mask, x.segments))
         if x.layout is None:
             masked = masked or rule.pattern is not None
@@ -339,9 +234,9 @@ class _Tiles:
             if self.offset.ndim or x.positions is not None:
                 # Where they differ by example, no tile is empty for all examples.
                 offset = None
-            return Window(rule.tile, lengths, masked, rule.left, rule.right, offset)
+            return Window(tile, lengths, masked, rule.left, rule.right, offset)
         masked = masked or rule.left is not None or rule.right is not None
-        return Listed(rule.tile, lengths, masked, x.layout, rule.key_tiles)
+        return Listed(tile, lengths, masked, x.layout, rule.key_tiles)
 
     def full(self, shape, value, dtype=None):
         """An array to start a loop with."""

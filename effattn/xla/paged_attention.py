@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn import dispatch
 from effattn.xla.products import widened
 
 KEYS = 512  # read in a step
@@ -43,9 +44,18 @@ class Pages(NamedTuple):
     scales: jax.Array | None
 
 
-@functools.partial(jax.jit, static_argnums=0)
+LIMITS = dispatch.Limits()
+
+
+def refusal(*_) -> str | None:
+    """It takes everything."""
+    return None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def paged(
     rule: Rule,
+    interpreted: bool,
     query: jax.Array,
     keys: Pages,
     values: Pages,
@@ -57,6 +67,7 @@ def paged(
 
     Args:
       rule: what is fixed.
+      interpreted: of kernels; this is none.
       query: `(B, T, N, H)`, the last T tokens of each sequence.
       keys: of the pool.
       values: of the pool.
@@ -87,7 +98,7 @@ def paged(
 
     def read(of, which, present):
         """`(B, s, K, H)`, zeros where there is no token."""
-        array = of.array[which].reshape(batch, step, key_heads, -1)
+        array = of.array[which].reshape(batch, step, key_heads, of.array.shape[-1])
         if of.scales is not None:
             scales = of.scales[which].reshape(batch, step, key_heads, 1)
             array = (array.astype(dtype) * scales.astype(dtype)).astype(query.dtype)

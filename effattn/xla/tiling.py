@@ -50,15 +50,19 @@ def choose_tile(
     return _even_share(lengths[0], side), _even_share(lengths[1], key_side)
 
 
-def choose_sparse_tile(lengths: tuple[int, int]) -> tuple[int, int]:
+def choose_sparse_tile(lengths: tuple[int, int], *, for_kernels: bool = False) -> tuple[int, int]:
     """Queries and keys of a tile of a pattern: small ones hold less that the pattern forbids.
+
+    Kernels take whole tiles of their own sizes, also where the sequence is shorter.
 
     A query tile that sees all keys lists all their tiles, and every other one has room for as many;
     so the tiles grow where the sequence would have too many of them.
     """
-    queries, keys = 128, 64
+    queries, keys = (128, 128) if for_kernels else (128, 64)
     while math.ceil(lengths[0] / queries) * math.ceil(lengths[1] / keys) > _MOST_TILES:
         queries, keys = 2 * queries, 2 * keys
+    if for_kernels:
+        return queries, keys
     return min(queries, lengths[0]), min(keys, lengths[1])
 
 

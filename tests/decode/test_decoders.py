@@ -70,15 +70,18 @@ def mechanism(request):
     return functools.partial(function, **options), decoder_of(*MECHANISMS[request.param])
 
 
-def test_single_steps_equal_the_whole(mechanism):
+@pytest.mark.parametrize("split", [(1,) * 11, (7, 1, 3)], ids=str)
+def test_any_split_equals_the_whole(mechanism, split):
     function, decoder = mechanism
     query, key, value = heads(11)
     state = decoder.init(2, 11, 2, 8, 6, jnp.float32)
     extend = jax.jit(decoder.extend)
-    outs = []
-    for t in range(11):
-        out, state = extend(query[:, t : t + 1], key[:, t : t + 1], value[:, t : t + 1], state)
+    outs, start = [], 0
+    for time in split:
+        piece = slice(start, start + time)
+        out, state = extend(query[:, piece], key[:, piece], value[:, piece], state)
         outs.append(out)
+        start += time
     np.testing.assert_allclose(
         jnp.concatenate(outs, 1), jax.jit(function)(query, key, value), rtol=1e-5, atol=1e-6
     )

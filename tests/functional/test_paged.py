@@ -140,9 +140,10 @@ def test_time_follows_the_longest_sequence_and_memory_nothing():
         ({"lengths": np.array([13])}, r"lengths must be integers of shape \(2,\)"),
         ({"lengths": np.array([13, 33])}, "at most the 32 tokens .* got \\[13, 33\\]"),
         ({"block_table": np.zeros((3, 8), int)}, r"block_table must be integers of shape \(2, M\)"),
+        ({"block_table": np.zeros((2, 0), int)}, r"at least 1, got int\d+ of shape \(2, 0\)"),
         ({"local_window_size": (3, 1)}, r"must be w or \(w, 0\)"),
         ({"key_scales": np.ones((8, PAGE, KEY_HEADS))}, "key_scales are for key_pages of int8"),
-        ({"implementation": "mosaic_tpu"}, "has no 'mosaic_tpu' implementation"),
+        ({"implementation": "mosaic_gpu"}, "has no 'mosaic_gpu' implementation"),
     ],
 )
 def test_wrong_arguments_are_named(changes, message):
@@ -162,3 +163,21 @@ def test_wrong_pages_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             effattn.paged_attention(query, *pages, **given)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("implementation", ["xla", ("triton", "mosaic_tpu", "xla")])
+def test_nothing_gives_nothing(axis, implementation):
+    """No sequences, and no tokens of them."""
+    (query, *pages), given, _ = draw([13, 6], dtype=np.float32)
+    query = np.take(query, [], axis)
+    if axis == 0:
+        given = {name: x[:0] for name, x in given.items()}
+    out = effattn.paged_attention(query, *pages, **given, implementation=implementation)
+    assert out.shape == (*query.shape[:-1], VALUE_SIZE)
+
+
+def test_the_output_has_the_dtype_of_the_values():
+    (query, keys, values), given, _ = draw([13, 6], dtype=np.float32)
+    out = effattn.paged_attention(query, keys, values.astype(jnp.bfloat16), **given)
+    assert out.dtype == jnp.bfloat16

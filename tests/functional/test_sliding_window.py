@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from effattn import dot_product_attention, sliding_window_attention
-from effattn.functional import block
-from effattn.xla import block_attention
+from effattn.cores import block_attention as core
+from effattn.cores.block_attention import block_attention
+from effattn.xla import block_attention as xla
 from tests.dense import dense_with_gradients, draw, with_gradients
 from tests.laws.battery import assert_close
 from tests.xla.test_tiling import count_pairs
@@ -111,17 +113,24 @@ def test_without_dilation_is_exact_attention_with_a_window():
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("window", [2**31 - 1, sys.maxsize, (sys.maxsize, 2**31)])
+def test_a_window_of_all_that_there_can_be_is_exact_attention(window):
+    arrays = draw(dtype=np.float32)
+    out = sliding_window_attention(**arrays, local_window_size=window)
+    np.testing.assert_allclose(out, dot_product_attention(**arrays), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("dilation", [1, 3, 64])
 def test_the_work_of_a_dilated_window_is_that_of_a_window(dilation, monkeypatch):
     seen = []
 
     def spy(rule, x):
-        walk = block_attention._Tiles(rule, x).walk
+        walk = xla._Tiles(rule, x).walk
         examples = math.prod(x.query.shape[:-3])
         seen.append((examples, dataclasses.replace(walk, offset=0)))
-        return block_attention.block_attention(rule, x)
+        return block_attention(rule, x)
 
-    monkeypatch.setattr(block, "block_attention", spy)
+    monkeypatch.setattr(core, "block_attention", spy)
     for length in (65536, 262144):
         query = jax.ShapeDtypeStruct((length, 2, 4), jnp.float32)
         call = functools.partial(

@@ -498,9 +498,13 @@ def test_an_argument_it_lacks_is_a_type_error():
 
 @pytest.mark.parametrize("name", ["pallas", "mosaic_gpu", "mosaic_tpu", "triton", ("triton",)])
 def test_a_named_implementation_never_falls_back(name):
+    """One that there is not is refused when it is called, and another when it is lowered."""
+    arrays = {"query": QUERY, "key": KEY, "value": VALUE}
     for function in functions_taking():
-        with pytest.raises(NotImplementedError, match="no '.*' implementation.*'xla' takes"):
-            trace(function, implementation=name)
+        call = functools.partial(function, implementation=name)
+        message = "no '.*' implementation.*'xla' takes|runs by .* alone; .*'xla' runs anywhere"
+        with pytest.raises(NotImplementedError, match=message):
+            jax.jit(lambda arrays, call=call: call(**arrays)).lower(arrays)
 
 
 def test_implementations_are_tried_in_order():

@@ -181,7 +181,7 @@ def test_the_laws_hold_for_it(registered):
     test_padding.test_an_example_does_not_depend_on_the_others(subject)
     test_transformations.test_vmap_over_any_argument(subject)
     test_sharding.test_only_the_gradients_of_what_is_shared_are_summed(subject)
-    test_sharding.test_types_say_that_everything_stays_in_its_place(subject)
+    test_sharding.test_batch_and_heads_need_no_collective(subject)
     test_sharding.test_shard_map_remat_and_scan(subject)
     test_cost.test_operations_grow_as_claimed_and_programs_do_not(subject)
     test_capabilities.test_a_module_gives_advice_on_what_is_not_claimed(subject)

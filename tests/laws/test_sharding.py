@@ -7,6 +7,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -48,59 +49,72 @@ def specs_of(mechanism, arrays):
 
 
 def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
-    """Nothing else is talked of, forward or backward; and the numbers are those of one device.
-
-    Of law 4 too: here in tiles of the size that is chosen, there in small and uneven ones.
-    """
+    """One key head for all query heads, and biases, sinks and slopes for all examples."""
     extent = battery.everything(mechanism)
-    chosen = battery.program(mechanism, extent._replace(tuning=False))
-    with jax.enable_x64(True):
-        arrays = battery.draw_arrays(mechanism, SQUARE, everything=True)
-        known = battery.neutral(mechanism, SQUARE, extent)
-        cotangents = battery.cotangents_of(mechanism, extent, arrays, known)
-        of_arrays = specs_of(mechanism, arrays) | {
-            "initial_state": PartitionSpec("batch", "heads"),
-            "bias": PartitionSpec("heads"),
-        }
-        args = (
-            shard(mesh(), arrays, **of_arrays),
-            shard(mesh(), known, **dict.fromkeys(known, BY_ROW)),
-            shard(mesh(), cotangents, **specs_of(mechanism, cotangents)),
-        )
-        compiled = chosen.lower(*args).compile()
-        got = compiled(*args)
-        expected = battery.run_everything(mechanism, arrays, known, cotangents)
-        battery.assert_close(got, expected, 1e-12)
-    found = collectives(compiled)
-    shared = arrays.keys() - {*mechanism.of_tokens, "initial_state"}
+    key_heads = 1 if mechanism.has("grouped") else SQUARE.key_heads
+    sizes = SQUARE._replace(key_heads=key_heads)
+    arrays = battery.draw_arrays(mechanism, sizes, everything=True)
+    arrays = battery.cast(mechanism, arrays, jnp.float32)
+    known = battery.neutral(mechanism, sizes, extent)
+    cotangents = battery.cotangents_of(mechanism, extent, arrays, known)
+    of_arrays, of_results = specs_of(mechanism, arrays), specs_of(mechanism, cotangents)
+    if key_heads == 1:
+        of_arrays |= dict.fromkeys(mechanism.of_tokens[1:], BY_ROW)
+        of_arrays |= dict.fromkeys(mechanism.reference.per_head, PartitionSpec())
+        of_results |= {"state": BY_ROW}
+    of_arrays |= {"initial_state": BY_ROW, "bias": PartitionSpec("heads")}
+    args = (
+        shard(mesh(), arrays, **of_arrays),
+        shard(mesh(), known, **dict.fromkeys(known, BY_ROW)),
+        shard(mesh(), cotangents, **of_results),
+    )
+    found = collectives(battery.program(mechanism, extent).lower(*args).compile())
+    shared = arrays.keys() - {"query"}
     assert set(found) <= {"all-reduce"}, found
     # Attend, then combine: what both parts share may be summed for each.
     assert len(found) <= 2 * len(shared), (found, shared)
 
 
-def test_types_say_that_everything_stays_in_its_place(mechanism):
-    """Where types carry the sharding, results and gradients stay where queries and keys are."""
-    extent = battery.plain(mechanism)
+def test_batch_and_heads_need_no_collective(mechanism):
+    """Neither forward nor backward; and the numbers are those of one device.
+
+    Of law 4 too: here in tiles of the size that is chosen, there in small and uneven ones.
+
+    Where types carry the sharding, results and gradients have to stay where queries and keys are.
+    Inside, the compiler places everything, as it does on meshes without such types.
+    """
+    chosen = battery.plain(mechanism)._replace(tuning=False)
     arrays, cotangents = battery.draw_plain(mechanism, 0), battery.plain_cotangents(mechanism)
     specs = {**specs_of(mechanism, arrays), **specs_of(mechanism, cotangents)}
     # The gradients of the others are sums over all examples.
     names = mechanism.of_tokens
 
+    def assert_placed(tree):
+        for name, of_name in tree.items():
+            for x in jax.tree.leaves(of_name):
+                spec = tuple(specs[name]) + (None,) * (x.ndim - len(specs[name]))
+                assert tuple(jax.typeof(x).sharding.spec) == spec, name
+
+    @jax.jit
     def run(arrays, cotangents):
         def call(of_tokens):
-            return battery.call(mechanism, extent, {**arrays, **of_tokens}, {})
+            return battery.call(mechanism, chosen, {**arrays, **of_tokens}, {})
 
         results, pull_back = jax.vjp(call, {k: arrays[k] for k in names})
-        return results, pull_back(cotangents)[0]
+        (gradients,) = pull_back(cotangents)
+        assert_placed(results)
+        assert_placed(gradients)
+        return results, gradients
 
     explicit = mesh(jax.sharding.AxisType.Explicit)
     with jax.set_mesh(explicit):
         args = shard(explicit, arrays, **specs), shard(explicit, cotangents, **specs)
-        for tree in jax.eval_shape(run, *args):
-            for name, of_name in tree.items():
-                for x in jax.tree.leaves(of_name):
-                    spec = tuple(specs[name]) + (None,) * (x.ndim - len(specs[name]))
-                    assert tuple(x.sharding.spec) == spec, name
+        compiled = run.lower(*args).compile()
+        assert collectives(compiled) == []
+        got = compiled(*args)
+    results, gradients = battery.run(mechanism, arrays, cotangents)
+    expected = results, {k: gradients[k] for k in names}
+    battery.assert_close(got, expected, 10 * np.finfo(np.float32).eps)
 
 
 def test_shard_map_remat_and_scan(mechanism):

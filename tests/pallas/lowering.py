@@ -1,29 +1,124 @@
-"""Kernels lowered for GPUs on a machine that has none."""
+"""Kernels lowered for GPUs and TPUs on a machine that has none, and what compilers make of them."""
 
 import contextlib
+import importlib.util
+import json
 import re
-from typing import Any
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import pytest
 from jax import export
 
-KERNELS = "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "tpu_custom_call"
+TRITON, MOSAIC_GPU, MOSAIC_TPU = "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "tpu_custom_call"
+KERNELS = TRITON, MOSAIC_GPU, MOSAIC_TPU
 
 
 def kernels_of(function: Any, *arguments: Any, platform: str = "cuda") -> set[str]:
     """What the program calls of kernels, lowered for a platform."""
+    text = _lowered(function, *arguments, platform=platform)
+    return set(re.findall(r"custom_call @([\w$.]+)", text)) & set(KERNELS)
+
+
+def _lowered(function, *arguments, platform):
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in KERNELS]
-    with _a_device():
-        exported = export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)(
-            *arguments
-        )
-    return set(re.findall(r"custom_call @([\w$.]+)", exported.mlir_module())) & set(KERNELS)
+    with _a_device(platform):
+        lower = export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)
+        return lower(*arguments).mlir_module()
 
 
-def _a_device():
-    """Newer versions of JAX ask for which device Triton's kernels are."""
+def _a_device(platform):
+    """Newer versions of JAX ask for which device kernels are."""
     if not hasattr(jax.sharding, "AbstractDevice"):
         return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("_",), abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
+    return jax.sharding.use_abstract_mesh(mesh_of((1,), ("_",), platform))
+
+
+DEVICES = {"cuda": ("NVIDIA H100 80GB HBM3", 132, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")}
+
+
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], platform: str) -> Any:
+    """A mesh of devices that need not be there."""
+    device = {}
+    if hasattr(jax.sharding, "AbstractDevice"):
+        kind, cores, of = DEVICES[platform]
+        abstract = jax.sharding.AbstractDevice(kind, num_cores=cores, platform=of)
+        device = {"abstract_device": abstract}
+    axes = (jax.sharding.AxisType.Auto,) * len(shape)
+    return jax.sharding.AbstractMesh(shape, names, axes, **device)
+
+
+LEAST_SHARED = 99 * 1024  # bytes a program may have on cards of capability 8.6, 8.9 and 12
+
+
+class Compiled(NamedTuple):
+    """What a Triton kernel takes of a multiprocessor.
+
+    Attributes:
+      name: the kernel's.
+      shared: bytes of shared memory of a program.
+      stack: bytes that a thread keeps in memory, as its registers do not hold them.
+      tensor_cores: how many instructions multiply matrices.
+    """
+
+    name: str
+    shared: int
+    stack: int
+    tensor_cores: int
+
+
+def compile_triton(capability: int, function: Any, *arguments: Any) -> list[Compiled]:
+    """The Triton kernels of a program, compiled for a compute capability, such as 90."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs the triton package, which compiles the kernels")
+    kernels = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text, options in _triton_kernels(_lowered(function, *arguments, platform="cuda")):
+            (Path(folder) / f"{len(kernels)}.ttir").write_text(text)
+            kernels.append((name, options))
+        (Path(folder) / "kernels.json").write_text(json.dumps(kernels))
+        script = Path(__file__).with_name("compile_ttir.py")
+        command = [sys.executable, script, folder, str(capability)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [Compiled(*each) for each in json.loads(done.stdout)]
+
+
+def _triton_kernels(module: str):
+    """Name, Triton's intermediate form and options of each kernel that a lowered program calls."""
+    from jax._src.interpreters.mlir import make_ir_context
+    from jax._src.lib import triton
+    from jaxlib.mlir import ir
+
+    def operations(operation):
+        for region in operation.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    yield inner
+                    yield from operations(inner.operation)
+
+    with make_ir_context():
+        configurations = [
+            {entry.name: entry.attr for entry in op.attributes["mhlo.backend_config"]}
+            for op in operations(ir.Module.parse(module).operation)
+            if op.operation.name == "stablehlo.custom_call"
+            and ir.StringAttr(op.attributes["call_target_name"]).value == TRITON
+        ]
+        kernels = [
+            (
+                ir.StringAttr(each["name"]).value,
+                ir.StringAttr(each["ir"]).value_bytes,
+                {name: ir.IntegerAttr(each[name]).value for name in ("num_warps", "num_stages")},
+            )
+            for each in configurations
+        ]
+    context = ir.Context()
+    triton.dialect.register_dialect(context)
+    with context:
+        for name, bytecode, options in kernels:
+            module = ir.Module.parse(bytecode).operation
+            yield name, module.get_asm(enable_debug_info=False), options

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from effattn import dot_product_attention, sliding_window_attention
-from effattn.functional import block
+from effattn.cores import block_attention as core
+from effattn.cores.block_attention import Operands, Rule, block_attention
 from effattn.layouts import BlockLayout
-from effattn.xla.block_attention import Operands, Rule, block_attention
+from effattn.xla import block_attention as xla
 from effattn.xla.tiling import choose_tile
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.laws.battery import assert_close
@@ -27,7 +28,7 @@ def x64():
 
 
 def over_layout(arrays, known, **rule):
-    rule = Rule(tile=TILE, backward_tile=TILE, scale=3**-0.5, key_tiles=2, **rule)
+    rule = Rule(tile=TILE, scale=3**-0.5, key_tiles=2, **rule)
     return block_attention(rule, Operands(**arrays, **known))
 
 
@@ -118,15 +119,16 @@ def test_a_diagonal_through_the_corners_of_tiles(offset, keys, x64):
 
 
 @pytest.fixture
-def rules(monkeypatch):
-    """The rules that the core was called with."""
+def calls(monkeypatch):
+    """The rules that the core was called with, and the tiles forward and backward."""
     seen = []
 
     def spy(rule, x):
-        seen.append(rule)
+        walks = [xla._Tiles(rule, x, backward=backward).walk for backward in (False, True)]
+        seen.append((rule, *(walk.tile for walk in walks)))
         return block_attention(rule, x)
 
-    monkeypatch.setattr(block, "block_attention", spy)
+    monkeypatch.setattr(core, "block_attention", spy)
     return seen
 
 
@@ -134,24 +136,22 @@ def shapes(length, batch=(1,), heads=4, size=64):
     return (jax.ShapeDtypeStruct((*batch, length, heads, size), jnp.float32),) * 3
 
 
-def test_tiles_are_those_asked_for_or_chosen_from_the_shapes(rules):
+def test_tiles_are_those_asked_for_or_chosen_from_the_shapes(calls):
     jax.eval_shape(functools.partial(dot_product_attention, tile=(7, 9)), *shapes(100))
     jax.eval_shape(dot_product_attention, *shapes(3000, batch=(2, 8)))
     window = functools.partial(sliding_window_attention, local_window_size=(100, 0))
     jax.eval_shape(window, *shapes(3000))
     chosen = [((3000, 3000), 64, None, None), ((3000, 3000), 4, 100, 0)]
-    assert [rule.tile for rule in rules] == [(7, 9), *(choose_tile(*c) for c in chosen)]
-    assert [rule.backward_tile for rule in rules] == [
-        (7, 9),
-        *(choose_tile(*c, backward=True) for c in chosen),
-    ]
+    _, *tiles = zip(*calls, strict=True)
+    for seen, backward in zip(tiles, (False, True), strict=True):
+        assert seen == ((7, 9), *(choose_tile(*c, backward=backward) for c in chosen))
 
 
-def test_equal_calls_are_equal_programs(rules):
+def test_equal_calls_are_equal_programs(calls):
     for _ in range(2):
         call = functools.partial(sliding_window_attention, local_window_size=3, dilation=2)
         jax.eval_shape(functools.partial(call, query_offset=4), *shapes(20))
-    assert rules[0] == rules[1] and hash(rules[0]) == hash(rules[1])
+    assert calls[0] == calls[1] and hash(calls[0]) == hash(calls[1])
 
 
 VARIANTS = {

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effattn.xla.linear_recurrence import (
+from effattn.cores.linear_recurrence import (
     Rule,
     Terms,
     Tokens,
     linear_recurrence,
-    linear_sum,
     normalize,
     packed,
 )
+from effattn.xla.linear_recurrence import linear_sum
 
 ALL = Tokens()
 

@@ -1,0 +1,179 @@
+"""Block attention: softmax attention over the pairs that a rule leaves, by any implementation.
+
+Here are what it is told and its rule of differentiation, which all implementations share. Each is a
+module with a `refusal`, which says what it does not take; a `forward`, which gives the output and
+the log-sum-exp; and a `backward`, which recomputes the weights from these. The maths is written out
+in `effattn.xla.block_attention`.
+
+Shapes: batch dimensions `*B`, query heads N, key heads K, G = N // K, queries T, keys S, head sizes
+H and Hv.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from effattn import dispatch
+from effattn.layouts import BlockLayout
+from effattn.xla import mesh_axes
+
+# Imported on use: most programs have no kernels.
+MODULES = {
+    "xla": "effattn.xla.block_attention",
+    "triton": "effattn.pallas.block_triton",
+    "mosaic_tpu": "effattn.pallas.block_mosaic_tpu",
+}
+
+Origin = Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What is fixed when the program is traced.
+
+    Attributes:
+      tile: queries and keys in a tile; with a layout it is the layout's. None is what the
+        implementation chooses.
+      scale: multiplies the products of queries and keys; None if it is the operand `scale`.
+      left, right: how far back and ahead of its position a query sees; None is without limit.
+        Causality is right = 0.
+      offset: position of the first query; None if it is traced, as the operand `offset`.
+      soft_cap: c, for c * tanh(logits / c) after the bias.
+      score_mod: `(constants, logit, b, h, i, j) -> logit` on scalars, the last step.
+      dropout_rate: share of the weights that are dropped.
+      precision: of the matrix products.
+      pattern: `pattern.allows(i, j, h)` says which pairs may attend; in a layout, of partial tiles.
+      key_tiles: how many of the layout's tiles are read in a step.
+      origin: `(b, h, i, j) -> (b, h, i, j)`, from the example, head and positions here to those
+        that `score_mod` and dropout are told, where a mechanism has rearranged its tokens or heads.
+      implementations: as `effattn.dispatch.choose` gives them.
+    """
+
+    tile: tuple[int, int] | None
+    scale: float | None
+    left: int | None = None
+    right: int | None = None
+    offset: int | None = 0
+    soft_cap: float | None = None
+    score_mod: Callable[..., jax.Array] | None = None
+    dropout_rate: float = 0.0
+    precision: Any = None
+    pattern: Any = None
+    key_tiles: int = 1
+    origin: Origin | None = None
+    implementations: dispatch.Chosen = dispatch.XLA
+
+
+class Operands(NamedTuple):
+    """The arrays; None where absent. Those marked * have gradients.
+
+    Attributes:
+      query: `(*B, T, N, H)` *.
+      key: `(*B, S, K, H)` *.
+      value: `(*B, S, K, Hv)` *.
+      bias: `(*#B, #K, #G, #T, #S)`, added to the logits *.
+      scale: `()`, multiplies the products *.
+      constants: arrays that `score_mod` closes over *.
+      mask: bool `(*#B, #K, #G, #T, #S)`, the pairs that may attend.
+      key_mask: bool `(*B, S)`, the keys that anyone may attend to.
+      segments: int ids of the queries `(*B, T)` and of the keys `(*B, S)`; equal ids may attend.
+      offset: int `()` or `(*B)`, position of the first query.
+      positions: int, of the queries `(*B, T)` and of the keys `(*B, S)`, where tokens have been
+        gathered; in place of their order, for the window, `score_mod` and dropout.
+      seed: uint32 `(2,)` of the dropout.
+      layout: the tiles to visit.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None = None
+    scale: jax.Array | None = None
+    constants: tuple[jax.Array, ...] = ()
+    mask: jax.Array | None = None
+    key_mask: jax.Array | None = None
+    segments: tuple[jax.Array, jax.Array] | None = None
+    offset: jax.Array | None = None
+    positions: tuple[jax.Array, jax.Array] | None = None
+    seed: jax.Array | None = None
+    layout: BlockLayout | None = None
+
+
+def refusals(rule: Rule, x: Operands) -> dict[str, Callable[[], str | None]]:
+    """What `dispatch.choose` takes."""
+
+    def refusal(name):
+        return importlib.import_module(MODULES[name]).refusal(rule, x)
+
+    return {name: functools.partial(refusal, name) for name in MODULES}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def block_attention(rule: Rule, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """Attention of every query over the keys that it may see.
+
+    Returns the output `(*B, T, N, Hv)` in the dtype of `value`, zeros for a row that sees nothing,
+    and the log-sum-exp of the logits `(*B, T, N)`, at least float32, -inf for such a row. Both are
+    differentiable, in reverse mode. Time is O(H + Hv) a pair over the tiles visited, memory
+    O(T + S).
+    """
+    if 0 in (*x.query.shape, x.key.shape[-3]):
+        out = jnp.zeros((*x.query.shape[:-1], x.value.shape[-1]), x.value.dtype)
+        return out, jnp.full(x.query.shape[:-1], -jnp.inf, softmax_dtype(x))
+    arrays = mesh_axes.vary_alike(x._replace(constants=()))
+    return _attend(rule, arrays._replace(constants=x.constants))
+
+
+def softmax_dtype(x: Operands) -> jnp.dtype:
+    """Of logits, weights and sums."""
+    return jnp.promote_types(jnp.result_type(x.query, x.key, x.value), jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(rule: Rule, x: Operands):
+    return _forward(rule, x, x.value.dtype)
+
+
+# Traced once, where the rules of differentiation call for it twice.
+@functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
+def _forward(rule: Rule, x: Operands, dtype):
+    def form(module):
+        return lambda x: module.forward(rule, x, dtype)
+
+    return _run(rule, form, x)
+
+
+def _run(rule, form, *operands):
+    names = rule.implementations.names
+    forms = {name: form(importlib.import_module(MODULES[name])) for name in names}
+    return dispatch.on_platform(rule.implementations, "block attention", forms, *operands)
+
+
+def _attend_fwd(rule: Rule, x: Operands):
+    # Saved unrounded: the backward takes dO . O from all d logits of a row, where the error of a
+    # rounded O would add up.
+    out, lse = _forward(rule, x, softmax_dtype(x))
+    # Named, so that a remat policy can save what is dear to compute again.
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out.astype(x.value.dtype), lse), (x, out, lse)
+
+
+def _attend_bwd(rule: Rule, saved, cotangents):
+    x, out, lse = saved
+    d_out, d_lse = cotangents
+    # dO . O - dL, what all d logits of a row share
+    shared = (d_out * out).sum(-1) - d_lse
+
+    def form(module):
+        return lambda *operands: module.backward(rule, *operands)
+
+    return (_run(rule, form, x, lse, d_out, shared),)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)

@@ -1,0 +1,154 @@
+"""Which implementation runs: the first named that takes the arguments where the program runs.
+
+Implementations are forms of the same computation. Some run anywhere and some on one platform, which
+is known only when the program is lowered; `on_platform` leaves the choice until then.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+# The platform of each; None is any, or what the library that it is handed to says.
+PLATFORMS = {
+    "xla": None,
+    "cudnn": None,
+    "mosaic_gpu": "cuda",
+    "triton": "cuda",
+    "mosaic_tpu": "tpu",
+}
+PALLAS = "mosaic_gpu", "triton", "mosaic_tpu"  # the first that takes the arguments is the fastest
+
+_interpreted: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "effattn_interpreted", default=False
+)
+
+
+@contextlib.contextmanager
+def interpreted(how: Any = True) -> Iterator[None]:
+    """Kernels that are traced within run in Pallas's interpreter, on any device, and slowly.
+
+    `how` is what `pallas_call` takes as `interpret`: for TPUs also `pltpu.InterpretParams`.
+    """
+    token = _interpreted.set(how)
+    try:
+        yield
+    finally:
+        _interpreted.reset(token)
+
+
+class Chosen(NamedTuple):
+    """Implementations to run.
+
+    Attributes:
+      names: in order; none comes after one that runs anywhere.
+      interpreted: how kernels are interpreted, if they are; they run anywhere then.
+    """
+
+    names: tuple[str, ...]
+    interpreted: Any = False
+
+
+XLA = Chosen(("xla",))
+
+
+class Limits(NamedTuple):
+    """What an implementation takes, for its refusals and for `effattn.support`.
+
+    Attributes:
+      dtypes: of queries, keys and values.
+      size: the largest head size, or number of features; None is any.
+      others: what else it asks for.
+    """
+
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
+    size: int | None = None
+    others: str = ""
+
+    def refusal(self, dtype: Any, *sizes: int) -> str | None:
+        """Why it does not take a dtype and head sizes, if so."""
+        if str(dtype) not in self.dtypes:
+            *most, last = self.dtypes
+            return f"takes {', '.join(most)} and {last}, got {dtype}"
+        if self.size is not None and max(sizes) > self.size:
+            return f"takes head sizes up to {self.size}, got {' and '.join(map(str, sizes))}"
+        return None
+
+
+def requested(value: Any) -> tuple[str, ...] | None:
+    """The names to try in order, of an argument `implementation`; None means any."""
+    if value is None:
+        return None
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, tuple | list) or not names:
+        raise ValueError(f"implementation must be None, a name or a tuple of names, got {value!r}")
+    known = ("pallas", *PLATFORMS)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown implementation {name!r}; known are {known}")
+    return tuple(names)
+
+
+def asks_for_kernels(value: Any) -> bool:
+    """Whether an argument `implementation` names a kernel."""
+    names = requested(value) or ()
+    return any(PLATFORMS.get(name, "pallas") is not None for name in names)
+
+
+def choose(value: Any, mechanism: str, refusals: Mapping[str, Callable[[], str | None]]) -> Chosen:
+    """The implementations named that there are and that take the arguments, in order.
+
+    Args:
+      value: the argument `implementation`; None means "xla", and "pallas" all of `PALLAS`.
+      mechanism: for the message.
+      refusals: of each implementation that there is, what says why it does not take the arguments,
+        None if it does.
+
+    Raises:
+      NotImplementedError: there is none, with the reason of each.
+    """
+    chosen: list[str] = []
+    reasons = []
+    for name in requested(value) or ("xla",):
+        meant = PALLAS if name == "pallas" else (name,)
+        if not refusals.keys() & {*meant}:
+            reasons.append(f"{mechanism} has no {name!r} implementation")
+        for one in meant:
+            if one not in refusals:
+                continue
+            reason = refusals[one]()
+            if reason is None:
+                chosen.append(one)
+                if PLATFORMS[one] is None:
+                    return Chosen(tuple(chosen), _interpreted.get())
+            else:
+                reasons.append(f"the {one!r} implementation of {mechanism} {reason}")
+    if not chosen:
+        raise NotImplementedError("; ".join(reasons) + "; implementation='xla' takes these")
+    return Chosen(tuple(chosen), _interpreted.get())
+
+
+def on_platform(
+    chosen: Chosen, mechanism: str, forms: Mapping[str, Callable[..., Any]], *operands: Any
+) -> Any:
+    """`form(*operands)` of the first name whose platform is that which the program is lowered for.
+
+    Where there is none it is a `NotImplementedError` when the program is lowered.
+    """
+    names, interpreted = chosen
+    first = forms[names[0]]
+    if PLATFORMS[names[0]] is None or interpreted:
+        return first(*operands)
+    branches: dict[str, Callable[..., Any]] = {}
+    for name in names:
+        branches.setdefault(PLATFORMS[name] or "default", forms[name])
+    if "default" not in branches:
+        kernels = " and ".join(f"{name!r} on {PLATFORMS[name]}" for name in names)
+        message = f"{mechanism} runs by {kernels} alone; implementation='xla' runs anywhere"
+        from effattn.pallas.refused import refusing  # most programs have no kernels
+
+        branches["default"] = refusing(message, jax.eval_shape(first, *operands))
+    return lax.platform_dependent(*operands, **branches)

@@ -1,0 +1,575 @@
+"""What the kernels of block attention share: operands, which tiles are visited, and a tile's maths.
+
+A kernel's program has one tile of queries (or, for the gradients of keys and values, one of keys)
+and walks the tiles of the other side. Which those are is worked out before the kernel starts, as
+ranges for each tile: of all that causality, a window, lengths and packed documents leave, those
+that need no element rule lie in one run between others that do. A layout lists its tiles instead.
+
+Shapes: batch B (all batch dimensions together), query heads N, key heads K, queries T in nq tiles
+of t, keys S in nk tiles of s, head sizes H and Hv.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from effattn import dispatch, dropout
+from effattn.cores.block_attention import Operands, Rule
+from effattn.pallas.elements import Program, Unsupported
+
+_AT_ONCE = 128  # rows of tiles that are compared with all tiles of the other side
+NO_KEY = np.iinfo(np.int32).min  # the id of a key that nobody may attend to
+
+
+class Arrays(NamedTuple):
+    """The operands as kernels read them; None where absent.
+
+    Attributes:
+      query: `(B, T, N, H)`.
+      key: `(B, S, K, H)`.
+      value: `(B, S, K, Hv)`.
+      bias: `(#B, #N, #T, #S)`.
+      mask: int8 `(#B, #N, #T, #S)`.
+      scale: `(1,)`.
+      offset: int32 `(B or 1,)`, position of the first query.
+      query_positions, key_positions: int32 `(B, T)` and `(B, S)`, where tokens were gathered.
+      query_ids, key_ids: int32 `(B, T)` and `(B, S)`: equal ones may attend; queries without ids
+        have 1.
+      tables: of the programs of the plan, one after another, each flat.
+      walk: int32, which tiles are visited: see `Walk`.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+    mask: Any
+    scale: Any
+    offset: Any
+    query_positions: Any
+    key_positions: Any
+    query_ids: Any
+    key_ids: Any
+    tables: tuple[Any, ...] = ()
+    walk: tuple[Any, ...] = ()
+
+
+class At(NamedTuple):
+    """Where a tile is: scalars b and h, the others `(t, 1)` of queries and `(1, s)` of keys.
+
+    Or transposed, `(1, t)` and `(s, 1)`.
+
+    Attributes:
+      b: example.
+      h: query head.
+      i, j: positions.
+      column: the key's place in its array.
+    """
+
+    b: Any
+    h: Any
+    i: Any
+    j: Any
+    column: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known when a kernel is traced.
+
+    Attributes:
+      rule: what to compute.
+      tile: queries and keys of a tile.
+      lengths: T and S.
+      heads: N and K.
+      sizes: H and Hv.
+      layout_tile: that of the layout, a multiple of `tile`; None without one.
+      score: `(logit, b, h, i, j)`, the score_mod.
+      pattern: `(i, j, h)`, the element rule.
+      keep: `(b, h, i, j)`, of dropout.
+    """
+
+    rule: Rule
+    tile: tuple[int, int]
+    lengths: tuple[int, int]
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+    layout_tile: tuple[int, int] | None
+    score: Program | None
+    pattern: Program | None
+    keep: Program | None
+
+    @property
+    def group(self) -> int:
+        """G, the query heads of a key head."""
+        return self.heads[0] // self.heads[1]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """nq and nk."""
+        return -(-self.lengths[0] // self.tile[0]), -(-self.lengths[1] // self.tile[1])
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """Those that there are."""
+        all_three = {"score": self.score, "pattern": self.pattern, "keep": self.keep}
+        return {name: program for name, program in all_three.items() if program is not None}
+
+    def table_of_constant(self, number: int) -> int:
+        """Where among `Arrays.tables` the array is that the score_mod closes over."""
+        assert self.score is not None
+        own = len(self.score.tables) - self.score.arguments
+        return self.first_table["score"] + own + number
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """Those of `Arrays.tables` that have gradients."""
+        if self.score is None:
+            return ()
+        constants = self.score.tables[len(self.score.tables) - self.score.arguments :]
+        return tuple(
+            self.table_of_constant(number)
+            for number, table in enumerate(constants)
+            if jnp.issubdtype(table.dtype, jnp.floating)
+        )
+
+    @property
+    def first_table(self) -> dict[str, int]:
+        """Where each program's tables start among `Arrays.tables`."""
+        counts = [len(program.tables) for program in self.programs.values()]
+        return dict(zip(self.programs, np.cumsum([0, *counts]).tolist(), strict=False))
+
+
+def programs_of(rule: Rule, x: Operands, dtype: Any) -> dict[str, Program | None]:
+    """The functions of one element: score, pattern and keep; `Unsupported` if one cannot be run."""
+    number, index = jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), jnp.int32)
+    origin = rule.origin or (lambda *at: at)
+    score_mod, pattern, rate, seed = rule.score_mod, rule.pattern, rule.dropout_rate, x.seed
+    found: dict[str, Program | None] = dict.fromkeys(("score", "pattern", "keep"))
+    if score_mod is not None:
+
+        def score(constants, logit, *at):
+            return score_mod(constants, logit, *origin(*at)).astype(dtype)
+
+        found["score"] = Program.of(score, x.constants, number, *[index] * 4)
+    if pattern is not None:
+
+        def allows(_, i, j, h):
+            return pattern.allows(i, j, h)
+
+        found["pattern"] = Program.of(allows, (), *[index] * 3)
+    if rate and seed is not None:
+
+        def keep(tables, *at):
+            return dropout.keep(tables[0], rate, *origin(*at))
+
+        found["keep"] = Program.of(keep, (seed,), *[index] * 4)
+    return found
+
+
+def refusal(limits: dispatch.Limits, rule: Rule, x: Operands) -> str | None:
+    """Why a kernel of such limits does not take these, if so."""
+    dtypes = {a.dtype for a in (x.query, x.key, x.value)}
+    if len(dtypes) > 1:
+        return f"takes query, key and value of one dtype, got {', '.join(sorted(map(str, dtypes)))}"
+    if reason := limits.refusal(x.query.dtype, x.query.shape[-1], x.value.shape[-1]):
+        return reason
+    try:
+        programs_of(rule, x, jnp.float32)
+    except Unsupported as reason:
+        return f"cannot run its function of one element, which {reason}"
+    return None
+
+
+def arrange(rule: Rule, x: Operands, tile: tuple[int, int]) -> tuple[Plan, Arrays]:
+    """The plan and the arrays, all but the walk."""
+    queries, heads, size = x.query.shape[-3:]
+    keys, key_heads = x.key.shape[-3:-1]
+    plan = Plan(
+        rule=rule,
+        tile=tile,
+        lengths=(queries, keys),
+        heads=(heads, key_heads),
+        sizes=(size, x.value.shape[-1]),
+        layout_tile=None if x.layout is None else x.layout.tile,
+        **programs_of(rule, x, jnp.float32),
+    )
+    offset = x.offset if rule.offset is None else jnp.int32(rule.offset)
+    query_ids: Any = None
+    key_ids: Any = None
+    if x.segments is not None:
+        query_ids, key_ids = (ids.astype(jnp.int32) for ids in x.segments)
+        key_ids = jnp.where(key_ids == 0, NO_KEY, key_ids)
+    if x.key_mask is not None:
+        key_ids = jnp.where(x.key_mask, 1 if key_ids is None else key_ids, NO_KEY)
+    of_query, of_key = x.positions or (None, None)
+    mask = None if x.mask is None else x.mask.astype(jnp.int8)
+    tables = [table for program in plan.programs.values() for table in program.tables]
+    arrays = Arrays(
+        query=_one_batch(x.query, 3),
+        key=_one_batch(x.key, 3),
+        value=_one_batch(x.value, 3),
+        bias=_pairs(x.bias, x.query.shape[:-3]),
+        mask=_pairs(mask, x.query.shape[:-3]),
+        scale=None if x.scale is None else x.scale.reshape(1).astype(jnp.float32),
+        offset=jnp.asarray(offset, jnp.int32).reshape(-1),
+        query_positions=_one_batch(of_query, 1),
+        key_positions=_one_batch(of_key, 1),
+        query_ids=_one_batch(query_ids, 1),
+        key_ids=_one_batch(key_ids, 1),
+        tables=tuple(
+            t.reshape(-1).astype(jnp.int32 if t.dtype == jnp.bool_ else t.dtype) for t in tables
+        ),
+    )
+    return plan, arrays
+
+
+def _one_batch(array, rest):
+    """`(*B, ...)` with `rest` more axes to `(B, ...)`."""
+    if array is None:
+        return None
+    return array.reshape(math.prod(array.shape[: array.ndim - rest]), *array.shape[-rest:])
+
+
+def _pairs(array, batch):
+    """`(*#B, #K, #G, #T, #S)` to `(#B, #N, #T, #S)`."""
+    if array is None:
+        return None
+    *lead, key_heads, group, queries, keys = array.shape
+    if math.prod(lead) not in (1, math.prod(batch)):
+        array = jnp.broadcast_to(array, (*batch, key_heads, group, queries, keys))
+    return array.reshape(-1, key_heads * group, queries, keys)
+
+
+# Which tiles are visited
+
+
+class Walk(NamedTuple):
+    """The tiles that a program visits: those that need the element rule, then those that do not.
+
+    Attributes:
+      masked: how many need it.
+      whole: how many do not.
+      masked_tile: `(m) -> tile`, the m-th of those that need it.
+      whole_tile: the same of the others.
+    """
+
+    masked: Any
+    whole: Any
+    masked_tile: Callable[[Any], Any]
+    whole_tile: Callable[[Any], Any]
+
+
+def walk_arrays(plan: Plan, arrays: Arrays, layout: Any, *, of_keys: bool) -> tuple[jax.Array, ...]:
+    """The arrays that `walk` reads: of each tile of queries, or if `of_keys` of keys.
+
+    Either `(B or 1, 1, n, 4)`: first tile, one past the last, and the same of those within that
+    need no element rule. Or a layout's counts and indices.
+    """
+    if layout is None:
+        return (_ranges(plan, arrays, of_keys)[:, None],)
+    layout = layout.transpose() if of_keys else layout
+
+    def by_head(array, axes):
+        array = jnp.asarray(array)
+        lead, rest = array.shape[: array.ndim - axes], array.shape[array.ndim - axes :]
+        *batch, heads = lead if lead else (1,)
+        if math.prod(batch) not in (1, arrays.query.shape[0]):
+            raise AssertionError("a layout has as many examples as the query, or one")
+        return array.reshape(math.prod(batch), heads, *rest)
+
+    none = np.zeros((1, 1, layout.grid[0], 1), np.int32)
+    lists = (
+        by_head(array, 2) if array.shape[-1] else none
+        for array in (layout.partial_indices, layout.full_indices)
+    )
+    return (by_head(layout.partial_counts, 1), by_head(layout.full_counts, 1), *lists)
+
+
+def walk(plan: Plan, read: Callable, walk: tuple[Any, ...], b, k, n, *, of_keys: bool) -> Walk:
+    """What tile n of example b and key head k visits.
+
+    `read(array, *index)` reads an entry; indices along axes of size 1 are 0.
+    """
+
+    def entry(array, *index):
+        pairs = zip(index, array.shape, strict=True)
+        return read(array, *(0 if size == 1 else at for at, size in pairs))
+
+    if len(walk) == 1:
+        low, high, first, stop = (entry(walk[0], b, k, n, c) for c in range(4))
+        run = stop - first
+        return Walk(
+            high - low - run,
+            run,
+            lambda m: jnp.where(low + m < first, low + m, low + m + run),
+            lambda m: first + m,
+        )
+    partial, full, partial_tiles, full_tiles = walk
+    # A tile of the layout is several of the kernel's.
+    assert plan.layout_tile is not None
+    row, column = (
+        of_layout // own for of_layout, own in zip(plan.layout_tile, plan.tile, strict=True)
+    )
+    row, column = (column, row) if of_keys else (row, column)
+
+    def tile(tiles, m):
+        # Not %, which is several operations more, for numbers below zero.
+        m, part = lax.div(m, np.int32(column)), lax.rem(m, np.int32(column))
+        return entry(tiles, b, k, lax.div(n, np.int32(row)), m) * column + part
+
+    return Walk(
+        entry(partial, b, k, lax.div(n, np.int32(row))) * column,
+        entry(full, b, k, lax.div(n, np.int32(row))) * column,
+        functools.partial(tile, partial_tiles),
+        functools.partial(tile, full_tiles),
+    )
+
+
+class _Ids(NamedTuple):
+    """Of each tile, `(B or 1, n)`: the least and the greatest id of its tokens.
+
+    Attributes:
+      all: of all tokens.
+      of_documents: of those that are not padding.
+    """
+
+    all: tuple[Any, Any]
+    of_documents: tuple[Any, Any]
+
+
+class _Side(NamedTuple):
+    """What is known of each tile of queries, or of keys, `(B or 1, n)`.
+
+    Attributes:
+      positions: the least and the greatest.
+      ids: of its tokens; None without ids.
+      ends: it is the last one, and reaches past the length.
+    """
+
+    positions: tuple[Any, Any]
+    ids: _Ids | None
+    ends: Any
+
+
+def _ranges(plan, x, of_keys):
+    """int32 `(B or 1, n, 4)`: O(nq nk) comparisons, of `_AT_ONCE` rows of tiles at a time."""
+    sides = _sides(plan, x)
+    own, other = sides[::-1] if of_keys else sides
+
+    def of_tile(tile):
+        tile = jax.tree.map(lambda a: a[..., None], tile)
+        return _range(plan, x, *((other, tile) if of_keys else (tile, other)))
+
+    rows = jax.tree.map(lambda a: jnp.moveaxis(a, -1, 0), own)
+    return jnp.moveaxis(lax.map(of_tile, rows, batch_size=_AT_ONCE), 0, 1)
+
+
+def _range(plan, x, of_query: _Side, of_key: _Side):
+    """The four numbers of one tile; each side has one tile, or all that it may visit."""
+    rule = plan.rule
+    (first_i, last_i), (first_j, last_j) = of_query.positions, of_key.positions
+    possible = (last_i >= first_i) & (last_j >= first_j)
+    whole = possible & ~of_key.ends & (x.mask is None and rule.pattern is None)
+    if rule.right is not None:
+        possible &= first_j <= last_i + rule.right
+        whole &= last_j <= first_i + rule.right
+    if rule.left is not None:
+        possible &= last_j >= first_i - rule.left
+        whole &= first_j >= last_i - rule.left
+    if of_query.ids is not None and of_key.ids is not None:
+        (low_i, high_i), (low_j, high_j) = of_query.ids.all, of_key.ids.all
+        whole &= (low_i == high_i) & (low_j == high_j) & (low_i == low_j)
+        # Padding lies in no run of ascending ids.
+        (low_i, high_i), (low_j, high_j) = of_query.ids.of_documents, of_key.ids.of_documents
+        possible &= (low_j <= high_i) & (high_j >= low_i)
+    whole &= possible
+    tiles = possible.shape[-1]
+    index = jnp.arange(tiles, dtype=jnp.int32)
+    low = jnp.min(jnp.where(possible, index, tiles), -1)
+    high = jnp.max(jnp.where(possible, index + 1, 0), -1)
+    first = jnp.min(jnp.where(whole, index, tiles), -1)
+    past = jnp.where(~whole & (index > first[..., None]), index, tiles)
+    stop = jnp.where(first < tiles, jnp.min(past, -1), tiles)
+    found = jnp.minimum(low, high), high, jnp.minimum(first, high), jnp.minimum(stop, high)
+    return jnp.stack(found, -1).astype(jnp.int32)
+
+
+def _sides(plan, x) -> tuple[_Side, _Side]:
+    ids = x.query_ids
+    if x.key_ids is not None and ids is None:
+        ids = jnp.ones((1, plan.lengths[0]), jnp.int32)
+    sides = []
+    for axis, (positions, ids_of_axis, absent) in enumerate(
+        zip(_positions(plan, x), (ids, x.key_ids), (0, NO_KEY), strict=True)
+    ):
+        size, tiles = plan.tile[axis], plan.grid[axis]
+        ids_of_tiles = None
+        if ids_of_axis is not None:
+            extents = _extents(ids_of_axis, size), _extents(ids_of_axis, size, absent)
+            ids_of_tiles = _Ids(*extents)
+        ends = (jnp.arange(tiles) == tiles - 1) & (plan.lengths[axis] % size != 0)
+        sides.append(_Side(positions, ids_of_tiles, ends[None]))
+    return sides[0], sides[1]
+
+
+def _positions(plan, x):
+    """The first and last position of each tile of queries, and of keys: `(B or 1, n)` each."""
+    for positions, length, size, start in (
+        (x.query_positions, plan.lengths[0], plan.tile[0], x.offset[:, None]),
+        (x.key_positions, plan.lengths[1], plan.tile[1], jnp.zeros((1, 1), jnp.int32)),
+    ):
+        if positions is not None:
+            yield _extents(positions, size)
+        else:
+            first = jnp.arange(0, length, size, dtype=jnp.int32)
+            yield start + first, start + jnp.minimum(first + size, length) - 1
+
+
+def _extents(array, size, absent=None):
+    """The least and the greatest of each tile of `(B, L)`, of what is not absent."""
+    widths = [(0, 0), (0, -array.shape[1] % size)]
+    tiles = jnp.pad(array, widths, mode="edge").reshape(len(array), -1, size)
+    limits = np.iinfo(np.int32)
+    low, high = (
+        (tiles, tiles)
+        if absent is None
+        else (jnp.where(tiles == absent, m, tiles) for m in (limits.max, limits.min))
+    )
+    return low.min(-1), high.max(-1)
+
+
+# The maths of a tile
+
+
+def lookups(plan: Plan, name: str, load: Callable, *scalars: Any) -> list[tuple]:
+    """What a program reads of its tables on a tile: `(table, entries, values)` of each read."""
+    found: list[tuple] = []
+    first = plan.first_table[name]
+
+    def lookup(number, at):
+        value = load(first + number, at)
+        found.append((number, at, value))
+        return value
+
+    plan.programs[name].run(lookup, *scalars)
+    return found
+
+
+def run(plan: Plan, name: str, load: Callable, *scalars: Any) -> Any:
+    """A program on a tile; `load(table, at)` reads the entries `at` of `Arrays.tables[table]`."""
+    first = plan.first_table[name]
+    return plan.programs[name].run(lambda number, at: load(first + number, at), *scalars)[0]
+
+
+def scores(plan: Plan, at: At, products, bias, scale, read: list) -> jax.Array:
+    """The logits of a tile, before any mask; `read` are the values of `lookups`."""
+    rule = plan.rule
+    logits = products * (rule.scale if scale is None else scale)
+    if bias is not None:
+        logits = logits + bias.astype(logits.dtype)
+    if rule.soft_cap is not None:
+        logits = rule.soft_cap * jnp.tanh(logits / rule.soft_cap)
+    if plan.score is not None:
+        values = iter(read)
+        (logits,) = plan.score.run(lambda *_: next(values), logits, at.b, at.h, at.i, at.j)
+    return logits
+
+
+def allowed(plan: Plan, at: At, query_ids, key_ids, mask, load: Callable, *, whole: bool) -> Any:
+    """Which pairs of a tile may attend; None for all.
+
+    A tile of a layout that is `whole` still obeys what holds for all tiles.
+    """
+    rule, conditions = plan.rule, []
+    everywhere = plan.layout_tile is not None
+    if everywhere or not whole:
+        if rule.right is not None:
+            conditions.append(at.j <= at.i + rule.right)
+        if rule.left is not None:
+            conditions.append(at.j >= at.i - rule.left)
+        if key_ids is not None:
+            conditions.append(key_ids == (1 if query_ids is None else query_ids))
+        if mask is not None:
+            conditions.append(mask != 0)
+        if plan.lengths[1] % plan.tile[1]:
+            conditions.append(at.column < plan.lengths[1])
+    if not whole and plan.pattern is not None:
+        conditions.append(run(plan, "pattern", load, at.i, at.j, at.h))
+    return functools.reduce(lambda a, b: a & b, conditions) if conditions else None
+
+
+def masked(logits, allowed) -> jax.Array:
+    """The logits, -inf where a pair may not attend."""
+    return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+
+
+def dropped(plan: Plan, at: At, weights, load: Callable) -> jax.Array:
+    """The weights after dropout; being linear, also its pull-back."""
+    if plan.keep is None:
+        return weights
+    keep = run(plan, "keep", load, at.b, at.h, at.i, at.j)
+    return jnp.where(keep, weights / (1 - plan.rule.dropout_rate), 0.0)
+
+
+def gradients(plan: Plan, at: At, logits, rows, d_weights, load: Callable) -> tuple:
+    """The weights after dropout and the gradient of the logits.
+
+    Args:
+      plan: what to compute.
+      at: where the tile is.
+      logits: masked.
+      rows: the log-sum-exp, finite, and dO . O - dL, broadcast along the keys.
+      d_weights: dO V^T.
+      load: as `run` takes.
+    """
+    lse, shared = rows
+    weights = jnp.exp(logits - lse)
+    d_logits = weights * (dropped(plan, at, d_weights, load) - shared)
+    return dropped(plan, at, weights, load), d_logits
+
+
+class Softmax(NamedTuple):
+    """The rows of a tile so far: the largest logit, the sum of weights, and of values `(t, Hv)`.
+
+    The first two are `(t)`, or `(t, 1)` where a compiler keeps both axes.
+    """
+
+    largest: jax.Array
+    total: jax.Array
+    mixed: jax.Array
+
+    @classmethod
+    def start(cls, rows: int, size: int, *, keepdims: bool = False) -> "Softmax":
+        """Of rows that have seen nothing; finite, so that they subtract no infinities."""
+        shape = (rows, 1) if keepdims else (rows,)
+        lowest = jnp.full(shape, np.finfo(np.float32).min, jnp.float32)
+        zeros = jnp.zeros(shape, jnp.float32)
+        return cls(lowest, zeros, jnp.zeros((rows, size), jnp.float32))
+
+    def seeing(self, logits: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> "Softmax":
+        """With one more tile; `mix(weights)` is its weighted sum of values `(t, Hv)`."""
+        keepdims = self.largest.ndim == 2
+        largest = jnp.maximum(self.largest, jnp.max(logits, 1, keepdims=keepdims))
+        weights = jnp.exp(logits - _column(largest))
+        decay = jnp.exp(self.largest - largest)
+        total = self.total * decay + jnp.sum(weights, 1, keepdims=keepdims)
+        return Softmax(largest, total, self.mixed * _column(decay) + mix(weights))
+
+    def finish(self) -> tuple[jax.Array, jax.Array]:
+        """The output and the log-sum-exp: zeros and -inf for a row that has seen nothing."""
+        total = jnp.where(self.total == 0, 1.0, self.total)
+        lse = jnp.where(self.total == 0, -jnp.inf, self.largest + jnp.log(total))
+        return self.mixed / _column(total), lse
+
+
+def _column(rows):
+    """`(t, 1)` of `(t)`, or of equal columns."""
+    return rows[:, None] if rows.ndim == 1 else rows[:, :1]

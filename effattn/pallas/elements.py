@@ -1,0 +1,186 @@
+"""Functions of one element, such as a `score_mod`, run on a tile inside a kernel.
+
+They are written on scalars, `f(logit, b, h, i, j)`, and may read tables, `slopes[h]`. Compilers of
+kernels neither map functions nor gather from arrays in registers, so `Program` traces the function
+once, evaluates what is elementwise on whole tiles, and turns every read of a table into a load.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# What Pallas lowers for every kind of device that there is a kernel for.
+ELEMENTWISE = frozenset(
+    "abs add and atan2 ceil clamp convert_element_type cos div eq exp exp2 floor ge gt "
+    "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem rsqrt "
+    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square sub tanh "
+    "xor".split()
+)
+# What leaves one number as it is: of a table with one entry, reading it too.
+_SAME_NUMBER = "squeeze", "reshape", "broadcast_in_dim", "copy", "dynamic_slice", "slice"
+_CALLS = "jit", "pjit", "closed_call"
+_MOST_ENTRIES = 4096  # of a table
+
+Lookup = Callable[[int, jax.Array], jax.Array]
+
+
+class Unsupported(Exception):
+    """A kernel cannot evaluate the function; the message says what it does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A traced function of scalars.
+
+    Attributes:
+      closed: its jaxpr; the first arguments are tables, the others scalars.
+      tables: arrays that it reads: those it closes over that are not traced, then its arguments.
+      arguments: how many of the tables are its arguments.
+    """
+
+    closed: Any
+    tables: tuple[jax.Array, ...]
+    arguments: int
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], tables: Sequence[Any], *scalars: Any) -> "Program":
+        """Of `function(tables, *scalars)`; the scalars are given by shape and dtype.
+
+        Raises:
+          Unsupported: what it does cannot be done on tiles.
+        """
+        closed = jax.make_jaxpr(function)(tuple(tables), *scalars)
+        consts = tuple(jnp.asarray(c) for c in closed.consts)
+        program = cls(closed, (*consts, *tables), len(tables))
+        largest = max((table.size for table in program.tables), default=0)
+        if largest > _MOST_ENTRIES:
+            raise Unsupported(f"reads a table of {largest} entries, more than {_MOST_ENTRIES}")
+
+        def lookup(number, at):
+            return jnp.zeros(at.shape, program.tables[number].dtype)
+
+        jax.eval_shape(functools.partial(program.run, lookup), *scalars)
+        return program
+
+    def run(self, lookup: Lookup, *scalars: jax.Array) -> list[jax.Array]:
+        """The results of the function on arrays that broadcast against each other.
+
+        `lookup(number, at)` reads the entries `at` of table `number`, all of whose axes are one.
+        """
+        views = [_View.whole(number, table) for number, table in enumerate(self.tables)]
+        read = functools.partial(_evaluate, self.closed.jaxpr, lookup)
+        return read([*views, *scalars])
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """A table of which some axes have been indexed.
+
+    Attributes:
+      number: which table.
+      shape: of the whole table.
+      fixed: the index along each axis of the table, None where there is none yet.
+      axes: the axes of the table that the view has.
+      dtype: what the entries are converted to.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    fixed: tuple[Any, ...]
+    axes: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def whole(cls, number, table):
+        dims = table.shape
+        fixed = tuple(jnp.int32(0) if size == 1 else None for size in dims)
+        return cls(number, dims, fixed, tuple(range(len(dims))), table.dtype)
+
+    def at(self, starts, sizes):
+        """Along each axis one entry, or all of them."""
+        fixed = list(self.fixed)
+        for axis, start, size in zip(self.axes, starts, sizes, strict=True):
+            if fixed[axis] is None and size == 1:
+                fixed[axis] = jnp.clip(start, 0, self.shape[axis] - 1)
+            elif fixed[axis] is None and size != self.shape[axis]:
+                raise Unsupported("reads a table by slices; it may read entries")
+        return dataclasses.replace(self, fixed=tuple(fixed))
+
+    def squeezed(self, dimensions):
+        axes = tuple(axis for place, axis in enumerate(self.axes) if place not in dimensions)
+        return dataclasses.replace(self, axes=axes)
+
+    def read(self, lookup):
+        """The entry, once all axes are indexed."""
+        if any(index is None for index in self.fixed):
+            return self
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        at = jnp.int32(0)
+        for index, stride in zip(self.fixed, strides, strict=True):
+            at = at + index.astype(jnp.int32) * np.int32(stride)
+        return lookup(self.number, at).astype(self.dtype)
+
+
+def _evaluate(jaxpr, lookup, values):
+    env: dict[Any, Any] = {}
+
+    def get(atom):
+        if hasattr(atom, "val"):
+            return jnp.asarray(atom.val, atom.aval.dtype)
+        value = env[atom]
+        return value.read(lookup) if isinstance(value, _View) else value
+
+    env.update(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
+    for eqn in jaxpr.eqns:
+        name, read = eqn.primitive.name, [get(atom) for atom in eqn.invars]
+        if name in _CALLS:
+            inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+            consts = [_View.whole(-1, c) if np.ndim(c) else jnp.asarray(c) for c in inner.consts]
+            if any(isinstance(c, _View) for c in consts):
+                raise Unsupported("reads a table inside an inner function")
+            env.update(
+                zip(eqn.outvars, _evaluate(inner.jaxpr, lookup, [*consts, *read]), strict=True)
+            )
+            continue
+        if isinstance(read[0] if read else None, _View):
+            result = _of_view(eqn, *read)
+        elif any(isinstance(value, _View) for value in read):
+            raise Unsupported("computes with a whole table; it may read entries")
+        elif name in _SAME_NUMBER and math.prod(eqn.outvars[0].aval.shape) == 1:
+            result = read[0]
+        elif name in ELEMENTWISE and not eqn.primitive.multiple_results:
+            shape = jnp.broadcast_shapes(*(value.shape for value in read))
+            same = (jnp.broadcast_to(v, shape) if v.shape != shape else v for v in read)
+            result = eqn.primitive.bind(*same, **eqn.params)
+        else:
+            raise Unsupported(
+                f"calls {name!r}; kernels have elementwise functions and table[index]"
+            )
+        env[eqn.outvars[0]] = result
+    return [get(atom) for atom in jaxpr.outvars]
+
+
+def _of_view(eqn, view, *indices):
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dynamic_slice":
+        return view.at(indices, params["slice_sizes"])
+    if name == "slice" and params["strides"] is None:
+        starts, limits = params["start_indices"], params["limit_indices"]
+        sizes = [stop - start for start, stop in zip(starts, limits, strict=True)]
+        return view.at([jnp.int32(start) for start in starts], sizes)
+    if name == "squeeze":
+        return view.squeezed(params["dimensions"])
+    if name == "convert_element_type":
+        return dataclasses.replace(view, dtype=params["new_dtype"])
+    if name == "gather":
+        numbers = params["dimension_numbers"]
+        if len(view.axes) == 1 and params["slice_sizes"] == (1,) and not numbers.offset_dims:
+            if "CLIP" in str(params["mode"]) or "PROMISE" in str(params["mode"]):
+                return view.at(indices, (1,))
+    raise Unsupported(f"calls {name!r} on a table; kernels have table[index]")

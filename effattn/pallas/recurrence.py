@@ -1,0 +1,278 @@
+"""The linear recurrence by kernels: what is around them, whichever device they are for.
+
+Terms are made once for the whole sequence, by XLA, in the dtype of the sums, and the kernels see
+arrays. What they save to meet again is the state at every `BLOCK` tokens, and in the backward its
+gradient there; from these all blocks are done in parallel. With S_t the state, G_t its gradient
+from what reads it at t or later, and dy_t that of the output,
+
+    y_t = S_t^T q_t    dq_t = S_t dy_t    dk_t = G_t v_t    dv_t = G_t^T k_t
+    G_t = exp(w_(t+1)) G_(t+1) + q_t dy_t^T
+
+so the same walk that makes states of keys and values makes their gradients, the other way round, of
+queries and dy. What token j writes and token i reads decays at every token t in between, and is in
+the gradient of each of these log decays; it is in q_i dq_i, and in k_j dk_j. Summed over the tokens
+from t to the end of the block, q dq - k dk keeps of all pairs within the block those on both sides
+of t, and the sum over values of S * G at that end adds those that are read later. So sums have at
+most `BLOCK` terms, in float32, where one over the whole sequence would lose what is small. What a
+query reads of its own token never decays, may be larger than all else, and is left out of both.
+
+A document starts with a log decay of -inf: all kernels exponentiate sums of log decays, and take no
+difference of them, so that is as good a number as any.
+
+Shapes: batch B, tokens T, N query, K key and V value heads, `max(N, V)` heads of the output; F
+features, values of D with the one of a normalised recurrence; n blocks of `BLOCK` tokens.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn.cores.linear_recurrence import Operands, Rule, clear, masked_terms, normalize
+
+BLOCK = 64  # tokens from one saved state to the next
+LARGEST = 256  # features, or values
+
+
+class Arrays(NamedTuple):
+    """What is summed, float32; the decay is None where nothing decays.
+
+    Attributes:
+      query: `(B, T, N, F)`.
+      key: `(B, T, K, F)`.
+      value: `(B, T, V, D)`.
+      log_decay: `(B, T, V)`, or where V is K also `(B, T, K, F)`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    log_decay: jax.Array | None
+
+    @property
+    def heads(self) -> int:
+        """Of the output."""
+        return max(self.query.shape[2], self.value.shape[2])
+
+
+class How(NamedTuple):
+    """How kernels run: the precision of their products, and whether they are interpreted."""
+
+    precision: lax.Precision
+    interpreted: bool
+
+
+class Kernels(NamedTuple):
+    """What there is for a device; the first argument of all, not listed here, is `How`.
+
+    Attributes:
+      states: `(arrays, state (B, V, F, D)) -> (B, V, n + 1, F', D')`, before each block and last;
+        zeros fill features and values up to what suits the device.
+      gradients_of_states: `(arrays, d_out (B, T, heads, D), d_state) -> (B, V, n + 1, F', D')`,
+        from what reads them in later blocks.
+      read: `(arrays, states) -> (B, T, heads, D)`.
+      d_query: `(arrays, states, d_out) -> (B, T, heads, F)`; where there are decays, without what a
+        query reads of its own token.
+      d_key_value: `(arrays, gradients of states, d_out) -> (B, T, V, F), (B, T, V, D)`; the first
+        likewise.
+    """
+
+    states: Callable[..., jax.Array]
+    gradients_of_states: Callable[..., jax.Array]
+    read: Callable[..., jax.Array]
+    d_query: Callable[..., jax.Array]
+    d_key_value: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def refusal(rule: Rule, x: Operands) -> str | None:
+    """Why no kernel takes these, if so."""
+    terms = jax.eval_shape(rule.terms, x.parameters, x.queries, x.keys)
+    dtypes = {array.dtype for array in jax.tree.leaves((x.queries, x.keys))}
+    features, values = x.state.shape[-2:]
+    if terms.recalled is not None:
+        return "takes recurrences that only add to the state, not the delta form"
+    if x.state.dtype != jnp.float32:
+        return f"takes float32, bfloat16 and float16, got {_widest(dtypes)}"
+    if max(features, values) > LARGEST:
+        return (
+            f"takes up to {LARGEST} features and values (with one more of a normaliser), got "
+            f"{features} and {values}"
+        )
+    if 0 in (*x.state.shape, *terms.query.shape):
+        return f"takes at least one token, got queries of shape {terms.query.shape}"
+    return _refused_precision(rule.precision)
+
+
+def _widest(dtypes):
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def _refused_precision(precision):
+    """Kernels know the precisions of hardware, not all that XLA has algorithms for."""
+    try:
+        for one in _each(precision):
+            lax.Precision(one)
+    except ValueError:
+        return f"takes a precision of jax.lax.Precision, got {precision!r}"
+    return None
+
+
+def precision_of(rule: Rule, x: Operands) -> lax.Precision:
+    """Of the products: full float32 where queries or outputs are, which the default would round.
+
+    What has 16 bits keeps them in TensorFloat-32, or in passes of bfloat16.
+    """
+    dtypes = [array.dtype for array in jax.tree.leaves(x.queries)]
+    wide = any(jnp.dtype(dtype).itemsize > 2 for dtype in (rule.dtype, *dtypes))
+    asked = {lax.Precision(one) for one in _each(rule.precision)}
+    return lax.Precision.HIGHEST if wide else max(asked, key=lambda one: one.value)
+
+
+def _each(precision):
+    return precision if isinstance(precision, tuple) else (precision,)
+
+
+def forward(kernels: Kernels, rule: Rule, x: Operands):
+    """`((output, state), saved)`; nothing is saved, to be computed again from the arguments."""
+    how = How(precision_of(rule, x), rule.implementations.interpreted)
+    arrays, own = _summed(rule, x, x.parameters, x.queries, x.keys)
+    states = kernels.states(how, arrays, _one_batch(x.state, 3))
+    output = _output(rule, x, kernels.read(how, arrays, states), own)
+    return (output, _like_state(x, states[:, :, -1])), None
+
+
+def backward(
+    kernels: Kernels, rule: Rule, x: Operands, saved: None, d_output: jax.Array, d_state: jax.Array
+) -> Operands:
+    """The gradients of all but `tokens`."""
+    how = How(precision_of(rule, x), rule.implementations.interpreted)
+
+    def summed(*arguments):
+        return _summed(rule, x, *arguments)
+
+    (arrays, own), to_arguments = jax.vjp(summed, x.parameters, x.queries, x.keys)
+    states = kernels.states(how, arrays, _one_batch(x.state, 3))
+    if rule.normalized:
+        read = kernels.read(how, arrays, states)
+    else:  # its value has no part in the gradient
+        shape = (*arrays.query.shape[:2], arrays.heads, x.state.shape[-1])
+        read = jnp.zeros_like(arrays.query, shape=shape)
+    _, to_read = jax.vjp(functools.partial(_output, rule, x), read, own)
+    d_read, d_own = to_read(d_output)
+    co_states = kernels.gradients_of_states(how, arrays, d_read, _one_batch(d_state, 3))
+    d_query = kernels.d_query(how, arrays, states, d_read)
+    d_key, d_value = kernels.d_key_value(how, arrays, co_states, d_read)
+    d_log_decay = None
+    if arrays.log_decay is not None:
+        d_log_decay = _d_log_decay(arrays, states, co_states, d_query, d_key)
+        of_query, of_key = _own(arrays, d_read)
+        d_query, d_key = d_query + of_query, d_key + of_key
+    d_arrays = Arrays(
+        _over_shares(d_query, arrays.query), _over_shares(d_key, arrays.key), d_value, d_log_decay
+    )
+    d_parameters, d_queries, d_keys = to_arguments((d_arrays, d_own))
+    return Operands(
+        parameters=d_parameters,
+        state=_like_state(x, co_states[:, :, 0]),
+        queries=d_queries,
+        keys=d_keys,
+        tokens=None,
+    )
+
+
+def _summed(rule, x, parameters, queries, keys) -> tuple[Arrays, jax.Array | None]:
+    """The terms, with -inf for the decay of a document's first token.
+
+    With a bonus also what each query reads of its own token. The kernels' queries read the state
+    after a token: those that read the one before are given to the token before theirs, of which
+    there is one more at the start, and to the last token a query that nobody asked.
+    """
+    terms = masked_terms(rule, parameters, queries, keys, x.tokens, x.state.dtype)
+    log_decay, starts = terms.log_decay, x.tokens.starts
+    if starts is not None:
+        if log_decay is None:
+            log_decay = jnp.zeros(terms.value.shape[:-1], x.state.dtype)
+        of_heads = starts.reshape(*starts.shape, *(1,) * (log_decay.ndim - starts.ndim))
+        log_decay = jnp.where(of_heads, -jnp.inf, log_decay)
+    if log_decay is not None:
+        log_decay = _one_batch(log_decay, log_decay.ndim - terms.key.ndim + 3)
+    query, key, value = (_one_batch(x, 3) for x in (terms.query, terms.key, terms.value))
+    if terms.bonus is None:
+        return Arrays(query, key, value, log_decay), None
+    heads, (batch, length, key_heads, features) = query.shape[2], key.shape
+    by_key = query.reshape(batch, length, key_heads, -1, features)
+    weights = jnp.sum(by_key * (terms.bonus * key)[:, :, :, None], -1).reshape(*query.shape[:-1])
+    outputs = max(heads, value.shape[2])
+    own = _repeated(weights, outputs)[..., None] * _repeated(value, outputs)
+    if starts is not None:
+        query = jnp.where(_one_batch(starts, 1)[..., None, None], 0, query)
+    key, value, log_decay = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)]), (key, value, log_decay)
+    )
+    query = jnp.pad(query, [(0, 0), (0, 1), (0, 0), (0, 0)])
+    return Arrays(query, key, value, log_decay), own
+
+
+def _repeated(x, heads):
+    """Heads `(B, T, heads, ...)` of which each is shared."""
+    return jnp.repeat(x, heads // x.shape[2], 2)
+
+
+def _one_batch(x, kept):
+    """`(*B, ...)` as `(B, ...)`, of which the last `kept` axes are no batch."""
+    return x.reshape(-1, *x.shape[x.ndim - kept :])
+
+
+def _like_state(x, state):
+    """`(*B, V, F, D)` of `(B, V, F', D')`."""
+    features, values = x.state.shape[-2:]
+    return state[..., :features, :values].reshape(x.state.shape)
+
+
+def _output(rule, x, read, own):
+    """`(*B, T, heads, D)` in the dtype of the output, of `(B, T, heads, D)` as read."""
+    if own is not None:
+        read = read[:, :-1] + own
+    output = read.reshape(*x.state.shape[:-3], *read.shape[1:])
+    output = normalize(output) if rule.normalized else output
+    return clear(output, x.tokens.query_mask).astype(rule.dtype)
+
+
+def _over_shares(gradient, like):
+    """The sum over heads `(B, T, heads, F)` of those that shared one of `like`."""
+    return gradient.reshape(*like.shape[:3], -1, like.shape[3]).sum(3)
+
+
+def _own(arrays, d_read):
+    """Of the queries of all heads, and of keys for all value heads: from queries of own tokens."""
+    heads = arrays.heads
+    query, key, value = (_repeated(x, heads) for x in arrays[:3])
+    weight = jnp.sum(d_read * value, -1, keepdims=True)
+    of_key = weight * query
+    return weight * key, of_key.reshape(*arrays.value.shape[:3], -1, query.shape[-1]).sum(3)
+
+
+def _d_log_decay(arrays, states, co_states, d_query, d_key):
+    """As the docstring of this file says; zeros where the decay forgets all."""
+    batch, length, heads, _ = arrays.value.shape
+    by_feature = arrays.log_decay.ndim == 4
+
+    def products(array, gradient):
+        shared = array[:, :, :, None] * gradient.reshape(*array.shape[:3], -1, array.shape[3])
+        return shared.reshape(batch, length, heads, -1, array.shape[3]).sum(3)
+
+    crossing = products(arrays.query, d_query) - products(arrays.key, d_key)
+    at_end = jnp.sum(states[:, :, 1:] * co_states[:, :, 1:], -1)  # (B, V, n, F')
+    at_end = at_end[..., : arrays.key.shape[-1]]
+    if not by_feature:
+        crossing, at_end = crossing.sum(-1, keepdims=True), at_end.sum(-1, keepdims=True)
+    blocks, size = at_end.shape[2], crossing.shape[-1]
+    crossing = jnp.pad(crossing, ((0, 0), (0, blocks * BLOCK - length), (0, 0), (0, 0)))
+    crossing = crossing.reshape(batch, blocks, BLOCK, heads, size)
+    later = lax.cumsum(crossing, axis=2, reverse=True) + jnp.moveaxis(at_end, 1, 2)[:, :, None]
+    gradient = later.reshape(batch, blocks * BLOCK, heads, size)[:, :length]
+    gradient = gradient if by_feature else gradient[..., 0]
+    return jnp.where(jnp.isneginf(arrays.log_decay), 0, gradient)

@@ -1,0 +1,542 @@
+"""The linear recurrence for GPUs, lowered by Triton (Ampere and later).
+
+A program holds one tile of the state, at most 64 features by 64 values, in registers, as float32:
+16 KB, and no operand of its products is larger. Triton keeps up to four of them in shared memory,
+so that every kernel fits in the 99 KB of small cards. All that is computed is a sum over tiles:
+over those of features what is read and the gradients of values, over those of values the gradients
+of queries and keys. Each program gives its share, and shares are added after: there are no atomics,
+and the order of every sum is fixed.
+
+There are two kinds of kernel. `_walk` and `_walk_back` go through the sequence by blocks of 64
+tokens, and save the state, or its gradient, between them: 16 KB of it to the 32 KB of keys and
+values that they read. They do one product a block and are alone in being sequential, so nothing
+else is in them. The others (`_read_block`, `_d_query_block`, `_d_key_value_block`) take one block
+each, all at once, and walk over its chunks from what was saved at its start, or end.
+
+With no decay, or one of each token, a chunk is one masked product of 32 tokens: for 64 the backward
+would have two products of 64 x 64 and four operands alive at a time, all the shared memory of a
+small card and more registers than there are. With decays of features, products decay inside the sum
+over features. There a chunk is 16 tokens, and for each of them a loop adds a column of products in
+float32: 16 exponentials for each token and feature, which takes about the time in which memory
+delivers the token, and none of their logarithms is a difference.
+
+The decay from one token to another is the exponential of the sum of what lies between, by a scan of
+masked log decays or a running sum.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from effattn import dispatch
+from effattn.cores.linear_recurrence import Operands, Rule
+from effattn.pallas import recurrence
+from effattn.pallas.recurrence import BLOCK, Arrays, How
+from effattn.xla import mesh_axes
+
+TILE = 64  # features, and values, of the state in one program, at most
+LEAST = 16  # the least that the products of tensor cores take
+CHUNK = 32  # tokens of one masked product
+CHUNK_BY_FEATURE = 16  # tokens of one masked product where features decay of their own
+
+
+LIMITS = dispatch.Limits(("float32", "bfloat16", "float16"), 256, "causal and packed calls")
+
+
+def refusal(rule: Rule, x: Operands) -> str | None:
+    """Why it does not take these, if so."""
+    return recurrence.refusal(rule, x)
+
+
+def forward(rule: Rule, x: Operands):
+    """As all implementations of the core."""
+    return recurrence.forward(KERNELS, rule, x)
+
+
+def backward(rule: Rule, x: Operands, saved, d_output, d_state) -> Operands:
+    """As all implementations of the core."""
+    return recurrence.backward(KERNELS, rule, x, saved, d_output, d_state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is fixed when a kernel is traced: B, T, N, K, V, F and D, and how features decay."""
+
+    batch: int
+    length: int
+    query_heads: int
+    key_heads: int
+    value_heads: int
+    features: int
+    values: int
+    decay: str | None  # of each "token", or of each "feature" of one
+    how: How
+
+    @property
+    def blocks(self) -> int:
+        return pl.cdiv(self.length, BLOCK)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of one masked product."""
+        return CHUNK_BY_FEATURE if self.decay == "feature" else CHUNK
+
+    @property
+    def heads(self) -> int:
+        """Of the output."""
+        return max(self.query_heads, self.value_heads)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Features and values of a tile of the state."""
+        return _tile(self.features), _tile(self.values)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return pl.cdiv(self.features, self.tile[0]), pl.cdiv(self.values, self.tile[1])
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """Features and values of whole tiles."""
+        return self.tile[0] * self.tiles[0], self.tile[1] * self.tiles[1]
+
+    @property
+    def warps(self) -> int:
+        """So many that a thread has 16 entries of the state, or fewer."""
+        return 8 if self.tile == (TILE, TILE) else 4
+
+    def dot(self, left: jax.Array, right: jax.Array) -> jax.Array:
+        return triton.dot(left, right, precision=self.how.precision)
+
+
+def _tile(size: int) -> int:
+    return max(LEAST, min(TILE, pl.next_power_of_2(size)))
+
+
+def _plan(how: How, arrays: Arrays) -> _Plan:
+    decay = None
+    if arrays.log_decay is not None:
+        decay = "token" if arrays.log_decay.ndim == 3 else "feature"
+    batch, length, query_heads, features = arrays.query.shape
+    key_heads, (value_heads, values) = arrays.key.shape[2], arrays.value.shape[2:]
+    return _Plan(batch, length, query_heads, key_heads, value_heads, features, values, decay, how)
+
+
+def _states(how, arrays: Arrays, state):
+    plan = _plan(how, arrays)
+    return _walked(plan, _walk, (arrays.key, arrays.value, arrays.log_decay), state)
+
+
+def _gradients_of_states(how, arrays: Arrays, d_out, d_state):
+    plan = _plan(how, arrays)
+    return _walked(plan, _walk_back, (arrays.query, d_out, arrays.log_decay), d_state)
+
+
+def _read(how, arrays: Arrays, states):
+    plan = _plan(how, arrays)
+    (out,) = _of_blocks(plan, _read_block, plan.heads, arrays, (states, 0), (), (1,))
+    return out
+
+
+def _d_query(how, arrays: Arrays, states, d_out):
+    plan = _plan(how, arrays)
+    (d_query,) = _of_blocks(plan, _d_query_block, plan.heads, arrays, (states, 0), (d_out,), (0,))
+    return d_query
+
+
+def _d_key_value(how, arrays: Arrays, co_states, d_out):
+    plan = _plan(how, arrays)
+    saved = co_states, 1
+    return _of_blocks(plan, _d_key_value_block, plan.value_heads, arrays, saved, (d_out,), (0, 1))
+
+
+KERNELS = recurrence.Kernels(_states, _gradients_of_states, _read, _d_query, _d_key_value)
+
+
+# Calls. All arrays of tokens are read by index and mask, so that no length or size is padded;
+# results are in whole blocks and tiles.
+
+
+def _call(kernel, plan, grid, inputs, specs, shapes, out_specs):
+    inputs = mesh_axes.vary_alike(inputs)
+    varying = jax.typeof(inputs[0]).manual_axis_type
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        functools.partial(kernel, plan),
+        grid=grid,
+        in_specs=[whole if spec is None else spec for spec in specs],
+        out_specs=out_specs,
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying) for shape in shapes
+        ],
+        compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=2),
+        interpret=plan.how.interpreted,
+        name=f"linear_recurrence{kernel.__name__}",
+    )(*inputs)
+
+
+def _walked(plan, kernel, arrays, state):
+    """`(B, V, n + 1, F', D')`, of whole tiles, with zeros in what fills them up."""
+    batch, heads, *sizes = state.shape
+    padding = [(0, whole - size) for whole, size in zip(plan.whole, sizes, strict=True)]
+    state = jnp.pad(state, [(0, 0), (0, 0), *padding])
+    across = plan.tiles[1]
+    arrays = [array for array in arrays if array is not None]
+    (states,) = _call(
+        kernel,
+        plan,
+        (batch, heads, plan.tiles[0] * across),
+        (*arrays, state),
+        (
+            *[None] * len(arrays),
+            pl.BlockSpec((None, None, *plan.tile), lambda b, h, t: (b, h, t // across, t % across)),
+        ),
+        [(batch, heads, plan.blocks + 1, *plan.whole)],
+        [
+            pl.BlockSpec(
+                (None, None, plan.blocks + 1, *plan.tile),
+                lambda b, h, t: (b, h, 0, t // across, t % across),
+            )
+        ],
+    )
+    return states
+
+
+def _of_blocks(plan, kernel, heads, arrays, saved, more, results):
+    """Of all blocks: `(B, T, heads, F)` for each 0 in `results`, `(B, T, heads, D)` for each 1.
+
+    `saved` are states and which of those around a block it is for, the first or the second.
+    """
+    states, offset = saved
+    across, share = plan.tiles[1], heads // plan.value_heads
+    arrays = [array for array in (*more, *arrays) if array is not None]
+    place = [
+        # A share for each tile of the other axis.
+        lambda b, h, n, t: (t % across, b, n, h, t // across),
+        lambda b, h, n, t: (t // across, b, n, h, t % across),
+    ]
+    found = _call(
+        kernel,
+        plan,
+        (plan.batch, heads, plan.blocks, plan.tiles[0] * across),
+        (*arrays, states),
+        (
+            *[None] * len(arrays),
+            pl.BlockSpec(
+                (None, None, None, *plan.tile),
+                lambda b, h, n, t: (b, h // share, n + offset, t // across, t % across),
+            ),
+        ),
+        [
+            (plan.tiles[1 - axis], plan.batch, plan.blocks * BLOCK, heads, plan.whole[axis])
+            for axis in results
+        ],
+        [pl.BlockSpec((None, None, BLOCK, None, plan.tile[axis]), place[axis]) for axis in results],
+    )
+    sizes = plan.features, plan.values
+    shares = [
+        x[:, :, : plan.length, :, : sizes[axis]] for x, axis in zip(found, results, strict=True)
+    ]
+    return [x[0] if len(x) == 1 else x.sum(0) for x in shares]
+
+
+# Kernels: one tile (f, d) of the state of one value head.
+
+
+def _walk(plan, key, value, *refs):
+    *log_decay, initial, states = refs
+    at = _Program(plan, BLOCK, 2, pl.program_id(1), log_decay)
+    states[0] = initial[...]
+
+    def block(n, state):
+        state = at.state_after(state, n * BLOCK, key, value)
+        states[n + 1] = state
+        return state
+
+    lax.fori_loop(0, plan.blocks, block, initial[...])
+
+
+def _walk_back(plan, query, d_out, *refs):
+    *log_decay, last, co_states = refs
+    at = _Program(plan, BLOCK, 2, pl.program_id(1), log_decay)
+    co_states[plan.blocks] = last[...]
+
+    def block(step, co_state):
+        n = plan.blocks - 1 - step
+        co_state = at.gradient_before(co_state, n * BLOCK, query, d_out)
+        co_states[n] = co_state
+        return co_state
+
+    lax.fori_loop(0, plan.blocks, block, last[...])
+
+
+def _read_block(plan, query, key, value, *refs):
+    *log_decay, states, out = refs
+    head = pl.program_id(1)
+    at = _Program(plan, plan.chunk, 3, head // (plan.heads // plan.value_heads), log_decay)
+
+    def chunk(c, state):
+        start = at.start(c)
+        queries, values = at.query(query, start + at.row, head), at.value(value, start + at.row)
+
+        def column(j, key, decay, weights):
+            products = jnp.sum(queries * decay * key[None, :], 1)
+            return jnp.where(at.row[None, :] == j, products[:, None], weights)
+
+        if plan.decay == "feature":
+            weights = at.over_keys(start, key, column, at.square())
+        else:
+            keys = at.key(key, start + at.row)
+            weights = plan.dot(queries, keys.T) * at.decays(start, at.row)
+        read = plan.dot(_times(queries, at.since_start(start)), state) + plan.dot(weights, values)
+        at.put(out, c, at.row, read)
+        return at.state_after(state, start, key, value)
+
+    at.chunks(chunk, states[...])
+
+
+def _d_query_block(plan, d_out, query, key, value, *refs):
+    *log_decay, states, d_query = refs
+    head = pl.program_id(1)
+    at = _Program(plan, plan.chunk, 3, head // (plan.heads // plan.value_heads), log_decay)
+
+    def chunk(c, state):
+        start = at.start(c)
+        d_read = at.output(d_out, start + at.row, head)
+        d_weights = at.of_others(plan.dot(d_read, at.value(value, start + at.row).T), at.row)
+        gradient = _times(plan.dot(d_read, state.T), at.since_start(start))
+
+        def column(j, key, decay, gradient):
+            d_products = jnp.sum(jnp.where(at.row[None, :] == j, d_weights, 0), 1)
+            return gradient + d_products[:, None] * decay * key[None, :]
+
+        if plan.decay == "feature":
+            gradient = at.over_keys(start, key, column, gradient)
+        else:
+            d_weights *= at.decays(start, at.row)
+            gradient += plan.dot(d_weights, at.key(key, start + at.row))
+        at.put(d_query, c, at.row, gradient)
+        return at.state_after(state, start, key, value)
+
+    at.chunks(chunk, states[...])
+
+
+def _d_key_value_block(plan, d_out, query, key, value, *refs):
+    """Rows of keys and values are the tokens from the last of the chunk to the first."""
+    *log_decay, co_states, d_key, d_value = refs
+    at = _Program(plan, plan.chunk, 3, pl.program_id(1), log_decay)
+
+    def chunk(step, co_state):
+        c = BLOCK // plan.chunk - 1 - step
+        start = at.start(c)
+        keys, values = at.key(key, start + at.back), at.value(value, start + at.back)
+        until_end = at.until_end(start)
+        gradients = (
+            _times(plan.dot(values, co_state.T), until_end),
+            plan.dot(_times(keys, until_end), co_state),
+        )
+
+        def of_head(head, gradients):
+            d_keys, d_values = gradients
+            queries = at.query(query, start + at.row, head)
+            d_read = at.output(d_out, start + at.row, head)
+            d_weights = at.of_others(plan.dot(d_read, values.T), at.back)
+
+            def column(j, key, decay, carry):
+                weights, d_keys = carry
+                decayed, here = queries * decay, at.back == j
+                products = jnp.sum(decayed * key[None, :], 1)
+                d_products = jnp.sum(jnp.where(here[None, :], d_weights, 0), 1)
+                row = jnp.sum(d_products[:, None] * decayed, 0)
+                return (
+                    jnp.where(here[None, :], products[:, None], weights),
+                    d_keys + jnp.where(here[:, None], row[None, :], 0),
+                )
+
+            if plan.decay == "feature":
+                weights, d_keys = at.over_keys(start, key, column, (at.square(), d_keys))
+            else:
+                decays = at.decays(start, at.back)
+                weights = plan.dot(queries, keys.T) * decays
+                d_keys += plan.dot((d_weights * decays).T, queries)
+            return d_keys, d_values + plan.dot(weights.T, d_read)
+
+        d_keys, d_values = at.over_group(of_head, gradients)
+        at.put(d_key, c, at.back, d_keys)
+        at.put(d_value, c, at.back, d_values)
+        return at.gradient_before(co_state, start, query, d_out)
+
+    at.chunks(chunk, co_states[...])
+
+
+def _times(x, decay):
+    return x if decay is None else x * decay
+
+
+class _Program:
+    """What a kernel reads of arrays, by chunks of C tokens.
+
+    Tokens beyond the last are zeros, as are features and values.
+    """
+
+    def __init__(self, plan: _Plan, chunk: int, axis: int, value_head, log_decay):
+        """`axis` of the grid are the tiles; `log_decay` is one array or none."""
+        tile, across = pl.program_id(axis), plan.tiles[1]
+        self.block = pl.program_id(2)  # of those that have blocks in their grid
+        self.plan, self.length = plan, chunk
+        self.row = jnp.arange(chunk, dtype=jnp.int32)
+        self.back = chunk - 1 - self.row
+        self.example, self.value_head = pl.program_id(0), value_head
+        self.array: Any = log_decay[0] if log_decay else None
+        self.feature = tile // across * plan.tile[0] + jnp.arange(plan.tile[0], dtype=jnp.int32)
+        self.value_entry = tile % across * plan.tile[1] + jnp.arange(plan.tile[1], dtype=jnp.int32)
+
+    # Tiles `(C, f)` or `(C, d)` of the tokens given; or one row, of one token.
+
+    def query(self, array, token, head):
+        """Of a head of the output."""
+        head = head // (self.plan.heads // self.plan.query_heads)
+        return self._tile(array, token, head, self.feature, self.plan.features)
+
+    def output(self, array, token, head):
+        return self._tile(array, token, head, self.value_entry, self.plan.values)
+
+    def key(self, array, token):
+        head = self.value_head // (self.plan.value_heads // self.plan.key_heads)
+        return self._tile(array, token, head, self.feature, self.plan.features)
+
+    def value(self, array, token):
+        return self._tile(array, token, self.value_head, self.value_entry, self.plan.values)
+
+    def log_decay(self, token, present=True):
+        """`(C)` or `(C, f)`; zero where a token is not `present`."""
+        if self.plan.decay == "feature":
+            return self._tile(
+                self.array, token, self.value_head, self.feature, self.plan.features, present
+            )
+        within = jnp.minimum(token, self.plan.length - 1)
+        present &= token < self.plan.length
+        return triton.load(
+            self.array.at[self.example, within, self.value_head], mask=present, other=0.0
+        )
+
+    def _tile(self, array, token, head, column, size, present=True):
+        present &= token < self.plan.length
+        token = jnp.minimum(token, self.plan.length - 1)
+        there, entry = column < size, jnp.minimum(column, size - 1)
+        if token.ndim:
+            token, present, there, entry = (
+                token[:, None],
+                present[:, None],
+                there[None],
+                entry[None],
+            )
+        return triton.load(
+            array.at[self.example, token, head, entry], mask=there & present, other=0.0
+        )
+
+    # Decays, which are 1 or None where there are none.
+
+    def since_start(self, start):
+        """Of what is there at the start of a chunk until each token reads it, that included."""
+        if self.plan.decay is None:
+            return None
+        return self._column(jnp.exp(jnp.cumsum(self.log_decay(start + self.row), 0)))
+
+    def until_end(self, start):
+        """Of what tokens write, the last token first, until the end of a chunk."""
+        if self.plan.decay is None:
+            return None
+        after = start + self.back + 1
+        later = self.log_decay(after, self.back + 1 < self.length)
+        return self._column(jnp.exp(jnp.cumsum(later, 0)))
+
+    def whole(self, start):
+        """Of the state over a chunk."""
+        if self.plan.decay is None:
+            return None
+        decay = jnp.exp(jnp.sum(self.log_decay(start + self.row), 0))
+        return decay[:, None] if self.plan.decay == "feature" else decay
+
+    def decays(self, start, key_row):
+        """`(C, C)` from the tokens in `key_row` to each, where it does not come before them."""
+        visible = self.row[:, None] >= key_row[None, :]
+        if self.plan.decay is None:
+            return jnp.where(visible, 1.0, 0.0)
+        later = jnp.where(
+            self.row[:, None] > key_row[None, :], self.log_decay(start + self.row)[:, None], 0
+        )
+        return jnp.where(visible, jnp.exp(jnp.cumsum(later, 0)), 0)
+
+    def of_others(self, weights, key_row):
+        """Weights `(C, C)` without those of a token for itself, where there are decays."""
+        if self.plan.decay is None:
+            return weights
+        return jnp.where(self.row[:, None] == key_row[None, :], 0, weights)
+
+    def _column(self, decay):
+        return decay if self.plan.decay == "feature" else decay[:, None]
+
+    # The state over a chunk, forward, and its gradient, back.
+
+    def state_after(self, state, start, key, value):
+        keys = _times(self.key(key, start + self.back), self.until_end(start))
+        written = self.plan.dot(keys.T, self.value(value, start + self.back))
+        return _times(state, self.whole(start)) + written
+
+    def gradient_before(self, co_state, start, query, d_out):
+        since_start = self.since_start(start)
+
+        def of_head(head, read):
+            queries = _times(self.query(query, start + self.row, head), since_start)
+            return read + self.plan.dot(queries.T, self.output(d_out, start + self.row, head))
+
+        return self.over_group(of_head, _times(co_state, self.whole(start)))
+
+    # Loops.
+
+    def start(self, c):
+        """The first token of a chunk of this program's block."""
+        return self.block * BLOCK + c * self.length
+
+    def chunks(self, body, carry):
+        lax.fori_loop(0, BLOCK // self.length, body, carry)
+
+    def over_group(self, body, carry):
+        """`body(head, carry)` for each head of the output of this value head."""
+        group = self.plan.heads // self.plan.value_heads
+        if group == 1:
+            return body(self.value_head, carry)
+        first = self.value_head * group
+        return lax.fori_loop(0, group, lambda g, carry: body(first + g, carry), carry)
+
+    def over_keys(self, start, key, body, carry):
+        """`body(j, key (f), decay (C, f), carry)` for each token j of a chunk, the last first.
+
+        The decays are from j to each token, zero before it.
+        """
+
+        def token(step, carry):
+            later, carry = carry
+            j = self.length - 1 - step
+            reads = (self.row >= j)[:, None]
+            carry = body(j, self.key(key, start + j), jnp.where(reads, jnp.exp(later), 0), carry)
+            return later + jnp.where(reads, self.log_decay(start + j)[None, :], 0), carry
+
+        later = jnp.zeros((self.length, self.plan.tile[0]), jnp.float32)
+        _, carry = lax.fori_loop(0, self.length, token, (later, carry))
+        return carry
+
+    def square(self):
+        return jnp.zeros((self.length, self.length), jnp.float32)
+
+    def put(self, out, c, row, tile):
+        """Writes a chunk of this program's block, of whole tiles."""
+        column = jnp.arange(tile.shape[1], dtype=jnp.int32)
+        triton.store(out.at[c * self.length + row[:, None], column[None, :]], tile)

@@ -1,0 +1,116 @@
+"""What kernels of the linear recurrence are compared on, and with."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import effattn
+from effattn import dispatch
+from effattn.cores.linear_recurrence import Rule, Terms, Tokens, linear_recurrence, packed
+from tests.laws.battery import assert_close
+from tests.xla.test_linear_recurrence import ALL, as_they_are, token_by_token
+
+PACKED = [[1] * 3 + [2] * 60 + [5] * 40, [0] * 2 + [7] * 62 + [3] + [4] * 31 + [0] * 7]
+
+
+def draw(length, decay, heads, sizes, normalized=False, bonus=False, seed=0):
+    """Terms and a state, float32, of two examples: N, K and V heads, F features and D values."""
+    rng = np.random.default_rng(seed)
+    (queries, keys, values), (features, size) = heads, sizes
+
+    def numbers(*shape, low=-1.0):
+        return rng.uniform(low, 1, shape).astype(np.float32)
+
+    log_decay = {
+        "none": None,
+        "head": -numbers(values, low=0.01) / 5,
+        "token": -numbers(2, length, values, low=0) / 5,
+        "feature": -numbers(2, length, keys, features, low=0) / 5,
+    }[decay]
+    low = 0.1 if normalized else -1.0
+    terms = Terms(
+        numbers(2, length, queries, features, low=low),
+        numbers(2, length, keys, features, low=low),
+        numbers(2, length, values, size),
+        log_decay,
+        numbers(keys, features, low=low) if bonus else None,
+    )
+    return terms, numbers(2, values, features, size + normalized, low=low)
+
+
+def recurrence(terms, state, tokens=ALL, normalized=False, names=("triton",)):
+    shared, keys = {"bonus": terms.bonus}, (terms.key, terms.value, terms.log_decay)
+    if terms.log_decay is not None and terms.log_decay.ndim == 1:
+        shared, keys = {**shared, "log_decay": terms.log_decay}, keys[:2]
+    chosen = dispatch.Chosen(names, interpreted=True)
+    rule = Rule(as_they_are, terms.value.dtype, normalized, implementations=chosen)
+    return linear_recurrence(rule, shared, state, terms.query, keys, tokens)
+
+
+def with_gradients(function, terms, state):
+    """Values, and the gradients of everything for fixed cotangents of the output and the state."""
+
+    @jax.jit
+    def run(terms, state):
+        results, pull_back = jax.vjp(function, terms, state)
+        # The same numbers in every dtype.
+        cotangents = [(np.arange(x.size).reshape(x.shape) % 7 - 3) / 4 for x in results]
+        return results, pull_back(tuple(map(jnp.astype, cotangents, (x.dtype for x in results))))
+
+    return run(terms, state)
+
+
+def exact(terms, state, **given):
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (terms, state))
+        return with_gradients(functools.partial(token_by_token, **given), *wide)
+
+
+def errors(ours, others, expected):
+    """Root mean squares of each array: our errors, others', and the size."""
+    for a, b, c in zip(*map(jax.tree.leaves, (ours, others, expected)), strict=True):
+        assert a.dtype == b.dtype
+        yield tuple(np.sqrt(np.mean(np.square(np.float64(x)))) for x in (a - c, b - c, c))
+
+
+def assert_near(ours, expected):
+    """Gradients of decays, sums over pairs of tokens that may cancel, are not as near."""
+
+    def apart(results):
+        values, (terms, state) = results
+        return (values, terms._replace(log_decay=None), state), terms.log_decay
+
+    for one, other, rtol in zip(apart(ours), apart(expected), (2e-6, 1e-5), strict=True):
+        assert_close(one, other, rtol)
+
+
+def documents():
+    """Packed, of 103 tokens, some of which are masked."""
+    rng = np.random.default_rng(5)
+    masks = (jnp.asarray(rng.random((2, 103)) < 0.8) for _ in range(2))
+    return packed(jnp.asarray(PACKED), Tokens(*masks))
+
+
+def program(dtype, gate, sizes, name):
+    """A function to lower, of packed documents, with its gradient, and the shapes it is for.
+
+    The decays have `gate` axes after the batch, 2 of tokens and 3 of features; None is no decay.
+    """
+    of = jax.ShapeDtypeStruct
+    arrays = {
+        "query": of((2, 1000, 4, sizes[0]), dtype),
+        "key": of((2, 1000, 2, sizes[0]), dtype),
+        "value": of((2, 1000, 2, sizes[1]), dtype),
+    }
+    attend = functools.partial(effattn.linear_attention, is_causal=True)
+    if gate is not None:
+        arrays["log_decay"] = of((2, 1000, 2, sizes[0])[: gate + 1], jnp.float32)
+        attend = effattn.gated_linear_attention
+
+    def loss(arrays, ids):
+        out, state = attend(**arrays, segment_ids=ids, return_state=True, implementation=name)
+        return jnp.sum(out.astype(jnp.float32)) + jnp.sum(state)
+
+    return jax.value_and_grad(loss), arrays, of((2, 1000), jnp.int32)

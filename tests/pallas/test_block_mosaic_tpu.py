@@ -1,0 +1,179 @@
+"""Block attention for TPUs: interpreted, against float64; lowered; and compiled."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import effattn
+from effattn import dispatch, patterns
+from effattn.cores.block_attention import Operands, Rule, block_attention
+from tests.dense import cotangents, draw
+from tests.laws.battery import assert_close
+from tests.pallas import block_cases
+from tests.pallas.block_cases import CASES, Case, over_layout, square
+from tests.pallas.lowering import MOSAIC_TPU, kernels_of
+
+attend = functools.partial(effattn.dot_product_attention, implementation="mosaic_tpu")
+
+# In tiles of 128; two of them, the second ragged, of queries and of keys, where both are 150.
+TILE = {"tile": (128, 128)}
+NAMES = (
+    "one row",
+    "batch axes",
+    "heads of 200 and 40",
+    "window",
+    "lengths",
+    "documents",
+    "mask",
+    "bias of keys",
+    "cap, scale and sink",
+    "tables",
+    "dropout",
+    "layout of heads",
+    "vmap",
+)
+
+
+def for_tpus(case: Case) -> Case:
+    # As many queries as keys, where nothing else says how many there are.
+    sizes = {} if case.more or case.sizes or "mask" in case.options() else square()
+    return dataclasses.replace(
+        case, sizes=case.sizes | sizes, options=lambda: case.options() | TILE
+    )
+
+
+def in_pattern():
+    pattern = patterns.SlidingWindow(20, 0) | patterns.Global(9)
+    return {"pattern": pattern, **TILE}
+
+
+SELECTED = {name: for_tpus(CASES[name]) for name in NAMES}
+SELECTED["pattern"] = Case(square(), in_pattern, effattn.sparse_attention)
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_it_agrees_with_float64(name):
+    """Outputs, log-sum-exps and every gradient."""
+    case = SELECTED[name]
+    assert_close(block_cases.interpreted(case, "mosaic_tpu"), block_cases.exact(case), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["documents", "layout of heads"])
+def test_it_has_no_races_and_reads_nothing_that_was_not_written(name):
+    case = SELECTED[name]
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    with dispatch.interpreted(params):
+        found = case.run("mosaic_tpu", np.float32)
+    jax.tree.map(np.testing.assert_array_equal, found, block_cases.interpreted(case, "mosaic_tpu"))
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_it_is_lowered_for_tpus(name):
+    case = SELECTED[name]
+    call = functools.partial(
+        case.function, **case.options(), implementation="mosaic_tpu", return_residual=True
+    )
+
+    def function(arrays):
+        results, pull_back = jax.vjp(lambda arrays: call(**arrays), arrays)
+        return results, pull_back(cotangents(arrays))
+
+    assert kernels_of(function, case.arrays(np.float32), platform="tpu") == {MOSAIC_TPU}
+
+
+COMPILE = """
+import sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+import effattn
+from effattn.nn.alibi import Alibi
+
+topology, size = sys.argv[1], int(sys.argv[2])
+device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+query, key = (
+    jax.ShapeDtypeStruct((2, 2000, n, size), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+    for n in (8, 2)
+)
+
+def total(*arrays):
+    lengths = jnp.array([2000, 77])
+    return effattn.dot_product_attention(
+        *arrays, is_causal=True, score_mod=Alibi(8), key_value_seq_lengths=lengths,
+        implementation="mosaic_tpu",
+    ).astype(jnp.float32).sum()
+
+kind = AbstractDevice(device.device_kind, num_cores=1, platform="tpu")
+mesh = AbstractMesh((1,), ("_",), (AxisType.Auto,), abstract_device=kind)
+with jax.sharding.use_abstract_mesh(mesh):
+    traced = jax.jit(jax.grad(total, (0, 1, 2))).trace(query, key, key)
+    lowered = traced.lower(lowering_platforms=("tpu",))
+print(lowered.compile().as_text().count('custom_call_target="tpu_custom_call"'))
+"""
+
+
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v6e:2x2"])
+def test_it_is_compiled_for_tpus(topology, size):
+    """By their compiler, which needs none of them."""
+    pytest.importorskip("libtpu", reason="needs the libtpu package, which compiles the kernels")
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+    }
+    command = [sys.executable, "-c", COMPILE, topology, str(size)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "3", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "options", "message"),
+    [
+        (jnp.float16, {}, {}, "takes float32 and bfloat16, got float16"),
+        (np.float32, {"size": 257}, {}, "takes head sizes up to 256, got 257 and 5"),
+        (np.float32, {}, {"tile": (128, 64)}, r"takes tiles of multiples of 128 .* \(128, 64\)"),
+    ],
+)
+def test_what_it_does_not_take_another_does(dtype, sizes, options, message):
+    arrays = draw(**sizes, dtype=dtype)
+    with pytest.raises(NotImplementedError, match=f"{message}.*implementation='xla' takes"):
+        attend(**arrays, **options)
+    both = attend(**arrays, **options | {"implementation": ("mosaic_tpu", "xla")})
+    np.testing.assert_array_equal(both, effattn.dot_product_attention(**arrays, **options))
+
+
+def test_a_layout_that_scalar_memory_does_not_hold_is_refused():
+    arrays = {
+        name: jax.ShapeDtypeStruct((1, 2**16, 2, 64), jnp.bfloat16)
+        for name in ("query", "key", "value")
+    }
+    function = functools.partial(
+        over_layout((), False, implementation="mosaic_tpu"), tile=(128, 128)
+    )
+    with pytest.raises(NotImplementedError, match="layouts of up to 131072 counts and indices"):
+        jax.eval_shape(lambda arrays: function(**arrays), arrays)
+
+
+def test_gathered_tokens_may_be_anywhere_in_a_window():
+    """A tile of them can reach more tiles of keys than one of a run of tokens."""
+    arrays = draw(128, 640, batch=(1,), size=16, value_size=16, dtype=np.float32)
+    at = np.sort(np.random.default_rng(0).permutation(640)[:128])[None]
+    known = {"positions": (jnp.asarray(at), jnp.arange(640)[None])}
+
+    def run(implementations):
+        rule = Rule(tile=(128, 128), scale=0.25, left=20, right=20, implementations=implementations)
+        return block_attention(rule, Operands(**arrays, **known))
+
+    ours = run(dispatch.Chosen(("mosaic_tpu",), interpreted=True))
+    assert_close(ours, run(dispatch.XLA), 1e-5)

@@ -1,0 +1,161 @@
+"""The kernels of paged attention: interpreted, against the XLA form; lowered; and compiled."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from effattn import dispatch
+from tests.functional.test_paged import draw
+from tests.laws.battery import assert_close
+from tests.pallas.lowering import (
+    LEAST_SHARED,
+    MOSAIC_TPU,
+    TRITON,
+    compile_triton,
+    kernels_of,
+)
+
+LENGTHS = [0, 1, 13, 100, 37]
+
+
+KERNELS = {"triton": ("cuda", TRITON), "mosaic_tpu": ("tpu", MOSAIC_TPU)}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    return request.param
+
+
+def both(kernel, *arrays, **given):
+    """By the kernel and by XLA: outputs and log-sum-exps."""
+    attend = functools.partial(effattn.paged_attention, return_residual=True)
+    with dispatch.interpreted():
+        ours = attend(*arrays, **given, implementation=kernel)
+    return ours, attend(*arrays, **given)
+
+
+@pytest.mark.parametrize(
+    "queries, page_size, sizes, options",
+    [
+        (1, 16, (64, 64), {}),
+        (1, 16, (6, 80), {"local_window_size": 20}),
+        (3, 32, (96, 5), {"logits_soft_cap": 2.0, "scale": 0.3}),
+        (11, 16, (16, 16), {"local_window_size": (5, 0)}),
+    ],
+)
+@pytest.mark.parametrize("runs", [1, 30])
+def test_it_agrees_with_xla(kernel, queries, page_size, sizes, options, runs, monkeypatch):
+    """NaN wherever no token is; one run of pages a sequence, and several, some of them empty."""
+    if kernel == "mosaic_tpu" and runs > 1:
+        pytest.skip("has one run of pages")
+    monkeypatch.setattr("effattn.pallas.paged_triton.RUNS", runs)
+    jax.clear_caches()
+    arrays, given, _ = draw(LENGTHS, queries, np.float32, page_size=page_size, sizes=sizes)
+    assert_close(*both(kernel, *arrays, **given, **options), 1e-6)
+
+
+def test_bfloat16_and_int8(kernel):
+    (query, *pages), given, _ = draw(LENGTHS, 2, np.float32, page_size=16, sizes=(32, 24))
+    pages = [np.nan_to_num(x) for x in pages]
+    (keys, key_scales), (values, value_scales) = map(effattn.quantize_pages, pages)
+    scales = {"key_scales": key_scales, "value_scales": value_scales}
+    assert_close(*both(kernel, query, keys, values, **given, **scales), 1e-6)
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (query, *pages)]
+    assert both(kernel, *narrow, **given)[0][0].dtype == jnp.bfloat16
+    for one in ({}, {"key_scales": key_scales}):
+        key_pages = keys if one else narrow[1]
+        ours, other = both(kernel, narrow[0], key_pages, narrow[2], **given, **one)
+        assert_close([x.astype(jnp.float32) for x in ours], other, 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 80), (128, 256)])
+def test_it_is_lowered(kernel, dtype, sizes):
+    if kernel == "mosaic_tpu" and dtype == jnp.float16:
+        pytest.skip("takes no float16")
+    platform, name = KERNELS[kernel]
+    of = jax.ShapeDtypeStruct
+    found = kernels_of(
+        lambda query, keys, values, scales, table, lengths: effattn.paged_attention(
+            query,
+            keys,
+            values,
+            value_scales=scales,
+            block_table=table,
+            lengths=lengths,
+            local_window_size=100,
+            logits_soft_cap=2.0,
+            implementation=kernel,
+        ),
+        of((4, 1, 8, sizes[0]), dtype),
+        of((64, 16, 2, sizes[0]), dtype),
+        of((64, 16, 2, sizes[1]), jnp.int8),
+        of((64, 16, 2), jnp.float32),
+        of((4, 8), jnp.int32),
+        of((4,), jnp.int32),
+        platform=platform,
+    )
+    assert found == {name}
+
+
+def test_elsewhere_it_says_who_takes_the_arguments(kernel):
+    arrays, given, _ = draw([13], dtype=np.float32, page_size=16)
+    attend = functools.partial(effattn.paged_attention, **given)
+    for run in (attend, jax.jit(attend, static_argnames="implementation")):
+        with pytest.raises(
+            NotImplementedError, match=f"runs by '{kernel}' on {KERNELS[kernel][0]} alone"
+        ):
+            run(*arrays, implementation=kernel)
+        other = run(*arrays, implementation=(kernel, "xla"))
+        np.testing.assert_array_equal(other, run(*arrays, implementation="xla"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "page_size", "sizes", "message"),
+    [
+        ("pallas", np.float64, 16, (8, 8), "takes float32, bfloat16 and float16, got float64"),
+        ("pallas", np.float32, 4, (8, 8), "takes pages of 16 to 256 tokens, a power of two, got 4"),
+        ("pallas", np.float32, 4, (8, 8), "takes pages of multiples of 16 tokens, got 4"),
+        ("triton", np.float32, 48, (8, 8), "takes pages of 16 to 256 tokens, a power of two"),
+        ("mosaic_tpu", np.float16, 16, (8, 8), "takes float32 and bfloat16, got float16"),
+        ("pallas", np.float32, 16, (8, 260), "takes head sizes up to 256, got 8 and 260"),
+    ],
+)
+def test_what_it_does_not_take_another_does(name, dtype, page_size, sizes, message):
+    with jax.enable_x64(True):
+        arrays, given, _ = draw([13], dtype=dtype, page_size=page_size, sizes=sizes)
+        with pytest.raises(NotImplementedError, match=f"{message}.*implementation='xla' takes"):
+            effattn.paged_attention(*arrays, **given, implementation=name)
+        # A tuple is tried in order.
+        effattn.paged_attention(*arrays, **given, implementation=(name, "xla"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("capability", [89, 90])
+def test_compiled_it_fits_every_card(dtype, capability):
+    """64 sequences of 16 query heads, in pages of 64 tokens."""
+    of = jax.ShapeDtypeStruct
+    scales = of((512, 64, 2), jnp.float32) if dtype == jnp.int8 else None
+
+    def attend(query, keys, values, scales, table, lengths):
+        return effattn.paged_attention(
+            query,
+            keys,
+            values,
+            key_scales=scales,
+            value_scales=scales,
+            block_table=table,
+            lengths=lengths,
+            implementation="triton",
+        )
+
+    pool, table = of((512, 64, 2, 128), dtype), of((64, 128), jnp.int32)
+    query, lengths = of((64, 1, 16, 128), jnp.bfloat16), of((64,), jnp.int32)
+    (kernel,) = compile_triton(capability, attend, query, pool, pool, scales, table, lengths)
+    assert kernel.shared <= LEAST_SHARED, kernel
+    assert kernel.stack <= 64, kernel
+    assert kernel.tensor_cores > 0, kernel

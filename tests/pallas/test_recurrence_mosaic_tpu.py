@@ -1,0 +1,88 @@
+"""The TPU kernels of the linear recurrence: interpreted, with memory that starts as NaN and races
+looked for, against one token at a time in float64 and against the XLA form; and lowered."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from tests.pallas.lowering import TRITON, kernels_of
+from tests.pallas.recurrence_cases import (
+    assert_near,
+    documents,
+    draw,
+    errors,
+    exact,
+    program,
+    with_gradients,
+)
+from tests.pallas.recurrence_cases import recurrence as run
+
+recurrence = functools.partial(run, names=("mosaic_tpu",))
+
+
+@pytest.mark.parametrize(
+    ("length", "decay", "heads", "sizes", "normalized"),
+    [
+        (1, "feature", (4, 2, 2), (3, 5), False),
+        (37, "none", (4, 2, 2), (16, 16), True),
+        (64, "token", (2, 2, 4), (6, 20), True),
+        (130, "feature", (2, 1, 1), (5, 9), True),
+        (70, "head", (1, 1, 1), (140, 130), False),
+    ],
+)
+def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized):
+    args = draw(length, decay, heads, sizes, normalized)
+    ours = with_gradients(functools.partial(recurrence, normalized=normalized), *args)
+    assert_near(ours, exact(*args, normalized=normalized))
+
+
+@pytest.mark.parametrize(("decay", "bonus"), [("none", False), ("token", True), ("feature", False)])
+def test_documents_and_masks(decay, bonus):
+    args = draw(103, decay, (2, 1, 1), (5, 6), bonus=bonus)
+    tokens = documents()
+    ours = with_gradients(functools.partial(recurrence, tokens=tokens), *args)
+    assert_near(ours, exact(*args, tokens=tokens))
+
+
+@pytest.mark.parametrize("decay", ["token", "feature"])
+def test_decays_that_forget_much_or_all(decay):
+    """As exact as the XLA form; what a decay of zero does not let through has no gradient."""
+    terms, state = draw(80, decay, (1, 1, 1), (4, 4))
+    strong = 40 * terms.log_decay
+    strong[:, 20], strong[:, 66] = -1e4, -np.inf
+    args = terms._replace(log_decay=strong), state
+    ours = with_gradients(recurrence, *args)
+    xla = with_gradients(functools.partial(run, names=("xla",)), *args)
+    assert not np.any(ours[1][0].log_decay[:, 66])
+    for error, other, size in errors(ours, xla, exact(*args)):
+        assert error <= max(2 * other, 1e-6 * size)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("gate", "sizes"), [(None, (64, 64)), (2, (96, 255)), (3, (128, 80)), (3, (6, 5))]
+)
+def test_it_is_lowered_for_tpus(dtype, gate, sizes):
+    """And, where any kernel may run, for GPUs."""
+    given = program(dtype, gate, sizes, "pallas")
+    assert kernels_of(*given, platform="tpu") == {"tpu_custom_call"}
+    assert kernels_of(*given, platform="cuda") == {TRITON}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "sizes", "message"),
+    [
+        (np.float16, (2, 2, 2), (3, 4), "takes float32 and bfloat16, got float16"),
+        (np.float32, (34, 1, 1), (3, 4), "takes up to 32 query heads .* got 34"),
+        (np.float32, (2, 2, 2), (3, 260), "takes up to 256 features and values"),
+    ],
+)
+def test_what_it_does_not_take(dtype, heads, sizes, message):
+    terms, _ = jax.tree.map(dtype, draw(5, "token", heads, sizes))
+    attend = functools.partial(effattn.gated_linear_attention, log_decay=terms.log_decay)
+    with pytest.raises(NotImplementedError, match=message):
+        attend(terms.query, terms.key, terms.value, implementation="mosaic_tpu")

@@ -1,0 +1,243 @@
+"""The Triton kernels of the linear recurrence: interpreted, against one token at a time in float64
+and against the XLA form; and lowered."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from effattn import dispatch
+from tests.laws.battery import assert_close
+from tests.pallas.lowering import TRITON, compile_triton, kernels_of
+from tests.pallas.recurrence_cases import (
+    assert_near,
+    documents,
+    draw,
+    errors,
+    exact,
+    program,
+    recurrence,
+    with_gradients,
+)
+
+
+@pytest.mark.parametrize(
+    ("length", "decay", "heads", "sizes", "normalized"),
+    [
+        (1, "head", (2, 2, 4), (3, 5), False),
+        (1, "feature", (4, 2, 2), (3, 5), False),
+        (37, "none", (4, 2, 2), (16, 16), True),
+        (64, "token", (2, 2, 4), (6, 20), True),
+        (130, "head", (1, 1, 1), (7, 3), False),
+        (130, "feature", (4, 2, 2), (5, 9), True),
+        (70, "feature", (1, 1, 1), (70, 66), False),
+        (70, "token", (2, 1, 1), (70, 66), False),
+    ],
+)
+def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized):
+    """Tails, shared heads, sizes of several tiles and of a part of one."""
+    args = draw(length, decay, heads, sizes, normalized)
+    ours = with_gradients(functools.partial(recurrence, normalized=normalized), *args)
+    assert_near(ours, exact(*args, normalized=normalized))
+
+
+@pytest.mark.parametrize(
+    ("decay", "bonus"),
+    [("none", False), ("token", False), ("feature", False), ("none", True), ("feature", True)],
+)
+def test_documents_and_masks(decay, bonus):
+    args = draw(103, decay, (4, 2, 2), (5, 6), bonus=bonus)
+    tokens = documents()
+    ours = with_gradients(functools.partial(recurrence, tokens=tokens), *args)
+    assert_near(ours, exact(*args, tokens=tokens))
+
+
+@pytest.mark.parametrize("decay", ["token", "feature"])
+def test_decays_that_forget_much_or_all(decay):
+    """As exact as the XLA form; what a decay of zero does not let through has no gradient."""
+    terms, state = draw(80, decay, (2, 2, 2), (4, 4))
+    strong = 40 * terms.log_decay
+    strong[:, 20], strong[:, 66] = -1e4, -np.inf
+    args = terms._replace(log_decay=strong), state
+    expected = exact(*args)
+    ours = with_gradients(recurrence, *args)
+    xla = with_gradients(functools.partial(recurrence, names=("xla",)), *args)
+    assert not np.any(ours[1][0].log_decay[:, 66])
+    for error, other, size in errors(ours, xla, expected):
+        assert error <= max(2 * other, 1e-6 * size)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sixteen_bits(dtype):
+    terms, state = draw(70, "token", (4, 2, 2), (8, 8))
+    terms = jax.tree.map(lambda x: jnp.asarray(x, dtype), terms)
+    expected = exact(terms, state)
+    ours = with_gradients(recurrence, terms, state)
+    xla = with_gradients(functools.partial(recurrence, names=("xla",)), terms, state)
+    for error, other, size in errors(ours, xla, expected):
+        assert error <= 1.1 * other + 1e-6 * size
+        assert error < 0.005 * size
+
+
+def test_padding_may_hold_anything():
+    """NaN in padding reaches no output and no gradient; any batch, also none."""
+    rng = np.random.default_rng(2)
+    query, key, value = (rng.normal(size=(1, 3, 20, 2, n)).astype(np.float32) for n in (4, 4, 6))
+    log_decay = -rng.random((1, 3, 20, 2)).astype(np.float32)
+    lengths = np.asarray([[20, 0, 7]])
+    padding = np.arange(20) >= lengths[..., None]
+    args = [
+        np.where(padding[(..., *[None] * (x.ndim - 3))], np.nan, x)
+        for x in (query, key, value, log_decay)
+    ]
+
+    @functools.partial(jax.jit, static_argnames="name")
+    def run(args, lengths, name):
+        def attend(query, key, value, log_decay):
+            return effattn.gated_linear_attention(
+                query,
+                key,
+                value,
+                log_decay=log_decay,
+                query_seq_lengths=lengths,
+                key_value_seq_lengths=lengths,
+                return_state=True,
+                implementation=name,
+            )
+
+        results, pull_back = jax.vjp(attend, *args)
+        return results, pull_back(results)
+
+    with dispatch.interpreted():
+        ours, alone = run(args, lengths, "triton"), run([x[0, 2] for x in args], 7, "triton")
+    assert_close(ours, run(args, lengths, "xla"), 1e-6)
+    assert_close(alone, jax.tree.map(lambda x: x[0, 2], ours), 1e-6)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_mechanisms_take_it(is_causal):
+    """Performer's features decay with a running maximum; documents read both ways are sorted."""
+    rng = np.random.default_rng(1)
+    query, key, value = (rng.normal(size=(70, n, 6)).astype(np.float32) for n in (4, 2, 2))
+    ids = np.sort(rng.integers(0, 3, 70))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(name, *args):
+        def attend(*args):
+            return effattn.performer_attention(
+                *args,
+                projection=effattn.performer_features(jax.random.key(0), 12, 6),
+                is_causal=is_causal,
+                segment_ids=ids,
+                implementation=name,
+            )
+
+        out, pull_back = jax.vjp(attend, *args)
+        return out, pull_back(out)
+
+    with dispatch.interpreted():
+        ours = run("triton", query, key, value)
+    assert_close(ours, run("xla", query, key, value), 2e-6)
+
+
+def test_under_vmap():
+    terms, state = draw(20, "token", (2, 1, 1), (3, 4))
+
+    def loss(terms, state):
+        return jax.tree.map(jnp.sum, recurrence(terms, state))
+
+    @jax.jit
+    def gradients(terms, state):
+        return jax.grad(lambda *args: sum(loss(*args)), (0, 1))(terms, state)
+
+    three = jax.tree.map(lambda x: jnp.stack([x, 2 * x, 3 * x]), (terms, state))
+    ours = jax.vmap(gradients)(*three)
+    for i in range(3):
+        alone = gradients(*jax.tree.map(lambda x, i=i: x[i], three))
+        assert_close(jax.tree.map(lambda x, i=i: x[i], ours), alone, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("gate", "sizes"), [(None, (64, 64)), (2, (96, 255)), (3, (128, 80)), (3, (6, 5))]
+)
+def test_it_is_lowered_for_gpus(dtype, gate, sizes):
+    assert kernels_of(*program(dtype, gate, sizes, "triton")) == {TRITON}
+
+
+@pytest.mark.parametrize(
+    ("capability", "gate", "dtype"),
+    [(89, 2, jnp.float32), (89, 2, jnp.bfloat16), (89, 3, jnp.bfloat16), (90, 3, jnp.bfloat16)],
+)
+def test_compiled_it_fits_every_card(capability, gate, dtype):
+    """In 16 bits all matrix products are on tensor cores, and all that is held in registers."""
+    kernels = compile_triton(capability, *program(dtype, gate, (64, 64), "triton"))
+    assert {kernel.name.removeprefix("linear_recurrence_") for kernel in kernels} == {
+        "walk",
+        "walk_back",
+        "read_block",
+        "d_query_block",
+        "d_key_value_block",
+    }
+    for kernel in kernels:
+        assert kernel.shared <= 99 * 1024, kernel
+        if dtype == jnp.bfloat16:
+            assert kernel.stack <= 128, kernel
+            assert kernel.tensor_cores > 0, kernel
+
+
+def test_elsewhere_it_says_who_takes_the_arguments():
+    terms, state = draw(5, "token", (2, 2, 2), (3, 4))
+    args = terms.query, terms.key, terms.value
+
+    def loss(query, key, value, name):
+        attend = functools.partial(effattn.gated_linear_attention, log_decay=terms.log_decay)
+        return jnp.sum(attend(query, key, value, initial_state=state, implementation=name) ** 2)
+
+    run = jax.value_and_grad(loss, (0, 1, 2))
+    with pytest.raises(NotImplementedError, match="'triton' .*on cuda alone; implementation='xla'"):
+        run(*args, "triton")
+    expected = run(*args, "xla")
+    jax.tree.map(np.testing.assert_array_equal, run(*args, ("triton", "xla")), expected)
+
+
+def call(dtype=np.float32, length=5, sizes=(3, 4), attend=effattn.gated_linear_attention, **given):
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        rng.normal(size=(length, 2, n)).astype(dtype) for n in (*sizes[:1], *sizes)
+    )
+    return attend(query, key, value, **given)
+
+
+LOG_DECAY = {"log_decay": -np.ones((5, 2), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({**LOG_DECAY, "dtype": np.float64}, "takes float32, bfloat16 and float16, got float64"),
+        ({**LOG_DECAY, "sizes": (260, 8)}, "takes up to 256 features and values .*got 260 and 8"),
+        (
+            {"attend": effattn.linear_attention, "sizes": (3, 256), "is_causal": True},
+            "takes up to 256 features and values .*got 3 and 257",
+        ),
+        (
+            {"length": 0, "log_decay": np.zeros((0, 2), np.float32)},
+            r"takes at least one token, got queries of shape \(0, 2, 3\)",
+        ),
+        ({**LOG_DECAY, "precision": "BF16_BF16_F32"}, "takes a precision of jax.lax.Precision"),
+        (
+            {"attend": effattn.delta_rule_attention, "beta": np.ones((5, 2), np.float32)},
+            "takes recurrences that only add to the state",
+        ),
+        ({"attend": effattn.linear_attention}, "takes causal and packed calls"),
+    ],
+)
+def test_what_it_does_not_take_another_does(given, message):
+    with jax.enable_x64(True):
+        with pytest.raises(NotImplementedError, match=f"{message}.*implementation='xla' takes"):
+            call(**given, implementation="triton")
+        call(**given, implementation=("triton", "xla"))
