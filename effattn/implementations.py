@@ -4,6 +4,8 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from effattn import dispatch, registry
 from effattn.cores import block_attention, linear_recurrence
 from effattn.functional import paged
@@ -89,8 +91,19 @@ def _rows(name: str) -> Iterator[Row]:
             continue
         else:
             limits = [importlib.import_module(module).LIMITS for module in modules if module]
-        dtypes = [dtype for dtype in limits[0].dtypes if all(dtype in one.dtypes for one in limits)]
+        dtypes = [
+            dtype
+            for dtype in dispatch.Limits().dtypes
+            if all(_computed_in(name, dtype) in one.dtypes for one in limits)
+        ]
+        if not dtypes:
+            continue
         sizes = [one.size for one in limits if one.size is not None]
         others = "; ".join(dict.fromkeys(one.others for one in limits if one.others))
         where = platform or ("cuda" if implementation == "cudnn" else "any")
         yield Row(name, implementation, where, tuple(dtypes), min(sizes, default=None), others)
+
+
+def _computed_in(name, dtype):
+    in_float32 = name in registry.names() and registry.get(name).in_float32
+    return str(jnp.promote_types(dtype, jnp.float32)) if in_float32 else dtype

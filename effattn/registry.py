@@ -49,6 +49,7 @@ class Mechanism:
       builder: "module:attribute" of the callable that makes its Flax mixer; imported on use. The
         default makes one of any function; another makes this mechanism alone.
       options_at: the options at a length, where the claimed growth supposes some that follow it.
+      in_float32: it attends in float32 at least, whatever the dtype that it is given.
       knows_order: it tells positions apart by itself, so models give it no rotary embedding.
       by_layer: the options that change with the layer (from 0) in which the mixer stands.
       decoder: "module:attribute" of what makes its decoder, `(function, options) -> Decoder` (see
@@ -79,6 +80,7 @@ class Mechanism:
     decoder: str | None = None
     cores: tuple[str, ...] = ("block_attention",)
     causality: str = "exact"
+    in_float32: bool = False
     knows_order: bool = False
 
     def __post_init__(self):

@@ -13,8 +13,6 @@ from tests.laws.battery import MECHANISMS, SQUARE
 
 KERNELS = [name for name, platform in dispatch.PLATFORMS.items() if platform is not None]
 
-IN_FLOAT32 = {"nystrom"}  # attends in float32, and so takes more than what its core does
-
 
 def refusal(mechanism, implementation, dtype):
     """Why a call in that dtype is refused; None if it is not."""
@@ -42,8 +40,6 @@ def test_a_mechanism_has_the_implementations_that_are_listed(mechanism, implemen
             found = refusal(mechanism, implementation, dtype)
             row = listed.get(implementation)
             is_listed = row is not None and str(jnp.dtype(dtype)) in row.dtypes
-            if row is not None and str(mechanism) in IN_FLOAT32 and dtype == jnp.float16:
-                continue
             assert (found is None) == is_listed, (dtype, row, found)
 
 

@@ -301,5 +301,6 @@ registry.register(
         options={"num_landmarks": 32},
         complexity="O(N m) for m landmarks",
         time_exponent=1.0,
+        in_float32=True,
     )
 )
