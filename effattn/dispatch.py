@@ -31,13 +31,19 @@ _interpreted: contextvars.ContextVar[Any] = contextvars.ContextVar(
 def interpreted(how: Any = True) -> Iterator[None]:
     """Kernels that are traced within run in Pallas's interpreter, on any device, and slowly.
 
-    `how` is what `pallas_call` takes as `interpret`: for TPUs also `pltpu.InterpretParams`.
+    `how` is what `pallas_call` takes as `interpret`: True, for TPUs also `pltpu.InterpretParams`,
+    and for Mosaic GPU, from jax 0.12 on, `plgpu.InterpretGPUParams`.
     """
     token = _interpreted.set(how)
     try:
         yield
     finally:
         _interpreted.reset(token)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels that are traced here will be interpreted."""
+    return bool(_interpreted.get())
 
 
 class Chosen(NamedTuple):

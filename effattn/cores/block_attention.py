@@ -26,6 +26,7 @@ from effattn.xla import mesh_axes
 # Imported on use: most programs have no kernels.
 MODULES = {
     "xla": "effattn.xla.block_attention",
+    "mosaic_gpu": "effattn.pallas.block_mosaic_gpu",
     "triton": "effattn.pallas.block_triton",
     "mosaic_tpu": "effattn.pallas.block_mosaic_tpu",
 }

@@ -1,0 +1,285 @@
+"""Block attention for Hopper: interpreted, against float64; lowered; and what it refuses."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec
+
+import effattn
+from effattn import dispatch, patterns
+from tests.dense import cotangents, draw, with_gradients
+from tests.laws.battery import as_float64, assert_close
+from tests.pallas import block_cases
+from tests.pallas.block_cases import Case, over_layout, square
+from tests.pallas.lowering import MOSAIC_GPU, TRITON, kernels_of, mesh_of
+
+attend = functools.partial(effattn.dot_product_attention, implementation="mosaic_gpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Half(Case):
+    """A case whose queries, keys and values are in half precision, of few heads and tiles.
+
+    The interpreter takes a tenth of a second for a tile.
+    """
+
+    rounded_to: type = np.float16
+
+    def arrays(self, dtype=np.float16):
+        of_tokens = {"query", "key", "value"}
+        few = {"batch": (1,), "heads": 2, "key_heads": 1, "queries": 70, "keys": 150}
+        arrays = Case(few | self.sizes, more=self.more, rounded_to=self.rounded_to).arrays()
+        wide = np.promote_types(dtype, np.float32)
+        return {name: x.astype(dtype if name in of_tokens else wide) for name, x in arrays.items()}
+
+
+TILE = {"tile": (64, 64)}
+IDS = np.repeat([1, 2, 3, 0], [30, 50, 40, 30])[None]
+PATTERN = patterns.Causal() & (
+    patterns.RandomBlocks(64, 1, seed=0) | patterns.Custom(lambda i, j: (i - j) % 5 == 0)
+)
+
+
+def tabled(query, key, value, slopes, table, **options):
+    """A score_mod that reads a table by head, and one by position."""
+
+    def score_mod(logit, b, h, i, j):
+        return logit - slopes[h] * jnp.abs(i - j) + table[jnp.clip(i - j, 0, 1), h]
+
+    return effattn.dot_product_attention(query, key, value, score_mod=score_mod, **options)
+
+
+def mapped(query, key, value, **options):
+    """No axis of examples is left inside."""
+    call = functools.partial(effattn.dot_product_attention, **options)
+    return jax.vmap(call)(query, key, value)
+
+
+CASES = {
+    "tails": Half(),
+    "window and offsets": Half(
+        {"batch": (2,), "heads": 1},
+        lambda: {"local_window_size": (37, 5), "query_offset": jnp.array([80, 3]), **TILE},
+    ),
+    "documents and lengths": Half(
+        square(150, heads=1),
+        lambda: {
+            "segment_ids": jnp.asarray(IDS),
+            "key_value_seq_lengths": jnp.array([100]),
+            "is_causal": True,
+            **TILE,
+        },
+    ),
+    "tables, cap, scale, sink and dropout": Half(
+        square(70),
+        lambda: {
+            "logits_soft_cap": 2.0,
+            "is_causal": True,
+            "dropout_rate": 0.3,
+            "dropout_rng": jax.random.key(1),
+            **TILE,
+        },
+        tabled,
+        {"slopes": (2,), "table": (2, 2), "scale": (), "sink": (2,)},
+    ),
+    "layout of heads": Half({"queries": 40, "key_heads": 2}, lambda: TILE, over_layout((2,), True)),
+    "pattern": Half(square(100, heads=1), lambda: {"pattern": PATTERN}, effattn.sparse_attention),
+    "one row, under vmap": Half(
+        {"batch": (2,), "heads": 1, "queries": 1, "keys": 1}, lambda: {"is_causal": True}, mapped
+    ),
+    "heads of 200 and 40": Half(
+        {"heads": 1, "queries": 20, "keys": 70, "size": 200, "value_size": 40}
+    ),
+}
+
+interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="jax 0.12 interprets kernels of Mosaic GPU"
+)
+
+
+def interpreted(case, dtype=np.float16):
+    """By a kernel, of which no two warpgroups race for memory."""
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+
+    with dispatch.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        found = jax.block_until_ready(case.run("mosaic_gpu", dtype))
+    assert not get_races().races_found
+    return found
+
+
+@interpreter
+@pytest.mark.parametrize("name", CASES)
+def test_it_agrees_with_float64(name):
+    """Outputs, log-sum-exps and every gradient."""
+    case = CASES[name]
+    (out, lse), gradients = interpreted(case)
+    (exact_out, exact_lse), exact = block_cases.exact(case)
+    assert_close(lse, exact_lse, 1e-5)
+    assert_close((out, gradients), (exact_out, exact), 2e-3)
+
+
+def rms(x):
+    return np.sqrt(np.mean(np.square(x[np.isfinite(x)])))
+
+
+@interpreter
+def test_errors_are_at_most_twice_those_of_the_plain_form():
+    dtype = jnp.bfloat16
+    case = Half(square(150, size=64, value_size=64), lambda: {"is_causal": True}, rounded_to=dtype)
+
+    def plain(query, key, value, **_):
+        logits = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+        logits = jnp.where(jnp.tri(150, dtype=bool), logits.astype(jnp.float32), -jnp.inf)
+        weights = jax.nn.softmax(logits).astype(value.dtype)
+        lse = jax.nn.logsumexp(logits, -1)
+        return jnp.einsum("bnts,bsnh->btnh", weights, value), jnp.moveaxis(lse, 1, 2)
+
+    ours = interpreted(case, dtype)
+    theirs = dataclasses.replace(case, function=plain).run(None, dtype)
+    expected = block_cases.exact(case)
+    trees = (jax.tree.leaves(as_float64(tree)) for tree in (ours, theirs, expected))
+    for a, b, exact in zip(*trees, strict=True):
+        assert rms(a - exact) <= 2 * rms(b - exact)
+        assert rms(a - exact) <= 0.005 * rms(exact)
+
+
+@interpreter
+def test_padding_reaches_nothing():
+    """NaN where no token is."""
+    arrays = draw(40, 40, heads=1, key_heads=1, size=16, value_size=16, dtype=np.float16)
+    lengths = np.array([40, 33])
+    known = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+
+    def function(arrays, known):
+        return attend(**arrays, **known, is_causal=True, return_residual=True)
+
+    with dispatch.interpreted():
+        clean = with_gradients(function, arrays, known)
+        for array in arrays.values():
+            array[1, 33:] = np.nan
+        spoilt = with_gradients(function, arrays, known)
+    jax.tree.map(np.testing.assert_array_equal, spoilt, clean)
+
+
+# Lowered
+
+
+def gradients(case):
+    """The outputs and gradients of a case, as a function of its arrays."""
+    call = functools.partial(
+        case.function, **case.options(), implementation="mosaic_gpu", return_residual=True
+    )
+
+    def function(arrays):
+        results, pull_back = jax.vjp(lambda arrays: call(**arrays), arrays)
+        return results, pull_back(cotangents(arrays))
+
+    return function
+
+
+@pytest.mark.parametrize("name", [*CASES][1:7])
+def test_it_is_lowered_for_gpus(name):
+    case = CASES[name]
+    assert kernels_of(gradients(case), case.arrays()) == {MOSAIC_GPU}
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 80), (192, 256)])
+def test_every_size_is_lowered_for_gpus(sizes):
+    """In its largest tiles, which shared memory holds: lowering counts it."""
+    case = Half(
+        square(1000, size=sizes[0], value_size=sizes[1]),
+        lambda: {"is_causal": True},
+        rounded_to=jnp.bfloat16,
+    )
+    assert kernels_of(gradients(case), case.arrays(jnp.bfloat16)) == {MOSAIC_GPU}
+
+
+def test_under_shard_map_it_is_lowered_for_gpus():
+    mesh, spec = mesh_of((2, 2), ("batch", "heads"), "cuda"), PartitionSpec("batch", None, "heads")
+
+    def total(*arrays):
+        return attend(*arrays, is_causal=True).astype(jnp.float32).sum()
+
+    function = jax.shard_map(
+        jax.grad(total, (0, 1, 2)), mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3
+    )
+    query = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((2, 512, 2, 64), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(function).trace(query, key, key).lower(lowering_platforms=("cuda",))
+    assert MOSAIC_GPU in lowered.as_text()
+
+
+# What it does not take
+
+
+def test_elsewhere_it_says_who_takes_the_arguments():
+    arrays = draw(dtype=np.float16)
+    with pytest.raises(NotImplementedError, match="runs by 'mosaic_gpu' on cuda alone"):
+        attend(**arrays)
+    both = attend(**arrays, implementation=("mosaic_gpu", "xla"))
+    np.testing.assert_array_equal(both, effattn.dot_product_attention(**arrays))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "options", "message"),
+    [
+        (np.float32, {}, {}, "takes bfloat16 and float16, got float32"),
+        (np.float64, {}, {}, "takes bfloat16 and float16, got float64"),
+        (np.float16, {"size": 257}, {}, "takes head sizes up to 256, got 257 and 5"),
+        (np.float16, {}, {"tile": (64, 32)}, r"takes tiles of multiples of 64 .* got \(64, 32\)"),
+        (np.float16, {}, {"mask": np.ones((11, 14), bool)}, "takes no mask of pairs"),
+        (np.float16, {}, {"bias": np.ones((11, 14), np.float32)}, "takes no bias of pairs"),
+    ],
+)
+def test_what_it_does_not_take_another_does(dtype, sizes, options, message):
+    with jax.enable_x64(True):
+        arrays = draw(**sizes, dtype=dtype)
+        with pytest.raises(NotImplementedError, match=f"{message}.*implementation='xla' takes"):
+            attend(**arrays, **options)
+        both = attend(**arrays, **options | {"implementation": ("mosaic_gpu", "xla")})
+        np.testing.assert_array_equal(both, effattn.dot_product_attention(**arrays, **options))
+
+
+def test_what_it_does_not_take_triton_does_on_the_same_device():
+    arrays = draw(70, 70, size=64, value_size=64, dtype=np.float16)
+    bias = np.ones((70, 70), np.float16)
+
+    def function(bias, arrays):
+        return attend(**arrays, bias=bias, implementation="pallas")
+
+    assert kernels_of(function, None, arrays) == {MOSAIC_GPU}
+    assert kernels_of(function, bias, arrays) == {TRITON}
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "message"),
+    [
+        ("9.0", "cuda 12060", None),
+        ("9.0", "cuda 12091", None),
+        ("9.0", "cuda 13000", None),
+        ("8.0", "cuda 12060", r"compute capability 9\.x \(Hopper\), got 8\.0"),
+        ("10.0", "cuda 12091", r"compute capability 9\.x \(Hopper\), got 10\.0"),
+        ("9.0", "cuda 12080", r"CUDA outside of 12\.8\.0 to 12\.9\.0, .* got 12080"),
+        ("9.0", "cuda 12090", r"CUDA outside of 12\.8\.0 to 12\.9\.0, .* got 12090"),
+    ],
+)
+def test_which_devices_and_versions_of_cuda_it_takes(monkeypatch, capability, cuda, message):
+    device = types.SimpleNamespace(
+        platform="gpu",
+        compute_capability=capability,
+        client=types.SimpleNamespace(platform_version=f"PJRT C API\n{cuda}"),
+    )
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    arrays = draw(dtype=np.float16)
+    if message is None:
+        jax.eval_shape(lambda arrays: attend(**arrays), arrays)
+        return
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(lambda arrays: attend(**arrays), arrays)
