@@ -65,8 +65,8 @@ def support(mechanism: str | None = None) -> Support:
     """Which implementations there are of each mechanism, or of one: `print(effattn.support())`.
 
     It is read from what dispatch itself calls. Every option of a function is taken by all of its
-    implementations, within these limits; a call beyond them is a `NotImplementedError` that says
-    which it was.
+    implementations, within these limits and what they ask for; a call beyond them is a
+    `NotImplementedError` that says which it was.
 
     Args:
       mechanism: a name in the registry, or "paged_attention"; None for all.

@@ -1,4 +1,36 @@
-"""Block attention for Hopper GPUs, lowered by Mosaic GPU."""
+"""Block attention for Hopper GPUs, lowered by Mosaic GPU.
+
+Programs as in Triton (`effattn.pallas.block_triton`), none of which shares a sum with another. In
+each, one warpgroup does nothing but copy: tiles come by the bulk copy engine, which swizzles them
+as tensor cores read them, into two slots of shared memory, and barriers say which slot is filled
+and which has been read. The others, of 64 rows each, multiply from there (`wgmma`), and keep sums
+in registers. Keys and values are copied once for all of a block's rows.
+
+- forward: where there are two such warpgroups they take turns, so that one's exponentials are
+  computed during the other's products: of a tile of 128 x 128 at head size 128 a multiprocessor
+  takes 1024 cycles for the exponentials and 2048 for the products;
+- the gradient of the queries: weights again from the log-sum-exp; the sum stays in the accumulator
+  of `wgmma` over all tiles;
+- the gradients of keys and values: both sums do so. Logits are transposed, `(s, t)`, and weights go
+  from registers into the next product as they lie.
+
+Tiles. Two warpgroups have 232 registers a thread, and a product of 64 rows takes one for every two
+of its columns. The forward at head size 128 and s = 128 keeps 64 of the output, and 64 each of
+logits and of what is added to the output, of which one lives at a time with the 32 of the weights.
+The gradients of keys and values are 128 at head size 128, which leaves room for two tiles of
+logits of 64 columns, 64; at 256 they would be 256, and are formed in two calls. Of causal attention
+ptxas 13.5 then keeps all in registers, but for 100 bytes of a thread in the gradients of keys and
+values at head size 128, and 72 to 260 bytes in all kernels but one at 256.
+
+A byte of keys and values in bfloat16 that a block reads is multiplied with t queries, 2 t
+operations in the forward: t = 128 is 256, where L2 delivers one byte for 180 that the cores do.
+Shared memory, 227 KB, then holds of head size 256 the queries (64 KB), two slots of s = 64 keys
+and values (128 KB) and what the output passes through (16 KB); in the gradients, which read
+d output as well, 64 rows in place of 128.
+
+Gradients of a scale and of what a score_mod closes over are formed by XLA
+(`effattn.xla.block_attention`), which is as exact.
+"""
 
 import dataclasses
 import functools
@@ -20,7 +52,9 @@ from effattn.pallas import mosaic_gpu_tiles as tiles
 from effattn.pallas.mosaic_gpu_tiles import ROWS, Own, Product, Stream, Tile, Turns, down
 from effattn.xla import block_attention as xla
 
-LIMITS = dispatch.Limits(("bfloat16", "float16"), 256, "Hopper; tiles of multiples of 64")
+LIMITS = dispatch.Limits(
+    ("bfloat16", "float16"), 256, "Hopper; tiles of multiples of 64; no dense mask or bias"
+)
 
 # Queries and keys of a tile by the width of the larger head.
 TILES = {
@@ -32,7 +66,8 @@ QUERY = "query", "query_ids", "query_positions"
 KEY = "key", "key_ids", "key_positions"
 _MISCOMPILED = 12080, 12090  # versions of CUDA
 _MOST_AT_ONCE = 128  # features of a product that is added to what a thread has already
-_MOST_KEPT = 256  # features of the sums that a thread keeps
+_MOST_KEPT = 256  # features of all sums that a thread keeps
+_MOST_BLOCKS = 2**16 - 1  # of a grid's other axes than the last
 _LOG2E = math.log2(math.e)
 
 
@@ -42,7 +77,13 @@ def refusal(rule: Rule, x: Operands) -> str | None:
         return reason
     for name in ("bias", "mask"):
         if getattr(x, name) is not None:
-            return f"takes no {name} of pairs"
+            return f"takes no dense {name}"
+    if jax.__version_info__ < (0, 12) and (rule.soft_cap or rule.score_mod):
+        return f"needs jax 0.12 for a soft cap or a score_mod, got {jax.__version__}"
+    examples = math.prod(x.query.shape[:-3])
+    if max(examples, x.query.shape[-2]) > _MOST_BLOCKS:
+        heads = x.query.shape[-2]
+        return f"takes up to {_MOST_BLOCKS} examples, and heads, got {examples} and {heads}"
     given = rule.tile if x.layout is None else x.layout.tile
     if given is not None and any(side % ROWS for side in given):
         return f"takes tiles of multiples of {ROWS} queries and keys, got {given}"
