@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import effattn
@@ -24,19 +25,23 @@ from effattn.patterns import longformer
 
 
 class Program(NamedTuple):
-    """A compiled program; the arrays of its caller are NumPy's, `(B, T, N, H)`.
+    """A compiled program; the arrays of its caller are NumPy's or JAX's, `(B, T, N, ...)`.
 
     Attributes:
       place: makes its operands of arrays.
-      run: takes the operands, and returns when the results are there.
-      fetch: makes arrays of the results.
+      run: takes the operands, and starts; a device may still be at work when it returns.
+      wait: returns when the results, and those of all calls before, are there.
+      fetch: makes arrays of NumPy of the results, or of a part of each, an index.
       temporary_bytes: what it needs beside operands and results, where that is known.
+      peak_bytes: the same with operands and results.
     """
 
     place: Callable[[Arrays], Any]
     run: Callable[[Any], Any]
-    fetch: Callable[[Any], Arrays]
+    wait: Callable[[Any], Any]
+    fetch: Callable[..., Arrays]
     temporary_bytes: int | None
+    peak_bytes: int | None
 
 
 class Contender(NamedTuple):
@@ -60,30 +65,41 @@ class Contender(NamedTuple):
 
 
 def in_jax(function: Callable, **options: Any) -> Callable[[Arrays, bool], Program]:
-    """Of a function of query, key and value, all `(B, T, N, H)`."""
+    """Of a function of all arrays but the last, the gradient of its output."""
     attend = functools.partial(function, **options)
 
     def compile_program(arrays, backward):
-        def with_gradients(query, key, value, gradient):
-            out, pull_back = jax.vjp(attend, query, key, value)
+        def with_gradients(*operands):
+            *inputs, gradient = operands
+            out, pull_back = jax.vjp(attend, *inputs)
             return out, *pull_back(gradient)
 
-        program = with_gradients if backward else lambda q, k, v: (attend(q, k, v),)
-        arguments = 4 if backward else 3
+        program = with_gradients if backward else lambda *inputs: (attend(*inputs),)
+        arguments = len(arrays) if backward else len(arrays) - 1
         compiled = jax.jit(program).lower(*arrays[:arguments]).compile()
         memory = compiled.memory_analysis()
+        temporary = None if memory is None else memory.temp_size_in_bytes
         return Program(
             place=lambda arrays: jax.device_put(list(arrays[:arguments])),
-            run=lambda operands: jax.block_until_ready(compiled(*operands)),
-            fetch=lambda results: [np.asarray(result) for result in results],
-            temporary_bytes=memory.temp_size_in_bytes if memory is not None else None,
+            run=lambda operands: compiled(*operands),
+            wait=jax.block_until_ready,
+            fetch=lambda results, part=...: [np.asarray(result[part]) for result in results],
+            temporary_bytes=temporary,
+            peak_bytes=None
+            if memory is None
+            else temporary + memory.argument_size_in_bytes + memory.output_size_in_bytes,
         )
 
     return compile_program
 
 
-def in_torch(make: Callable[[int], Callable]) -> Callable[[Arrays, bool], Program]:
-    """Of a function from the length to the attention, in PyTorch's own order `(B, N, T, H)`."""
+def in_torch(
+    make: Callable[[int], Callable], device: str = "cpu", heads_first: bool = True
+) -> Callable[[Arrays, bool], Program]:
+    """Of a function from the length to the attention.
+
+    It takes all arrays but the last, in PyTorch's own order `(B, N, T, H)` if `heads_first`.
+    """
 
     def compile_program(arrays, backward):
         import torch
@@ -91,22 +107,36 @@ def in_torch(make: Callable[[int], Callable]) -> Callable[[Arrays, bool], Progra
         torch.set_num_threads(machine.cores())
         attend = make(arrays[0].shape[1])
 
+        def tensor(array):
+            array = np.asarray(array)
+            if array.dtype == jnp.bfloat16:  # which torch does not read
+                return torch.tensor(array.view(np.int16)).view(torch.bfloat16).to(device)
+            return torch.tensor(array).to(device)
+
+        def reorder(tensor):
+            return tensor.transpose(1, 2) if heads_first else tensor
+
         def place(arrays):
-            placed = [torch.from_numpy(a).transpose(1, 2).contiguous() for a in arrays]
-            return [a.requires_grad_() for a in placed[:3]] + placed[3:] if backward else placed
+            *inputs, gradient = (reorder(tensor(array)).contiguous() for array in arrays)
+            return [*(a.requires_grad_(backward) for a in inputs), gradient]
 
         def run(operands):
-            query, key, value, gradient = operands
+            *inputs, gradient = operands
             with torch.set_grad_enabled(backward):
-                out = attend(query, key, value)
+                out = attend(*inputs)
             if not backward:
                 return [out]
-            return [out, *torch.autograd.grad(out, (query, key, value), gradient)]
+            return [out, *torch.autograd.grad(out, inputs, gradient)]
 
-        def fetch(results):
-            return [result.detach().transpose(1, 2).numpy() for result in results]
+        def wait(results):
+            if device != "cpu":
+                torch.cuda.synchronize()
 
-        return Program(place, run, fetch, None)
+        def fetch(results, part=...):
+            parts = [reorder(result.detach())[part] for result in results]
+            return [part.float().cpu().numpy() for part in parts]
+
+        return Program(place, run, wait, fetch, None, None)
 
     return compile_program
 
@@ -117,30 +147,42 @@ def _sdpa(length, **options):
     return functools.partial(scaled_dot_product_attention, **options)
 
 
-def _flex_window(length):
+def flex(
+    allowed: Callable[[Any, Any], Any], length: int, device: str = "cpu", **options: Any
+) -> Callable:
+    """FlexAttention, compiled, over the pairs of a query and a key that are allowed."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def near(batch, head, query, key):
-        return (query - key <= WINDOW[0]) & (key - query <= WINDOW[1])
-
     torch.compiler.reset()  # it compiles only so many lengths of one function
-    mask = create_block_mask(near, None, None, length, length, device="cpu")
-    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+    mask = create_block_mask(
+        lambda batch, head, query, key: allowed(query, key), None, None, length, length, device
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return functools.partial(compiled, block_mask=mask, **options)
 
 
-def _tokamax(query, key, value, **options):
+def _in_window(query, key):
+    return (query - key <= WINDOW[0]) & (key - query <= WINDOW[1])
+
+
+def tokamax(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
+    """Its attention, with the options of that."""
     # Otherwise it reads its flags from the command line, which is not its own here.
     importlib.import_module("absl.flags").FLAGS.mark_as_parsed()
-    attend = importlib.import_module("tokamax").dot_product_attention
-    return attend(query, key, value, implementation="xla_chunked", **options)
+    return importlib.import_module("tokamax").dot_product_attention(query, key, value, **options)
 
 
 def _softmax_peers(computes: str, **options: Any) -> tuple[Contender, ...]:
     """Those that take the arguments of `jax.nn.dot_product_attention`."""
     return (
         Contender("jax.nn", computes, in_jax(jax.nn.dot_product_attention, **options)),
-        Contender("Tokamax xla_chunked", computes, in_jax(_tokamax, **options), "tokamax"),
+        Contender(
+            "Tokamax xla_chunked",
+            computes,
+            in_jax(tokamax, implementation="xla_chunked", **options),
+            "tokamax",
+        ),
     )
 
 
@@ -218,7 +260,12 @@ COMPARISONS: dict[str, tuple[Contender, ...]] = {
             in_jax(effattn.sliding_window_attention, local_window_size=WINDOW),
         ),
         *_softmax_peers("window", local_window_size=WINDOW),
-        Contender("PyTorch FlexAttention", "window", in_torch(_flex_window), "torch"),
+        Contender(
+            "PyTorch FlexAttention",
+            "window",
+            in_torch(functools.partial(flex, _in_window)),
+            "torch",
+        ),
     ),
     "sparse": (
         Contender(

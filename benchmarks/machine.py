@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +42,8 @@ def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def describe() -> dict[str, Any]:
-    """What a reader needs to judge the numbers."""
+def describe(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
+    """What a reader needs to judge the numbers, the versions of these packages among it."""
     threads = {"XLA": cores()}
     if installed("torch"):
         import torch
@@ -59,7 +59,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {
             "effattn": effattn.__version__,
-            **dict(zip(PACKAGES, map(_version, PACKAGES), strict=True)),
+            **dict(zip(packages, map(_version, packages), strict=True)),
         },
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,10 +1,11 @@
 """The measurement: contenders are compiled, checked, and then timed in turns."""
 
+import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from benchmarks import machine
 from benchmarks.contenders import Contender, Program
@@ -17,6 +18,8 @@ from benchmarks.workloads import (
     relative_error,
 )
 
+Part = TypeVar("Part")
+
 MOST_BYTES = 3e9  # of temporaries
 TOLERANCE = 1e-5  # largest error, relative to the largest element
 ENOUGH_SECONDS, FEWEST_ROUNDS = 3.0, 3  # after both a contender takes part in no more rounds
@@ -26,6 +29,23 @@ PAUSE = 0.005  # lets the threads of the contender before fall asleep
 
 class Skip(Exception):
     """Why a contender is not timed."""
+
+
+class Failure(Skip):
+    """It should have been: it raised what is no refusal, or disagrees."""
+
+
+@contextlib.contextmanager
+def skipping() -> Iterator[None]:
+    """What is raised within becomes a reason to skip."""
+    try:
+        yield
+    except Skip:
+        raise
+    except NotImplementedError as error:
+        raise Skip(_first_sentence(error)) from error
+    except Exception as error:
+        raise Failure(_first_sentence(error)) from error
 
 
 @dataclasses.dataclass
@@ -86,7 +106,10 @@ def compare(
         try:
             if contender.name in slow:
                 raise Skip(slow[contender.name])
-            program = _compile(contender, arrays, which, row)
+            program = build(contender, arrays, which)
+            row.temporary_bytes = program.temporary_bytes
+            if program.temporary_bytes is not None and program.temporary_bytes > MOST_BYTES:
+                raise Skip(f"needs {program.temporary_bytes / 1e9:.1f} GB of temporaries")
             _check(program, contender, arrays, which, row)
             taking_part.append((row, program, program.place(arrays)))
         except Skip as reason:
@@ -101,45 +124,48 @@ def compare(
     return rows
 
 
-def _compile(contender: Contender, arrays: Arrays, which: str, row: Row) -> Program:
+def build(contender: Contender, arrays: Arrays, which: str) -> Program:
+    """Its compiled program, or `Skip`."""
     if not machine.installed(contender.package):
         raise Skip(f"{contender.package} is not installed")
-    try:
-        program = contender.compile(arrays, which != "forward")
-    except Exception as error:
-        raise Skip(_first_sentence(error)) from error
-    row.temporary_bytes = program.temporary_bytes
-    if program.temporary_bytes is not None and program.temporary_bytes > MOST_BYTES:
-        raise Skip(f"needs {program.temporary_bytes / 1e9:.1f} GB of temporaries")
-    return program
+    with skipping():
+        return contender.compile(arrays, which != "forward")
 
 
 def _check(program: Program, contender: Contender, arrays: Arrays, which: str, row: Row) -> None:
     """Runs it once, which also warms it up, and checks what it computes."""
     rows = checked_rows(row.length)
-    operands = program.place([*arrays[:3], only_rows(arrays[3], rows)])
-    try:
-        results = program.run(operands)
-    except Exception as error:
-        raise Skip(_first_sentence(error)) from error
-    wanted = expected(WORKLOADS[contender.computes], arrays, rows, which)
+    with skipping():
+        results = program.run(program.place([*arrays[:-1], only_rows(arrays[-1], rows)]))
+        program.wait(results)
+    wanted = expected(WORKLOADS[contender.computes].weights, arrays, rows, which)
     row.error = relative_error(program.fetch(results), wanted, rows)
-    if not row.error <= TOLERANCE:  # NaN is not
-        raise Skip(f"disagrees: relative error {row.error:.1e}")
+    demand(row.error, TOLERANCE)
+
+
+def demand(error: float, tolerance: float) -> None:
+    """Raises `Failure` for an error above the tolerance."""
+    if not error <= tolerance:  # NaN is not
+        raise Failure(f"disagrees: relative error {error:.1e}")
+
+
+def in_turn(taking_part: Sequence[Part], index: int) -> Sequence[Part]:
+    """Each round starts with another."""
+    first = index % max(1, len(taking_part))
+    return (*taking_part[first:], *taking_part[:first])
 
 
 def _time(taking_part: Sequence[tuple[Row, Program, Any]], rounds: int) -> None:
-    """One call of each a round, and each round starts with another."""
+    """One call of each a round."""
     for index in range(rounds):
-        first = index % max(1, len(taking_part))
-        for row, program, operands in (*taking_part[first:], *taking_part[:first]):
+        for row, program, operands in in_turn(taking_part, index):
             spent = sum(seconds or 0 for seconds in row.rounds)
             if index >= FEWEST_ROUNDS and spent >= ENOUGH_SECONDS:
                 row.rounds.append(None)
                 continue
             time.sleep(PAUSE)
             start = time.perf_counter()
-            program.run(operands)
+            program.wait(program.run(operands))
             row.rounds.append(time.perf_counter() - start)
 
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +77,20 @@ def write(
 ) -> str:
     """Writes `results.json`, `table.md` and `time.png`; returns the text of the table."""
     text = markdown(machine, rates, rows)
+    save(folder, text, machine, settings, rates, rows)
+    draw_times(folder / "time.png", machine, rows)
+    return text
+
+
+def save(
+    folder: Path,
+    text: str,
+    machine: dict[str, Any],
+    settings: dict[str, Any],
+    rates: Sequence[Rate],
+    rows: Sequence[Any],
+) -> None:
+    """Writes `results.json`, with rows of a dataclass, and `table.md`."""
     record = {
         "machine": machine,
         "settings": settings,
@@ -84,8 +99,6 @@ def write(
     }
     (folder / "results.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "table.md").write_text(text)
-    draw(folder / "time.png", machine, rows)
-    return text
 
 
 def markdown(machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]) -> str:
@@ -94,7 +107,7 @@ def markdown(machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]
         f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average'][0]} at "
         f"the start; Python {machine['python']}, {versions}; {machine['date']}. Float32, batch 1, "
         "4 heads of 64.",
-        _table(("rate, best of many calls", "G/s"), [(r.of, _number(r.per_second)) for r in rates]),
+        table(("rate, best of many calls", "G/s"), [(r.of, number(r.per_second)) for r in rates]),
     ]
     for comparison in dict.fromkeys(row.comparison for row in rows):
         of_comparison = [row for row in rows if row.comparison == comparison]
@@ -107,10 +120,10 @@ def markdown(machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]
         "beat it. `temporaries` are those of the compiled program; PyTorch does not tell.",
     ]
     if any(row.skipped for row in rows):
-        parts += ["## Not timed", _not_timed(rows)]
+        parts += ["## Not timed", not_timed(rows, _where)]
     if verdicts := _verdicts(rows):
         header = ("effattn against", "ratio", "of rounds", "needed", "verdict")
-        parts += ["## Targets", _table(header, verdicts)]
+        parts += ["## Targets", table(header, verdicts)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -141,15 +154,19 @@ def _measured(rows: Sequence[Row]) -> str:
         for row in rows
         if row.seconds is not None
     ]
-    return _table(header, lines)
+    return table(header, lines)
 
 
-def _not_timed(rows: Sequence[Row]) -> str:
+def _where(row: Row) -> str:
+    return f"{TITLES[row.comparison]}, {row.which}, {row.length}"
+
+
+def not_timed(rows: Sequence[Any], where: Callable[[Any], str]) -> str:
+    """A line for each contender and reason, with all places where it was."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.skipped is not None:
-            where = reasons.setdefault((row.contender, row.skipped), {})
-            where[f"{TITLES[row.comparison]}, {row.which}, {row.length}"] = None
+            reasons.setdefault((row.contender, row.skipped), {})[where(row)] = None
     return "\n".join(f"- {name}: {why} ({'; '.join(w)})" for (name, why), w in reasons.items())
 
 
@@ -180,12 +197,13 @@ def _verdicts(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _number(per_second: float) -> str:
+def number(per_second: float) -> str:
+    """In units of 1e9."""
     giga = per_second / 1e9
     return f"{giga:.0f}" if giga >= 10 else f"{giga:.2f}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Padded, so that it also reads well as it is."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
@@ -194,49 +212,91 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in padded)
 
 
-def draw(path: Path, machine: dict[str, Any], rows: Sequence[Row]) -> None:
+class Panel(NamedTuple):
+    """One plot of a figure.
+
+    Attributes:
+      title, xlabel, ylabel: as shown; empty for none.
+      ticks: positions along x and what is written there.
+      lines: contender -> positions and values.
+      limit: positions and values of the dotted line.
+    """
+
+    title: str
+    xlabel: str
+    ylabel: str
+    ticks: Mapping[float, str]
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    limit: tuple[Sequence[float], Sequence[float]]
+
+
+def draw_times(path: Path, machine: dict[str, Any], rows: Sequence[Row]) -> None:
     """Time against length, a column a comparison and a row a pass."""
     comparisons = list(dict.fromkeys(row.comparison for row in rows))
-    names = list(dict.fromkeys(row.contender for row in rows))
-    lengths = sorted({row.length for row in rows})
-    size = (1.2 + 3.2 * len(comparisons), 6.4)
+    ticks = {math.log2(n): str(n) for n in sorted({row.length for row in rows})}
+    panels = []
+    for which in PASSES:
+        for comparison in comparisons:
+            here = [r for r in rows if (r.comparison, r.which) == (comparison, which)]
+            timed = [(r.contender, math.log2(r.length), r.seconds) for r in here]
+            floors = [r for r in here if r.contender == "effattn"]
+            panels.append(
+                Panel(
+                    TITLES[comparison] if which == PASSES[0] else "",
+                    "length (tokens)" if which == PASSES[-1] else "",
+                    f"{which} (s)" if comparison == comparisons[0] else "",
+                    ticks,
+                    lines_of(timed),
+                    ([math.log2(r.length) for r in floors], [r.floor for r in floors]),
+                )
+            )
+    title = (
+        f"Median time of a call, float32, 4 heads of 64\n{machine['cpu']}, {machine['cores']} cores"
+    )
+    draw(path, title, panels, len(comparisons), limit="floor", share_y=True)
+
+
+def lines_of(
+    points: Iterable[tuple[str, float, float | None]],
+) -> dict[str, tuple[list[float], list[float]]]:
+    """The lines of a panel, of (contender, position, value); None is not drawn."""
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for name, position, value in points:
+        line = lines.setdefault(name, ([], []))
+        if value is not None:
+            line[0].append(position)
+            line[1].append(value)
+    return lines
+
+
+def draw(
+    path: Path, title: str, panels: Sequence[Panel], columns: int, *, limit: str, share_y: bool
+) -> None:
+    """The panels row by row, each contender in the same colour in all; values in logarithms."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    height = -(-len(panels) // columns)
     with plt.style.context("petroff10"):  # told apart with any colour vision
         figure, grid = plt.subplots(
-            len(PASSES), len(comparisons), figsize=size, sharex=True, sharey=True, squeeze=False,
-            layout="constrained",
+            height, columns, figsize=(1.2 + 3.2 * columns, 3.2 * height), sharey=share_y,
+            squeeze=False, layout="constrained",
         )  # fmt: skip
-        for (i, which), (j, comparison) in (
-            (a, b) for a in enumerate(PASSES) for b in enumerate(comparisons)
-        ):
-            axes = grid[i, j]
-            here = [r for r in rows if (r.comparison, r.which) == (comparison, which)]
+        for axes, panel in zip(grid.flat, panels, strict=False):
             for index, name in enumerate(names):
-                timed = [r for r in here if r.contender == name and r.seconds is not None]
                 axes.plot(
-                    [r.length for r in timed], [r.seconds for r in timed],
+                    *panel.lines.get(name, ([], [])),
                     color=f"C{index}", marker=MARKERS[index % len(MARKERS)], label=name,
                 )  # fmt: skip
-            floors = [r for r in here if r.contender == "effattn"]
-            axes.plot(
-                [r.length for r in floors], [r.floor for r in floors],
-                color="black", linestyle=":", label="floor",
-            )  # fmt: skip
-            axes.set_xscale("log")
-            axes.set_xticks(lengths, [str(n) for n in lengths], rotation=45)
-            axes.set_xticks([], minor=True)
+            axes.plot(*panel.limit, color="black", linestyle=":", label=limit)
+            axes.set_xticks(list(panel.ticks), list(panel.ticks.values()), rotation=45)
             axes.set_yscale("log")
             axes.grid(alpha=0.3)
-            if i == 0:
-                axes.set_title(TITLES[comparison])
-            if i == len(PASSES) - 1:
-                axes.set_xlabel("length (tokens)")
-            if j == 0:
-                axes.set_ylabel(f"{which} (s)")
+            axes.set_title(panel.title)
+            axes.set_xlabel(panel.xlabel)
+            axes.set_ylabel(panel.ylabel)
+        for axes in grid.flat[len(panels) :]:
+            axes.remove()
         handles, labels = grid[0, 0].get_legend_handles_labels()  # empty lines have theirs too
-        figure.legend(handles, labels, loc="outside lower center", ncols=1 + len(comparisons))
-        figure.suptitle(
-            "Median time of a call, float32, 4 heads of 64\n"
-            f"{machine['cpu']}, {machine['cores']} cores"
-        )
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(6, 1 + columns))
+        figure.suptitle(title)
         figure.savefig(path, dpi=150)
         plt.close(figure)

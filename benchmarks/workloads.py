@@ -1,7 +1,7 @@
 """What is computed: the plain form that every contender must agree with, and the least it costs."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ PASSES = ("forward", "forward + backward")
 # logits, the gradients of weights, queries, keys and values.
 PRODUCTS = {"forward": 2, "forward + backward": 7}
 
-Arrays = Sequence[np.ndarray]
+Arrays = Sequence[Any]  # of NumPy or of JAX
 
 
 class Workload(NamedTuple):
@@ -30,7 +30,7 @@ class Workload(NamedTuple):
       exponentials: length -> exponentials of a head in the forward pass.
     """
 
-    weights: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    weights: Callable[..., jax.Array]
     pairs: Callable[[int], int]
     exponentials: Callable[[int], int]
 
@@ -42,14 +42,20 @@ class Workload(NamedTuple):
         return HEADS * self.exponentials(length) * (1 if which == "forward" else 2)
 
 
-def _softmax(query, key, position, left, right, first=0):
-    logits = jnp.einsum("nrh,nsh->nrs", query, key) * HEAD_SIZE**-0.5
-    at = jnp.arange(key.shape[1])
-    allowed = (at - position >= -left) & (at - position <= right) | (at < first)
+def softmax_weights(query: jax.Array, key: jax.Array, allowed: Any) -> jax.Array:
+    """`(N, R, S)`, over the pairs `(R, S)` that are allowed."""
+    logits = jnp.einsum("nrh,nsh->nrs", query, key) * query.shape[-1] ** -0.5
     return jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf), axis=-1)
 
 
-def _linear(query, key, position):
+def _softmax(query, key, position, left, right, first=0):
+    at = jnp.arange(key.shape[1])
+    allowed = (at - position >= -left) & (at - position <= right) | (at < first)
+    return softmax_weights(query, key, allowed)
+
+
+def linear_weights(query: jax.Array, key: jax.Array, position: jax.Array) -> jax.Array:
+    """Those of causal linear attention with elu + 1, normalised."""
     similarity = jnp.einsum("nrh,nsh->nrs", jax.nn.elu(query) + 1, jax.nn.elu(key) + 1)
     similarity = jnp.where(jnp.arange(key.shape[1]) <= position, similarity, 0)
     return similarity / similarity.sum(-1, keepdims=True)
@@ -75,28 +81,40 @@ def unit(key: jax.Array) -> jax.Array:
     return key / jnp.linalg.norm(key, axis=-1, keepdims=True)
 
 
+def recurrent_weights(
+    query: jax.Array,
+    key: jax.Array,
+    position: jax.Array,
+    log_decay: jax.Array,
+    strength: jax.Array | None = None,
+) -> jax.Array:
+    """Those of a recurrence, from the last key back: how later tokens pass queries on.
+
+    The decays broadcast to the keys `(N, S, H)`; a strength `(N, S)` is the beta of the delta rule.
+    """
+    query = query * query.shape[-1] ** -0.5
+    decays = jnp.broadcast_to(jnp.exp(log_decay), key.shape)
+    betas = jnp.ones(key.shape[:2]) if strength is None else strength
+
+    def step(reading, token):
+        at, k, decay, beta = token
+        reading = jnp.where(position == at, query, reading)
+        weight = beta[:, None] * jnp.einsum("nrh,nh->nr", reading, k)
+        passed = reading if strength is None else reading - weight[..., None] * k[:, None]
+        return decay[:, None] * passed, weight
+
+    by_token = [jnp.moveaxis(x, 1, 0) for x in (key, decays, betas)]
+    tokens = (jnp.arange(key.shape[1]), *by_token)
+    _, found = jax.lax.scan(step, jnp.zeros_like(query), tokens, reverse=True)
+    return jnp.moveaxis(found, 0, -1)
+
+
 def _recurrent(log_decay: Callable[[jax.Array], jax.Array], delta: bool):
-    """The weights of a recurrence, from the last key back: how later tokens pass queries on."""
+    """With gates, and with keys of length 1 where it is the delta rule, that are made of keys."""
 
     def weights(query, key, position):
-        query = query * HEAD_SIZE**-0.5
-        decays = jnp.broadcast_to(jnp.exp(log_decay(key)), key.shape)
-        strength = write_strength(key) if delta else jnp.zeros(key.shape[:2])
-        direction = unit(key) if delta else key
-
-        def step(reading, token):
-            at, k, decay, beta = token
-            reading = jnp.where(position == at, query, reading)
-            weight = jnp.einsum("nrh,nh->nr", reading, k)
-            passed = (
-                reading - (beta[:, None] * weight)[..., None] * k[:, None] if delta else reading
-            )
-            return decay[:, None] * passed, weight * beta[:, None] if delta else weight
-
-        by_token = [jnp.moveaxis(x, 1, 0) for x in (direction, decays, strength)]
-        tokens = (jnp.arange(key.shape[1]), *by_token)
-        _, found = jax.lax.scan(step, jnp.zeros_like(query), tokens, reverse=True)
-        return jnp.moveaxis(found, 0, -1)
+        direction, strength = (unit(key), write_strength(key)) if delta else (key, None)
+        return recurrent_weights(query, direction, position, log_decay(key), strength)
 
     return weights
 
@@ -135,7 +153,7 @@ WORKLOADS = {
     "window": _softmax_over(*WINDOW),
     "sparse": _longformer(SPARSE_WINDOW, SPARSE_GLOBAL),
     "linear": Workload(
-        _linear, lambda length: length * HEAD_SIZE, lambda length: 2 * length * HEAD_SIZE
+        linear_weights, lambda length: length * HEAD_SIZE, lambda length: 2 * length * HEAD_SIZE
     ),
     "retention": _recurrence(lambda key: jnp.asarray(_RETENTION)),
     "scalar gate": _recurrence(lambda key: scalar_gate(key)[..., None]),
@@ -160,32 +178,38 @@ def checked_rows(length: int) -> np.ndarray:
     return np.linspace(length // 16, length - 1, 16).astype(int)
 
 
-def only_rows(gradient: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The gradient of the output at those rows, zero elsewhere.
+def only_rows(gradient: Any, rows: np.ndarray, heads: slice = slice(None)) -> jax.Array:
+    """The gradient of the first output at those rows and heads, zero elsewhere.
 
     Then the gradients of all keys and values follow from these rows alone.
     """
-    kept = np.zeros_like(gradient)
-    kept[:, rows] = gradient[:, rows]
-    return kept
+    where = np.index_exp[:1, rows, heads]
+    return jnp.zeros_like(gradient).at[where].set(gradient[where])
 
 
-def expected(workload: Workload, arrays: Arrays, rows: np.ndarray, which: str) -> Arrays:
-    """The output at the rows in float64, and then the gradients that `only_rows` leads to."""
+def expected(
+    weights: Callable[..., jax.Array], arrays: Arrays, rows: np.ndarray, which: str
+) -> list[np.ndarray]:
+    """The output at the rows in float64, and then the gradients that `only_rows` leads to.
 
-    def attend(query, key, value):  # (R, N, H), (S, N, H), (S, N, H)
+    Args:
+      weights: of a workload; other arrays than query, key and value are handed to it.
+      arrays: `(1, T, N, ...)` each, the gradient of the output last.
+      rows: queries.
+      which: one of `PASSES`.
+    """
+
+    def attend(query, key, value, *others):  # (T, N, H), (S, N, H), (S, N, H), (S, N, ...)
         positions = jnp.asarray(rows)[:, None]
-        weights = workload.weights(query.swapaxes(0, 1), key.swapaxes(0, 1), positions)
-        return jnp.einsum("nrs,snh->rnh", weights, value)
+        by_head = [a.swapaxes(0, 1) for a in (query[rows], key, *others)]
+        return jnp.einsum("nrs,snh->rnh", weights(*by_head[:2], positions, *by_head[2:]), value)
 
     with jax.enable_x64(True):
-        query, key, value, gradient = (jnp.asarray(a[0], jnp.float64) for a in arrays)
-        out, pull_back = jax.vjp(attend, query[rows], key, value)
+        *inputs, gradient = (jnp.asarray(np.asarray(a[0]), jnp.float64) for a in arrays)
         if which == "forward":
-            return [np.asarray(out)]
-        of_rows, of_key, of_value = pull_back(gradient[rows])
-        of_query = jnp.zeros_like(query).at[rows].set(of_rows)
-        return [np.asarray(a) for a in (out, of_query, of_key, of_value)]
+            return [np.asarray(attend(*inputs))]
+        out, pull_back = jax.vjp(attend, *inputs)
+        return [np.asarray(a) for a in (out, *pull_back(gradient[rows]))]
 
 
 def relative_error(results: Arrays, wanted: Arrays, rows: np.ndarray) -> float:

@@ -136,7 +136,9 @@ def test_after_enough_seconds_contenders_leave_and_slow_peers_do_not_come_back(m
 
 def test_each_round_starts_with_another():
     calls = []
-    program = measure.Program(None, calls.append, None, None)
+    program = measure.Program(
+        None, calls.append, lambda _: None, None, temporary_bytes=None, peak_bytes=None
+    )
     measure._time([(row(contender=name), program, name) for name in "abc"], 4)
     assert "".join(calls) == "abcbcacababc"
 
