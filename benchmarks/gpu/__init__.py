@@ -1,0 +1,1 @@
+"""Measurements of effattn's kernels beside those of others, on one CUDA GPU."""

@@ -1,0 +1,160 @@
+"""Measures effattn's kernels beside those of others, on one CUDA GPU.
+
+python -m benchmarks.gpu --help
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import machine
+from benchmarks.arguments import at_least, reason_against
+from benchmarks.gpu import measure, report
+from benchmarks.gpu.cases import DTYPE, FULL, TINY, cases
+from benchmarks.gpu.contenders import OURS, contenders
+
+MINUTES, ROUNDS, QUICK_ROUNDS = 7.0, 9, 3
+REPORT_SECONDS = 15  # of the minutes
+MEMORY_OPTIONS = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+PACKAGES = (
+    *machine.PACKAGES, "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12", "triton", "flash-linear-attention", "jax-linear-attention",
+)  # fmt: skip
+
+
+def minutes(text: str) -> float:
+    """The type of `--minutes`."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"needs a number above 0, got {text!r}")
+    return number
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description="Measures effattn's kernels beside cuDNN, Tokamax, PyTorch and "
+        "flash-linear-attention, interleaved, on the first CUDA GPU. Peers that are not installed "
+        "are rows that say so.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--only", nargs="+", choices=OURS, default=list(OURS), help="default all")
+    parser.add_argument(
+        "--minutes",
+        type=minutes,
+        default=MINUTES,
+        help="after which no other program is compiled or timed, default %(default)s",
+    )
+    parser.add_argument(
+        "--rounds", type=at_least(1), help=f"most chains of calls of each, default {ROUNDS}"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny arrays and few rounds, to see that it works"
+    )
+    parser.add_argument(
+        "--platform", choices=("cuda", "cpu"), default="cuda", help="cpu needs --quick"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/gpu"), help="folder, default %(default)s"
+    )
+    options = parser.parse_args(argv)
+    if options.platform == "cpu" and not options.quick:
+        parser.error("--platform cpu needs --quick: the full sizes are those of a GPU")
+    options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs all and writes the report; 1 if any of effattn itself failed or disagreed."""
+    begin = time.monotonic()
+    options = parse(argv)
+    folder: Path = options.output
+    if reason := reason_against(folder):
+        print(reason, file=sys.stderr)
+        return 2
+    if options.platform == "cuda" and not MEMORY_OPTIONS & os.environ.keys():
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.6"  # the rest is PyTorch's
+    try:
+        # The reference is computed on the CPU.
+        device, _ = (jax.devices(name)[0] for name in (options.platform, "cpu"))
+    except (RuntimeError, AssertionError) as error:  # the latter under JAX_PLATFORMS=cuda
+        reason = (str(error) or "no backend").splitlines()[0]
+        print(
+            f"JAX finds no CUDA device, or no CPU beside it ({reason}); "
+            "`--platform cpu --quick` shows that the program works without a GPU",
+            file=sys.stderr,
+        )
+        return 2
+    with jax.default_device(device):
+        return _run(options, device, begin)
+
+
+def _run(options: argparse.Namespace, device: jax.Device, begin: float) -> int:
+    about = {**machine.describe(PACKAGES), "device": describe(device)}
+    print(f"{about['device']['name']}, load average {about['load_average'][0]}")
+    budget = measure.Budget(60 * options.minutes - REPORT_SECONDS - (time.monotonic() - begin))
+    sizes = TINY if options.quick else FULL
+    rates = measure.rates(sizes, options.platform, options.rounds)
+    for rate in rates:
+        print(f"  {rate.per_second / 1e9:9.1f} G/s  {rate.of}")
+    keys = jax.random.split(jax.random.key(0), 4)
+    draws = [jax.random.normal(key, (sizes.tokens * sizes.hidden,), DTYPE) for key in keys]
+    rows: list[measure.Row] = []
+    for case in cases(sizes):
+        if case.comparison in options.only:
+            taking_part = contenders(case, options.platform)
+            rows += measure.compare(
+                case, taking_part, draws, rates, budget, options.rounds, device, _show
+            )
+    settings = {
+        "only": options.only, "minutes": options.minutes, "rounds": options.rounds,
+        "quick": options.quick, "seconds": round(time.monotonic() - begin, 1),
+    }  # fmt: skip
+    text = report.write(options.output, about, settings, rates, rows)
+    print(f"\n{text}\nwritten to {options.output}")
+    wrong = [row for row in rows if row.contender.startswith("effattn") and row.failed]
+    for row in wrong:
+        where = f"{row.comparison}, {row.variant}, {row.which}"
+        print(f"{row.contender} was not timed: {where}: {row.skipped}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def describe(device: jax.Device) -> dict[str, Any]:
+    """The device's name, its platform, and the driver and memory that nvidia-smi tells."""
+    found: list[str | None] = [None, None]
+    if device.platform == "gpu":
+        query = ["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader"]
+        try:
+            told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+            found = [*told.stdout.splitlines()[0].split(", ")]
+        except (OSError, subprocess.SubprocessError, IndexError):
+            pass
+    name = str(getattr(device, "device_kind", device))
+    return {"name": name, "platform": device.platform, "driver": found[0], "memory": found[1]}
+
+
+def _show(row: measure.Row) -> None:
+    """A line as soon as there is something to say."""
+    where = f"{row.comparison}, {row.variant}, {row.which}: {row.contender}"
+    if row.seconds is None:
+        print(f"{where} - ({row.skipped})", flush=True)
+        return
+    rate = (row.flops_per_second or 0) / 1e12
+    print(f"{where} {row.seconds * 1e3:.3f} ms, {rate:.1f} TFLOP/s", flush=True)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    # A compiler that outlasts the minutes cannot be stopped, and an exit would wait for it.
+    os._exit(code)

@@ -1,0 +1,307 @@
+"""The measurement on a GPU: all are compiled at once, checked, and then timed in turns.
+
+Time is that of a chain of calls. The host starts several calls of a program and then waits for the
+last one; the time of a call is the chain's over their number. It is the same measurement for JAX
+and for PyTorch, as both queue calls on one stream of the device: CUDA's events would see only the
+stream of PyTorch, and a profiler would count kernels without what lies between them. The host has
+to be faster than the device for this to be device time, so the time that it takes to start a call
+is measured with it, and a row in which that is most of the time is marked: there the device may
+have waited, and its own time is less. A chain has few calls: XLA bounds how many are in a
+device's queue, and to start one beyond those is to wait for another.
+
+Operands are larger than a GPU's second-level cache at the sizes of `cases.FULL`, so that each call
+reads them from memory.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import machine
+from benchmarks.contenders import Contender, Program, in_jax, in_torch
+from benchmarks.gpu.cases import DTYPE, Case, Sizes
+from benchmarks.measure import Failure, Skip, build, demand, in_turn, skipping
+from benchmarks.workloads import Arrays, expected, only_rows, relative_error
+
+TOLERANCE = 0.03  # largest error in bfloat16, relative to the largest element
+CHAIN_SECONDS, MOST_CALLS = 0.02, 32
+FEWEST_ROUNDS, ENOUGH_SECONDS = 3, 2.0  # after both a comparison ends
+HOST_SHARE = 0.7  # of the time of a call that starting it takes, where the device may have waited
+NOT_REACHED = "not reached in the time"
+FIRST = np.index_exp[:1, :, :1]  # the head that is checked
+IN_THREADS = ("jax", "jla", "tokamax")  # packages whose compilation may run beside another
+
+
+class Budget:
+    """So many seconds from now."""
+
+    def __init__(self, seconds: float):
+        self.end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.end - time.monotonic())
+
+    def demand(self) -> None:
+        """Raises `Skip` where nothing is left."""
+        if not self.left:
+            raise Skip(NOT_REACHED)
+
+
+@dataclasses.dataclass
+class Row:
+    """One contender in one case; without `seconds` it was not timed, and `skipped` says why.
+
+    Attributes:
+      comparison, variant, which, contender: what was measured.
+      batch, length, heads, kv_heads, head_size: the shape.
+      flops, traffic: of the matrix products, and the fewest bytes that memory moves.
+      peak_bytes: operands, results and temporaries; of PyTorch, what its allocator gave.
+      error: the largest, relative.
+      calls: of a chain.
+      rounds: seconds of a call in each chain.
+      seconds: their median.
+      start_seconds: what the host takes to start a call, the median.
+      flops_per_second, bytes_per_second: `flops` and `traffic` over the seconds.
+      product_share, copy_share: of the best measured in the same run.
+      skipped: the reason.
+      failed: whether it should have been timed.
+    """
+
+    comparison: str
+    variant: str
+    which: str
+    contender: str
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    flops: int
+    traffic: int
+    peak_bytes: int | None = None
+    error: float | None = None
+    calls: int | None = None
+    rounds: list[float] = dataclasses.field(default_factory=list)
+    seconds: float | None = None
+    start_seconds: float | None = None
+    flops_per_second: float | None = None
+    bytes_per_second: float | None = None
+    product_share: float | None = None
+    copy_share: float | None = None
+    skipped: str | None = None
+    failed: bool = False
+
+    @property
+    def bound_by_host(self) -> bool:
+        """Whether the device may have waited for the host."""
+        if self.seconds is None or self.start_seconds is None:
+            return False
+        return self.start_seconds > HOST_SHARE * self.seconds
+
+
+def rates(sizes: Sizes, device: str, rounds: int) -> list[machine.Rate]:
+    """The best of several chains of a matrix product of each library, and of a copy."""
+    shape = (sizes.square, sizes.square)
+    square = [jax.random.normal(jax.random.key(n), shape, DTYPE) for n in range(2)]
+    flat = jax.random.normal(jax.random.key(2), (sizes.copied,), DTYPE)
+    text = f"{sizes.square} x {sizes.square} by {sizes.square} x {sizes.square}, bfloat16"
+    operations, moved = 2 * sizes.square**3, 2 * flat.size * flat.dtype.itemsize
+
+    def rate(kind, of, per_call, program, arrays):
+        placed = program.place(arrays)
+        calls = _calls(program, placed)
+        best = min(_chain(program, placed, calls)[0] for _ in range(rounds))
+        return machine.Rate(kind, of, per_call / best)
+
+    # The last array stands where a gradient would.
+    operands = [*square, square[0]]
+    product = in_jax(jnp.matmul)(operands, False)
+    found = [rate("product", f"{text}, XLA", operations, product, operands)]
+    copy = in_jax(lambda x: x + 1)([flat, flat], False)
+    found.append(rate("copy", f"{flat.size} + 1, read and written", moved, copy, [flat, flat]))
+    if machine.installed("torch"):
+        with contextlib.suppress(Exception):  # a build without this device
+            import torch
+
+            product = in_torch(lambda length: torch.matmul, device, heads_first=False)(
+                operands, False
+            )
+            found.append(rate("product", f"{text}, PyTorch", operations, product, operands))
+    return found
+
+
+def compare(
+    case: Case,
+    contenders: Sequence[Contender],
+    draws: Arrays,
+    rates: Sequence[machine.Rate],
+    budget: Budget,
+    rounds: int,
+    device: jax.Device,
+    report: Callable[[Row], None],
+) -> list[Row]:
+    """A row for each contender and pass, each reported as soon as it is there."""
+    shapes = jax.eval_shape(case.operands, draws)
+    rows = {
+        (which, one.name): Row(
+            case.comparison, case.variant, which, one.name, case.batch, case.length, case.heads,
+            case.kv_heads, case.head_size, case.flops(which), case.traffic(shapes, which),
+        )
+        for which in case.passes
+        for one in contenders
+    }  # fmt: skip
+    if not budget.left:
+        for row in rows.values():
+            row.skipped = NOT_REACHED
+            report(row)
+        return list(rows.values())
+    arrays = case.operands(draws)
+    with _compiling(case, contenders, arrays, budget, device) as programs:
+        wanted = _reference(case, arrays)
+        for which in case.passes:
+            taking_part = []
+            for one in contenders:
+                row = rows[which, one.name]
+                try:
+                    program = programs[which, one.name]()
+                    budget.demand()
+                    placed = _check(program, case, arrays, wanted, row)
+                    taking_part.append((row, program, placed))
+                except Skip as reason:
+                    row.skipped, row.failed = str(reason), isinstance(reason, Failure)
+            _time(taking_part, rounds, budget)
+            for one in contenders:
+                row = rows[which, one.name]
+                _summarise(row, rates)
+                report(row)
+    return list(rows.values())
+
+
+@contextlib.contextmanager
+def _compiling(
+    case: Case,
+    contenders: Sequence[Contender],
+    arrays: Arrays,
+    budget: Budget,
+    device: jax.Device,
+) -> Iterator[Mapping[tuple[str, str], Callable[[], Program]]]:
+    """The programs of all passes, made at once, those of PyTorch when they are asked for."""
+
+    def on_device(one, which):
+        with jax.default_device(device):  # which is a thread's own
+            return build(one, arrays, which)
+
+    def result(future):
+        try:
+            return future.result(timeout=budget.left)
+        except TimeoutError:
+            raise Skip(NOT_REACHED) from None
+
+    pool = concurrent.futures.ThreadPoolExecutor(max_workers=machine.cores())
+    programs: dict[tuple[str, str], Callable[[], Program]] = {}
+    for which in case.passes:
+        for one in contenders:
+            if one.package in IN_THREADS:
+                future = pool.submit(on_device, one, which)
+                programs[which, one.name] = functools.partial(result, future)
+            else:
+                programs[which, one.name] = functools.partial(build, one, arrays, which)
+    try:
+        yield programs
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _reference(case: Case, arrays: Arrays) -> list[np.ndarray]:
+    """Output and gradients of the first head, in float64 on the CPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        checked = [np.asarray(array) for array in case.checked(arrays)]
+        return expected(case.weights, checked, case.rows, case.passes[-1])
+
+
+def _check(
+    program: Program, case: Case, arrays: Arrays, wanted: Sequence[np.ndarray], row: Row
+) -> Any:
+    """Runs it once, which also warms it up, and checks the first head; the operands in place."""
+    row.peak_bytes = program.peak_bytes
+    partly = [*arrays[:-1], only_rows(arrays[-1], case.rows, slice(1))]
+    with skipping(), _peak_of_torch(row):
+        results = program.run(program.place(partly))
+        program.wait(results)
+    with skipping():
+        found = program.fetch(results, FIRST)
+        row.error = relative_error(found, wanted[: len(found)], case.rows)
+        demand(row.error, TOLERANCE)
+        return program.place(arrays)
+
+
+@contextlib.contextmanager
+def _peak_of_torch(row: Row) -> Iterator[None]:
+    """Fills in the peak of PyTorch's allocator, if it is not known and there is one."""
+    torch = sys.modules.get("torch")
+    if row.peak_bytes is not None or torch is None or not torch.cuda.is_available():
+        yield
+        return
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    row.peak_bytes = torch.cuda.max_memory_allocated() - before
+
+
+def _chain(program: Program, placed: Any, calls: int) -> tuple[float, float]:
+    """Seconds of a call, and seconds until it was started."""
+    begin = time.perf_counter()
+    for _ in range(calls):
+        results = program.run(placed)
+    started = time.perf_counter()
+    program.wait(results)
+    return (time.perf_counter() - begin) / calls, (started - begin) / calls
+
+
+def _calls(program: Program, placed: Any) -> int:
+    """How many make a chain; it is warm afterwards."""
+    _chain(program, placed, 1)
+    seconds, _ = _chain(program, placed, 2)
+    return max(1, min(MOST_CALLS, math.ceil(CHAIN_SECONDS / seconds)))
+
+
+def _time(taking_part: Sequence[tuple[Row, Program, Any]], rounds: int, budget: Budget) -> None:
+    """A chain of each a round."""
+    starts: dict[str, list[float]] = {row.contender: [] for row, *_ in taking_part}
+    for row, program, placed in taking_part:
+        row.calls = _calls(program, placed)
+    begin = time.monotonic()
+    for index in range(rounds):
+        enough = time.monotonic() - begin > ENOUGH_SECONDS or not budget.left
+        if index >= FEWEST_ROUNDS and enough:
+            break
+        for row, program, placed in in_turn(taking_part, index):
+            seconds, start = _chain(program, placed, row.calls or 1)
+            row.rounds.append(seconds)
+            starts[row.contender].append(start)
+    for row, *_ in taking_part:
+        row.start_seconds = statistics.median(starts[row.contender])
+
+
+def _summarise(row: Row, rates: Sequence[machine.Rate]) -> None:
+    """Fills in the median, and what follows from it."""
+    if not row.rounds:
+        return
+    best = {r.kind: max(s.per_second for s in rates if s.kind == r.kind) for r in rates}
+    row.seconds = statistics.median(row.rounds)
+    row.flops_per_second = row.flops / row.seconds
+    row.bytes_per_second = row.traffic / row.seconds
+    row.product_share = row.flops_per_second / best["product"]
+    row.copy_share = row.bytes_per_second / best["copy"]

@@ -1,0 +1,141 @@
+"""The report of a run on a GPU: tables in Markdown, the whole as JSON, and a figure."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.measure import HOST_SHARE, Row
+from benchmarks.machine import Rate
+from benchmarks.report import Panel, draw, lines_of, not_timed, number, save, table
+from benchmarks.workloads import PASSES
+
+TITLES = {
+    "causal": "exact, causal",
+    "bidirectional": "exact, bidirectional",
+    "window": "causal window",
+    "documents": "packed documents, causal",
+    "grouped": "grouped queries, causal",
+    "block sparse": "block sparse",
+    "bigbird": "BigBird",
+    "longformer": "Longformer",
+    "linear": "linear, causal",
+    "retention": "retention",
+    "scalar gate": "gated linear, a decay of the token",
+    "vector gate": "gated linear, decays of features",
+    "state space": "state-space duality",
+    "delta rule": "delta rule",
+    "gated delta rule": "gated delta rule",
+    "decode": "paged decode",
+}
+COLUMNS = 4  # of the figure
+
+
+def write(
+    folder: Path,
+    machine: dict[str, Any],
+    settings: dict[str, Any],
+    rates: Sequence[Rate],
+    rows: Sequence[Row],
+) -> str:
+    """Writes `results.json`, `table.md` and `throughput.png`; returns the text of the tables."""
+    text = markdown(machine, rates, rows)
+    save(folder, text, machine, settings, rates, rows)
+    if rows:
+        draw_throughput(folder / "throughput.png", machine, rates, rows)
+    return text
+
+
+def markdown(machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]) -> str:
+    versions = ", ".join(f"{name} {v}" for name, v in machine["versions"].items() if v)
+    device = machine["device"]
+    driver = f", driver {device['driver']}" if device["driver"] else ""
+    parts = [
+        f"{device['name']}{driver}; {machine['cpu']}, {machine['cores']} cores; Python "
+        f"{machine['python']}, {versions}; {machine['date']}. Bfloat16.",
+        table(
+            ("rate, best of several chains", "G/s"), [(r.of, number(r.per_second)) for r in rates]
+        ),
+    ]
+    for comparison in dict.fromkeys(row.comparison for row in rows):
+        timed = [r for r in rows if r.comparison == comparison and r.seconds is not None]
+        if timed:
+            parts += [f"## {TITLES[comparison]}", _measured(timed)]
+    parts += [
+        "`case` begins with the length; the second number of exact attention and of recurrences "
+        "is the head size. "
+        "`ms` is the median of chains of calls, each chain over its calls. With a star, the host "
+        f"takes over {HOST_SHARE:.0%} of that to start a call, and the device may have waited. "
+        "TFLOP/s count the matrix products of the pairs that attend (of recurrences, a product to "
+        "write the state and one to read it), 3.5 times those forward for forward + backward; "
+        "`of product` is their share of the best product above. `moved` is the least traffic, "
+        "operands read and results written once; GB/s are that over the time, `of copy` the share "
+        "of the copy above. `peak` is operands, results and temporaries of the compiled program; "
+        "of PyTorch's, what its allocator gave. `error` is the largest of the checked head, "
+        "relative to the largest element, against float64.",
+    ]
+    if any(row.skipped for row in rows):
+        parts += ["## Not timed", not_timed(rows, _where)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _where(row: Row) -> str:
+    return f"{TITLES[row.comparison]}, {row.variant}, {row.which}"
+
+
+def _measured(rows: Sequence[Row]) -> str:
+    header = (
+        "", "case", "contender", "ms", "rounds", "TFLOP/s", "of product", "moved", "GB/s",
+        "of copy", "peak", "error",
+    )  # fmt: skip
+    return table(header, [_line(row) for row in rows])
+
+
+def _line(row: Row) -> tuple[str, ...]:
+    return (
+        row.which,
+        row.variant,
+        row.contender,
+        f"{(row.seconds or 0) * 1e3:.3f}" + ("*" if row.bound_by_host else ""),
+        str(len(row.rounds)),
+        f"{(row.flops_per_second or 0) / 1e12:.1f}",
+        f"{row.product_share or 0:.0%}",
+        f"{row.traffic / 1e6:.0f} MB",
+        f"{(row.bytes_per_second or 0) / 1e9:.0f}",
+        f"{row.copy_share or 0:.0%}",
+        "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.0f} MB",
+        f"{row.error:.0e}",
+    )
+
+
+def draw_throughput(
+    path: Path, machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]
+) -> None:
+    """TFLOP/s of each comparison and pass against its cases."""
+    best = max(rate.per_second for rate in rates if rate.kind == "product") / 1e12
+    panels = []
+    for comparison in dict.fromkeys(row.comparison for row in rows):
+        for which in PASSES:
+            here = [r for r in rows if (r.comparison, r.which) == (comparison, which)]
+            if not here:
+                continue
+            variants = list(dict.fromkeys(row.variant for row in here))
+            points = [
+                (
+                    row.contender,
+                    variants.index(row.variant),
+                    None if row.flops_per_second is None else row.flops_per_second / 1e12,
+                )
+                for row in here
+            ]
+            panels.append(
+                Panel(
+                    f"{TITLES[comparison]}\n{which}",
+                    "",
+                    "TFLOP/s",
+                    dict(enumerate(variants)),
+                    lines_of(points),
+                    ([-0.5, len(variants) - 0.5], [best, best]),
+                )
+            )
+    title = f"Matrix products a second, bfloat16\n{machine['device']['name']}"
+    draw(path, title, panels, COLUMNS, limit="product of large matrices", share_y=False)
