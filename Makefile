@@ -17,11 +17,11 @@ setup := @scripts/setup_venv.sh $(VENV)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo mlm gallery test bench lint format clean
+.PHONY: help demo mlm gallery test bench bench-gpu lint format clean
 
 help: ## show this
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
-	  printf '  make %-8s %s\n' "$$target" "$$does"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
+	  printf '  make %-9s %s\n' "$$target" "$$does"; done
 	@echo '  with PYTHON=python3.X, ARGS="..." and VENV=path where they apply'
 
 demo: ## train one small language model a mechanism on real text and compare them
@@ -43,6 +43,10 @@ test: ## run all tests, in parallel
 bench: ## measure against what JAX and PyTorch ship
 	$(setup) experiments
 	$(python) -m benchmarks.run $(ARGS)
+
+bench-gpu: ## measure the kernels on a CUDA GPU, in under eight minutes
+	$(setup) analysis,gpu
+	$(python) -m benchmarks.gpu $(ARGS)
 
 lint: ## check style, format and types
 	$(setup) dev,experiments

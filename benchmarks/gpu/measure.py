@@ -34,7 +34,7 @@ from benchmarks.gpu.cases import DTYPE, Case, Sizes
 from benchmarks.measure import Failure, Skip, build, demand, in_turn, skipping
 from benchmarks.workloads import Arrays, expected, only_rows, relative_error
 
-TOLERANCE = 0.03  # largest error in bfloat16, relative to the largest element
+TOLERANCE = 0.02  # largest error in bfloat16, relative to the largest element
 CHAIN_SECONDS, MOST_CALLS = 0.02, 32
 FEWEST_ROUNDS, ENOUGH_SECONDS = 3, 2.0  # after both a comparison ends
 HOST_SHARE = 0.7  # of the time of a call that starting it takes, where the device may have waited
