@@ -20,7 +20,7 @@ from benchmarks.gpu import measure, report
 from benchmarks.gpu.cases import DTYPE, FULL, TINY, cases
 from benchmarks.gpu.contenders import OURS, contenders
 
-MINUTES, ROUNDS, QUICK_ROUNDS = 7.0, 9, 3
+MINUTES, ROUNDS, QUICK_ROUNDS = 7.0, 7, 3
 REPORT_SECONDS = 15  # of the minutes
 MEMORY_OPTIONS = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
 PACKAGES = (

@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
     decode: tuple[tuple[int, int], ...] = ((64, 8192), (1, 65536), (8, 16384))
     page: int = 64
     square: int = 8192
-    copied: int = 2**29
+    copied: int = 2**28
 
 
 FULL = Sizes()

@@ -36,7 +36,7 @@ from benchmarks.workloads import Arrays, expected, only_rows, relative_error
 
 TOLERANCE = 0.02  # largest error in bfloat16, relative to the largest element
 CHAIN_SECONDS, MOST_CALLS = 0.02, 32
-FEWEST_ROUNDS, ENOUGH_SECONDS = 3, 2.0  # after both a comparison ends
+FEWEST_ROUNDS, ENOUGH_SECONDS = 3, 1.0  # after both a comparison ends
 HOST_SHARE = 0.7  # of the time of a call that starting it takes, where the device may have waited
 NOT_REACHED = "not reached in the time"
 FIRST = np.index_exp[:1, :, :1]  # the head that is checked
@@ -162,31 +162,46 @@ def compare(
         for which in case.passes
         for one in contenders
     }  # fmt: skip
-    if not budget.left:
+    try:
+        budget.demand()
+        with skipping():
+            arrays = case.operands(draws)
+    except Skip as reason:
         for row in rows.values():
-            row.skipped = NOT_REACHED
+            _skip(row, reason)
             report(row)
         return list(rows.values())
-    arrays = case.operands(draws)
     with _compiling(case, contenders, arrays, budget, device) as programs:
         wanted = _reference(case, arrays)
         for which in case.passes:
             taking_part = []
             for one in contenders:
                 row = rows[which, one.name]
-                try:
+                with _recording(row):
                     program = programs[which, one.name]()
                     budget.demand()
                     placed = _check(program, case, arrays, wanted, row)
                     taking_part.append((row, program, placed))
-                except Skip as reason:
-                    row.skipped, row.failed = str(reason), isinstance(reason, Failure)
             _time(taking_part, rounds, budget)
             for one in contenders:
                 row = rows[which, one.name]
                 _summarise(row, rates)
                 report(row)
     return list(rows.values())
+
+
+def _skip(row: Row, reason: Skip) -> None:
+    row.skipped, row.failed = str(reason), isinstance(reason, Failure)
+
+
+@contextlib.contextmanager
+def _recording(row: Row) -> Iterator[None]:
+    """What is raised within is why the row is not timed."""
+    try:
+        with skipping():
+            yield
+    except Skip as reason:
+        _skip(row, reason)
 
 
 @contextlib.contextmanager
@@ -237,14 +252,13 @@ def _check(
     """Runs it once, which also warms it up, and checks the first head; the operands in place."""
     row.peak_bytes = program.peak_bytes
     partly = [*arrays[:-1], only_rows(arrays[-1], case.rows, slice(1))]
-    with skipping(), _peak_of_torch(row):
+    with _peak_of_torch(row):
         results = program.run(program.place(partly))
         program.wait(results)
-    with skipping():
-        found = program.fetch(results, FIRST)
-        row.error = relative_error(found, wanted[: len(found)], case.rows)
-        demand(row.error, TOLERANCE)
-        return program.place(arrays)
+    found = program.fetch(results, FIRST)
+    row.error = relative_error(found, wanted[: len(found)], case.rows)
+    demand(row.error, TOLERANCE)
+    return program.place(arrays)
 
 
 @contextlib.contextmanager
@@ -281,23 +295,27 @@ def _time(taking_part: Sequence[tuple[Row, Program, Any]], rounds: int, budget: 
     """A chain of each a round."""
     starts: dict[str, list[float]] = {row.contender: [] for row, *_ in taking_part}
     for row, program, placed in taking_part:
-        row.calls = _calls(program, placed)
+        with _recording(row):
+            row.calls = _calls(program, placed)
     begin = time.monotonic()
     for index in range(rounds):
         enough = time.monotonic() - begin > ENOUGH_SECONDS or not budget.left
         if index >= FEWEST_ROUNDS and enough:
             break
         for row, program, placed in in_turn(taking_part, index):
-            seconds, start = _chain(program, placed, row.calls or 1)
-            row.rounds.append(seconds)
-            starts[row.contender].append(start)
+            if row.skipped is None and row.calls is not None:
+                with _recording(row):
+                    seconds, start = _chain(program, placed, row.calls)
+                    row.rounds.append(seconds)
+                    starts[row.contender].append(start)
     for row, *_ in taking_part:
-        row.start_seconds = statistics.median(starts[row.contender])
+        if row.skipped is None:
+            row.start_seconds = statistics.median(starts[row.contender])
 
 
 def _summarise(row: Row, rates: Sequence[machine.Rate]) -> None:
     """Fills in the median, and what follows from it."""
-    if not row.rounds:
+    if row.skipped is not None:
         return
     best = {r.kind: max(s.per_second for s in rates if s.kind == r.kind) for r in rates}
     row.seconds = statistics.median(row.rounds)

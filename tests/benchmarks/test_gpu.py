@@ -3,6 +3,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import measure, report
 from benchmarks.gpu.cases import DTYPE, FULL, TINY, cases
 from benchmarks.gpu.contenders import IMPLEMENTATIONS, OURS, PEERS, contenders
+from benchmarks.workloads import only_rows
 
 TINY_CASES = {case.comparison: case for case in cases(TINY)}
 RATES = (machine.Rate("product", "", 1e9), machine.Rate("copy", "", 1e9))
@@ -209,6 +212,21 @@ def test_a_program_that_is_compiled_too_late_is_not_timed(draws, monkeypatch):
     assert [row.skipped for row in rows] == [measure.NOT_REACHED] * 2
 
 
+def test_a_compiler_that_outlasts_the_time_is_not_waited_for(draws):
+    finish = threading.Event()
+
+    def compile_program(arrays, backward):
+        finish.wait(60)
+        raise AssertionError
+
+    case = dataclasses.replace(TINY_CASES["bidirectional"], passes=("forward",))
+    begin = time.monotonic()
+    (row,) = compare(case, [Contender("slow", case.comparison, compile_program)], draws, 0.5)
+    finish.set()
+    assert row.skipped == measure.NOT_REACHED
+    assert time.monotonic() - begin < 30
+
+
 class Device:
     """In the place of `time` and of a program: calls take as long as they are told."""
 
@@ -256,6 +274,30 @@ def test_a_call_that_takes_the_host_longer_than_the_device_is_marked(monkeypatch
     )
 
 
+def test_one_that_breaks_in_a_later_round_is_not_timed_and_the_others_are(monkeypatch):
+    device = Device(start=0, seconds=1.0)
+    calls = iter(range(100))
+
+    def breaks(placed):
+        if next(calls) == 4:
+            raise RuntimeError("out of memory")
+        device.run(placed)
+
+    monkeypatch.setattr(measure, "time", device)
+    first, second = (
+        measure.Row("causal", "", "forward", name, *[1] * 7) for name in ("breaks", "works")
+    )
+    taking_part = [
+        (first, device.program._replace(run=breaks), None),
+        (second, device.program, None),
+    ]
+    measure._time(taking_part, 3, measure.Budget(1e9))
+    for row in (first, second):
+        measure._summarise(row, RATES)
+    assert (first.skipped, first.seconds) == ("RuntimeError: out of memory", None)
+    assert (second.skipped, second.seconds) == (None, 1.0)
+
+
 def test_slow_programs_have_few_rounds(monkeypatch):
     row = timed(Device(start=0, seconds=1.0), monkeypatch, rounds=9)
     assert (row.calls, len(row.rounds)) == (1, measure.FEWEST_ROUNDS)
@@ -297,9 +339,7 @@ def test_every_implementation_is_a_row_for_each_kind():
         assert len(set(names)) == len(names)
 
 
-def test_the_gradient_of_unchecked_heads_is_zero(draws):
-    from benchmarks.workloads import only_rows
-
+def test_the_gradient_of_unchecked_heads_is_zero():
     gradient = jnp.ones((2, 6, 3, 1))
     kept = only_rows(gradient, np.array([1, 4]), slice(1))
     assert np.argwhere(kept[..., 0]).tolist() == [[0, 1, 0], [0, 4, 0]]
