@@ -220,6 +220,7 @@ class Panel(NamedTuple):
       ticks: positions along x and what is written there.
       lines: contender -> positions and values.
       limit: positions and values of the dotted line.
+      joined: whether lines join the values of a contender.
     """
 
     title: str
@@ -228,6 +229,7 @@ class Panel(NamedTuple):
     ticks: Mapping[float, str]
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     limit: tuple[Sequence[float], Sequence[float]]
+    joined: bool = True
 
 
 def draw_times(path: Path, machine: dict[str, Any], rows: Sequence[Row]) -> None:
@@ -277,7 +279,7 @@ def draw(
     height = -(-len(panels) // columns)
     with plt.style.context("petroff10"):  # told apart with any colour vision
         figure, grid = plt.subplots(
-            height, columns, figsize=(1.2 + 3.2 * columns, 3.2 * height), sharey=share_y,
+            height, columns, figsize=(1.2 + 3.2 * columns, 1.6 + 3.2 * height), sharey=share_y,
             squeeze=False, layout="constrained",
         )  # fmt: skip
         for axes, panel in zip(grid.flat, panels, strict=False):
@@ -285,9 +287,11 @@ def draw(
                 axes.plot(
                     *panel.lines.get(name, ([], [])),
                     color=f"C{index}", marker=MARKERS[index % len(MARKERS)], label=name,
+                    linestyle="-" if panel.joined else "",
                 )  # fmt: skip
             axes.plot(*panel.limit, color="black", linestyle=":", label=limit)
-            axes.set_xticks(list(panel.ticks), list(panel.ticks.values()), rotation=45)
+            rotation = 45 if panel.joined else 90  # of names, which are longer
+            axes.set_xticks(list(panel.ticks), list(panel.ticks.values()), rotation=rotation)
             axes.set_yscale("log")
             axes.grid(alpha=0.3)
             axes.set_title(panel.title)

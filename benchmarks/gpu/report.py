@@ -1,5 +1,6 @@
 """The report of a run on a GPU: tables in Markdown, the whole as JSON, and a figure."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,15 @@ TITLES = {
     "longformer": "Longformer",
     "linear": "linear, causal",
     "retention": "retention",
-    "scalar gate": "gated linear, a decay of the token",
-    "vector gate": "gated linear, decays of features",
+    "scalar gate": "gated linear, scalar decays",
+    "vector gate": "gated linear, vector decays",
     "state space": "state-space duality",
     "delta rule": "delta rule",
     "gated delta rule": "gated delta rule",
     "decode": "paged decode",
 }
 COLUMNS = 4  # of the figure
+ALONE = "one case each"
 
 
 def write(
@@ -110,32 +112,53 @@ def _line(row: Row) -> tuple[str, ...]:
 def draw_throughput(
     path: Path, machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]
 ) -> None:
-    """TFLOP/s of each comparison and pass against its cases."""
+    """TFLOP/s against the cases of each kind, a panel a pass."""
     best = max(rate.per_second for rate in rates if rate.kind == "product") / 1e12
     panels = []
-    for comparison in dict.fromkeys(row.comparison for row in rows):
+    for title, cases in _kinds(rows).items():
         for which in PASSES:
-            here = [r for r in rows if (r.comparison, r.which) == (comparison, which)]
-            if not here:
-                continue
-            variants = list(dict.fromkeys(row.variant for row in here))
             points = [
-                (
-                    row.contender,
-                    variants.index(row.variant),
-                    None if row.flops_per_second is None else row.flops_per_second / 1e12,
-                )
-                for row in here
+                (row.contender, at, row.flops_per_second and row.flops_per_second / 1e12)
+                for at, of_case in enumerate(cases.values())
+                for row in of_case
+                if row.which == which
             ]
-            panels.append(
-                Panel(
-                    f"{TITLES[comparison]}\n{which}",
-                    "",
-                    "TFLOP/s",
-                    dict(enumerate(variants)),
-                    lines_of(points),
-                    ([-0.5, len(variants) - 0.5], [best, best]),
+            if points:
+                panels.append(
+                    Panel(
+                        title=f"{title}\n{which}",
+                        xlabel="",
+                        ylabel="TFLOP/s",
+                        ticks=dict(enumerate(cases)),
+                        lines=lines_of(points),
+                        limit=([-0.5, len(cases) - 0.5], [best, best]),
+                        joined=title != ALONE,
+                    )
                 )
-            )
     title = f"Matrix products a second, bfloat16\n{machine['device']['name']}"
-    draw(path, title, panels, COLUMNS, limit="product of large matrices", share_y=False)
+    columns = min(COLUMNS, len(panels))
+    draw(path, title, panels, columns, limit="product of large matrices", share_y=False)
+
+
+def _kinds(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
+    """The rows of each case by its label, by the title of its kind; the only ones of theirs last.
+
+    Each head size of exact attention is a kind, whose cases are lengths.
+    """
+    kinds: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        title, label = TITLES[row.comparison], row.variant
+        if row.comparison in ("causal", "bidirectional"):
+            title, label = f"{title}, heads of {row.head_size}", str(row.length)
+        kinds.setdefault(title, {}).setdefault(label, []).append(row)
+    several = {
+        title: dict(sorted(cases.items(), key=lambda case: _numbers(case[0])))
+        for title, cases in kinds.items()
+        if len(cases) > 1
+    }
+    alone = {title: next(iter(cases.values())) for title, cases in kinds.items() if len(cases) == 1}
+    return {**several, ALONE: alone} if alone else several
+
+
+def _numbers(label: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", label)]

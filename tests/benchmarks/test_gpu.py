@@ -298,6 +298,26 @@ def test_one_that_breaks_in_a_later_round_is_not_timed_and_the_others_are(monkey
     assert (second.skipped, second.seconds) == (None, 1.0)
 
 
+def test_figures_have_a_panel_for_each_kind_with_several_cases():
+    def row(comparison, variant, length=8192, head_size=128):
+        return measure.Row(comparison, variant, "forward", "one", 1, length, 1, 1, head_size, 1, 1)
+
+    rows = [
+        row("causal", "8192, 128"),
+        row("causal", "512, 128", 512),
+        row("causal", "512, 64", 512, 64),
+        row("window", "8192, 1024 keys"),
+        row("window", "8192, 128 keys"),
+        row("bigbird", "8192, blocks of 64"),
+    ]
+    kinds = {title: list(cases) for title, cases in report._kinds(rows).items()}
+    assert kinds == {
+        "exact, causal, heads of 128": ["512", "8192"],
+        "causal window": ["8192, 128 keys", "8192, 1024 keys"],
+        report.ALONE: ["exact, causal, heads of 64", "BigBird"],
+    }
+
+
 def test_slow_programs_have_few_rounds(monkeypatch):
     row = timed(Device(start=0, seconds=1.0), monkeypatch, rounds=9)
     assert (row.calls, len(row.rounds)) == (1, measure.FEWEST_ROUNDS)
