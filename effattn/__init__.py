@@ -46,6 +46,7 @@ from effattn.segments import (
     segment_ids_from_cu_seqlens,
     segment_ids_from_lengths,
 )
+from effattn.tuning import tune
 
 if TYPE_CHECKING:
     from effattn import analysis, decode, nn, patterns
@@ -91,6 +92,7 @@ __all__ = [
     "sparse_transformer_attention",
     "state_space_duality",
     "support",
+    "tune",
 ]
 
 _LAZY = ("analysis", "decode", "nn", "patterns")

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from effattn import tuned
+
 # The platform of each; None is any, or what the library that it is handed to says.
 PLATFORMS = {
     "xla": None,
@@ -52,10 +54,16 @@ class Chosen(NamedTuple):
     Attributes:
       names: in order; none comes after one that runs anywhere.
       interpreted: how kernels are interpreted, if they are; they run anywhere then.
+      tiles: of the first, as `effattn.tune` found them.
     """
 
     names: tuple[str, ...]
     interpreted: Any = False
+    tiles: tuned.Tiles = ()
+
+    def tile(self, implementation: str, kernel: str) -> tuple[int, ...] | None:
+        """What was tuned of a kernel, if it was."""
+        return dict(self.tiles).get(kernel) if implementation == self.names[0] else None
 
 
 XLA = Chosen(("xla",))
@@ -104,21 +112,50 @@ def asks_for_kernels(value: Any) -> bool:
     return any(PLATFORMS.get(name, "pallas") is not None for name in names)
 
 
-def choose(value: Any, mechanism: str, refusals: Mapping[str, Callable[[], str | None]]) -> Chosen:
+class Call(NamedTuple):
+    """A call that implementations are chosen for.
+
+    Attributes:
+      mechanism: for messages.
+      refusals: of each implementation that there is, what says why it does not take the arguments,
+        None if it does.
+      signature: gives what `effattn.tune` tells calls apart by; None if it does not tune them.
+      tilings: of an implementation, the tiles that it could have beside its own choice, by kernel.
+      differentiable: it has gradients.
+    """
+
+    mechanism: str
+    refusals: Mapping[str, Callable[[], str | None]]
+    signature: Callable[[], str] | None = None
+    tilings: Callable[[str], Mapping[str, tuple[tuple[int, ...], ...]]] = lambda _: {}
+    differentiable: bool = True
+
+    def candidates(self) -> dict[str, Mapping[str, tuple[tuple[int, ...], ...]]]:
+        """The implementations that take it, on whatever platform, with their tilings."""
+        takes = [name for name, refusal in self.refusals.items() if refusal() is None]
+        return {name: self.tilings(name) for name in takes}
+
+
+def choose(value: Any, call: Call) -> Chosen:
     """The implementations named that there are and that take the arguments, in order.
 
     Args:
-      value: the argument `implementation`; None means "xla", and "pallas" all of `PALLAS`.
-      mechanism: for the message.
-      refusals: of each implementation that there is, what says why it does not take the arguments,
-        None if it does.
+      value: the argument `implementation`; None means what `effattn.tune` found the fastest here,
+        or "xla"; "pallas" means all of `PALLAS`.
+      call: what it is for.
 
     Raises:
       NotImplementedError: there is none, with the reason of each.
     """
+    mechanism, refusals = call.mechanism, call.refusals
+    names = requested(value)
+    tiles: tuned.Tiles = ()
+    if names is None:
+        best = tuned.look_up(call) or tuned.Choice("xla")
+        names, tiles = (best.implementation, "xla"), best.tiles
     chosen: list[str] = []
     reasons = []
-    for name in requested(value) or ("xla",):
+    for name in names:
         meant = PALLAS if name == "pallas" else (name,)
         if not refusals.keys() & {*meant}:
             reasons.append(f"{mechanism} has no {name!r} implementation")
@@ -129,12 +166,16 @@ def choose(value: Any, mechanism: str, refusals: Mapping[str, Callable[[], str |
             if reason is None:
                 chosen.append(one)
                 if PLATFORMS[one] is None:
-                    return Chosen(tuple(chosen), _interpreted.get())
+                    return _chosen(chosen, names, tiles)
             else:
                 reasons.append(f"the {one!r} implementation of {mechanism} {reason}")
     if not chosen:
         raise NotImplementedError("; ".join(reasons) + "; implementation='xla' takes these")
-    return Chosen(tuple(chosen), _interpreted.get())
+    return _chosen(chosen, names, tiles)
+
+
+def _chosen(chosen, names, tiles):
+    return Chosen(tuple(chosen), _interpreted.get(), tiles if chosen[0] == names[0] else ())
 
 
 def on_platform(
@@ -144,7 +185,7 @@ def on_platform(
 
     Where there is none it is a `NotImplementedError` when the program is lowered.
     """
-    names, interpreted = chosen
+    names, interpreted, _ = chosen
     first = forms[names[0]]
     if PLATFORMS[names[0]] is None or interpreted:
         return first(*operands)

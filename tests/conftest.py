@@ -7,7 +7,10 @@ import pathlib
 from importlib import metadata
 
 import jax
+import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+from effattn import tuned
 
 pytest_plugins = ["tests.laws.seconds"]
 
@@ -32,6 +35,15 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("effattn")
+
+
+@pytest.fixture(autouse=True)
+def nothing_tuned(monkeypatch, tmp_path):
+    """No test sees, or changes, what was tuned on this machine."""
+    monkeypatch.setattr(tuned, "cache_file", lambda: tmp_path / "cache" / "tuning.json")
+    tuned.measured.cache_clear()
+    tuned.warn_once.cache_clear()
+
 
 _MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), 30_000
 _tests = itertools.count(1)

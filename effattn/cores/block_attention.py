@@ -2,8 +2,8 @@
 
 Here are what it is told and its rule of differentiation, which all implementations share. Each is a
 module with a `refusal`, which says what it does not take; a `forward`, which gives the output and
-the log-sum-exp; and a `backward`, which recomputes the weights from these. The maths is written out
-in `effattn.xla.block_attention`.
+the log-sum-exp; a `backward`, which recomputes the weights from these; and `tilings`, the tiles
+that `effattn.tune` tries. The maths is written out in `effattn.xla.block_attention`.
 
 Shapes: batch dimensions `*B`, query heads N, key heads K, G = N // K, queries T, keys S, head sizes
 H and Hv.
@@ -12,6 +12,7 @@ H and Hv.
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from effattn import dispatch
+from effattn import dispatch, tuned
 from effattn.layouts import BlockLayout
 from effattn.xla import mesh_axes
 
@@ -106,13 +107,49 @@ class Operands(NamedTuple):
     layout: BlockLayout | None = None
 
 
-def refusals(rule: Rule, x: Operands) -> dict[str, Callable[[], str | None]]:
+def call(mechanism: str, rule: Rule, x: Operands) -> dispatch.Call:
     """What `dispatch.choose` takes."""
 
-    def refusal(name):
-        return importlib.import_module(MODULES[name]).refusal(rule, x)
+    def module(name):
+        return importlib.import_module(MODULES[name])
 
-    return {name: functools.partial(refusal, name) for name in MODULES}
+    def refusal(name):
+        return module(name).refusal(rule, x)
+
+    def tilings(name):
+        # What the caller, or the layout, says is not to be tuned.
+        return module(name).tilings(rule, x) if rule.tile is None and x.layout is None else {}
+
+    return dispatch.Call(
+        mechanism,
+        {name: functools.partial(refusal, name) for name in MODULES},
+        functools.partial(signature, rule, x),
+        tilings,
+    )
+
+
+def signature(rule: Rule, x: Operands) -> str:
+    """What the time depends on; numbers of tokens and rows are rounded up to powers of two."""
+    *batch, queries, heads, size = x.query.shape
+    keys, key_heads, value_size = x.key.shape[-3], x.key.shape[-2], x.value.shape[-1]
+    rows = math.prod(batch) * heads
+    sizes = {"rows": rows, "queries": queries, "keys": keys, "left": rule.left, "right": rule.right}
+    about = [f"{name} {tuned.rounded(n)}" for name, n in sizes.items() if n is not None]
+    operands = ("bias", "mask", "key_mask", "segments", "offset", "positions")
+    about += [name for name in operands if getattr(x, name) is not None]
+    if x.layout is not None:
+        counts = x.layout.partial_indices.shape[-1], x.layout.full_indices.shape[-1]
+        about.append(f"layout of {rule.tile} with {counts}")
+    elif rule.tile is not None:
+        about.append(f"tile {rule.tile}")
+    about += [
+        name
+        for name in ("soft_cap", "score_mod", "dropout_rate", "pattern", "precision", "origin")
+        if getattr(rule, name)
+    ]
+    dtypes = dict.fromkeys(str(array.dtype) for array in (x.query, x.key, x.value))
+    heads_of = f"group {heads // max(key_heads, 1)}, sizes {size} and {value_size}"
+    return f"block attention, {' '.join(dtypes)}, {heads_of}, {', '.join(about)}"
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -20,6 +20,7 @@ state after and what its backward would have to compute again; and a `backward`.
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import dispatch
+from effattn import dispatch, tuned
 from effattn.xla import mesh_axes, reverse_mode
 
 CHUNK = 64  # tokens of one masked product
@@ -209,13 +210,39 @@ def masked_terms(
     )
 
 
-def refusals(rule: Rule, x: Operands) -> dict[str, Callable[[], str | None]]:
+def call(mechanism: str, rule: Rule, x: Operands) -> dispatch.Call:
     """What `dispatch.choose` takes."""
 
     def refusal(name):
         return importlib.import_module(MODULES[name]).refusal(rule, x)
 
-    return {name: functools.partial(refusal, name) for name in MODULES}
+    return dispatch.Call(
+        mechanism,
+        {name: functools.partial(refusal, name) for name in MODULES},
+        functools.partial(signature, rule, x),
+    )
+
+
+def signature(rule: Rule, x: Operands) -> str:
+    """What the time depends on; numbers of tokens and rows are rounded up to powers of two."""
+    terms = jax.eval_shape(rule.terms, x.parameters, x.queries, x.keys)
+    *batch, length, heads, features = terms.query.shape
+    rows = math.prod(batch) * heads
+    about = [f"rows {tuned.rounded(rows)}", f"tokens {tuned.rounded(length)}"]
+    heads_of = f"heads {heads}, {terms.key.shape[-2]} and {terms.value.shape[-2]}"
+    if terms.log_decay is not None:
+        by = {1: "head", terms.value.ndim - 1: "token"}.get(terms.log_decay.ndim, "feature")
+        about.append(f"decay by {by}")
+    delta = "bonus", "removed", "recalled"
+    about += [name for name in delta if getattr(terms, name) is not None]
+    about += [name for name in ("normalized", "precision") if getattr(rule, name)]
+    if rule.chunk != CHUNK:
+        about.append(f"chunk {rule.chunk}")
+    if x.tokens is not None and x.tokens.starts is not None:
+        about.append("packed")
+    dtypes = dict.fromkeys(str(array.dtype) for array in jax.tree.leaves((x.queries, x.keys)))
+    sizes = f"sizes {features} and {terms.value.shape[-1]}"
+    return f"linear recurrence, {' '.join(dtypes)}, {heads_of}, {sizes}, {', '.join(about)}"
 
 
 def linear_recurrence(

@@ -109,7 +109,7 @@ class GatheredDecoder:
         numbers = batch * max([key_heads, *lists]) * each * (key.shape[-1] + value.shape[-1])
         name = self.function.__name__
         implementation = self.options.get("implementation")
-        dispatch.choose(implementation, f"decoding {name}", {"xla": lambda: None})
+        dispatch.choose(implementation, dispatch.Call(f"decoding {name}", {"xla": lambda: None}))
         with jax.named_scope(name):
             out = _in_pieces(attend, tokens, _tokens_at_a_time(numbers, time))
         return out, new

@@ -183,8 +183,8 @@ def attend(
         positions=given.positions,
         layout=layout,
     )
-    refusals = block_attention.refusals(rule, operands)
-    implementations = dispatch.choose(given.implementation, given.mechanism, refusals)
+    call = block_attention.call(given.mechanism, rule, operands)
+    implementations = dispatch.choose(given.implementation, call)
     rule = dataclasses.replace(rule, implementations=implementations)
     with reverse_mode.only("softmax attention in tiles", "jax.nn.dot_product_attention"):
         *axes, _ = mesh_axes.spec(query)

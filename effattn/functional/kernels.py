@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from effattn import _checks
 from effattn.cores.linear_recurrence import Tokens, linear_recurrence, packed
@@ -81,7 +82,8 @@ def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_
 def positive_scale(value: Any, query: jax.Array) -> jax.Array:
     """The scale of logits, `()`, whose root multiplies queries and keys."""
     array = recurrence.check_scale(value, query)
-    if not isinstance(array, jax.core.Tracer) and not array > 0:
+    # By NumPy: within a trace, JAX would trace the comparison of what is known.
+    if not isinstance(array, jax.core.Tracer) and not np.asarray(array) > 0:
         raise ValueError(f"scale must be above 0, got {value!r}: its root multiplies both sides")
     return array
 

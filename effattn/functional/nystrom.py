@@ -73,7 +73,8 @@ def nystrom_attention(
         landmarks among themselves always have the highest.
       tile: queries and keys in a tile; tuning only.
       implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
-        which runs there), or a tuple of names tried in order. None is "xla".
+        which runs there), or a tuple of names tried in order. None is what `effattn.tune` has
+        found, or "xla".
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`.

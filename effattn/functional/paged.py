@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from effattn import _checks, dispatch
+from effattn import _checks, dispatch, tuned
 from effattn.xla.paged_attention import Pages, Rule
 
 # Imported on use: most programs have no kernels.
@@ -66,7 +67,7 @@ def paged_attention(
       implementation: None, "xla", "triton" (GPUs: pages of 16 to 256 tokens, a power of two),
         "mosaic_tpu" (TPUs: pages of multiples of 16 tokens), both for head sizes up to 256,
         "pallas" (that of the two which runs there), or a tuple of names tried in order. None is
-        "xla".
+        what `effattn.tune` has found, or "xla".
 
     Returns:
       `(B, T, N, Hv)` in the dtype of the value pages, or of `query` if they are int8; with
@@ -115,8 +116,16 @@ def paged_attention(
     def module(name):
         return importlib.import_module(MODULES[name])
 
-    refusals = {name: lambda name=name: module(name).refusal(*operands) for name in MODULES}
-    chosen = dispatch.choose(implementation, "paged_attention", refusals)
+    def refusal(name):
+        return module(name).refusal(*operands)
+
+    call = dispatch.Call(
+        "paged_attention",
+        {name: functools.partial(refusal, name) for name in MODULES},
+        functools.partial(_signature, *operands),
+        differentiable=False,
+    )
+    chosen = dispatch.choose(implementation, call)
     forms = {
         name: functools.partial(module(name).paged, rule, chosen.interpreted)
         for name in chosen.names
@@ -125,6 +134,18 @@ def paged_attention(
         out, lse = dispatch.on_platform(chosen, "paged_attention", forms, *operands)
     out = out.astype(query.dtype if value_pages.dtype == jnp.int8 else value_pages.dtype)
     return (out, lse) if return_residual else out
+
+
+def _signature(query, keys, values, table, *_):
+    """What the time depends on, counts rounded up to powers of two."""
+    batch, tokens, heads, size = query.shape
+    _, rows, key_heads, value_size = values.array.shape
+    room = tuned.rounded(table.shape[1] * rows)
+    return (
+        f"paged attention, {query.dtype} {keys.array.dtype}, sizes {size} and {value_size}, "
+        f"group {heads // key_heads}, heads {heads}, batch {tuned.rounded(batch)}, "
+        f"queries {tokens}, pages of {rows}, room {room}"
+    )
 
 
 def quantize_pages(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -172,7 +193,8 @@ def _check_shapes(query, key_pages, value_pages):
 
 
 def _check_room(lengths, room):
-    if not isinstance(lengths, jax.core.Tracer) and int(jnp.max(lengths, initial=0)) > room:
+    # By NumPy: within a trace, JAX would trace the comparison of what is known.
+    if not isinstance(lengths, jax.core.Tracer) and np.max(np.asarray(lengths), initial=0) > room:
         raise ValueError(
             f"lengths must be at most the {room} tokens that the pages in block_table hold, got "
             f"{lengths.tolist()}"

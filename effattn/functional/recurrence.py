@@ -23,9 +23,9 @@ from effattn.cores.linear_recurrence import (
     Rule,
     Terms,
     Tokens,
+    call,
     linear_recurrence,
     packed,
-    refusals,
 )
 from effattn.xla import mesh_axes
 from effattn.xla.linear_recurrence import linear_sum
@@ -137,9 +137,12 @@ def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay")
             f"{name} must be floating point of shape {shape}, got {array.dtype} of shape "
             f"{array.shape}"
         )
-    if not isinstance(array, jax.core.Tracer) and np.any(np.asarray(array) > 0):
+    # By NumPy: within a trace, JAX would trace what it is asked of known arrays.
+    known = () if isinstance(array, jax.core.Tracer) else np.asarray(array)
+    largest = np.max(known, initial=-np.inf)
+    if largest > 0:
         raise ValueError(
-            f"{name} holds logarithms of decays, 0 or less, got up to {float(array.max()):.4g}; "
+            f"{name} holds logarithms of decays, 0 or less, got up to {largest:.4g}; "
             "of a decay in (0, 1] pass jnp.log, of a logit jax.nn.log_sigmoid"
         )
     return array
@@ -203,8 +206,8 @@ def run(
     specs = PartitionSpec(*rows, None), PartitionSpec(*examples, heads, None, None)
 
     operands = Operands(parameters, state, queries, keys, given.tokens)
-    forms = _of_sums() if attend is linear_sum else refusals(rule, operands)
-    implementations = dispatch.choose(implementation, name, forms)
+    its_call = _sums(name) if attend is linear_sum else call(name, rule, operands)
+    implementations = dispatch.choose(implementation, its_call)
     rule = rule._replace(implementations=implementations)
     with jax.named_scope(name):
         placed = mesh_axes.placed(lambda *operands: attend(rule, *operands), given.query, *specs)
@@ -212,10 +215,10 @@ def run(
     return checkpoint_name(out, name), state
 
 
-def _of_sums() -> dict[str, Callable[[], str | None]]:
+def _sums(name: str) -> dispatch.Call:
     """What is not causal is two matrix products: XLA runs them anywhere."""
 
-    def refusal(name):
-        return None if name == "xla" else "takes causal and packed calls"
+    def refusal(implementation):
+        return None if implementation == "xla" else "takes causal and packed calls"
 
-    return {name: functools.partial(refusal, name) for name in MODULES}
+    return dispatch.Call(name, {each: functools.partial(refusal, each) for each in MODULES})

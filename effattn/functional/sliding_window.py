@@ -69,7 +69,8 @@ def sliding_window_attention(
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
       implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
-        which runs there), or a tuple of names tried in order. None is "xla".
+        which runs there), or a tuple of names tried in order. None is what `effattn.tune` has
+        found, or "xla".
       return_residual: also return the log-sum-exp.
 
     Returns:

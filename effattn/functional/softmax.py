@@ -80,7 +80,7 @@ def dot_product_attention(
       tile: queries and keys in a tile; tuning only.
       implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
         which runs there), "cudnn" (passed on to `jax.nn`), or a tuple of names tried in order. None
-        is "xla".
+        is what `effattn.tune` has found, or "xla".
       return_residual: also return the log-sum-exp of the logits, the sink's included.
 
     Returns:

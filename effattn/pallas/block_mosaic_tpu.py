@@ -20,6 +20,7 @@ byte in bfloat16, twice what the cores do while memory delivers one. A tile of l
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -142,8 +143,17 @@ def backward(
     return gradients._replace(bias=others.bias, scale=others.scale, constants=others.constants)
 
 
+def tilings(rule: Rule, x: Operands) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Queries and keys of tiles to try in all kernels."""
+    lengths = x.query.shape[-3], x.key.shape[-3]
+    sides = [[s for s in _SIDES if s <= max(length, LANES)] for length in lengths]
+    return {"all": tuple(each for each in itertools.product(*sides) if each != _tile(rule, x))}
+
+
 def _tile(rule, x):
     """The largest sides that the lengths fill, or that divide those given."""
+    if tuned := rule.implementations.tile("mosaic_tpu", "all"):
+        return tuned
     given = rule.tile if x.layout is None else x.layout.tile
     if given is not None:
         q, k = (next(side for side in _SIDES if size % side == 0) for size in given)

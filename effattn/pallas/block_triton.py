@@ -38,6 +38,17 @@ TILES = {
     (4, 256): {"forward": (32, 32, 8), "query": (32, 16, 8), "key": (16, 16, 8)},
 }
 
+# Others, for `effattn.tune`.
+_MORE_TILES = (
+    (128, 128, 8),
+    (128, 64, 8),
+    (128, 64, 4),
+    (64, 64, 4),
+    (64, 32, 4),
+    (32, 64, 4),
+    (32, 32, 4),
+)
+
 
 def refusal(rule: Rule, x: Operands) -> str | None:
     """Why it does not take these operands, if so."""
@@ -90,10 +101,23 @@ def backward(
     )
 
 
+def tilings(rule: Rule, x: Operands) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Queries and keys of tiles, and warps, to try in each kernel."""
+    return {
+        kernel: tuple(tile for tile in _MORE_TILES if tile != own)
+        for kernel, own in _tiles_of(x).items()
+    }
+
+
+def _tiles_of(x: Operands) -> dict[str, tuple[int, int, int]]:
+    widest = max(width(array.shape[-1]) for array in (x.query, x.value))
+    return TILES[x.query.dtype.itemsize, max(64, widest)]
+
+
 def _tile(kernel: str, rule: Rule, x: Operands) -> tuple[tuple[int, int], int]:
     """Queries and keys of a tile, no larger than the lengths, and how many warps share it."""
-    widest = max(width(array.shape[-1]) for array in (x.query, x.value))
-    *sides, warps = TILES[x.query.dtype.itemsize, max(64, widest)][kernel]
+    tuned = rule.implementations.tile("triton", kernel)
+    *sides, warps = tuned or _tiles_of(x)[kernel]
     given = rule.tile if x.layout is None else x.layout.tile
     # Smaller ones of what is given, or as much as there is.
     sizes = given or [pl.next_power_of_2(n) for n in (x.query.shape[-3], x.key.shape[-3])]

@@ -16,7 +16,9 @@ S in tiles of s; head sizes H and Hv. In a tile the query heads of a key head ar
 r = G t: the products of one key head are plain matrices.
 """
 
+import dataclasses
 import functools
+import itertools
 import math
 import operator
 from typing import Any
@@ -37,6 +39,29 @@ LIMITS = dispatch.Limits()
 def refusal(rule: Rule, x: Operands) -> str | None:
     """It takes everything."""
     return None
+
+
+def tilings(rule: Rule, x: Operands) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Queries and keys of tiles to try in each direction: up to twice its own, and half."""
+    own_choice = dataclasses.replace(rule, implementations=dispatch.XLA)
+    found = {}
+    for kernel in ("forward", "backward"):
+        own = _tile(own_choice, x, kernel)
+        sides = [
+            dict.fromkeys(min(max(size, 16), length) for size in (side // 2, side, 2 * side))
+            for side, length in zip(own, (x.query.shape[-3], x.key.shape[-3]), strict=True)
+        ]
+        found[kernel] = tuple(each for each in itertools.product(*sides) if each != own)
+    return found
+
+
+def _tile(rule, x, kernel):
+    lengths = x.query.shape[-3], x.key.shape[-3]
+    if tuned := rule.implementations.tile("xla", kernel):
+        return min(tuned[0], lengths[0]), min(tuned[1], lengths[1])
+    rows = math.prod(x.query.shape[:-3]) * x.query.shape[-2]
+    backward = kernel == "backward"
+    return tiling.choose_tile(lengths, rows, rule.left, rule.right, backward=backward)
 
 
 def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -225,8 +250,7 @@ class _Tiles:
         lengths = (x.query.shape[-3], x.key.shape[-3])
         tile = rule.tile if x.layout is None else x.layout.tile
         if tile is None:
-            rows = math.prod(x.query.shape[:-3]) * x.query.shape[-2]
-            tile = tiling.choose_tile(lengths, rows, rule.left, rule.right, backward=backward)
+            tile = _tile(rule, x, "backward" if backward else "forward")
         masked = any(a is not None for a in (x.mask, x.key_mask, x.segments))
         if x.layout is None:
             masked = masked or rule.pattern is not None

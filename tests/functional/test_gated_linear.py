@@ -1,6 +1,7 @@
 """Gated linear attention: its limits, its decays, and what it refuses."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -105,3 +106,13 @@ def test_bad_options_are_named(options, message):
     *arrays, log_decay = draw()
     with pytest.raises(ValueError, match=message):
         gated_linear_attention(*arrays, **{"log_decay": log_decay, **options})
+
+
+def test_decays_that_a_trace_closes_over_are_known():
+    x, decays = jnp.ones((1, 3, 1, 4)), jnp.array([-1.0, 0.5, 0]).reshape(1, 3, 1)
+
+    def gated(x):
+        return gated_linear_attention(x, x, x, log_decay=decays)
+
+    with pytest.raises(ValueError, match=r"got up to 0\.5"):
+        jax.eval_shape(gated, x)

@@ -152,6 +152,13 @@ def test_wrong_arguments_are_named(changes, message):
         effattn.paged_attention(*paged, **{**given, **changes})
 
 
+def test_arguments_that_a_trace_closes_over_are_known():
+    paged, given, _ = draw([13, 6], dtype=np.float32)
+    given = {name: jnp.asarray(value) for name, value in given.items()}
+    traced = jax.jit(lambda *paged: effattn.paged_attention(*paged, **given))(*paged)
+    np.testing.assert_allclose(traced, effattn.paged_attention(*paged, **given), rtol=1e-6)
+
+
 def test_wrong_pages_are_named():
     (query, keys, values), given, _ = draw([13, 6], dtype=np.float32)
     for pages, message in (

@@ -257,3 +257,17 @@ def test_bad_options_are_named(options, message):
 def test_bad_counts_are_named(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         performer_features(jax.random.key(0), *arguments, **options)
+
+
+def test_a_scale_that_a_trace_closes_over_is_known():
+    x, projection = jnp.ones((1, 3, 1, 4)), jnp.ones((1, 8, 4))
+
+    def performer(x, scale):
+        return effattn.performer_attention(x, x, x, projection=projection, scale=scale)
+
+    scale = jnp.asarray(0.3)
+    traced = jax.jit(lambda x: performer(x, scale))(x)
+    np.testing.assert_allclose(traced, performer(x, 0.3), rtol=1e-6)
+    below = -scale
+    with pytest.raises(ValueError, match="scale must be above 0"):
+        jax.eval_shape(lambda x: performer(x, below), x)

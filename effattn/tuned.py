@@ -1,0 +1,163 @@
+"""What `effattn.tune` has measured on this machine: looked up where a call names no implementation.
+
+It is kept in one JSON file, `cache_file()`, by device, JAX version and call.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import platformdirs
+
+if TYPE_CHECKING:
+    from effattn.dispatch import Call
+
+_FORMAT = 1
+
+Tiles = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Choice(NamedTuple):
+    """An implementation and, of its kernels by name, the tiles that are not its own choice."""
+
+    implementation: str
+    tiles: Tiles = ()
+
+    def __str__(self) -> str:
+        tiles = (f"{kernel} {' x '.join(map(str, sizes))}" for kernel, sizes in self.tiles)
+        return ", ".join((self.implementation, *tiles))
+
+
+class Trial:
+    """Choices to try, by call, and what is called with them: one program's trace."""
+
+    def __init__(self, choices: Mapping[str, Choice]):
+        self.choices, self.called = choices, dict[str, Any]()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """All that is traced within takes its choices; nothing that was traced before is reused."""
+        with _trial(self):
+            yield
+
+
+_trial: Any = jax.make_user_context(None)
+
+
+def look_up(call: "Call") -> Choice | None:
+    """What to take for a call that names no implementation; None if it was never measured."""
+    if call.signature is None:
+        return None
+    trial = _trial.value
+    if trial is None and not measured():
+        return None
+    signature = call.signature()
+    if trial is not None:
+        trial.called[signature] = call.candidates(), call.differentiable
+        return trial.choices.get(signature)
+    found = measured().get((device_kind(), signature), {})
+    if found and jax.__version__ not in found:
+        warn_once(
+            f"{signature} was tuned with jax {' and '.join(found)}, which is not used with jax "
+            f"{jax.__version__}: call effattn.tune again"
+        )
+    return found.get(jax.__version__)
+
+
+def rounded(count: int) -> int:
+    """Up to a power of two: calls of nearly the same size are tuned as one."""
+    return 1 << (count - 1).bit_length() if count > 0 else count
+
+
+def device_kind() -> str:
+    """Of the device that programs run on by default."""
+    device = jax.config.jax_default_device
+    return (device if isinstance(device, jax.Device) else jax.devices()[0]).device_kind
+
+
+def cache_file() -> Path:
+    """Where measurements are kept, in the user's cache folder."""
+    return platformdirs.user_cache_path("effattn") / "tuning.json"
+
+
+def save(choices: Mapping[str, Choice]) -> None:
+    """Keeps the choices for this device and JAX, in this process and, if it can, in the file."""
+    device, version = device_kind(), jax.__version__
+    known = measured()
+    for signature, choice in choices.items():
+        known.setdefault((device, signature), {})[version] = choice
+    path = cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # In one step: other processes read it whole, before or after.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(_to_json(known), file, indent=1, sort_keys=True)
+        os.replace(file.name, path)
+    except OSError as error:
+        warn_once(
+            f"what was tuned is kept for this process alone: {path} cannot be written, {error}"
+        )
+
+
+Measured = dict[tuple[str, str], dict[str, Choice]]  # by device and call, then by JAX version
+
+
+@functools.cache
+def measured() -> Measured:
+    """What was read of the file, and what this process has measured since."""
+    path = cache_file()
+    try:
+        return _from_json(json.loads(path.read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        warn_once(
+            f"{path} is ignored, as it is not what effattn.tune writes ({error!r}); the next "
+            "effattn.tune replaces it"
+        )
+        return {}
+
+
+def _to_json(measured: Measured) -> dict[str, Any]:
+    entries = [
+        {
+            "device": device,
+            "call": signature,
+            "jax": version,
+            "implementation": choice.implementation,
+            "tiles": dict(choice.tiles),
+        }
+        for (device, signature), versions in measured.items()
+        for version, choice in versions.items()
+    ]
+    return {"format": _FORMAT, "measured": entries}
+
+
+def _from_json(data: Any) -> Measured:
+    if data["format"] != _FORMAT:
+        raise ValueError(f"format {data['format']!r}, not {_FORMAT}")
+    measured: Measured = {}
+    for entry in data["measured"]:
+        texts = [entry[name] for name in ("device", "call", "jax", "implementation")]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"an entry {texts}")
+        device, signature, version, implementation = texts
+        tiles = tuple((kernel, tuple(sizes)) for kernel, sizes in entry["tiles"].items())
+        if not all(type(size) is int and size > 0 for _, sizes in tiles for size in sizes):
+            raise ValueError(f"tiles {entry['tiles']}")
+        choice = Choice(implementation, tiles)
+        measured.setdefault((device, signature), {})[version] = choice
+    return measured
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """A `RuntimeWarning`, of each message one."""
+    warnings.warn(message, RuntimeWarning, stacklevel=2)

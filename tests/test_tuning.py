@@ -1,0 +1,251 @@
+"""`effattn.tune`: what it measures, what calls take of it, and the file that it keeps it in."""
+
+import functools
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from effattn import dispatch, tuned, tuning
+from effattn.cores import block_attention
+from effattn.pallas import block_triton
+from effattn.tuned import Choice
+from tests.pallas.lowering import TRITON, kernels_of
+
+CALL = functools.partial(effattn.dot_product_attention, is_causal=True)
+
+
+@pytest.fixture
+def arrays():
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(1, 40, heads, 16)), jnp.float32) for heads in (4, 2, 2)]
+
+
+@pytest.fixture
+def fastest(monkeypatch):
+    """`fastest(choice, ...)`: those are measured faster than others, and each than that before."""
+
+    def be(*choices):
+        def time(_, programs):
+            rank = {choice: place for place, choice in enumerate(choices, 1)}
+            return {choice: 0.5 ** rank.get(choice, 0) for choice in programs}
+
+        monkeypatch.setattr(tuning._Bench, "time", time)
+
+    return be
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Those of GPUs run here, interpreted."""
+    monkeypatch.setattr(tuning, "_is_kernel_here", lambda name: name == "triton")
+    monkeypatch.setattr(block_triton, "_MORE_TILES", ((32, 32, 4), (64, 32, 4)))
+    with dispatch.interpreted():
+        yield
+
+
+def taken(function, *arguments):
+    """What calls of block attention in it take."""
+    found = []
+    original = block_attention.block_attention
+
+    def spy(rule, x):
+        found.append(rule.implementations)
+        return original(rule, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_attention, "block_attention", spy)
+        jax.eval_shape(lambda *arguments: function(*arguments), *arguments)
+    return found
+
+
+def test_a_call_takes_xla_before_and_what_was_fastest_after(arrays, fastest):
+    assert taken(CALL, *arrays) == [dispatch.XLA]
+    best = Choice("xla", (("forward", (20, 20)),))
+    fastest(best)
+    done = effattn.tune(CALL, *arrays)
+    (call,) = done.chosen
+    assert done.chosen[call] == best
+    assert taken(CALL, *arrays) == [dispatch.Chosen(("xla",), tiles=best.tiles)]
+    # Of another shape, or with another option, nothing is known.
+    assert taken(effattn.dot_product_attention, *arrays) == [dispatch.XLA]
+    assert taken(CALL, *(x[:, :20] for x in arrays)) == [dispatch.XLA]
+    # Lengths up to the next power of two are one; tiles are no longer than they are.
+    assert taken(CALL, *(x[:, :33] for x in arrays)) == [
+        dispatch.Chosen(("xla",), tiles=best.tiles)
+    ]
+    shorter = [x[:, :33] for x in arrays]
+    exact = effattn.dot_product_attention(*shorter, is_causal=True, tile=(33, 33))
+    np.testing.assert_allclose(CALL(*shorter), exact, atol=1e-5)
+    # What is named is taken.
+    (named,) = taken(functools.partial(CALL, implementation="xla"), *arrays)
+    assert named == dispatch.XLA
+
+
+def test_it_really_measures(arrays):
+    done = effattn.tune(CALL, *arrays, rounds=2)
+    rows = [row for row in done.rows if row.seconds is not None]
+    assert {row.choice.implementation for row in rows} == {"xla"}
+    kernels = {kernel for row in rows for kernel, _ in row.choice.tiles}
+    assert kernels == {"forward", "backward"}
+    assert all(row.seconds > 0 for row in rows)
+    text = str(done)
+    assert all(f"| {row.choice} | {row.seconds * 1e3:.3f} |" in text for row in rows)
+    assert len({row.choice for row in done.rows}) == len(done.rows)
+
+
+def test_a_kernel_is_taken_with_the_tiles_that_were_fastest(arrays, fastest, kernels):
+    tiles = ("forward", (32, 32, 4)), ("query", (64, 32, 4))
+    fastest(Choice("triton"), Choice("triton", tiles[:1]), Choice("triton", tiles))
+    done = effattn.tune(CALL, *arrays)
+    assert {*done.chosen.values()} == {Choice("triton", tiles)}
+    assert taken(CALL, *arrays) == [dispatch.Chosen(("triton", "xla"), True, tiles)]
+    np.testing.assert_allclose(CALL(*arrays), CALL(*arrays, implementation="xla"), atol=1e-5)
+
+
+def test_a_program_for_a_gpu_has_the_kernel(arrays):
+    call = signature_of(CALL, *arrays)
+    assert not kernels_of(CALL, *arrays)
+    tuned.save({call: Choice("triton")})
+    assert kernels_of(lambda *arrays: CALL(*arrays), *arrays) == {TRITON}  # a new program
+    # Where it does not run, XLA does; what it does not take, too.
+    np.testing.assert_allclose(CALL(*arrays), CALL(*arrays, implementation="xla"), atol=1e-6)
+    tuned.save({call: Choice("mosaic_tpu", (("all", (128, 128)),))})
+    halves = [x.astype(jnp.float16) for x in arrays]
+    tuned.save({signature_of(CALL, *halves): Choice("mosaic_tpu", (("all", (128, 128)),))})
+    assert taken(CALL, *halves) == [dispatch.XLA]
+
+
+def test_what_disagrees_or_does_not_compile_is_not_taken(arrays, fastest, kernels, monkeypatch):
+    fastest(Choice("triton"))
+    right = block_triton.forward
+
+    def wrong(rule, x, dtype):
+        out, lse = right(rule, x, dtype)
+        return out * 1.1, lse
+
+    for form, reason in ((wrong, "_Disagrees: up to"), (None, "TypeError: 'NoneType'")):
+        monkeypatch.setattr(block_triton, "forward", form)
+        jax.clear_caches()
+        done = effattn.tune(CALL, *arrays, gradients=False)
+        (row,) = [row for row in done.rows if row.choice.implementation == "triton"]
+        assert row.seconds is None and row.reason.startswith(reason)
+        assert reason in str(done)
+        assert {choice.implementation for choice in done.chosen.values()} == {"xla"}
+
+
+def test_every_call_of_a_model_is_tuned(fastest):
+    x = jnp.ones((1, 24, 2, 16))
+
+    def model(x):
+        y = CALL(x, x, x)
+        y = effattn.sliding_window_attention(y, y, y, local_window_size=4)
+        return effattn.retention(y, y, y).sum()
+
+    fastest()
+    done = effattn.tune(model, x, gradients=False)
+    calls = sorted(done.chosen)
+    assert [call.split(",")[0] for call in calls] == ["block attention"] * 2 + ["linear recurrence"]
+
+
+def test_paged_attention_is_measured_without_gradients():
+    pages, table = jnp.ones((4, 16, 2, 8)), jnp.arange(4).reshape(2, 2)
+    done = effattn.tune(
+        effattn.paged_attention,
+        jnp.ones((2, 1, 4, 8)),
+        pages,
+        pages,
+        block_table=table,
+        lengths=jnp.array([20, 9]),
+        rounds=1,
+    )
+    (call,) = done.chosen
+    assert call.startswith("paged attention, float32")
+
+
+def test_calls_that_name_an_implementation_cannot_be_tuned(arrays):
+    with pytest.raises(ValueError, match="dot_product_attention calls nothing .* leave `impl"):
+        effattn.tune(effattn.dot_product_attention, *arrays, implementation="xla")
+
+
+# The file
+
+
+TILES = (("forward", (20, 20)),)
+
+
+def signature_of(function, *arguments):
+    trial = tuned.Trial({})
+    with trial.running():
+        jax.eval_shape(lambda *arguments: function(*arguments), *arguments)
+    (signature,) = trial.called
+    return signature
+
+
+@pytest.fixture
+def kept(arrays):
+    """The path, after a call was tuned."""
+    tuned.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
+    tuned.measured.cache_clear()  # as in another process
+    return tuned.cache_file()
+
+
+def test_another_process_reads_it(kept, arrays):
+    assert taken(CALL, *arrays) == [dispatch.Chosen(("xla",), tiles=TILES)]
+    tuned.save({"another call": Choice("triton")})
+    tuned.measured.cache_clear()
+    assert taken(CALL, *arrays) == [dispatch.Chosen(("xla",), tiles=TILES)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: text.replace('"format": 1', '"format": 99'),
+        lambda text: text.replace("20", "-20"),
+        lambda text: text.replace('"xla"', "7"),
+        lambda text: text.replace('"implementation"', '"other"'),
+    ],
+    ids=["empty", "half", "another thing", "format", "size", "type", "key"],
+)
+def test_a_damaged_file_is_ignored_with_a_warning_and_replaced(kept, arrays, damage):
+    kept.write_text(damage(kept.read_text()))
+    with pytest.warns(RuntimeWarning, match="tuning.json is ignored"):
+        assert taken(CALL, *arrays) == [dispatch.XLA]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert taken(CALL, *arrays) == [dispatch.XLA]  # it warns once
+        tuned.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
+        tuned.measured.cache_clear()
+        assert taken(CALL, *arrays)[0].tiles == TILES
+
+
+@pytest.mark.parametrize("what", ["jax", "device"])
+def test_what_was_measured_elsewhere_is_not_taken(kept, arrays, what):
+    data = json.loads(kept.read_text())
+    for entry in data["measured"]:
+        entry[what] = "another"
+    kept.write_text(json.dumps(data))
+    if what == "jax":
+        with pytest.warns(RuntimeWarning, match="tuned with jax another.*call effattn.tune again"):
+            assert taken(CALL, *arrays) == [dispatch.XLA]
+    assert taken(CALL, *arrays) == [dispatch.XLA]
+
+
+def test_an_unknown_implementation_in_the_file_is_ignored(kept, arrays):
+    kept.write_text(kept.read_text().replace('"xla"', '"of the future"'))
+    assert taken(CALL, *arrays) == [dispatch.XLA]
+
+
+def test_where_nothing_can_be_written_it_holds_for_the_process(arrays, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(tuned, "cache_file", lambda: tmp_path / "file" / "tuning.json")
+    with pytest.warns(RuntimeWarning, match="for this process alone"):
+        tuned.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
+    assert taken(CALL, *arrays)[0].tiles == TILES
