@@ -24,7 +24,9 @@ from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.functional.retention import retention  # isort: skip
 from effattn.functional.gated_linear import gated_linear_attention  # isort: skip
 from effattn.functional.state_space_duality import state_space_duality  # isort: skip
+from effattn.functional.rwkv6 import rwkv6_attention  # isort: skip
 from effattn.functional.delta_rule import delta_rule_attention  # isort: skip
+from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,
     performer_attention,
@@ -85,6 +87,8 @@ __all__ = [
     "random_feature_attention",
     "registry",
     "retention",
+    "rwkv6_attention",
+    "rwkv7_attention",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",
     "sliding_window_attention",

@@ -20,6 +20,7 @@ from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_tra
 from effattn.nn.random_features import RandomFeatureSelfAttention
 from effattn.nn.retention import RetNet
 from effattn.nn.rotary import RotaryEmbedding
+from effattn.nn.rwkv import RWKV6, RWKV7
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
 
@@ -40,6 +41,8 @@ __all__ = [
     "LongShortSelfAttention",
     "LongformerSelfAttention",
     "Mamba2",
+    "RWKV6",
+    "RWKV7",
     "RetNet",
     "PerformerSelfAttention",
     "RandomFeatureSelfAttention",

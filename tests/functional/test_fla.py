@@ -12,6 +12,8 @@ from effattn import (
     gated_linear_attention,
     linear_attention,
     retention,
+    rwkv6_attention,
+    rwkv7_attention,
     state_space_duality,
 )
 
@@ -35,6 +37,10 @@ def state_space(query, key, value, log_decay, **given):
     )
 
 
+def rwkv(function, log_decay_feature, **given):
+    return function(log_decay=log_decay_feature, **given)
+
+
 CASES = [
     ("linear", functools.partial(linear_attention, feature_map="identity", is_causal=True)),
     ("retention", retention),
@@ -43,6 +49,8 @@ CASES = [
     ("gated_linear", gated_by_feature),
     ("delta", delta_rule_attention),
     ("gated_delta", delta_rule_attention),
+    ("rwkv6", functools.partial(rwkv, rwkv6_attention)),
+    ("rwkv7", functools.partial(rwkv, rwkv7_attention)),
 ]
 
 

@@ -15,6 +15,9 @@ H**-0.5. `fla.npz` holds, with B = 2, T = 11, N = 3 heads, H = 4 and Hv = 6:
     log_decay_feature (B, T, N, H), of a feature
     initial_state   (B, N, H, Hv)
     cotangent       (B, T, N, Hv), of the output
+    bonus           (N, H)
+    removal_key     (B, T, N, H), of length 1
+    learning_rate   (B, T, N, H), in (0, 1)
 
 and by case
 
@@ -24,6 +27,9 @@ and by case
     gated_linear    decays `log_decay_feature`
     delta           `beta`
     gated_delta     `beta` and `log_decay`
+    rwkv6           decays `log_decay_feature` and `bonus`, without a scale
+    rwkv7           decays `log_decay_feature`, `removal_key` and `learning_rate`; the form with a
+                    diagonal plus a matrix of rank one, whose scale is taken out
 
 the results "<case>/output" and "<case>/state", after the last token, and the gradients of
 sum(output * cotangent) as "<case>/d_<input>" for the inputs that the case takes.
@@ -43,11 +49,11 @@ HERE = pathlib.Path(__file__).parent
 BATCH, LENGTH, HEADS, SIZE, VALUE_SIZE = 2, 11, 3, 4, 6
 
 
-def naive(operation: str):
+def naive(operation: str, file: str = "naive.py"):
     """A module by its file: the package around it asks for Triton."""
     (root,) = importlib.util.find_spec("fla").submodule_search_locations
-    path = pathlib.Path(root, "ops", operation, "naive.py")
-    spec = importlib.util.spec_from_file_location(f"naive_{operation}", path)
+    path = pathlib.Path(root, "ops", operation, file)
+    spec = importlib.util.spec_from_file_location(f"naive_{path.parent.name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -65,6 +71,9 @@ def draw() -> dict[str, torch.Tensor]:
         "log_decay_feature": torch.nn.functional.logsigmoid(torch.randn(*tokens, SIZE) + 1),
         "initial_state": torch.randn(BATCH, HEADS, SIZE, VALUE_SIZE),
         "cotangent": torch.randn(*tokens, VALUE_SIZE),
+        "bonus": torch.randn(HEADS, SIZE),
+        "removal_key": torch.nn.functional.normalize(torch.randn(*tokens, SIZE), dim=-1),
+        "learning_rate": torch.rand(*tokens, SIZE),
     }
 
 
@@ -117,7 +126,33 @@ def gated_delta(query, key, value, beta, log_decay, initial_state):
     )
 
 
-CASES = linear, retention, token_decay, gated_linear, delta, gated_delta
+def rwkv6(query, key, value, log_decay_feature, bonus, initial_state):
+    output, state = naive("rwkv6", "recurrent_naive.py").naive_recurrent_rwkv6(
+        *heads_first(query, key, value, log_decay_feature),
+        bonus,
+        scale=1.0,
+        initial_state=initial_state,
+        output_final_state=True,
+    )
+    return output.transpose(1, 2), state
+
+
+def rwkv7(query, key, value, log_decay_feature, removal_key, learning_rate, initial_state):
+    output, state = naive("generalized_delta_rule/dplr").dplr_recurrence(
+        *heads_first(
+            query * SIZE**0.5,
+            key,
+            value,
+            -removal_key,
+            removal_key * learning_rate,
+            log_decay_feature,
+        ),
+        initial_state=initial_state,
+    )
+    return output.transpose(1, 2), state
+
+
+CASES = linear, retention, token_decay, gated_linear, delta, gated_delta, rwkv6, rwkv7
 
 
 def make() -> dict[str, np.ndarray]:

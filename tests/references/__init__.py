@@ -6,7 +6,7 @@ A new mechanism gets the whole battery by being registered and by one entry in `
 from tests.references.based import BASED
 from tests.references.block_linformer import BLOCK_LINFORMER
 from tests.references.cosformer import COSFORMER
-from tests.references.delta_rule import DELTA_NET, GATED_DELTA_NET
+from tests.references.delta_rule import DELTA_NET, GATED_DELTA_NET, RWKV7
 from tests.references.hedgehog import HEDGEHOG
 from tests.references.hierarchical import HIERARCHICAL
 from tests.references.linear import LINEAR
@@ -15,7 +15,7 @@ from tests.references.long_short import LONG_SHORT
 from tests.references.nystrom import NYSTROM
 from tests.references.performer import PERFORMER
 from tests.references.random_features import RANDOM_FEATURES
-from tests.references.recurrences import GATED_LINEAR, MAMBA2, RETENTION
+from tests.references.recurrences import GATED_LINEAR, MAMBA2, RETENTION, RWKV6
 from tests.references.reference import Reference
 from tests.references.softmax import DILATED, SLIDING_WINDOW, SOFTMAX
 from tests.references.sparse import BIGBIRD, BLOCK_SPARSE, LONGFORMER, RANDOM, SPARSE_TRANSFORMER
@@ -39,8 +39,10 @@ REFERENCES: dict[str, Reference] = {
     "retention": RETENTION,
     "gated_linear": GATED_LINEAR,
     "mamba2": MAMBA2,
+    "rwkv6": RWKV6,
     "delta_net": DELTA_NET,
     "gated_delta_net": GATED_DELTA_NET,
+    "rwkv7": RWKV7,
     "linformer": LINFORMER,
     "block_linformer": BLOCK_LINFORMER,
     "long_short": LONG_SHORT,

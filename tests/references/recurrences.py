@@ -10,8 +10,11 @@ from tests.references.pairs import Pairs
 from tests.references.reference import Reference
 
 
-def decayed(arrays, pairs: Pairs, log_decay, scale=1.0):
-    """`log_decay (*B, S, K, f)`: the sum over the pairs, one more for the initial state."""
+def decayed(arrays, pairs: Pairs, log_decay, scale=1.0, bonus=None):
+    """`log_decay (*B, S, K, f)`: the sum over the pairs, one more for the initial state.
+
+    With a bonus `(K, H)` a token reads what there was before it, and itself by so much.
+    """
     query, key, value = arrays["query"], arrays["key"], arrays["value"]
     dtype = functools.reduce(jnp.promote_types, (query.dtype, value.dtype, jnp.float32))
     q, k, v = (
@@ -27,7 +30,13 @@ def decayed(arrays, pairs: Pairs, log_decay, scale=1.0):
         return jnp.exp(jnp.where(where[..., None, None], logarithm, -jnp.inf))
 
     of_queries = functools.partial(jnp.repeat, repeats=groups, axis=-2)
-    between = decay(so_far[..., :, None, :, :] - so_far[..., None, :, :, :], pairs.allowed)
+    until, itself = so_far, jnp.zeros(())
+    seen = pairs.allowed
+    if bonus is not None:
+        itself = jnp.eye(seen.shape[-1])[..., None, None] * bonus.astype(dtype)
+        itself = jnp.where(seen[..., None, None], itself, 0)
+        until, seen = so_far - log_decay, seen & ~jnp.eye(seen.shape[-1], dtype=bool)
+    between = itself + decay(until[..., :, None, :, :] - so_far[..., None, :, :, :], seen)
     between = jnp.broadcast_to(between, (*between.shape[:-1], k.shape[-1]))
     weights = jnp.einsum("...tnf,...snf,...tsnf->...nts", q, of_queries(k), of_queries(between))
     out = jnp.einsum("...nts,...snd->...tnd", weights, of_queries(v))
@@ -37,7 +46,7 @@ def decayed(arrays, pairs: Pairs, log_decay, scale=1.0):
         initial = arrays["initial_state"].astype(dtype)
         kept = decay(so_far[..., -1, :, :], pairs.keeps_initial)
         state = state + kept[..., None] * initial
-        reading = q * of_queries(decay(so_far, pairs.reads_initial))
+        reading = q * of_queries(decay(until, pairs.reads_initial))
         initial = jnp.repeat(initial, groups, -3)
         out = out + jnp.einsum("...tnf,...nfd->...tnd", reading, initial)
     return {"out": out.astype(value.dtype), "state": state}
@@ -54,6 +63,10 @@ def gated_linear(arrays, pairs: Pairs, keep, **_):
     key, log_decay = arrays["key"], arrays["log_decay"]
     log_decay = log_decay if log_decay.ndim == key.ndim else log_decay[..., None]
     return decayed(arrays, pairs, log_decay, arrays.get("scale", key.shape[-1] ** -0.5))
+
+
+def rwkv6(arrays, pairs: Pairs, keep, **_):
+    return decayed(arrays, pairs, arrays["log_decay"], bonus=arrays["bonus"])
 
 
 def mamba2(arrays, pairs: Pairs, keep, **_):
@@ -86,6 +99,19 @@ GATED_LINEAR = Reference(
         "log_decay": -rng.uniform(0, 1, size=(*_tokens(sizes), sizes.size))
     },
     per_token=frozenset({"log_decay"}),
+    decays=frozenset({"log_decay"}),
+    normalized=False,
+)
+RWKV6 = Reference(
+    attend=rwkv6,
+    variants={"": {}},
+    tuning={"chunk_size": 3},
+    arguments=lambda rng, sizes: {
+        "log_decay": -rng.uniform(0, 1, size=(*_tokens(sizes), sizes.size)),
+        "bonus": rng.normal(size=(sizes.key_heads, sizes.size)),
+    },
+    per_token=frozenset({"log_decay"}),
+    per_head=frozenset({"bonus"}),
     decays=frozenset({"log_decay"}),
     normalized=False,
 )

@@ -1,0 +1,105 @@
+"""RWKV-6: each token says what each feature forgets, and weighs its own key by a bonus."""
+
+import jax
+
+from effattn import _checks, registry
+from effattn.cores.linear_recurrence import Terms
+from effattn.functional import recurrence
+
+
+def rwkv6_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    log_decay: jax.Array,
+    bonus: jax.Array,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    return_state: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    chunk_size: int | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""The time mixing of RWKV-6 (Peng et al. 2024, "Eagle and Finch").
+
+        out_t = (S_(t-1) + diag(u) k_t v_t^T)^T r_t;    S_t = diag(w_t) S_(t-1) + k_t v_t^T
+
+    The receptance r is the query. A token's own key and value count by the bonus u, those before it
+    as they have decayed since; with decays that do not depend on the token it is RWKV-5. It is
+    always causal, and has no scale and no normaliser. Time is O(T (C + H) Hv) for chunks of C
+    tokens, memory O(T), the state H x Hv numbers a key head.
+
+    Args:
+      query: the receptance, `(*B, T, N, H)`, with any number of batch dimensions.
+      key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      value: `(*B, T, K, Hv)`.
+      log_decay: log w, `(*B, T, K, H)`; 0 or less, which is checked where it is concrete.
+      bonus: u, `(K, H)`.
+      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
+      key_value_seq_lengths: `(*B)` int, valid keys of each row; the others leave the state as it
+        is.
+      segment_ids: int `(*B, T)`: tokens see their own run of equal ids; 0 is padding.
+      initial_state: the state before the first token, as returned by an earlier call. With
+        `segment_ids` it belongs to the first document.
+      return_state: also return the state after the last valid token.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      chunk_size: tokens of one masked product; tuning only.
+      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
+        take up to 256 features and values, in float32, bfloat16 and, on GPUs, float16; "pallas",
+        which is either; or a tuple of names tried in order. None is what `effattn.tune` has found,
+        or "xla". The kernels have been interpreted and lowered, and not yet been run on a device.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
+      `(*B, K, H, Hv)` in the promoted dtype of the inputs, at least float32.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or options, or a log decay above 0.
+      NotImplementedError: an implementation that it does not have.
+      TypeError: in forward-mode differentiation.
+    """
+    given = recurrence.check(
+        query,
+        key,
+        value,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        precision=precision,
+        chunk_size=chunk_size,
+    )
+    out, state = recurrence.run(
+        "rwkv6_attention",
+        _terms,
+        given,
+        given.query,
+        (given.key, given.value, recurrence.check_log_decay(log_decay, given.key.shape)),
+        _checks.shaped("bonus", bonus, given.key.shape[-2:]),
+        initial_state=initial_state,
+        implementation=implementation,
+    )
+    return (out, state) if return_state else out
+
+
+def _terms(bonus, query, keys) -> Terms:
+    return Terms(query, *keys, bonus=bonus)
+
+
+registry.register(
+    registry.Mechanism(
+        name="rwkv6",
+        family="recurrent",
+        paper="Peng et al. 2024, Eagle and Finch: RWKV with Matrix-Valued States",
+        function=rwkv6_attention,
+        cores=("linear_recurrence",),
+        capabilities=recurrence.CAPABILITIES,
+        builder="effattn.nn.rwkv:RWKV6",
+        decoder="effattn.decode.recurrent:RecurrentDecoder",
+        complexity="O(N H Hv)",
+        time_exponent=1.0,
+        knows_order=True,
+    )
+)

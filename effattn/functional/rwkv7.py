@@ -1,0 +1,112 @@
+"""RWKV-7: each token says what each feature forgets, and takes away what it finds under a key."""
+
+import jax
+
+from effattn import _checks, registry
+from effattn.cores.linear_recurrence import Terms
+from effattn.functional import recurrence
+
+
+def rwkv7_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    log_decay: jax.Array,
+    removal_key: jax.Array,
+    learning_rate: jax.Array,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    return_state: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    chunk_size: int | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""The time mixing of RWKV-7 (Peng et al. 2025, "RWKV-7 Goose").
+
+        S_t = (diag(w_t) - (a_t * kappa_t) kappa_t^T) S_(t-1) + k_t v_t^T;    out_t = S_t^T r_t
+
+    The receptance r is the query. The delta rule with decays of each feature, a removal key kappa
+    apart from the key that is written, and an in-context learning rate a of each feature. With
+    kappa of length 1 and 0 <= a <= 1 the state stays bounded. It is always causal, and has no scale
+    and no normaliser; the paper's bonus is added to the output by the layer. Time is
+    O(T (C + H) Hv) for chunks of C tokens, memory O(T), the state H x Hv numbers a key head.
+
+    Args:
+      query: the receptance, `(*B, T, N, H)`, with any number of batch dimensions.
+      key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      value: `(*B, T, K, Hv)`.
+      log_decay: log w, `(*B, T, K, H)`; 0 or less, which is checked where it is concrete.
+      removal_key: kappa, `(*B, T, K, H)`; the paper's has length 1.
+      learning_rate: a, `(*B, T, K, H)`; the paper's is in [0, 1].
+      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
+      key_value_seq_lengths: `(*B)` int, valid keys of each row; the others leave the state as it
+        is.
+      segment_ids: int `(*B, T)`: tokens see their own run of equal ids; 0 is padding.
+      initial_state: the state before the first token, as returned by an earlier call. With
+        `segment_ids` it belongs to the first document.
+      return_state: also return the state after the last valid token.
+      precision: of the matrix products, as in `jax.lax.dot`.
+      chunk_size: tokens of one masked product; tuning only.
+      implementation: None or "xla", or a tuple of names tried in order.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
+      `(*B, K, H, Hv)` in the promoted dtype of the inputs, at least float32.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or options, or a log decay above 0.
+      NotImplementedError: an implementation that it does not have.
+      TypeError: in forward-mode differentiation.
+    """
+    given = recurrence.check(
+        query,
+        key,
+        value,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        precision=precision,
+        chunk_size=chunk_size,
+    )
+    out, state = recurrence.run(
+        "rwkv7_attention",
+        _terms,
+        given,
+        given.query,
+        (
+            given.key,
+            given.value,
+            recurrence.check_log_decay(log_decay, given.key.shape),
+            _checks.shaped("removal_key", removal_key, given.key.shape),
+            _checks.shaped("learning_rate", learning_rate, given.key.shape),
+        ),
+        initial_state=initial_state,
+        implementation=implementation,
+    )
+    return (out, state) if return_state else out
+
+
+def _terms(_, query, keys) -> Terms:
+    key, value, log_decay, removal_key, learning_rate = keys
+    removed = learning_rate * removal_key
+    return Terms(query, key, value, log_decay, removed=removed, recalled=removal_key)
+
+
+registry.register(
+    registry.Mechanism(
+        name="rwkv7",
+        family="recurrent",
+        paper="Peng et al. 2025, RWKV-7 Goose with Expressive Dynamic State Evolution",
+        function=rwkv7_attention,
+        cores=("delta_recurrence",),
+        capabilities=recurrence.CAPABILITIES,
+        builder="effattn.nn.rwkv:RWKV7",
+        decoder="effattn.decode.recurrent:RecurrentDecoder",
+        complexity="O(N H Hv)",
+        time_exponent=1.0,
+        knows_order=True,
+    )
+)

@@ -1,0 +1,40 @@
+"""The token before each one, as RWKV mixes it in."""
+
+import jax
+import jax.numpy as jnp
+
+from effattn.decode.state import new_lengths
+
+
+def token_shift(
+    x: jax.Array,
+    before: jax.Array | None = None,
+    *,
+    lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`x_(t-1)` of every token, and the last one, which the next call begins with.
+
+    Args:
+      x: `(B, T, D)`, zero in the padding.
+      before: the token before the first one, `(B, D)`; None is zeros.
+      lengths: `(B,)` int, valid tokens of each right-padded row.
+      segment_ids: `(B, T)` int; the first token of a document has zeros before it.
+
+    Returns:
+      `((B, T, D), (B, D))`. With `lengths` the last one is the last valid one.
+    """
+    batch, time, _ = x.shape
+    before = jnp.zeros_like(x[:, 0]) if before is None else before
+    read = jnp.concatenate([before[:, None].astype(x.dtype), x], 1)
+    shifted = read[:, :-1]
+    if segment_ids is not None:
+        ids = jnp.asarray(segment_ids)
+        same = jnp.concatenate([jnp.zeros_like(ids[:, :1], bool), ids[:, 1:] == ids[:, :-1]], 1)
+        shifted = jnp.where(same[..., None], shifted, 0)
+    if lengths is None:
+        last = read[:, -1]
+    else:
+        at = new_lengths(lengths, batch, time)[:, None, None]
+        last = jnp.take_along_axis(read, at, 1, mode="clip")[:, 0]
+    return shifted, last.astype(before.dtype)
