@@ -90,6 +90,7 @@ PATTERNS: Mapping[str, Pattern] = {
 RISING = np.linspace(0, 1, LENGTH, dtype=np.float32)[:, None, None] * np.ones(8, np.float32)
 # For a recurrence of one head: what each token forgets and writes, and keys of length 1.
 FORGETS = np.full((LENGTH, 1), -0.05, np.float32)
+FORGETS_ALIKE = np.full((LENGTH, 1, 8), -0.05, np.float32)
 WRITES = np.full((LENGTH, 1), 0.1, np.float32)
 UNIT = np.full((LENGTH, 1, 8), 8**-0.5, np.float32)
 VECTORS = np.random.default_rng(0).standard_normal((1, 64, 8), np.float32)
@@ -101,6 +102,12 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"step_size": -FORGETS, "rate": -np.ones(1, np.float32)},
     "delta_net": {"beta": WRITES, "key": UNIT},
     "gated_delta_net": {"beta": WRITES, "key": UNIT, "log_decay": FORGETS},
+    "rwkv6": {"log_decay": FORGETS_ALIKE, "bonus": np.ones((1, 8), np.float32)},
+    "rwkv7": {
+        "log_decay": FORGETS_ALIKE,
+        "removal_key": UNIT,
+        "learning_rate": np.full((LENGTH, 1, 8), 0.1, np.float32),
+    },
     "performer": {"projection": VECTORS},
     "random_features": {"projection": VECTORS},
     "hedgehog": {"query_projection": VECTORS, "key_projection": VECTORS},

@@ -85,7 +85,8 @@ def rwkv6_attention(
 
 
 def _terms(bonus, query, keys) -> Terms:
-    return Terms(query, *keys, bonus=bonus)
+    key, value, log_decay = keys
+    return Terms(query, key, value, log_decay, bonus=bonus)
 
 
 registry.register(

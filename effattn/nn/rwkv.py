@@ -97,8 +97,8 @@ class _TimeMixing(RecurrentMixer):
     def _shifted(self, x, before, lengths, segment_ids):
         """The tokens and what lies between each and the one before, in the dtype of all."""
         dtype = jnp.result_type(x, self.norm_scale[...]) if self.dtype is None else self.dtype
-        x = x.astype(dtype)
         shifted, last = token_shift(x, before, lengths=lengths, segment_ids=segment_ids)
+        x, shifted = x.astype(dtype), shifted.astype(dtype)
         return x, shifted - x, last
 
     def _heads(self, projected, heads):

@@ -75,7 +75,15 @@ def test_linear_attention_shows_its_effective_mixing():
 
 
 # Layers that do more to the heads' outputs than to project them.
-GATED = ("retention", "gated_linear", "mamba2", "delta_net", "gated_delta_net")
+GATED = (
+    "retention",
+    "gated_linear",
+    "mamba2",
+    "delta_net",
+    "gated_delta_net",
+    "rwkv6",
+    "rwkv7",
+)
 
 
 @pytest.mark.parametrize("name", [n for n in registry.names("causal") if n not in GATED])

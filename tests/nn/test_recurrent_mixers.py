@@ -1,4 +1,4 @@
-"""RetNet, GatedLinearAttention and Mamba2: at once, in pieces, packed, padded, and in models."""
+"""RetNet, GatedLinearAttention, Mamba2 and RWKV: whole, in pieces, packed, padded, in models."""
 
 import functools
 
@@ -10,6 +10,8 @@ from flax import nnx
 
 from effattn import registry
 from effattn.nn import (
+    RWKV6,
+    RWKV7,
     GatedLinearAttention,
     HybridHeads,
     Mamba2,
@@ -21,7 +23,13 @@ from effattn.nn import (
 )
 
 FEATURES, HEADS, LENGTH = 16, 4, 11
-NAMES = {RetNet: "retention", GatedLinearAttention: "gated_linear", Mamba2: "mamba2"}
+NAMES = {
+    RetNet: "retention",
+    GatedLinearAttention: "gated_linear",
+    Mamba2: "mamba2",
+    RWKV6: "rwkv6",
+    RWKV7: "rwkv7",
+}
 
 compiled = jax.jit
 X = np.random.default_rng(0).normal(size=(2, LENGTH, FEATURES)).astype(np.float32)
@@ -172,6 +180,8 @@ def test_padding_reaches_no_output_and_no_gradient(mixer):
 
         return jax.value_and_grad(loss, (0, 1))(mixer, x)
 
+    # Some parameters start at zero, and hide others from the output.
+    mixer = jax.tree.map(lambda x: x + 0.1, mixer)
     with_nan = loss_and_gradient(mixer, np.where(valid[..., None], X, np.nan))
     with_zeros = loss_and_gradient(mixer, np.where(valid[..., None], X, 0))
     jax.tree.map(np.testing.assert_array_equal, with_nan, with_zeros)

@@ -1,0 +1,136 @@
+"""RWKV6 and RWKV7 are the layers of their papers, and start as they say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn.nn import RWKV6, RWKV7
+from effattn.nn.token_shift import token_shift
+
+FEATURES, HEADS, SIZE, LENGTH = 12, 3, 4, 7
+X = np.random.default_rng(0).normal(size=(LENGTH, FEATURES)).astype(np.float32)
+
+
+def randomised(layer):
+    """With random parameters: at the start many are zeros."""
+    mixer = jax.eval_shape(lambda: layer(FEATURES, HEADS, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / 2, mixer)
+
+
+def of(variable):
+    return np.asarray(variable[...], np.float64)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def heads(x):
+    return x.reshape(LENGTH, HEADS, SIZE)
+
+
+def normalised(mixer, out):
+    centred = out - out.mean(-1, keepdims=True)
+    out = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 64e-5)
+    return out.reshape(LENGTH, -1) * of(mixer.norm_scale) + of(mixer.norm_bias)
+
+
+def rwkv6(mixer, x):
+    before = np.concatenate([np.zeros_like(x[:1]), x[:-1]])
+    low = np.tanh((x + (before - x) * of(mixer.shift)) @ of(mixer.mixing_in.kernel))
+    mixed = []
+    for c, part in enumerate(np.split(low, 5, -1)):
+        amount = of(mixer.shifts)[c] + part @ of(mixer.mixing_out)[c]
+        mixed.append(x + (before - x) * amount)
+    decay = np.tanh(mixed[0] @ of(mixer.decay_in.kernel)) @ of(mixer.decay_out.kernel)
+    decay = heads(np.exp(-np.exp(of(mixer.decay) + decay)))
+    key, value = heads(mixed[1] @ of(mixer.key.kernel)), heads(mixed[2] @ of(mixer.value.kernel))
+    receptance = heads(mixed[3] @ of(mixer.receptance.kernel))
+    gate = mixed[4] @ of(mixer.gate.kernel)
+    out = np.zeros((LENGTH, HEADS, SIZE))
+    for n in range(HEADS):
+        state = np.zeros((SIZE, SIZE))
+        for t in range(LENGTH):
+            written = np.outer(key[t, n], value[t, n])
+            out[t, n] = receptance[t, n] @ (state + of(mixer.bonus)[n][:, None] * written)
+            state = decay[t, n][:, None] * state + written
+    return (normalised(mixer, out) * gate * sigmoid(gate)) @ of(mixer.out.kernel)
+
+
+def rwkv7(mixer, x):
+    before = np.concatenate([np.zeros_like(x[:1]), x[:-1]])
+    r, w, k, v, a, g = (x + (before - x) * shift for shift in of(mixer.shifts))
+    receptance, key, value = (
+        each @ of(layer.kernel)
+        for each, layer in ((r, mixer.receptance), (k, mixer.key), (v, mixer.value))
+    )
+    decay = np.tanh(w @ of(mixer.decay_in.kernel)) @ of(mixer.decay_out.kernel)
+    decay = np.exp(-np.exp(-0.5) * sigmoid(of(mixer.decay) + decay))
+    rate = sigmoid(of(mixer.rate) + a @ of(mixer.rate_in.kernel) @ of(mixer.rate_out.kernel))
+    gate = sigmoid(g @ of(mixer.gate_in.kernel)) @ of(mixer.gate_out.kernel)
+    removal = heads(key * of(mixer.removal_scale))
+    removal = removal / np.linalg.norm(removal, axis=-1, keepdims=True)
+    key = heads(key * (1 + (rate - 1) * of(mixer.rate_scale)))
+    receptance, value, decay, rate = map(heads, (receptance, value, decay, rate))
+    out, itself = np.zeros((2, LENGTH, HEADS, SIZE))
+    for n in range(HEADS):
+        state = np.zeros((SIZE, SIZE))  # values by keys, as the paper has it
+        for t in range(LENGTH):
+            kappa = removal[t, n]
+            change = np.diag(decay[t, n]) - np.outer(kappa, rate[t, n] * kappa)
+            state = state @ change + np.outer(value[t, n], key[t, n])
+            out[t, n] = state @ receptance[t, n]
+            itself[t, n] = (receptance[t, n] * of(mixer.bonus)[n] * key[t, n]).sum() * value[t, n]
+    return ((normalised(mixer, out) + itself.reshape(LENGTH, -1)) * gate) @ of(mixer.out.kernel)
+
+
+@pytest.mark.parametrize(("layer", "by_hand"), [(RWKV6, rwkv6), (RWKV7, rwkv7)])
+def test_it_is_the_layer_of_its_paper(layer, by_hand):
+    mixer = randomised(layer)
+    y = jax.jit(lambda mixer, x: mixer(x))(mixer, X[None])[0]
+    np.testing.assert_allclose(y, by_hand(mixer, X.astype(np.float64)), rtol=1e-4, atol=1e-4)
+
+
+def test_the_token_before():
+    x = np.arange(1, 13, dtype=np.float32).reshape(2, 6, 1)
+    ids = np.array([[1, 1, 0, 2, 2, 2], [3, 3, 3, 3, 4, 0]])
+    shifted, last = token_shift(x, segment_ids=ids)
+    np.testing.assert_array_equal(shifted[..., 0], [[0, 1, 0, 0, 4, 5], [0, 7, 8, 9, 0, 0]])
+    shifted, last = token_shift(x, np.full((2, 1), 0.5, np.float32), lengths=np.array([0, 2]))
+    np.testing.assert_array_equal(shifted[:, :2, 0], [[0.5, 1], [0.5, 7]])
+    np.testing.assert_array_equal(last[:, 0], [0.5, 8])
+
+
+@pytest.mark.parametrize("layer", [RWKV6, RWKV7])
+def test_features_start_with_longer_and_shorter_memories(layer):
+    """Later layers, at the start, remember for longer."""
+    first, last = (layer(16, 2, depth=depth, rngs=nnx.Rngs(0)) for depth in (0.0, 1.0))
+    for mixer in (first, last):
+        assert np.all(np.diff(of(mixer.decay)) > 0)
+        assert np.all((of(mixer.shifts) <= 1) & (of(mixer.shifts) >= -0.31))
+    assert np.all(of(last.decay)[1:-1] < of(first.decay)[1:-1])
+
+
+@pytest.mark.parametrize("layer", [RWKV6, RWKV7])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"depth": 1.5}, r"depth must be in \[0, 1\], .* got 1.5"),
+        ({"num_kv_heads": 2}, r"num_heads \(3\) must be a positive multiple of num_kv_heads"),
+        ({"decay_rank": 0}, "decay_rank must be an int, 1 or more features, got 0"),
+        ({"dropout_rate": 0.1}, "dropout_rate=0.1 was given, but .* lacks 'dropout'"),
+    ],
+)
+def test_wrong_options_are_named(layer, options, message):
+    with pytest.raises(ValueError, match=message):
+        layer(FEATURES, HEADS, **options, rngs=nnx.Rngs(0))
+
+
+def test_keys_of_zero_have_finite_gradients():
+    mixer = randomised(RWKV7)
+    mixer.key.kernel[...] = jnp.zeros_like(mixer.key.kernel[...])
+    gradient = jax.jit(jax.grad(lambda mixer: jnp.sum(mixer(X[None]) ** 2)))(mixer)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
