@@ -17,6 +17,20 @@ from effattn.tuned import Choice
 from tests.pallas.lowering import TRITON, kernels_of
 
 CALL = functools.partial(effattn.dot_product_attention, is_causal=True)
+TILES = (("forward", (20, 20)),)
+
+
+def calls_of(function, *arguments):
+    """Those that can be tuned: their candidates, and whether they have gradients."""
+    trial = tuned.Trial({})
+    with trial.running():
+        jax.eval_shape(lambda *arguments: function(*arguments), *arguments)
+    return trial.called
+
+
+def signature_of(function, *arguments):
+    (signature,) = calls_of(function, *arguments)
+    return signature
 
 
 @pytest.fixture
@@ -138,6 +152,22 @@ def test_what_disagrees_or_does_not_compile_is_not_taken(arrays, fastest, kernel
         assert {choice.implementation for choice in done.chosen.values()} == {"xla"}
 
 
+@pytest.mark.parametrize("name", ["xla", "triton", "mosaic_gpu", "mosaic_tpu"])
+def test_every_tile_to_try_gives_the_same(name):
+    """Of each kernel of block attention one, interpreted."""
+    if name == "mosaic_gpu" and jax.__version_info__ < (0, 12):
+        pytest.skip("Mosaic GPU is interpreted by jax 0.12 and later")
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(1, 300, 1, 64)), jnp.bfloat16)
+    ((signature, (takes, differentiable)),) = calls_of(CALL, x, x, x).items()
+    assert differentiable and name in takes
+    tiles = tuple((kernel, sizes[-1]) for kernel, sizes in takes[name].items())
+    assert all(sizes for sizes in takes[name].values())
+    bench = tuning._Bench(CALL, (x, x, x), {}, True, 1)
+    with dispatch.interpreted():
+        bench.compile({signature: Choice(name, tiles)})  # which checks the results
+
+
 def test_every_call_of_a_model_is_tuned(fastest):
     x = jnp.ones((1, 24, 2, 16))
 
@@ -173,17 +203,6 @@ def test_calls_that_name_an_implementation_cannot_be_tuned(arrays):
 
 
 # The file
-
-
-TILES = (("forward", (20, 20)),)
-
-
-def signature_of(function, *arguments):
-    trial = tuned.Trial({})
-    with trial.running():
-        jax.eval_shape(lambda *arguments: function(*arguments), *arguments)
-    (signature,) = trial.called
-    return signature
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ Gradients of a scale and of what a score_mod closes over are formed by XLA
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from typing import Any, NamedTuple
@@ -107,6 +108,20 @@ def _refusal_of_the_device():
     return None
 
 
+def tilings(rule: Rule, x: Operands) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Queries and keys of tiles to try in each kernel."""
+    sides = ROWS, 2 * ROWS
+    return {
+        kernel: tuple(tile for tile in itertools.product(sides, sides) if tile != own)
+        for kernel, own in _tiles_of(x).items()
+    }
+
+
+def _tiles_of(x: Operands) -> dict[str, tuple[int, int]]:
+    sizes = x.query.shape[-1], x.value.shape[-1]
+    return TILES[next(width for width in TILES if width >= max(sizes))]
+
+
 def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """The output in the dtype given and the log-sum-exp."""
     plan, arrays = _arrange("forward", rule, x)
@@ -170,8 +185,7 @@ class _Rows(NamedTuple):
 
 def _arrange(kernel: str, rule: Rule, x: Operands):
     """The plan and what a kernel reads, of tiles for it."""
-    sizes = x.query.shape[-1], x.value.shape[-1]
-    sides = TILES[next(width for width in TILES if width >= max(sizes))][kernel]
+    sides = rule.implementations.tile("mosaic_gpu", kernel) or _tiles_of(x)[kernel]
     given = rule.tile if x.layout is None else x.layout.tile
     # Smaller ones of what is given, or as much as there is.
     lengths = given or [pl.next_power_of_2(n) for n in (x.query.shape[-3], x.key.shape[-3])]
