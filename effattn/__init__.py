@@ -12,6 +12,7 @@ from effattn import registry
 from effattn.functional.combine import combine
 from effattn.functional.softmax import dot_product_attention
 
+from effattn.functional.additive import additive_attention  # isort: skip
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
 from effattn.functional.sparse_transformer import sparse_transformer_attention  # isort: skip
@@ -58,6 +59,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockLayout",
     "PerformerState",
+    "additive_attention",
     "based_attention",
     "bigbird_attention",
     "block_linformer_attention",

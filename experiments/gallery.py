@@ -94,10 +94,12 @@ FORGETS_ALIKE = np.full((LENGTH, 1, 8), -0.05, np.float32)
 WRITES = np.full((LENGTH, 1), 0.1, np.float32)
 UNIT = np.full((LENGTH, 1, 8), 8**-0.5, np.float32)
 VECTORS = np.random.default_rng(0).standard_normal((1, 64, 8), np.float32)
+KERNEL = np.random.default_rng(1).standard_normal((1, 8, 8), np.float32)
 SHOWN: Mapping[str, Mapping[str, Any]] = {
     "longformer": {"global_mask": np.isin(np.arange(LENGTH), (0, 32)), "max_global": 2},
     "bigbird": {"block_size": 4},
     "hierarchical": {"segment_size": 4, "num_levels": 4, "num_summaries": 1, "key": RISING},
+    "additive": {"query_kernel": KERNEL, "key_kernel": KERNEL, "score": 4 * KERNEL[:, 0]},
     "gated_linear": {"log_decay": FORGETS},
     "mamba2": {"step_size": -FORGETS, "rate": -np.ones(1, np.float32)},
     "delta_net": {"beta": WRITES, "key": UNIT},

@@ -81,6 +81,8 @@ class Operands(NamedTuple):
       value: `(*B, S, K, Hv)` *.
       bias: `(*#B, #K, #G, #T, #S)`, added to the logits *.
       scale: `()`, multiplies the products *.
+      additive: v `(N, H)` of additive scores, sum_h v_h tanh(q_h + k_h), in place of products of
+        queries and keys; K is N *.
       constants: arrays that `score_mod` closes over *.
       mask: bool `(*#B, #K, #G, #T, #S)`, the pairs that may attend.
       key_mask: bool `(*B, S)`, the keys that anyone may attend to.
@@ -97,6 +99,7 @@ class Operands(NamedTuple):
     value: jax.Array
     bias: jax.Array | None = None
     scale: jax.Array | None = None
+    additive: jax.Array | None = None
     constants: tuple[jax.Array, ...] = ()
     mask: jax.Array | None = None
     key_mask: jax.Array | None = None
@@ -135,7 +138,7 @@ def signature(rule: Rule, x: Operands) -> str:
     rows = math.prod(batch) * heads
     sizes = {"rows": rows, "queries": queries, "keys": keys, "left": rule.left, "right": rule.right}
     about = [f"{name} {tuned.rounded(n)}" for name, n in sizes.items() if n is not None]
-    operands = ("bias", "mask", "key_mask", "segments", "offset", "positions")
+    operands = ("additive", "bias", "mask", "key_mask", "segments", "offset", "positions")
     about += [name for name in operands if getattr(x, name) is not None]
     if x.layout is not None:
         counts = x.layout.partial_indices.shape[-1], x.layout.full_indices.shape[-1]

@@ -57,6 +57,7 @@ class Arguments:
     positions: tuple[jax.Array, jax.Array] | None = None
     pattern: Any = None
     layout: BlockLayout | None = None
+    additive: jax.Array | None = None
 
 
 def check(
@@ -136,16 +137,8 @@ def attend(
     if mask is not None and mask.shape[-2] == mask.shape[-3] == 1:
         of_keys = jnp.broadcast_to(mask[..., 0, 0, :], (*batch, keys))
         key_mask, mask = of_keys if key_mask is None else key_mask & of_keys, None
-    query_mask = _valid(given.query_lengths, queries)
-    present = key_mask
-    if given.segments is not None:
-        of_queries, of_keys = (ids != 0 for ids in given.segments)
-        query_mask = of_queries if query_mask is None else query_mask & of_queries
-        present = of_keys if present is None else present & of_keys
-    query, key, value = (
-        _zero_where_absent(array, valid)
-        for array, valid in ((query, query_mask), (key, present), (value, present))
-    )
+    query_mask = _present_queries(queries, given)
+    query, key, value = without_padding(query, key, value, given, key_mask)
     left, right = given.window or (None, None)
     if given.is_causal:
         right = 0
@@ -174,6 +167,7 @@ def attend(
         value=value,
         bias=_split_heads(given.bias, by_group),
         scale=None if isinstance(scale, float) else scale,
+        additive=given.additive,
         constants=constants,
         mask=_split_heads(mask, by_group),
         key_mask=key_mask,
@@ -199,6 +193,31 @@ def attend(
     if query_mask is not None:
         lse = jnp.where(query_mask[..., None], lse, -jnp.inf)
     return out, lse
+
+
+def without_padding(
+    query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments, key_mask: Any = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The arrays with zeros in what is padding, so that a NaN there reaches no gradient."""
+    query_mask = _present_queries(query.shape[-3], given)
+    present = _valid(given.key_lengths, key.shape[-3]) if key_mask is None else key_mask
+    if given.segments is not None:
+        of_keys = given.segments[1] != 0
+        present = of_keys if present is None else present & of_keys
+    return (
+        _zero_where_absent(query, query_mask),
+        _zero_where_absent(key, present),
+        _zero_where_absent(value, present),
+    )
+
+
+def _present_queries(queries, given):
+    """bool `(*B, T)`; None for all."""
+    valid = _valid(given.query_lengths, queries)
+    if given.segments is None:
+        return valid
+    of_queries = given.segments[0] != 0
+    return of_queries if valid is None else valid & of_queries
 
 
 def _valid(lengths, size):

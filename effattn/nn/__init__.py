@@ -2,6 +2,7 @@
 
 from effattn.decode.generate import generate
 from effattn.nn.adapters import as_attention_fn
+from effattn.nn.additive import AdditiveCrossAttention, AdditiveSelfAttention
 from effattn.nn.alibi import Alibi, alibi_slopes
 from effattn.nn.attention import CrossAttention, SelfAttention
 from effattn.nn.based import BasedSelfAttention
@@ -25,6 +26,8 @@ from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
 
 __all__ = [
+    "AdditiveCrossAttention",
+    "AdditiveSelfAttention",
     "Alibi",
     "BasedSelfAttention",
     "Block",

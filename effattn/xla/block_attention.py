@@ -59,9 +59,14 @@ def _tile(rule, x, kernel):
     lengths = x.query.shape[-3], x.key.shape[-3]
     if tuned := rule.implementations.tile("xla", kernel):
         return min(tuned[0], lengths[0]), min(tuned[1], lengths[1])
-    rows = math.prod(x.query.shape[:-3]) * x.query.shape[-2]
+    rows, smallest = math.prod(x.query.shape[:-3]) * x.query.shape[-2], 64
+    if x.additive is not None:
+        # A tile has as many hidden numbers as features for each logit.
+        rows, smallest = rows * x.additive.shape[-1], 16
     backward = kernel == "backward"
-    return tiling.choose_tile(lengths, rows, rule.left, rule.right, backward=backward)
+    return tiling.choose_tile(
+        lengths, rows, rule.left, rule.right, backward=backward, smallest=smallest
+    )
 
 
 def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -76,7 +81,7 @@ def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.A
         def key_tile(patch, carry):
             largest, total, mixed = (tiles.part(patch, array) for array in carry)
             keys, values = tiles.key_rows(patch, x.key), tiles.key_rows(patch, x.value)
-            products = tiles.matmul(tiles.part(patch, query), keys, contract=-1)
+            products = tiles.products(tiles.part(patch, query), keys)
             bias = tiles.pairs(patch, x.bias)
             logits = tiles.masked(patch, tiles.scores(patch, products, bias, x.scale, x.constants))
             new = jnp.maximum(largest, logits.max(-1))
@@ -124,14 +129,17 @@ def backward(
         lse_tile = jnp.where(lse_tile == -jnp.inf, 0, lse_tile)
 
         def key_tile(patch, carry):
-            d_query_tile, d_key, d_value, d_bias, d_shared = carry
+            d_query_tile, d_key, d_value, d_bias, d_additive, d_shared = carry
             part = functools.partial(tiles.part, patch)
             keys, values = tiles.key_rows(patch, x.key), tiles.key_rows(patch, x.value)
+            products, gradients_of = tiles.differentiated(
+                part(query), part(query_columns, -1), keys, d_additive
+            )
             logits, pull_back = jax.vjp(
                 lambda products, bias, scale, floating: tiles.scores(
                     patch, products, bias, scale, rejoin(floating)
                 ),
-                tiles.matmul(part(query), keys, contract=-1),
+                products,
                 tiles.pairs(patch, x.bias),
                 x.scale,
                 floating,
@@ -143,13 +151,13 @@ def backward(
             d_products, d_bias_tile, *d_shared_tile = pull_back(
                 weights * (d_weights - part(shared_tile))
             )
-            d_products = d_products.astype(query.dtype)
-            d_rows = tiles.matmul(d_products, keys)
+            d_rows, d_key_tile, d_additive = gradients_of(d_products.astype(query.dtype))
             return (
                 tiles.with_part(patch, d_query_tile, part(d_query_tile) + d_rows),
-                tiles.add_keys(patch, d_key, tiles.matmul(part(query_columns, -1), d_products)),
+                tiles.add_keys(patch, d_key, d_key_tile),
                 tiles.add_keys(patch, d_value, d_value_tile),
                 tiles.add_pairs(patch, d_bias, d_bias_tile),
+                d_additive,
                 jax.tree.map(operator.add, d_shared, d_shared_tile),
             )
 
@@ -164,11 +172,12 @@ def backward(
         tiles.full((*batch, heads, size, keys), 0),
         tiles.full((*batch, heads, x.value.shape[-1], keys), 0),
         None if x.bias is None else tiles.full(x.bias.shape, 0),
+        None if x.additive is None else tiles.full(x.additive.shape, 0),
         jax.tree.map(
             lambda c: mesh_axes.vary_like(c, jnp.zeros(c.shape, c.dtype)), [x.scale, floating]
         ),
     )
-    d_query, d_key, d_value, d_bias, (d_scale, d_floating) = tiles.walk.over_queries(
+    d_query, d_key, d_value, d_bias, d_additive, (d_scale, d_floating) = tiles.walk.over_queries(
         query_tile, start
     )
     gradients = Operands(
@@ -177,6 +186,7 @@ def backward(
         value=jnp.moveaxis(d_value, -1, -3).astype(x.value.dtype),
         bias=None if x.bias is None else d_bias.astype(x.bias.dtype),
         scale=d_scale,
+        additive=None if x.additive is None else d_additive.astype(x.additive.dtype),
         constants=rejoin(d_floating, other=None),
     )
     return gradients
@@ -413,6 +423,39 @@ class _Tiles:
         return widened(product, left, right, self.dtype)
 
     # Scores
+
+    def products(self, query, keys):
+        """`(*B, K, r, s)` of query rows `(*B, K, r, H)` and keys `(*B, K, s, H)`."""
+        if self.x.additive is None:
+            return self.matmul(query, keys, contract=-1)
+        return self._additive(query, keys, self.x.additive)
+
+    def _additive(self, query, keys, weights):
+        query, keys, weights = (a.astype(self.dtype) for a in (query, keys, weights))
+        hidden = jnp.tanh(query[..., :, None, :] + keys[..., None, :, :])
+        return jnp.einsum("...krsh,kh->...krs", hidden, weights, precision=self.rule.precision)
+
+    def differentiated(self, query, query_columns, keys, d_additive):
+        """The products, and the function from their gradients to those of what they are made of.
+
+        That is of the rows, of the keys `(*B, K, H, s)` and, added to `d_additive`, of the additive
+        weights.
+        """
+        if self.x.additive is None:
+
+            def gradients_of(d_products):
+                d_keys = self.matmul(query_columns, d_products)
+                return self.matmul(d_products, keys), d_keys, None
+
+            return self.products(query, keys), gradients_of
+        products, pull_back = jax.vjp(self._additive, query, keys, self.x.additive)
+
+        def gradients_of_additive(d_products):
+            d_rows, d_keys, d_weights = pull_back(d_products.astype(products.dtype))
+            d_keys = jnp.swapaxes(d_keys.astype(self.dtype), -1, -2)
+            return d_rows.astype(self.dtype), d_keys, d_additive + d_weights
+
+        return products, gradients_of_additive
 
     def query_positions(self, patch):
         """`(t)`, or `(*B, t)` if the offset differs by example."""

@@ -30,6 +30,7 @@ def choose_tile(
     right: int | None,
     *,
     backward: bool = False,
+    smallest: int = 64,
 ) -> tuple[int, int]:
     """Queries and keys of a tile, for `rows` = batch x heads computed together.
 
@@ -40,13 +41,13 @@ def choose_tile(
     on_cpu = jax.default_backend() == "cpu"
     budget, largest = (2**20, 512) if on_cpu else (2**26, 1024)
     side = largest
-    while side > 64 and rows * side * side > budget:
+    while side > smallest and rows * side * side > budget:
         side //= 2
     if left is not None and right is not None:
         # Queries beyond the window's own width only add pairs that the window forbids.
         side = min(side, max(64, 2 ** math.ceil(math.log2(left + right + 1))))
     # The backward holds two arrays of logits at once.
-    key_side = max(64, side // 2) if backward else side
+    key_side = max(smallest, side // 2) if backward else side
     return _even_share(lengths[0], side), _even_share(lengths[1], key_side)
 
 

@@ -13,14 +13,47 @@ def softmax(
     arrays, pairs: Pairs, keep, *, score_mod=None, logits_soft_cap=None, dropout_rate=0.0, **_
 ):
     """The definition, in as many steps as it has."""
-    query, value = arrays["query"], arrays["value"]
-    groups = query.shape[-2] // value.shape[-2]
-    key, value = (jnp.repeat(x, groups, -2) for x in (arrays["key"], value))
-    dtype = functools.reduce(jnp.promote_types, (query.dtype, value.dtype, jnp.float32))
-    dot = functools.partial(jnp.einsum, preferred_element_type=dtype)
-
+    query, key = arrays["query"], arrays["key"]
+    key = jnp.repeat(key, query.shape[-2] // key.shape[-2], -2)
+    dtype = _sum_dtype(arrays)
     scale = arrays.get("scale", query.shape[-1] ** -0.5)
-    logits = scale * dot("...tnh,...snh->...nts", query, key)
+    logits = scale * jnp.einsum("...tnh,...snh->...nts", query, key, preferred_element_type=dtype)
+    return weighted(
+        logits,
+        arrays,
+        pairs,
+        keep,
+        score_mod,
+        logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
+    )
+
+
+def additive(arrays, pairs: Pairs, keep, *, dropout_rate=0.0, **_):
+    """With all hidden numbers of all pairs."""
+    dtype = _sum_dtype(arrays)
+    names = "query", "key", "query_kernel", "key_kernel", "score"
+    query, key, of_query, of_key, score = (arrays[name].astype(dtype) for name in names)
+    key = jnp.repeat(key, query.shape[-2] // key.shape[-2], -2)
+    query = jnp.einsum("...tnh,nha->...nta", query, of_query)
+    key = jnp.einsum("...snh,nha->...nsa", key, of_key)
+    hidden = jnp.tanh(query[..., :, None, :] + key[..., None, :, :])
+    logits = jnp.einsum("...ntsa,na->...nts", hidden, score)
+    return weighted(logits, arrays, pairs, keep, dropout_rate=dropout_rate)
+
+
+def _sum_dtype(arrays):
+    dtypes = (arrays["query"].dtype, arrays["value"].dtype, jnp.float32)
+    return functools.reduce(jnp.promote_types, dtypes)
+
+
+def weighted(
+    logits, arrays, pairs: Pairs, keep, score_mod=None, *, logits_soft_cap=None, dropout_rate=0.0
+):
+    """From the logits to the results."""
+    value, dtype = arrays["value"], _sum_dtype(arrays)
+    value = jnp.repeat(value, logits.shape[-3] // value.shape[-2], -2)
+    dot = functools.partial(jnp.einsum, preferred_element_type=dtype)
     if "bias" in arrays:
         logits = logits + arrays["bias"]
     if logits_soft_cap is not None:
@@ -44,12 +77,24 @@ def softmax(
     total = weights.sum(-1, keepdims=True)
     is_empty, total = total == 0, jnp.where(total == 0, 1, total)
     lse = jnp.where(is_empty, -jnp.inf, jnp.log(total) + largest)
-    weights = (weights / total)[..., : key.shape[-3]]
+    weights = (weights / total)[..., : value.shape[-3]]
     if keep is not None:
         weights = jnp.where(keep, weights / (1 - dropout_rate), 0)
     out = dot("...nts,...snh->...tnh", weights.astype(value.dtype), value).astype(value.dtype)
     return {"out": out, "lse": jnp.moveaxis(lse[..., 0], -2, -1)}
 
+
+ADDITIVE = Reference(
+    attend=additive,
+    variants={"": {}},
+    tuning={"tile": (5, 4)},
+    arguments=lambda rng, sizes: {
+        "query_kernel": rng.normal(size=(sizes.heads, sizes.size, 3)),
+        "key_kernel": rng.normal(size=(sizes.heads, sizes.size, 3)),
+        "score": rng.normal(size=(sizes.heads, 3)),
+    },
+    per_head=frozenset({"query_kernel", "key_kernel", "score"}),
+)
 
 SOFTMAX = Reference(attend=softmax, variants={"": {}}, tuning={"tile": (5, 4)})
 
