@@ -13,6 +13,8 @@ from effattn.functional.combine import combine
 from effattn.functional.softmax import dot_product_attention
 
 from effattn.functional.additive import additive_attention  # isort: skip
+from effattn.functional.sigmoid import sigmoid_attention  # isort: skip
+from effattn.functional.squared_relu import squared_relu_attention  # isort: skip
 from effattn.functional.sliding_window import sliding_window_attention  # isort: skip
 from effattn.functional.longformer import longformer_attention  # isort: skip
 from effattn.functional.sparse_transformer import sparse_transformer_attention  # isort: skip
@@ -93,9 +95,11 @@ __all__ = [
     "rwkv7_attention",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",
+    "sigmoid_attention",
     "sliding_window_attention",
     "sparse_attention",
     "sparse_transformer_attention",
+    "squared_relu_attention",
     "state_space_duality",
     "support",
     "tune",

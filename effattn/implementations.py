@@ -14,6 +14,7 @@ from effattn.functional import paged
 CORES: Mapping[str, Mapping[str, str]] = {
     "block_attention": block_attention.MODULES,
     "additive_attention": {"xla": block_attention.MODULES["xla"]},
+    "activated_attention": {"xla": block_attention.MODULES["xla"]},
     "linear_recurrence": linear_recurrence.MODULES,
     "delta_recurrence": {"xla": linear_recurrence.MODULES["xla"]},
     "paged_attention": paged.MODULES,

@@ -54,6 +54,8 @@ class Rule:
       key_tiles: how many of the layout's tiles are read in a step.
       origin: `(b, h, i, j) -> (b, h, i, j)`, from the example, head and positions here to those
         that `score_mod` and dropout are told, where a mechanism has rearranged its tokens or heads.
+      activation: "sigmoid" or "squared_relu", of each logit, in place of a softmax; the log-sum-exp
+        then says nothing.
       implementations: as `effattn.dispatch.choose` gives them.
     """
 
@@ -69,6 +71,7 @@ class Rule:
     pattern: Any = None
     key_tiles: int = 1
     origin: Origin | None = None
+    activation: str | None = None
     implementations: dispatch.Chosen = dispatch.XLA
 
 
@@ -150,6 +153,7 @@ def signature(rule: Rule, x: Operands) -> str:
         for name in ("soft_cap", "score_mod", "dropout_rate", "pattern", "precision", "origin")
         if getattr(rule, name)
     ]
+    about += [rule.activation] if rule.activation else []
     dtypes = dict.fromkeys(str(array.dtype) for array in (x.query, x.key, x.value))
     heads_of = f"group {heads // max(key_heads, 1)}, sizes {size} and {value_size}"
     return f"block attention, {' '.join(dtypes)}, {heads_of}, {', '.join(about)}"

@@ -21,14 +21,28 @@ ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax
 
 
 class Score:
-    """A mechanism's own `score_mod`: a frozen dataclass without arrays.
+    """A mechanism's own `score_mod`: a frozen dataclass.
 
-    Equal ones are the same program, where a function is another one with each call.
+    Without arrays, equal ones are the same program, where a function is another one with each call.
     """
 
     def __call__(self, logit, b, h, i, j) -> jax.Array:
         """The logit of query i and key j."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Then(Score):
+    """What the caller makes of a logit, if anything, times a number and plus one."""
+
+    before: ScoreMod | None = None
+    multiply: float = 1.0
+    add: float = 0.0
+
+    def __call__(self, logit, b, h, i, j) -> jax.Array:
+        """The logit of query i and key j."""
+        logit = logit if self.before is None else self.before(logit, b, h, i, j)
+        return logit * self.multiply + self.add
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +72,7 @@ class Arguments:
     pattern: Any = None
     layout: BlockLayout | None = None
     additive: jax.Array | None = None
+    activation: str | None = None
 
 
 def check(
@@ -160,6 +175,7 @@ def attend(
         pattern=given.pattern,
         key_tiles=1 if layout is None else tiling.choose_width(layout, max(rows, 1)),
         origin=given.origin,
+        activation=given.activation,
     )
     operands = Operands(
         query=query,
@@ -262,7 +278,7 @@ def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
             f"arguments, got {', '.join(str(r) for r in results) or 'nothing'}"
         )
 
-    if isinstance(score_mod, Score):
+    if isinstance(score_mod, Score) and not traced.consts:
         return _WithoutConstants(score_mod), ()
 
     def with_constants(constants, *args):

@@ -178,6 +178,8 @@ def refusal(limits: dispatch.Limits, rule: Rule, x: Operands) -> str | None:
     """Why a kernel of such limits does not take these, if so."""
     if x.additive is not None:
         return "takes products of queries and keys, not additive scores"
+    if rule.activation is not None:
+        return f"takes a softmax of the logits, not {rule.activation}"
     dtypes = {a.dtype for a in (x.query, x.key, x.value)}
     if len(dtypes) > 1:
         return f"takes query, key and value of one dtype, got {', '.join(sorted(map(str, dtypes)))}"

@@ -84,6 +84,10 @@ def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.A
             products = tiles.products(tiles.part(patch, query), keys)
             bias = tiles.pairs(patch, x.bias)
             logits = tiles.masked(patch, tiles.scores(patch, products, bias, x.scale, x.constants))
+            if rule.activation is not None:
+                weights = tiles.dropped(patch, tiles.activated(logits)).astype(values.dtype)
+                mixed = mixed + tiles.matmul(weights, values)
+                return *carry[:2], tiles.with_part(patch, carry[2], mixed)
             new = jnp.maximum(largest, logits.max(-1))
             weights = jnp.exp(logits - new[..., None])
             decay = jnp.exp(largest - new)
@@ -100,6 +104,8 @@ def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.A
             tiles.full((*rows, size), 0),
         )
         largest, total, mixed = tiles.walk.over_keys(n, key_tile, start)
+        if rule.activation is not None:
+            total = total + 1
         total_or_one = jnp.where(total == 0, 1, total)
         tile_lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
         tile_out = (mixed / total_or_one[..., None]).astype(out.dtype)
@@ -144,13 +150,13 @@ def backward(
                 x.scale,
                 floating,
             )
-            weights = jnp.exp(tiles.masked(patch, logits) - part(lse_tile))
+            weights, gradients_of_weights = tiles.weights(
+                tiles.masked(patch, logits), part(lse_tile), part(shared_tile)
+            )
             dropped = tiles.dropped(patch, weights).astype(x.value.dtype)
             d_value_tile = tiles.matmul(part(d_out_columns, -1), dropped)
             d_weights = tiles.dropped(patch, tiles.matmul(part(d_out_tile), values, contract=-1))
-            d_products, d_bias_tile, *d_shared_tile = pull_back(
-                weights * (d_weights - part(shared_tile))
-            )
+            d_products, d_bias_tile, *d_shared_tile = pull_back(gradients_of_weights(d_weights))
             d_rows, d_key_tile, d_additive = gradients_of(d_products.astype(query.dtype))
             return (
                 tiles.with_part(patch, d_query_tile, part(d_query_tile) + d_rows),
@@ -519,6 +525,20 @@ class _Tiles:
             b, h, i, j = self.rule.origin(b, h, i, j)
         assert self.rule.score_mod is not None
         return self.rule.score_mod(constants, *mesh_axes.vary_alike((logit, b, h, i, j)))
+
+    def activated(self, logits):
+        """The weights that are none of a softmax."""
+        if self.rule.activation == "sigmoid":
+            return jax.nn.sigmoid(logits)
+        return jnp.square(jax.nn.relu(logits))
+
+    def weights(self, logits, lse, shared):
+        """The weights, and the function from their gradients to those of the logits."""
+        if self.rule.activation is None:
+            weights = jnp.exp(logits - lse)
+            return weights, lambda d_weights: weights * (d_weights - shared)
+        weights, pull_back = jax.vjp(self.activated, logits)
+        return weights, lambda d_weights: pull_back(d_weights)[0]
 
     def masked(self, patch, logits):
         """The logits with -inf where a pair may not attend."""

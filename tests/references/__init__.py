@@ -17,12 +17,21 @@ from tests.references.performer import PERFORMER
 from tests.references.random_features import RANDOM_FEATURES
 from tests.references.recurrences import GATED_LINEAR, MAMBA2, RETENTION, RWKV6
 from tests.references.reference import Reference
-from tests.references.softmax import ADDITIVE, DILATED, SLIDING_WINDOW, SOFTMAX
+from tests.references.softmax import (
+    ADDITIVE,
+    DILATED,
+    SIGMOID,
+    SLIDING_WINDOW,
+    SOFTMAX,
+    SQUARED_RELU,
+)
 from tests.references.sparse import BIGBIRD, BLOCK_SPARSE, LONGFORMER, RANDOM, SPARSE_TRANSFORMER
 
 REFERENCES: dict[str, Reference] = {
     "softmax": SOFTMAX,
     "additive": ADDITIVE,
+    "sigmoid": SIGMOID,
+    "squared_relu": SQUARED_RELU,
     "sliding_window": SLIDING_WINDOW,
     "dilated": DILATED,
     "linear": LINEAR,

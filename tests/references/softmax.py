@@ -9,24 +9,10 @@ from tests.references.pairs import Pairs
 from tests.references.reference import Reference
 
 
-def softmax(
-    arrays, pairs: Pairs, keep, *, score_mod=None, logits_soft_cap=None, dropout_rate=0.0, **_
-):
+def softmax(arrays, pairs: Pairs, keep, *, dropout_rate=0.0, **options):
     """The definition, in as many steps as it has."""
-    query, key = arrays["query"], arrays["key"]
-    key = jnp.repeat(key, query.shape[-2] // key.shape[-2], -2)
-    dtype = _sum_dtype(arrays)
-    scale = arrays.get("scale", query.shape[-1] ** -0.5)
-    logits = scale * jnp.einsum("...tnh,...snh->...nts", query, key, preferred_element_type=dtype)
-    return weighted(
-        logits,
-        arrays,
-        pairs,
-        keep,
-        score_mod,
-        logits_soft_cap=logits_soft_cap,
-        dropout_rate=dropout_rate,
-    )
+    logits = masked(scaled(arrays), arrays, pairs, **options)
+    return weighted(logits, arrays, pairs, keep, dropout_rate)
 
 
 def additive(arrays, pairs: Pairs, keep, *, dropout_rate=0.0, **_):
@@ -39,7 +25,18 @@ def additive(arrays, pairs: Pairs, keep, *, dropout_rate=0.0, **_):
     key = jnp.einsum("...snh,nha->...nsa", key, of_key)
     hidden = jnp.tanh(query[..., :, None, :] + key[..., None, :, :])
     logits = jnp.einsum("...ntsa,na->...nts", hidden, score)
-    return weighted(logits, arrays, pairs, keep, dropout_rate=dropout_rate)
+    return weighted(masked(logits, arrays, pairs), arrays, pairs, keep, dropout_rate)
+
+
+def sigmoid(arrays, pairs: Pairs, keep, *, logit_bias, dropout_rate=0.0, **options):
+    logits = masked(scaled(arrays), arrays, pairs, **options) + logit_bias
+    return {"out": mixed(1 / (1 + jnp.exp(-logits)), arrays, keep, dropout_rate)}
+
+
+def squared_relu(arrays, pairs: Pairs, keep, *, divisor, dropout_rate=0.0, **options):
+    logits = masked(scaled(arrays), arrays, pairs, **options)
+    weights = jnp.maximum(logits, 0) ** 2 / divisor
+    return {"out": mixed(weights, arrays, keep, dropout_rate)}
 
 
 def _sum_dtype(arrays):
@@ -47,13 +44,16 @@ def _sum_dtype(arrays):
     return functools.reduce(jnp.promote_types, dtypes)
 
 
-def weighted(
-    logits, arrays, pairs: Pairs, keep, score_mod=None, *, logits_soft_cap=None, dropout_rate=0.0
-):
-    """From the logits to the results."""
-    value, dtype = arrays["value"], _sum_dtype(arrays)
-    value = jnp.repeat(value, logits.shape[-3] // value.shape[-2], -2)
-    dot = functools.partial(jnp.einsum, preferred_element_type=dtype)
+def scaled(arrays):
+    """Products `(*B, N, T, S)`."""
+    query, key = arrays["query"], arrays["key"]
+    key = jnp.repeat(key, query.shape[-2] // key.shape[-2], -2)
+    dot = functools.partial(jnp.einsum, preferred_element_type=_sum_dtype(arrays))
+    return arrays.get("scale", query.shape[-1] ** -0.5) * dot("...tnh,...snh->...nts", query, key)
+
+
+def masked(logits, arrays, pairs: Pairs, *, score_mod=None, logits_soft_cap=None, **_):
+    """With all that is done to logits; -inf where a pair may not attend."""
     if "bias" in arrays:
         logits = logits + arrays["bias"]
     if logits_soft_cap is not None:
@@ -63,10 +63,14 @@ def weighted(
         b = jnp.arange(logits[..., 0, 0, 0].size).reshape(*batch, 1, 1, 1)
         h = jnp.arange(heads)[:, None, None]
         i = pairs.position[..., None, :, None]
-        logits = score_mod(logits, b, h, i, jnp.arange(keys)).astype(dtype)
-    logits = jnp.where(pairs.allowed[..., None, :, :], logits, -jnp.inf)
+        logits = score_mod(logits, b, h, i, jnp.arange(keys)).astype(_sum_dtype(arrays))
+    return jnp.where(pairs.allowed[..., None, :, :], logits, -jnp.inf)
+
+
+def weighted(logits, arrays, pairs: Pairs, keep, dropout_rate):
+    """By a softmax."""
     if "sink" in arrays:
-        sink = arrays["sink"].astype(dtype)[:, None, None]
+        sink = arrays["sink"].astype(logits.dtype)[:, None, None]
         sink = jnp.where(pairs.valid[..., None, :, None], sink, -jnp.inf)
         logits = jnp.concatenate([logits, sink], -1)
 
@@ -77,11 +81,18 @@ def weighted(
     total = weights.sum(-1, keepdims=True)
     is_empty, total = total == 0, jnp.where(total == 0, 1, total)
     lse = jnp.where(is_empty, -jnp.inf, jnp.log(total) + largest)
-    weights = (weights / total)[..., : value.shape[-3]]
+    out = mixed((weights / total)[..., : arrays["key"].shape[-3]], arrays, keep, dropout_rate)
+    return {"out": out, "lse": jnp.moveaxis(lse[..., 0], -2, -1)}
+
+
+def mixed(weights, arrays, keep, dropout_rate):
+    """The values, by weights `(*B, N, T, S)`."""
+    value = arrays["value"]
+    value = jnp.repeat(value, weights.shape[-3] // value.shape[-2], -2)
     if keep is not None:
         weights = jnp.where(keep, weights / (1 - dropout_rate), 0)
-    out = dot("...nts,...snh->...tnh", weights.astype(value.dtype), value).astype(value.dtype)
-    return {"out": out, "lse": jnp.moveaxis(lse[..., 0], -2, -1)}
+    dot = functools.partial(jnp.einsum, preferred_element_type=_sum_dtype(arrays))
+    return dot("...nts,...snh->...tnh", weights.astype(value.dtype), value).astype(value.dtype)
 
 
 ADDITIVE = Reference(
@@ -94,6 +105,20 @@ ADDITIVE = Reference(
         "score": rng.normal(size=(sizes.heads, 3)),
     },
     per_head=frozenset({"query_kernel", "key_kernel", "score"}),
+)
+
+SIGMOID = Reference(
+    attend=sigmoid,
+    variants={"": {"logit_bias": -2.0}},
+    tuning={"tile": (5, 4)},
+    normalized=False,
+)
+
+SQUARED_RELU = Reference(
+    attend=squared_relu,
+    variants={"": {"divisor": 7.0}},
+    tuning={"tile": (5, 4)},
+    normalized=False,
 )
 
 SOFTMAX = Reference(attend=softmax, variants={"": {}}, tuning={"tile": (5, 4)})

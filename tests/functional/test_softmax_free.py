@@ -1,0 +1,69 @@
+"""Sigmoid and squared-ReLU attention beyond the laws: defaults, memory, wrong arguments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from tests.laws import cost
+
+FUNCTIONS = [effattn.sigmoid_attention, effattn.squared_relu_attention]
+X = jnp.asarray(np.random.default_rng(0).normal(size=(1, 9, 2, 4)), jnp.float32)
+
+
+def test_by_default_weights_fall_with_the_number_of_keys():
+    logits = jnp.einsum("btnh,bsnh->bnts", X, X) / 2
+    sigmoid = jax.nn.sigmoid(logits - jnp.log(9))
+    expected = jnp.einsum("bnts,bsnh->btnh", sigmoid, X)
+    np.testing.assert_allclose(effattn.sigmoid_attention(X, X, X), expected, atol=1e-5)
+    squared = jnp.maximum(logits, 0) ** 2 / 9
+    expected = jnp.einsum("bnts,bsnh->btnh", squared, X)
+    np.testing.assert_allclose(effattn.squared_relu_attention(X, X, X), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_memory_is_that_of_tiles(function):
+    length = 4096
+    x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
+
+    def loss(x):
+        return function(x, x, x, is_causal=True).sum()
+
+    assert cost.temporary_bytes(jax.jit(jax.grad(loss)).trace(x)) < length**2
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_equal_calls_are_one_program(function):
+    traced = []
+
+    def score_mod(logit, b, h, i, j):
+        traced.append(logit)
+        return logit
+
+    for _ in range(3):
+        function(X, X, X, score_mod=score_mod)
+    first = len(traced)
+    function(X, X, X, score_mod=score_mod)
+    assert len(traced) - first <= 1  # which checks what it returns
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", ["triton", "mosaic_gpu", "mosaic_tpu"])
+def test_kernels_refuse_it(function, name):
+    x = X.astype(jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="takes a softmax of the logits, not s"):
+        function(x, x, x, implementation=name)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_there_is_no_log_sum_exp(function):
+    with pytest.raises(TypeError, match="return_residual"):
+        function(X, X, X, return_residual=True)
+
+
+def test_wrong_options_are_named():
+    with pytest.raises(ValueError, match="logit_bias must be a finite number, got nan"):
+        effattn.sigmoid_attention(X, X, X, logit_bias=float("nan"))
+    with pytest.raises(ValueError, match="divisor must be positive, got 0"):
+        effattn.squared_relu_attention(X, X, X, divisor=0)
