@@ -16,6 +16,10 @@ of t, and the sum over values of S * G at that end adds those that are read late
 most `BLOCK` terms, in float32, where one over the whole sequence would lose what is small. What a
 query reads of its own token never decays, may be larger than all else, and is left out of both.
 
+The delta form is a plain recurrence of corrected values (`recurrence_delta`): a kernel corrects them
+and makes the states on its way, another makes the gradients of states, and the others see no
+difference.
+
 A document starts with a log decay of -inf: all kernels exponentiate sums of log decays, and take no
 difference of them, so that is as good a number as any.
 
@@ -32,6 +36,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.cores.linear_recurrence import Operands, Rule, clear, masked_terms, normalize
+from effattn.pallas import recurrence_delta
+from effattn.pallas.recurrence_delta import Chunks, Keys
 
 BLOCK = 64  # tokens from one saved state to the next
 LARGEST = 256  # features, or values
@@ -64,6 +70,10 @@ class How(NamedTuple):
     precision: lax.Precision
     interpreted: bool
 
+    def dot(self, left: jax.Array, right: jax.Array) -> jax.Array:
+        """The product in XLA, as precise as in the kernels."""
+        return jnp.matmul(left, right, precision=self.precision)
+
 
 class Kernels(NamedTuple):
     """What there is for a device; the first argument of all, not listed here, is `How`.
@@ -78,6 +88,10 @@ class Kernels(NamedTuple):
         query reads of its own token.
       d_key_value: `(arrays, gradients of states, d_out) -> (B, T, V, F), (B, T, V, D)`; the first
         likewise.
+      correct: `(arrays, chunks of BLOCK tokens, state (B, V, F, D)) -> X (B, V, n, BLOCK, D)` and
+        the states, as `states` gives them.
+      correct_back: the same of gradients, from the last chunk to the first; its states are as
+        `gradients_of_states` gives them.
     """
 
     states: Callable[..., jax.Array]
@@ -85,6 +99,28 @@ class Kernels(NamedTuple):
     read: Callable[..., jax.Array]
     d_query: Callable[..., jax.Array]
     d_key_value: Callable[..., tuple[jax.Array, jax.Array]]
+    correct: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array]]
+    correct_back: Callable[[How, Arrays, Chunks, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class _Summed(NamedTuple):
+    """What the terms are for the kernels.
+
+    Attributes:
+      arrays: what is summed.
+      own: `(B, T, heads, D)`, with a bonus what each query reads of its own token.
+      recalled: `(B, T, K, F)`, of the delta form.
+    """
+
+    arrays: Arrays
+    own: jax.Array | None = None
+    recalled: jax.Array | None = None
+
+    @property
+    def keys(self) -> Keys:
+        """Of the delta form."""
+        assert self.recalled is not None
+        return Keys(self.recalled, self.arrays.key, self.arrays.log_decay)
 
 
 def refusal(rule: Rule, x: Operands) -> str | None:
@@ -92,8 +128,10 @@ def refusal(rule: Rule, x: Operands) -> str | None:
     terms = jax.eval_shape(rule.terms, x.parameters, x.queries, x.keys)
     dtypes = {array.dtype for array in jax.tree.leaves((x.queries, x.keys))}
     features, values = x.state.shape[-2:]
-    if terms.recalled is not None:
-        return "takes recurrences that only add to the state, not the delta form"
+    if terms.removed is not None:
+        return "takes the delta form that removes at the key, not at keys of their own"
+    if terms.recalled is not None and terms.bonus is not None:
+        return "takes the delta form without a bonus"
     if x.state.dtype != jnp.float32:
         return f"takes float32, bfloat16 and float16, got {_widest(dtypes)}"
     if max(features, values) > LARGEST:
@@ -138,9 +176,9 @@ def _each(precision):
 def forward(kernels: Kernels, rule: Rule, x: Operands):
     """`((output, state), saved)`; nothing is saved, to be computed again from the arguments."""
     how = How(precision_of(rule, x), rule.implementations.interpreted)
-    arrays, own = _summed(rule, x, x.parameters, x.queries, x.keys)
-    states = kernels.states(how, arrays, _one_batch(x.state, 3))
-    output = _output(rule, x, kernels.read(how, arrays, states), own)
+    summed = _summed(rule, x, x.parameters, x.queries, x.keys)
+    arrays, states = _states(kernels, how, summed, _one_batch(x.state, 3))
+    output = _output(rule, x, kernels.read(how, arrays, states), summed.own)
     return (output, _like_state(x, states[:, :, -1])), None
 
 
@@ -150,19 +188,22 @@ def backward(
     """The gradients of all but `tokens`."""
     how = How(precision_of(rule, x), rule.implementations.interpreted)
 
-    def summed(*arguments):
-        return _summed(rule, x, *arguments)
-
-    (arrays, own), to_arguments = jax.vjp(summed, x.parameters, x.queries, x.keys)
-    states = kernels.states(how, arrays, _one_batch(x.state, 3))
+    sums = functools.partial(_summed, rule, x)
+    summed, to_arguments = jax.vjp(sums, x.parameters, x.queries, x.keys)
+    arrays, states = _states(kernels, how, summed, _one_batch(x.state, 3))
     if rule.normalized:
         read = kernels.read(how, arrays, states)
     else:  # its value has no part in the gradient
         shape = (*arrays.query.shape[:2], arrays.heads, x.state.shape[-1])
         read = jnp.zeros_like(arrays.query, shape=shape)
-    _, to_read = jax.vjp(functools.partial(_output, rule, x), read, own)
+    _, to_read = jax.vjp(functools.partial(_output, rule, x), read, summed.own)
     d_read, d_own = to_read(d_output)
-    co_states = kernels.gradients_of_states(how, arrays, d_read, _one_batch(d_state, 3))
+    delta, d_state = None, _one_batch(d_state, 3)
+    if summed.recalled is None:
+        co_states = kernels.gradients_of_states(how, arrays, d_read, d_state)
+    else:
+        delta = _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state)
+        co_states = delta.states
     d_query = kernels.d_query(how, arrays, states, d_read)
     d_key, d_value = kernels.d_key_value(how, arrays, co_states, d_read)
     d_log_decay = None
@@ -170,10 +211,15 @@ def backward(
         d_log_decay = _d_log_decay(arrays, states, co_states, d_query, d_key)
         of_query, of_key = _own(arrays, d_read)
         d_query, d_key = d_query + of_query, d_key + of_key
-    d_arrays = Arrays(
-        _over_shares(d_query, arrays.query), _over_shares(d_key, arrays.key), d_value, d_log_decay
-    )
-    d_parameters, d_queries, d_keys = to_arguments((d_arrays, d_own))
+    d_query, d_key = _over_shares(d_query, arrays.query), _over_shares(d_key, arrays.key)
+    d_recalled = None
+    if delta is not None:
+        d_recalled, d_value = delta.keys.recalled, delta.value
+        d_key += delta.keys.key
+        if d_log_decay is not None:
+            d_log_decay += delta.keys.log_decay
+    d_arrays = Arrays(d_query, d_key, d_value, d_log_decay)
+    d_parameters, d_queries, d_keys = to_arguments(_Summed(d_arrays, d_own, d_recalled))
     return Operands(
         parameters=d_parameters,
         state=_like_state(x, co_states[:, :, 0]),
@@ -183,8 +229,36 @@ def backward(
     )
 
 
-def _summed(rule, x, parameters, queries, keys) -> tuple[Arrays, jax.Array | None]:
-    """The terms, with -inf for the decay of a document's first token.
+def _states(kernels, how, summed, state):
+    """The arrays, with the values that are written, and the states."""
+    arrays = summed.arrays
+    if summed.recalled is None:
+        return arrays, kernels.states(how, arrays, state)
+    correct = functools.partial(kernels.correct, how, arrays)
+    value, states = recurrence_delta.corrected(
+        correct, how.dot, BLOCK, summed.keys, arrays.value, state
+    )
+    return arrays._replace(value=value), states
+
+
+def _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state):
+    """`arrays` and `states` are as `_states` gives them."""
+    features, values = d_state.shape[2:]
+    return recurrence_delta.gradients(
+        functools.partial(kernels.correct_back, how, arrays),
+        how.dot,
+        BLOCK,
+        summed.keys,
+        arrays.query,
+        arrays.value,
+        states[:, :, :-1, :features, :values],
+        d_read,
+        d_state,
+    )
+
+
+def _summed(rule, x, parameters, queries, keys) -> _Summed:
+    """The terms, with -inf for the decay of a document's first token, which recalls nothing.
 
     With a bonus also what each query reads of its own token. The kernels' queries read the state
     after a token: those that read the one before are given to the token before theirs, of which
@@ -200,8 +274,12 @@ def _summed(rule, x, parameters, queries, keys) -> tuple[Arrays, jax.Array | Non
     if log_decay is not None:
         log_decay = _one_batch(log_decay, log_decay.ndim - terms.key.ndim + 3)
     query, key, value = (_one_batch(x, 3) for x in (terms.query, terms.key, terms.value))
+    if terms.recalled is not None:
+        kept = None if starts is None else ~starts
+        recalled = _one_batch(clear(terms.recalled, kept), 3)
+        return _Summed(Arrays(query, key, value, log_decay), recalled=recalled)
     if terms.bonus is None:
-        return Arrays(query, key, value, log_decay), None
+        return _Summed(Arrays(query, key, value, log_decay))
     heads, (batch, length, key_heads, features) = query.shape[2], key.shape
     by_key = query.reshape(batch, length, key_heads, -1, features)
     weights = jnp.sum(by_key * (terms.bonus * key)[:, :, :, None], -1).reshape(*query.shape[:-1])
@@ -213,7 +291,7 @@ def _summed(rule, x, parameters, queries, keys) -> tuple[Arrays, jax.Array | Non
         lambda x: jnp.pad(x, [(0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)]), (key, value, log_decay)
     )
     query = jnp.pad(query, [(0, 0), (0, 1), (0, 0), (0, 0)])
-    return Arrays(query, key, value, log_decay), own
+    return _Summed(Arrays(query, key, value, log_decay), own)
 
 
 def _repeated(x, heads):

@@ -7,8 +7,9 @@ MB. The backward of keys and values has all query heads of one key head there, o
 limit. Heads come before tokens, as a block is tokens by features, and a length that is no multiple
 of 64 is padded.
 
-`_walk` and `_walk_back` go through the blocks in order, with the state, or its gradient, in scratch
-memory from one to the next, and save it at each. The others take the blocks in any order.
+`_walk` and `_walk_back`, and for the delta form `_correct` and `_correct_back`, go through the
+blocks in order, with the state, or its gradient, in scratch memory from one to the next, and save
+it at each. The others take the blocks in any order.
 
 The matrix unit does nearly all. With no decay, or one of each token, a block is one masked product;
 its decays are sums of log decays between two tokens, a product with triangles of ones. With decays
@@ -297,7 +298,54 @@ def _d_key_value(how, arrays: Arrays, co_states, d_out):
     return [_by_token(x, arrays.query.shape[1]) for x in gradients]
 
 
-KERNELS = recurrence.Kernels(_states, _gradients_of_states, _read, _d_query, _d_key_value)
+def _corrected(how, arrays: Arrays, chunks, state):
+    corrected, states = _of_chunks(_plan(how, arrays), _correct, chunks, state, lambda n: n)
+    return corrected, jnp.concatenate([state[:, :, None], states], 2)
+
+
+def _corrected_back(how, arrays: Arrays, chunks, d_state):
+    plan = _plan(how, arrays)
+    back = functools.partial(jnp.subtract, plan.blocks - 1)
+    corrected, states = _of_chunks(plan, _correct_back, chunks, d_state, back)
+    return corrected, jnp.concatenate([states, d_state[:, :, None]], 2)
+
+
+def _of_chunks(plan, kernel, chunks, state, chunk_at):
+    """`X (B, V, n, C, D)`, and the states that each chunk ends in.
+
+    `chunk_at` a step of the grid.
+    """
+
+    def spec(x):
+        return pl.BlockSpec(
+            (None, None, None, *x.shape[3:]),
+            lambda b, h, step: (b, h, chunk_at(step), *(0,) * (x.ndim - 3)),
+        )
+
+    arrays = [x for x in chunks if x is not None]
+    states = jax.ShapeDtypeStruct((*state.shape[:2], plan.blocks, *state.shape[2:]), jnp.float32)
+    return _call(
+        plan,
+        kernel,
+        plan.value_heads,
+        [*arrays, state[:, :, None]],
+        [*map(spec, arrays), _saved(state.shape[2:], lambda b, h, n: (b, h, 0))],
+        [chunks.value.shape, states.shape],
+        [spec(chunks.value), spec(states)],
+        [pltpu.VMEM(state.shape[2:], jnp.float32)],
+        in_order=True,
+    )
+
+
+KERNELS = recurrence.Kernels(
+    _states,
+    _gradients_of_states,
+    _read,
+    _d_query,
+    _d_key_value,
+    _corrected,
+    _corrected_back,
+)
 
 
 # Kernels: one block (C, F) and (C, D) of tokens, one state (F, D).
@@ -332,6 +380,42 @@ def _walk_back(plan, query, d_out, *refs):
     before = plan.over_group(of_head, _times(co_state[...], at.whole()))
     co_state[...] = before
     co_states[...] = before
+
+
+def _correct(plan, recalled, key, value, kept, initial, corrected, states, state):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        state[...] = initial[...]
+
+    found, after = _corrected_chunk(plan, recalled, key, value, kept, state)
+    corrected[...] = found
+    state[...] = after
+    states[...] = after
+
+
+def _correct_back(
+    plan, recalled, key, value, kept, query, d_out, last, corrected, co_states, co_state
+):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        co_state[...] = last[...]
+
+    found, before = _corrected_chunk(plan, recalled, key, value, kept, co_state)
+
+    def of_head(g, before):
+        return before + plan.dot(query[g], d_out[g], (0, 0))
+
+    before = plan.over_group(of_head, before)
+    corrected[...] = found
+    co_state[...] = before
+    co_states[...] = before
+
+
+def _corrected_chunk(plan, recalled, key, value, kept, state):
+    """The corrected values of a chunk, and the state after it."""
+    before = state[...]
+    found = value[...] - plan.dot(recalled[...], before)
+    return found, kept[...] * before + plan.dot(key[...], found, (0, 0))
 
 
 def _read_block(plan, query, key, value, *refs):

@@ -10,7 +10,9 @@ and the order of every sum is fixed.
 There are two kinds of kernel. `_walk` and `_walk_back` go through the sequence by blocks of 64
 tokens, and save the state, or its gradient, between them: 16 KB of it to the 32 KB of keys and
 values that they read. They do one product a block and are alone in being sequential, so nothing
-else is in them. The others (`_read_block`, `_d_query_block`, `_d_key_value_block`) take one block
+else is in them. `_correct` and `_correct_back` do so for the delta form, whose values depend on the
+whole state of before: a program has all features there, and fewer values, so that its tiles are
+4096 numbers in all. The others (`_read_block`, `_d_query_block`, `_d_key_value_block`) take one block
 each, all at once, and walk over its chunks from what was saved at its start, or end.
 
 With no decay, or one of each token, a chunk is one masked product of 32 tokens: for 64 the backward
@@ -107,6 +109,16 @@ class _Plan:
         return self.tile[0] * self.tiles[0], self.tile[1] * self.tiles[1]
 
     @property
+    def narrow(self) -> int:
+        """Values of a state of which a program has all features."""
+        return max(LEAST, min(self.tile[1], TILE * TILE // pl.next_power_of_2(self.whole[0])))
+
+    @property
+    def slices(self) -> list[Any]:
+        """Of all features, those of each tile."""
+        return [pl.ds(start, self.tile[0]) for start in range(0, self.whole[0], self.tile[0])]
+
+    @property
     def warps(self) -> int:
         """So many that a thread has 16 entries of the state, or fewer."""
         return 8 if self.tile == (TILE, TILE) else 4
@@ -156,7 +168,23 @@ def _d_key_value(how, arrays: Arrays, co_states, d_out):
     return _of_blocks(plan, _d_key_value_block, plan.value_heads, arrays, saved, (d_out,), (0, 1))
 
 
-KERNELS = recurrence.Kernels(_states, _gradients_of_states, _read, _d_query, _d_key_value)
+def _corrected(how, arrays: Arrays, chunks, state):
+    return _walked_whole(_plan(how, arrays), _correct, chunks, state)
+
+
+def _corrected_back(how, arrays: Arrays, chunks, d_state):
+    return _walked_whole(_plan(how, arrays), _correct_back, chunks, d_state)
+
+
+KERNELS = recurrence.Kernels(
+    _states,
+    _gradients_of_states,
+    _read,
+    _d_query,
+    _d_key_value,
+    _corrected,
+    _corrected_back,
+)
 
 
 # Calls. All arrays of tokens are read by index and mask, so that no length or size is padded;
@@ -183,9 +211,8 @@ def _call(kernel, plan, grid, inputs, specs, shapes, out_specs):
 
 def _walked(plan, kernel, arrays, state):
     """`(B, V, n + 1, F', D')`, of whole tiles, with zeros in what fills them up."""
-    batch, heads, *sizes = state.shape
-    padding = [(0, whole - size) for whole, size in zip(plan.whole, sizes, strict=True)]
-    state = jnp.pad(state, [(0, 0), (0, 0), *padding])
+    batch, heads = state.shape[:2]
+    state = _filled(state, *plan.whole)
     across = plan.tiles[1]
     arrays = [array for array in arrays if array is not None]
     (states,) = _call(
@@ -206,6 +233,48 @@ def _walked(plan, kernel, arrays, state):
         ],
     )
     return states
+
+
+def _filled(x, *whole):
+    """With zeros after the last axes, up to so much of each."""
+    kept = x.ndim - len(whole)
+    more = [(0, size - there) for there, size in zip(x.shape[kept:], whole, strict=True)]
+    return jnp.pad(x, [*[(0, 0)] * kept, *more])
+
+
+def _walked_whole(plan, kernel, chunks, state):
+    """`X (B, V, n, C, D)`, and states as `_walked` gives them."""
+    batch, heads, _, size = state.shape
+    features, values = plan.whole
+
+    def all_of(x):
+        block = None, None, *x.shape[2:]
+        return pl.BlockSpec(block, lambda b, h, t: (b, h, *(0,) * (x.ndim - 2)))
+
+    def slice_of(x):
+        block = None, None, *x.shape[2:-1], plan.narrow
+        return pl.BlockSpec(block, lambda b, h, t: (b, h, *(0,) * (x.ndim - 3), t))
+
+    kept = chunks.kept[..., 0]
+    kept = jnp.broadcast_to(kept, (*kept.shape[:3], plan.features))
+    of_features = [chunks.recalled, chunks.key, kept, chunks.query]
+    of_values = [chunks.value, chunks.d_out, _filled(state, features, size)]
+    of_features = [_filled(x, features) for x in of_features if x is not None]
+    of_values = [_filled(x, values) for x in of_values if x is not None]
+    results = [
+        jax.ShapeDtypeStruct((batch, heads, plan.blocks, BLOCK, values), jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, plan.blocks + 1, *plan.whole), jnp.float32),
+    ]
+    corrected, states = _call(
+        kernel,
+        plan,
+        (batch, heads, values // plan.narrow),
+        (*of_features, *of_values),
+        [*map(all_of, of_features), *map(slice_of, of_values)],
+        [x.shape for x in results],
+        [*map(slice_of, results)],
+    )
+    return corrected[..., :size], states
 
 
 def _of_blocks(plan, kernel, heads, arrays, saved, more, results):
@@ -274,6 +343,60 @@ def _walk_back(plan, query, d_out, *refs):
         return co_state
 
     lax.fori_loop(0, plan.blocks, block, last[...])
+
+
+def _correct(plan, recalled, key, kept, value, initial, corrected, states):
+    """All features of a state, in tiles."""
+
+    def chunk(n, state):
+        state = _corrected_chunk(plan, n, recalled, key, kept, value, corrected, state)
+        _put_tiles(plan, states, n + 1, state)
+        return state
+
+    state = [initial[tile] for tile in plan.slices]
+    _put_tiles(plan, states, 0, state)
+    lax.fori_loop(0, plan.blocks, chunk, state)
+
+
+def _correct_back(
+    plan, recalled, key, kept, query, value, d_out, last, corrected, co_states
+):
+
+    def chunk(step, co_state):
+        n = plan.blocks - 1 - step
+        co_state = _corrected_chunk(plan, n, recalled, key, kept, value, corrected, co_state)
+
+        def of_head(g, co_state):
+            d_read = d_out[n, g]
+            return [
+                part + plan.dot(query[n, g, :, tile].T, d_read)
+                for tile, part in zip(plan.slices, co_state, strict=True)
+            ]
+
+        co_state = lax.fori_loop(0, plan.heads // plan.value_heads, of_head, co_state)
+        _put_tiles(plan, co_states, n, co_state)
+        return co_state
+
+    co_state = [last[tile] for tile in plan.slices]
+    _put_tiles(plan, co_states, plan.blocks, co_state)
+    lax.fori_loop(0, plan.blocks, chunk, co_state)
+
+
+def _corrected_chunk(plan, n, recalled, key, kept, value, corrected, state):
+    """The state after chunk n, in tiles, of which the corrected values are written."""
+    found = value[n]
+    for tile, part in zip(plan.slices, state, strict=True):
+        found -= plan.dot(recalled[n, :, tile], part)
+    corrected[n] = found
+    return [
+        part * kept[n, tile][:, None] + plan.dot(key[n, :, tile].T, found)
+        for tile, part in zip(plan.slices, state, strict=True)
+    ]
+
+
+def _put_tiles(plan, states, n, state):
+    for tile, part in zip(plan.slices, state, strict=True):
+        states[n, tile] = part
 
 
 def _read_block(plan, query, key, value, *refs):

@@ -32,7 +32,7 @@ def _transposed(x):
     return x.swapaxes(-1, -2)
 
 
-class _Reader(NamedTuple):
+class Reader(NamedTuple):
     """How the tokens of a chunk read what was written up to them.
 
     Attributes:
@@ -48,11 +48,11 @@ class _Reader(NamedTuple):
     whole: jax.Array | None = None
 
 
-def _reader(log_decay, starts, length, present, dot) -> _Reader:
+def decayed_reader(log_decay, starts, length, present, dot) -> Reader:
     """Readers of the state after their token, or, if not `present`, of the one before."""
     if log_decay is None:
         visible = jnp.tri(length, k=0 if present else -1, dtype=bool)
-        return _Reader(lambda query, key: jnp.where(visible, dot(query, _transposed(key)), 0))
+        return Reader(lambda query, key: jnp.where(visible, dot(query, _transposed(key)), 0))
     # What a reader of the state before its token drops there.
     first = jnp.zeros_like(log_decay)
     if starts is not None:
@@ -62,7 +62,7 @@ def _reader(log_decay, starts, length, present, dot) -> _Reader:
     return _by_feature(log_decay, log_decay if present else first, present, dot)
 
 
-def _alike(log_decay, first, dot) -> _Reader:
+def _alike(log_decay, first, dot) -> Reader:
     """Of features that decay alike: the plain products, times a matrix of decays.
 
     Its logarithms are sums of the log decays after token j and up to token i (before it, where
@@ -79,7 +79,7 @@ def _alike(log_decay, first, dot) -> _Reader:
         sums += jnp.pad(first, ((0, 0), (0, 1), (0, 0)))
     decays = jnp.exp(sums)
     weights = visible[:length] * decays[:, :length, 1:]
-    return _Reader(
+    return Reader(
         lambda query, key: dot(query, _transposed(key)) * weights,
         decays[:, :length, :1],
         _transposed(decays[:, length:, 1:]),
@@ -87,7 +87,7 @@ def _alike(log_decay, first, dot) -> _Reader:
     )
 
 
-def _by_feature(log_decay, first, present, dot) -> _Reader:
+def _by_feature(log_decay, first, present, dot) -> Reader:
     """Of log decays `(M, C, F)`, C a power of two: one product for each halving of the chunks.
 
     `first (M, C, F)` is what a reader decays at its own token.
@@ -113,7 +113,7 @@ def _by_feature(log_decay, first, present, dot) -> _Reader:
             blocks, size = _assembled(blocks[::2], across, blocks[1::2]), 2 * size
         return blocks
 
-    return _Reader(products, jnp.exp(since), jnp.exp(until), jnp.exp(whole)[..., None])
+    return Reader(products, jnp.exp(since), jnp.exp(until), jnp.exp(whole)[..., None])
 
 
 def _assembled(early, across, late):
@@ -123,7 +123,7 @@ def _assembled(early, across, late):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _inverse(system, dot):
+def unit_inverse(system, dot):
     """Of I + `system (M, C, C)`, which is zero on and above the diagonal; C a power of two."""
     blocks, acrosses = system, []
     while (size := blocks.shape[1] // 2) > 0:
@@ -137,9 +137,9 @@ def _inverse(system, dot):
     return inverse
 
 
-@_inverse.defjvp
+@unit_inverse.defjvp
 def _inverse_jvp(dot, primals, tangents):
-    inverse = _inverse(*primals, dot)
+    inverse = unit_inverse(*primals, dot)
     return inverse, -dot(dot(inverse, tangents[0]), inverse)
 
 
@@ -176,7 +176,7 @@ def _chunks(dot, query, key, value, log_decay, bonus, removed, recalled, starts)
         log_decay = log_decay[..., None]
     if starts is not None:
         log_decay = jnp.where(starts[..., None], -jnp.inf, log_decay)
-    reader = _reader(log_decay, starts, length, bonus is None, dot)
+    reader = decayed_reader(log_decay, starts, length, bonus is None, dot)
 
     def read(query):
         weights = reader.products(query, key)
@@ -189,8 +189,8 @@ def _chunks(dot, query, key, value, log_decay, bonus, removed, recalled, starts)
 
     query, weights = jax.vmap(read, 2, 2)(query)
     if recalled is not None:
-        past = _reader(log_decay, starts, length, False, dot)
-        inverse = _inverse(past.products(recalled, key if removed is None else removed), dot)
+        past = decayed_reader(log_decay, starts, length, False, dot)
+        inverse = unit_inverse(past.products(recalled, key if removed is None else removed), dot)
         found = value if removed is None else dot(past.products(recalled, key), value)
         found = dot(inverse, found)
         recalled = recalled if log_decay is None else recalled * past.since_start

@@ -15,8 +15,11 @@ from tests.xla.test_linear_recurrence import ALL, as_they_are, token_by_token
 PACKED = [[1] * 3 + [2] * 60 + [5] * 40, [0] * 2 + [7] * 62 + [3] + [4] * 31 + [0] * 7]
 
 
-def draw(length, decay, heads, sizes, normalized=False, bonus=False, seed=0):
-    """Terms and a state, float32, of two examples: N, K and V heads, F features and D values."""
+def draw(length, decay, heads, sizes, normalized=False, bonus=False, delta=False, seed=0):
+    """Terms and a state, float32, of two examples: N, K and V heads, F features and D values.
+
+    In the delta form a token removes about half of what the state holds along its key.
+    """
     rng = np.random.default_rng(seed)
     (queries, keys, values), (features, size) = heads, sizes
 
@@ -37,13 +40,17 @@ def draw(length, decay, heads, sizes, normalized=False, bonus=False, seed=0):
         log_decay,
         numbers(keys, features, low=low) if bonus else None,
     )
+    if delta:
+        along = terms.key / (2 * np.sum(terms.key**2, -1, keepdims=True))
+        terms = terms._replace(recalled=along + numbers(*terms.key.shape) / (4 * features))
     return terms, numbers(2, values, features, size + normalized, low=low)
 
 
 def recurrence(terms, state, tokens=ALL, normalized=False, names=("triton",)):
-    shared, keys = {"bonus": terms.bonus}, (terms.key, terms.value, terms.log_decay)
+    shared = {"bonus": terms.bonus}
     if terms.log_decay is not None and terms.log_decay.ndim == 1:
-        shared, keys = {**shared, "log_decay": terms.log_decay}, keys[:2]
+        shared, terms = {**shared, "log_decay": terms.log_decay}, terms._replace(log_decay=None)
+    keys = tuple(terms._replace(bonus=None))[1:]
     chosen = dispatch.Chosen(names, interpreted=True)
     rule = Rule(as_they_are, terms.value.dtype, normalized, implementations=chosen)
     return linear_recurrence(rule, shared, state, terms.query, keys, tokens)
