@@ -60,7 +60,10 @@ def delta_rule_attention(
         of the last document.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
+        take up to 256 features and values, in float32, bfloat16 and, on GPUs, float16; "pallas",
+        which is either; or a tuple of names tried in order. None is what `effattn.tune` has found,
+        or "xla". The kernels have been interpreted and lowered, and not yet been run on a device.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -69,7 +72,7 @@ def delta_rule_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, and decays above 1.
-      NotImplementedError: an implementation that the delta rule does not have.
+      NotImplementedError: an implementation that it does not have.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(
@@ -114,7 +117,7 @@ registry.register(
         family="recurrent",
         paper="Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule",
         function=delta_rule_attention,
-        cores=("delta_recurrence",),
+        cores=("linear_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.delta_net:DeltaNet",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
@@ -130,7 +133,7 @@ registry.register(
         family="recurrent",
         paper="Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks",
         function=delta_rule_attention,
-        cores=("delta_recurrence",),
+        cores=("linear_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.delta_net:GatedDeltaNet",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

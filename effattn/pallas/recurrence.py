@@ -16,8 +16,8 @@ of t, and the sum over values of S * G at that end adds those that are read late
 most `BLOCK` terms, in float32, where one over the whole sequence would lose what is small. What a
 query reads of its own token never decays, may be larger than all else, and is left out of both.
 
-The delta form is a plain recurrence of corrected values (`recurrence_delta`): a kernel corrects them
-and makes the states on its way, another makes the gradients of states, and the others see no
+The delta form is a plain recurrence of corrected values (`recurrence_delta`): one kernel corrects
+them and makes the states on its way, one makes the gradients of states, and the others see no
 difference.
 
 A document starts with a log decay of -inf: all kernels exponentiate sums of log decays, and take no

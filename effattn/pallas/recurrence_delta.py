@@ -4,24 +4,24 @@ A token writes x_t, what its value differs by from what the state before it reca
 
     S_t = diag(exp w_t) S_(t-1) + k_t x_t^T        x_t = v_t - S_(t-1)^T b_t
 
-which the kernels of the plain recurrence read like any values. Of a chunk of C tokens, in rows, with
-S the state at its start and S' that at its end,
+which the kernels of the plain recurrence read like any values. Of a chunk of C tokens, in rows,
+with S the state at its start and S' that at its end,
 
     (I + P) X = V - B S        S' = W S + K^T X
 
-where B has decayed since the start, K decays until the end, W is the decay of the chunk, and P holds
-the decayed products of b_i with the k_j before it. With T the inverse of I + P, X is T V - (T B) S.
-XLA makes T V, T B and K of all chunks at once (`effattn.xla.recurrent_chunks`), and what is left for
-a kernel is a walk over chunks with two products each.
+where B has decayed since the start, K decays until the end, W is the decay of the chunk, and P
+holds the decayed products of b_i with the k_j before it. With T the inverse of I + P, X is
+T V - (T B) S. XLA makes T V, T B and K of all chunks at once (`effattn.xla.recurrent_chunks`), and
+what is left for a kernel is a walk over chunks with two products each.
 
 With G and G' the gradients of S and S', from all that reads them, and dY that of what Q reads,
 
     dX = T^T (E + K G')        G = W G' + Q^T dY - B^T dX
 
-where E is what dY gives to X within the chunk: the same walk from the last chunk to the first. dV is
-dX, and what b reads, B S + P X, has the gradient -dX. The gradient that x has in the plain
-recurrence, from which dX could also be had, is of no use: it counts what later tokens would have
-read had nothing been removed, which may be so much more that no digit is left of the difference.
+where E is what dY gives to X within the chunk: the same walk from the last chunk to the first. dV
+is dX, and what b reads, B S + P X, has the gradient -dX. The gradient that x has in the plain
+recurrence, from which dX could also be had, is not used: it counts what later tokens would have
+read had nothing been removed, and digits are lost where that is much more.
 
 Shapes are those of `effattn.pallas.recurrence`; C is a power of two, and G the number of heads of
 the output that read one value head.

@@ -10,10 +10,11 @@ and the order of every sum is fixed.
 There are two kinds of kernel. `_walk` and `_walk_back` go through the sequence by blocks of 64
 tokens, and save the state, or its gradient, between them: 16 KB of it to the 32 KB of keys and
 values that they read. They do one product a block and are alone in being sequential, so nothing
-else is in them. `_correct` and `_correct_back` do so for the delta form, whose values depend on the
-whole state of before: a program has all features there, and fewer values, so that its tiles are
-4096 numbers in all. The others (`_read_block`, `_d_query_block`, `_d_key_value_block`) take one block
-each, all at once, and walk over its chunks from what was saved at its start, or end.
+else is in them. `_correct` and `_correct_back` are the same for the delta form, where a value
+depends on all features of the state before: a program has all of them, in tiles, and the fewer
+values, so that they are as many numbers. The others (`_read_block`, `_d_query_block`,
+`_d_key_value_block`) take one block each, all at once, and walk over its chunks from what was saved
+at its start, or end.
 
 With no decay, or one of each token, a chunk is one masked product of 32 tokens: for 64 the backward
 would have two products of 64 x 64 and four operands alive at a time, all the shared memory of a
@@ -191,7 +192,7 @@ KERNELS = recurrence.Kernels(
 # results are in whole blocks and tiles.
 
 
-def _call(kernel, plan, grid, inputs, specs, shapes, out_specs):
+def _call(kernel, plan, grid, inputs, specs, shapes, out_specs, stages=2):
     inputs = mesh_axes.vary_alike(inputs)
     varying = jax.typeof(inputs[0]).manual_axis_type
     whole = pl.BlockSpec(memory_space=pl.ANY)
@@ -203,7 +204,7 @@ def _call(kernel, plan, grid, inputs, specs, shapes, out_specs):
         out_shape=[
             jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying) for shape in shapes
         ],
-        compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=plan.warps, num_stages=stages),
         interpret=plan.how.interpreted,
         name=f"linear_recurrence{kernel.__name__}",
     )(*inputs)
@@ -273,6 +274,7 @@ def _walked_whole(plan, kernel, chunks, state):
         [*map(all_of, of_features), *map(slice_of, of_values)],
         [x.shape for x in results],
         [*map(slice_of, results)],
+        2 if features <= 2 * TILE else 1,  # of more, two chunks do not fit in shared memory
     )
     return corrected[..., :size], states
 
@@ -358,9 +360,7 @@ def _correct(plan, recalled, key, kept, value, initial, corrected, states):
     lax.fori_loop(0, plan.blocks, chunk, state)
 
 
-def _correct_back(
-    plan, recalled, key, kept, query, value, d_out, last, corrected, co_states
-):
+def _correct_back(plan, recalled, key, kept, query, value, d_out, last, corrected, co_states):
 
     def chunk(step, co_state):
         n = plan.blocks - 1 - step

@@ -15,10 +15,11 @@ from tests.xla.test_linear_recurrence import ALL, as_they_are, token_by_token
 PACKED = [[1] * 3 + [2] * 60 + [5] * 40, [0] * 2 + [7] * 62 + [3] + [4] * 31 + [0] * 7]
 
 
-def draw(length, decay, heads, sizes, normalized=False, bonus=False, delta=False, seed=0):
+def draw(length, decay, heads, sizes, normalized=False, form="plain", seed=0):
     """Terms and a state, float32, of two examples: N, K and V heads, F features and D values.
 
-    In the delta form a token removes about half of what the state holds along its key.
+    The form is "plain", "bonus" or "delta", where a token removes about half of what the state
+    holds along its key.
     """
     rng = np.random.default_rng(seed)
     (queries, keys, values), (features, size) = heads, sizes
@@ -38,9 +39,9 @@ def draw(length, decay, heads, sizes, normalized=False, bonus=False, delta=False
         numbers(2, length, keys, features, low=low),
         numbers(2, length, values, size),
         log_decay,
-        numbers(keys, features, low=low) if bonus else None,
+        numbers(keys, features, low=low) if form == "bonus" else None,
     )
-    if delta:
+    if form == "delta":
         along = terms.key / (2 * np.sum(terms.key**2, -1, keepdims=True))
         terms = terms._replace(recalled=along + numbers(*terms.key.shape) / (4 * features))
     return terms, numbers(2, values, features, size + normalized, low=low)
@@ -100,10 +101,11 @@ def documents():
     return packed(jnp.asarray(PACKED), Tokens(*masks))
 
 
-def program(dtype, gate, sizes, name):
+def program(dtype, gate, sizes, name, delta=False):
     """A function to lower, of packed documents, with its gradient, and the shapes it is for.
 
     The decays have `gate` axes after the batch, 2 of tokens and 3 of features; None is no decay.
+    With `delta` it is the delta rule.
     """
     of = jax.ShapeDtypeStruct
     arrays = {
@@ -115,6 +117,9 @@ def program(dtype, gate, sizes, name):
     if gate is not None:
         arrays["log_decay"] = of((2, 1000, 2, sizes[0])[: gate + 1], jnp.float32)
         attend = effattn.gated_linear_attention
+    if delta:
+        arrays["beta"] = of((2, 1000, 2), dtype)
+        attend = effattn.delta_rule_attention
 
     def loss(arrays, ids):
         out, state = attend(**arrays, segment_ids=ids, return_state=True, implementation=name)

@@ -40,9 +40,17 @@ def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized
     assert_near(ours, exact(*args, normalized=normalized))
 
 
-@pytest.mark.parametrize(("decay", "bonus"), [("none", False), ("token", True), ("feature", False)])
-def test_documents_and_masks(decay, bonus):
-    args = draw(103, decay, (2, 1, 1), (5, 6), bonus=bonus)
+def test_the_delta_form_agrees_with_one_token_at_a_time():
+    args = draw(130, "token", (4, 2, 2), (5, 9), form="delta")
+    assert_near(with_gradients(recurrence, *args), exact(*args))
+
+
+@pytest.mark.parametrize(
+    ("decay", "form"),
+    [("none", "plain"), ("token", "bonus"), ("feature", "plain"), ("none", "delta")],
+)
+def test_documents_and_masks(decay, form):
+    args = draw(103, decay, (2, 1, 1), (5, 6), form=form)
     tokens = documents()
     ours = with_gradients(functools.partial(recurrence, tokens=tokens), *args)
     assert_near(ours, exact(*args, tokens=tokens))
@@ -69,6 +77,12 @@ def test_decays_that_forget_much_or_all(decay):
 def test_it_is_lowered_for_tpus(dtype, gate, sizes):
     """And, where any kernel may run, for GPUs."""
     given = program(dtype, gate, sizes, "pallas")
+    assert kernels_of(*given, platform="tpu") == {"tpu_custom_call"}
+    assert kernels_of(*given, platform="cuda") == {TRITON}
+
+
+def test_the_delta_rule_is_lowered():
+    given = program(jnp.bfloat16, 2, (256, 130), "pallas", delta=True)
     assert kernels_of(*given, platform="tpu") == {"tpu_custom_call"}
     assert kernels_of(*given, platform="cuda") == {TRITON}
 

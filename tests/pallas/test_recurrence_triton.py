@@ -10,6 +10,8 @@ import pytest
 
 import effattn
 from effattn import dispatch
+from effattn.cores.linear_recurrence import Operands, Rule
+from effattn.pallas import recurrence_triton
 from tests.laws.battery import assert_close
 from tests.pallas.lowering import TRITON, compile_triton, kernels_of
 from tests.pallas.recurrence_cases import (
@@ -22,6 +24,7 @@ from tests.pallas.recurrence_cases import (
     recurrence,
     with_gradients,
 )
+from tests.xla.test_linear_recurrence import ALL, as_they_are
 
 
 @pytest.mark.parametrize(
@@ -44,12 +47,28 @@ def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized
     assert_near(ours, exact(*args, normalized=normalized))
 
 
+def test_the_delta_form_agrees_with_one_token_at_a_time():
+    """Some tokens forget much and one all, which has no gradient."""
+    terms, state = draw(130, "token", (2, 2, 4), (70, 20), normalized=True, form="delta")
+    terms.log_decay[:, 20], terms.log_decay[:, 66] = -1e4, -np.inf
+    ours = with_gradients(functools.partial(recurrence, normalized=True), terms, state)
+    assert_near(ours, exact(terms, state, normalized=True))
+    assert not np.any(ours[1][0].log_decay[:, 66])
+
+
 @pytest.mark.parametrize(
-    ("decay", "bonus"),
-    [("none", False), ("token", False), ("feature", False), ("none", True), ("feature", True)],
+    ("decay", "form"),
+    [
+        ("none", "plain"),
+        ("token", "plain"),
+        ("feature", "plain"),
+        ("none", "bonus"),
+        ("feature", "bonus"),
+        ("feature", "delta"),
+    ],
 )
-def test_documents_and_masks(decay, bonus):
-    args = draw(103, decay, (4, 2, 2), (5, 6), bonus=bonus)
+def test_documents_and_masks(decay, form):
+    args = draw(103, decay, (4, 2, 2), (5, 6), form=form)
     tokens = documents()
     ours = with_gradients(functools.partial(recurrence, tokens=tokens), *args)
     assert_near(ours, exact(*args, tokens=tokens))
@@ -115,6 +134,48 @@ def test_padding_may_hold_anything():
         ours, alone = run(args, lengths, "triton"), run([x[0, 2] for x in args], 7, "triton")
     assert_close(ours, run(args, lengths, "xla"), 1e-6)
     assert_close(alone, jax.tree.map(lambda x: x[0, 2], ours), 1e-6)
+
+
+def test_the_delta_rule_in_sixteen_bits_with_padding():
+    """NaN in padding reaches no output and no gradient."""
+    rng = np.random.default_rng(2)
+    lengths = np.asarray([70, 0, 7])
+    padding = np.arange(70) >= lengths[:, None]
+    key = rng.normal(size=(3, 70, 2, 8))
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    args = (
+        rng.normal(size=(3, 70, 4, 8)),
+        key,
+        rng.normal(size=(3, 70, 2, 6)),
+        rng.random((3, 70, 2)),
+        -rng.random((3, 70, 2)),
+    )
+    args = [np.where(padding[(..., *[None] * (x.ndim - 2))], np.nan, x) for x in args]
+    args = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), args)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(name, *args):
+        def attend(query, key, value, beta, log_decay):
+            return effattn.delta_rule_attention(
+                query,
+                key,
+                value,
+                beta=beta,
+                log_decay=log_decay,
+                query_seq_lengths=lengths,
+                key_value_seq_lengths=lengths,
+                return_state=True,
+                implementation=name,
+            )
+
+        results, pull_back = jax.vjp(attend, *args)
+        return results, pull_back(jax.tree.map(jnp.ones_like, results))
+
+    with dispatch.interpreted():
+        ours = run("triton", *args)
+    expected = run("xla", *jax.tree.map(lambda x: x.astype(jnp.float32), args))
+    for error, _, size in errors(ours, ours, expected):
+        assert error < 0.005 * size
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -189,6 +250,26 @@ def test_compiled_it_fits_every_card(capability, gate, dtype):
             assert kernel.tensor_cores > 0, kernel
 
 
+@pytest.mark.parametrize(
+    ("capability", "shared", "sizes"), [(89, 99, (192, 16)), (90, 227, (64, 64))]
+)
+def test_compiled_the_delta_rule_fits_its_cards(capability, shared, sizes):
+    """In KB of shared memory; more than on small cards where two chunks are on their way."""
+    program_of_it = program(jnp.bfloat16, 2, sizes, "triton", delta=True)
+    kernels = compile_triton(capability, *program_of_it)
+    assert {kernel.name.removeprefix("linear_recurrence_") for kernel in kernels} == {
+        "correct",
+        "correct_back",
+        "read_block",
+        "d_query_block",
+        "d_key_value_block",
+    }
+    for kernel in kernels:
+        assert kernel.shared <= shared * 1024, kernel
+        assert kernel.stack <= 128, kernel
+        assert kernel.tensor_cores > 0, kernel
+
+
 def test_elsewhere_it_says_who_takes_the_arguments():
     terms, state = draw(5, "token", (2, 2, 2), (3, 4))
     args = terms.query, terms.key, terms.value
@@ -229,10 +310,6 @@ LOG_DECAY = {"log_decay": -np.ones((5, 2), np.float32)}
             r"takes at least one token, got queries of shape \(0, 2, 3\)",
         ),
         ({**LOG_DECAY, "precision": "BF16_BF16_F32"}, "takes a precision of jax.lax.Precision"),
-        (
-            {"attend": effattn.delta_rule_attention, "beta": np.ones((5, 2), np.float32)},
-            "takes recurrences that only add to the state",
-        ),
         ({"attend": effattn.linear_attention}, "takes causal and packed calls"),
     ],
 )
@@ -241,3 +318,15 @@ def test_what_it_does_not_take_another_does(given, message):
         with pytest.raises(NotImplementedError, match=f"{message}.*implementation='xla' takes"):
             call(**given, implementation="triton")
         call(**given, implementation=("triton", "xla"))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [("removed", "removes at the key"), ("bonus", "takes the delta form without a bonus")],
+)
+def test_delta_forms_that_no_kernel_takes(more, message):
+    terms, state = draw(5, "token", (2, 2, 2), (3, 4), form="delta")
+    with_more = {"removed": terms.key, "bonus": terms.key[0, 0]}[more]
+    rule = Rule(as_they_are, jnp.float32)
+    x = Operands({more: with_more}, state, terms.query, terms[1:], ALL)
+    assert message in recurrence_triton.refusal(rule, x)
