@@ -16,6 +16,7 @@ CORES: Mapping[str, Mapping[str, str]] = {
     "additive_attention": {"xla": block_attention.MODULES["xla"]},
     "activated_attention": {"xla": block_attention.MODULES["xla"]},
     "linear_recurrence": linear_recurrence.MODULES,
+    "removal_recurrence": {"xla": linear_recurrence.MODULES["xla"]},
     "paged_attention": paged.MODULES,
 }
 

@@ -101,7 +101,7 @@ registry.register(
         family="recurrent",
         paper="Peng et al. 2025, RWKV-7 Goose with Expressive Dynamic State Evolution",
         function=rwkv7_attention,
-        cores=("delta_recurrence",),
+        cores=("removal_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.rwkv:RWKV7",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
