@@ -240,19 +240,21 @@ def _forward_kernel(plan, x, outputs, scratch, block):
         own_rows = Own(of_queries, *own).get(worker, block.b, block.h, first)
         query, parts = own_rows["query"], _parts(x.value.shape[-1])
         turns_of = Turns(turns, worker)
+        # Powers of 2, for which there is an instruction: the largest is log2(e) times a logit.
+        scale = _scale_alone(plan)
+        factor = _LOG2E * (scale or 1)
         turns_of.start()
 
         def step(number, m, carry, whole):
-            # Powers of 2, for which there is an instruction: the largest is log2(e) times a logit.
             largest, total, mixed = carry
             beside = own_rows | keys.get(number)
             products = product.of(query, tiles.transposed(beside["key"]), turns_of.change)
             at = tile.at(first, m * plan.tile[1], beside)
-            logits = tile.scores(at, products)(products)
+            logits = products if scale else tile.scores(at, products)(products)
             logits = tile.masked(at, logits, beside, whole)
             keys.done(number)
-            before, largest = largest, jnp.maximum(largest, jnp.max(logits, 1) * _LOG2E)
-            weights = jnp.exp2(logits * _LOG2E - down(largest, logits.shape[1]))
+            before, largest = largest, jnp.maximum(largest, jnp.max(logits, 1) * factor)
+            weights = jnp.exp2(logits * factor - down(largest, logits.shape[1]))
             decay = jnp.exp2(before - largest)
             total = total * decay + jnp.sum(weights, 1)
             weights = tile.dropped(at, weights).astype(query.dtype)
@@ -283,6 +285,17 @@ def _forward_kernel(plan, x, outputs, scratch, block):
             tiles.put_rows(rows_of_out.at[worker], part / down(total, part.shape[1]), target)
 
     tiles.roles(plan.tile[0] // ROWS, worker, compute, tile_of.copy)
+
+
+def _scale_alone(plan):
+    """The scale, where it is all that there is between products and logits, and keeps their order.
+
+    It is multiplied with what turns exponentials into powers of 2, and costs no operation.
+    """
+    rule = plan.rule
+    if plan.score is None and rule.soft_cap is None and rule.scale is not None and rule.scale > 0:
+        return rule.scale
+    return None
 
 
 def _parts(width):

@@ -64,7 +64,7 @@ def mapped(query, key, value, **options):
 CASES = {
     "tails": Half(),
     "window and offsets": Half(
-        {"batch": (2,), "heads": 1},
+        {"batch": (2,), "heads": 1, "queries": 40},
         lambda: {"local_window_size": (37, 5), "query_offset": jnp.array([80, 3]), **TILE},
     ),
     "documents and lengths": Half(
@@ -77,7 +77,7 @@ CASES = {
         },
     ),
     "tables, cap, scale, sink and dropout": Half(
-        square(70),
+        square(40),
         lambda: {
             "logits_soft_cap": 2.0,
             "is_causal": True,
@@ -94,7 +94,7 @@ CASES = {
         {"batch": (2,), "heads": 1, "queries": 1, "keys": 1}, lambda: {"is_causal": True}, mapped
     ),
     "heads of 200 and 40": Half(
-        {"heads": 1, "queries": 20, "keys": 70, "size": 200, "value_size": 40}
+        {"heads": 1, "queries": 20, "keys": 40, "size": 200, "value_size": 40}
     ),
 }
 
@@ -131,7 +131,9 @@ def rms(x):
 @interpreter
 def test_errors_are_at_most_twice_those_of_the_plain_form():
     dtype = jnp.bfloat16
-    case = Half(square(150, size=64, value_size=64), lambda: {"is_causal": True}, rounded_to=dtype)
+    case = Half(
+        square(150, heads=1, size=64, value_size=64), lambda: {"is_causal": True}, rounded_to=dtype
+    )
 
     def plain(query, key, value, **_):
         logits = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
@@ -190,7 +192,12 @@ def gradients(case):
     return function
 
 
-LOWERED = [name for name in CASES if name not in ("tails", "heads of 200 and 40")]
+LOWERED = (
+    "documents and lengths",
+    "tables, cap, scale, sink and dropout",
+    "layout of heads",
+    "one row, under vmap",
+)
 
 
 @pytest.mark.parametrize("name", LOWERED)
