@@ -213,7 +213,7 @@ def backward(
         d_query, d_key = d_query + of_query, d_key + of_key
     d_query, d_key = _over_shares(d_query, arrays.query), _over_shares(d_key, arrays.key)
     d_recalled = None
-    if delta is not None:
+    if delta is not None:  # the kernels do not know that keys are also recalled in their block
         d_recalled, d_value = delta.keys.recalled, delta.value
         d_key += delta.keys.key
         if d_log_decay is not None:

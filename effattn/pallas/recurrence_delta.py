@@ -23,8 +23,8 @@ is dX, and what b reads, B S + P X, has the gradient -dX. The gradient that x ha
 recurrence, from which dX could also be had, is not used: it counts what later tokens would have
 read had nothing been removed, and digits are lost where that is much more.
 
-Shapes are those of `effattn.pallas.recurrence`; C is a power of two, and G the number of heads of
-the output that read one value head.
+Memory is O(T (F + D + C)). Shapes are those of `effattn.pallas.recurrence`; C is a power of two,
+and G the number of heads of the output that read one value head.
 """
 
 import functools
