@@ -63,6 +63,7 @@ TILES = {
     128: {"forward": (128, 128), "query": (128, 64), "key": (64, 128)},
     256: {"forward": (128, 64), "query": (64, 64), "key": (64, 64)},
 }
+# What belongs to a tile of queries and to one of keys.
 QUERY = "query", "query_ids", "query_positions"
 KEY = "key", "key_ids", "key_positions"
 _MISCOMPILED = 12080, 12090  # versions of CUDA

@@ -148,7 +148,7 @@ def transposed(ref: Any) -> Any:
 
 
 def of_tokens(x: Any, *names: str) -> dict[str, Any]:
-    """Those of the operands that there are."""
+    """Those of the operands of such names that there are."""
     found = {name: getattr(x, name) for name in names}
     return {name: array for name, array in found.items() if array is not None}
 
@@ -179,7 +179,7 @@ def _at(buffers, place):
 
 
 class Own:
-    """The tokens of a block's own tile: each warpgroup's, where that alone reads them."""
+    """The rows of a block's own tile, `ROWS` to a warpgroup, which alone reads them."""
 
     def __init__(self, arrays, buffers, filled):
         self.arrays, self.buffers, self.filled = arrays, buffers, filled
@@ -271,10 +271,10 @@ class Turns:
 
 
 class Tile:
-    """Reads what lies beside the tiles of one example and query head.
+    """A warpgroup's part of the tiles of one example and query head.
 
-    Its part of a tile is `(t, s)`, where `rows` of the queries or, if transposed, of the keys are
-    those of one warpgroup.
+    That is `(ROWS, s)` of its queries and a tile of keys, or if `transposed` `(ROWS, t)` of its
+    keys and a tile of queries.
     """
 
     def __init__(self, plan: Plan, x: Arrays, b, h, *, transposed=False):
@@ -410,7 +410,7 @@ def call(
         num_threads=workers + 1,
         thread_name=names[3],
         compiler_params=plgpu.CompilerParams(
-            # A tanh would lose half of its digits.
+            # An approximate tanh has half of the digits.
             approx_math=plan.rule.soft_cap is None and plan.score is None,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),

@@ -104,7 +104,10 @@ interpreter = pytest.mark.skipif(
 
 
 def interpreted(case, dtype=np.float16):
-    """By a kernel, of which no two warpgroups race for memory."""
+    """By a kernel, of which no two warpgroups race for memory.
+
+    Each of them blocks a thread of XLA's, which has one for a device: `tests.conftest` has eight.
+    """
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     with dispatch.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
