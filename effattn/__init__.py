@@ -28,6 +28,7 @@ from effattn.functional.retention import retention  # isort: skip
 from effattn.functional.gated_linear import gated_linear_attention  # isort: skip
 from effattn.functional.state_space_duality import state_space_duality  # isort: skip
 from effattn.functional.rwkv6 import rwkv6_attention  # isort: skip
+from effattn.functional.selective_scan import selective_scan  # isort: skip
 from effattn.functional.delta_rule import delta_rule_attention  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
@@ -95,6 +96,7 @@ __all__ = [
     "rwkv7_attention",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",
+    "selective_scan",
     "sigmoid_attention",
     "sliding_window_attention",
     "sparse_attention",

@@ -17,6 +17,7 @@ CORES: Mapping[str, Mapping[str, str]] = {
     "activated_attention": {"xla": block_attention.MODULES["xla"]},
     "linear_recurrence": linear_recurrence.MODULES,
     "removal_recurrence": {"xla": linear_recurrence.MODULES["xla"]},
+    "diagonal_recurrence": {"xla": "effattn.xla.diagonal_recurrence"},
     "paged_attention": paged.MODULES,
 }
 

@@ -28,7 +28,6 @@ from effattn.cores.linear_recurrence import (
     packed,
 )
 from effattn.xla import mesh_axes
-from effattn.xla.linear_recurrence import linear_sum
 
 # What every always causal mechanism that runs through `check` and `run` can do.
 CAPABILITIES = frozenset({"causal", "grouped", "lengths", "segments", "state", "decode"})
@@ -206,7 +205,8 @@ def run(
     specs = PartitionSpec(*rows, None), PartitionSpec(*examples, heads, None, None)
 
     operands = Operands(parameters, state, queries, keys, given.tokens)
-    its_call = _sums(name) if attend is linear_sum else call(name, rule, operands)
+    has_kernels = attend is linear_recurrence
+    its_call = call(name, rule, operands) if has_kernels else _without_kernels(name)
     implementations = dispatch.choose(implementation, its_call)
     rule = rule._replace(implementations=implementations)
     with jax.named_scope(name):
@@ -215,10 +215,12 @@ def run(
     return checkpoint_name(out, name), state
 
 
-def _sums(name: str) -> dispatch.Call:
-    """What is not causal is two matrix products: XLA runs them anywhere."""
+def _without_kernels(name: str) -> dispatch.Call:
+    """Of what is not the linear recurrence, but two matrix products or a scan of entries."""
 
     def refusal(implementation):
-        return None if implementation == "xla" else "takes causal and packed calls"
+        if implementation == "xla":
+            return None
+        return "takes causal and packed calls, of decays that states share by feature"
 
     return dispatch.Call(name, {each: functools.partial(refusal, each) for each in MODULES})

@@ -15,6 +15,7 @@ from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
+from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
@@ -43,6 +44,7 @@ __all__ = [
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",
+    "Mamba",
     "Mamba2",
     "RWKV6",
     "RWKV7",

@@ -78,6 +78,7 @@ def test_linear_attention_shows_its_effective_mixing():
 GATED = (
     "retention",
     "gated_linear",
+    "mamba",
     "mamba2",
     "delta_net",
     "gated_delta_net",

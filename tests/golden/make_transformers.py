@@ -5,9 +5,9 @@
 
 Small models with random parameters. A file holds the parameters under their names in transformers,
 the inputs, the output of the attention and of its dense layer (before the residual and its
-LayerNorm), and the gradient of sum(output * cotangent) by the input. Mamba-2's has the parameters
-and the output of a whole mixer by case. The models train, with no dropout. All is float32 but the
-indices; rows of the padding hold zeros. Nothing is downloaded.
+LayerNorm), and the gradient of sum(output * cotangent) by the input. Those of Mamba and Mamba-2
+have the parameters and the output of a whole mixer, Mamba-2's by case. The models train, with no
+dropout. All is float32 but the indices; rows of the padding hold zeros. Nothing is downloaded.
 """
 
 import json
@@ -19,6 +19,7 @@ import torch
 import transformers
 from transformers.models.big_bird import modeling_big_bird as big_bird
 from transformers.models.longformer import modeling_longformer as longformer
+from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.nystromformer import modeling_nystromformer as nystromformer
 
@@ -58,7 +59,15 @@ MAMBA2 = {
     "chunk_size": 8,
     "num_hidden_layers": 1,
 }
-MAMBA2_LENGTH = 21
+MAMBA = {
+    "hidden_size": 16,
+    "state_size": 6,
+    "conv_kernel": 4,
+    "expand": 2,
+    "time_step_rank": 3,
+    "num_hidden_layers": 1,
+}
+MAMBA_LENGTH = 21
 MAMBA2_GROUPS = {"one_group": 1, "two_groups": 2}
 
 
@@ -222,20 +231,30 @@ def make_mamba2() -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for name, groups in MAMBA2_GROUPS.items():
         config = transformers.Mamba2Config(n_groups=groups, **MAMBA2)
-        mixer = mamba2.Mamba2Mixer(config, layer_idx=0).train()
-        randomise(mixer)
-        x, cotangent = draw(MAMBA2_LENGTH, config.hidden_size)
-        output = mixer(x)
-        (gradient,) = torch.autograd.grad((output * cotangent).sum(), x)
-        case = {
-            **parameters_of(mixer),
-            "x": x.detach().numpy(),
-            "cotangent": cotangent.numpy(),
-            "output": output.detach().numpy(),
-            "gradient": gradient.numpy(),
-        }
+        case = of_mixer(mamba2.Mamba2Mixer(config, layer_idx=0), config.hidden_size)
         arrays.update({f"{name}/{key}": value for key, value in case.items()})
     return arrays
+
+
+def make_mamba() -> dict[str, np.ndarray]:
+    torch.manual_seed(4)
+    config = transformers.MambaConfig(**MAMBA)
+    return of_mixer(mamba.MambaMixer(config, layer_idx=0), config.hidden_size)
+
+
+def of_mixer(mixer: torch.nn.Module, features: int) -> dict[str, np.ndarray]:
+    mixer.train()
+    randomise(mixer)
+    x, cotangent = draw(MAMBA_LENGTH, features)
+    output = mixer(x)
+    (gradient,) = torch.autograd.grad((output * cotangent).sum(), x)
+    return {
+        **parameters_of(mixer),
+        "x": x.detach().numpy(),
+        "cotangent": cotangent.numpy(),
+        "output": output.detach().numpy(),
+        "gradient": gradient.numpy(),
+    }
 
 
 def main() -> None:
@@ -243,6 +262,7 @@ def main() -> None:
         "longformer": make_longformer,
         "bigbird": make_bigbird,
         "nystromformer": make_nystromformer,
+        "mamba": make_mamba,
         "mamba2": make_mamba2,
     }
     for name, make in makers.items():

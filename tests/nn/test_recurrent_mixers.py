@@ -1,4 +1,4 @@
-"""RetNet, GatedLinearAttention, Mamba2 and RWKV: whole, in pieces, packed, padded, in models."""
+"""RetNet, GatedLinearAttention, Mambas and RWKVs: whole, in pieces, packed, padded, in models."""
 
 import functools
 
@@ -14,6 +14,7 @@ from effattn.nn import (
     RWKV7,
     GatedLinearAttention,
     HybridHeads,
+    Mamba,
     Mamba2,
     RetNet,
     RotaryEmbedding,
@@ -26,6 +27,7 @@ FEATURES, HEADS, LENGTH = 16, 4, 11
 NAMES = {
     RetNet: "retention",
     GatedLinearAttention: "gated_linear",
+    Mamba: "mamba",
     Mamba2: "mamba2",
     RWKV6: "rwkv6",
     RWKV7: "rwkv7",
@@ -37,7 +39,7 @@ X = np.random.default_rng(0).normal(size=(2, LENGTH, FEATURES)).astype(np.float3
 
 def make(layer, **options):
     options = {"num_kv_heads": 2, "chunk_size": 4, **options}
-    if layer is Mamba2:
+    if layer in (Mamba, Mamba2):
         options.setdefault("state_size", 6)
     return layer(FEATURES, HEADS, rngs=nnx.Rngs(0), **options)
 

@@ -15,7 +15,7 @@ from tests.references.long_short import LONG_SHORT
 from tests.references.nystrom import NYSTROM
 from tests.references.performer import PERFORMER
 from tests.references.random_features import RANDOM_FEATURES
-from tests.references.recurrences import GATED_LINEAR, MAMBA2, RETENTION, RWKV6
+from tests.references.recurrences import GATED_LINEAR, MAMBA, MAMBA2, RETENTION, RWKV6
 from tests.references.reference import Reference
 from tests.references.softmax import (
     ADDITIVE,
@@ -48,6 +48,7 @@ REFERENCES: dict[str, Reference] = {
     "hierarchical": HIERARCHICAL,
     "retention": RETENTION,
     "gated_linear": GATED_LINEAR,
+    "mamba": MAMBA,
     "mamba2": MAMBA2,
     "rwkv6": RWKV6,
     "delta_net": DELTA_NET,

@@ -78,6 +78,23 @@ def mamba2(arrays, pairs: Pairs, keep, **_):
     return {**results, "out": results["out"].astype(value.dtype)}
 
 
+def mamba(arrays, pairs: Pairs, keep, **_):
+    """Entry by entry of the state, each a recurrence of one feature and one value."""
+    value, rate = arrays["value"], arrays["rate"]
+    dtype = jnp.promote_types(value.dtype, jnp.float32)
+    step = arrays["step_size"].astype(dtype)
+    scaled, outs, states = value.astype(dtype) * step, [], []
+    for d in range(value.shape[-1]):
+        entry = {**arrays, "value": scaled[..., d : d + 1]}
+        if "initial_state" in arrays:
+            entry["initial_state"] = arrays["initial_state"][..., d : d + 1]
+        results = decayed(entry, pairs, step[..., d : d + 1] * rate[:, d].astype(dtype))
+        outs.append(results["out"])
+        states.append(results["state"])
+    out = jnp.concatenate(outs, -1).astype(value.dtype)
+    return {"out": out, "state": jnp.concatenate(states, -1)}
+
+
 def _tokens(sizes):
     return (*sizes.batch, sizes.keys, sizes.key_heads)
 
@@ -122,6 +139,19 @@ MAMBA2 = Reference(
     arguments=lambda rng, sizes: {
         "step_size": np.log1p(np.exp(rng.normal(size=_tokens(sizes)))),
         "rate": -rng.uniform(0.2, 1, size=sizes.key_heads),
+    },
+    per_token=frozenset({"step_size"}),
+    per_head=frozenset({"rate"}),
+    decays=frozenset({"rate"}),
+    normalized=False,
+)
+MAMBA = Reference(
+    attend=mamba,
+    variants={"": {}},
+    tuning={"chunk_size": 3},
+    arguments=lambda rng, sizes: {
+        "step_size": np.log1p(np.exp(rng.normal(size=(*_tokens(sizes), sizes.value_size)))),
+        "rate": -rng.uniform(0.2, 1, size=(sizes.key_heads, sizes.value_size, sizes.size)),
     },
     per_token=frozenset({"step_size"}),
     per_head=frozenset({"rate"}),

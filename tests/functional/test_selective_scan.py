@@ -1,0 +1,67 @@
+"""The selective scan beyond the laws: where it is another recurrence, and what it keeps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from effattn import selective_scan, state_space_duality
+from tests.laws import cost
+
+
+def arrays(length=20, features=3, values=4):
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(rng.normal(size=(2, length, 1, size)), jnp.float32)
+        for size in (features, features, values)
+    )
+    return query, key, value
+
+
+def test_with_steps_and_rates_that_all_values_share_it_is_that_of_mamba_2():
+    query, key, value = arrays()
+    step = jnp.asarray(np.random.default_rng(1).uniform(0.1, 1, size=(2, 20, 1)), jnp.float32)
+    expected = state_space_duality(
+        query, key, value, step_size=step, rate=-jnp.ones(1), skip=jnp.full(1, 0.7)
+    )
+    out = selective_scan(
+        query,
+        key,
+        value,
+        step_size=jnp.broadcast_to(step[..., None], value.shape),
+        rate=-jnp.ones((1, 4, 3)),
+        skip=jnp.full((1, 4), 0.7),
+    )
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_states_within_chunks_are_not_kept():
+    """Of 16 features and 64 values a state is 16 times the token that makes it."""
+    length, features, values = 8192, 16, 64
+    shapes = [(1, length, 1, size) for size in (features, features, values)]
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def loss(query, key, value, rate):
+        out = selective_scan(query, key, value, step_size=jax.nn.softplus(value), rate=rate)
+        return out.sum()
+
+    rate = jax.ShapeDtypeStruct((1, values, features), jnp.float32)
+    program = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(*given, rate)
+    states = 4 * length * features * values
+    assert cost.temporary_bytes(program) < states / 2
+
+
+def test_wrong_arguments_are_named():
+    query, key, value = arrays()
+    given = {"step_size": jnp.ones_like(value), "rate": -jnp.ones((1, 4, 3))}
+    with pytest.raises(ValueError, match="rate holds logarithms of decays, 0 or less"):
+        selective_scan(query, key, value, **{**given, "rate": jnp.ones((1, 4, 3))})
+    with pytest.raises(
+        ValueError, match=r"step_size must be floating point of shape \(2, 20, 1, 4\)"
+    ):
+        selective_scan(query, key, value, **{**given, "step_size": jnp.ones((2, 20, 1))})
+    with pytest.raises(ValueError, match="as many query heads as key heads, got 2 and 1"):
+        twice = jnp.concatenate([query, query], 2)
+        selective_scan(twice, key, value, **given, skip=jnp.ones((1, 4)))
+    with pytest.raises(NotImplementedError, match="causal and packed calls"):
+        selective_scan(query, key, value, **given, implementation="triton")

@@ -1,0 +1,92 @@
+"""Mamba gives what Hugging Face's transformers gave (`tests/golden`), and how it starts."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn.nn import Mamba
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_mamba.npz"
+
+
+def from_transformers(arrays):
+    """A mixer with the parameters of a `MambaMixer`.
+
+    Both order the features of the projections x, z and d, B, C. Torch has the outputs of a linear
+    layer first, and a convolution's width last.
+    """
+    given = {k.removeprefix("parameter/"): v for k, v in arrays.items() if k.startswith("param")}
+    mixer = Mamba(16, state_size=6, step_rank=3, rngs=nnx.Rngs(0))
+    for parameter, array in (
+        (mixer.project.kernel, given.pop("in_proj.weight").T),
+        (mixer.convolution.taps, given.pop("conv1d.weight")[:, 0].T),
+        (mixer.convolution.bias, given.pop("conv1d.bias")),
+        (mixer.select.kernel, given.pop("x_proj.weight").T),
+        (mixer.step_projection.kernel, given.pop("dt_proj.weight").T),
+        (mixer.step_bias, given.pop("dt_proj.bias")),
+        (mixer.log_rate, given.pop("A_log")),
+        (mixer.skip, given.pop("D")),
+        (mixer.out.kernel, given.pop("out_proj.weight").T),
+    ):
+        assert parameter.shape == array.shape
+        parameter[...] = jnp.asarray(array)
+    assert not given
+    return mixer
+
+
+def test_it_agrees_with_transformers():
+    with np.load(GOLDEN) as file:
+        arrays = dict(file)
+    mixer = from_transformers(arrays)
+
+    @jax.jit
+    def with_gradient(mixer, x, cotangent):
+        y, pull_back = jax.vjp(lambda x: mixer(x), x)
+        return y, pull_back(cotangent)[0]
+
+    y, gradient = with_gradient(mixer, arrays["x"], arrays["cotangent"])
+    np.testing.assert_allclose(y, arrays["output"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gradient, arrays["gradient"], rtol=1e-4, atol=1e-4)
+
+
+def test_groups_have_inputs_and_outputs_of_their_own():
+    """With those of one group repeated for two, it is the layer of one."""
+    one = Mamba(8, state_size=3, step_rank=2, rngs=nnx.Rngs(0))
+    two = Mamba(8, state_size=3, step_rank=2, num_kv_heads=2, rngs=nnx.Rngs(0))
+    parts = jnp.split(one.select.kernel[...], [2, 5], -1)
+    parts = [parts[0], *(part for part in parts[1:] for _ in range(2))]
+    state = nnx.state(one)
+    nnx.update(two, {name: state[name] for name in state if name != "select"})
+    two.select.kernel[...] = jnp.concatenate(parts, -1)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)
+    np.testing.assert_allclose(two(x), one(x), atol=1e-6)
+
+
+def test_it_starts_with_the_rates_and_steps_of_the_authors():
+    mixer = jax.jit(lambda: Mamba(128, rngs=nnx.Rngs(0)))()
+    np.testing.assert_allclose(
+        jnp.exp(mixer.log_rate[...]), np.tile(np.arange(1, 17), (256, 1)), 1e-6
+    )
+    step = jax.nn.softplus(mixer.step_bias[...])
+    assert step.min() >= 0.00099 and step.max() <= 0.101
+    assert mixer.step_projection.kernel.shape == (8, 256)
+    assert jnp.abs(mixer.step_projection.kernel[...]).max() <= 8**-0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_kv_heads": 3}, r"inner features \(32, .*\) must be a .* of num_kv_heads \(3\)"),
+        ({"expansion": 0}, "expansion must be an int, 1 or more"),
+        ({"state_size": 0}, "state_size must be an int, 1 or more features, got 0"),
+        ({"step_rank": 0}, "step_rank must be an int, 1 or more features, got 0"),
+        ({"is_causal": False}, "is_causal=False was given, but .* lacks 'bidirectional'"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Mamba(16, 4, **options, rngs=nnx.Rngs(0))
