@@ -101,7 +101,11 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "hierarchical": {"segment_size": 4, "num_levels": 4, "num_summaries": 1, "key": RISING},
     "additive": {"query_kernel": KERNEL, "key_kernel": KERNEL, "score": 4 * KERNEL[:, 0]},
     "gated_linear": {"log_decay": FORGETS},
-    "mamba": {"step_size": -FORGETS_ALIKE, "rate": -np.ones((1, 8, 8), np.float32)},
+    # Of each token's value, which is one of as many.
+    "mamba": {
+        "step_size": np.full((LENGTH, 1, LENGTH), 0.05, np.float32),
+        "rate": -np.ones((1, LENGTH, 8), np.float32),
+    },
     "mamba2": {"step_size": -FORGETS, "rate": -np.ones(1, np.float32)},
     "delta_net": {"beta": WRITES, "key": UNIT},
     "gated_delta_net": {"beta": WRITES, "key": UNIT, "log_decay": FORGETS},

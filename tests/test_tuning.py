@@ -57,7 +57,7 @@ def fastest(monkeypatch):
 def kernels(monkeypatch):
     """Those of GPUs run here, interpreted."""
     monkeypatch.setattr(tuning, "_is_kernel_here", lambda name: name == "triton")
-    monkeypatch.setattr(block_triton, "_MORE_TILES", ((32, 32, 4), (64, 32, 4)))
+    monkeypatch.setattr(block_triton, "_MORE_TILES", ((128, 64, 4),))
     with dispatch.interpreted():
         yield
 
@@ -113,7 +113,7 @@ def test_it_really_measures(arrays):
 
 
 def test_a_kernel_is_taken_with_the_tiles_that_were_fastest(arrays, fastest, kernels):
-    tiles = ("forward", (32, 32, 4)), ("query", (64, 32, 4))
+    tiles = ("forward", (128, 64, 4)), ("query", (128, 64, 4))
     fastest(Choice("triton"), Choice("triton", tiles[:1]), Choice("triton", tiles))
     done = effattn.tune(CALL, *arrays)
     assert {*done.chosen.values()} == {Choice("triton", tiles)}
@@ -169,17 +169,16 @@ def test_every_tile_to_try_gives_the_same(name):
 
 
 def test_every_call_of_a_model_is_tuned(fastest):
-    x = jnp.ones((1, 24, 2, 16))
+    x = jnp.ones((1, 16, 2, 16))
 
     def model(x):
-        y = CALL(x, x, x)
-        y = effattn.sliding_window_attention(y, y, y, local_window_size=4)
-        return effattn.retention(y, y, y).sum()
+        y = effattn.sliding_window_attention(x, x, x, local_window_size=4)
+        return effattn.retention(y, y, y, chunk_size=8).sum()
 
     fastest()
     done = effattn.tune(model, x, gradients=False)
     calls = sorted(done.chosen)
-    assert [call.split(",")[0] for call in calls] == ["block attention"] * 2 + ["linear recurrence"]
+    assert [call.split(",")[0] for call in calls] == ["block attention", "linear recurrence"]
 
 
 def test_paged_attention_is_measured_without_gradients():

@@ -27,8 +27,8 @@ class Mamba(RecurrentMixer):
 
     Args:
       in_features: D, the size of a token u.
-      num_heads: has no bearing on it, as it has no heads of queries; all mixers take it.
-      expansion: how many times as many inner features there are.
+      num_heads: N; it bears on nothing but the number of inner features, N times `head_dim`.
+      head_dim: default 2 D / N, so that there are twice as many inner features as of a token.
       state_size: F, of B and C.
       step_rank: features of d; default D / 16, rounded up.
       num_kv_heads: K, how many B and C there are, a divisor of the inner features; default 1.
@@ -52,7 +52,7 @@ class Mamba(RecurrentMixer):
         in_features: int,
         num_heads: int = 1,
         *,
-        expansion: int = 2,
+        head_dim: int | None = None,
         state_size: int = 16,
         step_rank: int | None = None,
         num_kv_heads: int | None = None,
@@ -76,11 +76,18 @@ class Mamba(RecurrentMixer):
             param_dtype=param_dtype,
         )
         _checks.at_least("num_heads", num_heads, 1, "heads")
-        inner = in_features * _checks.at_least("expansion", expansion, 1)
+        if head_dim is None:
+            if 2 * in_features % num_heads:
+                raise ValueError(
+                    f"twice in_features ({2 * in_features}) must be a multiple of num_heads "
+                    f"({num_heads}) when head_dim is not given"
+                )
+            head_dim = 2 * in_features // num_heads
+        inner = num_heads * _checks.at_least("head_dim", head_dim, 1, "features")
         self.num_kv_heads = 1 if num_kv_heads is None else num_kv_heads
         if self.num_kv_heads < 1 or inner % self.num_kv_heads:
             raise ValueError(
-                f"the inner features ({inner}, expansion times in_features) must be a positive "
+                f"the inner features ({inner}, num_heads times head_dim) must be a positive "
                 f"multiple of num_kv_heads ({self.num_kv_heads})"
             )
         self.state_size = _checks.at_least("state_size", state_size, 1, "features")

@@ -215,7 +215,7 @@ def test_a_folder_without_permission_is_refused(tmp_path, folder_of_text, capsys
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--mechanisms", "softmaxx"], "'softmaxx'; causal ones are softmax, sliding_window, "),
+        (["--mechanisms", "softmaxx"], "'softmaxx'; causal ones are softmax, additive, "),
         (["--mechanisms", "bigbird,block_size=0"], "--mechanisms: block_size must be an int, 1 or"),
         (["--mechanisms", "linear", "linear"], "--mechanisms must not repeat"),
         (["--width", "9"], "--width must be a multiple of --heads, got 9"),

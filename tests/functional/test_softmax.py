@@ -500,6 +500,7 @@ def test_an_argument_it_lacks_is_a_type_error():
 def test_a_named_implementation_never_falls_back(name):
     """One that there is not is refused when it is called, and another when it is lowered."""
     arrays = {"query": QUERY, "key": KEY, "value": VALUE}
+    arrays = {k: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for k, x in arrays.items()}
     for function in functions_taking():
         call = functools.partial(function, implementation=name)
         message = "no '.*' implementation.*'xla' takes|runs by .* alone; .*'xla' runs anywhere"

@@ -81,7 +81,8 @@ def test_it_starts_with_the_rates_and_steps_of_the_authors():
     ("options", "message"),
     [
         ({"num_kv_heads": 3}, r"inner features \(32, .*\) must be a .* of num_kv_heads \(3\)"),
-        ({"expansion": 0}, "expansion must be an int, 1 or more"),
+        ({"head_dim": 0}, "head_dim must be an int, 1 or more features, got 0"),
+        ({"num_heads": 5}, r"twice in_features \(32\) must be a multiple of num_heads \(5\)"),
         ({"state_size": 0}, "state_size must be an int, 1 or more features, got 0"),
         ({"step_rank": 0}, "step_rank must be an int, 1 or more features, got 0"),
         ({"is_causal": False}, "is_causal=False was given, but .* lacks 'bidirectional'"),
@@ -89,4 +90,4 @@ def test_it_starts_with_the_rates_and_steps_of_the_authors():
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        Mamba(16, 4, **options, rngs=nnx.Rngs(0))
+        Mamba(16, **{"num_heads": 4, **options}, rngs=nnx.Rngs(0))
