@@ -78,9 +78,10 @@ def dot_product_attention(
         depends on the key, example, head and the two positions alone.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None, "xla", "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (that of the two
-        which runs there), "cudnn" (passed on to `jax.nn`), or a tuple of names tried in order. None
-        is what `effattn.tune` has found, or "xla".
+      implementation: None, "xla", "mosaic_gpu" (Hopper GPUs, of 16 bits), "triton" (GPUs),
+        "mosaic_tpu" (TPUs), "pallas" (the first of these that takes the call where it runs),
+        "cudnn" (passed on to `jax.nn`), or a tuple of names tried in order. None is what
+        `effattn.tune` has found, or "xla".
       return_residual: also return the log-sum-exp of the logits, the sink's included.
 
     Returns:
