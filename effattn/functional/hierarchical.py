@@ -81,7 +81,7 @@ def hierarchical_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None, "xla", "mosaic_gpu" (Hopper GPUs, of 16 bits), "triton" (GPUs),
+      implementation: None, "xla", "mosaic_gpu" (Hopper GPUs, 16-bit dtypes), "triton" (GPUs),
         "mosaic_tpu" (TPUs), "pallas" (the first of these that takes the call where it runs), or a
         tuple of names tried in order. None is what `effattn.tune` has found, or "xla".
       return_residual: also return the log-sum-exp.

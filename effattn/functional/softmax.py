@@ -78,7 +78,7 @@ def dot_product_attention(
         depends on the key, example, head and the two positions alone.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None, "xla", "mosaic_gpu" (Hopper GPUs, of 16 bits), "triton" (GPUs),
+      implementation: None, "xla", "mosaic_gpu" (Hopper GPUs, 16-bit dtypes), "triton" (GPUs),
         "mosaic_tpu" (TPUs), "pallas" (the first of these that takes the call where it runs),
         "cudnn" (passed on to `jax.nn`), or a tuple of names tried in order. None is what
         `effattn.tune` has found, or "xla".
