@@ -28,6 +28,8 @@ from effattn.cores.linear_recurrence import (
     packed,
 )
 from effattn.xla import mesh_axes
+from effattn.xla.diagonal_recurrence import diagonal_recurrence
+from effattn.xla.linear_recurrence import linear_sum
 
 # What every always causal mechanism that runs through `check` and `run` can do.
 CAPABILITIES = frozenset({"causal", "grouped", "lengths", "segments", "state", "decode"})
@@ -205,8 +207,8 @@ def run(
     specs = PartitionSpec(*rows, None), PartitionSpec(*examples, heads, None, None)
 
     operands = Operands(parameters, state, queries, keys, given.tokens)
-    has_kernels = attend is linear_recurrence
-    its_call = call(name, rule, operands) if has_kernels else _without_kernels(name)
+    alone = attend in _WITHOUT_KERNELS
+    its_call = _without_kernels(name) if alone else call(name, rule, operands)
     implementations = dispatch.choose(implementation, its_call)
     rule = rule._replace(implementations=implementations)
     with jax.named_scope(name):
@@ -215,8 +217,11 @@ def run(
     return checkpoint_name(out, name), state
 
 
+# Forms that are not the linear recurrence: two matrix products, and a scan of entries.
+_WITHOUT_KERNELS = linear_sum, diagonal_recurrence
+
+
 def _without_kernels(name: str) -> dispatch.Call:
-    """Of what is not the linear recurrence, but two matrix products or a scan of entries."""
 
     def refusal(implementation):
         if implementation == "xla":
