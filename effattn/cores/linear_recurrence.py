@@ -31,7 +31,9 @@ from jax import lax
 from effattn import dispatch, tuned
 from effattn.xla import mesh_axes, reverse_mode
 
-CHUNK = 64  # tokens of one masked product
+# Tokens of one masked product. Where features decay of their own it is a product for each halving
+# of the chunk, and shorter chunks have fewer.
+CHUNK, CHUNK_BY_FEATURE = 64, 32
 
 # Imported on use: most programs have no kernels.
 MODULES = {
@@ -119,6 +121,13 @@ class Operands(NamedTuple):
     queries: Any
     keys: Any
     tokens: Tokens | None
+
+
+def own_chunk(terms: Terms) -> int:
+    """Tokens of one masked product, where nobody says how many."""
+    decay = terms.log_decay
+    by_feature = decay is not None and decay.ndim == terms.key.ndim
+    return CHUNK_BY_FEATURE if by_feature else CHUNK
 
 
 def packed(segment_ids: jax.Array, tokens: Tokens) -> Tokens:
@@ -236,7 +245,7 @@ def signature(rule: Rule, x: Operands) -> str:
     delta = "bonus", "removed", "recalled"
     about += [name for name in delta if getattr(terms, name) is not None]
     about += [name for name in ("normalized", "precision") if getattr(rule, name)]
-    if rule.chunk != CHUNK:
+    if rule.chunk != own_chunk(terms):
         about.append(f"chunk {rule.chunk}")
     if x.tokens is not None and x.tokens.starts is not None:
         about.append("packed")

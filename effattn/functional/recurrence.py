@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec
 
 from effattn import _checks, dispatch
 from effattn.cores.linear_recurrence import (
-    CHUNK,
     MODULES,
     Operands,
     Rule,
@@ -25,6 +24,7 @@ from effattn.cores.linear_recurrence import (
     Tokens,
     call,
     linear_recurrence,
+    own_chunk,
     packed,
 )
 from effattn.xla import mesh_axes
@@ -43,7 +43,7 @@ class Arguments:
       batch: the batch dimensions, `*B`.
       query, key, value: as given, as arrays.
       tokens: padding and, in causal calls, packed documents.
-      chunk: tokens of one masked product.
+      chunk: tokens of one masked product; None for the core's own.
       dtype: of sums and states.
     """
 
@@ -53,7 +53,7 @@ class Arguments:
     value: jax.Array
     tokens: Tokens
     precision: Any
-    chunk: int
+    chunk: int | None
     dtype: Any
 
 
@@ -121,10 +121,10 @@ def sum_dtype(*arrays: jax.Array) -> Any:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
-def check_chunk_size(value: Any) -> int:
-    """Tokens of one masked product; the core's own for None."""
+def check_chunk_size(value: Any) -> int | None:
+    """Tokens of one masked product; None for the core's own."""
     if value is None:
-        return CHUNK
+        return None
     if not _checks.is_integer(value) or value < 1:
         raise ValueError(f"chunk_size must be None or an int, 1 or more tokens, got {value!r}")
     return int(value)
@@ -188,14 +188,14 @@ def run(
       attend: the form of the core.
       implementation: what the user asked for.
     """
+    shapes = jax.eval_shape(terms, parameters, queries, keys)
     rule = Rule(
         terms=terms,
         dtype=given.value.dtype,
         normalized=normalized,
         precision=given.precision,
-        chunk=given.chunk,
+        chunk=own_chunk(shapes) if given.chunk is None else given.chunk,
     )
-    shapes = jax.eval_shape(terms, parameters, queries, keys)
     value_heads, value_size = shapes.value.shape[-2:]
     shape = (*given.batch, value_heads, shapes.key.shape[-1], value_size + normalized)
     if initial_state is None:
