@@ -44,6 +44,7 @@ from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
+from effattn.functional.fourier import fourier_mixing  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.implementations import support
 from effattn.layouts import BlockLayout
@@ -74,6 +75,7 @@ __all__ = [
     "delta_rule_attention",
     "dot_product_attention",
     "gated_linear_attention",
+    "fourier_mixing",
     "hedgehog_attention",
     "hierarchical_attention",
     "linear_attention",

@@ -67,6 +67,8 @@ class Support(tuple[Row, ...]):
 def support(mechanism: str | None = None) -> Support:
     """Which implementations there are of each mechanism, or of one: `print(effattn.support())`.
 
+    Mechanisms that reduce to none of the cores are plain JAX, run everywhere, and have no row.
+
     It is read from what dispatch itself calls. Every option of a function is taken by all of its
     implementations, within these limits and what they ask for; a call beyond them is a
     `NotImplementedError` that says which it was.
@@ -78,7 +80,8 @@ def support(mechanism: str | None = None) -> Support:
       ValueError: an unknown name.
     """
     if mechanism is None:
-        names: tuple[str, ...] = (*registry.names(), "paged_attention")
+        with_cores = (name for name in registry.names() if registry.get(name).cores)
+        names: tuple[str, ...] = (*with_cores, "paged_attention")
     else:
         names = (mechanism,)
     return Support(row for name in names for row in _rows(name))
@@ -86,6 +89,8 @@ def support(mechanism: str | None = None) -> Support:
 
 def _rows(name: str) -> Iterator[Row]:
     cores = (name,) if name == "paged_attention" else registry.get(name).cores
+    if not cores:
+        return
     for implementation, platform in dispatch.PLATFORMS.items():
         modules = [CORES[core].get(implementation) for core in cores]
         if implementation == "cudnn" and name == "softmax":

@@ -45,9 +45,12 @@ class Mechanism:
       name: what users type.
       family: the row group of the table of mechanisms ("exact", "sparse", "linear", ...).
       paper: authors, year and title of the publication.
-      function: the pure function, taking query, key and value.
+      function: the pure function, taking query, key and value first if it `takes_heads`; else
+        with inputs of its own, or None where there is only a module.
+      takes_heads: the function takes query, key and value, as every attention does. What mixes
+        tokens in another way has a mixer of its own, and no other module can call its function.
       builder: "module:attribute" of the callable that makes its Flax mixer; imported on use. The
-        default makes one of any function; another makes this mechanism alone.
+        default makes one of any function that takes heads; another makes this mechanism alone.
       options_at: the options at a length, where the claimed growth supposes some that follow it.
       in_float32: it attends in float32 at least, whatever the dtype that it is given.
       knows_order: it tells positions apart by itself, so models give it no rotary embedding.
@@ -67,7 +70,7 @@ class Mechanism:
     name: str
     family: str
     paper: str
-    function: Callable[..., Any]
+    function: Callable[..., Any] | None
     capabilities: frozenset[str]
     complexity: str
     time_exponent: float
@@ -76,6 +79,7 @@ class Mechanism:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options_at: Callable[[int], Mapping[str, Any]] | None = None
     by_layer: Callable[[int], Mapping[str, Any]] | None = None
+    takes_heads: bool = True
     builder: str = _ANY_FUNCTION
     decoder: str | None = None
     cores: tuple[str, ...] = ("block_attention",)
@@ -90,6 +94,10 @@ class Mechanism:
                 f"mechanism {self.name!r} claims unknown capabilities {sorted(unknown)}; "
                 f"known are {sorted(CAPABILITIES)}"
             )
+        if self.takes_heads and self.function is None:
+            raise ValueError(f"mechanism {self.name!r} takes heads and needs a function of them")
+        if not self.takes_heads and self.builder == _ANY_FUNCTION:
+            raise ValueError(f"mechanism {self.name!r} takes no heads and needs a builder")
 
     def options_in_layer(self, layer: int) -> dict[str, Any]:
         """The options that the mechanism has of itself in a layer of a model, from 0."""
@@ -102,21 +110,43 @@ class Mechanism:
     def options_of_model(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Of what a model says to all its mixers, what this mechanism's is given.
 
-        That is all but a rotary embedding, where it knows the order by itself, and norms of queries
-        and keys, where its mixer has none to norm.
+        That is all but a rotary embedding, where it knows the order by itself, and what would set
+        up parts that its mixer has not: norms of queries and keys, projections, key heads.
         """
         parameters = _signature(self.builder)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         left_out = {"rotary"} if self.knows_order else set()
-        if not open_ended and "qk_norm" not in parameters:
-            left_out.add("qk_norm")
+        if not open_ended:
+            set_up = {name for name, option in options.items() if option is None} | _OF_PARTS
+            left_out |= set_up - parameters.keys()
         return {name: option for name, option in options.items() if name not in left_out}
 
     def build(self, in_features: int, num_heads: int, **kwargs: Any) -> Any:
-        """The mechanism's Flax mixer, from tokens `(B, T, D)` to tokens."""
-        which = {"attention": self.name} if self.builder == _ANY_FUNCTION else {}
-        return load(self.builder)(in_features, num_heads, **which, **kwargs)
+        """The mechanism's Flax mixer, from tokens `(B, T, D)` to tokens.
 
+        One that has no heads is made for any number of them.
+
+        Raises:
+          ValueError: options that its mixer does not have; and what the mixer raises.
+        """
+        if self.builder == _ANY_FUNCTION:
+            return load(self.builder)(in_features, num_heads, attention=self.name, **kwargs)
+        parameters = _signature(self.builder)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            unknown = sorted(kwargs.keys() - parameters.keys())
+            if unknown:
+                known = sorted(parameters.keys() - {"self", "in_features", "rngs"})
+                raise ValueError(
+                    f"the mixer of {self.name!r} has no option {', '.join(unknown)}; its options "
+                    f"are {', '.join(known)}"
+                )
+        if "num_heads" in parameters:
+            kwargs["num_heads"] = num_heads
+        return load(self.builder)(in_features, **kwargs)
+
+
+# What a model says of parts that not every mixer has.
+_OF_PARTS = frozenset({"qk_norm", "kernel_init", "out_kernel_init", "param_dtype"})
 
 _MECHANISMS: dict[str, Mechanism] = {}
 

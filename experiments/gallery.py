@@ -237,7 +237,8 @@ def main(folder: Path = IMAGES) -> None:
         for name, pattern in PATTERNS.items()
     ]
     draw_all(folder / "patterns.png", patterns)
-    entries = [registry.get(name) for name in registry.names()]
+    # What takes no heads has no weights to draw.
+    entries = [entry for entry in map(registry.get, registry.names()) if entry.takes_heads]
     mechanisms = [
         functools.partial(analysis.draw, entry.name, LENGTH, **small_options(entry))
         for entry in entries

@@ -9,7 +9,7 @@ import pytest
 
 import effattn
 from effattn import registry
-from tests.references import REFERENCES
+from tests.references import MIXERS, REFERENCES
 
 
 def entry(**changes):
@@ -34,25 +34,35 @@ def scratch(monkeypatch):
 
 
 def test_every_mechanism_has_a_reference_and_none_is_left_over():
-    assert set(REFERENCES) == set(registry.names())
+    assert {*REFERENCES, *MIXERS} == set(registry.names())
+    assert all(registry.get(name).takes_heads == (name in REFERENCES) for name in registry.names())
 
 
 @pytest.mark.parametrize("name", registry.names())
 def test_an_entry_is_true_to_its_function(name):
     mechanism = registry.get(name)
-    assert getattr(effattn, mechanism.function.__name__) is mechanism.function
-    parameters = inspect.signature(mechanism.function).parameters
-    assert mechanism.options.keys() <= parameters.keys()
+    # Docstrings say where it was published.
+    authors = mechanism.paper.split()[0]
+    builder = registry.load(mechanism.builder)
+    assert callable(builder)
+    if not mechanism.takes_heads:
+        assert authors in (builder.__doc__ or "")
+        assert getattr(effattn.nn, builder.__name__) is builder
+        assert ("decode" in mechanism.capabilities) == hasattr(builder, "extend")
+    function = mechanism.function
+    if function is None:
+        return
+    assert getattr(effattn, function.__name__) is function
+    parameters = inspect.signature(function).parameters
     # A signature has only what the function honours.
     kinds = {p.kind for p in parameters.values()}
     assert inspect.Parameter.VAR_KEYWORD not in kinds
-    assert callable(registry.load(mechanism.builder))
-    assert ("decode" in mechanism.capabilities) == (mechanism.decoder is not None)
-    if mechanism.decoder is not None:
-        assert callable(registry.load(mechanism.decoder))
-    # And docstrings say where it was published.
-    authors = mechanism.paper.split()[0]
-    assert authors in (mechanism.function.__doc__ or "")
+    assert authors in (function.__doc__ or "")
+    if mechanism.takes_heads:
+        assert mechanism.options.keys() <= parameters.keys()
+        assert ("decode" in mechanism.capabilities) == (mechanism.decoder is not None)
+        if mechanism.decoder is not None:
+            assert callable(registry.load(mechanism.decoder))
 
 
 def test_mixers_have_options_of_their_own():
@@ -74,6 +84,17 @@ def test_names_by_capability():
     )
     with pytest.raises(ValueError, match="unknown capability 'biases'; known are"):
         registry.names("biases")
+
+
+def test_what_takes_no_heads_has_a_mixer_of_its_own(scratch):
+    with pytest.raises(ValueError, match="'nothing' takes heads and needs a function of them"):
+        entry(function=None)
+    with pytest.raises(ValueError, match="'nothing' takes no heads and needs a builder"):
+        entry(takes_heads=False)
+    with pytest.raises(
+        ValueError, match="'fnet' has no option num_kv_heads, size; its options are dropout_rate, "
+    ):
+        registry.get("fnet").build(8, 2, size=3, num_kv_heads=1)
 
 
 def test_a_name_is_taken_once(scratch):

@@ -10,6 +10,7 @@ from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.sampling import sample_token
 from effattn.decode.state import Decoder, State
+from effattn.decode.tokens import TokenState
 
 __all__ = [
     "BlockLinformerDecoder",
@@ -27,6 +28,7 @@ __all__ = [
     "RingDecoder",
     "RingState",
     "State",
+    "TokenState",
     "generate",
     "sample_token",
 ]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn.decode.state import check_capacity, check_state, new_lengths
+from effattn.decode.tokens import stored
 
 
 @jax.tree_util.register_dataclass
@@ -44,19 +45,10 @@ def append(
 
     `ValueError` if a row outgrows the capacity and the lengths are concrete.
     """
-    capacity = state.key.shape[1]
-    check_capacity(state.length, lengths, capacity)
-    steps = jnp.arange(key.shape[1], dtype=jnp.int32)
-    # Padding is sent to slot `capacity`, which does not exist, and so is dropped.
-    slots = jnp.where(steps < lengths[:, None], state.length[:, None] + steps, capacity)
-
-    @jax.vmap
-    def stored(cache, slots, new):
-        return cache.at[slots].set(new.astype(cache.dtype), mode="drop")
-
+    check_capacity(state.length, lengths, state.key.shape[1])
     return ContiguousState(
-        key=stored(state.key, slots, key),
-        value=stored(state.value, slots, value),
+        key=stored(state.key, key, state.length, lengths),
+        value=stored(state.value, value, state.length, lengths),
         length=state.length + lengths,
     )
 

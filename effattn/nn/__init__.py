@@ -9,6 +9,7 @@ from effattn.nn.based import BasedSelfAttention
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from effattn.nn.feed_forward import SwiGLU
+from effattn.nn.fnet import FNet
 from effattn.nn.gated_linear import GatedLinearAttention
 from effattn.nn.hedgehog import HedgehogSelfAttention
 from effattn.nn.hybrid import HybridHeads, HybridState
@@ -36,6 +37,7 @@ __all__ = [
     "CrossAttention",
     "DeltaNet",
     "DeltaNetState",
+    "FNet",
     "GatedDeltaNet",
     "GatedLinearAttention",
     "HedgehogSelfAttention",

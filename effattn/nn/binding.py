@@ -54,6 +54,14 @@ class Binding:
     registered: bool
     parameters: frozenset[str] | None
 
+    @classmethod
+    def of(cls, name: str) -> "Binding":
+        """What is known of a registered mechanism that has a mixer of its own."""
+        mechanism = registry.get(name)
+        function = mechanism.function
+        parameters = frozenset[str]() if function is None else _parameters(function)
+        return cls(mechanism.name, True, parameters)
+
     @property
     def mechanism(self) -> registry.Mechanism | None:
         """The registry's entry, or None for a function that is not registered."""
@@ -101,7 +109,8 @@ def bind(
       The function to call, what is known of it, and all options.
 
     Raises:
-      ValueError: an unknown name, or an option that the function does not take.
+      ValueError: an unknown name, one that is of no function of query, key and value, or an option
+        that the function does not take.
     """
     function, binding, options = resolve(attention, options)
     name = binding.name
@@ -132,7 +141,13 @@ def resolve(
         options = {**attention.keywords, **options}
         attention = attention.func
     mechanism = _entry(attention)
+    function: Callable[..., Any]
     if mechanism is not None:
+        if mechanism.function is None or not mechanism.takes_heads:
+            raise ValueError(
+                f"{mechanism.name!r} mixes tokens without queries, keys and values; its mixer is "
+                f"effattn.nn.{mechanism.builder.partition(':')[2]}"
+            )
         function, name = mechanism.function, mechanism.name
         options = {**mechanism.options, **options}
     elif callable(attention):

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from effattn import registry
-from effattn.nn.binding import bind, resolve
+from effattn.nn.binding import Binding, bind
 
 
 def parse(
@@ -61,7 +61,7 @@ def _mechanism(text: str, window: int, is_causal: bool) -> dict[str, Any]:
         known = ", ".join(registry.names(direction))
         raise ValueError(f"unknown mechanism {name!r}; {direction} ones are {known}")
     entry = registry.get(name)
-    resolve(name, {})[1].require(direction, f"is_causal={is_causal}")
+    Binding.of(name).require(direction, f"is_causal={is_causal}")
     mixer: dict[str, Any] = {"name": name}
     if "local_window_size" in entry.options:
         after = 0 if is_causal else (window - 1) // 2
@@ -74,6 +74,13 @@ def _mechanism(text: str, window: int, is_causal: bool) -> dict[str, Any]:
             raise ValueError(
                 f"{key}={value!r} is not a number, a word in quotes or a pair"
             ) from None
-    not_of_function = {"name", *entry.mixer_options()}
-    bind(name, {key: value for key, value in mixer.items() if key not in not_of_function})
+    of_mixer = {"name", *entry.mixer_options()}
+    others = {key: value for key, value in mixer.items() if key not in of_mixer}
+    if entry.takes_heads:
+        bind(name, others)
+    elif others:
+        raise ValueError(
+            f"{name!r} has no option {', '.join(others)}; its options are "
+            f"{', '.join(sorted(entry.mixer_options()))}"
+        )
     return mixer

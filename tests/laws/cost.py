@@ -316,6 +316,9 @@ def _work(eqn) -> int:
         return math.prod(eqn.outvars[0].aval.shape)
     if name in _REDUCTIONS:
         return math.prod(eqn.invars[0].aval.shape)
+    if name == "fft":
+        length = math.prod(eqn.params["fft_lengths"])
+        return math.ceil(5 * math.prod(eqn.invars[0].aval.shape) * math.log2(length))
     if name == "sort":
         size = math.prod(eqn.invars[0].aval.shape)
         return size * max(1, math.ceil(math.log2(max(eqn.invars[0].aval.shape))))

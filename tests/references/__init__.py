@@ -1,12 +1,14 @@
 """Each mechanism in its shortest obvious form, and what the laws need to know to test it.
 
-A new mechanism gets the whole battery by being registered and by one entry in `REFERENCES`.
+A new mechanism gets the whole battery by being registered and by one entry in `REFERENCES`, or in
+`MIXERS` where it takes no heads.
 """
 
 from tests.references.based import BASED
 from tests.references.block_linformer import BLOCK_LINFORMER
 from tests.references.cosformer import COSFORMER
 from tests.references.delta_rule import DELTA_NET, GATED_DELTA_NET, RWKV7
+from tests.references.fnet import FNET
 from tests.references.hedgehog import HEDGEHOG
 from tests.references.hierarchical import HIERARCHICAL
 from tests.references.linear import LINEAR
@@ -16,7 +18,7 @@ from tests.references.nystrom import NYSTROM
 from tests.references.performer import PERFORMER
 from tests.references.random_features import RANDOM_FEATURES
 from tests.references.recurrences import GATED_LINEAR, MAMBA, MAMBA2, RETENTION, RWKV6
-from tests.references.reference import Reference
+from tests.references.reference import MixerReference, Reference
 from tests.references.softmax import (
     ADDITIVE,
     DILATED,
@@ -58,4 +60,9 @@ REFERENCES: dict[str, Reference] = {
     "block_linformer": BLOCK_LINFORMER,
     "long_short": LONG_SHORT,
     "nystrom": NYSTROM,
+}
+
+# Of the mechanisms that take no heads.
+MIXERS: dict[str, MixerReference] = {
+    "fnet": FNET,
 }

@@ -55,3 +55,26 @@ class Reference:
     initial_state: Callable[[np.random.Generator, Any], Any] | None = None
     normalized: bool = True
     bounded: Callable[[dict[str, Any]], dict[str, Any]] = dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixerReference:
+    """The plain form of a mechanism that takes no heads, and the options to test it with.
+
+    Attributes:
+      mix: `(mixer, x (T, D)) -> (T, D)`, of one row without padding, by the parameters of the mixer
+        in the dtype of x; `mixer.is_causal` says which way.
+      variants: options of the mixer that together make it show all that it is, by label; the first
+        goes through every law, the others through those about values.
+      tuning: options that may not change a result, with values that cut the test lengths into
+        several pieces of which the last is not whole.
+      cost: options at which its growth is counted, at a length; the default has the registry's.
+      bounded: what the values of tokens are taken times, where the mechanism leaves it to the
+        caller that the results are finite.
+    """
+
+    mix: Callable[[Any, Any], Any]
+    variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {"": {}})
+    tuning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    cost: Callable[[int], Mapping[str, Any]] = lambda length: {}
+    bounded: float = 1.0

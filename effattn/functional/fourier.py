@@ -1,0 +1,61 @@
+"""Fourier mixing, that of FNet: a transform in the place of attention."""
+
+import jax
+import jax.numpy as jnp
+
+from effattn import registry
+
+
+@jax.named_scope("fourier_mixing")
+def fourier_mixing(x: jax.Array) -> jax.Array:
+    r"""The mixing of FNet (Lee-Thorp et al. 2022, "FNet: Mixing Tokens with Fourier Transforms").
+
+        y_td = Re sum_(s, e) x_se exp(-2 pi i (t s / T + d e / D))
+
+    A discrete Fourier transform over the features, one over the tokens, and the real part of both.
+    It has no parameters and mixes all tokens with all. Time is O(T D log(T D)), memory O(T D).
+    The transforms are of all T rows, so there can be neither padding nor packing: zeros do not
+    leave the other outputs as they were, and outputs depend on T itself.
+
+    Args:
+      x: `(*B, T, D)`, any number of batch dimensions.
+
+    Returns:
+      `(*B, T, D)` in the dtype of `x`; transformed in float32 or float64.
+
+    Raises:
+      ValueError: fewer than two axes, or a dtype that is not real floating point.
+    """
+    x = jnp.asarray(x)
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            "x must be floating point of shape (*B, T, D), got "
+            f"{x.dtype} of shape {x.shape}; cast it, or add the axis of the features"
+        )
+    if 0 in x.shape:
+        return x
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.real(jnp.fft.fft2(wide)).astype(x.dtype)
+
+
+registry.register(
+    registry.Mechanism(
+        name="fnet",
+        family="attention-free",
+        paper="Lee-Thorp et al. 2022, FNet: Mixing Tokens with Fourier Transforms",
+        function=fourier_mixing,
+        takes_heads=False,
+        cores=(),
+        capabilities=frozenset({"bidirectional"}),
+        reasons={
+            "causal": "every output of a Fourier transform depends on every token",
+            "lengths": "a Fourier transform mixes all rows, padding too; batch sequences of one "
+            "length together, or take a mechanism that masks",
+            "segments": "a Fourier transform mixes all rows, those of other documents too",
+        },
+        builder="effattn.nn.fnet:FNet",
+        complexity="O(N log N D)",
+        time_exponent=1.0,
+        knows_order=True,
+    )
+)

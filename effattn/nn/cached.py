@@ -1,0 +1,60 @@
+"""What causal mixers share whose state is one cache of what every token left."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn.decode.state import new_lengths
+from effattn.decode.tokens import TokenState, append
+from effattn.nn.mixer import CausalMixer
+
+
+class CachedMixer(CausalMixer):
+    """A mixer that makes some features of each token, and mixes those of all tokens up to it.
+
+    A subclass says what a token leaves (`_prepare`), and how whole sequences (`_mix_all`) and the
+    tokens at some positions (`_mix_at`) mix it.
+    """
+
+    _state = TokenState
+
+    def _prepare(self, x: jax.Array) -> tuple[Any, Any]:
+        """Of x `(B, T, D)`, what later tokens see of each, and what it keeps for its own output.
+
+        Both are pytrees of `(B, T, ...)`.
+        """
+        raise NotImplementedError
+
+    def _mix_at(self, tokens: Any, own: Any, positions: jax.Array) -> jax.Array:
+        """`(B, T, D)`, the outputs at `positions (B, T)` of the cached tokens `(B, S, ...)`.
+
+        What a slot at or after the row's length holds may not bear on it; there are zeros.
+        """
+        raise NotImplementedError
+
+    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> TokenState:
+        """The state of `batch` rows that have seen nothing.
+
+        Args:
+          batch: B.
+          max_length: the most tokens that a row may come to hold.
+          dtype: of what is kept of tokens; default the module's.
+        """
+        dtype = self._kept_in(dtype)
+        token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
+        tokens, _ = jax.eval_shape(self._prepare, token)
+        return TokenState(
+            tokens=jax.tree.map(
+                lambda x: jnp.zeros((batch, max_length, *x.shape[2:]), dtype), tokens
+            ),
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def _extend(self, x, state, lengths):
+        batch, time = x.shape[:2]
+        tokens, own = self._prepare(x)
+        new = append(state, tokens, new_lengths(lengths, batch, time))
+        positions = state.length[:, None] + jnp.arange(time, dtype=jnp.int32)
+        cached = jax.tree.map(lambda kept, x: kept.astype(x.dtype), new.tokens, tokens)
+        return self._mix_at(cached, own, positions), new

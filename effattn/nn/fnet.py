@@ -1,0 +1,40 @@
+"""The FNet layer."""
+
+from typing import Any
+
+from effattn.functional.fourier import fourier_mixing
+from effattn.nn.mixer import Mixer
+
+
+class FNet(Mixer):
+    """A mixer without parameters: the real part of a Fourier transform of tokens and features.
+
+    Lee-Thorp et al. 2022, "FNet: Mixing Tokens with Fourier Transforms"; see
+    `effattn.fourier_mixing`. It looks both ways and takes no padding.
+
+    Args:
+      in_features: D.
+      is_causal: only False.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the output; default that of the input.
+      rngs: as other mixers take; there are no parameters.
+
+    Raises:
+      ValueError: something asked of it that it cannot do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        is_causal: bool = False,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        rngs: Any = None,
+    ):
+        super().__init__(
+            in_features, "fnet", is_causal=is_causal, dropout_rate=dropout_rate, dtype=dtype
+        )
+
+    def _mix_all(self, x, lengths, segment_ids):
+        return fourier_mixing(x if self.dtype is None else x.astype(self.dtype))

@@ -1,0 +1,137 @@
+"""What mixers of tokens share that attend by no function of queries, keys and values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn.decode.state import check_state, new_lengths
+from effattn.nn.attention import check_tokens, padding_of, zero_padding
+from effattn.nn.binding import Binding
+
+
+class Mixer(nnx.Module):
+    """A mixer of whole sequences; a subclass says how it mixes.
+
+    Args:
+      in_features: D.
+      mechanism: the registered name.
+      is_causal: tokens see those before them alone.
+      dropout_rate: only 0 where the mechanism has none.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        mechanism: str,
+        *,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+    ):
+        binding = Binding.of(mechanism)
+        binding.require("causal" if is_causal else "bidirectional", f"is_causal={is_causal}")
+        if dropout_rate:
+            binding.require("dropout", f"dropout_rate={dropout_rate}")
+        self.in_features = in_features
+        self.binding: Binding = binding
+        self.is_causal = is_causal
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+
+    def _mix_all(
+        self, x: jax.Array, lengths: jax.Array | None, segment_ids: jax.Array | None
+    ) -> jax.Array:
+        """`(B, T, D)` of x `(B, T, D)`, which is zero in the padding."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """Mixes whole sequences.
+
+        Args:
+          x: `(B, T, D)`.
+          lengths: `(B,)` int, valid tokens of each right-padded row.
+          segment_ids: `(B, T)` int; tokens are mixed within equal ids, 0 is padding.
+          rngs: as other mixers take; nothing here is random.
+
+        Returns:
+          `(B, T, D)`. Nothing in the padding reaches the other tokens.
+        """
+        check_tokens("x", x, self.in_features)
+        batch, time = x.shape[:2]
+        _, valid = padding_of(self.binding, batch, time, lengths, segment_ids)
+        return self._mix_all(zero_padding(x, valid), lengths, segment_ids)
+
+    def _computed_in(self, x: jax.Array) -> Any:
+        """The dtype of the computation."""
+        return jnp.result_type(x, self.param_dtype) if self.dtype is None else self.dtype
+
+    def _kept_in(self, dtype: Any) -> Any:
+        """The dtype of what a state keeps of tokens themselves, where `init_state` is told none."""
+        if dtype is not None:
+            return dtype
+        return self.param_dtype if self.dtype is None else self.dtype
+
+
+class CausalMixer(Mixer):
+    """A mixer that decodes; a subclass says what it keeps, and how it goes on from there."""
+
+    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
+        """The state of `batch` rows that have seen nothing.
+
+        Args:
+          batch: B.
+          max_length: the most tokens that a row may come to hold; no bound where the state does
+            not grow.
+          dtype: of what is kept of tokens themselves; default the module's.
+        """
+        raise NotImplementedError
+
+    def _extend(self, x: jax.Array, state: Any, lengths: jax.Array | None) -> tuple[jax.Array, Any]:
+        """`(y, state)` of more tokens; `lengths`, if any, are checked, and the padding zero."""
+        raise NotImplementedError
+
+    def extend(
+        self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Mixes T >= 1 more tokens, given all before them.
+
+        Args:
+          x: `(B, T, D)`.
+          state: from `init_state` or an earlier call.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+
+        Returns:
+          `(y (B, T, D), state)`.
+        """
+        check_tokens("x", x, self.in_features)
+        batch, time = x.shape[:2]
+        if not self.is_causal:
+            raise ValueError(
+                f"a bidirectional {type(self).__name__} cannot decode; make it with is_causal=True"
+            )
+        check_state(state, self._state, batch)
+        if lengths is not None:
+            lengths = new_lengths(lengths, batch, time)
+            x = zero_padding(x, jnp.arange(time) < lengths[:, None])
+        return self._extend(x, state, lengths)
+
+    def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """`extend` by one token, x `(B, 1, D)`."""
+        if x.shape[1] != 1:
+            raise ValueError(f"step takes one token, x (B, 1, D), got x of shape {x.shape}")
+        return self.extend(x, state)
+
+    # What `extend` takes.
+    _state: type[Any]

@@ -1,0 +1,372 @@
+"""The laws, of mechanisms that take no heads: a mixer's tokens, gradients and parameters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from effattn import registry
+from effattn.nn import SelfAttention
+from tests.laws import cost, mixers
+from tests.laws.mixers import FEATURES, FIRST, LENGTH, ROWS, SUBJECTS, rms
+from tests.laws.test_sharding import collectives, mesh
+from tests.references import MIXERS
+
+EPS = float(np.finfo(np.float32).eps)
+
+every = pytest.mark.parametrize("mixer", SUBJECTS, ids=str)
+first = pytest.mark.parametrize("mixer", FIRST, ids=str)
+causal = pytest.mark.parametrize("mixer", [s for s in SUBJECTS if s.is_causal], ids=str)
+
+
+def claiming(*capabilities):
+    subjects = [s for s in SUBJECTS if all(map(s.has, capabilities))]
+    return pytest.mark.parametrize("mixer", subjects, ids=str)
+
+
+def close(ours, expected, tolerance):
+    """Equal to `tolerance` of each array's largest entry."""
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(mixers.to_numpy(ours)),
+        jax.tree.leaves(mixers.to_numpy(expected)),
+        strict=True,
+    ):
+        size = np.abs(b).max(initial=1e-3)
+        np.testing.assert_allclose(
+            a, b, rtol=tolerance, atol=tolerance * size, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+def test_every_mixer_has_a_reference_and_none_is_left_over():
+    assert set(MIXERS) == {n for n in registry.names() if not registry.get(n).takes_heads}
+
+
+# Law 1, and 4: pieces cut the sequence here, and not in the plain form.
+
+
+@every
+def test_float64_agrees(mixer):
+    """Outputs, and the gradients of tokens and parameters."""
+    with jax.enable_x64(True):
+        x, cotangent = mixers.tokens(1), mixers.tokens(2)
+        ours = mixers.run(mixers.made(mixer, tuned=True), x, cotangent, mixers.padding(mixer))
+        expected = mixers.refer(mixer.name, mixers.made(mixer), x, cotangent)
+        leaves = jax.tree.leaves_with_path(expected)
+        assert all(np.any(gradient) for _, gradient in leaves), leaves
+        close(ours, expected, 1e-10)
+
+
+@every
+def test_errors_are_at_most_twice_those_of_the_plain_form(mixer):
+    """In float32 with all gradients, in bfloat16 of the outputs."""
+    x, cotangent = mixers.tokens(1), mixers.tokens(2)
+    with jax.enable_x64(True):
+        exact = mixers.to_numpy(mixers.refer(mixer.name, mixers.made(mixer), x, cotangent))
+    given = (mixers.cast(a, np.float32) for a in (mixers.made(mixer), x, cotangent))
+    plain = mixers.refer(mixer.name, *given)
+    ours = mixers.run_in_float32(mixer, x, cotangent)
+    for (path, a), b, true in zip(
+        jax.tree.leaves_with_path(ours), jax.tree.leaves(plain), jax.tree.leaves(exact), strict=True
+    ):
+        # One draw of few numbers: chance alone makes errors of an eps or two.
+        allowed = max(2 * rms(b - true), 4 * EPS * rms(true))
+        assert rms(a - true) <= allowed, (jax.tree_util.keystr(path), rms(a - true), allowed)
+    narrow = mixers.cast(mixers.made(mixer, dtype=jnp.bfloat16), np.float32)
+    y = jax.jit(lambda m, x: m(x))(narrow, x.astype(jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+    of_plain = mixers.cast((mixers.made(mixer), x), jnp.bfloat16)
+    mix = MIXERS[mixer.name].mix
+    of_plain = jax.jit(lambda m, x: jax.vmap(lambda row: mix(m, row))(x))(*of_plain)
+    allowed = max(2 * rms(of_plain - exact[0]), 0.005 * rms(exact[0]))
+    assert rms(y - exact[0]) <= allowed < 0.1 * rms(exact[0])
+
+
+# Law 2.
+
+
+@causal
+def test_nothing_reaches_back(mixer):
+    """A token changes nothing before it, and no output's gradient reaches a later token."""
+    x, cotangent = mixers.tokens(1), mixers.tokens(2)
+    before, _ = mixers.run_in_float32(mixer, x, cotangent)
+    exact = mixer.entry.causality == "exact"
+    for token in (1, 6, LENGTH - 1):
+        changed = np.where(np.arange(LENGTH)[:, None] < token, x, mixers.tokens(3))
+        cut = np.where(np.arange(LENGTH)[:, None] < token, cotangent, 0)
+        after, (_, gradient) = mixers.run_in_float32(mixer, changed, cut)
+        change = np.abs(after - before).max(-1)
+        assert change[:, :token].max() <= (0 if exact else 1e-5 * rms(before))
+        assert (change[:, token] > 0).all()
+        assert np.abs(gradient[:, token:]).max() <= (0 if exact else 1e-5 * rms(gradient))
+        assert np.any(gradient[:, :token])
+
+
+# Law 3.
+
+
+@claiming("decode", "causal")
+def test_any_split_equals_the_whole(mixer):
+    """Pieces of 0 to 4 tokens, other ones for each row, with NaN after each row's own."""
+    rows, most = 2, 4
+    module = mixers.cast(mixers.made(mixer), np.float32)
+    x = mixers.tokens(1, rows).astype(np.float32)
+    whole = np.asarray(jax.jit(lambda m, x: m(x))(module, x))
+    extend = jax.jit(lambda m, x, state, lengths: m.extend(x, state, lengths=lengths))
+    empty = module.init_state(rows, LENGTH, jnp.float32)
+
+    @settings(max_examples=6)
+    @given(st.lists(st.lists(st.integers(0, most), min_size=rows, max_size=rows), max_size=12))
+    def holds(pieces):
+        state, at = empty, np.zeros(rows, int)
+        for piece in [*pieces, *[[1, most]] * LENGTH]:
+            lengths = np.minimum(piece, LENGTH - at).astype(np.int32)
+            if not lengths.any():
+                continue
+            part = np.full((rows, most, FEATURES), np.nan, np.float32)
+            for row, (start, size) in enumerate(zip(at, lengths, strict=True)):
+                part[row, :size] = x[row, start : start + size]
+            y, state = extend(module, part, state, lengths)
+            for row, (start, size) in enumerate(zip(at, lengths, strict=True)):
+                expected = whole[row, start : start + size]
+                np.testing.assert_allclose(y[row, :size], expected, rtol=5e-5, atol=1e-5)
+            at = at + lengths
+            np.testing.assert_array_equal(state.length, at)
+
+    holds()
+    y, state = module.step(x[:, :1], empty)
+    np.testing.assert_allclose(y, whole[:, :1], rtol=5e-5, atol=1e-5)
+    same = jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, state, empty)
+    assert all(jax.tree.leaves(same))
+
+
+# Law 5.
+
+
+@claiming("lengths")
+def test_what_is_in_padding_reaches_nothing(mixer):
+    """Not a bit of it: NaN there gives what zeros give."""
+    given = mixers.padding(mixer)
+    given["lengths"] = np.array([LENGTH, 7, 1, 0], np.int32)
+    valid = (np.arange(LENGTH) < given["lengths"][:, None])[..., None]
+    with jax.enable_x64(True):
+        module = mixers.made(mixer, tuned=True)
+        x, cotangent = mixers.tokens(1), mixers.tokens(2) * valid
+
+        def filled(value):
+            return mixers.to_numpy(mixers.run(module, np.where(valid, x, value), cotangent, given))
+
+        with_nan = filled(np.nan)
+        jax.tree.map(np.testing.assert_array_equal, with_nan, filled(0.0))
+    y, (of_mixer, of_x) = with_nan
+    assert np.isfinite(y).all() and not np.any(np.where(valid, 0, of_x))
+    assert all(np.isfinite(gradient).all() for gradient in jax.tree.leaves(of_mixer))
+
+
+@claiming("lengths")
+def test_padded_rows_give_what_they_give_alone(mixer):
+    given, size = mixers.padding(mixer), 7
+    given["lengths"] = np.full(ROWS, size, np.int32)
+    x, cotangent = mixers.tokens(1), mixers.tokens(2)
+    cotangent[:, size:] = 0
+    with jax.enable_x64(True):
+        ours = mixers.run(mixers.made(mixer, tuned=True), x, cotangent, given)
+        alone = mixers.refer(mixer.name, mixers.made(mixer), x[:, :size], cotangent[:, :size])
+        y, (of_mixer, of_x) = mixers.to_numpy(ours)
+        close((y[:, :size], (of_mixer, of_x[:, :size])), alone, 1e-10)
+
+
+@claiming("segments")
+def test_packed_documents_give_what_they_give_alone(mixer):
+    """The first row holds two of them and padding, the next two one each, at its start."""
+    given, sizes = mixers.padding(mixer), (5, 6)
+    x, cotangent = mixers.tokens(1), mixers.tokens(2)
+    given["segment_ids"][0] = np.repeat([7, 3, 0], [5, 6, 2])
+    starts = (0, 5)
+    for row, (start, size) in enumerate(zip(starts, sizes, strict=True), 1):
+        given["segment_ids"][row] = np.where(np.arange(LENGTH) < size, 1, 0)
+        x[row, size:] = np.nan
+        cotangent[row, size:] = 0
+        x[row, :size] = x[0, start : start + size]
+        cotangent[row, :size] = cotangent[0, start : start + size]
+    x[0, 11:], cotangent[0, 11:] = np.nan, 0
+    with jax.enable_x64(True):
+        y, (_, of_x) = mixers.to_numpy(
+            mixers.run(mixers.made(mixer, tuned=True), x, cotangent, given)
+        )
+    for row, (start, size) in enumerate(zip(starts, sizes, strict=True), 1):
+        for array in (y, of_x):
+            np.testing.assert_allclose(
+                array[0, start : start + size], array[row, :size], rtol=1e-11, atol=1e-11
+            )
+
+
+@first
+def test_an_example_does_not_depend_on_the_others(mixer):
+    """Bit for bit, and even if they are NaN."""
+    x, cotangent = mixers.tokens(1), mixers.tokens(2)
+    y, (_, of_x) = mixers.run_in_float32(mixer, x, cotangent)
+    for row in range(ROWS):
+        alone = np.where(np.arange(ROWS)[:, None, None] == row, x, np.nan)
+        other, (_, of_other) = mixers.run_in_float32(mixer, alone, cotangent)
+        np.testing.assert_array_equal(other[row], y[row])
+        np.testing.assert_array_equal(of_other[row], of_x[row])
+
+
+# Law 7.
+
+
+@every
+def test_extreme_values(mixer):
+    x, cotangent = mixers.tokens(1), mixers.tokens(2)
+    extremes = {
+        "zeros": np.zeros_like(x),
+        "equal": np.ones_like(x),
+        "large": x * 1e4,
+        "of one sign": np.full_like(x, -1e4),
+        "subnormal": x * 1e-42,
+    }
+    for name, extreme in extremes.items():
+        found = mixers.run_in_float32(mixer, extreme * mixer.reference.bounded, cotangent)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found)), name
+
+
+@first
+def test_one_token(mixer):
+    with jax.enable_x64(True):
+        x = mixers.tokens(1, length=1)
+        module = mixers.made(mixer)
+        y = jax.jit(lambda m, x: m(x))(module, x)
+        mix = MIXERS[mixer.name].mix
+        close(y, jax.vmap(lambda row: mix(module, row))(x), 1e-10)
+
+
+# Law 8.
+
+
+def program_at(mixer, length, backward=True):
+    """Forward, or forward and backward, of one row of that many tokens."""
+    options = dict(mixer.reference.cost(length))
+    module = jax.eval_shape(lambda: mixers.build(mixer, 16, 1, **options))
+    x = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
+    call = (lambda m, x: mixers.both(lambda m, x: m(x), m, x, x)) if backward else lambda m, x: m(x)
+    return jax.jit(call).trace(module, x)
+
+
+@first
+def test_costs_grow_as_claimed(mixer):
+    """Operations and temporary bytes, forward and backward; no array outgrows the claim."""
+    lengths = (1024, 2048, 4096, 8192)
+    programs = [program_at(mixer, length) for length in lengths]
+    counts = [cost.operations(program.jaxpr) for program in programs]
+    found = cost.exponent(lengths, counts)
+    assert abs(found - mixer.entry.time_exponent) <= 0.1, (found, counts)
+    sizes = [cost.equations(program.jaxpr) for program in programs]
+    assert max(sizes) <= 1.1 * min(sizes), sizes
+    ends, most = (lengths[0], lengths[-1]), mixer.entry.memory_exponent + 0.1
+    programs = programs[0], programs[-1]
+    found = [cost.temporary_bytes(program) for program in programs]
+    assert cost.exponent(ends, found) <= most, found
+    arrays = [cost.largest(program.jaxpr) for program in programs]
+    assert cost.exponent(ends, arrays) <= most, arrays
+    assert cost.temporary_bytes(program_at(mixer, ends[1], backward=False)) <= found[-1]
+
+
+# Law 9.
+
+
+@first
+def test_twice_the_same(mixer):
+    x, cotangent = mixers.tokens(1), mixers.tokens(2)
+    one, two = (mixers.run_in_float32(mixer, x, cotangent) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+@first
+def test_sharded_by_rows(mixer):
+    """Only the gradients of the parameters are summed, and the numbers are those of one device."""
+    devices = mesh()
+    by_row = NamedSharding(devices, PartitionSpec("batch"))
+    everywhere = NamedSharding(devices, PartitionSpec())
+    module = mixers.cast(mixers.made(mixer), np.float32)
+    x, cotangent = (mixers.tokens(seed).astype(np.float32) for seed in (1, 2))
+    args = (
+        jax.device_put(module, everywhere),
+        *(jax.device_put(array, by_row) for array in (x, cotangent)),
+    )
+    shardings = by_row, (everywhere, by_row)
+    call = jax.jit(lambda *args: mixers.run(*args, {}), out_shardings=shardings)
+    compiled = call.lower(*args).compile()
+    found = collectives(compiled)
+    assert set(found) <= {"all-reduce"}, found
+    assert len(found) <= len(jax.tree.leaves(module)), found
+    close(compiled(*args), mixers.run_in_float32(mixer, x, cotangent), 40 * EPS)
+
+
+@first
+def test_scan_remat_and_vmap(mixer):
+    """Over two sets of parameters, a scan over the examples of calls that keep nothing."""
+    module = mixers.cast(mixers.made(mixer), np.float32)
+    halves = jax.tree.map(lambda p: np.stack([p, p / 2]), module)
+    x, cotangent = (mixers.tokens(seed).astype(np.float32) for seed in (1, 2))
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, None, None), axis_size=2)
+    def call(module, x, cotangent):
+        def scanned(module, x):
+            one = jax.checkpoint(lambda m, row: m(row[None])[0])
+            return jax.lax.scan(lambda _, row: (None, one(module, row)), None, x)[1]
+
+        return mixers.both(scanned, module, x, cotangent)
+
+    got = call(halves, x, cotangent)
+    for place, scale in enumerate((1, 2)):
+        part = jax.tree.map(lambda p, scale=scale: p / scale, module)
+        expected = mixers.run(part, x, cotangent, {})
+        close(jax.tree.map(lambda leaf, place=place: leaf[place], got), expected, 40 * EPS)
+
+
+# What is not claimed.
+
+
+@first
+def test_what_is_not_claimed_is_refused_with_advice(mixer):
+    def made(**options):
+        options = {"is_causal": mixer.is_causal, **options}
+        given = dict(mixer.reference.variants[mixer.variant])
+        return mixer.entry.build(FEATURES, mixers.HEADS, rngs=nnx.Rngs(0), **given, **options)
+
+    x = jnp.ones((ROWS, LENGTH, FEATURES))
+    refusals = {
+        "causal": lambda: made(is_causal=True),
+        "bidirectional": lambda: made(is_causal=False),
+        "dropout": lambda: made(dropout_rate=0.5),
+        "lengths": lambda: made()(x, lengths=jnp.full(ROWS, 2)),
+        "segments": lambda: made()(x, segment_ids=jnp.ones((ROWS, LENGTH), int)),
+    }
+    for capability, refused in refusals.items():
+        if not mixer.has(capability):
+            with pytest.raises(ValueError, match=f"was given, but .* lacks '{capability}'"):
+                refused()
+    with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 8\)"):
+        made()(x[..., :3])
+    with pytest.raises(ValueError, match=f"'{mixer.name}' mixes tokens without queries"):
+        SelfAttention(FEATURES, mixers.HEADS, mixer.name, rngs=nnx.Rngs(0))
+    if mixer.has("decode"):
+        empty = made().init_state(ROWS, LENGTH)
+        with pytest.raises(ValueError, match="state must be the .* that init_state returned"):
+            made().extend(x, ())
+        with pytest.raises(ValueError, match="cannot be extended by 2 rows"):
+            made().extend(x[:2], empty)
+        with pytest.raises(ValueError, match="step takes one token"):
+            made().step(x, empty)
+        if mixer.has("bidirectional"):
+            with pytest.raises(ValueError, match="cannot decode"):
+                made(is_causal=False).extend(x, empty)
+    else:
+        assert not mixer.is_causal
