@@ -45,6 +45,7 @@ from effattn.functional.block_linformer import block_linformer_attention  # isor
 from effattn.functional.long_short import long_short_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
 from effattn.functional.fourier import fourier_mixing  # isort: skip
+from effattn.functional.rwkv4 import rwkv4_mixing  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.implementations import support
 from effattn.layouts import BlockLayout
@@ -64,18 +65,18 @@ __all__ = [
     "BlockLayout",
     "PerformerState",
     "additive_attention",
+    "analysis",
     "based_attention",
     "bigbird_attention",
     "block_linformer_attention",
     "block_sparse_attention",
-    "analysis",
     "combine",
     "cosformer_attention",
     "decode",
     "delta_rule_attention",
     "dot_product_attention",
-    "gated_linear_attention",
     "fourier_mixing",
+    "gated_linear_attention",
     "hedgehog_attention",
     "hierarchical_attention",
     "linear_attention",
@@ -94,6 +95,7 @@ __all__ = [
     "random_feature_attention",
     "registry",
     "retention",
+    "rwkv4_mixing",
     "rwkv6_attention",
     "rwkv7_attention",
     "segment_ids_from_cu_seqlens",

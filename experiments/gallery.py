@@ -5,7 +5,6 @@ last one, in about a minute on two cores.
 """
 
 import functools
-import inspect
 import io
 import math
 import sys
@@ -26,6 +25,7 @@ if not __package__:  # run as `python experiments/gallery.py`
 
 from effattn import analysis, registry
 from effattn.nn import TransformerConfig, TransformerLM
+from effattn.nn.binding import Binding
 from effattn.patterns import (
     Axial,
     BlockMask,
@@ -147,10 +147,7 @@ def small_options(mechanism: registry.Mechanism) -> dict[str, Any]:
     if mechanism.options_at is not None:
         options |= mechanism.options_at(LENGTH)
     shown = {name: _small(option) for name, option in options.items()}
-    if (
-        "causal" in mechanism.capabilities
-        and "is_causal" in inspect.signature(mechanism.function).parameters
-    ):
+    if "causal" in mechanism.capabilities and Binding.of(mechanism.name).takes("is_causal"):
         shown["is_causal"] = True
     return shown | dict(SHOWN.get(mechanism.name, {}))
 

@@ -24,6 +24,7 @@ from effattn.nn.random_features import RandomFeatureSelfAttention
 from effattn.nn.retention import RetNet
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.rwkv import RWKV6, RWKV7
+from effattn.nn.rwkv4 import RWKV4, RWKV4ChannelMix
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
 
@@ -48,11 +49,13 @@ __all__ = [
     "LongformerSelfAttention",
     "Mamba",
     "Mamba2",
+    "PerformerSelfAttention",
+    "RWKV4",
+    "RWKV4ChannelMix",
     "RWKV6",
     "RWKV7",
-    "RetNet",
-    "PerformerSelfAttention",
     "RandomFeatureSelfAttention",
+    "RetNet",
     "RotaryEmbedding",
     "SelfAttention",
     "ShortConvolution",

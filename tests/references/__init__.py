@@ -19,6 +19,7 @@ from tests.references.performer import PERFORMER
 from tests.references.random_features import RANDOM_FEATURES
 from tests.references.recurrences import GATED_LINEAR, MAMBA, MAMBA2, RETENTION, RWKV6
 from tests.references.reference import MixerReference, Reference
+from tests.references.rwkv4 import RWKV4
 from tests.references.softmax import (
     ADDITIVE,
     DILATED,
@@ -65,4 +66,5 @@ REFERENCES: dict[str, Reference] = {
 # Of the mechanisms that take no heads.
 MIXERS: dict[str, MixerReference] = {
     "fnet": FNET,
+    "rwkv4": RWKV4,
 }

@@ -1,0 +1,234 @@
+"""The token mixing of RWKV-4: running averages whose weights decay, feature by feature."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn import _checks, registry
+from effattn.xla.linear_scan import linear_scan, max_plus_scan
+
+# Below any key, and far from overflow when it is subtracted.
+_NOTHING = -1e30
+
+
+class Sums(NamedTuple):
+    """Weighted sums of values over tokens, feature by feature, and the sums of the weights.
+
+    Both are divided by exp(largest), which no weight exceeds by much.
+
+    Attributes:
+      values: `(*B, D)` or `(*B, T, D)`, sum of exp(k - largest) v.
+      weights: the same of exp(k - largest).
+      largest: the largest exponent, or `_NOTHING` before the first token.
+    """
+
+    values: jax.Array
+    weights: jax.Array
+    largest: jax.Array
+
+    def average(self) -> jax.Array:
+        """The values' average; zeros where there are no weights."""
+        present = self.weights > 0
+        return jnp.where(present, self.values, 0) / jnp.where(present, self.weights, 1)
+
+    def plus(self, other: "Sums") -> "Sums":
+        """The sums over the tokens of both."""
+        largest = lax.stop_gradient(jnp.maximum(self.largest, other.largest))
+        mine, theirs = (jnp.exp(part.largest - largest) for part in (self, other))
+        return Sums(
+            self.values * mine + other.values * theirs,
+            self.weights * mine + other.weights * theirs,
+            largest,
+        )
+
+
+def one_token(exponent: jax.Array, value: jax.Array) -> Sums:
+    """The sums of one token: its value, with weight exp(exponent)."""
+    largest = lax.stop_gradient(exponent)
+    weight = jnp.exp(exponent - largest)
+    return Sums(weight * value, weight, largest)
+
+
+def nothing(shape: tuple[int, ...], dtype: Any) -> Sums:
+    """The sums of no token."""
+    return Sums(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.full(shape, _NOTHING, dtype))
+
+
+def begun(initial: Sums, like: jax.Array) -> Sums:
+    """The sums in the dtype of `like`, and over nothing's exponent where there are no weights."""
+    values, weights, largest = (jnp.asarray(x).astype(like.dtype) for x in initial)
+    return Sums(values, weights, jnp.where(weights > 0, largest, _NOTHING))
+
+
+def running_sums(
+    key: jax.Array,
+    value: jax.Array,
+    decay: jax.Array,
+    valid: jax.Array | None = None,
+    starts: jax.Array | None = None,
+    initial: Sums | None = None,
+) -> Sums:
+    """The sums over all tokens up to each one, present included, weights falling by the token.
+
+    Args:
+      key: `(B, T, D)`, exponents.
+      value: `(B, T, D)`.
+      decay: `(D,)`, what an exponent falls by with each token, 0 or more.
+      valid: bool `(B, T)`, tokens that count.
+      starts: bool `(B, T)`, tokens before which all is forgotten.
+      initial: the sums before the first token, `(B, D)`; zeros are those of no token.
+
+    Returns:
+      `(B, T, D)` each.
+    """
+    batch, _, features = key.shape
+    initial = nothing((batch, features), key.dtype) if initial is None else begun(initial, key)
+    if valid is not None:
+        # Padding changes nothing, and does not age what was before it.
+        key = jnp.where(valid[..., None], key, _NOTHING)
+        fall = jnp.where(valid[..., None], decay, 0)
+    else:
+        fall = jnp.broadcast_to(decay, key.shape)
+    if starts is not None:
+        fall = jnp.where(starts[..., None], -_NOTHING, fall)
+    largest = max_plus_scan(-fall, key, initial.largest)
+    # After a start, and in long padding, what is carried on falls below any key.
+    largest = jnp.maximum(largest, _NOTHING)
+    before = jnp.concatenate([initial.largest[:, None], largest[:, :-1]], 1)
+    kept = jnp.exp(lax.stop_gradient(before) - fall - largest)
+    if starts is not None:
+        kept = jnp.where(starts[..., None], 0, kept)
+    weight = jnp.exp(key - largest)
+    if valid is not None:
+        weight = jnp.where(valid[..., None], weight, 0)
+    both = linear_scan(
+        jnp.concatenate([kept, kept], -1),
+        jnp.concatenate([weight * value, weight], -1),
+        jnp.concatenate([initial.values, initial.weights], -1),
+    )
+    values, weights = jnp.split(both, 2, -1)
+    return Sums(values, weights, largest)
+
+
+@jax.named_scope("rwkv4_mixing")
+def rwkv4_mixing(
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    decay: jax.Array,
+    bonus: jax.Array,
+    lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    initial_state: Sums | None = None,
+    return_state: bool = False,
+) -> jax.Array | tuple[jax.Array, Sums]:
+    r"""The weighted key value averages of RWKV-4 (Peng et al. 2023, "RWKV: Reinventing RNNs").
+
+    For each feature by itself, with w its decay and u its bonus:
+
+        y_t = (sum_(s < t) exp(k_s - (t - 1 - s) w) v_s + exp(u + k_t) v_t)
+              / (sum_(s < t) exp(k_s - (t - 1 - s) w) + exp(u + k_t))
+
+    It is always causal. Sums are kept over the largest of their exponents, so keys of any size are
+    safe. Time is O(T D log C), with C the 64 tokens of a chunk, memory O(T D); the state has 3 D
+    numbers. Gradients do not flow through the exponents that sums are kept over, as those cancel.
+
+    Args:
+      key: `(B, T, D)`.
+      value: `(B, T, D)`, of the dtype of the key.
+      decay: `(D,)` [w], 0 or more.
+      bonus: `(D,)` [u].
+      lengths: `(B,)` int, valid tokens of each row; the others give zeros and leave the state.
+      segment_ids: int `(B, T)`: averages are over the token's own run of equal ids; 0 is padding.
+      initial_state: the state before the first token, from an earlier call.
+      return_state: also return the state after the last valid token.
+
+    Returns:
+      `(B, T, D)` in the dtype of `value`; with `return_state`, `(y, state)`, the state's arrays
+      `(B, D)` in at least float32.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit, or a state together with `segment_ids`.
+    """
+    key, value, valid, starts = check_tokens_by_feature(
+        {"key": key, "value": value}, lengths, segment_ids, initial_state
+    )
+    dtype, size = key.dtype, (key.shape[-1],)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    key, values = key.astype(wide), value.astype(wide)
+    decay = _checks.shaped("decay", decay, size).astype(wide)
+    bonus = _checks.shaped("bonus", bonus, size).astype(wide)
+    sums = running_sums(key, values, decay, valid, starts, initial_state)
+    shape = key[:, 0].shape
+    initial = nothing(shape, wide) if initial_state is None else begun(initial_state, key)
+    before = jax.tree.map(
+        lambda first, x: jnp.concatenate([first[:, None], x[:, :-1]], 1), initial, sums
+    )
+    if starts is not None:
+        clear = starts[..., None]
+        before = Sums(*(jnp.where(clear, 0, x) for x in before[:2]), before.largest)
+    y = before.plus(one_token(key + bonus, values)).average()
+    if valid is not None:
+        y = jnp.where(valid[..., None], y, 0)
+    y = y.astype(dtype)
+    return (y, jax.tree.map(lambda x: x[:, -1], sums)) if return_state else y
+
+
+def check_tokens_by_feature(
+    arrays: dict[str, jax.Array], lengths: Any, segment_ids: Any, initial_state: Any
+) -> tuple[Any, ...]:
+    """The arrays, all `(B, T, D)` of one dtype and zero in the padding, and what is known of them.
+
+    Returns:
+      The arrays, then bool `(B, T)` or None each: which tokens are valid, and which are the first
+      of their document.
+    """
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    (first, like), *_ = arrays.items()
+    if like.ndim != 3 or not jnp.issubdtype(like.dtype, jnp.floating):
+        raise ValueError(
+            f"{first} must be floating point of shape (batch, length, features), got {like.dtype} "
+            f"of shape {like.shape}"
+        )
+    for name, array in arrays.items():
+        if array.shape != like.shape or array.dtype != like.dtype:
+            raise ValueError(
+                f"{name} must be {like.dtype} of shape {like.shape}, as {first} is, got "
+                f"{array.dtype} of shape {array.shape}"
+            )
+    batch, time = like.shape[:2]
+    valid = starts = None
+    lengths = _checks.lengths("lengths", lengths, (batch,))
+    if lengths is not None:
+        valid = jnp.arange(time) < lengths[:, None]
+    pair = _checks.segment_ids(segment_ids, (batch,), time, time)
+    if pair is not None:
+        if initial_state is not None:
+            raise ValueError(
+                "initial_state and segment_ids cannot be given together: documents start anew"
+            )
+        ids = pair[0]
+        valid = (ids != 0) if valid is None else (ids != 0) & valid
+        starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    if valid is not None:
+        arrays = {k: jnp.where(valid[..., None], x, 0) for k, x in arrays.items()}
+    return (*arrays.values(), valid, starts)
+
+
+registry.register(
+    registry.Mechanism(
+        name="rwkv4",
+        family="recurrent",
+        paper="Peng et al. 2023, RWKV: Reinventing RNNs for the Transformer Era",
+        function=rwkv4_mixing,
+        takes_heads=False,
+        cores=(),
+        capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
+        builder="effattn.nn.rwkv4:RWKV4",
+        complexity="O(N D)",
+        time_exponent=1.0,
+        knows_order=True,
+    )
+)

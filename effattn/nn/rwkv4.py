@@ -1,0 +1,198 @@
+"""RWKV-4: the time mixing as a mixer, and the channel mixing as a feed-forward layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from effattn import _checks
+from effattn.functional.rwkv4 import rwkv4_mixing
+from effattn.nn import initializers
+from effattn.nn.recurrent import RecurrentMixer
+from effattn.nn.token_shift import token_shift
+
+
+class RWKV4(RecurrentMixer):
+    """The time mixing of RWKV-4 (Peng et al. 2023, "RWKV: Reinventing RNNs", section 3.1).
+
+    With the token before x', and one amount mu a feature for each of the three inputs:
+
+        r, k, v = (mu_c x + (1 - mu_c) x') W_c
+        y = (sigmoid(r) rwkv4_mixing(k, v, exp(w), u)) W_o
+
+    Time is O(T D^2), and the state has 4 D numbers a row.
+
+    Args:
+      in_features: D, the size of a token.
+      depth: where the layer stands, from 0 for the first to 1 for the last; parameters start by it.
+      is_causal: only True.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        depth: float = 0.5,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            "rwkv4",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth must be in [0, 1], the first layer to the last, got {depth}")
+        features = _checks.at_least("in_features", in_features, 1, "features")
+
+        def linear(init):
+            return nnx.Linear(
+                features,
+                features,
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=init,
+                rngs=rngs,
+            )
+
+        self.receptance, self.key, self.value = (linear(kernel_init) for _ in range(3))
+        self.out = linear(kernel_init if out_kernel_init is None else out_kernel_init)
+        # As in the authors' code: amounts grow along the features, and less so in higher layers.
+        place = np.arange(features) / features
+        mixed = place ** (1 - depth)
+        amounts = np.stack([place ** ((1 - depth) / 2), mixed, mixed + 0.3 * depth])
+        self.shifts = nnx.Param(jnp.asarray(amounts, param_dtype))
+        along = np.arange(features) / max(features - 1, 1)
+        decay = -5 + 8 * along ** (0.7 + 1.3 * depth)
+        self.log_decay = nnx.Param(jnp.asarray(decay, param_dtype))
+        bonus = np.log(0.3) + 0.5 * ((np.arange(features) + 1) % 3 - 1)
+        self.bonus = nnx.Param(jnp.asarray(bonus, param_dtype))
+
+    def _mix(self, x, state, lengths, segment_ids):
+        sums, before = (None, None) if state is None else state
+        dtype = self._computed_in(x)
+        shifted, last = token_shift(x, before, lengths=lengths, segment_ids=segment_ids)
+        amounts = self.shifts[...].astype(dtype)[:, None, None]
+        of_receptance, of_key, of_value = mixed_with_last(x.astype(dtype), shifted, amounts)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        average, sums = rwkv4_mixing(
+            self.key(of_key),
+            self.value(of_value),
+            decay=jnp.exp(self.log_decay[...].astype(wide)),
+            bonus=self.bonus[...].astype(wide),
+            lengths=lengths,
+            segment_ids=segment_ids,
+            initial_state=sums,
+            return_state=True,
+        )
+        gate = jax.nn.sigmoid(self.receptance(of_receptance))
+        return self.out(gate * average), (sums, last)
+
+
+class RWKV4ChannelMix(nnx.Module):
+    """The channel mixing of RWKV-4 (Peng et al. 2023), in the place of a feed-forward layer.
+
+        k, r = (mu_c x + (1 - mu_c) x') W_c;   y = sigmoid(r) (relu(k)^2 W_v)
+
+    It reads the token before, x', and so has a state as mixers do: the last token.
+
+    Args:
+      in_features: D.
+      hidden_features: of k; default 4 D.
+      depth: as in `RWKV4`.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      rngs: for the initial parameters.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        *,
+        depth: float = 0.5,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth must be in [0, 1], the first layer to the last, got {depth}")
+        hidden = 4 * in_features if hidden_features is None else hidden_features
+        self.in_features = _checks.at_least("in_features", in_features, 1, "features")
+        self.dtype, self.param_dtype = dtype, param_dtype
+
+        def linear(features_in, features_out):
+            return nnx.Linear(
+                features_in,
+                features_out,
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                rngs=rngs,
+            )
+
+        self.receptance = linear(in_features, in_features)
+        self.key = linear(in_features, _checks.at_least("hidden_features", hidden, 1, "features"))
+        self.value = linear(hidden, in_features)
+        amounts = (np.arange(in_features) / in_features) ** (1 - depth)
+        self.shifts = nnx.Param(jnp.asarray(np.stack([amounts, amounts]), param_dtype))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """x `(B, T, D)` to `(B, T, D)`; the first token of a document has zeros before it."""
+        return self._mix(x, None, lengths, segment_ids)[0]
+
+    def init_state(self, batch: int, dtype: Any = None) -> jax.Array:
+        """The last token of rows that have seen none, zeros `(B, D)`."""
+        if dtype is None:
+            dtype = self.param_dtype if self.dtype is None else self.dtype
+        return jnp.zeros((batch, self.in_features), dtype)
+
+    def extend(
+        self, x: jax.Array, state: jax.Array, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """`(y, state)` of T more tokens, of which row b has `lengths[b]`."""
+        return self._mix(x, state, lengths, None)
+
+    def _mix(self, x, before, lengths, segment_ids):
+        dtype = jnp.result_type(x, self.param_dtype) if self.dtype is None else self.dtype
+        shifted, last = token_shift(x, before, lengths=lengths, segment_ids=segment_ids)
+        amounts = self.shifts[...].astype(dtype)[:, None, None]
+        of_receptance, of_key = mixed_with_last(x.astype(dtype), shifted, amounts)
+        hidden = jnp.square(jax.nn.relu(self.key(of_key)))
+        return jax.nn.sigmoid(self.receptance(of_receptance)) * self.value(hidden), last
+
+
+def mixed_with_last(x: jax.Array, shifted: jax.Array, amounts: jax.Array) -> jax.Array:
+    """`(C, B, T, D)`: for each of C inputs, that share of the token and the rest of the last."""
+    shifted = shifted.astype(x.dtype)
+    return amounts * x + (1 - amounts) * shifted

@@ -1,0 +1,113 @@
+"""The elementwise recurrences x_t = a_t x_(t-1) + b_t and x_t = max(a_t + x_(t-1), b_t).
+
+Chunks of tokens are scanned one after the other, and the tokens of a chunk by doubling: there are
+T / C steps of log C operations on C tokens each, and the program has one size for any length.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_CHUNK = 64
+
+
+class _Semiring(NamedTuple):
+    """How states are carried on and added to; `one` carries a state on as it is."""
+
+    times: Callable[[jax.Array, jax.Array], jax.Array]
+    plus: Callable[[jax.Array, jax.Array], jax.Array]
+    zero: float
+    one: float
+
+
+_LINEAR = _Semiring(jnp.multiply, jnp.add, 0.0, 1.0)
+_MAX_PLUS = _Semiring(jnp.add, jnp.maximum, -jnp.inf, 0.0)
+
+
+def linear_scan(decay: jax.Array, added: jax.Array, initial: jax.Array) -> jax.Array:
+    """All states of x_t = decay_t * x_(t-1) + added_t.
+
+    Time is O(T F log C), memory O(T F): states are kept for the backward pass, which scans them in
+    reverse. An output depends bit for bit on no later token.
+
+    Args:
+      decay: `(B, T, *F)`, real or complex.
+      added: `(B, T, *F)`, of the same dtype.
+      initial: `(B, *F)`, x before the first token.
+
+    Returns:
+      `(B, T, *F)`.
+    """
+    return _linear(decay, added, initial)
+
+
+def max_plus_scan(change: jax.Array, floor: jax.Array, initial: jax.Array) -> jax.Array:
+    """All states of x_t = max(change_t + x_(t-1), floor_t); it has no gradients.
+
+    Shapes, time and memory are those of `linear_scan`.
+    """
+    return _states(_MAX_PLUS, *map(lax.stop_gradient, (change, floor, initial)))
+
+
+@jax.custom_vjp
+def _linear(decay, added, initial):
+    return _states(_LINEAR, decay, added, initial)
+
+
+def _forward(decay, added, initial):
+    states = _states(_LINEAR, decay, added, initial)
+    return states, (decay, states, initial)
+
+
+def _backward(kept, cotangent):
+    decay, states, initial = kept
+    # g_t = cotangent_t + decay_(t+1) g_(t+1), the same recurrence from the end.
+    after = jnp.concatenate([decay[:, 1:], jnp.ones_like(decay[:, :1])], 1)
+    backwards = (jnp.flip(array, 1) for array in (after, cotangent))
+    of_added = jnp.flip(_states(_LINEAR, *backwards, jnp.zeros_like(initial)), 1)
+    before = jnp.concatenate([initial[:, None], states[:, :-1]], 1)
+    return of_added * before, of_added, decay[:, 0] * of_added[:, 0]
+
+
+_linear.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _states(ring, decay, added, initial):
+    batch, time = added.shape[:2]
+    chunk = min(_CHUNK, time)
+    rest = -time % chunk
+
+    def chunks(array):
+        array = jnp.pad(array, ((0, 0), (0, rest), *[(0, 0)] * (array.ndim - 2)))
+        array = array.reshape(batch, -1, chunk, *array.shape[2:])
+        return jnp.moveaxis(array, 1, 0)
+
+    def step(before, of_chunk):
+        within, states = _doubled(ring, *of_chunk)
+        states = ring.plus(states, ring.times(within, before[:, None]))
+        return states[:, -1], states
+
+    # What is padded comes last, and nothing reads it.
+    _, states = lax.scan(step, initial, (chunks(decay), chunks(added)))
+    states = jnp.moveaxis(states, 0, 1)
+    return states.reshape(batch, -1, *states.shape[3:])[:, :time]
+
+
+def _doubled(ring, decay, added):
+    """Of `(B, C, *F)`, the decay since the chunk's start, and the states that begin with nothing.
+
+    After each turn, an entry is of twice as many tokens.
+    """
+    chunk, reach = added.shape[1], 1
+    while reach < chunk:
+        behind = ((0, 0), (reach, 0), *[(0, 0)] * (added.ndim - 2))
+        earlier = jnp.pad(added[:, :-reach], behind, constant_values=ring.zero)
+        added = ring.plus(added, ring.times(decay, earlier))
+        decay = ring.times(decay, jnp.pad(decay[:, :-reach], behind, constant_values=ring.one))
+        reach *= 2
+    return decay, added
