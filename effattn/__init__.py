@@ -46,6 +46,7 @@ from effattn.functional.long_short import long_short_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
 from effattn.functional.fourier import fourier_mixing  # isort: skip
 from effattn.functional.rwkv4 import rwkv4_mixing  # isort: skip
+from effattn.functional.attention_free import attention_free  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.implementations import support
 from effattn.layouts import BlockLayout
@@ -66,6 +67,7 @@ __all__ = [
     "PerformerState",
     "additive_attention",
     "analysis",
+    "attention_free",
     "based_attention",
     "bigbird_attention",
     "block_linformer_attention",

@@ -5,6 +5,7 @@ from effattn.nn.adapters import as_attention_fn
 from effattn.nn.additive import AdditiveCrossAttention, AdditiveSelfAttention
 from effattn.nn.alibi import Alibi, alibi_slopes
 from effattn.nn.attention import CrossAttention, SelfAttention
+from effattn.nn.attention_free import AFTConv, AFTFull, AFTLocal, AFTSimple
 from effattn.nn.based import BasedSelfAttention
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
@@ -29,6 +30,10 @@ from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
 
 __all__ = [
+    "AFTConv",
+    "AFTFull",
+    "AFTLocal",
+    "AFTSimple",
     "AdditiveCrossAttention",
     "AdditiveSelfAttention",
     "Alibi",

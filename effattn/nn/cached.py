@@ -33,15 +33,7 @@ class CachedMixer(CausalMixer):
         """
         raise NotImplementedError
 
-    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> TokenState:
-        """The state of `batch` rows that have seen nothing.
-
-        Args:
-          batch: B.
-          max_length: the most tokens that a row may come to hold.
-          dtype: of what is kept of tokens; default the module's.
-        """
-        dtype = self._kept_in(dtype)
+    def _empty(self, batch, max_length, dtype):
         token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
         tokens, _ = jax.eval_shape(self._prepare, token)
         return TokenState(

@@ -96,7 +96,18 @@ class CausalMixer(Mixer):
             not grow.
           dtype: of what is kept of tokens themselves; default the module's.
         """
+        self._check_causal()
+        return self._empty(batch, max_length, self._kept_in(dtype))
+
+    def _empty(self, batch: int, max_length: int, dtype: Any) -> Any:
+        """The state, by a subclass."""
         raise NotImplementedError
+
+    def _check_causal(self) -> None:
+        if not self.is_causal:
+            raise ValueError(
+                f"a bidirectional {type(self).__name__} cannot decode; make it with is_causal=True"
+            )
 
     def _extend(self, x: jax.Array, state: Any, lengths: jax.Array | None) -> tuple[jax.Array, Any]:
         """`(y, state)` of more tokens; `lengths`, if any, are checked, and the padding zero."""
@@ -117,10 +128,7 @@ class CausalMixer(Mixer):
         """
         check_tokens("x", x, self.in_features)
         batch, time = x.shape[:2]
-        if not self.is_causal:
-            raise ValueError(
-                f"a bidirectional {type(self).__name__} cannot decode; make it with is_causal=True"
-            )
+        self._check_causal()
         check_state(state, self._state, batch)
         if lengths is not None:
             lengths = new_lengths(lengths, batch, time)

@@ -32,15 +32,8 @@ class RecurrentMixer(CausalMixer):
     def _mix_all(self, x, lengths, segment_ids):
         return self._mix(x, None, lengths, segment_ids)[0]
 
-    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> RecurrentState:
-        """The state of `batch` rows that have seen nothing.
-
-        Args:
-          batch: B.
-          max_length: has no bearing, as the state does not grow.
-          dtype: of what is kept of tokens themselves; default the module's.
-        """
-        token = jax.ShapeDtypeStruct((batch, 1, self.in_features), self._kept_in(dtype))
+    def _empty(self, batch, max_length, dtype):
+        token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
         _, state = jax.eval_shape(lambda x: self._mix(x, None, None, None), token)
         return RecurrentState(
             state=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state),

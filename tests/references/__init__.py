@@ -4,6 +4,7 @@ A new mechanism gets the whole battery by being registered and by one entry in `
 `MIXERS` where it takes no heads.
 """
 
+from tests.references.attention_free import AFT_CONV, AFT_FULL, AFT_LOCAL, AFT_SIMPLE
 from tests.references.based import BASED
 from tests.references.block_linformer import BLOCK_LINFORMER
 from tests.references.cosformer import COSFORMER
@@ -67,4 +68,8 @@ REFERENCES: dict[str, Reference] = {
 MIXERS: dict[str, MixerReference] = {
     "fnet": FNET,
     "rwkv4": RWKV4,
+    "aft_full": AFT_FULL,
+    "aft_simple": AFT_SIMPLE,
+    "aft_local": AFT_LOCAL,
+    "aft_conv": AFT_CONV,
 }

@@ -1,0 +1,300 @@
+"""The attention-free transformer: every feature averages values by keys and learned biases."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn import _checks, registry
+from effattn.functional.rwkv4 import (
+    Sums,
+    check_tokens_by_feature,
+    nothing,
+    one_token,
+    running_sums,
+)
+
+# Queries of a tile of the full form. Those of a causal tile see each other pair by pair.
+_TILE = 64
+
+
+@jax.named_scope("attention_free")
+def attention_free(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    position_bias: tuple[jax.Array, jax.Array] | jax.Array | None = None,
+    local_window_size: int | None = None,
+    is_causal: bool = False,
+    lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    initial_state: Sums | None = None,
+    return_state: bool = False,
+) -> jax.Array | tuple[jax.Array, Sums]:
+    r"""The mixing of AFT (Zhai et al. 2021, "An Attention Free Transformer").
+
+    For each feature by itself, over the keys that a token sees,
+
+        y_t = sigmoid(q_t) * (sum_s exp(k_s + w_ts) v_s) / (sum_s exp(k_s + w_ts))
+
+    - AFT-simple: without `position_bias`, w is 0. Time O(T D).
+    - AFT-full: `position_bias` is two factors (u, c) with w_ts = u_t . c_s, as in the paper. Time
+      O(T^2 D), and no T x T array is kept.
+    - AFT-local: the same with `local_window_size`, beyond which w is 0: tokens that are far count,
+      without a bias. Time O(T W D).
+    - AFT-conv: `position_bias` is an array of taps with w_ts = taps_(t - s), one set for each group
+      of features, within `local_window_size`. Time O(T W D).
+
+    Memory is O(T D) for all of them, forward and backward. Sums are kept over their largest
+    exponents. In AFT-full these are of keys and of biases apart, so that a row gives zeros where
+    the largest key and the largest bias are of other tokens and over 80 apart from all others.
+
+    Args:
+      query: `(B, T, D)`.
+      key: `(B, T, D)`, of the dtype of the query.
+      value: `(B, T, D)`, likewise.
+      position_bias: None, `((T', R), (T', R))` with T' >= T, or `(G, 2 W + 1)`, for a causal call
+        `(G, W + 1)`; G divides D. Taps are in the order of t - s, from -W or 0 up to W.
+      local_window_size: W, tokens on each side of a token that have a bias.
+      is_causal: a token sees those up to itself.
+      lengths: `(B,)` int, valid tokens of each row; the others give zeros.
+      segment_ids: int `(B, T)`: tokens see their own run of equal ids; 0 is padding. Not together
+        with `position_bias`.
+      initial_state: the sums before the first token, from an earlier call; for causal calls without
+        `position_bias`, as is `return_state`.
+      return_state: also return the sums after the last valid token.
+
+    Returns:
+      `(B, T, D)` in the dtype of `value`; with `return_state`, `(y, state)`, the state's arrays
+      `(B, D)`. Sums are in at least float32.
+
+    Raises:
+      ValueError: shapes, dtypes or options that do not fit.
+    """
+    query, key, value, valid, starts = check_tokens_by_feature(
+        {"query": query, "key": key, "value": value}, lengths, segment_ids, initial_state
+    )
+    time, features = key.shape[1:]
+    dtype, wide = value.dtype, jnp.promote_types(value.dtype, jnp.float32)
+    key, values = key.astype(wide), value.astype(wide)
+    bias = _check_bias(position_bias, local_window_size, is_causal, time, features, wide)
+    if starts is not None and bias is not None:
+        raise ValueError(
+            "segment_ids are for calls without position_bias, which reaches across documents"
+        )
+    if (initial_state is not None or return_state) and not (is_causal and bias is None):
+        raise ValueError(
+            "initial_state and return_state are for causal calls without position_bias; others "
+            "need all earlier keys and values"
+        )
+    if valid is not None:
+        key = jnp.where(valid[..., None], key, -jnp.inf)
+    if bias is not None and local_window_size is None:
+        average = _full(key, values, bias, is_causal)
+    elif bias is not None:
+        average = _local(key, values, valid, bias, int(local_window_size or 0), is_causal)
+    elif is_causal:
+        sums = _running(key, values, valid, starts, initial_state)
+        average = sums.average()
+    else:
+        average = _both_sides(key, values, valid, starts).average()
+    y = jax.nn.sigmoid(query.astype(wide)) * average
+    if valid is not None:
+        y = jnp.where(valid[..., None], y, 0)
+    y = y.astype(dtype)
+    return (y, jax.tree.map(lambda x: x[:, -1], sums)) if return_state else y
+
+
+def _check_bias(bias: Any, window: Any, is_causal: bool, time: int, features: int, dtype: Any):
+    """None, a pair of factors `(T, R)`, or taps `(2 W + 1 or W + 1, D)`."""
+    if window is not None and (not _checks.is_integer(window) or window < 0):
+        raise ValueError(f"local_window_size must be an int, 0 or more tokens, got {window!r}")
+    if bias is None:
+        if window is not None:
+            raise ValueError("local_window_size is where position_bias ends, and needs one")
+        return None
+    if isinstance(bias, tuple | list):
+        row, column = (jnp.asarray(factor) for factor in bias)
+        if row.ndim != 2 or row.shape != column.shape or row.shape[0] < time:
+            raise ValueError(
+                "the factors of position_bias must both have shape (T', R) with T' at least the "
+                f"{time} tokens, got {row.shape} and {column.shape}"
+            )
+        return row[:time].astype(dtype), column[:time].astype(dtype)
+    if window is None:
+        raise ValueError("position_bias of taps needs local_window_size, how many there are")
+    taps, width = jnp.asarray(bias), (1 if is_causal else 2) * window + 1
+    if taps.ndim != 2 or taps.shape[1] != width or features % taps.shape[0]:
+        raise ValueError(
+            f"position_bias must have shape (G, {width}), taps for local_window_size={window} in "
+            f"a {'causal' if is_causal else 'bidirectional'} call and G a divisor of the "
+            f"{features} features, got {taps.shape}"
+        )
+    return jnp.repeat(taps.astype(dtype), features // taps.shape[0], 0).T
+
+
+def _running(key, value, valid=None, starts=None, initial=None):
+    decay = jnp.zeros(key.shape[-1], key.dtype)
+    return running_sums(key, value, decay, valid, starts, initial)
+
+
+def _both_sides(key, value, valid, starts):
+    """The sums over all tokens, or over those of the token's document."""
+    if starts is not None:
+        ends = jnp.pad(starts[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+        flipped = (jnp.flip(x, 1) for x in (key, value, valid, ends))
+        after = jax.tree.map(lambda x: jnp.flip(x, 1), _beyond(_running(*flipped), 0))
+        kept = ~ends[..., None]
+        after = Sums(after.values * kept, after.weights * kept, after.largest)
+        return _running(key, value, valid, starts).plus(after)
+    largest = lax.stop_gradient(jnp.maximum(key.max(1, keepdims=True), -1e30))
+    weight = jnp.exp(key - largest)
+    return Sums((weight * value).sum(1, keepdims=True), weight.sum(1, keepdims=True), largest)
+
+
+def _full(key, value, factors, is_causal):
+    """A tile of queries at a time, over all keys by a matrix product of exponentials."""
+    time = key.shape[1]
+    tile = min(_TILE, time)
+    rest = -time % tile
+    row, column = (jnp.pad(factor, ((0, rest), (0, 0))) for factor in factors)
+    key = jnp.pad(key, ((0, 0), (0, rest), (0, 0)), constant_values=-jnp.inf)
+    value = jnp.pad(value, ((0, 0), (0, rest), (0, 0)))
+    token = jnp.arange(time + rest)
+
+    @jax.checkpoint
+    def of_tile(first):
+        """`(B, C, D)`."""
+        of_rows = lax.dynamic_slice_in_dim(row, first, tile, 0)
+        seen = token < (first if is_causal else time)
+        sums = _product(jnp.where(seen, of_rows @ column.T, -jnp.inf), key, value, seen)
+        if is_causal:
+            parts = (lax.dynamic_slice_in_dim(x, first, tile, 1) for x in (key, value))
+            of_columns = lax.dynamic_slice_in_dim(column, first, tile, 0)
+            bias = jnp.where(jnp.tri(tile, dtype=bool), of_rows @ of_columns.T, -jnp.inf)
+            sums = sums.plus(_pairs(bias, *parts))
+        return sums.average()
+
+    tiles = lax.map(of_tile, jnp.arange(0, time + rest, tile))
+    return jnp.moveaxis(tiles, 0, 1).reshape(key.shape)[:, :time]
+
+
+def _product(bias, key, value, seen):
+    """Sums over the keys that are seen, biases `(C, S)`, -inf for those that are not."""
+    key = jnp.where(seen[:, None], key, -jnp.inf)
+    of_keys, of_rows = (
+        lax.stop_gradient(jnp.maximum(x.max(axis, keepdims=True), -1e30))
+        for x, axis in ((key, 1), (bias, 1))
+    )
+    share, weight = jnp.exp(bias - of_rows), jnp.exp(key - of_keys)
+    values, weights = share @ (weight * value), share @ weight
+    return Sums(values, weights, jnp.broadcast_to(of_rows + of_keys, values.shape))
+
+
+def _pairs(bias, key, value):
+    """The same pair by pair, `(B, C, C, D)` of them, each row over its own largest exponent."""
+    exponent = bias[..., None] + key[:, None]
+    largest = lax.stop_gradient(jnp.maximum(exponent.max(2), -1e30))
+    weight = jnp.exp(exponent - largest[:, :, None])
+    return Sums((weight * value[:, None]).sum(2), weight.sum(2), largest)
+
+
+def _local(key, value, valid, bias, window, is_causal):
+    """The tokens beyond the window, then those within it, one distance at a time."""
+    time = key.shape[1]
+    sums = _beyond(_running(key, value, valid), window)
+    if not is_causal:
+        flipped = (None if x is None else jnp.flip(x, 1) for x in (key, value, valid))
+        after = jax.tree.map(lambda x: jnp.flip(x, 1), _beyond(_running(*flipped), window))
+        sums = sums.plus(after)
+
+    around = ((0, 0), (window, window), (0, 0))
+    keys = jnp.pad(key, around, constant_values=-jnp.inf)
+    values = jnp.pad(value, around)
+    columns = jnp.pad(bias[1], around[1:]) if isinstance(bias, tuple) else None
+
+    @jax.checkpoint
+    def add(sums, distance):
+        """The tokens so far behind, or ahead where it is below zero."""
+
+        def there(array, axis):
+            return lax.dynamic_slice_in_dim(array, window - distance, time, axis)
+
+        if columns is None:
+            of_pairs = bias[distance + (0 if is_causal else window)]
+        else:
+            of_pairs = (bias[0] * there(columns, 0)).sum(-1, keepdims=True)
+        exponent = there(keys, 1) + of_pairs
+        one = one_token(jnp.maximum(exponent, -1e30), there(values, 1))
+        present = exponent > -jnp.inf
+        return sums.plus(Sums(*(jnp.where(present, x, 0) for x in one[:2]), one.largest)), None
+
+    distances = jnp.arange(0 if is_causal else -window, window + 1)
+    return lax.scan(add, sums, distances)[0].average()
+
+
+def _beyond(sums, window):
+    """The running sums as they were `window + 1` tokens ago."""
+    behind = min(window + 1, sums.values.shape[1])
+    batch, _, features = sums.values.shape
+    none = nothing((batch, behind, features), sums.values.dtype)
+    kept = sums.values.shape[1] - behind
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b[:, :kept]], 1), none, sums)
+
+
+_register = functools.partial(
+    registry.Mechanism,
+    family="attention-free",
+    paper="Zhai et al. 2021, An Attention Free Transformer",
+    function=attention_free,
+    takes_heads=False,
+    cores=(),
+)
+_BOTH_WAYS = frozenset({"causal", "bidirectional", "lengths", "decode"})
+_REASONS = {"segments": "its biases reach across documents"}
+
+registry.register(
+    _register(
+        name="aft_full",
+        capabilities=_BOTH_WAYS,
+        reasons=_REASONS,
+        builder="effattn.nn.attention_free:AFTFull",
+        complexity="O(N^2 D)",
+        time_exponent=2.0,
+        knows_order=True,
+    )
+)
+registry.register(
+    _register(
+        name="aft_simple",
+        capabilities=_BOTH_WAYS | {"segments"},
+        builder="effattn.nn.attention_free:AFTSimple",
+        complexity="O(N D)",
+        time_exponent=1.0,
+    )
+)
+registry.register(
+    _register(
+        name="aft_local",
+        capabilities=_BOTH_WAYS,
+        reasons=_REASONS,
+        builder="effattn.nn.attention_free:AFTLocal",
+        complexity="O(N W D)",
+        time_exponent=1.0,
+        knows_order=True,
+    )
+)
+registry.register(
+    _register(
+        name="aft_conv",
+        capabilities=_BOTH_WAYS,
+        reasons=_REASONS,
+        builder="effattn.nn.attention_free:AFTConv",
+        complexity="O(N W D)",
+        time_exponent=1.0,
+        knows_order=True,
+    )
+)

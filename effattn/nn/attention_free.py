@@ -1,0 +1,348 @@
+"""The layers of the attention-free transformer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from effattn import _checks
+from effattn.functional.attention_free import attention_free
+from effattn.nn import initializers
+from effattn.nn.cached import CachedMixer
+from effattn.nn.mixer import CausalMixer
+from effattn.nn.recurrent import RecurrentMixer
+
+# As in the paper, section 4.
+bias_init = nnx.initializers.normal(0.01)
+
+
+class _AFT(CausalMixer):
+    """What all have: y = attention_free(x W_q, x W_k, x W_v, w) W_o."""
+
+    def __init__(
+        self,
+        in_features: int,
+        mechanism: str,
+        *,
+        is_causal: bool,
+        dropout_rate: float,
+        dtype: Any,
+        param_dtype: Any,
+        kernel_init: Callable[..., Any],
+        out_kernel_init: Callable[..., Any] | None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            mechanism,
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+
+        def linear(init):
+            return nnx.Linear(
+                in_features,
+                in_features,
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=init,
+                rngs=rngs,
+            )
+
+        self.query, self.key, self.value = (linear(kernel_init) for _ in range(3))
+        self.out = linear(kernel_init if out_kernel_init is None else out_kernel_init)
+
+
+class AFTSimple(_AFT, RecurrentMixer):
+    """AFT without position biases (Zhai et al. 2021, "An Attention Free Transformer").
+
+        y = attention_free(x W_q, x W_k, x W_v) W_o
+
+    Time is O(T D^2); decoding has a state of 3 D numbers a row.
+
+    Args:
+      in_features: D, the size of a token.
+      is_causal: a token sees those up to itself.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: something asked of it that it cannot do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            "aft_simple",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            rngs=rngs,
+        )
+
+    def _mix(self, x, state, lengths, segment_ids):
+        with_state = {"initial_state": state, "return_state": True} if self.is_causal else {}
+        mixed = attention_free(
+            *(project(x) for project in (self.query, self.key, self.value)),
+            is_causal=self.is_causal,
+            lengths=lengths,
+            segment_ids=segment_ids,
+            **with_state,
+        )
+        y, state = mixed if self.is_causal else (mixed, None)
+        return self.out(y), state
+
+
+class _BiasedAFT(_AFT, CachedMixer):
+    """With biases of pairs; decoding keeps all keys and values, and a step costs O(S D)."""
+
+    window: int | None
+
+    def _bias(self) -> Any:
+        """As `attention_free` takes it."""
+        raise NotImplementedError
+
+    def _bias_at(self, position: jax.Array, capacity: int) -> jax.Array:
+        """`(B, S, 1 or D)`, the biases of the tokens at `position (B,)` over all slots."""
+        raise NotImplementedError
+
+    def _mix_all(self, x, lengths, segment_ids):
+        y = attention_free(
+            *(project(x) for project in (self.query, self.key, self.value)),
+            position_bias=self._bias(),
+            local_window_size=self.window,
+            is_causal=self.is_causal,
+            lengths=lengths,
+        )
+        return self.out(y)
+
+    def _prepare(self, x):
+        return (self.key(x), self.value(x)), self.query(x)
+
+    def _mix_at(self, tokens, own, positions):
+        dtype = own.dtype
+        key, value = (x.astype(jnp.promote_types(dtype, jnp.float32)) for x in tokens)
+        slots = jnp.arange(key.shape[1])
+
+        def of_token(at):
+            """`(B, D)`: a token at a time, as its weights are of all slots and features."""
+            seen = (slots <= at[:, None])[..., None]
+            bias = self._bias_at(at, key.shape[1]).astype(key.dtype)
+            weights = jax.nn.softmax(jnp.where(seen, key + bias, -jnp.inf), 1)
+            return (weights * value).sum(1)
+
+        average = jnp.moveaxis(lax.map(of_token, positions.T), 0, 1)
+        return self.out((jax.nn.sigmoid(own.astype(key.dtype)) * average).astype(dtype))
+
+
+class AFTFull(_BiasedAFT):
+    """AFT with a bias for every pair of positions (Zhai et al. 2021, section 3.1 and 4).
+
+        y = attention_free(x W_q, x W_k, x W_v, w) W_o,   w_ts = u_t . c_s
+
+    The biases are factorised, as in the paper. Time is O(T^2 D), memory O(T D).
+
+    Args:
+      in_features: D, the size of a token.
+      max_length: positions that have factors, the most tokens of a row.
+      rank: R, the size of the factors u_t and c_s.
+      is_causal: a token sees those up to itself.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more
+        tokens than `max_length`.
+    """
+
+    window = None
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        max_length: int,
+        rank: int = 128,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+        mechanism: str = "aft_full",
+    ):
+        super().__init__(
+            in_features,
+            mechanism,
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            rngs=rngs,
+        )
+        self.max_length = _checks.at_least("max_length", max_length, 1, "tokens")
+        shape = (max_length, _checks.at_least("rank", rank, 1, "features"))
+        self.row_bias, self.column_bias = (
+            nnx.Param(bias_init(rngs.params(), shape, param_dtype)) for _ in range(2)
+        )
+
+    def _bias(self):
+        return self.row_bias[...], self.column_bias[...]
+
+    def _bias_at(self, position, capacity):
+        row, column = self._bias()
+        slots = jnp.arange(capacity)
+        bias = jnp.take(row, position, 0, mode="clip") @ jnp.take(column, slots, 0, mode="clip").T
+        if self.window is not None:
+            bias = jnp.where(position[:, None] - slots <= self.window, bias, 0)
+        return bias[..., None]
+
+
+class AFTLocal(AFTFull):
+    """AFT with biases of near pairs (Zhai et al. 2021, section 3.2).
+
+    As `AFTFull`, with w_ts = 0 where t and s are more than `local_window_size` apart: far tokens
+    count too, without a bias. Time is O(T W D).
+
+    Args:
+      in_features: D, the size of a token.
+      max_length: positions that have factors, the most tokens of a row.
+      local_window_size: W.
+      rank: R, the size of the factors u_t and c_s.
+      is_causal: a token sees those up to itself.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: as `AFTFull`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        max_length: int,
+        local_window_size: int = 31,
+        rank: int = 128,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            max_length=max_length,
+            rank=rank,
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            rngs=rngs,
+            mechanism="aft_local",
+        )
+        self.window = _checks.at_least("local_window_size", local_window_size, 0, "tokens")
+
+
+class AFTConv(_BiasedAFT):
+    """AFT with biases by distance (Zhai et al. 2021, section 3.3).
+
+    As `AFTLocal`, with w_ts = taps_(t - s), the same for all positions; one set of taps for each
+    head, a group of features. Time is O(T W D), for any length.
+
+    Args:
+      in_features: D, the size of a token.
+      num_heads: G, groups of features, a divisor of D.
+      local_window_size: W, tokens on each side that have a tap.
+      is_causal: a token sees those up to itself.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        local_window_size: int = 31,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            "aft_conv",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            rngs=rngs,
+        )
+        if num_heads < 1 or in_features % num_heads:
+            raise ValueError(
+                f"in_features ({in_features}) must be a multiple of num_heads ({num_heads})"
+            )
+        self.window = _checks.at_least("local_window_size", local_window_size, 0, "tokens")
+        shape = (num_heads, (1 if is_causal else 2) * local_window_size + 1)
+        self.taps = nnx.Param(bias_init(rngs.params(), shape, param_dtype))
+
+    def _bias(self):
+        return self.taps[...]
+
+    def _bias_at(self, position, capacity):
+        distance = position[:, None] - jnp.arange(capacity)
+        taps = jnp.take(self.taps[...], distance, 1, mode="clip")
+        taps = jnp.where(distance <= self.window, taps, 0)
+        return jnp.repeat(jnp.moveaxis(taps, 0, -1), self.in_features // len(self.taps[...]), -1)
