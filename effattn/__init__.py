@@ -47,6 +47,7 @@ from effattn.functional.nystrom import nystrom_attention  # isort: skip
 from effattn.functional.fourier import fourier_mixing  # isort: skip
 from effattn.functional.rwkv4 import rwkv4_mixing  # isort: skip
 from effattn.functional.attention_free import attention_free  # isort: skip
+from effattn.functional.hyena import hyena_convolution  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.implementations import support
 from effattn.layouts import BlockLayout
@@ -81,6 +82,7 @@ __all__ = [
     "gated_linear_attention",
     "hedgehog_attention",
     "hierarchical_attention",
+    "hyena_convolution",
     "linear_attention",
     "linformer_attention",
     "long_short_attention",

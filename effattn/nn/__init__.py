@@ -14,6 +14,7 @@ from effattn.nn.fnet import FNet
 from effattn.nn.gated_linear import GatedLinearAttention
 from effattn.nn.hedgehog import HedgehogSelfAttention
 from effattn.nn.hybrid import HybridHeads, HybridState
+from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
@@ -49,6 +50,8 @@ __all__ = [
     "HedgehogSelfAttention",
     "HybridHeads",
     "HybridState",
+    "Hyena",
+    "HyenaState",
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",

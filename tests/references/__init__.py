@@ -12,6 +12,7 @@ from tests.references.delta_rule import DELTA_NET, GATED_DELTA_NET, RWKV7
 from tests.references.fnet import FNET
 from tests.references.hedgehog import HEDGEHOG
 from tests.references.hierarchical import HIERARCHICAL
+from tests.references.hyena import HYENA
 from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
 from tests.references.long_short import LONG_SHORT
@@ -72,4 +73,5 @@ MIXERS: dict[str, MixerReference] = {
     "aft_simple": AFT_SIMPLE,
     "aft_local": AFT_LOCAL,
     "aft_conv": AFT_CONV,
+    "hyena": HYENA,
 }

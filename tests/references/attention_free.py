@@ -34,6 +34,10 @@ def local(mixer, distance):
     return jnp.where((jnp.abs(distance) <= 3)[..., None], full(mixer, distance), 0)
 
 
+def simple(mixer, distance):
+    return jnp.zeros_like(distance)[..., None]
+
+
 def conv(mixer, distance):
     first = 0 if mixer.is_causal else -3
     taps = mixer.taps[...].T[jnp.clip(distance - first, 0)]
@@ -46,7 +50,9 @@ AFT_FULL = MixerReference(
     variants={"": {"max_length": 16, "rank": 3}},
     cost=lambda length: {"max_length": length},
 )
-AFT_SIMPLE = MixerReference(mix=of_biases(lambda mixer, distance: jnp.zeros_like(distance)[..., None]))
+AFT_SIMPLE = MixerReference(
+    mix=of_biases(lambda mixer, distance: jnp.zeros_like(distance)[..., None])
+)
 AFT_LOCAL = MixerReference(
     mix=of_biases(local),
     variants={"": {"max_length": 16, "rank": 3, "local_window_size": 3}},

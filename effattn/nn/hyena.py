@@ -1,0 +1,195 @@
+"""The Hyena operator."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from effattn import _checks
+from effattn.decode.state import check_capacity, new_lengths
+from effattn.decode.tokens import stored
+from effattn.functional.hyena import gated, hyena_convolution
+from effattn.nn import initializers
+from effattn.nn.mixer import CausalMixer
+from effattn.nn.short_convolution import ShortConvolution
+from effattn.xla.long_convolution import long_convolution_at
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HyenaState:
+    """What a `Hyena` keeps to decode.
+
+    Attributes:
+      inputs: `(N, B, S, D)`, of each convolution, zeros where no token is yet.
+      last: the last inputs of the short convolution.
+      length: `(B,)` int32, tokens seen.
+    """
+
+    inputs: jax.Array
+    last: jax.Array
+    length: jax.Array
+
+
+class Hyena(CausalMixer):
+    """The Hyena operator (Poli et al. 2023, "Hyena Hierarchy", section 3).
+
+        x^1, ..., x^N, v = convolution(x W_in)
+        y = hyena_convolution(x, v, h, d) W_out
+
+    Filters are functions of the position alone: a small network with sine activations reads the
+    position and K of its harmonics, and the window exp(-a t) fades what it gives, with rates `a`
+    from fast to slow along the features. Time is O(N T D log T). Decoding keeps the inputs of the N
+    convolutions; a step costs O(N S D).
+
+    Args:
+      in_features: D, the size of a token.
+      max_length: the most tokens of a row; positions are told to the filters as shares of it.
+      order: N, how many gates and convolutions.
+      num_harmonics: K, sines and cosines of the position.
+      filter_features: hidden features of the filters' network, which has two hidden layers.
+      frequency: what the sines multiply their inputs by, at the start.
+      window_shift: what is added to the window, so that no tap is forced to zero.
+      convolution_width: tokens that the short convolution reads.
+      is_causal: only True.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more
+        tokens than `max_length`.
+    """
+
+    _state = HyenaState
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        max_length: int,
+        order: int = 2,
+        num_harmonics: int = 2,
+        filter_features: int = 64,
+        frequency: float = 10.0,
+        window_shift: float = 0.01,
+        convolution_width: int = 3,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            "hyena",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        self.max_length = _checks.at_least("max_length", max_length, 1, "tokens")
+        self.order = _checks.at_least("order", order, 1, "convolutions")
+        self.num_harmonics = _checks.at_least("num_harmonics", num_harmonics, 1, "harmonics")
+        hidden = _checks.at_least("filter_features", filter_features, 1, "features")
+        self.window_shift = window_shift
+        streams = (order + 1) * in_features
+
+        def linear(features_in, features_out, init, **options):
+            return nnx.Linear(
+                features_in,
+                features_out,
+                param_dtype=param_dtype,
+                kernel_init=init,
+                rngs=rngs,
+                **options,
+            )
+
+        of_tokens = {"use_bias": False, "dtype": dtype}
+        self.project = linear(in_features, streams, kernel_init, **of_tokens)
+        self.convolution = ShortConvolution(
+            streams,
+            convolution_width,
+            activation=None,
+            use_bias=True,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.out = linear(
+            in_features,
+            in_features,
+            kernel_init if out_kernel_init is None else out_kernel_init,
+            **of_tokens,
+        )
+        # The network's own input, t and the harmonics' sines and cosines, are few.
+        sizes = (1 + 2 * num_harmonics, hidden, hidden)
+        self.filter_layers = nnx.List(
+            [linear(a, b, kernel_init) for a, b in zip(sizes, sizes[1:], strict=False)]
+        )
+        self.filter_out = linear(hidden, order * in_features, kernel_init, use_bias=False)
+        self.frequency = nnx.Param(jnp.full((len(sizes) - 1, hidden), frequency, param_dtype))
+        self.skip = nnx.Param(jnp.ones((order, in_features), param_dtype))
+
+    def filters(self) -> jax.Array:
+        """The filters h, `(N, max_length, D)`, in the dtype of the parameters, at least float32."""
+        wide = jnp.promote_types(self.skip[...].dtype, jnp.float32)
+        place = np.arange(self.max_length) / self.max_length
+        turns = 2 * np.pi * np.outer(place, np.arange(1, self.num_harmonics + 1))
+        hidden = jnp.asarray(np.column_stack([place, np.cos(turns), -np.sin(turns)]), wide)
+        for layer, frequency in zip(self.filter_layers, self.frequency[...], strict=True):
+            hidden = jnp.sin(frequency.astype(wide) * layer(hidden))
+        taps = self.filter_out(hidden).reshape(self.max_length, self.order, self.in_features)
+        # From what is gone after 0.3 of the length to what is gone after 1.5 of it.
+        rates = np.linspace(np.log(100) / 0.3, np.log(100) / 1.5, self.in_features)
+        window = jnp.asarray(np.exp(-np.outer(place, rates)) + self.window_shift, wide)
+        return jnp.moveaxis(taps * window[:, None], 1, 0)
+
+    def _streams(self, projected):
+        """The gates `(N, B, T, D)` and the value."""
+        *gates, value = jnp.split(projected, self.order + 1, -1)
+        return jnp.stack(gates), value
+
+    def _mix_all(self, x, lengths, segment_ids):
+        if x.shape[1] > self.max_length:
+            raise ValueError(
+                f"x has {x.shape[1]} tokens, and the filters are for max_length={self.max_length}"
+            )
+        gates, value = self._streams(self.convolution(self.project(x), lengths=lengths))
+        y = hyena_convolution(gates, value, self.filters(), skip=self.skip[...], lengths=lengths)
+        return self.out(y)
+
+    def _empty(self, batch, max_length, dtype):
+        if max_length > self.max_length:
+            raise ValueError(
+                f"max_length={max_length} was asked for, and the filters are for "
+                f"max_length={self.max_length}"
+            )
+        return HyenaState(
+            inputs=jnp.zeros((self.order, batch, max_length, self.in_features), dtype),
+            last=self.convolution.init_state(batch, dtype),
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def _extend(self, x, state, lengths):
+        batch, time = x.shape[:2]
+        more = new_lengths(lengths, batch, time)
+        check_capacity(state.length, more, state.inputs.shape[2])
+        projected, last = self.convolution.extend(self.project(x), state.last, lengths)
+        gates, z = self._streams(projected)
+        positions = state.length[:, None] + jnp.arange(time, dtype=jnp.int32)
+        inputs = []
+        for n, taps in enumerate(self.filters()):
+            inputs.append(stored(state.inputs[n], z, state.length, more))
+            convolved = long_convolution_at(inputs[n].astype(z.dtype), taps, positions)
+            z = gated(gates[n], convolved, z, self.skip[...][n])
+        return self.out(z), HyenaState(jnp.stack(inputs), last, state.length + more)
