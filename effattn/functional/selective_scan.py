@@ -5,7 +5,7 @@ import jax
 from effattn import _checks, registry
 from effattn.cores.linear_recurrence import Terms, clear
 from effattn.functional import recurrence
-from effattn.xla.diagonal_recurrence import diagonal_recurrence
+from effattn.xla.diagonal_recurrence import CHUNK, diagonal_recurrence
 
 
 def selective_scan(
@@ -32,8 +32,9 @@ def selective_scan(
 
     * is by entry, and dt_t the same for all F entries of a value. C is the query, B the key, x the
     value; Mamba has one head of all values. It is always causal. Time is O(T F D), memory
-    O(T (F + D) + T F D / C), where the states between chunks of C tokens are kept for the backward
-    pass and those within are computed again; the state has F x D numbers a key head.
+    O(T (F + D) + T F D / C + C F D), where the states between chunks of C tokens are kept for the
+    backward pass and those within, with their decays, are made a chunk at a time; the state has
+    F x D numbers a key head.
 
     Args:
       query: `(*B, T, N, F)` [C], with any number of batch dimensions; F is the paper's state size.
@@ -67,7 +68,7 @@ def selective_scan(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
-        chunk_size=chunk_size,
+        chunk_size=CHUNK if chunk_size is None else chunk_size,
     )
     value, (heads, size) = given.value, given.value.shape[-2:]
     steps = _checks.shaped("step_size", step_size, value.shape)

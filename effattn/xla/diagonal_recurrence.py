@@ -6,8 +6,10 @@ For one head, with queries and keys of F features, values and steps of D, and ra
     y_t = S_t^T q_t
 
 No product of matrices computes it: the decays of a pair of tokens differ for every entry. It is a
-scan over chunks, of which only the states between them are kept, and within each a scan over its
-tokens, which the backward pass runs again.
+scan over chunks, of which only the states between them are kept; the backward pass computes again
+what is within. There the decays of all tokens are made at once, which leaves the scan over tokens
+one product and one sum, and what sums over features is a product of matrices: XLA's own sums of
+products, in loops on a CPU, are many times slower.
 """
 
 import functools
@@ -19,9 +21,14 @@ from jax import lax
 
 from effattn import dispatch
 from effattn.cores.linear_recurrence import Rule, Tokens, clear
-from effattn.xla import mesh_axes
+from effattn.xla import mesh_axes, reverse_mode
 
 LIMITS = dispatch.Limits()
+
+# Tokens of a chunk: the decays and states of a few fit in a CPU's cache.
+CHUNK = 16
+
+_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def diagonal_recurrence(
@@ -39,10 +46,14 @@ def diagonal_recurrence(
 
     Returns:
       `(output (*B, T, N, D), state after the last token)`; the output has `rule.dtype`.
+
+    Raises:
+      TypeError: in forward-mode differentiation.
     """
     arguments = parameters, state, queries, keys, tokens
     rate, state, query, keys, tokens = mesh_axes.vary_alike(arguments)
-    return _recurrence(rule, rate, state, query, keys, tokens)
+    with reverse_mode.only("the selective scan", "a step-by-step jax.lax.scan of it"):
+        return _recurrence(rule, rate, state, query, keys, tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -51,10 +62,6 @@ def _recurrence(rule, rate, state, query, keys, tokens):
     query = clear(query, tokens.query_mask)
     # A token that is not there takes a step of zero, which changes nothing.
     key, value, step = clear(keys, tokens.key_mask)
-    starts = tokens.starts
-    if starts is None:
-        starts = jnp.zeros((), bool)
-    starts = jnp.broadcast_to(starts, query.shape[: axis + 1])
     rate = jnp.swapaxes(rate.astype(dtype), -1, -2)
     chunk = max(1, min(rule.chunk, length))
 
@@ -63,20 +70,83 @@ def _recurrence(rule, rate, state, query, keys, tokens):
         x = jnp.pad(x, [(0, -length % chunk), *[(0, 0)] * (x.ndim - 1)])
         return x.reshape(-1, chunk, *x.shape[1:])
 
-    def of_token(state, token):
-        query, key, value, step, starts = token
+    def of_chunk(state, tokens):
+        query, key, value, step, starts = tokens
         query, key, value, step = (x.astype(dtype) for x in (query, key, value, step))
-        decay = jnp.exp(step[..., None, :] * rate)
-        decay = jnp.where(starts[..., None, None, None], 0, decay)
-        state = decay * state + key[..., :, None] * (step * value)[..., None, :]
-        of_heads = query.reshape(*key.shape[:-1], -1, key.shape[-1], 1)
-        out = (of_heads * state[..., None, :, :]).sum(-2)
+        decay = jnp.exp(_log_decay(rate, step))
+        if starts is not None:
+            decay = clear(decay, ~starts)
+        written = _einsum("...f,...d->...fd", key, step * value)
+        state, states = _states(state, decay, written)
+        of_heads = query.reshape(*key.shape[:-1], -1, key.shape[-1])
+        out = jnp.matmul(of_heads, states, precision=lax.Precision.HIGHEST)
         return state, out.reshape(*query.shape[:-1], value.shape[-1]).astype(rule.dtype)
 
-    def of_chunk(state, tokens):
-        return lax.scan(of_token, state, tokens)
-
-    chunks = jax.tree.map(in_chunks, (query, key, value, step, starts))
+    chunks = jax.tree.map(in_chunks, (query, key, value, step, tokens.starts))
     state, out = lax.scan(jax.checkpoint(of_chunk, prevent_cse=False), state, chunks)
     out = out.reshape(-1, *out.shape[2:])[:length]
     return jnp.moveaxis(out, 0, axis), state
+
+
+@jax.custom_vjp
+def _states(state, decay, written):
+    """`(last, all)` of S_t = decay_t * S_(t-1) + written_t; of C tokens `(C, ...)`."""
+
+    def of_token(state, token):
+        decay, written = token
+        state = decay * state + written
+        return state, state
+
+    return lax.scan(of_token, state, (decay, written))
+
+
+def _states_forward(state, decay, written):
+    last, states = _states(state, decay, written)
+    return (last, states), (state, decay, states)
+
+
+def _states_backward(residuals, cotangents):
+    state, decay, states = residuals
+    last, read = cotangents
+
+    def of_token(later, token):
+        decay, read = token
+        change = read + later
+        return decay * change, change
+
+    # What a state changes is what its own query reads, and what it passes on to later ones.
+    first, changes = lax.scan(of_token, last, (decay, read), reverse=True)
+    before = jnp.concatenate([state[None], states[:-1]])
+    return first, changes * before, changes
+
+
+_states.defvjp(_states_forward, _states_backward)
+
+
+@jax.custom_vjp
+def _log_decay(rate, step):
+    """A * dt `(C, *B, K, F, D)`, of rates `(K, F, D)` and steps `(C, *B, K, D)`.
+
+    Its rule says in which form the two sums are taken; see above.
+    """
+    return rate * step[..., None, :]
+
+
+def _log_decay_forward(rate, step):
+    return _log_decay(rate, step), (rate, step)
+
+
+def _log_decay_backward(residuals, changes):
+    rate, step = residuals
+
+    def of_token(total, token):
+        change, step = token
+        return total + change * step[..., None, :], None
+
+    of_rates, _ = lax.scan(of_token, jnp.zeros_like(changes[0]), (changes, step))
+    ones = jnp.ones(changes.shape[:-1], changes.dtype)
+    of_steps = _einsum("...f,...fd->...d", ones, changes * rate)
+    return of_rates.sum(range(of_rates.ndim - rate.ndim)), of_steps
+
+
+_log_decay.defvjp(_log_decay_forward, _log_decay_backward)
