@@ -48,6 +48,7 @@ from effattn.functional.fourier import fourier_mixing  # isort: skip
 from effattn.functional.rwkv4 import rwkv4_mixing  # isort: skip
 from effattn.functional.attention_free import attention_free  # isort: skip
 from effattn.functional.hyena import hyena_convolution  # isort: skip
+from effattn.functional.synthesizer import factorized_synthesizer_attention, synthesizer_attention  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.implementations import support
 from effattn.layouts import BlockLayout
@@ -78,6 +79,7 @@ __all__ = [
     "decode",
     "delta_rule_attention",
     "dot_product_attention",
+    "factorized_synthesizer_attention",
     "fourier_mixing",
     "gated_linear_attention",
     "hedgehog_attention",
@@ -112,6 +114,7 @@ __all__ = [
     "squared_relu_attention",
     "state_space_duality",
     "support",
+    "synthesizer_attention",
     "tune",
 ]
 

@@ -59,7 +59,8 @@ class Mechanism:
         `effattn.decode`), or None.
       capabilities: names from `CAPABILITIES`.
       reasons: why the mechanism lacks a capability, for the message to those who ask for it.
-      options: the function's own arguments, with the values used when none are given.
+      options: the function's own arguments, or its mixer's where it takes no heads, with the values
+        used when none are given.
       time_exponent, memory_exponent: growth in length of FLOPs and of temporary bytes.
       complexity: the time, as written in the table.
       cores: those that it reduces to, names of `effattn.implementations.CORES`; the implementations
@@ -131,6 +132,8 @@ class Mechanism:
         """
         if self.builder == _ANY_FUNCTION:
             return load(self.builder)(in_features, num_heads, attention=self.name, **kwargs)
+        if not self.takes_heads:
+            kwargs = {**self.options, **kwargs}
         parameters = _signature(self.builder)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             unknown = sorted(kwargs.keys() - parameters.keys())

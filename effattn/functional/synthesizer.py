@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.functional.softmax import dot_product_attention
 
 
@@ -71,11 +71,111 @@ def synthesizer_attention(
     )
 
 
+# Queries that look at a block of keys together.
+_TILE = 128
+
+
+@jax.named_scope("factorized_synthesizer_attention")
+def factorized_synthesizer_attention(
+    coarse: jax.Array,
+    fine: jax.Array,
+    value: jax.Array,
+    *,
+    is_causal: bool = False,
+    query_offset: int | jax.Array = 0,
+    lengths: jax.Array | None = None,
+) -> jax.Array:
+    r"""Factorised dense synthetic attention (Tay et al. 2020, "Synthesizer", section 3.1.1).
+
+        y_t = sum_s softmax_s(a_t[s // m] b_t[s % m]) v_s
+
+    Of the l m logits of a token only l + m are made, and products of them taken a block of m keys
+    at a time. Time is O(T S Hv), memory O(T (l + m + Hv)), forward and backward.
+
+    Args:
+      coarse: `(B, T, N, l)` [a].
+      fine: `(B, T, N, m)` [b], with l m at least S.
+      value: `(B, S, N, Hv)`.
+      is_causal: query t sees keys up to t + offset.
+      query_offset: an int, or ints `(B,)`.
+      lengths: `(B,)` int, valid tokens of each row; the others are not seen, and give zeros where T
+        is S.
+
+    Returns:
+      `(B, T, N, Hv)` in the dtype of `value`; logits and sums are in at least float32.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+    """
+    coarse, fine, value = map(jnp.asarray, (coarse, fine, value))
+    if coarse.ndim != 4 or value.ndim != 4:
+        raise ValueError(
+            "coarse must have shape (B, T, N, l) and value (B, S, N, Hv), got "
+            f"{coarse.shape} and {value.shape}"
+        )
+    batch, time, heads, blocks = coarse.shape
+    size, keys = fine.shape[-1], value.shape[1]
+    _checks.shaped("fine", fine, (batch, time, heads, size))
+    _checks.shaped("value", value, (batch, keys, heads, value.shape[-1]))
+    if blocks * size < keys:
+        raise ValueError(
+            f"coarse and fine must make a logit for each of the {keys} keys, got "
+            f"{blocks} x {size} of them"
+        )
+    lengths = _checks.lengths("lengths", lengths, (batch,))
+    offset = jnp.broadcast_to(jnp.asarray(_checks.offset(query_offset, (batch,))), (batch,))
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    blocks = -(-keys // size)
+    padded = jnp.pad(value, ((0, 0), (0, blocks * size - keys), (0, 0), (0, 0)))
+    values = jnp.moveaxis(padded.reshape(batch, blocks, size, heads, -1), 1, 0)
+    seen_keys = jnp.full((batch,), keys) if lengths is None else lengths
+
+    @jax.checkpoint
+    def of_tile(first, a, b):
+        """`(B, C, N, Hv)` of the queries from `first` on."""
+        positions = offset[:, None] + first + jnp.arange(a.shape[1])
+
+        def add(sums, of_block):
+            out, total, largest = sums
+            block, value, coarse = of_block
+            key = block * size + jnp.arange(size)
+            seen = jnp.broadcast_to(key < seen_keys[:, None, None], (batch, a.shape[1], size))
+            if is_causal:
+                seen = seen & (key <= positions[..., None])
+            logit = coarse[..., None].astype(wide) * b.astype(wide)
+            logit = jnp.where(seen[:, :, None], logit, -jnp.inf)
+            # Not below what stands for nothing, so that differences are finite.
+            new = jax.lax.stop_gradient(jnp.maximum(largest, logit.max(-1)))
+            share, weight = jnp.exp(largest - new), jnp.exp(logit - new[..., None])
+            added = jnp.einsum("bcnm,bmnh->bcnh", weight, value.astype(wide))
+            return (out * share[..., None] + added, total * share + weight.sum(-1), new), None
+
+        empty = jnp.zeros(a.shape[:3], wide)
+        start = jnp.zeros((*a.shape[:3], value.shape[-1]), wide), empty, empty - 1e30
+        per_block = jnp.arange(blocks), values, jnp.moveaxis(a, -1, 0)[:blocks]
+        (out, total, _), _ = jax.lax.scan(add, start, per_block)
+        return out / jnp.where(total > 0, total, 1)[..., None]
+
+    tile = min(_TILE, time)
+    firsts = jnp.arange(0, time, tile)
+
+    def tiles(array):
+        array = jnp.pad(array, ((0, 0), (0, -time % tile), (0, 0), (0, 0)))
+        return jnp.moveaxis(array.reshape(batch, -1, tile, heads, array.shape[-1]), 1, 0)
+
+    out = jax.lax.map(lambda of: of_tile(*of), (firsts, tiles(coarse), tiles(fine)))
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, value.shape[-1])[:, :time]
+    if lengths is not None and time == keys:
+        out = jnp.where((jnp.arange(time) < lengths[:, None])[..., None, None], out, 0)
+    return out.astype(value.dtype)
+
+
 _register: Any = functools.partial(
     registry.Mechanism,
     family="synthetic",
     paper="Tay et al. 2020, Synthesizer: Rethinking Self-Attention in Transformer Models",
     takes_heads=False,
+    builder="effattn.nn.synthesizer:Synthesizer",
     time_exponent=2.0,
     cores=(),
     knows_order=True,
@@ -87,45 +187,47 @@ registry.register(
         name="synthesizer",
         function=synthesizer_attention,
         capabilities=_CAPABILITIES,
-        builder="effattn.nn.synthesizer:DenseSynthesizer",
+        options={"kind": "dense"},
         complexity="O(N^2 A)",
     )
 )
 registry.register(
     _register(
         name="synthesizer_factorized",
-        function=None,
-        capabilities=_CAPABILITIES,
-        builder="effattn.nn.synthesizer:FactorizedSynthesizer",
-        complexity="O(N^2 H)",
+        function=factorized_synthesizer_attention,
+        capabilities=_CAPABILITIES - {"segments"},
+        reasons={"segments": "its logits are of blocks of positions in a row"},
+        options={"kind": "factorized"},
+        complexity="O(N^2 H), with sqrt(N) logits a token",
+        memory_exponent=1.5,
     )
 )
 registry.register(
     _register(
         name="synthesizer_random",
         function=None,
-        capabilities=frozenset({"causal", "bidirectional", "lengths", "decode"}),
+        capabilities=_CAPABILITIES - {"segments"},
         reasons={"segments": "its table is of positions in a row, not in a document"},
-        builder="effattn.nn.synthesizer:RandomSynthesizer",
-        complexity="O(N^2 H), and a table of N^2",
+        options={"kind": "random"},
+        complexity="O(N^2 H), with a table of N^2",
         memory_exponent=2.0,
     )
 )
 registry.register(
     _register(
         name="synthesizer_factorized_random",
-        function=None,
+        function=synthesizer_attention,
         capabilities=_CAPABILITIES,
-        builder="effattn.nn.synthesizer:FactorizedRandomSynthesizer",
+        options={"kind": "factorized_random"},
         complexity="O(N^2 A)",
     )
 )
 registry.register(
     _register(
         name="synthesizer_mixture",
-        function=None,
+        function=synthesizer_attention,
         capabilities=_CAPABILITIES,
-        builder="effattn.nn.synthesizer:MixtureSynthesizer",
+        options={"kind": "mixture"},
         complexity="O(N^2 (A + H))",
     )
 )

@@ -28,6 +28,7 @@ from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.rwkv import RWKV6, RWKV7
 from effattn.nn.rwkv4 import RWKV4, RWKV4ChannelMix
 from effattn.nn.short_convolution import ShortConvolution
+from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "SelfAttention",
     "ShortConvolution",
     "SwiGLU",
+    "Synthesizer",
     "TransformerConfig",
     "TransformerLM",
     "TransformerState",

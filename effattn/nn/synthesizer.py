@@ -1,4 +1,4 @@
-"""The layers of the Synthesizer: logits of tokens alone, of positions alone, or of neither alone."""
+"""The Synthesizer: logits of tokens alone, of positions alone, or mixed with those of attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,22 +10,53 @@ from flax import nnx
 
 from effattn import _checks
 from effattn.functional.softmax import dot_product_attention
-from effattn.functional.synthesizer import synthesizer_attention
+from effattn.functional.synthesizer import (
+    factorized_synthesizer_attention,
+    synthesizer_attention,
+)
 from effattn.nn import initializers
 from effattn.nn.attention import default_head_dim
 from effattn.nn.cached import CachedMixer
 from effattn.segments import positions_from_segment_ids
 
+_KINDS = {
+    "dense": "synthesizer",
+    "factorized": "synthesizer_factorized",
+    "random": "synthesizer_random",
+    "factorized_random": "synthesizer_factorized_random",
+    "mixture": "synthesizer_mixture",
+}
 
-class _Synthesizer(CachedMixer):
-    """What all have: y = softmax(logits) (x W_v) W_o, each head by itself.
+
+class Synthesizer(CachedMixer):
+    """The Synthesizer (Tay et al. 2020, "Synthesizer: Rethinking Self-Attention", section 3).
+
+    Each head by itself,
+
+        y_t = softmax_s(logit_ts) (x_s W_v) W_o
+
+    with learned rows r_s for positions and, by kind, the logits
+
+        dense              h_t . r_s,   h_t = relu(x_t W_1 + b), of A numbers
+        factorized         a_t[s // m] b_t[s % m],   a_t, b_t = linear layers of x_t, of l and m
+                           numbers, with l m >= L
+        random             R_ts, a learned table, L x L a head
+        factorized_random  p_t . r_s, with learned rows p_t as well, of A numbers
+        mixture            g (h_t . r_s) + (1 - g) q_t . k_s / sqrt(H), with a learned g in (0, 1):
+                           dense, and dot-product attention
+
+    All run on the block core: memory is linear in the length, but for the table of `random`.
+    Decoding keeps all values; a step costs O(S (A + H)).
 
     Args:
       in_features: D, the size of a token.
       num_heads: N.
-      max_length: L, positions that there are parameters for, the most tokens of a row; packed
+      max_length: L, positions that there are parameters for, the most tokens of a row. Packed
         documents count from their own start.
-      head_dim: H, of the values; default D / N.
+      kind: one of the above.
+      head_dim: H; default D / N.
+      hidden_features: A; default H. Of the kinds that have it.
+      trained: whether the random table or rows are learned, or stay as they were drawn.
       is_causal: a token sees those up to itself.
       dropout_rate: only 0.
       dtype: of the computation; default that of the input and the parameters together.
@@ -33,16 +64,22 @@ class _Synthesizer(CachedMixer):
       kernel_init: of the projections.
       out_kernel_init: of the output projection; default `kernel_init`.
       rngs: for the initial parameters.
+
+    Raises:
+      ValueError: an unknown kind, options that it does not have, sizes that do not fit, something
+        asked of it that it cannot do, and in calls more tokens than `max_length`.
     """
 
     def __init__(
         self,
         in_features: int,
         num_heads: int,
-        mechanism: str,
         *,
         max_length: int,
+        kind: str = "dense",
         head_dim: int | None = None,
+        hidden_features: int | None = None,
+        trained: bool = True,
         is_causal: bool = True,
         dropout_rate: float = 0.0,
         dtype: Any = None,
@@ -51,21 +88,59 @@ class _Synthesizer(CachedMixer):
         out_kernel_init: Callable[..., Any] | None = None,
         rngs: nnx.Rngs,
     ):
+        if kind not in _KINDS:
+            raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
         super().__init__(
             in_features,
-            mechanism,
+            _KINDS[kind],
             is_causal=is_causal,
             dropout_rate=dropout_rate,
             dtype=dtype,
             param_dtype=param_dtype,
         )
+        if hidden_features is not None and kind in ("factorized", "random"):
+            raise ValueError(f"kind {kind!r} has no hidden_features, got {hidden_features}")
+        if not trained and kind not in ("random", "factorized_random"):
+            raise ValueError(f"trained=False is for the random kinds, got kind {kind!r}")
         if head_dim is None:
             head_dim = default_head_dim(in_features, num_heads)
+        self.kind, self.trained = kind, trained
         self.num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
         self.head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
         self.max_length = _checks.at_least("max_length", max_length, 1, "tokens")
-        self.kernel_init = kernel_init
-        self.value = self._heads(self.head_dim, rngs)
+        hidden = self.head_dim if hidden_features is None else hidden_features
+        hidden = _checks.at_least("hidden_features", hidden, 1, "features")
+
+        def heads(size, use_bias=False):
+            return nnx.LinearGeneral(
+                in_features,
+                (num_heads, size),
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                rngs=rngs,
+            )
+
+        def table(*shape, scale):
+            array = nnx.initializers.normal(scale)(rngs.params(), shape, param_dtype)
+            return nnx.Param(array) if trained else nnx.Variable(array)
+
+        if kind in ("dense", "mixture"):
+            self.hidden = heads(hidden, use_bias=True)
+        if kind in ("dense", "mixture", "factorized_random"):
+            self.table = table(max_length, num_heads, hidden, scale=hidden**-0.5)
+        if kind == "factorized_random":
+            self.rows = table(max_length, num_heads, hidden, scale=1.0)
+        if kind == "random":
+            self.table = table(num_heads, max_length, max_length, scale=1.0)
+        if kind == "factorized":
+            fine = int(np.ceil(np.sqrt(max_length)))
+            self.fine, self.coarse = heads(fine), heads(-(-max_length // fine))
+        if kind == "mixture":
+            self.query, self.key = heads(self.head_dim), heads(self.head_dim)
+            self.mixture = nnx.Param(jnp.zeros((num_heads,), param_dtype))
+        self.value = heads(self.head_dim)
         self.out = nnx.LinearGeneral(
             (num_heads, self.head_dim),
             in_features,
@@ -77,40 +152,19 @@ class _Synthesizer(CachedMixer):
             rngs=rngs,
         )
 
-    def _heads(self, size: int, rngs: nnx.Rngs, use_bias: bool = False) -> nnx.LinearGeneral:
-        return nnx.LinearGeneral(
-            self.in_features,
-            (self.num_heads, size),
-            use_bias=use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            rngs=rngs,
-        )
-
-    def _table(self, size: int, rngs: nnx.Rngs) -> nnx.Param:
-        """A row of each head for every position, `(L, N, A)`."""
-        shape = (self.max_length, self.num_heads, size)
-        init = nnx.initializers.normal(size**-0.5)
-        return nnx.Param(init(rngs.params(), shape, self.param_dtype))
-
-    def _attend(
-        self, value: jax.Array, tokens: Any, own: Any, places: tuple[Any, Any], options: Any
-    ) -> jax.Array:
-        """`(B, T, N, H)`, of values `(B, S, N, H)` and what tokens left for others and themselves.
-
-        `places` are the positions of queries and of keys, `(T,)` or `(B, T)`, from the start of
-        their document. `options` are those of attention.
-        """
-        raise NotImplementedError
+    def _prepare(self, x):
+        tokens, own = {"value": self.value(x)}, {}
+        if self.kind in ("dense", "mixture"):
+            own["hidden"] = jax.nn.relu(self.hidden(x))
+        if self.kind == "mixture":
+            own["query"], tokens["key"] = self.query(x), self.key(x)
+        if self.kind == "factorized":
+            own["coarse"], own["fine"] = self.coarse(x), self.fine(x)
+        return tokens, own
 
     def _mix_all(self, x, lengths, segment_ids):
-        time = x.shape[1]
-        if time > self.max_length:
-            raise ValueError(
-                f"x has {time} tokens, and there are parameters for max_length={self.max_length}"
-            )
-        places = jnp.arange(time)
+        self._check_length("x has", x.shape[1])
+        places = None
         if segment_ids is not None:
             places = positions_from_segment_ids(jnp.asarray(segment_ids))
         options = {
@@ -118,59 +172,67 @@ class _Synthesizer(CachedMixer):
             "key_value_seq_lengths": lengths,
             "segment_ids": segment_ids,
         }
-        (value, *tokens), own = self._prepare(x)
-        return self.out(self._attend(value, tokens, own, (places, places), options))
+        return self._attend(*self._prepare(x), places, places, options)
 
     def _mix_at(self, tokens, own, positions):
-        value, *tokens = tokens
-        if value.shape[1] > self.max_length:
+        return self._attend(tokens, own, positions, None, {"query_offset": positions[:, 0]})
+
+    def _empty(self, batch, max_length, dtype):
+        self._check_length("max_length asks for", max_length)
+        return super()._empty(batch, max_length, dtype)
+
+    def _check_length(self, what, length):
+        if length > self.max_length:
             raise ValueError(
-                f"the state holds {value.shape[1]} tokens, and there are parameters for "
-                f"max_length={self.max_length}"
+                f"{what} {length} tokens, and there are parameters for {self.max_length} "
+                "(max_length)"
             )
-        places = positions, jnp.arange(value.shape[1])
-        options = {"query_offset": positions[:, 0]}
-        return self.out(self._attend(value, tokens, own, places, options))
 
+    def _attend(self, tokens, own, of_queries, of_keys, options):
+        """From queries to keys at some places, `(B, T)`; None for the first ones, in order."""
+        value, options = tokens["value"], {"is_causal": self.is_causal, **options}
+        batch, keys = value.shape[:2]
+        dtype = value.dtype
 
-def _rows(table: Any, places: jax.Array, dtype: Any) -> jax.Array:
-    """The rows at some positions, `(T, N, A)` or `(B, T, N, A)`."""
-    return jnp.take(table[...].astype(dtype), places, 0, mode="clip")
+        def rows(table, places, axis=0):
+            array = table[...] if self.trained else jax.lax.stop_gradient(table[...])
+            if places is None:
+                return jax.lax.slice_in_dim(array, 0, keys, axis=axis).astype(dtype)
+            return jnp.take(array, places, axis, mode="clip").astype(dtype)
 
-
-class DenseSynthesizer(_Synthesizer):
-    __doc__ = f"""A dense Synthesizer (Tay et al. 2020, "Synthesizer", section 3.1).
-
-        y_t = softmax_s(relu(x_t W_1 + b) . r_s) (x_s W_v) W_o
-
-    Each token makes its logits by itself, by a layer of A hidden numbers a head; r_s is a learned
-    row for each position, together the paper's W_2. See `effattn.synthesizer_attention`.
-    {(_Synthesizer.__doc__ or "").partition("itself.")[2].rstrip()}
-      hidden_features: A; default H.
-
-    Raises:
-      ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more
-        tokens than `max_length`.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        num_heads: int,
-        *,
-        hidden_features: int | None = None,
-        rngs: nnx.Rngs,
-        **options: Any,
-    ):
-        super().__init__(in_features, num_heads, "synthesizer", rngs=rngs, **options)
-        size = self.head_dim if hidden_features is None else hidden_features
-        size = _checks.at_least("hidden_features", size, 1, "features")
-        self.hidden = self._heads(size, rngs, use_bias=True)
-        self.table = self._table(size, rngs)
-
-    def _prepare(self, x):
-        return (self.value(x),), jax.nn.relu(self.hidden(x))
-
-    def _attend(self, value, tokens, own, places, options):
-        table = _rows(self.table, places[1], own.dtype)
-        return synthesizer_attention(own, table, value, is_causal=self.is_causal, **options)
+        if self.kind == "dense":
+            out = synthesizer_attention(own["hidden"], rows(self.table, of_keys), value, **options)
+        elif self.kind == "factorized_random":
+            hidden = rows(self.rows, of_queries)
+            hidden = jnp.broadcast_to(hidden, (batch, *hidden.shape[-3:]))
+            out = synthesizer_attention(hidden, rows(self.table, of_keys), value, **options)
+        elif self.kind == "mixture":
+            share = jax.nn.sigmoid(self.mixture[...]).astype(dtype)[:, None]
+            query = (1 - share) * own["query"] * self.head_dim**-0.5
+            of_places = rows(self.table, of_keys)
+            of_places = jnp.broadcast_to(of_places, (batch, keys, *of_places.shape[-2:]))
+            out = synthesizer_attention(
+                jnp.concatenate([share * own["hidden"], query], -1),
+                jnp.concatenate([of_places, tokens["key"]], -1),
+                value,
+                **options,
+            )
+        elif self.kind == "factorized":
+            out = factorized_synthesizer_attention(
+                own["coarse"],
+                own["fine"],
+                value,
+                is_causal=self.is_causal,
+                query_offset=options.get("query_offset", 0),
+                lengths=options.get("key_value_seq_lengths"),
+            )
+        else:
+            bias = rows(self.table, None, 2)
+            if of_queries is None:
+                bias = jax.lax.slice_in_dim(bias, 0, keys, axis=1)
+            else:
+                bias = jnp.moveaxis(jnp.take(bias, of_queries, 1, mode="clip"), 1, 0)
+            query = jnp.zeros((batch, bias.shape[-2], self.num_heads, 1), dtype)
+            key = jnp.zeros((*value.shape[:3], 1), dtype)
+            out = dot_product_attention(query, key, value, bias, **options)
+        return self.out(out)

@@ -31,6 +31,7 @@ from tests.references.softmax import (
     SQUARED_RELU,
 )
 from tests.references.sparse import BIGBIRD, BLOCK_SPARSE, LONGFORMER, RANDOM, SPARSE_TRANSFORMER
+from tests.references.synthesizer import DENSE, FACTORIZED, FACTORIZED_RANDOM, MIXTURE, RANDOM_TABLE
 
 REFERENCES: dict[str, Reference] = {
     "softmax": SOFTMAX,
@@ -74,4 +75,9 @@ MIXERS: dict[str, MixerReference] = {
     "aft_local": AFT_LOCAL,
     "aft_conv": AFT_CONV,
     "hyena": HYENA,
+    "synthesizer": DENSE,
+    "synthesizer_factorized": FACTORIZED,
+    "synthesizer_random": RANDOM_TABLE,
+    "synthesizer_factorized_random": FACTORIZED_RANDOM,
+    "synthesizer_mixture": MIXTURE,
 }
