@@ -49,6 +49,8 @@ from effattn.functional.rwkv4 import rwkv4_mixing  # isort: skip
 from effattn.functional.attention_free import attention_free  # isort: skip
 from effattn.functional.hyena import hyena_convolution  # isort: skip
 from effattn.functional.synthesizer import factorized_synthesizer_attention, synthesizer_attention  # isort: skip
+from effattn.functional.spatial_gating import spatial_gating  # isort: skip
+import effattn.functional.recurrent_networks  # noqa: F401  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.implementations import support
 from effattn.layouts import BlockLayout
@@ -111,6 +113,7 @@ __all__ = [
     "sliding_window_attention",
     "sparse_attention",
     "sparse_transformer_attention",
+    "spatial_gating",
     "squared_relu_attention",
     "state_space_duality",
     "support",

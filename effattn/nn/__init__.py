@@ -8,10 +8,12 @@ from effattn.nn.attention import CrossAttention, SelfAttention
 from effattn.nn.attention_free import AFTConv, AFTFull, AFTLocal, AFTSimple
 from effattn.nn.based import BasedSelfAttention
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
+from effattn.nn.convolution import ConvolutionalClassifier, DilatedConvolution
 from effattn.nn.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.fnet import FNet
 from effattn.nn.gated_linear import GatedLinearAttention
+from effattn.nn.gmlp import GatedMLP
 from effattn.nn.hedgehog import HedgehogSelfAttention
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
@@ -23,6 +25,7 @@ from effattn.nn.mamba2 import Mamba2
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.random_features import RandomFeatureSelfAttention
+from effattn.nn.recurrent_networks import GRU, LSTM
 from effattn.nn.retention import RetNet
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.rwkv import RWKV6, RWKV7
@@ -42,17 +45,22 @@ __all__ = [
     "BasedSelfAttention",
     "Block",
     "BlockLinformerSelfAttention",
+    "ConvolutionalClassifier",
     "CrossAttention",
     "DeltaNet",
     "DeltaNetState",
+    "DilatedConvolution",
     "FNet",
+    "GRU",
     "GatedDeltaNet",
     "GatedLinearAttention",
+    "GatedMLP",
     "HedgehogSelfAttention",
     "HybridHeads",
     "HybridState",
     "Hyena",
     "HyenaState",
+    "LSTM",
     "LinformerSelfAttention",
     "LongShortSelfAttention",
     "LongformerSelfAttention",

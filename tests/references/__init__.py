@@ -10,6 +10,7 @@ from tests.references.block_linformer import BLOCK_LINFORMER
 from tests.references.cosformer import COSFORMER
 from tests.references.delta_rule import DELTA_NET, GATED_DELTA_NET, RWKV7
 from tests.references.fnet import FNET
+from tests.references.gmlp import GMLP
 from tests.references.hedgehog import HEDGEHOG
 from tests.references.hierarchical import HIERARCHICAL
 from tests.references.hyena import HYENA
@@ -20,6 +21,7 @@ from tests.references.nystrom import NYSTROM
 from tests.references.performer import PERFORMER
 from tests.references.random_features import RANDOM_FEATURES
 from tests.references.recurrences import GATED_LINEAR, MAMBA, MAMBA2, RETENTION, RWKV6
+from tests.references.recurrent_networks import CONVOLUTION, GRU, LSTM
 from tests.references.reference import MixerReference, Reference
 from tests.references.rwkv4 import RWKV4
 from tests.references.softmax import (
@@ -80,4 +82,8 @@ MIXERS: dict[str, MixerReference] = {
     "synthesizer_random": RANDOM_TABLE,
     "synthesizer_factorized_random": FACTORIZED_RANDOM,
     "synthesizer_mixture": MIXTURE,
+    "gmlp": GMLP,
+    "lstm": LSTM,
+    "gru": GRU,
+    "convolution": CONVOLUTION,
 }

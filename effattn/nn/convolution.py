@@ -1,0 +1,189 @@
+"""Convolutional baselines: a causal dilated convolution that mixes, and a classifier of texts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import _checks
+from effattn.decode.state import new_lengths
+from effattn.nn import initializers
+from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
+from effattn.nn.recurrent import RecurrentMixer
+
+
+class DilatedConvolution(RecurrentMixer):
+    """A gated causal convolution over tokens that lie `dilation` apart (Dauphin et al. 2017).
+
+        a_t, g_t = sum_(j < W) x_(t - j d) K_j + b;   y_t = (a_t sigmoid(g_t)) W_out
+
+    In models the dilation d doubles from layer to layer, as in WaveNet (van den Oord et al. 2016).
+    Time is O(T W D^2); the state is the last (W - 1) d tokens.
+
+    Args:
+      in_features: D, the size of a token.
+      width: W, tokens that an output reads, its own among them.
+      dilation: d.
+      is_causal: only True.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the convolution and the projection.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        width: int = 4,
+        dilation: int = 1,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            "convolution",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        self.width = _checks.at_least("width", width, 1, "tokens")
+        self.dilation = _checks.at_least("dilation", dilation, 1, "tokens")
+        shape = (width, in_features, 2 * in_features)
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
+        self.bias = nnx.Param(jnp.zeros((2 * in_features,), param_dtype))
+        self.out = nnx.Linear(
+            in_features,
+            in_features,
+            use_bias=False,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
+            rngs=rngs,
+        )
+
+    def _mix(self, x, state, lengths, segment_ids):
+        batch, time = x.shape[:2]
+        reach, dtype = (self.width - 1) * self.dilation, self._computed_in(x)
+        before = jnp.zeros((batch, reach, self.in_features), x.dtype) if state is None else state
+        read = jnp.concatenate([before.astype(x.dtype), x], 1)
+        y = jnp.zeros((), jnp.promote_types(dtype, jnp.float32))
+        ids = None
+        if segment_ids is not None:
+            ids = jnp.pad(jnp.asarray(segment_ids), ((0, 0), (reach, 0)))
+        for j, kernel in enumerate(self.kernel[...].astype(dtype)):
+            start = reach - j * self.dilation
+            tokens = jax.lax.slice_in_dim(read, start, start + time, axis=1).astype(dtype)
+            if ids is not None:
+                same = jax.lax.slice_in_dim(ids, start, start + time, axis=1) == ids[:, reach:]
+                tokens = jnp.where(same[..., None], tokens, 0)
+            y = y + jnp.matmul(tokens, kernel, preferred_element_type=y.dtype)
+        value, gate = jnp.split((y + self.bias[...].astype(y.dtype)).astype(dtype), 2, -1)
+        if lengths is None:
+            last = read[:, time:]
+        else:
+            kept = new_lengths(lengths, batch, time)[:, None] + jnp.arange(reach)
+            last = jnp.take_along_axis(read, kept[..., None], 1, mode="clip")
+        return self.out(value * jax.nn.sigmoid(gate)), last.astype(before.dtype)
+
+
+class ConvolutionalClassifier(nnx.Module):
+    """A text classifier of convolutions of several widths (Kim 2014).
+
+        logits = dropout(max_t relu(convolution_W(embed(tokens)))_t, for each width W) W_out + b
+
+    "Convolutional Neural Networks for Sentence Classification". Convolutions lie within the text,
+    which counts as padded with zeros to the largest width where it is shorter. Time is
+    O(T sum(W) D F).
+
+    Args:
+      vocab_size: V.
+      num_classes: C.
+      features: D, of the embedding.
+      widths: of the convolutions, in tokens.
+      filters: F, of each width.
+      dropout_rate: of what the convolutions found.
+      dtype: of the computation; default that of the parameters.
+      param_dtype: of the parameters.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit; in calls, tokens that are no integers `(B, T)`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_classes: int,
+        *,
+        features: int = 128,
+        widths: Sequence[int] = (3, 4, 5),
+        filters: int = 100,
+        dropout_rate: float = 0.5,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if not widths or min(widths) < 1:
+            raise ValueError(f"widths must be one or more of 1 token or more, got {widths}")
+        _checks.at_least("filters", filters, 1, "filters")
+        check_dropout_rate(dropout_rate)
+        self.widths, self.dropout_rate = tuple(widths), dropout_rate
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        self.embed = nnx.Embed(
+            vocab_size, features, embedding_init=initializers.embedding_init, rngs=rngs, **dtypes
+        )
+        self.convolutions = nnx.List(
+            [
+                nnx.Conv(features, filters, (width,), padding="VALID", rngs=rngs, **dtypes)
+                for width in widths
+            ]
+        )
+        self.out = nnx.Linear(filters * len(widths), num_classes, rngs=rngs, **dtypes)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """The logits of the classes.
+
+        Args:
+          tokens: `(B, T)` int; any value in the padding.
+          lengths: `(B,)` int, valid tokens of each right-padded row; default all.
+          rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
+
+        Returns:
+          `(B, C)`.
+        """
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                f"tokens must be integers of shape (B, T), got {tokens.dtype} of {tokens.shape}"
+            )
+        batch, time = tokens.shape
+        lengths = new_lengths(lengths, batch, time)
+        valid = jnp.arange(time) < lengths[:, None]
+        x = jnp.where(valid[..., None], self.embed(jnp.where(valid, tokens, 0)), 0)
+        x = jnp.pad(x, ((0, 0), (0, max(self.widths) - 1), (0, 0)))
+        found = []
+        for width, convolution in zip(self.widths, self.convolutions, strict=True):
+            y = jax.nn.relu(convolution(x))
+            # Those that begin early enough to end within the text, or the first alone.
+            within = jnp.arange(y.shape[1]) < jnp.maximum(lengths[:, None] - width + 1, 1)
+            found.append(jnp.where(within[..., None], y, 0).max(1))
+        return self.out(dropout(jnp.concatenate(found, -1), self.dropout_rate, dropout_key(rngs)))

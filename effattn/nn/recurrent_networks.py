@@ -1,0 +1,157 @@
+"""LSTM and GRU as mixers: Flax's cells, scanned over time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from effattn import _checks
+from effattn.nn import initializers
+from effattn.nn.recurrent import RecurrentMixer
+
+
+class _CellMixer(RecurrentMixer):
+    """What both have: h_t, carry = cell(carry, x_t), with a carry that starts at zero."""
+
+    cell: Any
+
+    def _mix(self, x, state, lengths, segment_ids):
+        batch, time = x.shape[:2]
+        dtype = self._computed_in(x)
+        graph, cell = nnx.split(self.cell)
+        empty = jax.eval_shape(
+            lambda token: nnx.merge(graph, cell)(self._carry(token), token)[0], x[:, 0]
+        )
+        zeros = jax.tree.map(lambda c: jnp.zeros(c.shape, c.dtype), empty)
+        start = (
+            zeros if state is None else jax.tree.map(lambda c, z: c.astype(z.dtype), state, zeros)
+        )
+        new = valid = None
+        if segment_ids is not None:
+            ids = jnp.asarray(segment_ids)
+            new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+            new = new.T
+        if lengths is not None:
+            valid = (jnp.arange(time) < jnp.asarray(lengths)[:, None]).T
+
+        def where(flags, these, those):
+            return jax.tree.map(lambda a, b: jnp.where(flags[:, None], a, b), these, those)
+
+        def step(carry, of_token):
+            token, new, valid = of_token
+            if new is not None:
+                carry = where(new, zeros, carry)
+            after, y = nnx.merge(graph, cell)(carry, token)
+            return (after if valid is None else where(valid, after, carry)), y
+
+        by_time = jnp.moveaxis(x.astype(dtype), 1, 0), new, valid
+        carry, y = lax.scan(step, start, by_time)
+        return jnp.moveaxis(y, 0, 1), carry
+
+    def _carry(self, token):
+        """The carry before the first token, of a token `(*B, D)`."""
+        raise NotImplementedError
+
+
+class LSTM(_CellMixer):
+    """A long short-term memory (Hochreiter and Schmidhuber 1997), one layer.
+
+        i, f, o = sigmoid(x_t W + h_(t-1) R + b), each its own;   g = tanh(x_t W + h_(t-1) R + b)
+        c_t = f c_(t-1) + i g;   h_t = o tanh(c_t)
+
+    The cell is `flax.nnx.OptimizedLSTMCell`, and the output h_t that of `flax.nnx.RNN`. Time is
+    O(T D^2), token after token.
+
+    Args:
+      in_features: D, the size of tokens and outputs.
+      is_causal: only True.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the kernels of tokens; those of the state start orthogonal.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            "lstm",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        size = _checks.at_least("in_features", in_features, 1, "features")
+        self.cell = nnx.OptimizedLSTMCell(
+            size, size, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+        )
+
+    def _carry(self, token):
+        zeros = jnp.zeros(token.shape, self._computed_in(token))
+        return zeros, zeros
+
+
+class GRU(_CellMixer):
+    """A gated recurrent unit (Cho et al. 2014), one layer.
+
+        r, z = sigmoid(x_t W + h_(t-1) R + b), each its own
+        n = tanh(x_t W + b + r (h_(t-1) R + b'));   h_t = (1 - z) n + z h_(t-1)
+
+    The cell is `flax.nnx.GRUCell`, and the output h_t that of `flax.nnx.RNN`. Time is O(T D^2),
+    token after token.
+
+    Args:
+      in_features: D, the size of tokens and outputs.
+      is_causal: only True.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the kernels of tokens; those of the state start orthogonal.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            "gru",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        size = _checks.at_least("in_features", in_features, 1, "features")
+        self.cell = nnx.GRUCell(
+            size, size, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+        )
+
+    def _carry(self, token):
+        return jnp.zeros(token.shape, self._computed_in(token))
