@@ -51,6 +51,7 @@ from effattn.functional.hyena import hyena_convolution  # isort: skip
 from effattn.functional.synthesizer import factorized_synthesizer_attention, synthesizer_attention  # isort: skip
 from effattn.functional.spatial_gating import spatial_gating  # isort: skip
 import effattn.functional.recurrent_networks  # noqa: F401  # isort: skip
+from effattn.functional.s4 import s4_convolution  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.implementations import support
 from effattn.layouts import BlockLayout
@@ -106,6 +107,7 @@ __all__ = [
     "rwkv4_mixing",
     "rwkv6_attention",
     "rwkv7_attention",
+    "s4_convolution",
     "segment_ids_from_cu_seqlens",
     "segment_ids_from_lengths",
     "selective_scan",

@@ -30,6 +30,7 @@ from effattn.nn.retention import RetNet
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.rwkv import RWKV6, RWKV7
 from effattn.nn.rwkv4 import RWKV4, RWKV4ChannelMix
+from effattn.nn.s4 import S4, S4D
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
@@ -74,6 +75,8 @@ __all__ = [
     "RandomFeatureSelfAttention",
     "RetNet",
     "RotaryEmbedding",
+    "S4",
+    "S4D",
     "SelfAttention",
     "ShortConvolution",
     "SwiGLU",

@@ -58,8 +58,8 @@ def test_float64_agrees(mixer):
         x, cotangent = mixers.tokens(1), mixers.tokens(2)
         ours = mixers.run(mixers.made(mixer, tuned=True), x, cotangent, mixers.padding(mixer))
         expected = mixers.refer(mixer.name, mixers.made(mixer), x, cotangent)
-        leaves = jax.tree.leaves_with_path(expected)
-        assert all(np.any(gradient) for _, gradient in leaves), leaves
+        without = [p for p, leaf in jax.tree.leaves_with_path(expected) if not np.any(leaf)]
+        assert not without, without
         close(ours, expected, 1e-10)
 
 

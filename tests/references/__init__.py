@@ -24,6 +24,7 @@ from tests.references.recurrences import GATED_LINEAR, MAMBA, MAMBA2, RETENTION,
 from tests.references.recurrent_networks import CONVOLUTION, GRU, LSTM
 from tests.references.reference import MixerReference, Reference
 from tests.references.rwkv4 import RWKV4
+from tests.references.s4 import S4, S4D
 from tests.references.softmax import (
     ADDITIVE,
     DILATED,
@@ -86,4 +87,6 @@ MIXERS: dict[str, MixerReference] = {
     "lstm": LSTM,
     "gru": GRU,
     "convolution": CONVOLUTION,
+    "s4d": S4D,
+    "s4": S4,
 }

@@ -1,0 +1,294 @@
+"""S4: linear state spaces of each feature, run as convolutions or as recurrences."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from effattn import _checks, registry
+from effattn.functional.rwkv4 import check_tokens_by_feature
+from effattn.xla.linear_scan import linear_scan
+from effattn.xla.long_convolution import long_convolution
+
+# Tokens whose states are together in memory, and frequencies of a kernel that are.
+_CHUNK, _FREQUENCIES = 64, 256
+
+
+@jax.named_scope("s4_convolution")
+def s4_convolution(
+    x: jax.Array,
+    *,
+    rate: jax.Array,
+    output: jax.Array,
+    step_size: jax.Array,
+    skip: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    return_state: bool = False,
+    method: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""A diagonal state space, S4D (Gu et al. 2022, "On the Parameterization of S4D").
+
+    For each feature by itself, with M complex rates A of the M first of 2 M conjugate modes, held
+    at zero order over a step d:
+
+        s_t = exp(d A) s_(t-1) + (exp(d A) - 1) / A x_t;    y_t = 2 Re(C . s_t) + D x_t
+
+    As a convolution, y = K * x + D x with K_t = 2 Re(sum_m C_m (exp(d A_m) - 1) / A_m
+    exp(d A_m t)), in time O(T D (log T + M)) and memory O(T D + sqrt(T) D M). As a recurrence, a
+    chunk of tokens at a time, in time O(T D M) and memory O(T D).
+
+    Args:
+      x: `(B, T, D)`.
+      rate: `(D, M)` complex [A], with real parts of 0 or less; not 0.
+      output: `(D, M)` complex [C, with B of ones, as only their product matters].
+      step_size: `(D,)` [d], positive.
+      skip: `(D,)` [D]; None has none.
+      lengths: `(B,)` int, valid tokens of each row; the others give zeros and leave the state.
+      segment_ids: int `(B, T)`: tokens see their own run of equal ids; 0 is padding.
+      initial_state: the state before the first token, from an earlier call.
+      return_state: also return the state after the last valid token.
+      method: "convolution", "recurrence", or None for the first, with `segment_ids` the second.
+
+    Returns:
+      `(B, T, D)` in the dtype of `x`; with `return_state`, `(y, state)`, the state `(B, D, M)`
+      complex. Computed in at least float32, by the convolution with `causality="rounding"`.
+
+    Raises:
+      ValueError: shapes, dtypes or options that do not fit; packed documents by convolution.
+    """
+    if method not in (None, "convolution", "recurrence"):
+        raise ValueError(f'method must be "convolution", "recurrence" or None, got {method!r}')
+    if segment_ids is not None and method == "convolution":
+        raise ValueError("a convolution reaches across documents; segment_ids need the recurrence")
+    x, valid, starts = check_tokens_by_feature({"x": x}, lengths, segment_ids, initial_state)
+    batch, time, features = x.shape
+    dtype, wide = x.dtype, jnp.promote_types(x.dtype, jnp.float32)
+    rate, output = (_complex(n, a, features, wide) for n, a in (("rate", rate), ("output", output)))
+    if rate.shape != output.shape:
+        raise ValueError(f"rate and output must be alike, got {rate.shape} and {output.shape}")
+    step_size = _checks.shaped("step_size", step_size, (features,)).astype(wide)
+    logs = step_size[:, None] * rate
+    written = jnp.expm1(logs) / rate
+    given, u = (batch, *rate.shape), x.astype(wide)
+    state = jnp.zeros(given, rate.dtype) if initial_state is None else jnp.asarray(initial_state)
+    if state.shape != given:
+        raise ValueError(f"initial_state must have shape {given}, got {state.shape}")
+    state = state.astype(rate.dtype)
+    if starts is not None or method == "recurrence":
+        y, state = _recurrence(u, jnp.exp(logs), written, output, state, valid, starts)
+    else:
+        y = long_convolution(u, _kernel(logs, output * written, time))
+        if initial_state is not None:
+            y = y + _seen(logs, output, state, time)
+        state = _last(u, logs, written, state, lengths)
+    if skip is not None:
+        y = y + _checks.shaped("skip", skip, (features,)).astype(wide) * u
+    if valid is not None:
+        y = jnp.where(valid[..., None], y, 0)
+    y = y.astype(dtype)
+    return (y, state) if return_state else y
+
+
+def _complex(name: str, value: Any, features: int, dtype: Any) -> jax.Array:
+    value = jnp.asarray(value)
+    if value.ndim != 2 or value.shape[0] != features or not jnp.iscomplexobj(value):
+        raise ValueError(
+            f"{name} must be complex of shape ({features}, M), got {value.dtype} of shape "
+            f"{value.shape}"
+        )
+    return value.astype(jnp.promote_types(dtype, jnp.complex64))
+
+
+def _split(time):
+    """A number of blocks and their size, near the square root."""
+    size = max(1, math.isqrt(time))
+    return -(-time // size), size
+
+
+def _powers(logs, count, stride=1, first=0):
+    """exp(logs (first + stride n)) for n < count, `(..., count)`."""
+    return jnp.exp(logs[..., None] * (first + stride * np.arange(count)))
+
+
+def _kernel(logs, weights, time):
+    """2 Re sum_m weights_m exp(logs_m t), `(T, D)`: a product of powers of blocks and within."""
+    blocks, size = _split(time)
+    of_blocks = weights[..., None] * _powers(logs, blocks, size)
+    kernel = jnp.einsum("dma,dmb->dab", of_blocks, _powers(logs, size))
+    return 2 * kernel.real.reshape(logs.shape[0], -1)[:, :time].T
+
+
+def _seen(logs, output, state, time):
+    """What the initial state gives to all tokens, `(B, T, D)`."""
+    blocks, size = _split(time)
+    of_blocks = (state * output)[..., None] * _powers(logs, blocks, size, first=1)
+    seen = jnp.einsum("rdma,dmb->rabd", of_blocks, _powers(logs, size))
+    return 2 * seen.real.reshape(state.shape[0], -1, logs.shape[0])[:, :time]
+
+
+def _last(u, logs, written, state, lengths):
+    """The state after the last valid token."""
+    batch, time, features = u.shape
+    blocks, size = _split(time)
+    u = jnp.pad(u, ((0, 0), (blocks * size - time, 0), (0, 0)))
+    count = jnp.full((batch,), time) if lengths is None else lengths
+    if lengths is not None:
+        # To the right, so that a token's power is that of its place.
+        at = jnp.arange(blocks * size) + (blocks * size - time) - (blocks * size - count)[:, None]
+        moved = jnp.take_along_axis(u, at[..., None], 1, mode="clip")
+        fits = jnp.arange(blocks * size) >= blocks * size - count[:, None]
+        u = jnp.where(fits[..., None], moved, 0)
+    u = u.reshape(batch, blocks, size, features)
+    within, between = _powers(logs, size)[..., ::-1], _powers(logs, blocks, size)[..., ::-1]
+    of_blocks = jnp.einsum("rabd,dmb->radm", u.astype(logs.dtype), within)
+    added = jnp.einsum("radm,dma->rdm", of_blocks, between)
+    return jnp.exp(logs * count[:, None, None]) * state + added * written
+
+
+def _recurrence(u, decay, written, output, state, valid, starts):
+    """A chunk at a time; states are computed again in the backward pass."""
+    batch, time, features = u.shape
+    chunk = min(_CHUNK, time)
+
+    def chunks(array):
+        if array is None:
+            return None
+        array = jnp.pad(array, ((0, 0), (0, -time % chunk), *[(0, 0)] * (array.ndim - 2)))
+        return jnp.moveaxis(array.reshape(batch, -1, chunk, *array.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def step(before, of_chunk):
+        u, valid, starts = of_chunk
+        shape = (batch, chunk, *decay.shape)
+        kept = jnp.broadcast_to(decay, shape)
+        if starts is not None:
+            kept = jnp.where(starts[..., None, None], 0, kept)
+        kept = jnp.where(valid[..., None, None], kept, 1)
+        added = jnp.where(valid[..., None, None], u[..., None] * written, 0)
+        states = linear_scan(kept, added, before)
+        return states[:, -1], 2 * jnp.einsum("rtdm,dm->rtd", states, output).real
+
+    valid = jnp.ones((batch, time), bool) if valid is None else valid
+    state, y = lax.scan(step, state, tuple(map(chunks, (u, valid, starts))))
+    return jnp.moveaxis(y, 0, 1).reshape(batch, -1, features)[:, :time], state
+
+
+def low_rank_kernel(
+    rate: jax.Array,
+    low_rank: jax.Array,
+    input: jax.Array,
+    truncated_output: jax.Array,
+    step_size: jax.Array,
+    length: int,
+) -> jax.Array:
+    r"""The kernel of S4 (Gu et al. 2022, "Efficiently Modeling Long Sequences", algorithm 1).
+
+    Of the state space with the matrix A = diag(L) - P P^*, by the bilinear rule,
+
+        Abar = (2/d - A)^-1 (2/d + A);   Bbar = 2 (2/d - A)^-1 B;   K_t = C Abar^t Bbar
+
+    The kernel's Fourier transform at the roots of unity z is, with C~ = C (I - Abar^length) and
+    w_m = 1 / ((2/d) (1 - z) - L_m (1 + z)), by the identity of Woodbury,
+
+        2 (C~ w B - (1 + z) (C~ w P) (P^* w B) / (1 + (1 + z) P^* w P))
+
+    where each product sums over modes and their conjugates. Time is O(length D (M + log length)),
+    memory O(length D).
+
+    Args:
+      rate: `(D, M)` complex [L], the first of 2 M conjugate modes.
+      low_rank: `(D, M)` complex [P].
+      input: `(D, M)` complex [B].
+      truncated_output: `(D, M)` complex [C~].
+      step_size: `(D,)` [d].
+      length: taps of the kernel.
+
+    Returns:
+      `(length, D)` real.
+    """
+    count = length // 2 + 1
+    blocks = -(-count // _FREQUENCIES)
+    half = np.arange(blocks * _FREQUENCIES) % (length or 1)
+    roots = np.exp(-2j * np.pi * half / length).reshape(blocks, -1)
+    conjugate = jnp.conj
+
+    @jax.checkpoint
+    def of_block(z):
+        """`(D, frequencies)`."""
+        turn, rest = (2 / step_size)[:, None, None] * (1 - z)[:, None], (1 + z)[:, None]
+        w = 1 / (turn - rate[:, None] * rest)
+        w_conjugate = 1 / (turn - conjugate(rate)[:, None] * rest)
+
+        def product(a, b):
+            weight = (a * b)[:, None]
+            return (weight * w + conjugate(weight) * w_conjugate).sum(-1)
+
+        both = conjugate(low_rank)
+        through = product(truncated_output, low_rank) * product(both, input)
+        rank_one = (1 + z) * through / (1 + (1 + z) * product(both, low_rank))
+        return 2 * (product(truncated_output, input) - rank_one)
+
+    spectrum = lax.map(of_block, jnp.asarray(roots, rate.dtype))
+    spectrum = jnp.moveaxis(spectrum, 0, 1).reshape(rate.shape[0], -1)[:, :count]
+    return jnp.fft.irfft(spectrum, length, axis=-1).T
+
+
+def hippo(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """HiPPO-LegS as modes: rates, low rank and input, each `(size / 2,)` complex.
+
+    The matrix A_nk = -sqrt(2n + 1) sqrt(2k + 1) below the diagonal, -(n + 1) on it, plus P P^T with
+    P_n = sqrt(n + 1/2), is normal; in its eigenvectors A is diag(rates) - P P^*, and B_n =
+    sqrt(2n + 1) the input. Modes come in conjugate pairs, of which the first are returned.
+    """
+    n = np.arange(size)
+    low_rank, input = np.sqrt(n + 0.5), np.sqrt(2 * n + 1)
+    matrix = -np.tril(np.outer(input, input), -1) - np.diag(n + 1)
+    normal = matrix + np.outer(low_rank, low_rank)
+    # -1/2 and a skew-symmetric matrix, that is i times a Hermitian one.
+    turns, vectors = np.linalg.eigh(-1j * (normal + 0.5 * np.eye(size)))
+    first = slice(size // 2, None)
+    to_modes = vectors.conj().T[first]
+    return -0.5 + 1j * turns[first], to_modes @ low_rank, to_modes @ input
+
+
+registry.register(
+    registry.Mechanism(
+        name="s4d",
+        family="state space",
+        paper="Gu et al. 2022, On the Parameterization and Initialization of Diagonal State "
+        "Space Models",
+        function=s4_convolution,
+        takes_heads=False,
+        cores=(),
+        capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
+        builder="effattn.nn.s4:S4D",
+        complexity="O(N D (log N + M))",
+        time_exponent=1.0,
+        causality="rounding",
+        knows_order=True,
+    )
+)
+registry.register(
+    registry.Mechanism(
+        name="s4",
+        family="state space",
+        paper="Gu et al. 2022, Efficiently Modeling Long Sequences with Structured State Spaces",
+        function=None,
+        takes_heads=False,
+        cores=(),
+        capabilities=frozenset({"causal", "lengths", "decode"}),
+        reasons={
+            "segments": "its kernel is of a Fourier transform, which reaches across documents"
+        },
+        builder="effattn.nn.s4:S4",
+        complexity="O(N D (log N + M))",
+        time_exponent=1.0,
+        causality="rounding",
+        knows_order=True,
+    )
+)

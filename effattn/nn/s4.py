@@ -1,0 +1,295 @@
+"""The S4 layers: a state space for each feature, diagonal or normal plus low rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from effattn import _checks
+from effattn.decode.recurrent import RecurrentState
+from effattn.functional.s4 import hippo, low_rank_kernel, s4_convolution
+from effattn.nn import initializers
+from effattn.nn.recurrent import RecurrentMixer
+from effattn.xla.long_convolution import long_convolution
+
+
+class _StateSpace(RecurrentMixer):
+    """What both have: y = glu(gelu(state space(x)) W), and rates, steps and outputs.
+
+    Complex parameters are pairs of real ones on a first axis: the real and the imaginary part.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        mechanism: str,
+        *,
+        state_size: int,
+        is_causal: bool,
+        dropout_rate: float,
+        dtype: Any,
+        param_dtype: Any,
+        kernel_init: Callable[..., Any],
+        out_kernel_init: Callable[..., Any] | None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            mechanism,
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        if _checks.at_least("state_size", state_size, 2, "modes") % 2:
+            raise ValueError(f"state_size must be even, as modes come in pairs, got {state_size}")
+        rate, _, _ = hippo(state_size)
+        shape = (in_features, state_size // 2)
+        self.log_rate = nnx.Param(jnp.full(shape, np.log(-rate.real), param_dtype))
+        self.turn = nnx.Param(jnp.broadcast_to(jnp.asarray(rate.imag, param_dtype), shape))
+        # Uniform in their logarithm from 0.001 to 0.1.
+        self.log_step = nnx.Param(
+            jax.random.uniform(
+                rngs.params(), (in_features,), param_dtype, np.log(0.001), np.log(0.1)
+            )
+        )
+        self.skip = nnx.Param(jax.random.normal(rngs.params(), (in_features,), param_dtype))
+        self.out = nnx.Linear(
+            in_features,
+            2 * in_features,
+            use_bias=False,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
+            rngs=rngs,
+        )
+
+    def _pairs(self, array: np.ndarray) -> nnx.Param:
+        """A parameter of a complex array `(M,)`, the same for all features."""
+        both = np.stack([array.real, array.imag])[:, None]
+        shape = (2, self.in_features, len(array))
+        return nnx.Param(jnp.broadcast_to(jnp.asarray(both, self.param_dtype), shape))
+
+    def _rate(self, wide: Any) -> jax.Array:
+        return lax.complex(-jnp.exp(self.log_rate[...].astype(wide)), self.turn[...].astype(wide))
+
+    def _step(self, wide: Any) -> jax.Array:
+        return jnp.exp(self.log_step[...].astype(wide))
+
+    def _finish(self, y: jax.Array) -> jax.Array:
+        return jax.nn.glu(self.out(jax.nn.gelu(y)))
+
+
+def _complex(pairs: Any, wide: Any) -> jax.Array:
+    real, imaginary = pairs[...].astype(wide)
+    return lax.complex(real, imaginary)
+
+
+class S4D(_StateSpace):
+    """The layer of diagonal state spaces (Gu et al. 2022, "On the Parameterization of S4D").
+
+        y = glu(gelu(s4_convolution(x, A, C, d, D)) W)
+
+    The rates start as the modes of HiPPO-LegS (S4D-LegS). Whole sequences are convolved, packed
+    ones run as a recurrence, and so does decoding: its state has `state_size` numbers a feature.
+
+    Args:
+      in_features: D, the size of a token.
+      state_size: modes of a feature, conjugates counted; even.
+      is_causal: only True.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the tokens; default that of the input and the parameters together. States and
+        kernels are in at least float32.
+      param_dtype: of the parameters.
+      kernel_init: of the projection.
+      out_kernel_init: of the projection, before `kernel_init`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        state_size: int = 64,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            "s4d",
+            state_size=state_size,
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            rngs=rngs,
+        )
+        self.output = self._pairs(hippo(state_size)[2])
+        noise = nnx.initializers.normal(0.5**0.5)(rngs.params(), self.output.shape, param_dtype)
+        self.output[...] = self.output[...] * noise
+
+    def _mix(self, x, state, lengths, segment_ids):
+        x = x.astype(self._computed_in(x))
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        y, state = s4_convolution(
+            x,
+            rate=self._rate(wide),
+            output=_complex(self.output, wide),
+            step_size=self._step(wide),
+            skip=self.skip[...].astype(wide),
+            lengths=lengths,
+            segment_ids=segment_ids,
+            initial_state=state,
+            return_state=True,
+        )
+        return self._finish(y), state
+
+
+class S4(_StateSpace):
+    """The layer of normal plus low-rank state spaces (Gu et al. 2022, "Efficiently Modeling").
+
+        y = glu(gelu(K * x + D x) W),   K = low_rank_kernel(L, P, B, C~, d)
+
+    As in the paper the parameter of the output is C~ = C (I - Abar^max_length), which the kernel of
+    `max_length` taps needs, and all start as HiPPO-LegS. Decoding runs the recurrence, in O(D M) a
+    step; `init_state` finds C, by powers of the matrices of all features.
+
+    Args:
+      in_features: D, the size of a token.
+      max_length: taps of the kernel, the most tokens of a row.
+      state_size: modes of a feature, conjugates counted; even.
+      is_causal: only True.
+      dropout_rate: only 0, as there are no attention weights to drop.
+      dtype: of the tokens; default that of the input and the parameters together. States and
+        kernels are in at least float32.
+      param_dtype: of the parameters.
+      kernel_init: of the projection.
+      out_kernel_init: of the projection, before `kernel_init`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more
+        tokens than `max_length`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        max_length: int,
+        state_size: int = 64,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            "s4",
+            state_size=state_size,
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            rngs=rngs,
+        )
+        self.max_length = _checks.at_least("max_length", max_length, 1, "tokens")
+        _, low_rank, written = hippo(state_size)
+        self.low_rank, self.input = self._pairs(low_rank), self._pairs(written)
+        self.output = nnx.Param(
+            nnx.initializers.normal(0.5**0.5)(rngs.params(), self.input.shape, param_dtype)
+        )
+
+    def _arrays(self, wide):
+        """L, P, B, C~ and d."""
+        parts = (_complex(p, wide) for p in (self.low_rank, self.input, self.output))
+        return self._rate(wide), *parts, self._step(wide)
+
+    def _mix_all(self, x, lengths, segment_ids):
+        if x.shape[1] > self.max_length:
+            raise ValueError(
+                f"x has {x.shape[1]} tokens, and the kernel is of max_length={self.max_length}"
+            )
+        x = x.astype(self._computed_in(x))
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        kernel = low_rank_kernel(*self._arrays(wide), self.max_length)
+        y = long_convolution(x, kernel) + self.skip[...].astype(wide) * x
+        return self._finish(y.astype(x.dtype))
+
+    def _empty(self, batch, max_length, dtype):
+        wide = jnp.promote_types(dtype, jnp.float32)
+        output = self._untruncated(wide)
+        states = jnp.zeros((batch, *output.shape), output.dtype)
+        return RecurrentState(state=(states, output), length=jnp.zeros((batch,), jnp.int32))
+
+    def _untruncated(self, wide: Any) -> jax.Array:
+        """C = C~ (I - Abar^max_length)^-1, of all features."""
+        rate, low_rank, _, output, step = self._arrays(wide)
+        modes = rate.shape[1]
+        # The matrix as its columns: what one turn makes of real and imaginary units.
+        units = jnp.concatenate([jnp.eye(modes), 1j * jnp.eye(modes)]).astype(rate.dtype)
+        turned = _advance(units[:, None], rate, low_rank, step)
+        matrix = jnp.moveaxis(jnp.concatenate([turned.real, turned.imag], -1), 0, -1)
+        power = jnp.linalg.matrix_power(matrix, self.max_length)
+        rest = jnp.eye(2 * modes, dtype=matrix.dtype) - power
+        # 2 Re(C . s) of s = a + i b is a row (2 Re C, -2 Im C) times (a, b).
+        row = jnp.concatenate([output.real, -output.imag], -1)
+        solved = jnp.linalg.solve(jnp.swapaxes(rest, -1, -2), row[..., None])[..., 0]
+        real, imaginary = jnp.split(solved, 2, -1)
+        return lax.complex(real, -imaginary)
+
+    def _extend(self, x, state, lengths):
+        batch, time = x.shape[:2]
+        x = x.astype(self._computed_in(x))
+        states, output = state.state
+        wide = states.real.dtype
+        rate, low_rank, written, _, step = self._arrays(wide)
+        count = jnp.full((batch,), time, jnp.int32) if lengths is None else lengths
+
+        def turn(before, of_token):
+            token, valid = of_token
+            added = 2 * written * token[..., None]
+            after = _advance(before, rate, low_rank, step, added)
+            after = jnp.where(valid[:, None, None], after, before)
+            return after, 2 * (after * output).sum(-1).real
+
+        valid = jnp.arange(time)[:, None] < count
+        states, y = lax.scan(turn, states, (jnp.moveaxis(x.astype(wide), 1, 0), valid))
+        y = jnp.moveaxis(y, 0, 1) + self.skip[...].astype(wide) * x
+        return self._finish(y.astype(x.dtype)), RecurrentState(
+            state=(states, output), length=state.length + count
+        )
+
+
+def _advance(state, rate, low_rank, step, added=0.0):
+    """(2/d - A)^-1 ((2/d + A) s + added), of states `(..., D, M)`, A = diag(L) - P P^*."""
+    twice = (2 / step)[:, None]
+
+    def over_low_rank(array):
+        """P^* a, of modes and their conjugates."""
+        return 2 * (low_rank.conj() * array).sum(-1, keepdims=True).real
+
+    moved = (twice + rate) * state - low_rank * over_low_rank(state) + added
+    inverse = 1 / (twice - rate)
+    scaled = inverse * moved
+    share = over_low_rank(scaled) / (1 + over_low_rank(inverse * low_rank))
+    return scaled - inverse * low_rank * share

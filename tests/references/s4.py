@@ -1,0 +1,63 @@
+"""State spaces with their matrices as matrices, token by token."""
+
+import jax
+import jax.numpy as jnp
+
+from tests.references.reference import MixerReference
+
+
+def finished(mixer, x, y):
+    y = (y + mixer.skip[...].astype(y.dtype) * x).astype(x.dtype)
+    return jax.nn.glu(jax.nn.gelu(y) @ mixer.out.kernel[...])
+
+
+def parameters(mixer, wide):
+    """L and d, and a function from pairs of real arrays to complex ones."""
+    rate = -jnp.exp(mixer.log_rate[...].astype(wide)) + 1j * mixer.turn[...].astype(wide)
+    return rate, jnp.exp(mixer.log_step[...].astype(wide))
+
+
+def complex_of(parameter, wide):
+    real, imaginary = parameter[...].astype(wide)
+    return real + 1j * imaginary
+
+
+def diagonal(mixer, x):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    rate, step = parameters(mixer, wide)
+    decay = jnp.exp(step[:, None] * rate)
+    state, outputs = jnp.zeros_like(rate), []
+    for token in x.astype(wide):
+        state = decay * state + (decay - 1) / rate * token[:, None]
+        outputs.append(2 * (complex_of(mixer.output, wide) * state).sum(-1).real)
+    return finished(mixer, x, jnp.stack(outputs))
+
+
+def low_rank(mixer, x):
+    """Over all modes, conjugates too, with C from C~ by the definition."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    rate, step = parameters(mixer, wide)
+    both = [complex_of(p, wide) for p in (mixer.low_rank, mixer.input, mixer.output)]
+    rate, p, b, c = (jnp.concatenate([a, a.conj()], -1) for a in (rate, *both))
+    outputs = []
+    for feature in range(x.shape[1]):
+        a = jnp.diag(rate[feature]) - jnp.outer(p[feature], p[feature].conj())
+        eye = jnp.eye(len(a))
+        inverse = jnp.linalg.inv(2 / step[feature] * eye - a)
+        turn = inverse @ (2 / step[feature] * eye + a)
+        rest = eye - jnp.linalg.matrix_power(turn, mixer.max_length)
+        output = jnp.linalg.solve(rest.T, c[feature])
+        state, of_feature = jnp.zeros_like(c[feature]), []
+        for token in x[:, feature].astype(wide):
+            state = turn @ state + 2 * inverse @ b[feature] * token
+            of_feature.append((output @ state).real)
+        outputs.append(jnp.stack(of_feature))
+    return finished(mixer, x, jnp.stack(outputs, -1))
+
+
+S4D = MixerReference(mix=diagonal, variants={"": {"state_size": 6}})
+S4 = MixerReference(
+    mix=low_rank,
+    variants={"": {"state_size": 4, "max_length": 16}},
+    cost=lambda length: {"max_length": length},
+)
