@@ -107,7 +107,8 @@ def _rows(name: str) -> Iterator[Row]:
         if not dtypes:
             continue
         sizes = [one.size for one in limits if one.size is not None]
-        others = "; ".join(dict.fromkeys(one.others for one in limits if one.others))
+        pieces = (piece for one in limits for piece in one.others.split("; ") if piece)
+        others = "; ".join(dict.fromkeys(pieces))
         where = platform or ("cuda" if implementation == "cudnn" else "any")
         yield Row(name, implementation, where, tuple(dtypes), min(sizes, default=None), others)
 

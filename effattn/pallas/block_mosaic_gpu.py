@@ -48,7 +48,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from effattn import dispatch
 from effattn.cores.block_attention import Operands, Rule
-from effattn.pallas import block_tiles
+from effattn.pallas import block_tiles, device
 from effattn.pallas import mosaic_gpu_tiles as tiles
 from effattn.pallas.mosaic_gpu_tiles import ROWS, Own, Product, Stream, Tile, Turns, down
 from effattn.xla import block_attention as xla
@@ -94,13 +94,10 @@ def refusal(rule: Rule, x: Operands) -> str | None:
 
 def _refusal_of_the_device():
     """Of the GPU, if the program is traced where there is one."""
-    device = jax.devices()[0]
-    if device.platform != "gpu" or dispatch.is_interpreted():
-        return None
-    capability = str(device.compute_capability)
-    if capability.split(".")[0] != "9":
-        return f"runs on GPUs of compute capability 9.x (Hopper), got {capability}"
-    version = re.search(r"cuda (\d+)", device.client.platform_version)
+    if reason := device.refusal(lambda major: major == 9, "9.x (Hopper)"):
+        return reason
+    gpu = device.gpu()
+    version = None if gpu is None else re.search(r"cuda (\d+)", gpu.client.platform_version)
     if version is not None and _MISCOMPILED[0] <= int(version[1]) <= _MISCOMPILED[1]:
         return (
             "needs a CUDA outside of 12.8.0 to 12.9.0, whose ptxas miscompiles kernels of Mosaic "

@@ -22,11 +22,13 @@ from jax.experimental import pallas as pl
 
 from effattn import dispatch
 from effattn.cores.block_attention import Operands, Rule
-from effattn.pallas import block_tiles, block_triton_bias
+from effattn.pallas import block_tiles, block_triton_bias, device
 from effattn.pallas.block_tiles import Softmax
 from effattn.pallas.triton_tiles import LEAST, Tile, call, put_rows, store, width
 
-LIMITS = dispatch.Limits(("float32", "bfloat16", "float16"), 256, "tiles of multiples of 16")
+LIMITS = dispatch.Limits(
+    ("float32", "bfloat16", "float16"), 256, "Ampere or later; tiles of multiples of 16"
+)
 
 # Queries and keys of a tile, and warps, by the bytes of a number and the width of the larger head.
 TILES = {
@@ -61,7 +63,7 @@ def refusal(rule: Rule, x: Operands) -> str | None:
     largest = max(largest, x.query.size // x.query.shape[-1] * x.value.shape[-1])
     if largest >= 2**31:
         return f"takes arrays of fewer than 2**31 numbers, as it counts in int32, got {largest}"
-    return None
+    return device.triton_refusal()
 
 
 def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:

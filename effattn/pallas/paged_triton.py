@@ -21,11 +21,14 @@ from jax.experimental.pallas import triton
 
 from effattn import dispatch
 from effattn.functional.combine import combine
+from effattn.pallas import device
 from effattn.xla.paged_attention import Pages, Rule
 
 RUNS = 264  # programs to have at least, two for each multiprocessor of the largest cards
 LIMITS = dispatch.Limits(
-    ("float32", "bfloat16", "float16"), 256, "pages of 16 to 256 tokens, a power of two"
+    ("float32", "bfloat16", "float16"),
+    256,
+    "Ampere or later; pages of 16 to 256 tokens, a power of two",
 )
 ROWS = 16  # the least that the products of tensor cores take
 
@@ -41,7 +44,7 @@ def refusal(query: jax.Array, keys: Pages, values: Pages, *_) -> str | None:
         return f"takes pages of 16 to 256 tokens, a power of two, got {page}"
     if 0 in query.shape:
         return f"takes at least one query, got shape {query.shape}"
-    return None
+    return device.triton_refusal()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

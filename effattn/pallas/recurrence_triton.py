@@ -39,7 +39,7 @@ from jax.experimental.pallas import triton
 
 from effattn import dispatch
 from effattn.cores.linear_recurrence import Operands, Rule
-from effattn.pallas import recurrence
+from effattn.pallas import device, recurrence
 from effattn.pallas.recurrence import BLOCK, Arrays, How
 from effattn.xla import mesh_axes
 
@@ -49,12 +49,14 @@ CHUNK = 32  # tokens of one masked product
 CHUNK_BY_FEATURE = 16  # tokens of one masked product where features decay of their own
 
 
-LIMITS = dispatch.Limits(("float32", "bfloat16", "float16"), 256, "causal and packed calls")
+LIMITS = dispatch.Limits(
+    ("float32", "bfloat16", "float16"), 256, "Ampere or later; causal and packed calls"
+)
 
 
 def refusal(rule: Rule, x: Operands) -> str | None:
     """Why it does not take these, if so."""
-    return recurrence.refusal(rule, x)
+    return recurrence.refusal(rule, x) or device.triton_refusal()
 
 
 def forward(rule: Rule, x: Operands):

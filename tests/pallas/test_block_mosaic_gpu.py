@@ -309,11 +309,10 @@ def test_what_it_does_not_take_triton_does_on_the_same_device():
 )
 def test_which_devices_and_versions_of_cuda_it_takes(monkeypatch, capability, cuda, message):
     device = types.SimpleNamespace(
-        platform="gpu",
         compute_capability=capability,
         client=types.SimpleNamespace(platform_version=f"PJRT C API\n{cuda}"),
     )
-    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "local_devices", lambda backend: {"cuda": [device]}[backend])
     arrays = draw(dtype=np.float16)
     if message is None:
         jax.eval_shape(lambda arrays: attend(**arrays), arrays)
