@@ -75,6 +75,9 @@ def tune(
     and the same options, on this kind of device and under this version of JAX, in programs that are
     compiled from now on. It is kept in the user's cache folder (`effattn.tuned.cache_file()`).
 
+    On a mesh too, where compilers do not split kernels: call the function inside `jax.shard_map`
+    there, as `implementation=None` may take a kernel from then on, or name "xla".
+
     Args:
       function: of effattn, or one that calls it, without `implementation`, such as
         `effattn.dot_product_attention` or the `__call__` of a model.
