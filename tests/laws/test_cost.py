@@ -9,12 +9,13 @@ import numpy as np
 from tests.laws import battery, cost
 from tests.laws.battery import Sizes
 
-LENGTHS = (2048, 4096, 8192, 16384)
-
 
 def lengths_of(mechanism):
-    """Where options follow the length, those at which its square root divides it."""
-    return LENGTHS if mechanism.entry.options_at is None else (4096, 16384, 65536)
+    """Two, which give the exponent, and every other one takes seconds to trace and to compile.
+
+    Where options follow the length, its square root divides them.
+    """
+    return (2048, 16384) if mechanism.entry.options_at is None else (4096, 65536)
 
 
 def forward_of(mechanism, direction, length):
@@ -51,6 +52,13 @@ def directions(mechanism):
     return [d for d in ("causal", "bidirectional") if mechanism.has(d)]
 
 
+def assert_of_one_size(mechanism, jaxprs):
+    """Other options may be another program; its size does not follow the length either."""
+    most = 1 if mechanism.entry.options_at is None else 1.1
+    sizes = [cost.equations(jaxpr) for jaxpr in jaxprs]
+    assert max(sizes) <= most * min(sizes), sizes
+
+
 def test_operations_grow_as_claimed_and_programs_do_not(mechanism):
     """Forward and backward together; the jaxpr, what there is to compile, is of one size."""
     for direction in directions(mechanism):
@@ -59,28 +67,26 @@ def test_operations_grow_as_claimed_and_programs_do_not(mechanism):
         counts = [cost.operations(jaxpr) for jaxpr in jaxprs]
         found, claimed = cost.exponent(lengths, counts), mechanism.entry.time_exponent
         assert abs(found - claimed) <= 0.1, (direction, found, counts)
-        sizes = [cost.equations(jaxpr) for jaxpr in jaxprs]
-        # Other options may be another program; its size does not follow the length either.
-        most = 1 if mechanism.entry.options_at is None else 1.1
-        assert max(sizes) <= most * min(sizes), (direction, sizes)
+        assert_of_one_size(mechanism, jaxprs)
 
 
 def test_memory_grows_as_claimed(mechanism):
-    """Forward and backward together, and a forward alone has no more than its share of that.
+    """The temporary bytes of forward and backward together, and the largest array of a jaxpr.
 
-    No array of the program outgrows the claim either.
+    So it is for a forward alone, without compiling it: as many arrays as it has equations, which do
+    not follow the length, are all that it could ever hold.
     """
     lengths, direction = lengths_of(mechanism), directions(mechanism)[0]
-    # Two give the exponent; every other one takes a second to compile.
-    lengths = lengths[0], lengths[-1]
     programs = [traced(mechanism, direction, length) for length in lengths]
+    alone = [traced(mechanism, direction, length, backward=False) for length in lengths]
     found = [cost.temporary_bytes(program) for program in programs]
     most = mechanism.entry.memory_exponent + 0.1
     assert cost.exponent(lengths, found) <= most, found
-    alone = traced(mechanism, direction, lengths[-1], backward=False)
-    assert cost.temporary_bytes(alone) <= found[-1]
-    arrays = [cost.largest(program.jaxpr) for program in programs]
-    assert cost.exponent(lengths, arrays) <= most, arrays
+    for each in (programs, alone):
+        jaxprs = [program.jaxpr for program in each]
+        assert_of_one_size(mechanism, jaxprs)
+        arrays = [cost.largest(jaxpr) for jaxpr in jaxprs]
+        assert cost.exponent(lengths, arrays) <= most, arrays
 
 
 def test_the_count_is_right():
