@@ -15,7 +15,7 @@ from effattn import patterns, registry
 from effattn.decode import GatheredDecoder, gathered
 from effattn.functional.reaching import positions_of_blocks
 from tests.laws import battery, cost
-from tests.laws.test_sharding import collectives, mesh
+from tests.laws.sharding import collectives, mesh
 
 SPARSE_TRANSFORMERS = {
     "strided": {"stride": 4},

@@ -4,71 +4,21 @@ By `shard_map` together with remat and scan, the other ways to call from a large
 """
 
 import functools
-import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.laws import battery
-from tests.laws.battery import SQUARE
-
-COLLECTIVE = re.compile(
-    r"\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)"
-    r"(?:-start)?\("
-)
-
-
-def mesh(axis_type=jax.sharding.AxisType.Auto, rows=4):
-    """4 parts of the batch, or as many as `rows`, by 2 of the heads."""
-    devices = jax.devices()[: rows * 2]
-    return jax.make_mesh((rows, 2), ("batch", "heads"), (axis_type,) * 2, devices=devices)
-
-
-def shard(mesh, arrays, **specs):
-    return {
-        k: jax.device_put(x, NamedSharding(mesh, specs.get(k, PartitionSpec())))
-        for k, x in arrays.items()
-    }
-
-
-def collectives(compiled):
-    return COLLECTIVE.findall(compiled.as_text())
-
-
-BY_HEAD = PartitionSpec("batch", None, "heads")
-BY_ROW = PartitionSpec("batch")
-
-
-def specs_of(mechanism, arrays):
-    specs = dict.fromkeys(mechanism.of_tokens, BY_HEAD)
-    specs |= {"out": BY_HEAD, "lse": BY_HEAD, "state": PartitionSpec("batch", "heads")}
-    specs |= dict.fromkeys(mechanism.reference.per_head, PartitionSpec("heads"))
-    return {k: specs.get(k, PartitionSpec()) for k in arrays}
+from tests.laws.sharding import collectives, draw_shared, mesh, shard, shared_program, specs_of
 
 
 def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
-    """One key head for all query heads, and biases, sinks and slopes for all examples."""
-    extent = battery.everything(mechanism)
-    key_heads = 1 if mechanism.has("grouped") else SQUARE.key_heads
-    sizes = SQUARE._replace(key_heads=key_heads)
-    arrays = battery.draw_arrays(mechanism, sizes, everything=True)
-    arrays = battery.cast(mechanism, arrays, jnp.float32)
-    known = battery.neutral(mechanism, sizes, extent)
-    cotangents = battery.cotangents_of(mechanism, extent, arrays, known)
-    of_arrays, of_results = specs_of(mechanism, arrays), specs_of(mechanism, cotangents)
-    if key_heads == 1:
-        of_arrays |= dict.fromkeys(mechanism.of_tokens[1:], BY_ROW)
-        of_arrays |= dict.fromkeys(mechanism.reference.per_head, PartitionSpec())
-        of_results |= {"state": BY_ROW}
-    of_arrays |= {"initial_state": BY_ROW, "bias": PartitionSpec("heads")}
-    args = (
-        shard(mesh(), arrays, **of_arrays),
-        shard(mesh(), known, **dict.fromkeys(known, BY_ROW)),
-        shard(mesh(), cotangents, **of_results),
-    )
-    found = collectives(battery.program(mechanism, extent).lower(*args).compile())
+    """One key head for all query heads, and biases, sinks and slopes for all examples.
+
+    That the numbers are right is law 1 in bfloat16, which runs this program.
+    """
+    found = collectives(shared_program(mechanism))
+    arrays, *_ = draw_shared(mechanism, 0)
     shared = arrays.keys() - {"query"}
     assert set(found) <= {"all-reduce"}, found
     # Attend, then combine: what both parts share may be summed for each.

@@ -3,6 +3,7 @@
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 
 from effattn.functional.feature_maps import taylor
 from tests.references.pairs import Pairs
@@ -33,9 +34,22 @@ def based(arrays, pairs: Pairs, keep, **_):
     return {"out": out.astype(value.dtype), "state": state}
 
 
+def after_tokens(rng, shape):
+    """The state that some tokens leave: of others, queries may have no weight to divide by."""
+    *batch, features, size = shape.shape
+    head_size = next(h for h in range(features) if 1 + h + h * (h + 1) // 2 == features)
+    x, values = (rng.normal(size=(*batch, 4, n)) for n in (head_size, size))
+    values[..., -1] = 1
+    first, second = np.triu_indices(head_size, 1)
+    squares = x**2 * 0.5**0.5, x[..., first] * x[..., second]
+    keys = np.concatenate([np.ones_like(x[..., :1]), x, *squares], -1)
+    return np.einsum("...sf,...sd->...fd", keys, values)
+
+
 BASED = Reference(
     attend=based,
     variants={"": {}},
     tuning={"chunk_size": 3},
     state_and_segments=False,
+    initial_state=after_tokens,
 )

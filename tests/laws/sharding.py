@@ -1,0 +1,86 @@
+"""Where arrays lie on several devices, and the program of all that is claimed, over eight."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.laws import battery
+from tests.laws.battery import SQUARE
+
+COLLECTIVE = re.compile(
+    r"\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)"
+    r"(?:-start)?\("
+)
+BY_HEAD = PartitionSpec("batch", None, "heads")
+BY_ROW = PartitionSpec("batch")
+
+
+def mesh(axis_type=jax.sharding.AxisType.Auto, rows=4):
+    """4 parts of the batch, or as many as `rows`, by 2 of the heads."""
+    devices = jax.devices()[: rows * 2]
+    return jax.make_mesh((rows, 2), ("batch", "heads"), (axis_type,) * 2, devices=devices)
+
+
+def shard(mesh, arrays, **specs):
+    return {
+        k: jax.device_put(x, NamedSharding(mesh, specs.get(k, PartitionSpec())))
+        for k, x in arrays.items()
+    }
+
+
+def collectives(compiled):
+    return COLLECTIVE.findall(compiled.as_text())
+
+
+def specs_of(mechanism, arrays):
+    specs = dict.fromkeys(mechanism.of_tokens, BY_HEAD)
+    specs |= {"out": BY_HEAD, "lse": BY_HEAD, "state": PartitionSpec("batch", "heads")}
+    specs |= dict.fromkeys(mechanism.reference.per_head, PartitionSpec("heads"))
+    return {k: specs.get(k, PartitionSpec()) for k in arrays}
+
+
+def shared_sizes(mechanism):
+    """One key head for all query heads, where it can be."""
+    key_heads = 1 if mechanism.has("grouped") else SQUARE.key_heads
+    return SQUARE._replace(key_heads=key_heads)
+
+
+def draw_shared(mechanism, seed):
+    """Arrays in bfloat16, what goes with them and cotangents, of `shared_sizes`."""
+    sizes, extent = shared_sizes(mechanism), battery.everything(mechanism)
+    arrays = battery.draw_arrays(mechanism, sizes, everything=True, seed=seed)
+    arrays = battery.cast(mechanism, arrays, jnp.bfloat16)
+    known = battery.neutral(mechanism, sizes, extent)
+    return arrays, known, battery.cotangents_of(mechanism, extent, arrays, known, seed)
+
+
+def _placed(mechanism, arrays, known, cotangents):
+    """On 8 devices; what examples or heads share, on all that share it."""
+    of_arrays, of_results = specs_of(mechanism, arrays), specs_of(mechanism, cotangents)
+    if arrays["key"].shape[-2] == 1:
+        of_arrays |= dict.fromkeys(mechanism.of_tokens[1:], BY_ROW)
+        of_arrays |= dict.fromkeys(mechanism.reference.per_head, PartitionSpec())
+        of_results |= {"state": BY_ROW}
+    of_arrays |= {"initial_state": BY_ROW, "bias": PartitionSpec("heads")}
+    everywhere = mesh()
+    return (
+        shard(everywhere, arrays, **of_arrays),
+        shard(everywhere, known, **dict.fromkeys(known, BY_ROW)),
+        shard(everywhere, cotangents, **of_results),
+    )
+
+
+@functools.cache
+def shared_program(mechanism):
+    """Compiled for what `draw_shared` draws."""
+    run = battery.program(mechanism, battery.everything(mechanism))
+    return run.lower(*_placed(mechanism, *draw_shared(mechanism, 0))).compile()
+
+
+def run_shared(mechanism, arrays, known, cotangents):
+    """Results and gradients of that program, as NumPy arrays."""
+    placed = _placed(mechanism, arrays, known, cotangents)
+    return battery.to_numpy(shared_program(mechanism)(*placed))
