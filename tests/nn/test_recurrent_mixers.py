@@ -161,14 +161,16 @@ def test_the_state_has_one_size(mixer):
 
 
 def test_packed_documents_give_what_they_give_alone_and_padded(mixer):
+    """Packed, none is padded, and alone, there is one document: the same program."""
     ids = np.repeat([3, 1, 0, 2], [4, 4, 1, 2])
     x = np.where(ids[:, None] == 0, np.nan, X)
-    y = call(mixer, x, None, np.tile(ids, (2, 1)))
+    y = call(mixer, x, np.full(2, LENGTH), np.tile(ids, (2, 1)))
+    one = np.ones((2, LENGTH), ids.dtype)
     for id in (1, 2, 3):
         length = (ids == id).sum()
         alone = np.full_like(X, np.nan)
         alone[:, :length] = X[:, ids == id]
-        close(y[:, ids == id], call(mixer, alone, np.full(2, length))[:, :length])
+        close(y[:, ids == id], call(mixer, alone, np.full(2, length), one)[:, :length])
 
 
 def test_padding_reaches_no_output_and_no_gradient(mixer):

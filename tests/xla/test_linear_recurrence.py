@@ -270,7 +270,7 @@ def test_the_future_changes_no_bit_of_the_past(decay, form):
 @pytest.mark.parametrize("decay, form", [("none", "plain"), ("feature", "delta")])
 def test_memory_is_linear_and_the_program_does_not_grow(decay, form):
     def run(terms, state):
-        output, state = recurrence(terms, state)
+        output, state = recurrence(terms, state, chunk=16)
         return (output**2).sum() + (state**2).sum()
 
     def compiled(length):
