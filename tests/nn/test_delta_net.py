@@ -109,10 +109,12 @@ def test_unequal_prompts_continue_as_each_would_alone(layer):
     prompt = np.where(np.arange(7)[:, None] < lengths[:, None, None], X[:, :7], np.nan)
     first, state = extend(mixer, prompt, mixer.init_state(2, 0), lengths)
     rows, after = np.arange(2)[:, None], lengths[:, None] + np.arange(5)
-    second, state = extend(mixer, X[rows, after], state)
+    # Padded to as many tokens as the prompts, which makes it the same program.
+    rest = np.concatenate([X[rows, after], np.full_like(X[:, :2], np.nan)], 1)
+    second, state = extend(mixer, rest, state, np.full(2, 5))
     for row, length in enumerate(lengths):
         close(first[row, :length], whole[row, :length])
-    close(second, whole[rows, after])
+    close(second[:, :5], whole[rows, after])
     np.testing.assert_array_equal(state.length, lengths + 5)
 
 
@@ -128,14 +130,16 @@ def test_the_state_has_one_size(mixer):
 
 
 def test_packed_documents_give_what_they_give_alone_and_padded(mixer):
+    """Packed, none is padded, and alone, there is one document: the same program."""
     ids = np.repeat([3, 1, 0, 2], [4, 5, 1, 2])
     x = np.where(ids[:, None] == 0, np.nan, X)
-    y = call(mixer, x, None, np.tile(ids, (2, 1)))
+    y = call(mixer, x, np.full(2, LENGTH), np.tile(ids, (2, 1)))
+    one = np.ones((2, LENGTH), ids.dtype)
     for id in (1, 2, 3):
         length = (ids == id).sum()
         alone = np.full_like(X, np.nan)
         alone[:, :length] = X[:, ids == id]
-        close(y[:, ids == id], call(mixer, alone, np.full(2, length))[:, :length])
+        close(y[:, ids == id], call(mixer, alone, np.full(2, length), one)[:, :length])
 
 
 def test_padding_reaches_no_output_and_no_gradient(mixer):

@@ -62,7 +62,7 @@ def test_it_is_one_projection_of_all_heads_side_by_side(x):
     for name, axis in (("query", 1), ("key", 1), ("value", 1), ("out", 0)):
         parts = [getattr(mixer, name).kernel[...] for mixer in hybrid.mixers]
         getattr(one, name).kernel[...] = jnp.concatenate(parts, axis)
-    close(hybrid(x), one(x))
+    close(*jax.jit(lambda x: (hybrid(x), one(x)))(x))
 
 
 def test_the_sum_starts_as_one_projection_would():
@@ -75,11 +75,12 @@ def test_the_sum_starts_as_one_projection_would():
 
 def test_decoding_in_any_pieces_gives_what_the_whole_gives(x):
     hybrid = make()
-    expected = hybrid(x)
+    expected = jax.jit(hybrid.__call__)(x)
     state = hybrid.init_state(2, 9)
+    extend = jax.jit(hybrid.extend)
     outs = []
     for start, stop in ((0, 4), (4, 5), (5, 9)):
-        out, state = hybrid.extend(x[:, start:stop], state)
+        out, state = extend(x[:, start:stop], state)
         outs.append(out)
     close(jnp.concatenate(outs, 1), expected)
     assert state.length.tolist() == [9, 9]
@@ -111,15 +112,17 @@ def config(**changes):
 
 def test_a_model_takes_groups_of_heads_in_some_layers():
     tokens = jnp.arange(14).reshape(2, 7) % 11
-    model = TransformerLM(
-        config(mixer=("softmax", {"heads": GROUPS}, "linear"), num_kv_heads=3), rngs=nnx.Rngs(0)
-    )
+    of_model = config(mixer=("softmax", {"heads": GROUPS}, "linear"), num_kv_heads=3)
+    model = jax.jit(lambda: TransformerLM(of_model, rngs=nnx.Rngs(0)))()
     assert isinstance(model.blocks[1].mixer, HybridHeads)
-    whole = model(tokens)
-    state = model.init_state(2, 7)
-    first, state = model.extend(tokens[:, :3], state)
-    second, _ = model.extend(tokens[:, 3:], state)
-    close(jnp.concatenate([first, second], 1), whole)
+
+    @jax.jit
+    def whole_and_pieces(model):
+        first, state = model.extend(tokens[:, :3], model.init_state(2, 7))
+        second, _ = model.extend(tokens[:, 3:], state)
+        return model(tokens), jnp.concatenate([first, second], 1)
+
+    close(*whole_and_pieces(model))
 
 
 def test_dilation_and_windows_grow_with_depth():

@@ -143,10 +143,12 @@ def test_unequal_prompts_continue_as_each_would_alone(mixer):
     prompt = np.where(np.arange(6)[:, None] < lengths[:, None, None], X[:, :6], np.nan)
     first, state = extend(mixer, prompt, mixer.init_state(2, 0), lengths)
     rows, after = np.arange(2)[:, None], lengths[:, None] + np.arange(5)
-    second, state = extend(mixer, X[rows, after], state)
+    # Padded to as many tokens as the prompts, which makes it the same program.
+    rest = np.concatenate([X[rows, after], np.full_like(X[:, :1], np.nan)], 1)
+    second, state = extend(mixer, rest, state, np.full(2, 5))
     for row, length in enumerate(lengths):
         close(first[row, :length], whole[row, :length])
-    close(second, whole[rows, after])
+    close(second[:, :5], whole[rows, after])
     np.testing.assert_array_equal(state.length, lengths + 5)
 
 
