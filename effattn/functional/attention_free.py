@@ -212,8 +212,8 @@ def _local(key, value, valid, bias, window, is_causal):
         sums = sums.plus(after)
 
     around = ((0, 0), (window, window), (0, 0))
-    keys = jnp.pad(key, around, constant_values=-jnp.inf)
-    values = jnp.pad(value, around)
+    padded_key = jnp.pad(key, around, constant_values=-jnp.inf)
+    padded_value = jnp.pad(value, around)
     columns = jnp.pad(bias[1], around[1:]) if isinstance(bias, tuple) else None
 
     @jax.checkpoint
@@ -227,10 +227,10 @@ def _local(key, value, valid, bias, window, is_causal):
             of_pairs = bias[distance + (0 if is_causal else window)]
         else:
             of_pairs = (bias[0] * there(columns, 0)).sum(-1, keepdims=True)
-        exponent = there(keys, 1) + of_pairs
-        one = one_token(jnp.maximum(exponent, -1e30), there(values, 1))
-        present = exponent > -jnp.inf
-        return sums.plus(Sums(*(jnp.where(present, x, 0) for x in one[:2]), one.largest)), None
+        exponent = there(padded_key, 1) + of_pairs
+        one = one_token(jnp.maximum(exponent, -1e30), there(padded_value, 1))
+        values, weights = (jnp.where(exponent > -jnp.inf, x, 0) for x in one[:2])
+        return sums.plus(Sums(values, weights, one.largest)), None
 
     distances = jnp.arange(0 if is_causal else -window, window + 1)
     return lax.scan(add, sums, distances)[0].average()

@@ -167,8 +167,8 @@ def rwkv4_mixing(
         lambda first, x: jnp.concatenate([first[:, None], x[:, :-1]], 1), initial, sums
     )
     if starts is not None:
-        clear = starts[..., None]
-        before = Sums(*(jnp.where(clear, 0, x) for x in before[:2]), before.largest)
+        values_before, weights = (jnp.where(starts[..., None], 0, x) for x in before[:2])
+        before = Sums(values_before, weights, before.largest)
     y = before.plus(one_token(key + bonus, values)).average()
     if valid is not None:
         y = jnp.where(valid[..., None], y, 0)

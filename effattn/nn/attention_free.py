@@ -120,7 +120,7 @@ class AFTSimple(_AFT, RecurrentMixer):
 class _BiasedAFT(_AFT, CachedMixer):
     """With biases of pairs; decoding keeps all keys and values, and a step costs O(S D)."""
 
-    window: int | None
+    window: int | None = None
 
     def _bias(self) -> Any:
         """As `attention_free` takes it."""
@@ -182,8 +182,6 @@ class AFTFull(_BiasedAFT):
       ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more
         tokens than `max_length`.
     """
-
-    window = None
 
     def __init__(
         self,

@@ -231,7 +231,8 @@ class S4(_StateSpace):
             )
         x = x.astype(self._computed_in(x))
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        kernel = low_rank_kernel(*self._arrays(wide), self.max_length)
+        rate, low_rank, written, output, step = self._arrays(wide)
+        kernel = low_rank_kernel(rate, low_rank, written, output, step, self.max_length)
         y = long_convolution(x, kernel) + self.skip[...].astype(wide) * x
         return self._finish(y.astype(x.dtype))
 

@@ -172,7 +172,8 @@ class Synthesizer(CachedMixer):
             "key_value_seq_lengths": lengths,
             "segment_ids": segment_ids,
         }
-        return self._attend(*self._prepare(x), places, places, options)
+        tokens, own = self._prepare(x)
+        return self._attend(tokens, own, places, places, options)
 
     def _mix_at(self, tokens, own, positions):
         return self._attend(tokens, own, positions, None, {"query_offset": positions[:, 0]})

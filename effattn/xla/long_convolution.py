@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from scipy.fft import next_fast_len
 
 
 def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:
@@ -18,6 +17,9 @@ def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:
     Returns:
       `(*B, T, D)` in the promoted dtype of both, at least float32.
     """
+    # Imported on use: it takes as long as all of the library.
+    from scipy.fft import next_fast_len
+
     time = x.shape[-2]
     filter = filter[:time]
     dtype = jnp.promote_types(jnp.result_type(x, filter), jnp.float32)

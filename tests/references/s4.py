@@ -39,20 +39,21 @@ def low_rank(mixer, x):
     rate, step = parameters(mixer, wide)
     both = [complex_of(p, wide) for p in (mixer.low_rank, mixer.input, mixer.output)]
     rate, p, b, c = (jnp.concatenate([a, a.conj()], -1) for a in (rate, *both))
-    outputs = []
-    for feature in range(x.shape[1]):
-        a = jnp.diag(rate[feature]) - jnp.outer(p[feature], p[feature].conj())
-        eye = jnp.eye(len(a))
-        inverse = jnp.linalg.inv(2 / step[feature] * eye - a)
-        turn = inverse @ (2 / step[feature] * eye + a)
+
+    @jax.vmap
+    def of_feature(rate, p, b, c, step, x):
+        a, eye = jnp.diag(rate) - jnp.outer(p, p.conj()), jnp.eye(len(rate))
+        inverse = jnp.linalg.inv(2 / step * eye - a)
+        turn = inverse @ (2 / step * eye + a)
         rest = eye - jnp.linalg.matrix_power(turn, mixer.max_length)
-        output = jnp.linalg.solve(rest.T, c[feature])
-        state, of_feature = jnp.zeros_like(c[feature]), []
-        for token in x[:, feature].astype(wide):
-            state = turn @ state + 2 * inverse @ b[feature] * token
-            of_feature.append((output @ state).real)
-        outputs.append(jnp.stack(of_feature))
-    return finished(mixer, x, jnp.stack(outputs, -1))
+        output = jnp.linalg.solve(rest.T, c)
+        state, outputs = jnp.zeros_like(c), []
+        for token in x:
+            state = turn @ state + 2 * inverse @ b * token
+            outputs.append((output @ state).real)
+        return jnp.stack(outputs)
+
+    return finished(mixer, x, of_feature(rate, p, b, c, step, x.T.astype(wide)).T)
 
 
 S4D = MixerReference(mix=diagonal, variants={"": {"state_size": 6}})
