@@ -112,7 +112,7 @@ class Mechanism:
         """Of what a model says to all its mixers, what this mechanism's is given.
 
         That is all but a rotary embedding, where it knows the order by itself, and what would set
-        up parts that its mixer has not: norms of queries and keys, projections, key heads.
+        up parts that its mixer has not: queries and keys to turn and to norm, projections.
         """
         parameters = _signature(self.builder)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -149,7 +149,7 @@ class Mechanism:
 
 
 # What a model says of parts that not every mixer has.
-_OF_PARTS = frozenset({"qk_norm", "kernel_init", "out_kernel_init", "param_dtype"})
+_OF_PARTS = frozenset({"rotary", "qk_norm", "kernel_init", "out_kernel_init", "param_dtype"})
 
 _MECHANISMS: dict[str, Mechanism] = {}
 

@@ -22,6 +22,7 @@ from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
+from effattn.nn.mixture import MixtureOfMechanisms
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.random_features import RandomFeatureSelfAttention
@@ -67,6 +68,7 @@ __all__ = [
     "LongformerSelfAttention",
     "Mamba",
     "Mamba2",
+    "MixtureOfMechanisms",
     "PerformerSelfAttention",
     "RWKV4",
     "RWKV4ChannelMix",

@@ -269,20 +269,24 @@ def program_at(mixer, length, backward=True):
 @first
 def test_costs_grow_as_claimed(mixer):
     """Operations and temporary bytes, forward and backward; no array outgrows the claim."""
-    lengths = (2048, 4096, 8192, 16384)
+    lengths = (4096, 32768)
     programs = [program_at(mixer, length) for length in lengths]
     counts = [cost.operations(program.jaxpr) for program in programs]
     found = cost.exponent(lengths, counts)
     assert abs(found - mixer.entry.time_exponent) <= 0.1, (found, counts)
     sizes = [cost.equations(program.jaxpr) for program in programs]
     assert max(sizes) <= 1.1 * min(sizes), sizes
-    ends, most = (lengths[0], lengths[-1]), mixer.entry.memory_exponent + 0.1
-    programs = programs[0], programs[-1]
+    most = mixer.entry.memory_exponent + 0.1
     found = [cost.temporary_bytes(program) for program in programs]
-    assert cost.exponent(ends, found) <= most, found
+    assert cost.exponent(lengths, found) <= most, found
     arrays = [cost.largest(program.jaxpr) for program in programs]
-    assert cost.exponent(ends, arrays) <= most, arrays
-    assert cost.temporary_bytes(program_at(mixer, ends[1], backward=False)) <= found[-1]
+    assert cost.exponent(lengths, arrays) <= most, arrays
+    # A forward alone has no array that outgrows it either, and no more of them.
+    alone = [program_at(mixer, length, backward=False) for length in lengths]
+    arrays = [cost.largest(program.jaxpr) for program in alone]
+    assert cost.exponent(lengths, arrays) <= most, arrays
+    sizes = [cost.equations(program.jaxpr) for program in alone]
+    assert max(sizes) <= 1.1 * min(sizes), sizes
 
 
 # Law 9.

@@ -17,6 +17,7 @@ from tests.references.hyena import HYENA
 from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
 from tests.references.long_short import LONG_SHORT
+from tests.references.mixture import MIXTURE_OF_MECHANISMS
 from tests.references.nystrom import NYSTROM
 from tests.references.performer import PERFORMER
 from tests.references.random_features import RANDOM_FEATURES
@@ -89,4 +90,5 @@ MIXERS: dict[str, MixerReference] = {
     "convolution": CONVOLUTION,
     "s4d": S4D,
     "s4": S4,
+    "mixture_of_mechanisms": MIXTURE_OF_MECHANISMS,
 }

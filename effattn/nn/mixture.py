@@ -1,0 +1,169 @@
+"""A mixer that chooses between mechanisms, token by token."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import registry
+from effattn.decode.state import new_lengths
+from effattn.nn import initializers
+from effattn.nn.hybrid import HybridState
+from effattn.nn.mixer import CausalMixer
+
+
+class MixtureOfMechanisms(CausalMixer):
+    """A gate a token that mixes mechanisms, after Jacobs et al. 1991, "Adaptive Mixtures".
+
+        y_t = sum_m g_tm mixer_m(x)_t,   g_t = softmax(x_t W_g + b_g)
+
+    With `gate="top1"` the largest entry of g_t is 1 and the others are 0, and gradients pass as if
+    they were not rounded (the straight-through estimator, Bengio et al. 2013). Every mechanism
+    looks at all tokens; the gate chooses whose answer a token takes. What the choices would cost is
+    `penalty`, to be added to a loss, so that only tokens that gain by it take a dear mechanism:
+
+        penalty = mean_t sum_m g_tm cost_m
+
+    Time, memory and state are the sums of those of the mechanisms.
+
+    Args:
+      in_features: D, the size of a token.
+      num_heads: N, of every mechanism.
+      mechanisms: two or more registered names, or mappings of a `"name"` and options.
+      costs: one number a mechanism, 0 or more; default their places in `mechanisms`, 0, 1, ...
+      gate: "soft" or "top1".
+      is_causal: a token sees those up to itself.
+      dropout_rate: only 0.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections of every mechanism.
+      out_kernel_init: of their output projections; default `kernel_init`.
+      rngs: for the initial parameters.
+      **options: what a model says to all its mixers, `rotary` and `num_kv_heads` say.
+
+    Raises:
+      ValueError: an unknown gate or mechanism, costs that do not fit, or what a mechanism refuses.
+    """
+
+    _state = HybridState
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        mechanisms: Sequence[str | Mapping[str, Any]] = ("sliding_window", "softmax"),
+        costs: Sequence[float] | None = None,
+        gate: str = "soft",
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        super().__init__(
+            in_features,
+            "mixture_of_mechanisms",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        if gate not in ("soft", "top1"):
+            raise ValueError(f'gate must be "soft" or "top1", got {gate!r}')
+        given = [{"name": m} if isinstance(m, str) else dict(m) for m in mechanisms]
+        if len(given) < 2 or any("name" not in one for one in given):
+            raise ValueError(
+                'mechanisms must be two or more names, or mappings with a "name", got '
+                f"{mechanisms!r}"
+            )
+        costs = tuple(range(len(given))) if costs is None else tuple(costs)
+        if len(costs) != len(given) or min(costs) < 0:
+            raise ValueError(
+                f"costs must be {len(given)} numbers, 0 or more, one a mechanism, got {costs}"
+            )
+        self.gate, self.costs = gate, costs
+        self.names = tuple(one["name"] for one in given)
+        common = {
+            "is_causal": is_causal,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "kernel_init": kernel_init,
+            "out_kernel_init": out_kernel_init,
+            **options,
+        }
+        mixers = []
+        for one in given:
+            entry = registry.get(one.pop("name"))
+            mixers.append(
+                entry.build(
+                    in_features,
+                    num_heads,
+                    rngs=rngs,
+                    **{**entry.options_of_model(common), **one},
+                )
+            )
+        self.mixers = nnx.List(mixers)
+        self.choose = nnx.Linear(
+            in_features, len(mixers), dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+
+    def gates(self, x: jax.Array) -> jax.Array:
+        """Each token's share of each mechanism.
+
+        Args:
+          x: `(B, T, D)`.
+
+        Returns:
+          `(B, T, M)`, rows that sum to 1, in at least float32.
+        """
+        logits = self.choose(x)
+        soft = jax.nn.softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), -1)
+        if self.gate == "soft":
+            return soft
+        hard = jax.nn.one_hot(soft.argmax(-1), len(self.names), dtype=soft.dtype)
+        # Grouped so that the value is exactly 0 or 1.
+        return hard + (soft - jax.lax.stop_gradient(soft))
+
+    def penalty(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """The mean cost of the tokens' choices, `()`; arguments as in a call."""
+        valid = jnp.ones(x.shape[:2], bool)
+        if lengths is not None:
+            valid &= jnp.arange(x.shape[1]) < new_lengths(lengths, *x.shape[:2])[:, None]
+        if segment_ids is not None:
+            valid &= jnp.asarray(segment_ids) != 0
+        gates = self.gates(jnp.where(valid[..., None], x, 0))
+        cost = gates @ jnp.asarray(self.costs, gates.dtype)
+        return jnp.where(valid, cost, 0).sum() / jnp.maximum(valid.sum(), 1)
+
+    def _mix_all(self, x, lengths, segment_ids):
+        given = {"lengths": lengths, "segment_ids": segment_ids}
+        return self._mixed(x, [mixer(x, **given) for mixer in self.mixers])
+
+    def _empty(self, batch, max_length, dtype):
+        states = tuple(mixer.init_state(batch, max_length, dtype) for mixer in self.mixers)
+        return HybridState(states, jnp.zeros((batch,), jnp.int32))
+
+    def _extend(self, x, state, lengths):
+        both = [
+            mixer.extend(x, of_mixer, lengths=lengths)
+            for mixer, of_mixer in zip(self.mixers, state.groups, strict=True)
+        ]
+        more = new_lengths(lengths, *x.shape[:2])
+        outputs, states = zip(*both, strict=True)
+        return self._mixed(x, outputs), HybridState(states, state.length + more)
+
+    def _mixed(self, x, outputs):
+        gates = self.gates(x).astype(outputs[0].dtype)
+        return sum(gates[..., m, None] * y for m, y in enumerate(outputs))

@@ -1,0 +1,122 @@
+"""The mixture of mechanisms: its gate, its penalty, and that it routes."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from effattn.nn import MixtureOfMechanisms, TransformerConfig, TransformerLM
+
+X = np.random.default_rng(0).normal(size=(2, 7, 8)).astype(np.float32)
+LOCAL = {"name": "sliding_window", "local_window_size": (1, 0)}
+
+
+def make(**options):
+    options = {"mechanisms": (LOCAL, "softmax"), **options}
+    return MixtureOfMechanisms(8, 2, rngs=nnx.Rngs(0), **options)
+
+
+def test_the_hard_gate_takes_one_answer_and_has_the_gradient_of_the_soft_one():
+    soft, hard = make(), make(gate="top1")
+    share, choice = soft.gates(X), hard.gates(X)
+    np.testing.assert_array_equal(np.sort(choice, -1), np.tile([0.0, 1.0], (2, 7, 1)))
+    np.testing.assert_array_equal(choice.argmax(-1), share.argmax(-1))
+    answers = np.stack([mixer(X) for mixer in hard.mixers], -2)
+    taken = np.take_along_axis(answers, np.asarray(choice).argmax(-1)[..., None, None], -2)[
+        ..., 0, :
+    ]
+    np.testing.assert_allclose(hard(X), taken, rtol=1e-5, atol=1e-6)
+    weights = np.random.default_rng(1).normal(size=choice.shape)
+    of_gates = [
+        jax.grad(lambda m: (m.gates(X) * weights).sum())(m).choose.kernel[...] for m in (soft, hard)
+    ]
+    np.testing.assert_allclose(*of_gates, rtol=1e-5, atol=1e-6)
+
+
+def test_the_penalty_is_the_mean_cost_of_valid_tokens():
+    mixer, lengths = make(costs=(0.5, 3.0)), np.array([4, 1])
+    gates = np.asarray(mixer.gates(X)) @ [0.5, 3.0]
+    valid = np.arange(7) < lengths[:, None]
+    x = np.where(valid[..., None], X, np.nan)
+    np.testing.assert_allclose(mixer.penalty(x, lengths=lengths), gates[valid].mean(), rtol=1e-6)
+    ids = np.where(valid, 3, 0)
+    np.testing.assert_allclose(mixer.penalty(x, segment_ids=ids), gates[valid].mean(), rtol=1e-6)
+    assert mixer.penalty(x, lengths=np.zeros(2, int)) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gate": "hard"}, 'gate must be "soft" or "top1", got \'hard\''),
+        ({"mechanisms": ("softmax",)}, "mechanisms must be two or more names"),
+        ({"mechanisms": ({"local_window_size": 3}, "softmax")}, 'mappings with a "name"'),
+        ({"mechanisms": ("softmax", "sofmax")}, "unknown mechanism 'sofmax'"),
+        ({"costs": (1,)}, "costs must be 2 numbers, 0 or more, one a mechanism"),
+        ({"costs": (1, -1)}, "costs must be 2 numbers, 0 or more, one a mechanism"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_a_model_takes_it_as_a_mixer():
+    mixer = {"name": "mixture_of_mechanisms", "mechanisms": (LOCAL, "lstm"), "gate": "top1"}
+    config = TransformerConfig(
+        vocab_size=5, num_layers=1, features=8, num_heads=2, mixer=mixer, num_kv_heads=1
+    )
+    with pytest.raises(ValueError, match="'lstm' has no option num_kv_heads"):
+        TransformerLM(config, rngs=nnx.Rngs(0))
+    config = TransformerConfig(vocab_size=5, num_layers=1, features=8, num_heads=2, mixer=mixer)
+    model = TransformerLM(config, rngs=nnx.Rngs(0))
+    assert model.blocks[0].mixer.mixers[0].rotary is not None
+    assert np.isfinite(model(np.arange(4)[None])).all()
+
+
+def test_only_tokens_that_need_long_range_buy_the_dense_mechanism():
+    """Every token repeats the one before it, but for marks, which ask for the row's first token."""
+    features, length, marks = 16, 24, 4
+    mechanisms = ({"name": "sliding_window", "local_window_size": (1, 0)}, "softmax")
+    mixer = MixtureOfMechanisms(features, 2, mechanisms=mechanisms, gate="top1", rngs=nnx.Rngs(1))
+    readout = nnx.Linear(features, features, rngs=nnx.Rngs(2))
+    # Tokens are a symbol of 8, whether it is a mark, a place in the row, and a first token's sign.
+    places = np.random.default_rng(0).normal(size=(length, features - 10)) / 2
+
+    def draw(seed):
+        rng = np.random.default_rng(seed)
+        symbols = rng.integers(0, 8, size=(32, length))
+        asks = np.zeros((32, length), bool)
+        for row in asks:
+            row[rng.choice(np.arange(4, length), marks, replace=False)] = True
+        x = np.zeros((32, length, features), np.float32)
+        x[..., :8] = 2 * np.eye(8)[symbols]
+        x[..., 8], x[:, 0, 9], x[..., 10:] = 2 * asks, 4, places
+        before = np.concatenate([symbols[:, :1], symbols[:, :-1]], 1)
+        return x, np.where(asks, symbols[:, :1], before), asks
+
+    optimiser = optax.adam(1e-2)
+
+    def loss_of(model, x, targets):
+        mixer, readout = model
+        logits = readout(mixer(x))[..., :8]
+        error = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return error[:, 1:].mean() + 0.1 * mixer.penalty(x)
+
+    @jax.jit
+    def step(model, state, x, targets):
+        gradient = jax.grad(loss_of)(model, x, targets)
+        updates, state = optimiser.update(gradient, state)
+        return optax.apply_updates(model, updates), state
+
+    model = (mixer, readout)
+    state = optimiser.init(model)
+    for seed in range(400):
+        x, targets, _ = draw(seed)
+        model, state = step(model, state, x, targets)
+    x, targets, asks = draw(10_000)
+    mixer, readout = model
+    right = np.asarray(readout(mixer(x))[..., :8].argmax(-1) == targets)
+    dense = np.asarray(mixer.gates(x)[..., 1] > 0.5)
+    assert right[asks].mean() > 0.9 and right[:, 1:][~asks[:, 1:]].mean() > 0.9
+    assert dense[asks].mean() > 0.9 and dense[~asks].mean() < 0.2
