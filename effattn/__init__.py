@@ -44,6 +44,7 @@ from effattn.functional.linformer import linformer_attention  # isort: skip
 from effattn.functional.block_linformer import block_linformer_attention  # isort: skip
 from effattn.functional.long_short import long_short_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
+from effattn.functional.lsh import lsh_attention, lsh_rotations  # isort: skip
 from effattn.functional.fourier import fourier_mixing  # isort: skip
 from effattn.functional.rwkv4 import rwkv4_mixing  # isort: skip
 from effattn.functional.attention_free import attention_free  # isort: skip
@@ -93,6 +94,8 @@ __all__ = [
     "linformer_attention",
     "long_short_attention",
     "longformer_attention",
+    "lsh_attention",
+    "lsh_rotations",
     "nn",
     "nystrom_attention",
     "paged_attention",

@@ -20,6 +20,7 @@ from effattn.nn.hyena import Hyena, HyenaState
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
+from effattn.nn.lsh import LSHSelfAttention
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mixture import MixtureOfMechanisms
@@ -62,6 +63,7 @@ __all__ = [
     "HybridState",
     "Hyena",
     "HyenaState",
+    "LSHSelfAttention",
     "LSTM",
     "LinformerSelfAttention",
     "LongShortSelfAttention",

@@ -36,12 +36,12 @@ class CachedMixer(CausalMixer):
     def _empty(self, batch, max_length, dtype):
         token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
         tokens, _ = jax.eval_shape(self._prepare, token)
-        return TokenState(
-            tokens=jax.tree.map(
-                lambda x: jnp.zeros((batch, max_length, *x.shape[2:]), dtype), tokens
-            ),
-            length=jnp.zeros((batch,), jnp.int32),
-        )
+
+        def empty(x):
+            kept = x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else dtype
+            return jnp.zeros((batch, max_length, *x.shape[2:]), kept)
+
+        return TokenState(tokens=jax.tree.map(empty, tokens), length=jnp.zeros((batch,), jnp.int32))
 
     def _extend(self, x, state, lengths):
         batch, time = x.shape[:2]

@@ -6,8 +6,9 @@
 Small models with random parameters. A file holds the parameters under their names in transformers,
 the inputs, the output of the attention and of its dense layer (before the residual and its
 LayerNorm), and the gradient of sum(output * cotangent) by the input. Those of Mamba and Mamba-2
-have the parameters and the output of a whole mixer, Mamba-2's by case. The models train, with no
-dropout. All is float32 but the indices; rows of the padding hold zeros. Nothing is downloaded.
+have the parameters and the output of a whole mixer, Mamba-2's by case; those of Reformer the random
+rotations of a layer, too. The models train, with no dropout. All is float32 but the indices; rows
+of the padding hold zeros. Nothing is downloaded.
 """
 
 import json
@@ -22,6 +23,7 @@ from transformers.models.longformer import modeling_longformer as longformer
 from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.nystromformer import modeling_nystromformer as nystromformer
+from transformers.models.reformer import modeling_reformer as reformer
 
 HERE = pathlib.Path(__file__).parent
 BATCH, FEATURES, HEADS = 2, 24, 4
@@ -48,6 +50,10 @@ BIGBIRD = {
 NYSTROM_KERNEL = 5
 # Tokens, a multiple of the landmarks, and landmarks.
 NYSTROM = {"pairs": (12, 6), "long": (40, 4), "one": (7, 1)}
+
+REFORMER_CHUNK = 6
+# Tokens, a multiple of the chunk, and the factors of the number of buckets.
+REFORMER = {"whole": (36, [8]), "factors": (36, [2, 4]), "two_chunks": (12, [4])}
 
 # 21 tokens are no multiple of the chunk.
 MAMBA2 = {
@@ -226,6 +232,52 @@ def make_nystromformer() -> dict[str, np.ndarray]:
     return arrays
 
 
+def make_reformer() -> dict[str, np.ndarray]:
+    """LSH attention of one round, as more of them count a pair as often as they meet it there."""
+    torch.manual_seed(5)
+    arrays: dict[str, np.ndarray] = {}
+    for name, (length, factors) in REFORMER.items():
+        config = transformers.ReformerConfig(
+            hidden_size=FEATURES,
+            num_attention_heads=HEADS,
+            attention_head_size=FEATURES // HEADS,
+            attn_layers=["lsh"],
+            num_hashes=1,
+            num_buckets=factors,
+            lsh_attn_chunk_length=REFORMER_CHUNK,
+            lsh_num_chunks_before=1,
+            lsh_num_chunks_after=0,
+            lsh_attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=0.0,
+            hash_seed=7,
+            is_decoder=False,
+        )
+        attention = reformer.LSHSelfAttention(config).train()
+        output = reformer.ReformerSelfOutput(config)
+        randomise(attention)
+        randomise(output)
+        x, cotangent = draw(length)
+        found = attention(x)
+        y = output(found.hidden_states)
+        (gradient,) = torch.autograd.grad((y * cotangent).sum(), x)
+        torch.manual_seed(config.hash_seed)
+        rotations = torch.randn(HEADS, FEATURES // HEADS, 1, sum(factors) // 2)
+        case = {
+            **parameters_of(attention),
+            **parameters_of(output),
+            "x": x.detach().numpy(),
+            "cotangent": cotangent.numpy(),
+            "output": y.detach().numpy(),
+            "gradient": gradient.numpy(),
+            # (heads, head size, rounds, columns)
+            "rotations": rotations.numpy(),
+            "factors": np.array(factors, np.int32),
+            "buckets": found.buckets.numpy().astype(np.int32),
+        }
+        arrays.update({f"{name}/{key}": value for key, value in case.items()})
+    return arrays
+
+
 def make_mamba2() -> dict[str, np.ndarray]:
     torch.manual_seed(3)
     arrays: dict[str, np.ndarray] = {}
@@ -262,6 +314,7 @@ def main() -> None:
         "longformer": make_longformer,
         "bigbird": make_bigbird,
         "nystromformer": make_nystromformer,
+        "reformer": make_reformer,
         "mamba": make_mamba,
         "mamba2": make_mamba2,
     }

@@ -60,9 +60,11 @@ def build(subject: Subject, features: int = FEATURES, heads: int = HEADS, **opti
 
 
 @functools.cache
-def made(subject: Subject, tuned: bool = False, dtype: Any = None) -> Any:
+def made(subject: Subject, tuned: bool = False, narrow: bool = False, dtype: Any = None) -> Any:
     """With parameters in float64, each moved from where it starts."""
     options = dict(subject.reference.tuning) if tuned else {}
+    if narrow:
+        options |= subject.reference.narrow
     if dtype is not None:
         options["dtype"] = dtype
     mixer = jax.jit(lambda: build(subject, **options))()

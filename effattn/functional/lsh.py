@@ -1,0 +1,587 @@
+"""Locality-sensitive hashing attention: tokens see those that random rotations hash as they are."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn import _checks, registry
+from effattn.segments import positions_from_segment_ids
+from effattn.xla import reverse_mode
+from effattn.xla.products import widened
+
+# The logit of a token for itself.
+SELF_LOGIT = -1e5
+# Tokens of a head whose logits are in memory at a time, at least.
+_TOKENS_AT_A_TIME = 1024
+
+
+def lsh_attention(
+    query_key: jax.Array,
+    value: jax.Array,
+    *,
+    num_rounds: int,
+    num_buckets: int | tuple[int, ...],
+    chunk_length: int,
+    rng: jax.Array | None = None,
+    rotations: jax.Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""LSH attention (Kitaev, Kaiser and Levskaya 2020, "Reformer: The Efficient Transformer").
+
+    Queries are keys too, but for their length. In each of n rounds a token gets one of b buckets,
+
+        k_j = q_j / sqrt(|q_j|^2 + 1e-6 H),    bucket_r(j) = argmax [q_j R_r ; -q_j R_r],
+
+    by a random rotation R_r of b / 2 columns. Token i sees P_i = P_i^1 u ... u P_i^n,
+
+        out_i = sum_{j in P_i} exp(q_i . k_j - L_i) v_j,    L_i = log sum_{j in P_i} exp(q_i . k_j).
+
+    It is computed round by round, and the rounds are combined by their log-sum-exps. As in the
+    paper, the weight of a pair that several rounds have is divided by their number. A token is in
+    its own P_i only if nothing else is; its L_i is then -1e5.
+
+    Bidirectional, P_i^r is the paper's: tokens are sorted by bucket and then time, cut in chunks of
+    m, and see their own chunk and the one before; the first chunk sees the last, as in the authors'
+    program. The paper's causal form masks these chunks, whose borders move with later tokens, so
+    that the future decides what is seen. Here P_i^r has the last m tokens before i of its bucket.
+
+    A hash of b buckets costs b / 2 products a token. Where b is a product of even factors there is
+    a rotation for each, and the bucket is the number with their hashes as digits, the first factor
+    counting the ones: the sum of the factors is the cost.
+
+    Time O(T log T + n T m (H + Hv)), memory O(T (m + H + Hv)), forward and backward.
+
+    Args:
+      query_key: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      value: `(*B, T, N, Hv)`.
+      num_rounds: n, 1 or more.
+      num_buckets: b, 1 or an even int, at most T. A multiple of 4 is cut in the two even factors
+        that are the nearest to its root; a tuple has the even factors themselves.
+      chunk_length: m, 1 or more tokens.
+      rng: a `jax.random` key to draw the rotations with, as `effattn.lsh_rotations` does.
+      rotations: in place of the draw, floating point `(N, n, H, sum of the factors / 2)`.
+      is_causal: attend to the past only.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros.
+      key_value_seq_lengths: int `(*B)`; tokens from there on are padding: in no bucket, as keys and
+        as queries.
+      segment_ids: int `(*B, T)`; tokens attend within equal ids, which are one run, and documents
+        are sorted and cut each by itself; 0 is padding.
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf in the padding.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values; `rng` and `rotations` both or neither.
+      TypeError: in forward-mode differentiation.
+    """
+    query_key, value = jnp.asarray(query_key), jnp.asarray(value)
+    batch = _checks.query_key_value(query_key, query_key, value)
+    length, heads, size = query_key.shape[-3:]
+    rounds = _checks.at_least("num_rounds", num_rounds, 1)
+    factors = factors_of(num_buckets)
+    if (buckets := math.prod(factors)) > max(length, 1):
+        raise ValueError(
+            f"num_buckets must be at most the {length} tokens, got {buckets}; pass fewer, so that "
+            "tokens share buckets"
+        )
+    if (rng is None) == (rotations is None):
+        raise ValueError(
+            "lsh_attention needs rng, a jax.random key to draw rotations with, or rotations, got "
+            f"{'neither' if rng is None else 'both'}"
+        )
+    if rng is not None:
+        wide = jnp.promote_types(query_key.dtype, jnp.float32)
+        rotations = lsh_rotations(rng, rounds, num_buckets, size, num_heads=heads, dtype=wide)
+    if isinstance(segment_ids, tuple | list):
+        raise ValueError("segment_ids must be one array, as queries are the keys; got a pair")
+    segments = _checks.segment_ids(segment_ids, batch, length, length)
+    shape = (heads, rounds, size, sum(factors) // 2)
+    out, lse = attend(
+        query_key,
+        value,
+        hashed(query_key, _checks.shaped("rotations", rotations, shape), factors),
+        chunk_length=_checks.at_least("chunk_length", chunk_length, 1, "tokens"),
+        is_causal=is_causal,
+        query_lengths=_checks.lengths("query_seq_lengths", query_seq_lengths, batch),
+        lengths=_checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        segment_ids=None if segments is None else segments[0],
+    )
+    return (out, lse) if return_residual else out
+
+
+def lsh_rotations(
+    rng: jax.Array,
+    num_rounds: int,
+    num_buckets: int | tuple[int, ...],
+    head_dim: int,
+    *,
+    num_heads: int = 1,
+    dtype: Any = jnp.float32,
+) -> jax.Array:
+    """Random rotations for `effattn.lsh_attention`, whose arguments these are.
+
+    Returns:
+      `(num_heads, num_rounds, head_dim, sum of the factors of num_buckets / 2)`, standard normal.
+
+    Raises:
+      ValueError: a number of buckets that is odd, and not 1.
+    """
+    columns = sum(factors_of(num_buckets)) // 2
+    return jax.random.normal(rng, (num_heads, num_rounds, head_dim, columns), dtype)
+
+
+def factors_of(num_buckets: Any) -> tuple[int, ...]:
+    """The even factors by which buckets are hashed; none for one bucket."""
+    given = num_buckets if isinstance(num_buckets, tuple | list) else (num_buckets,)
+    if given == (1,):
+        return ()
+    if not given or not all(_checks.is_integer(b) and b > 0 and b % 2 == 0 for b in given):
+        raise ValueError(
+            "num_buckets must be 1, an even int or a tuple of even ints, as a rotation makes two "
+            f"buckets of each column; got {num_buckets!r}"
+        )
+    if isinstance(num_buckets, tuple | list) or num_buckets % 4:
+        return tuple(int(b) for b in given)
+    half = num_buckets // 4
+    small = max(d for d in range(1, math.isqrt(half) + 1) if half % d == 0)
+    return 2 * small, 2 * (half // small)
+
+
+def attend(
+    query_key: jax.Array,
+    value: jax.Array,
+    buckets: jax.Array,
+    *,
+    chunk_length: int,
+    is_causal: bool,
+    query_lengths: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The output `(*B, T, N, Hv)` and the log-sum-exp `(*B, T, N)`, of buckets `(*B, T, N, n)`."""
+    batch, length = query_key.shape[:-3], query_key.shape[-3]
+    wide = jnp.promote_types(query_key.dtype, jnp.float32)
+    if math.prod((*batch, length)) == 0:
+        return jnp.zeros(value.shape, value.dtype), jnp.zeros(query_key.shape[:-1], wide)
+    documents = None
+    if lengths is not None or segment_ids is not None:
+        documents = _documents(batch, length, lengths, segment_ids)
+        valid = (documents < length)[..., None, None]
+        query_key, value = jnp.where(valid, query_key, 0), jnp.where(valid, value, 0)
+    head = functools.partial(
+        _attend_head,
+        chunk_length=min(chunk_length, length),
+        is_causal=is_causal,
+        is_packed=segment_ids is not None,
+    )
+    # Over heads, then over the batch dimensions.
+    head = jax.vmap(head, (-2, -2, -2, None), (-2, -1))
+    for _ in batch:
+        head = jax.vmap(head)
+    with jax.named_scope("lsh_attention"), reverse_mode.only("LSH attention", "a dense form of it"):
+        out, lse = head(query_key, value, buckets, documents)
+    if query_lengths is not None:
+        present = jnp.arange(length) < query_lengths[..., None]
+        out = jnp.where(present[..., None, None], out, 0)
+        lse = jnp.where(present[..., None], lse, -jnp.inf)
+    return out, lse
+
+
+def attend_at(
+    query_key: jax.Array,
+    value: jax.Array,
+    buckets: jax.Array,
+    query: jax.Array,
+    positions: jax.Array,
+    *,
+    chunk_length: int,
+) -> jax.Array:
+    """The causal output `(B, T, N, Hv)` at `positions (B, T)`, of queries `(B, T, N, H)` there.
+
+    Of all pairs, so it is for few queries; keys and values are `(B, S, N, ...)`.
+    """
+
+    @functools.partial(jax.vmap, in_axes=(0, 0, 0, 0, 0))
+    @functools.partial(jax.vmap, in_axes=(-2, -2, -2, -2, None), out_axes=-2)
+    def head(query_key, value, buckets, query, positions):
+        past = jnp.arange(query_key.shape[0]) < positions[:, None]
+        sees = jnp.zeros(past.shape, bool)
+        for of_round in buckets.T:
+            same = past & (of_round == of_round[positions][:, None])
+            # How many of the bucket there are from each on.
+            sees |= same & (
+                lax.cumsum(same.astype(jnp.int32), axis=1, reverse=True) <= chunk_length
+            )
+        out, lse = _softmax(query, keys(query_key), value, sees)
+        return or_itself(out, lse, value[positions])[0]
+
+    positions = jnp.minimum(positions, query_key.shape[1] - 1)
+    return head(query_key, value, buckets, query, positions)
+
+
+def hashed(query_key: jax.Array, rotations: jax.Array, factors: tuple[int, ...]) -> jax.Array:
+    """The buckets `(*B, T, N, n)` int32 of `(*B, T, N, H)`, by rotations `(N, n, H, columns)`."""
+    wide = jnp.promote_types(query_key.dtype, jnp.float32)
+    tokens = lax.stop_gradient(query_key).astype(wide)
+    rotations = lax.stop_gradient(rotations).astype(wide)
+    rotated = jnp.einsum("...nh,nrhc->...nrc", tokens, rotations, precision="highest")
+    buckets = jnp.zeros(rotated.shape[:-1], jnp.int32)
+    start, digit = 0, 1
+    for factor in factors:
+        part = rotated[..., start : start + factor // 2]
+        both = jnp.concatenate([part, -part], -1)
+        buckets = buckets + digit * jnp.argmax(both, -1).astype(jnp.int32)
+        start, digit = start + factor // 2, digit * factor
+    return buckets
+
+
+def keys(query_key: jax.Array) -> jax.Array:
+    """Of length 1; those of no length stay finite, with their gradient."""
+    wide = query_key.astype(jnp.promote_types(query_key.dtype, jnp.float32))
+    size = query_key.shape[-1]
+    inverse = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6) * size**-0.5
+    return (wide * inverse).astype(query_key.dtype)
+
+
+def or_itself(out, lse, value, valid=None):
+    """For tokens that see nothing, their own values: `(T, Hv)`, `(T,)`, and the values."""
+    alone = lse == -jnp.inf
+    if valid is not None:
+        alone = alone & valid
+    out = jnp.where(alone[..., None], value.astype(out.dtype), out)
+    return out.astype(value.dtype), jnp.where(alone, SELF_LOGIT, lse)
+
+
+def _documents(batch, length, lengths, segment_ids) -> jax.Array:
+    """int32 `(*B, T)`: where each token's document starts, and T in the padding."""
+    time = jnp.arange(length, dtype=jnp.int32)
+    start, valid = jnp.zeros((*batch, length), jnp.int32), True
+    if segment_ids is not None:
+        start, valid = time - positions_from_segment_ids(segment_ids), segment_ids != 0
+    if lengths is not None:
+        valid = valid & (time < lengths[..., None])
+    return jnp.where(valid, start, length)
+
+
+# One head: tokens T, rounds n, tiles of m sorted places.
+
+
+class _Sorted(NamedTuple):
+    """Tokens in the order of their documents, their buckets, and time.
+
+    Attributes:
+      order: `(n, T)`, the token at each place.
+      place: `(n, T)`, the place of each token.
+      sees: a pair of `(n, T)`, what each token sees as a query: places from the first up to the
+        second if causal; else the chunks that start at the first and at the second.
+      is_at: `(n, T)`, the place of each token as a key if causal, else the start of its chunk;
+        -1 for padding.
+    """
+
+    order: jax.Array
+    place: jax.Array
+    sees: tuple[jax.Array, jax.Array]
+    is_at: jax.Array
+
+
+class _Spans(NamedTuple):
+    """Of sorted places, from where to where each one's document lies; `(T,)` each."""
+
+    start: jax.Array
+    end: jax.Array
+
+
+def _attend_head(query, value, buckets, documents, *, chunk_length, is_causal, is_packed):
+    """The output `(T, Hv)` and the log-sum-exp `(T,)` of `(T, H)` and `(T, Hv)`."""
+    length = query.shape[0]
+    sorted_, spans = _sort(buckets.T, documents, chunk_length, is_causal)
+    if is_causal:
+        runs = _runs_causal(length, chunk_length)
+    elif is_packed:
+        runs = _runs_packed(spans, length, chunk_length)
+    else:
+        runs = _runs(spans, length, chunk_length)
+    key = keys(query)
+
+    @jax.checkpoint
+    def attend_round(query, key, value, each):
+        return _attend_round(query, key, value, sorted_, runs, each, is_causal)
+
+    def step(_, each):
+        return None, attend_round(query, key, value, each)
+
+    own = sorted_.order, sorted_.place, sorted_.sees, sorted_.is_at
+    _, (outs, lses) = lax.scan(step, None, own)
+    largest = lax.stop_gradient(lses.max(0))
+    weights = jnp.exp(lses - jnp.where(largest == -jnp.inf, 0, largest))
+    total = weights.sum(0)
+    total_or_one = jnp.where(total == 0, 1, total)
+    out = (weights[..., None] * outs).sum(0) / total_or_one[:, None]
+    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
+    return or_itself(out, lse, value, None if documents is None else documents < length)
+
+
+def _sort(buckets, documents, size, is_causal) -> tuple[_Sorted, _Spans]:
+    rounds, length = buckets.shape
+    index = jnp.arange(length, dtype=jnp.int32)
+    every = jnp.broadcast_to(index, buckets.shape)
+    if documents is None:
+        of_buckets, order = lax.sort((buckets, every), num_keys=1)
+        spans = _Spans(jnp.zeros_like(index), jnp.full_like(index, length))
+    else:
+        given = jnp.broadcast_to(documents, buckets.shape)
+        of_documents, of_buckets, order = lax.sort((given, buckets, every), num_keys=2)
+        # Alike in all rounds.
+        spans = _spans(of_documents[0])
+
+    @jax.vmap
+    def inverse(order):
+        return jnp.zeros_like(order).at[order].set(index, unique_indices=True)
+
+    def of_tokens(at_places):
+        return jnp.take_along_axis(jnp.broadcast_to(at_places, place.shape), place, -1)
+
+    place = inverse(order)
+    if is_causal:
+        change = of_buckets[:, 1:] != of_buckets[:, :-1]
+        bucket_start = lax.cummax(
+            jnp.pad(jnp.where(change, index[1:], 0), ((0, 0), (1, 0))), axis=1
+        )
+        bucket_start = jnp.maximum(bucket_start, spans.start)
+        sees = jnp.maximum(place - size, of_tokens(bucket_start)), place
+        is_at = place
+    else:
+        chunk = spans.start + (index - spans.start) // size * size
+        last = spans.start + (spans.end - 1 - spans.start) // size * size
+        before = jnp.where(chunk == spans.start, last, chunk - size)
+        sees = of_tokens(chunk), of_tokens(before)
+        is_at = sees[0]
+    if documents is not None:
+        is_at = jnp.where(documents < length, is_at, -1)
+    return _Sorted(order, place, sees, is_at), spans
+
+
+def _spans(of_places) -> _Spans:
+    """Of runs of equal numbers `(T,)`."""
+    length = of_places.shape[0]
+    index = jnp.arange(length, dtype=jnp.int32)
+    change = of_places[1:] != of_places[:-1]
+    start = lax.cummax(jnp.pad(jnp.where(change, index[1:], 0), (1, 0)))
+    end = jnp.pad(jnp.where(change, index[1:], length), (0, 1), constant_values=length)
+    return _Spans(start, lax.cummin(end, reverse=True))
+
+
+class _Runs(NamedTuple):
+    """What the queries of a tile read: a few runs of m places each, as r runs of a tile.
+
+    Attributes:
+      places: `(tiles, r, m)`, -1 for nothing; no place is twice in a tile's runs.
+      readers: `(T, p)`, for each place where it is in `places`, flat; -1 for nothing.
+    """
+
+    places: jax.Array
+    readers: jax.Array
+
+
+def _groups(length: int, size: int) -> int:
+    """In how many pieces a round is computed."""
+    return max(1, length // max(size, _TOKENS_AT_A_TIME))
+
+
+def _tiles(length: int, size: int) -> int:
+    """As many as hold all tokens, in pieces of as many; the last may be empty."""
+    groups = _groups(length, size)
+    return groups * math.ceil(length / (size * groups))
+
+
+def _runs_causal(length, size) -> _Runs:
+    """The tile before, and its own."""
+    tiles = _tiles(length, size)
+    tile = jnp.arange(tiles, dtype=jnp.int32)
+    return _whole_tiles(
+        jnp.stack([tile - 1, tile], 1), jnp.stack([tile + 1, tile], 1), length, size
+    )
+
+
+def _runs(spans, length, size) -> _Runs:
+    """The tile before, and its own; for the first, the last that is not padding."""
+    tiles = _tiles(length, size)
+    tile = jnp.arange(tiles, dtype=jnp.int32)
+    last = (spans.end[0] - 1) // size
+    before = jnp.where(tile == 0, jnp.where(last == 0, -1, last), tile - 1)
+    after = jnp.where(tile == last, jnp.where(last == 0, -1, 0), tile + 1)
+    # Of what follows it is only padding that reads, and padding.
+    before, after = jnp.where(tile > last, -1, before), jnp.where(tile > last, -1, after)
+    return _whole_tiles(jnp.stack([before, tile], 1), jnp.stack([after, tile], 1), length, size)
+
+
+def _runs_packed(spans, length, size) -> _Runs:
+    """Two tiles before to one after, for chunks that begin with documents, not with tiles.
+
+    A document that goes on after those has its last chunk read besides, for its first: there is
+    one at most, that of the first place after them.
+    """
+    tiles = _tiles(length, size)
+    tile = jnp.arange(tiles, dtype=jnp.int32)
+    steps = jnp.arange(-2, 2, dtype=jnp.int32)
+    near = _whole_tiles(tile[:, None] + steps, tile[:, None] - steps, length, size)
+    last = spans.start + (spans.end - 1 - spans.start) // size * size
+
+    after = (tile + 2) * size
+    goes_on = after < length
+    chunk = last[jnp.minimum(after, length - 1)]
+    far = chunk[:, None] + jnp.arange(size, dtype=jnp.int32)
+    is_read = goes_on[:, None] & (far >= after[:, None]) & (far < length)
+    places = jnp.concatenate([near.places, jnp.where(is_read, far, -1)[:, None]], 1)
+
+    runs = places.shape[1]
+    # In the near runs, `readers` count four to a tile.
+    readers = jnp.where(
+        near.readers < 0, -1, near.readers + near.readers // (4 * size) * (runs - 4) * size
+    )
+    index = jnp.arange(length, dtype=jnp.int32)
+    first = (spans.start // size)[:, None] + jnp.arange(2, dtype=jnp.int32)
+    begin = (first + 2) * size
+    reads = (index >= last)[:, None] & (begin < spans.end[:, None]) & (index[:, None] >= begin)
+    more = (first * runs + 4) * size + (index - last)[:, None]
+    return _Runs(places, jnp.concatenate([readers, jnp.where(reads, more, -1)], 1))
+
+
+def _whole_tiles(reads, read_by, length, size) -> _Runs:
+    """Of the tiles that each tile reads `(tiles, r)`, and those that read it, in the same runs."""
+    tiles, runs = reads.shape
+    offset = jnp.arange(size, dtype=jnp.int32)
+    places = reads[..., None] * size + offset
+    places = jnp.where((reads[..., None] >= 0) & (places < length), places, -1)
+    index = jnp.arange(length, dtype=jnp.int32)
+    reader = read_by[index // size]
+    flat = (reader * runs + jnp.arange(runs, dtype=jnp.int32)) * size + (index % size)[:, None]
+    return _Runs(places, jnp.where((reader >= 0) & (reader < tiles), flat, -1))
+
+
+def _attend_round(query, key, value, sorted_, runs, each, is_causal):
+    """The output `(T, Hv)`, at least float32, and the log-sum-exp `(T,)` of one round."""
+    order, place, own_sees, own_is_at = each
+    tiles, size = runs.places.shape[0], runs.places.shape[-1]
+    length, rounds = order.shape[0], sorted_.order.shape[0]
+    at_queries = order[jnp.minimum(jnp.arange(tiles * size), length - 1)].reshape(tiles, size)
+    there = runs.places.reshape(tiles, -1)
+    at = order[jnp.maximum(there, 0)]
+
+    def of_queries(array):
+        """`(..., T)` to `(tiles, ..., m)`."""
+        return jnp.moveaxis(array[..., at_queries], -2, 0)
+
+    def of_keys(array):
+        """`(..., T)` to `(tiles, ..., r m)`, -1 for what is not read."""
+        return jnp.moveaxis(jnp.where(there < 0, -1, array[..., at]), -2, 0)
+
+    readers = runs.readers[place]
+    tokens = (
+        _take(query, at_queries, place[:, None]),
+        _take(key, at, readers),
+        _take(value, at, readers),
+    )
+    index = jnp.arange(length, dtype=jnp.int32)
+    seen = {"tokens": (of_queries(index), of_keys(index))}
+    seen["own"] = tuple(map(of_queries, own_sees)), of_keys(own_is_at)
+    if rounds > 1:
+        seen["all"] = tuple(map(of_queries, sorted_.sees)), of_keys(sorted_.is_at)
+
+    def tile(x):
+        queries, keys, values, seen = x
+        which = _meets(seen["own"], is_causal)
+        if not is_causal:
+            of_query, of_key = seen["tokens"]
+            which = which & (of_query[:, None] != of_key)
+        times = _meets(seen["all"], is_causal).sum(0) if rounds > 1 else None
+        return _softmax(queries, keys, values, which, times)
+
+    some = tiles // _groups(length, size)
+    results = lax.map(jax.checkpoint(tile), (*tokens, seen), batch_size=some)
+    back = jnp.pad(order, (0, tiles * size - length), constant_values=-1)[:, None]
+    out, lse = (_take(x.reshape(tiles * size, *x.shape[2:]), place, back) for x in results)
+    return out, lse
+
+
+def _softmax(query, key, value, which, times=None):
+    """The output `(m, Hv)`, at least float32, and the log-sum-exp `(m,)` over pairs `which (m, s)`.
+
+    The weight of each pair is divided by its `times`.
+    """
+    wide = jnp.promote_types(jnp.result_type(query, value), jnp.float32)
+    logits = widened(functools.partial(jnp.einsum, "mh,sh->ms"), query, key, wide)
+    logits = jnp.where(which, logits, -jnp.inf)
+    largest = lax.stop_gradient(logits.max(-1))
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    weights = jnp.exp(logits - largest[:, None])
+    if times is not None:
+        weights = weights / jnp.maximum(times, 1).astype(wide)
+    total = weights.sum(-1)
+    total_or_one = jnp.where(total == 0, 1, total)
+    product = functools.partial(jnp.einsum, "ms,sv->mv")
+    mixed = widened(product, weights.astype(value.dtype), value, wide)
+    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
+    return mixed / total_or_one[:, None], lse
+
+
+def _meets(seen, is_causal):
+    """Whether queries, `sees (..., m)`, see keys, `is_at (..., s)`, in a round: `(..., m, s)`."""
+    sees, is_at = seen
+    (first, second), is_at = (x[..., None] for x in sees), is_at[..., None, :]
+    if is_causal:
+        return (is_at >= first) & (is_at < second)
+    return (is_at == first) | (is_at == second)
+
+
+@jax.custom_vjp
+def _take(x, indices, readers):
+    """`x[indices]` of `(L, ...)`; `readers (L, p)` say where each is in `indices`, flat, or -1.
+
+    So gradients are gathered too, and summed in one order.
+    """
+    return jnp.take(x, indices, 0, mode="clip")
+
+
+def _take_forward(x, indices, readers):
+    return _take(x, indices, readers), (readers, indices.ndim)
+
+
+def _take_backward(kept, cotangent):
+    readers, axes = kept
+    cotangent = cotangent.reshape(-1, *cotangent.shape[axes:])
+    found = jnp.take(cotangent, jnp.maximum(readers, 0), 0, mode="clip")
+    is_read = readers.reshape(*readers.shape, *[1] * (found.ndim - 2)) >= 0
+    return jnp.where(is_read, found, 0).sum(1), None, None
+
+
+_take.defvjp(_take_forward, _take_backward)
+
+
+registry.register(
+    registry.Mechanism(
+        name="lsh",
+        family="clustered",
+        paper="Kitaev et al. 2020, Reformer",
+        function=lsh_attention,
+        takes_heads=False,
+        cores=(),
+        capabilities=frozenset(
+            {"bidirectional", "causal", "lengths", "segments", "residual", "decode"}
+        ),
+        builder="effattn.nn.lsh:LSHSelfAttention",
+        complexity="O(N log N + N n m)",
+        time_exponent=1.0,
+        causality="rounding",
+    )
+)

@@ -1,0 +1,131 @@
+"""LSH self-attention, which holds its random rotations."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import _checks
+from effattn.functional import lsh
+from effattn.nn import initializers
+from effattn.nn.attention import default_head_dim
+from effattn.nn.cached import CachedMixer
+
+
+class LSHSelfAttention(CachedMixer):
+    """A mixer by locality-sensitive hashing (Kitaev et al. 2020, "Reformer").
+
+        y = lsh_attention(x Wqk, x Wv) Wo
+
+    with one projection for queries and keys; see `effattn.lsh_attention`. The rotations are drawn
+    when it is made, for each head its own, and are not trained: they are an `nnx.Variable` that is
+    no `nnx.Param`. It takes sequences of fewer tokens than buckets too. In decoding, its state
+    holds what all tokens left, and a step costs O(S) for S of them.
+
+    Args:
+      in_features: D.
+      num_heads: N.
+      head_dim: H, of queries, keys and values; default D / N.
+      num_rounds: n.
+      num_buckets: b, or its even factors.
+      chunk_length: m, tokens.
+      is_causal: attend to the past only.
+      dropout_rate: only 0, as it has no dropout of weights.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      rngs: for the initial parameters; rotations are drawn from its stream `rotations`, or, where
+        there is none, from its default.
+
+    Raises:
+      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        num_rounds: int = 4,
+        num_buckets: int | tuple[int, ...] = 32,
+        chunk_length: int = 64,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            "lsh",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        if head_dim is None:
+            head_dim = default_head_dim(in_features, num_heads)
+        self.num_heads = _checks.at_least("num_heads", num_heads, 1)
+        self.head_dim = head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
+        self.num_rounds = _checks.at_least("num_rounds", num_rounds, 1)
+        self.chunk_length = _checks.at_least("chunk_length", chunk_length, 1, "tokens")
+        self.factors = lsh.factors_of(num_buckets)
+        linear = functools.partial(
+            nnx.LinearGeneral, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.query_key = linear(in_features, (num_heads, head_dim), kernel_init=kernel_init)
+        self.value = linear(in_features, (num_heads, head_dim), kernel_init=kernel_init)
+        self.out = linear(
+            (num_heads, head_dim),
+            in_features,
+            axis=(-2, -1),
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
+        )
+        self.rotations = nnx.Variable(
+            lsh.lsh_rotations(
+                rngs.rotations(),
+                self.num_rounds,
+                num_buckets,
+                head_dim,
+                num_heads=num_heads,
+                dtype=jnp.promote_types(param_dtype, jnp.float32),
+            )
+        )
+
+    def _prepare(self, x):
+        query_key, value = self.query_key(x), self.value(x)
+        buckets = lsh.hashed(query_key, self.rotations[...], self.factors)
+        return (query_key, value, buckets), query_key
+
+    def _attend(self, query_key, value, buckets, **padding):
+        out, _ = lsh.attend(
+            query_key,
+            value,
+            buckets,
+            chunk_length=self.chunk_length,
+            is_causal=self.is_causal,
+            **padding,
+        )
+        return out
+
+    def _mix_all(self, x, lengths, segment_ids):
+        tokens, _ = self._prepare(x)
+        return self.out(self._attend(*tokens, lengths=lengths, segment_ids=segment_ids))
+
+    def _mix_at(self, tokens, own, positions):
+        query_key, value, buckets = tokens
+        size = self.chunk_length
+        # By which way there are fewer pairs.
+        if positions.shape[1] <= 2 * self.num_rounds * size:
+            out = lsh.attend_at(query_key, value, buckets, own, positions, chunk_length=size)
+        else:
+            at = jnp.minimum(positions, query_key.shape[1] - 1)
+            whole = self._attend(query_key, value, buckets)
+            out = jnp.take_along_axis(whole, at[..., None, None], 1)
+        return self.out(out)

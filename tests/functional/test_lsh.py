@@ -1,0 +1,350 @@
+"""LSH attention by its definition, packed and padded, at its limits, and as transformers has it."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn import dot_product_attention, lsh_attention, lsh_rotations
+from effattn.functional import lsh as module
+from effattn.nn import LSHSelfAttention
+from tests.laws.battery import assert_close
+from tests.references.lsh import lsh
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_reformer.npz"
+LENGTH, HEADS, SIZE = 37, 2, 6
+OPTIONS = {"num_rounds": 3, "num_buckets": 8, "chunk_length": 3}
+
+both_ways = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def several_pieces(monkeypatch):
+    """Of a round, and the last with an empty tile."""
+    monkeypatch.setattr(module, "_TOKENS_AT_A_TIME", 9)
+
+
+def draw(length=LENGTH, batch=(2,), dtype=np.float64, **options):
+    """Query_key, value and rotations."""
+    options = {**OPTIONS, **options}
+    rng = np.random.default_rng(length)
+    columns = sum(module.factors_of(options["num_buckets"])) // 2
+    shapes = {
+        "query_key": (*batch, length, HEADS, SIZE),
+        "value": (*batch, length, HEADS, 5),
+        "rotations": (HEADS, options["num_rounds"], SIZE, columns),
+    }
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def definition(arrays, num_buckets=8, chunk_length=3, is_causal=False, **_):
+    """`(out, lse)` of `(B, T, N, ...)`, each row and head by itself."""
+    factors = module.factors_of(num_buckets)
+    one = functools.partial(lsh, factors=factors, chunk_length=chunk_length, is_causal=is_causal)
+    heads = jax.vmap(one, (1, 1, 0), 1)
+    rows = jax.vmap(heads, (0, 0, None))
+    return rows(arrays["query_key"], arrays["value"], arrays["rotations"])
+
+
+def with_gradients(function, arrays, weights=None):
+    """Of query_key and value; `weights (B, T)` choose the rows that count."""
+
+    @jax.jit
+    def run(arrays):
+        rest = {k: x for k, x in arrays.items() if k == "rotations"}
+
+        def call(tokens):
+            out, lse = function({**tokens, **rest})
+            if weights is not None:
+                out = jnp.where(weights[..., None, None] > 0, out, 0)
+                lse = jnp.where(weights[..., None] > 0, lse, 0)
+            return out, lse
+
+        tokens = {k: x for k, x in arrays.items() if k != "rotations"}
+        results, pull_back = jax.vjp(call, tokens)
+        rng = np.random.default_rng(0)
+        cotangents = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), results)
+        return results, pull_back(cotangents)
+
+    return run(arrays)
+
+
+def ours(arrays, **options):
+    return lsh_attention(**arrays, **{**OPTIONS, **options}, return_residual=True)
+
+
+@both_ways
+@pytest.mark.parametrize("num_rounds, num_buckets", [(3, 8), (1, 6)])
+def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
+    """Outputs, log-sum-exps and gradients in float64."""
+    options = {"num_rounds": num_rounds, "num_buckets": num_buckets, "is_causal": is_causal}
+    arrays = draw(**options)
+    run, expected = (functools.partial(f, **options) for f in (ours, definition))
+    assert_close(with_gradients(run, arrays), with_gradients(expected, arrays), 1e-11)
+
+
+@both_ways
+@pytest.mark.parametrize("sizes", [(23, 1, 2, 7), (3, 4, 20, 10), (1,) * 9 + (16, 8)], ids=str)
+def test_documents_are_sorted_and_cut_by_themselves(sizes, is_causal, x64):
+    """With padding at the end, and between the first and the second."""
+    arrays = draw(batch=(1,))
+    ids, parts, start = np.zeros(LENGTH, np.int32), [], 0
+    for number, size in enumerate(sizes):
+        ids[start : start + size] = 9 - number % 2
+        parts.append(slice(start, start + size))
+        start += size + (number == 0)
+    valid = ids[None] != 0
+    arrays |= {
+        k: np.where(valid[..., None, None], arrays[k], np.nan) for k in ("query_key", "value")
+    }
+    options = {"is_causal": is_causal, "segment_ids": ids[None]}
+    packed = with_gradients(functools.partial(ours, **options), arrays, valid)
+
+    def alone(arrays):
+        out = jnp.zeros((1, LENGTH, HEADS, 5))
+        lse = jnp.zeros((1, LENGTH, HEADS))
+        for part in parts:
+            cut = {k: x if k == "rotations" else x[:, part] for k, x in arrays.items()}
+            one_out, one_lse = definition(cut, is_causal=is_causal)
+            out, lse = out.at[:, part].set(one_out), lse.at[:, part].set(one_lse)
+        return out, lse
+
+    assert_close(packed, with_gradients(alone, arrays, valid), 1e-11)
+
+
+@both_ways
+def test_padding_is_nowhere(is_causal, x64):
+    """Down to no token; rows from the lengths on give zeros and -inf."""
+    arrays = draw(batch=(4,))
+    lengths = np.array([LENGTH, 22, 1, 0], np.int32)
+    valid = np.arange(LENGTH) < lengths[:, None]
+    tokens = {
+        k: np.where(valid[..., None, None], arrays[k], np.nan) for k in ("query_key", "value")
+    }
+    given = {"key_value_seq_lengths": lengths, "is_causal": is_causal}
+    run = jax.jit(functools.partial(ours, **given))
+    out, lse = run({**arrays, **tokens})
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(out[row, length:], 0)
+        np.testing.assert_array_equal(lse[row, length:], -np.inf)
+        if length:
+            cut = {
+                k: x if k == "rotations" else x[row : row + 1, :length] for k, x in arrays.items()
+            }
+            expected = definition(cut, is_causal=is_causal)
+            assert_close((out[row, :length], lse[row, :length]), [x[0] for x in expected], 1e-12)
+    few, _ = jax.jit(functools.partial(ours, **given, query_seq_lengths=lengths // 2))(
+        {**arrays, **tokens}
+    )
+    kept = (np.arange(LENGTH) < lengths[:, None] // 2)[..., None, None]
+    np.testing.assert_array_equal(few, np.where(kept, out, 0))
+
+
+@both_ways
+@pytest.mark.parametrize("chunk_length", [LENGTH, 99])
+def test_one_bucket_and_one_chunk_are_exact_attention(chunk_length, is_causal, x64):
+    """With keys of one length, of all tokens but the query's own, unless it is alone."""
+    options = {"num_buckets": 1, "chunk_length": chunk_length, "is_causal": is_causal}
+    arrays = draw(**options)
+    out, _ = jax.jit(functools.partial(ours, **options))(arrays)
+    query = arrays["query_key"]
+    key = query / np.sqrt((query**2).mean(-1, keepdims=True) + 1e-6)
+    mask = ~np.eye(LENGTH, dtype=bool)
+    if is_causal:
+        mask[0, 0] = True
+    exact = functools.partial(dot_product_attention, is_causal=is_causal)
+    assert_close(out, jax.jit(exact)(query, key, arrays["value"], mask=mask), 1e-12)
+
+
+@both_ways
+def test_a_pair_counts_once_in_however_many_rounds(is_causal, x64):
+    arrays = draw(num_rounds=1)
+    once = jax.jit(functools.partial(ours, num_rounds=1, is_causal=is_causal))(arrays)
+    arrays["rotations"] = np.repeat(arrays["rotations"], 5, 1)
+    assert_close(
+        jax.jit(functools.partial(ours, num_rounds=5, is_causal=is_causal))(arrays), once, 1e-13
+    )
+
+
+@both_ways
+def test_a_token_sees_itself_only_where_it_has_nothing_else(is_causal):
+    arrays = draw(5, batch=(), dtype=np.float32, num_buckets=2)
+    options = {"num_buckets": 2, "is_causal": is_causal}
+    _, lse = ours(arrays, **options)
+
+    def of_values(value):
+        return ours({**arrays, "value": value}, **options)[0]
+
+    alone = np.asarray(lse) == -1e5
+    assert alone[0].all() == is_causal
+    jacobian = jax.jit(jax.jacrev(of_values))(arrays["value"])
+    weights = np.einsum("tnvsnv->nts", jacobian) / 5
+    own = np.einsum("ntt->tn", weights)
+    np.testing.assert_array_equal(own, alone)
+
+    single = {k: x if k == "rotations" else x[:1] for k, x in draw(1, (), num_buckets=1).items()}
+    out, lse = ours(single, num_buckets=1, is_causal=is_causal)
+    np.testing.assert_array_equal(out, single["value"].astype(out.dtype))
+    np.testing.assert_array_equal(lse, np.full((1, HEADS), -1e5))
+
+
+def test_causal_attention_has_no_derivative_by_later_tokens():
+    """Exactly none, though the places of earlier tokens move with later ones."""
+    arrays = draw(19, batch=(), dtype=np.float32)
+
+    def of_tokens(query_key, value):
+        tokens = {"query_key": query_key, "value": value}
+        return ours({**arrays, **tokens}, is_causal=True)[0].sum((1, 2))
+
+    tokens = arrays["query_key"], arrays["value"]
+    later = np.arange(19) > np.arange(19)[:, None]
+    for jacobian in jax.jit(jax.jacrev(of_tokens, (0, 1)))(*tokens):
+        size = np.abs(jacobian).max((2, 3))
+        assert not np.any(size[later]) and np.any(size[~later])
+
+
+def test_gradients_are_gathered_and_never_scattered():
+    arrays = draw(dtype=np.float32)
+    for options in ({}, {"is_causal": True}, {"segment_ids": np.ones((2, LENGTH), int)}):
+        run = functools.partial(with_gradients, functools.partial(ours, **options))
+        text = str(jax.make_jaxpr(run)(arrays))
+        assert "scatter-add" not in text and "scatter_add" not in text
+
+
+@pytest.mark.parametrize("case", ["whole", "factors", "two_chunks"])
+def test_it_agrees_with_transformers(case):
+    """Outputs, gradients and buckets of `LSHSelfAttention` with one round (`tests/golden`).
+
+    With more, it does not divide by how often a pair is met, and the first chunk of a round sees
+    the last of the round before.
+    """
+    with np.load(GOLDEN) as golden:
+        arrays = {k.split("/", 1)[1]: golden[k] for k in golden.files if k.startswith(f"{case}/")}
+    rotations = arrays["rotations"].transpose(0, 2, 1, 3)
+    factors = tuple(arrays["factors"].tolist())
+    mixer = LSHSelfAttention(
+        24, 4, num_rounds=1, num_buckets=factors, chunk_length=6, is_causal=False, rngs=nnx.Rngs(0)
+    )
+    for layer, name in (
+        (mixer.query_key, "query_key"),
+        (mixer.value, "value"),
+        (mixer.out, "dense"),
+    ):
+        kernel = arrays[f"parameter/{name}.weight"].T
+        layer.kernel[...] = jnp.asarray(kernel.reshape(layer.kernel.shape))
+    mixer.rotations[...] = jnp.asarray(rotations)
+    buckets = module.hashed(mixer.query_key(arrays["x"]), rotations, factors)
+    np.testing.assert_array_equal(np.moveaxis(buckets, 1, -1), arrays["buckets"])
+
+    @jax.jit
+    def with_gradient(x):
+        y, pull_back = jax.vjp(mixer, x)
+        return y, *pull_back(arrays["cotangent"])
+
+    y, gradient = with_gradient(arrays["x"])
+    np.testing.assert_allclose(y, arrays["output"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(gradient, arrays["gradient"], rtol=1e-4, atol=1e-4)
+
+
+def test_rotations_are_drawn_from_rng():
+    arrays = draw(dtype=np.float32)
+    rng = jax.random.key(3)
+    arrays["rotations"] = lsh_rotations(rng, 3, 8, SIZE, num_heads=HEADS)
+    assert arrays["rotations"].shape == (HEADS, 3, SIZE, 3)
+    expected = ours(arrays)
+    drawn = lsh_attention(
+        arrays["query_key"], arrays["value"], **OPTIONS, rng=rng, return_residual=True
+    )
+    jax.tree.map(np.testing.assert_array_equal, drawn, expected)
+
+
+@pytest.mark.parametrize(
+    "num_buckets, factors",
+    [
+        (1, ()),
+        (2, (2,)),
+        (6, (6,)),
+        (8, (2, 4)),
+        (256, (16, 16)),
+        (24, (4, 6)),
+        ([4, 2, 2], (4, 2, 2)),
+    ],
+)
+def test_buckets_are_hashed_by_even_factors(num_buckets, factors):
+    assert module.factors_of(num_buckets) == factors
+
+
+def test_a_mixer_trains_no_rotations_and_takes_short_sequences():
+    mixer = LSHSelfAttention(8, 2, rngs=nnx.Rngs(0))
+    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(mixer, nnx.Param))]
+    assert sorted(paths) == ["out.kernel", "query_key.kernel", "value.kernel"]
+    assert mixer(jnp.ones((1, 3, 8))).shape == (1, 3, 8)
+
+
+def test_many_tokens_extend_a_state_as_few_do():
+    """There the sequence is sorted, here each token is held against all."""
+    mixer = LSHSelfAttention(8, 2, num_rounds=2, num_buckets=4, chunk_length=2, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 30, 8))
+    whole = mixer(x)
+    extend = nnx.jit(lambda x, state: mixer.extend(x, state))
+    state, parts, start = mixer.init_state(2, 33), [], 0
+    for size in (3, 12, 8, 7):
+        y, state = extend(x[:, start : start + size], state)
+        parts.append(y)
+        start += size
+    np.testing.assert_allclose(np.concatenate(parts, 1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_buckets_are_kept_as_integers():
+    """So that a cache in 16 bits hashes as the tokens do."""
+    mixer = LSHSelfAttention(8, 2, num_rounds=2, num_buckets=4, chunk_length=2, rngs=nnx.Rngs(0))
+    query_key, value, buckets = mixer.init_state(1, 5, jnp.bfloat16).tokens
+    assert query_key.dtype == value.dtype == jnp.bfloat16 and buckets.dtype == jnp.int32
+
+
+def test_nothing_gives_nothing():
+    arrays = draw(0, dtype=np.float32, num_buckets=1)
+    out, lse = ours(arrays, num_buckets=1)
+    assert out.shape == (2, 0, HEADS, 5) and lse.shape == (2, 0, HEADS)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"num_rounds": 0}, "num_rounds must be an int, 1 or more, got 0"),
+        ({"num_buckets": 7}, "num_buckets must be 1, an even int or a tuple .* got 7"),
+        ({"num_buckets": (4, 3)}, r"num_buckets must be 1, .* got \(4, 3\)"),
+        ({"num_buckets": 64}, "num_buckets must be at most the 37 tokens, got 64; pass fewer"),
+        ({"chunk_length": 0}, "chunk_length must be an int, 1 or more tokens, got 0"),
+        ({"rng": jax.random.key(0)}, "needs rng, .* or rotations, got both"),
+        ({"rotations": None}, "needs rng, .* or rotations, got neither"),
+        ({"num_rounds": 2}, r"rotations must be floating point of shape \(2, 2, 6, 3\), got"),
+        ({"value": np.ones((2, LENGTH, 3, 5), np.float32)}, "value must have the length and heads"),
+        ({"segment_ids": (np.ones((2, LENGTH), int),) * 2}, "segment_ids must be one array"),
+        ({"segment_ids": np.ones((2, 3), int)}, r"must be integers of shape \(2, 37\)"),
+        ({"key_value_seq_lengths": np.ones(3, int)}, r"must be integers of shape \(2,\)"),
+    ],
+)
+def test_wrong_arguments_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        lsh_attention(**{**draw(dtype=np.float32), **OPTIONS, **given})
+
+
+def test_forward_mode_says_what_to_use():
+    arrays = draw(dtype=np.float32)
+    with pytest.raises(TypeError, match="reverse mode only"):
+        jax.jvp(
+            lambda value: ours({**arrays, "value": value})[0],
+            (arrays["value"],) * 1,
+            (arrays["value"],) * 1,
+        )
