@@ -10,7 +10,7 @@ from effattn.nn.based import BasedSelfAttention
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.convolution import ConvolutionalClassifier, DilatedConvolution
 from effattn.nn.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
-from effattn.nn.feed_forward import SwiGLU
+from effattn.nn.feed_forward import ChunkedFeedForward, SwiGLU
 from effattn.nn.fnet import FNet
 from effattn.nn.gated_linear import GatedLinearAttention
 from effattn.nn.gmlp import GatedMLP
@@ -29,6 +29,7 @@ from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_tra
 from effattn.nn.random_features import RandomFeatureSelfAttention
 from effattn.nn.recurrent_networks import GRU, LSTM
 from effattn.nn.retention import RetNet
+from effattn.nn.reversible import ReversibleStack
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.rwkv import RWKV6, RWKV7
 from effattn.nn.rwkv4 import RWKV4, RWKV4ChannelMix
@@ -48,6 +49,7 @@ __all__ = [
     "BasedSelfAttention",
     "Block",
     "BlockLinformerSelfAttention",
+    "ChunkedFeedForward",
     "ConvolutionalClassifier",
     "CrossAttention",
     "DeltaNet",
@@ -78,6 +80,7 @@ __all__ = [
     "RWKV7",
     "RandomFeatureSelfAttention",
     "RetNet",
+    "ReversibleStack",
     "RotaryEmbedding",
     "S4",
     "S4D",

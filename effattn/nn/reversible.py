@@ -1,0 +1,183 @@
+"""Reversible residual layers, whose activations are not kept for the backward pass."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from effattn.nn.attention import zero_padding
+from effattn.nn.dropout import dropout_key
+from effattn.xla import reverse_mode
+
+
+class ReversibleStack(nnx.Module):
+    """Residual layers that are inverted in the backward pass, so that none keeps its activations.
+
+    Gomez et al. 2017, "The Reversible Residual Network"; Kitaev et al. 2020, "Reformer". There are
+    two streams, and a layer is
+
+        y1 = x1 + F(x2),    y2 = x2 + G(y1),
+
+    with a mixer for F and a feed-forward layer for G, say, so its input is
+
+        x2 = y2 - G(y1),    x1 = y1 - F(x2).
+
+    The gradients are those of the layers as they stand, up to the rounding of the streams, which
+    are summed in float32 at least. Time is that of the layers forward, and once more backward, as
+    with `jax.checkpoint`; activations take the memory of one layer, whatever their number.
+
+    Args:
+      *layers: pairs (F, G) of modules from `(B, T, D)` to `(B, T, D)`. Each is given what its
+        signature names of `lengths`, `segment_ids` and `rngs`; none may write Variables.
+
+    Raises:
+      ValueError: no layers, or one that is not a pair.
+    """
+
+    def __init__(self, *layers: Sequence[Any]):
+        if not layers or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in layers):
+            raise ValueError(
+                "ReversibleStack needs pairs (F, G) of modules, one for each layer, got "
+                f"{[type(layer).__name__ for layer in layers]}"
+            )
+        self.first = nnx.List([first for first, _ in layers])
+        self.second = nnx.List([second for _, second in layers])
+
+    def __call__(
+        self,
+        x1: jax.Array,
+        x2: jax.Array | None = None,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Runs both streams through all layers.
+
+        Args:
+          x1: `(B, T, D)`.
+          x2: the same; default `x1`, as in Reformer, where the two results are concatenated.
+          lengths: `(B,)` int, valid tokens of each right-padded row.
+          segment_ids: `(B, T)` int, 0 is padding.
+          rngs: for dropout: `nnx.Rngs`, or a key, of which each F and G gets its own, the same in
+            the backward pass; None has no dropout.
+
+        Returns:
+          `(y1, y2)`, `(B, T, D)` in the dtypes of `x1` and `x2`.
+
+        Raises:
+          ValueError: streams of unequal shapes, or an argument that no module takes.
+          TypeError: in forward-mode differentiation.
+        """
+        x1 = jnp.asarray(x1)
+        x2 = x1 if x2 is None else jnp.asarray(x2)
+        if x1.ndim != 3 or x1.shape != x2.shape:
+            raise ValueError(
+                f"x1 and x2 must have one shape (batch, length, features), got {x1.shape} and "
+                f"{x2.shape}"
+            )
+        given = {"lengths": lengths, "segment_ids": segment_ids, "rngs": dropout_key(rngs)}
+        given = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+        modules = [m for pair in zip(self.first, self.second, strict=True) for m in pair]
+        for name in given.keys() - {"rngs"}:
+            if not any(_takes(module, name) for module in modules):
+                raise ValueError(f"{name} was given, but no module of the stack takes it")
+        valid = _valid(x1, given)
+        wide = jnp.promote_types(jnp.result_type(x1, x2), jnp.float32)
+        streams = tuple(zero_padding(x, valid).astype(wide) for x in (x1, x2))
+        arrays, structures = zip(*map(jax.tree.flatten, modules), strict=True)
+        run = _reversible(structures, (x2.dtype, x1.dtype))
+        with reverse_mode.only("a reversible stack", "its layers, called one by one"):
+            y1, y2 = run(arrays, given, streams)
+        return y1.astype(x1.dtype), y2.astype(x2.dtype)
+
+
+def _valid(x, given):
+    """Which tokens are not padding, `(B, T)`; None for all."""
+    valid = None
+    if "lengths" in given:
+        valid = jnp.arange(x.shape[1]) < given["lengths"][:, None]
+    if "segment_ids" in given:
+        nonzero = given["segment_ids"] != 0
+        valid = nonzero if valid is None else valid & nonzero
+    return valid
+
+
+def _takes(module: Any, name: str) -> bool:
+    return name in inspect.signature(type(module).__call__).parameters
+
+
+def _reversible(structures, dtypes):
+    """`(arrays of F, G, F, G, ..., what else they take, streams) -> streams`.
+
+    `dtypes` are those in which F and G take their stream.
+    """
+
+    def call(place, arrays, x, given):
+        module = jax.tree.unflatten(structures[place], arrays)
+        keywords = {name: array for name, array in given.items() if _takes(module, name)}
+        if "rngs" in keywords:
+            keywords["rngs"] = jax.random.fold_in(keywords["rngs"], place)
+        return module(x.astype(dtypes[place % 2]), **keywords).astype(x.dtype)
+
+    @jax.custom_vjp
+    def run(arrays, given, streams):
+        kept, read = streams
+        for place, own in enumerate(arrays):
+            # Each adds to one stream what it makes of the other.
+            kept, read = read, kept + call(place, own, read, given)
+        return kept, read
+
+    def forward(arrays, given, streams):
+        streams = run(arrays, given, streams)
+        return streams, (arrays, given, streams)
+
+    def backward(saved, cotangents):
+        arrays, given, (kept, read) = saved
+        of_kept, of_read = cotangents
+        gradients = []
+        for place, own in reversed(list(enumerate(arrays))):
+            # What was written is read next.
+            written, read = read, kept
+
+            def step(own, read, written, of_read, of_written, given, place=place):
+                added, pull_back = jax.vjp(lambda own, x: call(place, own, x, given), own, read)
+                of_own, of_input = pull_back(of_written)
+                floats = [g for g in of_own if g.dtype != jax.dtypes.float0]
+                return written - added, of_read + of_input, floats
+
+            kept, of_input, floats = _at_once(step, own, read, written, of_kept, of_read, given)
+            of_kept, of_read = of_read, of_input
+            gradients.append(_with_integers(own, floats))
+        return tuple(gradients[::-1]), None, (of_kept, of_read)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _with_integers(arrays, gradients):
+    """The gradients of floating-point arrays, and none of the others."""
+    each = iter(gradients)
+    return [
+        next(each) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+        for x in arrays
+    ]
+
+
+def _at_once(step, *args):
+    """`step(*args)`, of which nothing is put off until after the next one.
+
+    Else gradients of parameters wait to the end, and with them all that they are made of.
+    """
+    shapes = jax.eval_shape(step, *args)
+    always = lax.optimization_barrier(jnp.array(True))
+
+    def never(*args):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    return lax.cond(always, step, never, *args)

@@ -1,0 +1,83 @@
+"""ChunkedFeedForward: the numbers of its module, in the memory of a chunk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn.nn import ChunkedFeedForward, SwiGLU
+from effattn.nn.dropout import dropout
+from tests.laws import cost
+
+FEATURES, LENGTH = 8, 11
+
+
+class Dropped(nnx.Module):
+    """A feed-forward layer with dropout."""
+
+    def __init__(self, rate=0.0):
+        self.layer = SwiGLU(FEATURES, 3 * FEATURES, rngs=nnx.Rngs(0))
+        self.rate = rate
+
+    def __call__(self, x, *, rngs=None):
+        return dropout(self.layer(x), self.rate, rngs)
+
+
+def draw(seed):
+    return jax.random.normal(jax.random.key(seed), (2, LENGTH, FEATURES))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 11, 50])
+def test_chunks_change_nothing(chunk_size):
+    """Nor the gradients; 11 tokens are no multiple of 4."""
+    module = Dropped()
+    chunked = ChunkedFeedForward(module, chunk_size=chunk_size)
+
+    @jax.jit
+    def run(module, x):
+        y, pull_back = jax.vjp(lambda m, x: m(x), module, x)
+        return y, pull_back(draw(7))
+
+    for ours, expected in zip(
+        jax.tree.leaves(run(chunked, draw(0))), jax.tree.leaves(run(module, draw(0))), strict=True
+    ):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_each_chunk_has_its_own_dropout():
+    module = Dropped(0.5)
+    chunked = ChunkedFeedForward(module, chunk_size=4)
+    x = jnp.ones((1, 12, FEATURES))
+    y = chunked(x, rngs=nnx.Rngs(dropout=0))
+    assert not np.array_equal(y[:, :4] == 0, y[:, 4:8] == 0)
+    np.testing.assert_allclose(y[y != 0], 2 * module(x)[y != 0], rtol=1e-6)
+    assert not np.any(chunked(x) == 0)
+
+
+def test_memory_falls_with_the_chunk():
+    """Forward and backward: of hidden features, there are those of one chunk."""
+
+    def bytes_of(chunk_size):
+        def make():
+            module = SwiGLU(16, 512, rngs=nnx.Rngs(0))
+            return ChunkedFeedForward(module, chunk_size=chunk_size)
+
+        def run(module, x):
+            y, pull_back = jax.vjp(lambda m, x: m(x), module, x)
+            return y, pull_back(y)
+
+        x = jax.ShapeDtypeStruct((2, 2048, 16), jnp.float32)
+        return cost.temporary_bytes(jax.jit(run).trace(jax.eval_shape(make), x))
+
+    whole, some, few = map(bytes_of, (2048, 512, 128))
+    assert some < 0.45 * whole and few < 0.5 * some, (whole, some, few)
+
+
+def test_chunks_have_a_token():
+    with pytest.raises(ValueError, match="chunk_size must be an int, 1 or more tokens, got 0"):
+        ChunkedFeedForward(lambda x: x, chunk_size=0)
+    with pytest.raises(
+        ValueError, match=r"x must have shape \(..., length, features\), got \(3,\)"
+    ):
+        ChunkedFeedForward(lambda x: x, chunk_size=2)(jnp.ones(3))

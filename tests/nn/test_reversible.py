@@ -1,0 +1,180 @@
+"""ReversibleStack: the numbers of the plain layers, in the memory of one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn.nn import (
+    LSHSelfAttention,
+    RetNet,
+    ReversibleStack,
+    SelfAttention,
+    SwiGLU,
+)
+from effattn.nn.dropout import dropout
+from tests.laws import cost
+
+FEATURES, LENGTH = 8, 11
+
+
+class Normed(nnx.Module):
+    """A feed-forward layer after a norm, with dropout."""
+
+    def __init__(self, features, rate=0.0, *, rngs):
+        self.norm = nnx.RMSNorm(features, rngs=rngs)
+        self.layer = SwiGLU(features, 3 * features, rngs=rngs)
+        self.rate = rate
+
+    def __call__(self, x, *, rngs=None):
+        return dropout(self.layer(self.norm(x)), self.rate, rngs)
+
+
+def stack(depth, *, mixers=None, features=FEATURES, rate=0.0):
+    rngs = nnx.Rngs(0)
+
+    def softmax():
+        return SelfAttention(features, 2, dropout_rate=rate, rngs=rngs)
+
+    mixers = mixers or [softmax]
+    return ReversibleStack(
+        *((mixers[n % len(mixers)](), Normed(features, rate, rngs=rngs)) for n in range(depth))
+    )
+
+
+def plainly(stack, x1, x2, key=None, **padding):
+    for place, (first, second) in enumerate(zip(stack.first, stack.second, strict=True)):
+        keys = [None if key is None else jax.random.fold_in(key, 2 * place + n) for n in (0, 1)]
+        x1 = x1 + first(x2, rngs=keys[0], **padding)
+        x2 = x2 + second(x1, rngs=keys[1])
+    return x1, x2
+
+
+def draw(seed, length=LENGTH):
+    return jax.random.normal(jax.random.key(seed), (2, length, FEATURES))
+
+
+def with_gradients(call, stack, *streams):
+    results, pull_back = jax.vjp(call, stack, *streams)
+    return results, pull_back((draw(7), draw(8)))
+
+
+def close(ours, expected, tolerance=1e-4):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_it_is_the_plain_stack(rate):
+    """Outputs and gradients of eight layers, with the same dropout forward and backward."""
+    layers, key = stack(8, rate=rate), jax.random.key(3) if rate else None
+    ours, expected = (
+        jax.jit(functools.partial(with_gradients, call))(layers, draw(0), draw(1))
+        for call in (
+            lambda m, x1, x2: m(x1, x2, rngs=key),
+            functools.partial(plainly, key=key),
+        )
+    )
+    close(ours, expected)
+    if rate:
+        without = jax.jit(lambda m, x1, x2: m(x1, x2))(layers, draw(0), draw(1))
+        assert np.abs(without[0] - ours[0][0]).max() > 0.1
+
+
+def test_any_mixer_will_do_with_padding():
+    """Those with arrays that are not trained, and recurrences; NaN in padding reaches nothing."""
+    rngs = nnx.Rngs(0)
+    lsh = {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4}
+    layers = stack(
+        2,
+        mixers=[
+            lambda: LSHSelfAttention(FEATURES, 2, **lsh, rngs=rngs),
+            lambda: RetNet(FEATURES, 2, rngs=rngs),
+        ],
+    )
+    segment_ids = np.array([[1] * 4 + [2] * 5 + [0] * 2, [3] * 11])
+    valid = (segment_ids != 0)[..., None]
+    streams = [np.where(valid, draw(seed), np.nan) for seed in (0, 1)]
+
+    def kept(call, clean):
+        def of_valid(layers, x1, x2):
+            if clean:
+                x1, x2 = (jnp.where(valid, x, 0) for x in (x1, x2))
+            return [jnp.where(valid, y, 0) for y in call(layers, x1, x2, segment_ids=segment_ids)]
+
+        run = lambda *args: jax.vjp(of_valid, *args)  # noqa: E731
+
+        @jax.jit
+        def gradients(*args):
+            results, pull_back = run(*args)
+            return results, pull_back([draw(7), draw(8)])
+
+        return gradients(layers, *streams)
+
+    ours = kept(lambda m, *args, **given: m(*args, **given), clean=False)
+    close(ours, kept(plainly, clean=True))
+    rotations = ours[1][0].first[0].rotations[...]
+    assert not np.any(rotations)
+
+
+def test_one_stream_starts_both():
+    layers, x = stack(2), draw(0)
+    jax.tree.map(np.testing.assert_array_equal, layers(x), layers(x, x))
+
+
+def test_gradients_by_the_transformations_of_flax():
+    layers, x = stack(2), draw(0)
+
+    def loss(layers, call):
+        y1, y2 = call(layers, x, x)
+        return jnp.mean(y1 * y2)
+
+    ours = nnx.jit(nnx.grad(lambda m: loss(m, lambda m, *xs: m(*xs))))(layers)
+    close(ours, nnx.jit(nnx.grad(lambda m: loss(m, plainly)))(layers))
+
+
+def test_streams_are_wide_where_tokens_are_narrow():
+    """In bfloat16 a sum of two numbers does not say what they were."""
+    layers = stack(4)
+    x1, x2 = draw(0).astype(jnp.bfloat16), draw(1)
+    y1, y2 = jax.jit(lambda m, *xs: m(*xs))(layers, x1, x2)
+    assert y1.dtype == jnp.bfloat16 and y2.dtype == jnp.float32
+
+
+def temporary_bytes(call, depth):
+    layers = jax.eval_shape(lambda: stack(depth, features=32))
+    x = jax.ShapeDtypeStruct((1, 512, 32), jnp.float32)
+
+    def run(layers, x):
+        y, pull_back = jax.vjp(call, layers, x, x)
+        return y, pull_back(y)
+
+    return cost.temporary_bytes(jax.jit(run).trace(layers, x))
+
+
+def test_activations_take_the_memory_of_one_layer():
+    """Of the compiled program, forward and backward; those of the plain stack grow with it."""
+    depths = (4, 8, 16)
+    ours = [temporary_bytes(lambda m, *xs: m(*xs), depth) for depth in depths]
+    assert max(ours) <= 1.1 * min(ours), ours
+    plain = [temporary_bytes(plainly, depth) for depth in depths[:2]]
+    assert plain[1] > 1.6 * plain[0] and plain[0] > ours[0], (plain, ours)
+
+
+def test_what_it_cannot_take_is_named():
+    rngs = nnx.Rngs(0)
+    layers = ReversibleStack((SwiGLU(8, 8, rngs=rngs), SwiGLU(8, 8, rngs=rngs)))
+    with pytest.raises(ValueError, match="lengths was given, but no module of the stack takes it"):
+        layers(draw(0), lengths=jnp.array([3, 4]))
+    with pytest.raises(
+        ValueError, match=r"must have one shape .* got \(2, 11, 8\) and \(2, 3, 8\)"
+    ):
+        layers(draw(0), draw(0, 3))
+    for wrong in ((), (SwiGLU(8, 8, rngs=rngs),)):
+        with pytest.raises(ValueError, match=r"needs pairs \(F, G\) of modules"):
+            ReversibleStack(*wrong)
+    with pytest.raises(TypeError, match="reverse mode only"):
+        jax.jvp(lambda x: layers(x)[0], (draw(0),), (draw(1),))
