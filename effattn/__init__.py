@@ -45,6 +45,7 @@ from effattn.functional.block_linformer import block_linformer_attention  # isor
 from effattn.functional.long_short import long_short_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
 from effattn.functional.lsh import lsh_attention, lsh_rotations  # isort: skip
+from effattn.functional.routing import routing_attention  # isort: skip
 from effattn.functional.fourier import fourier_mixing  # isort: skip
 from effattn.functional.rwkv4 import rwkv4_mixing  # isort: skip
 from effattn.functional.attention_free import attention_free  # isort: skip
@@ -109,6 +110,7 @@ __all__ = [
     "registry",
     "retention",
     "rwkv4_mixing",
+    "routing_attention",
     "rwkv6_attention",
     "rwkv7_attention",
     "s4_convolution",

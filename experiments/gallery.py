@@ -119,6 +119,7 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "random_features": {"projection": VECTORS},
     "hedgehog": {"query_projection": VECTORS, "key_projection": VECTORS},
     "cosformer": {"max_length": LENGTH},
+    "routing": {"centroids": VECTORS[:, :8]},
 }
 
 # Causal, with 8 keys or so for each query but for the first one.

@@ -8,6 +8,7 @@ from effattn.decode.hierarchical import HierarchicalDecoder, HierarchicalState
 from effattn.decode.long_short import LongShortDecoder, LongShortState
 from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
 from effattn.decode.ring import RingDecoder, RingState
+from effattn.decode.routing import RoutingDecoder, RoutingState
 from effattn.decode.sampling import sample_token
 from effattn.decode.state import Decoder, State
 from effattn.decode.tokens import TokenState
@@ -27,6 +28,8 @@ __all__ = [
     "RecurrentState",
     "RingDecoder",
     "RingState",
+    "RoutingDecoder",
+    "RoutingState",
     "State",
     "TokenState",
     "generate",

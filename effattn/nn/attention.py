@@ -234,7 +234,11 @@ class SelfAttention(_Attention):
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         heads = self._heads(x, positions)
         keywords = {**keywords, **self._per_token(x), **self._dropout(rngs)}
-        return self._finish(self.attention(*heads, **keywords), x)
+        return self._finish(self._attend(heads, **keywords), x)
+
+    def _attend(self, heads: tuple[jax.Array, ...], **keywords: Any) -> jax.Array:
+        """`(B, T, N, Hv)` of query, key and value."""
+        return self.attention(*heads, **keywords)
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         """What the function takes of each token besides query, key and value, by name."""

@@ -47,6 +47,7 @@ MECHANISMS = {
         {"window_size": 3, "segment_size": 4, "projection": drawn(8, 2)},
     ),
     "long-short, window of one": ("long_short", {"window_size": 1, "projection": drawn(2, 8, 1)}),
+    "routing": ("routing", {"centroids": drawn(4, 3, 8), "cluster_size": 2}),
     "linear, identity": ("linear", {"feature_map": "identity"}),
 }
 

@@ -66,6 +66,27 @@ def a_window_over_one_segment(query, key, value):
     return window, effattn.dot_product_attention(query, key, value, is_causal=True)
 
 
+def one_cluster_with_room_for_all(query, key, value):
+    size = query.shape[-1]
+    one = {"centroids": jnp.ones((query.shape[-2], 1, size)), "cluster_size": query.shape[-3]}
+
+    def unit(x):
+        x = x - x.mean(-1, keepdims=True)
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+    ours, other = zip(
+        *(
+            (
+                effattn.routing_attention(query, key, value, is_causal=is_causal, **one),
+                effattn.dot_product_attention(unit(query), unit(key), value, is_causal=is_causal),
+            )
+            for is_causal in (False, True)
+        ),
+        strict=True,
+    )
+    return jnp.stack(ours), jnp.stack(other)
+
+
 LIMITS = {
     "a window over all is exact": ("sliding_window", wide),
     "steps past the end leave the token": ("sliding_window", steps_of_everything),
@@ -75,6 +96,7 @@ LIMITS = {
         as_many_slots_as_tokens,
     ),
     "a causal window over one segment is exact": ("long_short", a_window_over_one_segment),
+    "one cluster with room for all is exact": ("routing", one_cluster_with_room_for_all),
     "a Taylor series of small logits is exact": ("linear", taylor),
 }
 
@@ -86,5 +108,6 @@ LIMITS = {
 def test_limit(mechanism, both):
     with jax.enable_x64(True):
         arrays = battery.draw_arrays(mechanism, SQUARE, everything=False)
+        arrays = {name: arrays[name] for name in ("query", "key", "value")}
         ours, other = jax.jit(both)(**arrays)
         battery.assert_close(ours, np.asarray(other), 1e-12)

@@ -27,6 +27,7 @@ from tests.references.recurrent_networks import CONVOLUTION, GRU, LSTM
 from tests.references.reference import MixerReference, Reference
 from tests.references.rwkv4 import RWKV4
 from tests.references.s4 import S4, S4D
+from tests.references.routing import ROUTING
 from tests.references.softmax import (
     ADDITIVE,
     DILATED,
@@ -69,6 +70,7 @@ REFERENCES: dict[str, Reference] = {
     "block_linformer": BLOCK_LINFORMER,
     "long_short": LONG_SHORT,
     "nystrom": NYSTROM,
+    "routing": ROUTING,
 }
 
 # Of the mechanisms that take no heads.

@@ -1,0 +1,515 @@
+"""Routing attention: tokens attend within clusters of what they hold, found by k-means."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from effattn import _checks, registry
+from effattn.functional import block
+from effattn.xla import mesh_axes
+
+# Clusters whose scores are held at once.
+_AT_ONCE = 16
+
+
+def routing_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    centroids: jax.Array,
+    cluster_size: int,
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    tile: tuple[int, int] | None = None,
+    implementation: str | tuple[str, ...] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    r"""Routing attention (Roy et al. 2020, "... Sparse Attention with Routing Transformers").
+
+    Queries and keys are put on the sphere of radius sqrt(H) by a layer norm without scale and bias,
+
+        q' = (q - mean(q)) / std(q),   k' = (k - mean(k)) / std(k),   logit = scale q' . k',
+
+    and each head has C centroids m_c there. A token attends to those of its clusters:
+
+        bidirectional   the w queries with the largest m_c . q' attend to the w keys with the
+                        largest m_c . k'; ties go to the earlier token
+        causal          each token is of the cluster c with the largest m_c . (q' + k'), and attends
+                        to the last w tokens of that cluster, itself the last
+
+    Bidirectional, a query may be in several clusters or in none. The paper says no more than that
+    outputs are scattered back; here it attends to its clusters in one softmax, in which a key that
+    it meets in m of them counts m times, and in no cluster its output is zeros. Causal, taking the
+    w largest would tell of later tokens; the assignment is the paper's, which has keys equal to
+    queries there: then c is the nearest centroid to both. With one cluster that has room for all,
+    this is `effattn.dot_product_attention` of q', k' and the values.
+
+    The centroids have no gradient. They are moved, as in online k-means, by
+    `effattn.nn.RoutingSelfAttention.update_centroids`.
+
+    Time O(T C H + T w (H + Hv)) causal and O(T C H + C w^2 (H + Hv)) bidirectional, so
+    O(T sqrt(T)) for C and w near sqrt(T); memory O(T) causal and O(T + C w) bidirectional, forward
+    and backward. Bidirectional with `segment_ids` a cluster has w tokens of each document, and may
+    come to hold them all: time O(C T w), memory O(C T). There, padding costs less than packing.
+
+    Args:
+      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
+      key: `(*B, T, K, H)`, N a multiple of K. Each query head routes the keys by its own centroids.
+      value: `(*B, T, K, Hv)`.
+      centroids: `(N, C, H)`, C at most T.
+      cluster_size: w, tokens, at most T.
+      scale: default H**-0.5. May be an array, with a gradient.
+      is_causal: attend to the past and the present only.
+      query_seq_lengths: int `(*B)`; rows from there on give zeros, and are in no cluster.
+      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and seen by no query. A
+        query there is routed by itself alone.
+      segment_ids: int `(*B, T)`; packed documents, each of which has the clusters for itself; 0 is
+        padding.
+      precision: of the products of the attention, as in `jax.lax.dot`.
+      tile: queries and keys in a tile; tuning only.
+      implementation: None, "xla", "mosaic_gpu" (Hopper GPUs, 16-bit dtypes), "triton" (GPUs),
+        "mosaic_tpu" (TPUs), "pallas" (the first of these that takes the call where it runs), or a
+        tuple of names tried in order. None is what `effattn.tune` has found, or "xla".
+      return_residual: also return the log-sum-exp.
+
+    Returns:
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
+      float32, -inf for a row that attends to nothing.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or values; more clusters, or larger ones, than tokens.
+      NotImplementedError: a named implementation does not take these arguments.
+      TypeError: in forward-mode differentiation.
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    if isinstance(segment_ids, tuple | list):
+        raise ValueError(
+            "routing_attention is self-attention: segment_ids must be one array (*B, T) for "
+            f"queries and keys, got {len(segment_ids)} items"
+        )
+    given = block.check(
+        "routing_attention",
+        query,
+        key,
+        value,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        precision=precision,
+        tile=tile,
+        implementation=implementation,
+    )
+    _checks.self_attention("routing_attention", query, key)
+    centroids = check_centroids(centroids, query)
+    size = _checks.at_least("cluster_size", cluster_size, 1, "tokens")
+    for name, number in (("clusters in centroids", centroids.shape[1]), ("cluster_size", size)):
+        if number > query.shape[-3]:
+            raise ValueError(
+                f"{name} must be at most the {query.shape[-3]} tokens given, got {number}; give "
+                "fewer, or longer inputs"
+            )
+    with jax.named_scope("routing_attention"):
+        *axes, _ = mesh_axes.spec(query)
+        specs = PartitionSpec(*axes, None), PartitionSpec(*axes)
+        traced = {name: getattr(given, name) for name in _TRACED}
+        traced = {name: x for name, x in traced.items() if not isinstance(x, float)}
+
+        def attend(query, key, value, centroids, traced):
+            with_arrays = dataclasses.replace(given, **traced)
+            return _attend(query, key, value, centroids, size, is_causal, with_arrays)
+
+        attend = mesh_axes.placed(attend, query, *specs)
+        out, lse = attend(query, key, value, centroids, traced)
+    return (out, lse) if return_residual else out
+
+
+# What may be arrays among the arguments that are passed on.
+_TRACED = ("scale", "query_lengths", "key_lengths", "segments")
+
+
+def _attend(query, key, value, centroids, size, is_causal, given: block.Arguments):
+    query, key, value = block.without_padding(query, key, value, given)
+    tokens = Tokens.of(query, key, value)
+    by_cluster = _attend_causal if is_causal else _attend_clusters
+    out, lse = by_cluster(tokens, centroids, size, given)
+    out, lse = jnp.swapaxes(out, -3, -2), jnp.swapaxes(lse, -2, -1)
+    present = _present(given.query_lengths, given.segments, query.shape[-3])
+    if present is not None:
+        out = jnp.where(present[..., None, None], out, 0)
+        lse = jnp.where(present[..., None], lse, -jnp.inf)
+    return out, lse
+
+
+def _present(lengths, segments, size):
+    """Which tokens are not padding, bool `(*B, T)`; None for all."""
+    present = None if lengths is None else jnp.arange(size) < lengths[..., None]
+    if segments is None:
+        return present
+    return segments[0] != 0 if present is None else present & (segments[0] != 0)
+
+
+class Tokens(NamedTuple):
+    """Queries, keys and values of query heads.
+
+    Attributes:
+      query: `(*B, N, T, H)`, normalised, in the dtype of the queries.
+      key: `(*B, N, T, H)`, the same of the keys.
+      value: `(*B, N, T, Hv)`.
+      query_route: `(*B, N, T, H)`, normalised, at least float32, without a gradient.
+      key_route: `(*B, N, T, H)`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    query_route: jax.Array
+    key_route: jax.Array
+
+    @classmethod
+    def of(cls, query: jax.Array, key: jax.Array, value: jax.Array) -> "Tokens":
+        """Of `(*B, T, N, H)`, `(*B, T, K, H)` and `(*B, T, K, Hv)`."""
+        heads = query.shape[-2]
+        wide_query, wide_key = normalise(query), normalise(key)
+
+        def by_head(x):
+            return jnp.swapaxes(jnp.repeat(x, heads // x.shape[-2], -2), -3, -2)
+
+        return cls(
+            by_head(wide_query.astype(query.dtype)),
+            by_head(wide_key.astype(key.dtype)),
+            by_head(value),
+            lax.stop_gradient(by_head(wide_query)),
+            lax.stop_gradient(by_head(wide_key)),
+        )
+
+
+def normalise(x: jax.Array) -> jax.Array:
+    """A layer norm over the last axis without scale and bias, at least float32."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
+
+
+def check_centroids(centroids: Any, query: jax.Array) -> jax.Array:
+    """`(N, C, H)`, at least float32, without a gradient."""
+    centroids = jnp.asarray(centroids)
+    heads, size = query.shape[-2:]
+    if (
+        centroids.ndim != 3
+        or centroids.shape[::2] != (heads, size)
+        or centroids.shape[1] < 1
+        or not jnp.issubdtype(centroids.dtype, jnp.floating)
+    ):
+        raise ValueError(
+            f"centroids must be floating point of shape ({heads}, clusters, {size}), for "
+            f"{heads} query heads of size {size}, got {centroids.dtype} of shape {centroids.shape}"
+        )
+    wide = jnp.promote_types(jnp.result_type(centroids, query), jnp.float32)
+    return lax.stop_gradient(centroids.astype(wide))
+
+
+# Routing
+
+
+def nearest(tokens: jax.Array, centroids: jax.Array) -> jax.Array:
+    """int32 `(*B, N, T)`, the cluster of the largest product of tokens `(*B, N, T, H)`."""
+
+    def step(best, some):
+        largest, cluster = best
+        products = _products(tokens, *some, number=centroids.shape[1])
+        at = jnp.argmax(products, -2).astype(jnp.int32)
+        here = products.max(-2)
+        return (jnp.maximum(largest, here), jnp.where(here > largest, some[0] + at, cluster)), None
+
+    shape = tokens.shape[:-1]
+    start = jnp.full(shape, -jnp.inf, tokens.dtype), jnp.zeros(shape, jnp.int32)
+    start = tuple(mesh_axes.vary_like(tokens, x) for x in start)
+    (_, cluster), _ = lax.scan(step, start, _in_parts(centroids))
+    return cluster
+
+
+def summed_by_cluster(
+    tokens: jax.Array, centroids: jax.Array, present: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`(N, C, H)` and `(N, C)`, sum and number of the tokens `(B, N, T, H)` of each cluster.
+
+    Those that are not `present (B, T)` do not count.
+    """
+    cluster = jnp.where(present[:, None], nearest(tokens, centroids), -1)
+
+    def of_some(some):
+        first, centroids = some
+        number = first + jnp.arange(centroids.shape[1], dtype=jnp.int32)
+        is_of = (cluster[:, :, None] == number[:, None]).astype(tokens.dtype)
+        return jnp.einsum("bnct,bnth->nch", is_of, tokens, precision="highest"), is_of.sum((0, 3))
+
+    sums, counts = lax.map(of_some, _in_parts(centroids))
+    heads, number = centroids.shape[:2]
+    sums = jnp.moveaxis(sums, 0, 1).reshape(heads, -1, tokens.shape[-1])
+    return sums[:, :number], jnp.moveaxis(counts, 0, 1).reshape(heads, -1)[:, :number]
+
+
+class Members(NamedTuple):
+    """The tokens of each cluster.
+
+    Attributes:
+      at: int32 `(*B, N, C, M)`, their places, each once in a cluster.
+      counts: bool `(*B, N, C, M)`, whether it is one, or fills a place that none has.
+    """
+
+    at: jax.Array
+    counts: jax.Array
+
+
+def members(tokens, centroids, size, present, documents) -> Members:
+    """The `size` tokens `(*B, N, T, H)` of the largest products with each centroid.
+
+    `present (*B, T)` says which tokens may be any. With `documents (*B, T)` they are so many of
+    each document, and M is T: first comes what the first document has.
+    """
+
+    def of_some(some):
+        products = _products(tokens, *some, number=centroids.shape[1])
+        if present is not None:
+            products = jnp.where(present[..., None, None, :], products, -jnp.inf)
+        if documents is None:
+            products, at = lax.top_k(products, size)
+            return at.astype(jnp.int32), products > -jnp.inf
+        ids = jnp.broadcast_to(documents[..., None, None, :], products.shape)
+        ids, products, at = _sort((ids, -products, _positions(products)), num_keys=2)
+        start = lax.cummax(jnp.where(_is_first(ids), _positions(ids), 0), axis=ids.ndim - 1)
+        return at, (_positions(ids) - start < size) & (products < jnp.inf)
+
+    def joined(parts):
+        """`(parts, *B, N, some, M)` to `(*B, N, C, M)`."""
+        parts = jnp.moveaxis(parts, 0, -3)
+        parts = parts.reshape(*parts.shape[:-3], -1, parts.shape[-1])
+        return parts[..., : centroids.shape[1], :]
+
+    return Members(*map(joined, lax.map(of_some, _in_parts(centroids))))
+
+
+def _in_parts(centroids):
+    """How many come before each part, and `(parts, N, some, H)`, zeros at the end."""
+    number = centroids.shape[1]
+    some = min(_AT_ONCE, number)
+    padded = jnp.pad(centroids, ((0, 0), (0, -number % some), (0, 0)))
+    parts = padded.reshape(len(padded), -1, some, padded.shape[-1])
+    first = jnp.arange(parts.shape[1], dtype=jnp.int32) * some
+    return first, jnp.moveaxis(parts, 1, 0)
+
+
+def _products(tokens, first, centroids, number):
+    """`(*B, N, some, T)`, -inf from cluster `number` on."""
+    products = jnp.einsum("...nth,nch->...nct", tokens, centroids, precision="highest")
+    is_one = first + jnp.arange(centroids.shape[1], dtype=jnp.int32) < number
+    return jnp.where(is_one[:, None], products, -jnp.inf)
+
+
+def _sort(arrays, num_keys):
+    return lax.sort(arrays, dimension=-1, is_stable=True, num_keys=num_keys)
+
+
+def _positions(like):
+    return lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1)
+
+
+def _is_first(ids):
+    """bool, where an id is not that before it."""
+    changes = ids[..., 1:] != ids[..., :-1]
+    return jnp.pad(changes, [(0, 0)] * (ids.ndim - 1) + [(1, 0)], constant_values=True)
+
+
+# Attention
+
+
+def _attend_causal(tokens: Tokens, centroids, size: int, given: block.Arguments):
+    """Sorted by cluster, a window of tokens that stops where their cluster begins."""
+    cluster = nearest(tokens.query_route + tokens.key_route, centroids)
+    by: tuple[jax.Array, ...] = (cluster,)
+    if given.segments is not None:
+        by = (jnp.broadcast_to(given.segments[0][..., None, :], cluster.shape), cluster)
+    *by, order = _sort((*by, _positions(cluster)), num_keys=len(by))
+    _, inverse = _sort((order, _positions(order)), num_keys=1)
+    is_first = functools.reduce(jnp.logical_or, map(_is_first, by))
+    runs = jnp.cumsum(is_first, -1, dtype=jnp.int32)
+    if given.segments is not None:
+        runs = jnp.where(by[0] == 0, 0, runs)
+    present = None
+    if given.key_lengths is not None:
+        present = (order < given.key_lengths[..., None, None])[..., None, None, :]
+
+    heads = (_permute(x, order, inverse) for x in (tokens.query, tokens.key, tokens.value))
+    window = {"is_causal": True, "window": (size - 1, 0), "segments": (runs, runs)}
+    out, lse = _attend_examples(*heads, given, mask=present, **window)
+    return _permute(out, inverse, order), _permute(lse, inverse, order)
+
+
+def _attend_clusters(tokens: Tokens, centroids, size: int, given: block.Arguments):
+    """Each cluster by itself, then one softmax over the clusters of a query."""
+    length = tokens.query.shape[-2]
+    documents = None if given.segments is None else given.segments[0]
+    queries, keys = (
+        members(route, centroids, size, _present(lengths, given.segments, length), documents)
+        for route, lengths in (
+            (tokens.query_route, given.query_lengths),
+            (tokens.key_route, given.key_lengths),
+        )
+    )
+    within: dict[str, Any] = {}
+    if documents is not None:
+        # The members of a document are at its start, those of queries where those of keys are.
+        ids = _sort((documents,), num_keys=1)[0][..., None, None, :]
+        ids = jnp.broadcast_to(ids, keys.at.shape)
+        within = {"segments": (ids, ids), "window": (size - 1, size - 1)}
+    out, lse = _attend_examples(
+        _pick(tokens.query, queries.at),
+        _pick(tokens.key, keys.at),
+        _pick(tokens.value, keys.at),
+        given,
+        mask=keys.counts[..., None, None, :],
+        **within,
+    )
+
+    lse = jnp.where(queries.counts, lse, -jnp.inf)
+    largest = _largest(lax.stop_gradient(lse), queries.at, length)
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    weights = jnp.exp(lse - _pick(largest, queries.at))
+    total = _spread(weights, queries.at, length)
+    mixed = _spread(weights[..., None] * out, queries.at, length)
+    total_or_one = jnp.where(total == 0, 1, total)
+    out = (mixed / total_or_one[..., None]).astype(out.dtype)
+    return out, jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
+
+
+def _attend_examples(query, key, value, given: block.Arguments, **within):
+    """Of `(..., T, H)`, each an example with one head to the core: `(..., T, Hv)`, `(..., T)`."""
+    given = dataclasses.replace(
+        given, **{"query_lengths": None, "key_lengths": None, "segments": None, **within}
+    )
+    query, key, value = (x[..., None, :] for x in (query, key, value))
+    out, lse = block.attend(query, key, value, given)
+    return out[..., 0, :], lse[..., 0]
+
+
+# Moving tokens, with gradients that are moved back and never added up in any order
+
+
+@jax.custom_vjp
+def _permute(x, order, inverse):
+    """`x (*B, N, T, ...)` in another order, `(*B, N, T)`; `inverse` is that back."""
+    return _take(x, order)
+
+
+def _permute_fwd(x, order, inverse):
+    return _take(x, order), inverse
+
+
+def _permute_bwd(inverse, d_out):
+    return _take(d_out, inverse), None, None
+
+
+_permute.defvjp(_permute_fwd, _permute_bwd)
+
+
+def _take(x, at):
+    return _over(at.ndim - 1, lambda x, at: x.at[at].get(mode="clip"))(x, at)
+
+
+def _over(axes: int, function):
+    """Mapped over leading axes, which stay axes."""
+    for _ in range(axes):
+        function = jax.vmap(function)
+    return function
+
+
+def _pick(x, at):
+    """`x (*B, N, T, ...)` at the members `(*B, N, C, M)` of each cluster."""
+    return _picked(x.shape[at.ndim - 2], x, at)
+
+
+def _spread(x, at, length: int):
+    """The members `x (*B, N, C, M, ...)` of all clusters, summed by token `(*B, N, T, ...)`."""
+    return _summed(length, x, at)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _picked(length, x, at):
+    return _over(at.ndim - 2, lambda x, at: x.at[at].get(mode="clip"))(x, at)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(length, x, at):
+    start = jnp.zeros(length, jnp.promote_types(x.dtype, jnp.float32))
+    return _by_cluster(jnp.add, start, x, at).astype(x.dtype)
+
+
+_picked.defvjp(
+    lambda length, x, at: (_picked(length, x, at), at),
+    lambda length, at, d_out: (_summed(length, d_out, at), None),
+)
+_summed.defvjp(
+    lambda length, x, at: (_summed(length, x, at), at),
+    lambda length, at, d_out: (_picked(length, d_out, at), None),
+)
+
+
+def _largest(x, at, length: int):
+    """As `_spread`, the largest, or -inf for a token of no cluster."""
+    start = jnp.full(length, -jnp.inf, x.dtype)
+    return _by_cluster(jnp.maximum, start, x, at)
+
+
+def _by_cluster(operation, start, x, at):
+    """From `start (T)`, one cluster after the other: in each, a token is met once."""
+
+    def of_one(x, at):
+        def step(carry, members):
+            x, at = members
+            new = operation(carry[at], x.astype(carry.dtype))
+            return carry.at[at].set(new, unique_indices=True), None
+
+        first = start.reshape(-1, *(1,) * (x.ndim - 2))
+        first = jnp.broadcast_to(first, (len(start), *x.shape[2:]))
+        return lax.scan(step, mesh_axes.vary_like(x, first), (x, at))[0]
+
+    return _over(at.ndim - 2, of_one)(x, at)
+
+
+registry.register(
+    registry.Mechanism(
+        name="routing",
+        family="clustered",
+        paper="Roy et al. 2020, Routing Transformer",
+        function=routing_attention,
+        capabilities=frozenset(
+            {
+                "bidirectional",
+                "causal",
+                "grouped",
+                "lengths",
+                "segments",
+                "residual",
+                "decode",
+            }
+        ),
+        options_at=lambda length: {"cluster_size": math.isqrt(length)},
+        builder="effattn.nn.routing:RoutingSelfAttention",
+        decoder="effattn.decode.routing:RoutingDecoder",
+        complexity="O(N (C + w)), O(N sqrt N) at best",
+        time_exponent=1.5,
+        causality="rounding",
+    )
+)

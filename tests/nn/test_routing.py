@@ -1,0 +1,160 @@
+"""RoutingSelfAttention: heads side by side, and centroids that a method moves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import effattn
+from effattn.functional.routing import normalise
+from effattn.nn import RotaryEmbedding, RoutingSelfAttention
+
+X = jax.random.normal(jax.random.key(0), (2, 11, 16))
+
+
+def make(**options):
+    options = {"num_clusters": 3, "cluster_size": 4, "local_window_size": 2, **options}
+    return RoutingSelfAttention(16, 4, rngs=nnx.Rngs(0), **options)
+
+
+def heads_of(mixer, x):
+    layers = mixer.query, mixer.key, mixer.value
+    return tuple(jnp.einsum("btd,dnh->btnh", x, layer.kernel[...]) for layer in layers)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_it_is_both_kinds_of_attention_between_projections(is_causal):
+    mixer = make(is_causal=is_causal, num_kv_heads=2)
+    query, key, value = heads_of(mixer, X)
+    assert mixer.num_local_heads == 2 and mixer.centroids[...].shape == (2, 3, 4)
+    near = effattn.sliding_window_attention(
+        query[:, :, :2],
+        key[:, :, :1],
+        value[:, :, :1],
+        local_window_size=(2, 0 if is_causal else 2),
+        is_causal=is_causal,
+    )
+    far = effattn.routing_attention(
+        query[:, :, 2:],
+        key[:, :, 1:],
+        value[:, :, 1:],
+        centroids=mixer.centroids[...],
+        cluster_size=4,
+        is_causal=is_causal,
+    )
+    y = jnp.einsum("btnh,nhd->btd", jnp.concatenate([near, far], 2), mixer.out.kernel[...])
+    np.testing.assert_allclose(mixer(X), y, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("local", [0, 1, 3])
+def test_decoding_is_what_training_saw(local):
+    """In pieces longer than a cluster, and by single tokens."""
+    mixer = make(num_local_heads=local, rotary=RotaryEmbedding())
+    state, parts = mixer.init_state(2, 11), []
+    for piece in (X[:, :6], X[:, 6:7], X[:, 7:8], X[:, 8:]):
+        y, state = mixer.extend(piece, state)
+        parts.append(y)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), mixer(X), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(state.length, [11, 11])
+
+
+def test_a_large_cluster_takes_short_inputs():
+    mixer = make(cluster_size=64)
+    np.testing.assert_array_equal(mixer(X), make(cluster_size=11)(X))
+
+
+def test_the_centroids_are_not_trained():
+    _, trained, rest = nnx.split(make(), nnx.Param, ...)
+    assert [path[0] for path, _ in nnx.to_flat_state(rest)] == ["centroids"]
+    assert "centroids" not in trained
+
+
+def nearest_means(vectors, centroids):
+    """By loops: of each head and cluster, the mean of what is nearest, or None."""
+    heads, clusters, _ = centroids.shape
+    of_head = [np.concatenate([u[:, :, n] for u in vectors]).reshape(-1, 4) for n in range(heads)]
+    which = [np.argmax(u @ c.T, -1) for u, c in zip(of_head, centroids, strict=True)]
+    return [
+        [u[w == c].mean(0) if (w == c).any() else None for c in range(clusters)]
+        for u, w in zip(of_head, which, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_centroid_moves_towards_the_mean_of_what_is_nearest(is_causal):
+    mixer = make(is_causal=is_causal, num_clusters=9)
+    before = np.asarray(mixer.centroids[...])
+    query, key, _ = (np.asarray(normalise(x[:, :, 2:])) for x in heads_of(mixer, X))
+    means = nearest_means([(query + key) / 2] if is_causal else [query, key], before)
+    mixer.update_centroids(X, decay=0.75)
+    for n, of_head in enumerate(means):
+        for c, mean in enumerate(of_head):
+            moved = before[n, c] if mean is None else 0.75 * before[n, c] + 0.25 * mean
+            expected = moved / np.sqrt(np.square(moved).mean())
+            np.testing.assert_allclose(mixer.centroids[...][n, c], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_moves_nothing():
+    by_lengths, by_ids, alone = make(), make(), make()
+    padded = X.at[:, 7:].set(jnp.nan)
+    by_lengths.update_centroids(padded, lengths=jnp.array([7, 7]), decay=0.5)
+    ids = jnp.broadcast_to(jnp.arange(11) < 7, (2, 11)).astype(int)
+    by_ids.update_centroids(padded, segment_ids=ids, decay=0.5)
+    alone.update_centroids(X[:, :7], decay=0.5)
+    for mixer in (by_lengths, by_ids):
+        np.testing.assert_allclose(mixer.centroids[...], alone.centroids[...], rtol=1e-5)
+
+
+def test_devices_move_them_together():
+    """Each device with its examples, and the centroids of all."""
+    whole = make()
+    whole.update_centroids(X, decay=0.5)
+
+    def of_part(x):
+        mixer = make()
+        mixer.update_centroids(x, decay=0.5, axis_name="parts")
+        return mixer.centroids[...]
+
+    found = jax.vmap(of_part, axis_name="parts")(X[:, None])
+    for part in found:
+        np.testing.assert_allclose(part, whole.centroids[...], rtol=1e-5, atol=1e-6)
+
+
+def test_k_means_finds_groups():
+    """Three kinds of tokens get a centroid each."""
+    mixer = make(num_local_heads=3, num_clusters=3)
+    kinds = 4 * jax.random.normal(jax.random.key(5), (3, 16))
+    x = kinds[jnp.arange(12) % 3][None] + 0.01 * jax.random.normal(jax.random.key(6), (1, 12, 16))
+    query, key, _ = heads_of(mixer, kinds[None])
+    ideal = ((normalise(query) + normalise(key)) / 2)[0, :, 3]
+    mixer.centroids[...] = ideal[None] + 0.3
+    for _ in range(20):
+        mixer.update_centroids(x, decay=0.5)
+    aligned = jnp.einsum("ch,ch->c", mixer.centroids[...][0], ideal)
+    norms = jnp.linalg.norm(ideal, axis=-1) * 2
+    np.testing.assert_allclose(aligned / norms, 1, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_local_heads": 4}, "num_local_heads must be less than num_heads 4, .* got 4"),
+        ({"num_local_heads": 1, "num_kv_heads": 2}, "a multiple of the 2 that share a key head"),
+        ({"centroids": np.ones((4, 3, 4))}, "has no option centroids"),
+        ({"num_clusters": 0}, "num_clusters must be an int, 1 or more clusters, got 0"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_fewer_tokens_than_clusters_are_refused():
+    with pytest.raises(ValueError, match="must be at most the 2 tokens given, got 3"):
+        make()(X[:, :2])
+
+
+def test_a_decay_out_of_range_is_refused():
+    with pytest.raises(ValueError, match=r"decay must be a number in \[0, 1\], got 2"):
+        make().update_centroids(X, decay=2)
