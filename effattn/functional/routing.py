@@ -67,8 +67,8 @@ def routing_attention(
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, T, K, H)`, N a multiple of K. Each query head routes the keys by its own centroids.
       value: `(*B, T, K, Hv)`.
-      centroids: `(N, C, H)`, C at most T.
-      cluster_size: w, tokens, at most T.
+      centroids: `(N, C, H)`; bidirectional, C is at most T.
+      cluster_size: w, tokens; bidirectional, at most T.
       scale: default H**-0.5. May be an array, with a gradient.
       is_causal: attend to the past and the present only.
       query_seq_lengths: int `(*B)`; rows from there on give zeros, and are in no cluster.
@@ -88,7 +88,8 @@ def routing_attention(
       float32, -inf for a row that attends to nothing.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values; more clusters, or larger ones, than tokens.
+      ValueError: wrong shapes, dtypes or values; bidirectional, more clusters than tokens, or
+        larger ones.
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
@@ -115,7 +116,8 @@ def routing_attention(
     centroids = check_centroids(centroids, query)
     size = _checks.at_least("cluster_size", cluster_size, 1, "tokens")
     for name, number in (("clusters in centroids", centroids.shape[1]), ("cluster_size", size)):
-        if number > query.shape[-3]:
+        # A causal input may be the beginning of a longer one.
+        if number > query.shape[-3] and not is_causal:
             raise ValueError(
                 f"{name} must be at most the {query.shape[-3]} tokens given, got {number}; give "
                 "fewer, or longer inputs"
@@ -228,14 +230,14 @@ def nearest(tokens: jax.Array, centroids: jax.Array) -> jax.Array:
 
     def step(best, some):
         largest, cluster = best
-        products = _products(tokens, *some, number=centroids.shape[1])
+        products = _products(tokens, some, centroids.shape[1])
         at = jnp.argmax(products, -2).astype(jnp.int32)
         here = products.max(-2)
         return (jnp.maximum(largest, here), jnp.where(here > largest, some[0] + at, cluster)), None
 
     shape = tokens.shape[:-1]
-    start = jnp.full(shape, -jnp.inf, tokens.dtype), jnp.zeros(shape, jnp.int32)
-    start = tuple(mesh_axes.vary_like(tokens, x) for x in start)
+    empty = jnp.full(shape, -jnp.inf, tokens.dtype), jnp.zeros(shape, jnp.int32)
+    start = tuple(mesh_axes.vary_like(tokens, x) for x in empty)
     (_, cluster), _ = lax.scan(step, start, _in_parts(centroids))
     return cluster
 
@@ -281,7 +283,7 @@ def members(tokens, centroids, size, present, documents) -> Members:
     """
 
     def of_some(some):
-        products = _products(tokens, *some, number=centroids.shape[1])
+        products = _products(tokens, some, centroids.shape[1])
         if present is not None:
             products = jnp.where(present[..., None, None, :], products, -jnp.inf)
         if documents is None:
@@ -311,8 +313,9 @@ def _in_parts(centroids):
     return first, jnp.moveaxis(parts, 1, 0)
 
 
-def _products(tokens, first, centroids, number):
+def _products(tokens, some, number):
     """`(*B, N, some, T)`, -inf from cluster `number` on."""
+    first, centroids = some
     products = jnp.einsum("...nth,nch->...nct", tokens, centroids, precision="highest")
     is_one = first + jnp.arange(centroids.shape[1], dtype=jnp.int32) < number
     return jnp.where(is_one[:, None], products, -jnp.inf)
@@ -351,9 +354,17 @@ def _attend_causal(tokens: Tokens, centroids, size: int, given: block.Arguments)
     if given.key_lengths is not None:
         present = (order < given.key_lengths[..., None, None])[..., None, None, :]
 
-    heads = (_permute(x, order, inverse) for x in (tokens.query, tokens.key, tokens.value))
-    window = {"is_causal": True, "window": (size - 1, 0), "segments": (runs, runs)}
-    out, lse = _attend_examples(*heads, given, mask=present, **window)
+    query, key, value = (_permute(x, order, inverse) for x in tokens[:3])
+    out, lse = _attend_examples(
+        query,
+        key,
+        value,
+        given,
+        mask=present,
+        is_causal=True,
+        window=(size - 1, 0),
+        segments=(runs, runs),
+    )
     return _permute(out, inverse, order), _permute(lse, inverse, order)
 
 

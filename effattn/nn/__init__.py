@@ -11,6 +11,12 @@ from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.convolution import ConvolutionalClassifier, DilatedConvolution
 from effattn.nn.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from effattn.nn.feed_forward import ChunkedFeedForward, SwiGLU
+from effattn.nn.encoder_decoder import (
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    EncoderDecoderState,
+)
+from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.fnet import FNet
 from effattn.nn.gated_linear import GatedLinearAttention
 from effattn.nn.gmlp import GatedMLP
@@ -38,6 +44,13 @@ from effattn.nn.s4 import S4, S4D
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.synthesizer import Synthesizer
 from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
+from effattn.nn.transformer import (
+    Block,
+    Transformer,
+    TransformerConfig,
+    TransformerLM,
+    TransformerState,
+)
 
 __all__ = [
     "AFTConv",
@@ -56,6 +69,9 @@ __all__ = [
     "DeltaNet",
     "DeltaNetState",
     "DilatedConvolution",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "EncoderDecoderState",
     "FNet",
     "GRU",
     "GatedDeltaNet",
@@ -90,6 +106,7 @@ __all__ = [
     "ShortConvolution",
     "SwiGLU",
     "Synthesizer",
+    "Transformer",
     "TransformerConfig",
     "TransformerLM",
     "TransformerState",

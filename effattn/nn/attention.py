@@ -111,11 +111,19 @@ class _Attention(nnx.Module):
         self, x: jax.Array, context: jax.Array, layers: tuple[Any, Any, Any] | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query, key and value; of other `layers` than the module's own, if given."""
-        of_query, of_key, of_value = layers or (self.query, self.key, self.value)
-        query, key, value = of_query(x), of_key(context), of_value(context)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        return query, key, value
+        of_query, *of_context = layers or (self.query, self.key, self.value)
+        key, value = self._project_keys(context, *of_context)
+        return self._project_queries(x, of_query), key, value
+
+    def _project_queries(self, x: jax.Array, layer: Any = None) -> jax.Array:
+        query = (layer or self.query)(x)
+        return query if self.query_norm is None else self.query_norm(query)
+
+    def _project_keys(
+        self, context: jax.Array, of_key: Any = None, of_value: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        key, value = (of_key or self.key)(context), (of_value or self.value)(context)
+        return key if self.key_norm is None else self.key_norm(key), value
 
     def _options(self) -> dict[str, Any]:
         arrays = {name: variable[...] for name, variable in self.array_options.items()}
@@ -356,7 +364,8 @@ class CrossAttention(_Attention):
 
         q = x Wq;   k, v = c Wk, c Wv;   y = attention(norm(q), norm(k), v) Wo
 
-    It is never causal and carries no state: in a decoder, call it on the new tokens.
+    It is never causal and carries no state: in a decoder, call it on the new tokens, or
+    `project_context` once and `attend` with each of them.
 
     Args:
       in_features: D.
@@ -431,24 +440,71 @@ class CrossAttention(_Attention):
         Returns:
           `(B, T, D)`.
         """
-        check_tokens("x", x, self.in_features)
-        check_tokens("context", context, self.context_features)
         if (segment_ids is None) != (context_segment_ids is None):
             raise ValueError("segment_ids and context_segment_ids must be given together")
-        batch = x.shape[0]
-        padding, valid = padding_of(self.binding, batch, x.shape[1], lengths, segment_ids)
-        context_padding, context_valid = padding_of(
-            self.binding, batch, context.shape[1], context_lengths, context_segment_ids, "context_"
+        key, value = self.project_context(
+            context, lengths=context_lengths, segment_ids=context_segment_ids
+        )
+        return self.attend(
+            x,
+            key,
+            value,
+            lengths=lengths,
+            context_lengths=context_lengths,
+            segment_ids=segment_ids,
+            context_segment_ids=context_segment_ids,
+            rngs=rngs,
+        )
+
+    def project_context(
+        self,
+        context: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys `(B, S, K, H)` and values `(B, S, K, H)` of a context, to attend to many times.
+
+        Args:
+          context: `(B, S, C)`.
+          lengths: `(B,)` int, its valid tokens.
+          segment_ids: `(B, S)` int; 0 is padding.
+        """
+        check_tokens("context", context, self.context_features)
+        batch, size = context.shape[:2]
+        _, valid = padding_of(self.binding, batch, size, lengths, segment_ids, "context_")
+        return self._project_keys(zero_padding(context, valid))
+
+    def attend(
+        self,
+        x: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        context_lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        context_segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """`(B, T, D)`, from x to the keys and values that `project_context` made of a context."""
+        check_tokens("x", x, self.in_features)
+        batch, time = x.shape[:2]
+        padding, valid = padding_of(self.binding, batch, time, lengths, segment_ids)
+        of_context, _ = padding_of(
+            self.binding, batch, key.shape[1], context_lengths, context_segment_ids, "context_"
         )
         keywords = {
             "query_seq_lengths": padding.get("query_seq_lengths"),
-            "key_value_seq_lengths": context_padding.get("key_value_seq_lengths"),
+            "key_value_seq_lengths": of_context.get("key_value_seq_lengths"),
         }
         keywords = {name: array for name, array in keywords.items() if array is not None}
         if segment_ids is not None:
             keywords["segment_ids"] = (segment_ids, context_segment_ids)
-        heads = self._project(zero_padding(x, valid), zero_padding(context, context_valid))
-        out = self.attention(*heads, **self._options(), **keywords, **self._dropout(rngs))
+        query = self._project_queries(zero_padding(x, valid))
+        out = self.attention(
+            query, key, value, **self._options(), **keywords, **self._dropout(rngs)
+        )
         return self.out(out)
 
 

@@ -33,7 +33,7 @@ class RoutingSelfAttention(SelfAttention):
     Args:
       in_features: D.
       num_heads: N query heads.
-      num_clusters: C of each routed head, at most the tokens of an input.
+      num_clusters: C of each routed head; if not causal, at most the tokens of an input.
       cluster_size: w, tokens of a cluster. Of shorter inputs a cluster may hold all.
       num_local_heads: how many heads are local, a multiple of those that share a key head; default
         half of them, rounded down to such.
@@ -44,8 +44,8 @@ class RoutingSelfAttention(SelfAttention):
         and options of `effattn.routing_attention`: `scale`, `precision`, `tile`, `implementation`.
 
     Raises:
-      ValueError: as `SelfAttention`; local heads that do not fit; and in calls, fewer tokens than
-        clusters.
+      ValueError: as `SelfAttention`; local heads that do not fit; and in calls that are not causal,
+        fewer tokens than clusters.
     """
 
     def __init__(
@@ -196,14 +196,11 @@ class _SideBySide:
         check_state(state, HybridState, query.shape[0])
         lengths = new_lengths(lengths, *query.shape[:2])
         sides = self.mixer._sides(query, key, value)
-        (near, local), (far, routed) = (
-            decoder.extend(*heads, of_group, lengths)
-            for decoder, heads, of_group in zip(
-                (self.local, self.routed), sides, state.groups, strict=True
-            )
-        )
+        of_local, of_routed = state.groups
+        near, of_local = self.local.extend(*sides[0], of_local, lengths)
+        far, of_routed = self.routed.extend(*sides[1], of_routed, lengths)
         out = jnp.concatenate([near, far], -2)
-        return out, HybridState((local, routed), state.length + lengths)
+        return out, HybridState((of_local, of_routed), state.length + lengths)
 
 
 def _on_sphere(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A Transformer language model over any mixers."""
+"""Transformers over any mixers: the stack of layers, and the language model."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ _REMAT_POLICIES = (
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes and options of a `TransformerLM`.
+    """The sizes and options of a `Transformer` or a `TransformerLM`.
 
     Attributes:
       vocab_size: V.
@@ -154,11 +154,15 @@ class TransformerState:
     length: jax.Array
 
 
+# A norm of what it reads, or None for what the mixer reads; and the layer.
+Sublayer = tuple[Callable[[jax.Array], jax.Array] | None, Callable[[jax.Array], jax.Array]]
+
+
 class Block(nnx.Module):
     """One layer: a mixer and a SwiGLU layer, each with RMSNorm before it and a residual around."""
 
     def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
-        dtypes = _dtypes(config)
+        dtypes = dtypes_of(config)
         residual_init = initializers.residual_init(config.num_layers)
         self.mixer = _build_mixer(config, layer, out_kernel_init=residual_init, rngs=rngs, **dtypes)
         hidden_features = config.hidden_features
@@ -182,35 +186,46 @@ class Block(nnx.Module):
         rngs: jax.Array | None = None,
     ) -> jax.Array:
         """`(B, T, D)` to `(B, T, D)`; `rngs` is a key, or None for no dropout."""
-        mixer_key, *keys = (None, None, None) if rngs is None else jax.random.split(rngs, 3)
+        mixer_key, keys = self._keys(rngs)
 
         def mix(h):
             return self.mixer(h, lengths=lengths, segment_ids=segment_ids, rngs=mixer_key), None
 
-        return self._sublayers(x, mix, keys)[0]
+        return self._sublayers(x, mix, self._others(), keys)[0]
 
     def extend(
         self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """The same for T more tokens, given the mixer's state of those before."""
         return self._sublayers(
-            x, lambda h: self.mixer.extend(h, state, lengths=lengths), (None, None)
+            x, lambda h: self.mixer.extend(h, state, lengths=lengths), self._others(), None
         )
 
-    def _sublayers(self, x, mix, keys):
-        h = self.mixer_norm(x)
-        mixed, state = mix(h)
-        mixed = dropout(mixed, self.dropout_rate, keys[0])
-        if self.feed_forward_norm is not None:
-            x = x + mixed
-            return x + dropout(
-                self.feed_forward(self.feed_forward_norm(x)), self.dropout_rate, keys[1]
-            ), state
-        return x + mixed + dropout(self.feed_forward(h), self.dropout_rate, keys[1]), state
+    def _others(self) -> tuple[Sublayer, ...]:
+        """After the mixer: norms and layers."""
+        return ((self.feed_forward_norm, self.feed_forward),)
+
+    def _keys(self, rngs: jax.Array | None, others: int = 1) -> tuple[Any, Any]:
+        """A key for the mixer, and those of the sublayers."""
+        if rngs is None:
+            return None, None
+        mixer_key, *keys = jax.random.split(rngs, 2 + others)
+        return mixer_key, keys
+
+    def _sublayers(self, x, mix, others, keys):
+        """Each adds to x; one without a norm reads what the mixer reads."""
+        keys = iter((None,) * (1 + len(others)) if keys is None else keys)
+        read = self.mixer_norm(x)
+        mixed, state = mix(read)
+        x = x + dropout(mixed, self.dropout_rate, next(keys))
+        for norm, layer in others:
+            h = layer(read if norm is None else norm(x))
+            x = x + dropout(h, self.dropout_rate, next(keys))
+        return x, state
 
 
-class TransformerLM(nnx.Module):
-    """A language model, causal or not: embedding, L pre-norm blocks, RMSNorm, logits.
+class Transformer(nnx.Module):
+    """From tokens to features, of an encoder say: embedding, L pre-norm blocks, RMSNorm.
 
     Vaswani et al. 2017, with RMSNorm (Zhang and Sennrich 2019) before each sublayer and SwiGLU
     (Shazeer 2020). Projections into the residual stream start smaller by sqrt(2 L).
@@ -222,7 +237,7 @@ class TransformerLM(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        dtypes = _dtypes(config)
+        dtypes = dtypes_of(config)
         embed = functools.partial(
             nnx.Embed,
             features=config.features,
@@ -234,22 +249,12 @@ class TransformerLM(nnx.Module):
         learned = config.positions == "learned"
         self.positions = embed(num_embeddings=config.max_length or 0) if learned else None
         self.blocks = nnx.List(
-            [Block(config, layer, rngs=rngs) for layer in range(config.num_layers)]
+            [self._make_block(layer, rngs) for layer in range(config.num_layers)]
         )
         self.norm = nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else nnx.Linear(
-                config.features,
-                config.vocab_size,
-                use_bias=False,
-                kernel_init=initializers.embedding_init,
-                preferred_element_type=_logits_dtype(config),
-                rngs=rngs,
-                **dtypes,
-            )
-        )
+
+    def _make_block(self, layer: int, rngs: nnx.Rngs) -> Any:
+        return Block(self.config, layer, rngs=rngs)
 
     def __call__(
         self,
@@ -259,7 +264,7 @@ class TransformerLM(nnx.Module):
         segment_ids: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """The logits of each next token; of each token itself if the model is not causal.
+        """The features of each token.
 
         Args:
           tokens: `(B, T)` int; any value in the padding.
@@ -268,8 +273,12 @@ class TransformerLM(nnx.Module):
           rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
 
         Returns:
-          `(B, T, V)`, at least float32.
+          `(B, T, D)`.
         """
+        return self._features(tokens, lengths, segment_ids, rngs)
+
+    def _features(self, tokens, lengths, segment_ids, rngs, *contexts):
+        """`(B, T, D)`; `contexts` are sequences of what each block is given besides."""
         _check_tokens(tokens)
         batch, time = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(time), tokens.shape)
@@ -296,9 +305,89 @@ class TransformerLM(nnx.Module):
         key = dropout_key(rngs)
         x = self._embed(tokens, positions, valid)
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
-        for layer, block in enumerate(self.blocks):
-            x = self._block(block, x, lengths, segment_ids, _fold_in(key, layer))
-        return self._logits(x)
+        for layer, (block, *context) in enumerate(zip(self.blocks, *contexts, strict=True)):
+            x = self._block(block, x, lengths, segment_ids, _fold_in(key, layer), *context)
+        return self.norm(x)
+
+    def _extend(self, tokens, state, lengths, *contexts):
+        """The features of more tokens, and the state after them."""
+        _check_tokens(tokens)
+        batch, time = tokens.shape
+        check_state(state, TransformerState, batch)
+        lengths = new_lengths(lengths, batch, time)
+        if self.positions is not None:
+            check_capacity(state.length, lengths, self.positions.num_embeddings)
+        steps = jnp.arange(time)
+        x = self._embed(tokens, state.length[:, None] + steps, steps < lengths[:, None])
+        layers = []
+        for block, layer, *context in zip(self.blocks, state.layers, *contexts, strict=True):
+            x, layer = block.extend(x, layer, *context, lengths=lengths)
+            layers.append(layer)
+        return self.norm(x), TransformerState(tuple(layers), state.length + lengths)
+
+    def _embed(self, tokens, positions, valid):
+        if valid is not None:
+            # Whatever number fills the padding, it may not index past the tables: that gives NaN.
+            tokens, positions = jnp.where(valid, tokens, 0), jnp.where(valid, positions, 0)
+        x = self.embed(tokens)
+        return x if self.positions is None else x + self.positions(positions)
+
+    def _block(self, block, *args):
+        def call(block, x, lengths, segment_ids, key, *context):
+            return block(x, *context, lengths=lengths, segment_ids=segment_ids, rngs=key)
+
+        if self.config.remat:
+            policy = self.config.remat_policy
+            if isinstance(policy, str):
+                policy = getattr(jax.checkpoint_policies, policy)
+            call = jax.checkpoint(call, policy=policy)
+        return call(block, *args)
+
+
+class TransformerLM(Transformer):
+    """A language model, causal or not: a `Transformer` and its logits.
+
+    Args:
+      config: sizes and options.
+      rngs: for the initial parameters.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else nnx.Linear(
+                config.features,
+                config.vocab_size,
+                use_bias=False,
+                kernel_init=initializers.embedding_init,
+                preferred_element_type=_logits_dtype(config),
+                rngs=rngs,
+                **dtypes_of(config),
+            )
+        )
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """The logits of each next token; of each token itself if the model is not causal.
+
+        Args:
+          tokens: `(B, T)` int; any value in the padding.
+          lengths: `(B,)` int, valid tokens of each right-padded row.
+          segment_ids: `(B, T)` int, packed documents: equal ids are one, 0 is padding.
+          rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
+
+        Returns:
+          `(B, T, V)`, at least float32.
+        """
+        return self._logits(self._features(tokens, lengths, segment_ids, rngs))
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> TransformerState:
         """The empty decode state; arguments as in `SelfAttention.init_state`."""
@@ -329,19 +418,8 @@ class TransformerLM(nnx.Module):
         Returns:
           `(logits (B, T, V), state)`.
         """
-        _check_tokens(tokens)
-        batch, time = tokens.shape
-        check_state(state, TransformerState, batch)
-        lengths = new_lengths(lengths, batch, time)
-        if self.positions is not None:
-            check_capacity(state.length, lengths, self.positions.num_embeddings)
-        steps = jnp.arange(time)
-        x = self._embed(tokens, state.length[:, None] + steps, steps < lengths[:, None])
-        layers = []
-        for block, layer_state in zip(self.blocks, state.layers, strict=True):
-            x, layer_state = block.extend(x, layer_state, lengths=lengths)
-            layers.append(layer_state)
-        return self._logits(x), TransformerState(tuple(layers), state.length + lengths)
+        features, state = self._extend(tokens, state, lengths)
+        return self._logits(features), state
 
     def step(
         self, tokens: jax.Array, state: TransformerState
@@ -351,26 +429,7 @@ class TransformerLM(nnx.Module):
             raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
         return self.extend(tokens, state)
 
-    def _embed(self, tokens, positions, valid):
-        if valid is not None:
-            # Whatever number fills the padding, it may not index past the tables: that gives NaN.
-            tokens, positions = jnp.where(valid, tokens, 0), jnp.where(valid, positions, 0)
-        x = self.embed(tokens)
-        return x if self.positions is None else x + self.positions(positions)
-
-    def _block(self, block, *args):
-        def call(block, x, lengths, segment_ids, key):
-            return block(x, lengths=lengths, segment_ids=segment_ids, rngs=key)
-
-        if self.config.remat:
-            policy = self.config.remat_policy
-            if isinstance(policy, str):
-                policy = getattr(jax.checkpoint_policies, policy)
-            call = jax.checkpoint(call, policy=policy)
-        return call(block, *args)
-
     def _logits(self, x):
-        x = self.norm(x)
         dtype = _logits_dtype(self.config)
         if self.head is not None:
             return self.head(x).astype(dtype)
@@ -415,7 +474,8 @@ def _sized(group: dict[str, Any], max_length: int | None) -> dict[str, Any]:
     return {"max_length": max_length, **group} if takes and max_length is not None else group
 
 
-def _dtypes(config: TransformerConfig) -> dict[str, Any]:
+def dtypes_of(config: TransformerConfig) -> dict[str, Any]:
+    """Of the computation and of the parameters."""
     param_dtype = jnp.dtype(config.param_dtype)
     return {
         "dtype": param_dtype if config.dtype is None else jnp.dtype(config.dtype),
@@ -424,7 +484,7 @@ def _dtypes(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _logits_dtype(config: TransformerConfig) -> Any:
-    return jnp.promote_types(_dtypes(config)["dtype"], jnp.float32)
+    return jnp.promote_types(dtypes_of(config)["dtype"], jnp.float32)
 
 
 def _check_tokens(tokens: jax.Array) -> None:

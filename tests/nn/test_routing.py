@@ -150,9 +150,15 @@ def test_refusals(options, message):
         make(**options)
 
 
+def test_a_causal_input_may_be_shorter():
+    """It is the beginning of a longer one."""
+    mixer = make()
+    np.testing.assert_allclose(mixer(X[:, :2]), mixer(X)[:, :2], rtol=1e-5, atol=1e-6)
+
+
 def test_fewer_tokens_than_clusters_are_refused():
     with pytest.raises(ValueError, match="must be at most the 2 tokens given, got 3"):
-        make()(X[:, :2])
+        make(is_causal=False)(X[:, :2])
 
 
 def test_a_decay_out_of_range_is_refused():

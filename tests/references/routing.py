@@ -77,7 +77,6 @@ ROUTING = Reference(
     variants={"": {"cluster_size": 5}},
     tuning={"tile": (5, 4)},
     module={"num_clusters": 3, "cluster_size": 4, "local_window_size": 2},
-    least_tokens=5,
     arguments=lambda rng, sizes: {
         "centroids": rng.normal(size=(sizes.heads, max(math.isqrt(sizes.queries), 2), sizes.size))
     },

@@ -1,0 +1,323 @@
+"""An encoder and a decoder: from one sequence to another, over any mixers."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from effattn.decode.state import check_state, new_lengths
+from effattn.nn import initializers
+from effattn.nn.attention import CrossAttention, check_tokens
+from effattn.nn.dropout import dropout_key
+from effattn.nn.transformer import (
+    Block,
+    Mixer,
+    Sublayer,
+    Transformer,
+    TransformerConfig,
+    TransformerLM,
+    TransformerState,
+    dtypes_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderDecoderConfig:
+    """The sizes and options of an `EncoderDecoder`.
+
+    Attributes:
+      encoder: with `is_causal=False`, and so any bidirectional mixers.
+      decoder: with any causal mixers; of other sizes than the encoder if need be.
+      cross_attention: from the decoder to the encoder's output: a registered name, or a mapping of
+        a name and options, of a mechanism whose queries and keys may differ in length.
+    """
+
+    encoder: TransformerConfig
+    decoder: TransformerConfig
+    # A mapping has no hash; equal configurations still have equal hashes without it.
+    cross_attention: Mixer = dataclasses.field(default="softmax", hash=False)
+
+    def __post_init__(self):
+        if self.encoder.is_causal or not self.decoder.is_causal:
+            raise ValueError(
+                "an encoder-decoder needs encoder=TransformerConfig(..., is_causal=False) and a "
+                f"decoder with is_causal=True, got {self.encoder.is_causal} and "
+                f"{self.decoder.is_causal}"
+            )
+        if isinstance(self.cross_attention, Mapping) and "name" not in self.cross_attention:
+            raise ValueError(
+                f'cross_attention needs the mechanism\'s "name", got {dict(self.cross_attention)}'
+            )
+
+
+class Context(NamedTuple):
+    """What one layer of a decoder sees of the encoder's output.
+
+    Attributes:
+      key: `(B, S, K, H)`.
+      value: `(B, S, K, H)`.
+      lengths: `(B,)` int, valid tokens; None for all.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    lengths: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EncoderDecoderState:
+    """What an `EncoderDecoder` carries when it decodes.
+
+    Attributes:
+      contexts: of each layer; they stay as they are.
+      decoder: the state of the decoder's mixers.
+    """
+
+    contexts: tuple[Context, ...]
+    decoder: TransformerState
+
+    @property
+    def length(self) -> jax.Array:
+        """`(B,)` int32, tokens seen by the decoder."""
+        return self.decoder.length
+
+
+class DecoderBlock(Block):
+    """A layer with cross-attention between its mixer and its SwiGLU layer, normalised likewise."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: int,
+        cross_attention: Mixer,
+        context_features: int,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, layer, rngs=rngs)
+        named = {"name": cross_attention} if isinstance(cross_attention, str) else cross_attention
+        dtypes = dtypes_of(config)
+        self.cross = CrossAttention(
+            config.features,
+            config.num_heads,
+            named["name"],
+            **{
+                "context_features": context_features,
+                "num_kv_heads": config.num_kv_heads,
+                "head_dim": config.head_dim,
+                "qk_norm": config.qk_norm,
+                "out_kernel_init": initializers.residual_init(config.num_layers),
+                **dtypes,
+                **{name: option for name, option in named.items() if name != "name"},
+            },
+            rngs=rngs,
+        )
+        self.cross_norm = (
+            None if config.parallel else nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
+        )
+
+    def __call__(
+        self,
+        x: jax.Array,
+        context: Context,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: jax.Array | None = None,
+    ) -> jax.Array:
+        """`(B, T, D)` to `(B, T, D)`; `rngs` is a key, or None for no dropout."""
+        mixer_key, keys = self._keys(rngs, 3)
+
+        def mix(h):
+            return self.mixer(h, lengths=lengths, segment_ids=segment_ids, rngs=mixer_key), None
+
+        cross_key, keys = (None, None) if keys is None else (keys[0], keys[1:])
+        return self._sublayers(x, mix, self._with_cross(context, lengths, cross_key), keys)[0]
+
+    def extend(
+        self, x: jax.Array, state: Any, context: Context, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """The same for T more tokens, given the mixer's state of those before."""
+        others = self._with_cross(context, lengths, None)
+        return self._sublayers(
+            x, lambda h: self.mixer.extend(h, state, lengths=lengths), others, None
+        )
+
+    def _with_cross(self, context, lengths, key) -> tuple[Sublayer, ...]:
+        def attend(h):
+            given = {"lengths": lengths, "context_lengths": context.lengths, "rngs": key}
+            given = {name: array for name, array in given.items() if array is not None}
+            return self.cross.attend(h, context.key, context.value, **given)
+
+        return ((self.cross_norm, attend), *self._others())
+
+
+class _Decoder(TransformerLM):
+    """A language model whose blocks are given contexts."""
+
+    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+        self.cross_attention = config.cross_attention
+        self.context_features = config.encoder.features
+        super().__init__(config.decoder, rngs=rngs)
+
+    def _make_block(self, layer: int, rngs: nnx.Rngs) -> DecoderBlock:
+        return DecoderBlock(
+            self.config, layer, self.cross_attention, self.context_features, rngs=rngs
+        )
+
+
+class EncoderDecoder(nnx.Module):
+    """A model of a sequence given another (Vaswani et al. 2017, "Attention Is All You Need").
+
+        encoded = encoder(source),   logits = decoder(target, encoded)
+
+    The encoder is a `Transformer` of bidirectional mixers. A layer of the decoder is a causal
+    mixer, cross-attention to what was encoded, and SwiGLU, each with RMSNorm before it.
+
+    Teacher-forced, `model(source, target)` has the logits of all tokens after those of the target;
+    to write them one by one, give the source and use `effattn.nn.generate`:
+
+        generate(model.given(source), start, max_new_tokens=n, temperature=0.0, eos_id=end)
+
+    Args:
+      config: sizes and options.
+      rngs: for the initial parameters.
+    """
+
+    def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.encoder = Transformer(config.encoder, rngs=rngs)
+        self.decoder = _Decoder(config, rngs=rngs)
+
+    def __call__(
+        self,
+        source: jax.Array,
+        target: jax.Array,
+        *,
+        source_lengths: jax.Array | None = None,
+        target_lengths: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """The logits of the token after each of the target, given the source.
+
+        Args:
+          source: `(B, S)` int; any value in the padding.
+          target: `(B, T)` int, a start token first.
+          source_lengths: `(B,)` int, valid tokens of each right-padded row.
+          target_lengths: `(B,)` int.
+          rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
+
+        Returns:
+          `(B, T, V)`, at least float32.
+        """
+        key = dropout_key(rngs)
+        keys = (None, None) if key is None else jax.random.split(key)
+        encoded = self.encode(source, lengths=source_lengths, rngs=keys[0])
+        contexts = self._contexts(encoded, source_lengths)
+        features = self.decoder._features(target, target_lengths, None, keys[1], contexts)
+        return self.decoder._logits(features)
+
+    def encode(
+        self,
+        source: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """`(B, S, D)` of source tokens `(B, S)`."""
+        return self.encoder(source, lengths=lengths, rngs=rngs)
+
+    def given(self, source: jax.Array, *, lengths: jax.Array | None = None) -> "Given":
+        """The model with its source encoded: a model of the target, for `effattn.nn.generate`."""
+        return Given(self, self.encode(source, lengths=lengths), lengths)
+
+    def init_state(
+        self,
+        encoded: jax.Array,
+        max_length: int,
+        dtype: Any = None,
+        *,
+        lengths: jax.Array | None = None,
+    ) -> EncoderDecoderState:
+        """The decode state before the first token of the target.
+
+        It holds the keys and values of the source, which no step projects again.
+
+        Args:
+          encoded: `(B, S, D)`, of `encode`.
+          max_length: tokens of the target that a row may come to hold.
+          dtype: of the decoder's caches; default the decoder's.
+          lengths: `(B,)` int, valid tokens of the source; default all.
+        """
+        check_tokens("encoded", encoded, self.config.encoder.features)
+        return EncoderDecoderState(
+            contexts=self._contexts(encoded, lengths),
+            decoder=self.decoder.init_state(encoded.shape[0], max_length, dtype),
+        )
+
+    def extend(
+        self, tokens: jax.Array, state: EncoderDecoderState, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, EncoderDecoderState]:
+        """The logits of T >= 1 more tokens of the target, given all before them.
+
+        Args:
+          tokens: `(B, T)` int.
+          state: from `init_state` or an earlier call.
+          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+
+        Returns:
+          `(logits (B, T, V), state)`.
+        """
+        check_state(state, EncoderDecoderState, tokens.shape[0])
+        features, decoder = self.decoder._extend(tokens, state.decoder, lengths, state.contexts)
+        return self.decoder._logits(features), dataclasses.replace(state, decoder=decoder)
+
+    def step(
+        self, tokens: jax.Array, state: EncoderDecoderState
+    ) -> tuple[jax.Array, EncoderDecoderState]:
+        """`extend` by one token, `(B, 1)`."""
+        if tokens.ndim != 2 or tokens.shape[1] != 1:
+            raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
+        return self.extend(tokens, state)
+
+    def _contexts(self, encoded, lengths) -> tuple[Context, ...]:
+        if lengths is not None:
+            lengths = new_lengths(lengths, *encoded.shape[:2])
+        return tuple(
+            Context(*block.cross.project_context(encoded, lengths=lengths), lengths)
+            for block in self.decoder.blocks
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """An `EncoderDecoder` and its encoded source: has what decoding needs of a language model.
+
+    Attributes:
+      model: the model.
+      encoded: `(B, S, D)`.
+      lengths: `(B,)` int, valid tokens of the source; None for all.
+    """
+
+    model: EncoderDecoder
+    encoded: jax.Array
+    lengths: jax.Array | None
+
+    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> EncoderDecoderState:
+        """The state before the first token, of as many rows as there are sources."""
+        if batch != self.encoded.shape[0]:
+            raise ValueError(
+                f"there are {self.encoded.shape[0]} sources, and {batch} rows of the target were "
+                "asked for; give a source for each row"
+            )
+        return self.model.init_state(self.encoded, max_length, dtype, lengths=self.lengths)
+
+    def extend(
+        self, tokens: jax.Array, state: EncoderDecoderState, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, EncoderDecoderState]:
+        """As `EncoderDecoder.extend`."""
+        return self.model.extend(tokens, state, lengths=lengths)
