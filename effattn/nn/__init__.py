@@ -10,13 +10,12 @@ from effattn.nn.based import BasedSelfAttention
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.convolution import ConvolutionalClassifier, DilatedConvolution
 from effattn.nn.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
-from effattn.nn.feed_forward import ChunkedFeedForward, SwiGLU
 from effattn.nn.encoder_decoder import (
     EncoderDecoder,
     EncoderDecoderConfig,
     EncoderDecoderState,
 )
-from effattn.nn.feed_forward import SwiGLU
+from effattn.nn.feed_forward import ChunkedFeedForward, SwiGLU
 from effattn.nn.fnet import FNet
 from effattn.nn.gated_linear import GatedLinearAttention
 from effattn.nn.gmlp import GatedMLP
@@ -43,7 +42,6 @@ from effattn.nn.rwkv4 import RWKV4, RWKV4ChannelMix
 from effattn.nn.s4 import S4, S4D
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.synthesizer import Synthesizer
-from effattn.nn.transformer import Block, TransformerConfig, TransformerLM, TransformerState
 from effattn.nn.transformer import (
     Block,
     Transformer,

@@ -17,17 +17,17 @@ from tests.references.hyena import HYENA
 from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
 from tests.references.long_short import LONG_SHORT
-from tests.references.mixture import MIXTURE_OF_MECHANISMS
 from tests.references.lsh import LSH
+from tests.references.mixture import MIXTURE_OF_MECHANISMS
 from tests.references.nystrom import NYSTROM
 from tests.references.performer import PERFORMER
 from tests.references.random_features import RANDOM_FEATURES
 from tests.references.recurrences import GATED_LINEAR, MAMBA, MAMBA2, RETENTION, RWKV6
 from tests.references.recurrent_networks import CONVOLUTION, GRU, LSTM
 from tests.references.reference import MixerReference, Reference
+from tests.references.routing import ROUTING
 from tests.references.rwkv4 import RWKV4
 from tests.references.s4 import S4, S4D
-from tests.references.routing import ROUTING
 from tests.references.softmax import (
     ADDITIVE,
     DILATED,
