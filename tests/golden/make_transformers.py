@@ -19,11 +19,13 @@ import numpy as np
 import torch
 import transformers
 from transformers.models.big_bird import modeling_big_bird as big_bird
+from transformers.models.fnet import modeling_fnet as fnet
 from transformers.models.longformer import modeling_longformer as longformer
 from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.nystromformer import modeling_nystromformer as nystromformer
 from transformers.models.reformer import modeling_reformer as reformer
+from transformers.models.rwkv import modeling_rwkv as rwkv
 
 HERE = pathlib.Path(__file__).parent
 BATCH, FEATURES, HEADS = 2, 24, 4
@@ -309,6 +311,40 @@ def of_mixer(mixer: torch.nn.Module, features: int) -> dict[str, np.ndarray]:
     }
 
 
+def make_fnet() -> dict[str, np.ndarray]:
+    torch.manual_seed(7)
+    transform = fnet.FNetBasicFourierTransform(transformers.FNetConfig(hidden_size=FEATURES))
+    x, cotangent = draw(MAMBA_LENGTH)
+    output = transform(x)[0]
+    (gradient,) = torch.autograd.grad((output * cotangent).sum(), x)
+    arrays = {"x": x, "cotangent": cotangent, "output": output, "gradient": gradient}
+    return {name: array.detach().numpy() for name, array in arrays.items()}
+
+
+def make_rwkv() -> dict[str, np.ndarray]:
+    torch.manual_seed(8)
+    config = transformers.RwkvConfig(hidden_size=FEATURES, num_hidden_layers=1, context_length=32)
+    layers = {
+        "time": rwkv.RwkvSelfAttention(config),
+        "channel": rwkv.RwkvFeedForward(config),
+    }
+    arrays = {}
+    for name, layer in layers.items():
+        # Its parameters are not initialised by themselves, the mixtures neither.
+        randomise(layer)
+        for key, parameter in layer.named_parameters():
+            if key.startswith("time_mix"):
+                torch.nn.init.uniform_(parameter)
+        x, cotangent = draw(MAMBA_LENGTH)
+        output = layer(x)[0]
+        (gradient,) = torch.autograd.grad((output * cotangent).sum(), x)
+        found = {"x": x, "cotangent": cotangent, "output": output, "gradient": gradient}
+        found = {key: array.detach().numpy() for key, array in found.items()}
+        found.update(parameters_of(layer))
+        arrays.update({f"{name}/{key}": array for key, array in found.items()})
+    return arrays
+
+
 def main() -> None:
     makers = {
         "longformer": make_longformer,
@@ -317,6 +353,8 @@ def main() -> None:
         "reformer": make_reformer,
         "mamba": make_mamba,
         "mamba2": make_mamba2,
+        "fnet": make_fnet,
+        "rwkv": make_rwkv,
     }
     for name, make in makers.items():
         np.savez_compressed(HERE / f"transformers_{name}.npz", **make())

@@ -1,0 +1,298 @@
+"""The functions of mixers that take no heads: their own limits, and what they refuse."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import effattn
+from effattn.functional.s4 import hippo, low_rank_kernel
+from effattn.nn import GRU, LSTM, S4D, ConvolutionalClassifier, Hyena, Synthesizer
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_fnet.npz"
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(2, 9, 6)).astype(np.float32)
+D = X.shape[-1]
+
+
+def close(a, b, tolerance=1e-5):
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+
+def test_fourier_mixing_agrees_with_transformers():
+    with np.load(GOLDEN) as file:
+        y, pull_back = jax.vjp(effattn.fourier_mixing, jnp.asarray(file["x"]))
+        close(y, file["output"], 1e-4)
+        close(pull_back(jnp.asarray(file["cotangent"]))[0], file["gradient"], 1e-4)
+
+
+def test_rwkv4_mixing_takes_keys_of_any_size():
+    """The largest key decides, however large; without decay and bonus it is a running softmax."""
+    key = X.copy()
+    key[:, 4] = 1e6
+    zeros = np.zeros(D, np.float32)
+    y = effattn.rwkv4_mixing(key, X, decay=zeros, bonus=zeros)
+    close(y[:, 4:], np.broadcast_to(X[:, 4:5], X[:, 4:].shape))
+    weights = np.exp(X)
+    running = np.cumsum(weights * X, 1) / np.cumsum(weights, 1)
+    close(effattn.rwkv4_mixing(X, X, decay=zeros, bonus=zeros), running)
+    # All is forgotten but the token before and the present one.
+    far = np.full(D, 1e4, np.float32)
+    y = effattn.rwkv4_mixing(X, X, decay=far, bonus=zeros)
+    pair = (weights * X)[:, 1:] + (weights * X)[:, :-1]
+    close(y[:, 1:], pair / (weights[:, 1:] + weights[:, :-1]))
+
+
+def test_the_forms_of_aft_are_each_other_at_their_limits():
+    """Full with equal biases is simple, local with a window of all is full, as is conv."""
+    factors = RNG.normal(size=(2, 9, 3)).astype(np.float32)
+    for is_causal in (True, False):
+        simple = effattn.attention_free(X, X, X, is_causal=is_causal)
+        ones = np.ones((9, 1), np.float32)
+        equal = effattn.attention_free(X, X, X, position_bias=(ones, ones), is_causal=is_causal)
+        close(equal, simple)
+        bias = tuple(factors)
+        full = effattn.attention_free(X, X, X, position_bias=bias, is_causal=is_causal)
+        local = effattn.attention_free(
+            X, X, X, position_bias=bias, local_window_size=9, is_causal=is_causal
+        )
+        close(local, full)
+        taps = np.zeros((2, 5 if is_causal else 9), np.float32)
+        conv = effattn.attention_free(
+            X, X, X, position_bias=taps, local_window_size=4, is_causal=is_causal
+        )
+        close(conv, simple)
+
+
+@pytest.mark.parametrize("time", [1, 100, 4096])
+def test_s4_is_one_as_convolution_and_as_recurrence(time):
+    """In float32, and from any split: the state goes on."""
+    layer = S4D(4, state_size=16, rngs=nnx.Rngs(0))
+    options = {
+        "rate": layer._rate(jnp.float32),
+        "output": jax.lax.complex(*layer.output[...]),
+        "step_size": layer._step(jnp.float32),
+        "skip": layer.skip[...],
+    }
+    x = np.random.default_rng(1).normal(size=(2, time, 4)).astype(np.float32)
+    forms = [
+        effattn.s4_convolution(x, **options, method=method, return_state=True)
+        for method in ("convolution", "recurrence")
+    ]
+    jax.tree.map(lambda a, b: close(a, b, 1e-4), *forms)
+    half = time // 2
+    if half:
+        y, state = effattn.s4_convolution(x[:, :half], **options, return_state=True)
+        rest = effattn.s4_convolution(x[:, half:], **options, initial_state=state)
+        close(np.concatenate([y, rest], 1), np.asarray(forms[0][0]), 1e-4)
+
+
+def test_the_low_rank_kernel_is_that_of_the_dense_hippo_matrix():
+    """By the matrix itself, before it is diagonalised, in float64; at any length."""
+    size, step = 6, 0.3
+    n = np.arange(size)
+    b = np.sqrt(2 * n + 1)
+    a = -np.tril(np.outer(b, b), -1) - np.diag(n + 1)
+    inverse = np.linalg.inv(2 / step * np.eye(size) - a)
+    turn, written = inverse @ (2 / step * np.eye(size) + a), 2 * inverse @ b
+    rate, low_rank, to_modes = hippo(size)
+    # An output that reads the state of HiPPO, as modes: C V, with C of ones.
+    normal = a + np.outer(np.sqrt(n + 0.5), np.sqrt(n + 0.5))
+    _, vectors = np.linalg.eigh(-1j * (normal + 0.5 * np.eye(size)))
+    for length in (1, 2, 7, 600):
+        rest = np.eye(size) - np.linalg.matrix_power(turn, length)
+        truncated = (np.ones(size) @ rest @ vectors)[size // 2 :]
+        with jax.enable_x64(True):
+            given = (jnp.asarray(p)[None] for p in (rate, low_rank, to_modes, truncated))
+            kernel = low_rank_kernel(*given, jnp.full((1,), step), length)
+        state, expected = written, []
+        for _ in range(length):
+            expected.append(state.sum())
+            state = turn @ state
+        np.testing.assert_allclose(kernel[:, 0], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_hyena_without_filters_is_its_gates():
+    gates = RNG.normal(size=(3, *X.shape)).astype(np.float32)
+    filters = np.zeros((3, 9, D), np.float32)
+    filters[:, 0] = 2
+    close(effattn.hyena_convolution(gates, X, filters), 8 * gates.prod(0) * X)
+    skip = np.full((3, D), 2, np.float32)
+    close(effattn.hyena_convolution(gates, X, 0 * filters, skip=skip), 8 * gates.prod(0) * X)
+
+
+def test_a_factorised_synthesizer_is_one_of_its_products():
+    heads = 2
+    coarse, fine, value = (
+        RNG.normal(size=(2, 9, heads, size)).astype(np.float32) for size in (3, 4, 5)
+    )
+    logits = np.einsum("btna,btnc->btnac", coarse, fine).reshape(2, 9, heads, 12)[..., :9]
+    for is_causal in (True, False):
+        seen = np.tri(9, dtype=bool) if is_causal else np.ones((9, 9), bool)
+        weights = jax.nn.softmax(np.where(seen[:, None], logits, -np.inf), -1)
+        y = effattn.factorized_synthesizer_attention(coarse, fine, value, is_causal=is_causal)
+        close(y, np.einsum("btns,bsnh->btnh", weights, value))
+
+
+def test_a_dense_synthesizer_is_attention_to_learned_keys():
+    hidden, value = (RNG.normal(size=(2, 9, 2, 4)).astype(np.float32) for _ in range(2))
+    table = RNG.normal(size=(9, 2, 4)).astype(np.float32)
+    keys = np.broadcast_to(table, hidden.shape)
+    expected = effattn.dot_product_attention(hidden, keys, value, scale=1.0, is_causal=True)
+    close(effattn.synthesizer_attention(hidden, table, value, is_causal=True), expected)
+
+
+def test_tables_that_are_not_trained_have_no_gradient():
+    for kind in ("random", "factorized_random"):
+        layer = Synthesizer(D, 2, kind=kind, max_length=9, trained=False, rngs=nnx.Rngs(0))
+        gradient = jax.grad(lambda m: jnp.sum(m(X) ** 2))(layer)
+        assert not np.any(gradient.table[...]) and np.any(gradient.value.kernel[...])
+        assert not isinstance(layer.table, nnx.Param)
+
+
+def test_spatial_gating_starts_from_the_token_itself():
+    weights, bias = np.zeros((9, 9), np.float32), np.ones(9, np.float32)
+    close(effattn.spatial_gating(X, X, weights, bias), X)
+    assert not np.any(effattn.spatial_gating(X, X, np.eye(9, k=1), 0 * bias, is_causal=True))
+
+
+@pytest.mark.parametrize("layer", [LSTM, GRU])
+def test_baselines_are_those_of_flax(layer):
+    """To the bit, carry and all."""
+    mixer = layer(D, rngs=nnx.Rngs(0))
+    carry, expected = nnx.RNN(mixer.cell, return_carry=True)(jnp.asarray(X))
+    y, state = mixer.extend(X, mixer.init_state(2, 0))
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(mixer(X), expected)
+    jax.tree.map(np.testing.assert_array_equal, tuple(state.state), tuple(carry)) if isinstance(
+        carry, tuple
+    ) else np.testing.assert_array_equal(state.state, carry)
+
+
+def test_the_classifier_reads_the_text_alone():
+    model = ConvolutionalClassifier(11, 3, features=4, filters=5, rngs=nnx.Rngs(0))
+    tokens = RNG.integers(0, 11, size=(3, 8))
+    lengths = np.array([8, 5, 1])
+    logits = model(tokens, lengths=lengths)
+    assert logits.shape == (3, 3)
+    for row, length in enumerate(lengths):
+        close(model(tokens[row : row + 1, :length]), logits[row : row + 1])
+    other = np.where(np.arange(8) < lengths[:, None], tokens, 10)
+    np.testing.assert_array_equal(model(other, lengths=lengths), logits)
+    dropped = model(tokens, rngs=jax.random.key(0))
+    assert np.any(dropped != model(tokens))
+
+
+FILTERS, FACTORS = np.zeros((2, 9, D)), (np.zeros((9, 2)), np.zeros((9, 2)))
+COMPLEX = np.zeros((D, 2), np.complex64)
+STATE_SPACE = {"rate": COMPLEX - 1, "output": COMPLEX, "step_size": np.ones(D)}
+IDS = np.ones((2, 9), int)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: effattn.fourier_mixing(np.ones(3)), r"x must be floating point of shape \(\*B, T"),
+        (lambda: effattn.fourier_mixing(np.ones((3, 3), int)), "got int.* cast it"),
+        (lambda: effattn.rwkv4_mixing(X, X[:, :3], decay=0, bonus=0), "value must be float32 of"),
+        (
+            lambda: effattn.rwkv4_mixing(X, X, decay=np.ones(3), bonus=np.ones(D)),
+            r"decay must be floating point of shape \(6,\), got .* \(3,\)",
+        ),
+        (
+            lambda: effattn.rwkv4_mixing(
+                X, X, decay=np.ones(D), bonus=np.ones(D), segment_ids=IDS, initial_state=()
+            ),
+            "initial_state and segment_ids cannot be given together",
+        ),
+        (
+            lambda: effattn.attention_free(X, X, X, position_bias=(FACTORS[0][:5],) * 2),
+            "with T' at least the 9 tokens",
+        ),
+        (
+            lambda: effattn.attention_free(X, X, X, position_bias=np.ones((2, 3))),
+            "position_bias of taps needs local_window_size",
+        ),
+        (
+            lambda: effattn.attention_free(
+                X, X, X, position_bias=np.ones((4, 3)), local_window_size=1
+            ),
+            r"\(G, 3\), taps for local_window_size=1 in a bidirectional call and G a divisor",
+        ),
+        (lambda: effattn.attention_free(X, X, X, local_window_size=1), "needs one"),
+        (
+            lambda: effattn.attention_free(X, X, X, position_bias=FACTORS, segment_ids=IDS),
+            "segment_ids are for calls without position_bias",
+        ),
+        (
+            lambda: effattn.attention_free(X, X, X, return_state=True),
+            "for causal calls without position_bias",
+        ),
+        (
+            lambda: effattn.hyena_convolution(np.zeros((2, 2, 9, D)), X, FILTERS[:, :5]),
+            r"filters must have shape \(2, L, 6\) with L at least the 9 tokens, .* max_length",
+        ),
+        (lambda: Hyena(D, max_length=5, rngs=nnx.Rngs(0))(X), "9 tokens, .* max_length=5"),
+        (
+            lambda: effattn.s4_convolution(X, **STATE_SPACE, method="fft"),
+            'method must be "convolution", "recurrence" or None, got \'fft\'',
+        ),
+        (
+            lambda: effattn.s4_convolution(X, **STATE_SPACE, method="convolution", segment_ids=IDS),
+            "segment_ids need the recurrence",
+        ),
+        (
+            lambda: effattn.s4_convolution(X, **{**STATE_SPACE, "rate": np.ones((D, 2))}),
+            r"rate must be complex of shape \(6, M\)",
+        ),
+        (
+            lambda: effattn.s4_convolution(X, **STATE_SPACE, initial_state=COMPLEX),
+            r"initial_state must have shape \(2, 6, 2\), got \(6, 2\)",
+        ),
+        (lambda: S4D(D, state_size=3, rngs=nnx.Rngs(0)), "state_size must be even"),
+        (
+            lambda: effattn.spatial_gating(X, X, np.ones((4, 4)), np.ones(4)),
+            "weights are for 4 tokens, got 9",
+        ),
+        (
+            lambda: effattn.synthesizer_attention(
+                np.ones((2, 9, 2, 3)), np.ones((9, 2, 4)), np.ones((2, 9, 2, 3))
+            ),
+            r"table must have shape \(S, N, A\) for hidden",
+        ),
+        (
+            lambda: effattn.factorized_synthesizer_attention(
+                np.ones((2, 9, 2, 2)), np.ones((2, 9, 2, 4)), np.ones((2, 9, 2, 3))
+            ),
+            "a logit for each of the 9 keys, got 2 x 4",
+        ),
+        (
+            lambda: Synthesizer(D, 2, kind="denser", max_length=9, rngs=nnx.Rngs(0)),
+            "kind must be one of dense, factorized, random, factorized_random, mixture",
+        ),
+        (
+            lambda: Synthesizer(
+                D, 2, kind="random", max_length=9, hidden_features=3, rngs=nnx.Rngs(0)
+            ),
+            "kind 'random' has no hidden_features",
+        ),
+        (
+            lambda: Synthesizer(D, 2, max_length=9, trained=False, rngs=nnx.Rngs(0)),
+            "trained=False is for the random kinds, got kind 'dense'",
+        ),
+        (
+            lambda: Synthesizer(D, 2, max_length=5, rngs=nnx.Rngs(0))(X),
+            r"x has 9 tokens, and there are parameters for 5 \(max_length\)",
+        ),
+        (
+            lambda: ConvolutionalClassifier(5, 2, widths=(), rngs=nnx.Rngs(0)),
+            "widths must be one or more of 1 token or more",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

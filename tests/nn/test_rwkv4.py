@@ -1,0 +1,78 @@
+"""RWKV-4 gives what Hugging Face's transformers gave (`tests/golden`); its channel mixing."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from effattn.nn import RWKV4, RWKV4ChannelMix
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_rwkv.npz"
+NAMES = {
+    "time": ("receptance", "key", "value"),
+    "channel": ("receptance", "key"),
+}
+
+
+def from_transformers(part, arrays):
+    """The layer with the parameters of transformers' own, whose kernels have outputs first."""
+    given = {k.removeprefix("parameter/"): v for k, v in arrays.items() if k.startswith("param")}
+    features = given["receptance.weight"].shape[1]
+    layer = (RWKV4 if part == "time" else RWKV4ChannelMix)(features, rngs=nnx.Rngs(0))
+    kernels = {"receptance": "receptance", "key": "key", "value": "value"}
+    if part == "time":
+        kernels["out"] = "output"
+        layer.log_decay[...] = jnp.asarray(given.pop("time_decay"))
+        layer.bonus[...] = jnp.asarray(given.pop("time_first"))
+    for ours, theirs in kernels.items():
+        kernel = getattr(layer, ours).kernel
+        array = given.pop(f"{theirs}.weight").T
+        assert kernel.shape == array.shape
+        kernel[...] = jnp.asarray(array)
+    shifts = [given.pop(f"time_mix_{name}").ravel() for name in NAMES[part]]
+    layer.shifts[...] = jnp.asarray(np.stack(shifts))
+    assert not given
+    return layer
+
+
+@pytest.mark.parametrize("part", NAMES)
+def test_it_agrees_with_transformers(part):
+    with np.load(GOLDEN) as file:
+        start = f"{part}/"
+        arrays = {k.removeprefix(start): file[k] for k in file.files if k.startswith(start)}
+    layer = from_transformers(part, arrays)
+
+    @jax.jit
+    def with_gradient(layer, x, cotangent):
+        y, pull_back = jax.vjp(lambda x: layer(x), x)
+        return y, pull_back(cotangent)[0]
+
+    y, gradient = with_gradient(layer, arrays["x"], arrays["cotangent"])
+    np.testing.assert_allclose(y, arrays["output"], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gradient, arrays["gradient"], rtol=1e-4, atol=1e-4)
+
+
+def test_the_channel_mixing_continues_from_its_state_and_keeps_documents_apart():
+    layer = RWKV4ChannelMix(6, 8, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(2, 7, 6)).astype(np.float32)
+    whole = jax.jit(lambda m, x: m(x))(layer, x)
+    lengths = np.array([4, 2])
+    first, state = layer.extend(x[:, :4], layer.init_state(2), lengths=lengths)
+    rest, _ = layer.extend(np.stack([x[0, 4:], x[1, 2:5]]), state)
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(first[row, :length], whole[row, :length], rtol=1e-5, atol=1e-6)
+        expected = whole[row, length : length + 3]
+        np.testing.assert_allclose(rest[row], expected, rtol=1e-5, atol=1e-6)
+    packed = layer(x, segment_ids=np.tile([1, 1, 1, 4, 4, 4, 4], (2, 1)))
+    np.testing.assert_allclose(packed[:, 3:], layer(x[:, 3:]), rtol=1e-5, atol=1e-6)
+
+
+def test_wrong_options_are_named():
+    for layer in (RWKV4, RWKV4ChannelMix):
+        with pytest.raises(ValueError, match=r"depth must be in \[0, 1\], .* got 2"):
+            layer(6, depth=2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="hidden_features must be an int, 1 or more features"):
+        RWKV4ChannelMix(6, 0, rngs=nnx.Rngs(0))
