@@ -9,6 +9,7 @@ from effattn.nn.attention_free import AFTConv, AFTFull, AFTLocal, AFTSimple
 from effattn.nn.based import BasedSelfAttention
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.convolution import ConvolutionalClassifier, DilatedConvolution
+from effattn.nn.convolution_attention import ConvolutionAttention
 from effattn.nn.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
 from effattn.nn.encoder_decoder import (
     EncoderDecoder,
@@ -32,6 +33,7 @@ from effattn.nn.mixture import MixtureOfMechanisms
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.random_features import RandomFeatureSelfAttention
+from effattn.nn.recurrent_memory import RecurrentMemoryAttention
 from effattn.nn.recurrent_networks import GRU, LSTM
 from effattn.nn.retention import RetNet
 from effattn.nn.reversible import ReversibleStack
@@ -62,6 +64,7 @@ __all__ = [
     "Block",
     "BlockLinformerSelfAttention",
     "ChunkedFeedForward",
+    "ConvolutionAttention",
     "ConvolutionalClassifier",
     "CrossAttention",
     "DeltaNet",
@@ -94,12 +97,13 @@ __all__ = [
     "RWKV6",
     "RWKV7",
     "RandomFeatureSelfAttention",
+    "RecurrentMemoryAttention",
     "RetNet",
     "ReversibleStack",
     "RotaryEmbedding",
+    "RoutingSelfAttention",
     "S4",
     "S4D",
-    "RoutingSelfAttention",
     "SelfAttention",
     "ShortConvolution",
     "SwiGLU",

@@ -19,7 +19,9 @@ def name_of(item: pytest.Item) -> str | None:
     """The mechanism that a law is tested for."""
     parameters = getattr(item, "callspec", None)
     parameters = {} if parameters is None else parameters.params
-    subject = parameters.get("subject", parameters.get("mechanism"))
+    subject = next(
+        (parameters[k] for k in ("subject", "mechanism", "mixer") if k in parameters), None
+    )
     # Where nobody claims what a law is of, pytest has a name of its own.
     return subject.name if hasattr(subject, "entry") else None
 

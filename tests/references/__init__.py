@@ -13,16 +13,17 @@ from tests.references.fnet import FNET
 from tests.references.gmlp import GMLP
 from tests.references.hedgehog import HEDGEHOG
 from tests.references.hierarchical import HIERARCHICAL
+from tests.references.hybrids import CONVOLUTION_ATTENTION, MIXTURE_OF_MECHANISMS
 from tests.references.hyena import HYENA
 from tests.references.linear import LINEAR
 from tests.references.linformer import LINFORMER
 from tests.references.long_short import LONG_SHORT
 from tests.references.lsh import LSH
-from tests.references.mixture import MIXTURE_OF_MECHANISMS
 from tests.references.nystrom import NYSTROM
 from tests.references.performer import PERFORMER
 from tests.references.random_features import RANDOM_FEATURES
 from tests.references.recurrences import GATED_LINEAR, MAMBA, MAMBA2, RETENTION, RWKV6
+from tests.references.recurrent_memory import RECURRENT_MEMORY
 from tests.references.recurrent_networks import CONVOLUTION, GRU, LSTM
 from tests.references.reference import MixerReference, Reference
 from tests.references.routing import ROUTING
@@ -95,4 +96,6 @@ MIXERS: dict[str, MixerReference] = {
     "s4d": S4D,
     "s4": S4,
     "mixture_of_mechanisms": MIXTURE_OF_MECHANISMS,
+    "convolution_attention": CONVOLUTION_ATTENTION,
+    "recurrent_memory": RECURRENT_MEMORY,
 }

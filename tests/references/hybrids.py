@@ -1,4 +1,4 @@
-"""A mixture of mechanisms, by tables of all weights."""
+"""Hybrids, by tables of all weights."""
 
 import jax
 import jax.numpy as jnp
@@ -33,3 +33,17 @@ LOCAL = {"name": "sliding_window", "local_window_size": WINDOW}
 MIXTURE_OF_MECHANISMS = MixerReference(
     mix=mix, variants={"": {"mechanisms": (LOCAL, {"name": "softmax"})}}
 )
+
+
+def convolve_and_attend(mixer, x):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    far, near = jnp.split(x, 2, -1)
+    near = jax.nn.glu(near @ mixer.project.kernel[...]).astype(wide)
+    taps, width = mixer.convolution.taps[...].astype(wide), mixer.convolution.width
+    padded = jnp.concatenate([jnp.zeros((width - 1, near.shape[1]), wide), near])
+    near = sum(taps[j] * padded[j : j + len(x)] for j in range(width)).astype(x.dtype)
+    far = attend(mixer.attention, far, jnp.tri(len(x), dtype=bool), wide)
+    return jnp.concatenate([far, near @ mixer.out.kernel[...]], -1)
+
+
+CONVOLUTION_ATTENTION = MixerReference(mix=convolve_and_attend, variants={"": {"width": 3}})

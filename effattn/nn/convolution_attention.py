@@ -1,0 +1,119 @@
+"""Convolution and attention in one block, each over half of the features."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import registry
+from effattn.decode.state import new_lengths
+from effattn.nn import initializers
+from effattn.nn.hybrid import HybridState
+from effattn.nn.mixer import CausalMixer
+from effattn.nn.short_convolution import ShortConvolution
+
+
+class ConvolutionAttention(CausalMixer):
+    """Long-short range attention (Wu et al. 2020, "Lite Transformer", section 4).
+
+        a, c = the halves of x
+        y = [mixer(a), convolution(glu(c W_in)) W_out]
+
+    One half of the features attends, to what is far, and the other is convolved, with what is near.
+    The feed-forward layer after it mixes the halves. Time is that of the mechanism at half the
+    width, and O(T D^2) for the rest; the state, that of the mechanism and the last W - 1 tokens.
+
+    Args:
+      in_features: D, even.
+      num_heads: N, of the half that attends.
+      attention: the registered name of the mechanism that attends, or a mapping of a `"name"` and
+        options.
+      width: W, tokens that the convolution reads.
+      is_causal: only True.
+      dropout_rate: only 0.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projections; default `kernel_init`.
+      rngs: for the initial parameters.
+      **options: what a model says to all its mixers, `rotary` and `num_kv_heads` say.
+
+    Raises:
+      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+    """
+
+    _state = HybridState
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        attention: str | Mapping[str, Any] = "softmax",
+        width: int = 7,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        super().__init__(
+            in_features,
+            "convolution_attention",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        if in_features % 2:
+            raise ValueError(f"in_features must be even, to be halved, got {in_features}")
+        given = {"name": attention} if isinstance(attention, str) else dict(attention)
+        if "name" not in given:
+            raise ValueError(
+                f'attention must be a name, or a mapping with a "name", got {attention!r}'
+            )
+        half, dtypes = in_features // 2, {"dtype": dtype, "param_dtype": param_dtype}
+        out_init = kernel_init if out_kernel_init is None else out_kernel_init
+        common = {
+            **options,
+            **dtypes,
+            "is_causal": is_causal,
+            "kernel_init": kernel_init,
+            "out_kernel_init": out_init,
+        }
+        entry = registry.get(given.pop("name"))
+        common = {**entry.options_of_model(common), **given}
+        self.attention = entry.build(half, num_heads, rngs=rngs, **common)
+        self.project = nnx.Linear(
+            half, 2 * half, use_bias=False, kernel_init=kernel_init, rngs=rngs, **dtypes
+        )
+        self.convolution = ShortConvolution(half, width, activation=None, rngs=rngs, **dtypes)
+        self.out = nnx.Linear(half, half, use_bias=False, kernel_init=out_init, rngs=rngs, **dtypes)
+
+    def _mix_all(self, x, lengths, segment_ids):
+        given = {"lengths": lengths, "segment_ids": segment_ids}
+        far, near = jnp.split(x, 2, -1)
+        near = self.convolution(jax.nn.glu(self.project(near)), **given)
+        return jnp.concatenate([self.attention(far, **given), self.out(near)], -1)
+
+    def _empty(self, batch, max_length, dtype):
+        groups = (
+            self.attention.init_state(batch, max_length, dtype),
+            self.convolution.init_state(batch, dtype),
+        )
+        return HybridState(groups, jnp.zeros((batch,), jnp.int32))
+
+    def _extend(self, x, state, lengths):
+        far, near = jnp.split(x, 2, -1)
+        far, attended = self.attention.extend(far, state.groups[0], lengths=lengths)
+        near, last = self.convolution.extend(
+            jax.nn.glu(self.project(near)), state.groups[1], lengths
+        )
+        more = new_lengths(lengths, *x.shape[:2])
+        y = jnp.concatenate([far, self.out(near)], -1)
+        return y, HybridState((attended, last), state.length + more)

@@ -1,0 +1,228 @@
+"""Attention within segments, and a memory that goes from each to the next."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from effattn import _checks
+from effattn.decode.recurrent import RecurrentState
+from effattn.decode.state import new_lengths
+from effattn.nn import initializers
+from effattn.nn.attention import default_head_dim
+from effattn.nn.mixer import CausalMixer
+
+
+class RecurrentMemoryAttention(CausalMixer):
+    """Causal attention within segments and to a recurrent memory of those before.
+
+    After Bulatov et al. 2022, "Recurrent Memory Transformer". A sequence is cut in segments of S
+    tokens. Those of one attend to those up to themselves in it, and to M slots of memory, all by
+    one softmax; then each slot reads the segment, and a gated recurrent unit (Cho et al. 2014)
+    takes in what it read:
+
+        y_t = softmax(q_t . [k of the segment up to t, m W_k]) [v, m W_v] W_o
+        read = attention(m W_r, k, v) W_o;   m' = GRU(m, read)
+
+    The first memory is learned. Time is O(T (S + M) D), memory O(T D), the state O((S + M) D).
+
+    Args:
+      in_features: D, the size of a token and of a slot.
+      num_heads: N.
+      segment_size: S, tokens.
+      num_slots: M.
+      head_dim: H; default D / N.
+      rotary: turns queries and keys of tokens by their places in the segment, called as
+        `rotary(x, positions)`; slots have no place.
+      stop_gradient: whether gradients stop at a memory or a state that a call is given. Within a
+        call they pass from segment to segment.
+      is_causal: only True.
+      dropout_rate: only 0.
+      dtype: of the computation; default that of the input and the parameters together.
+      param_dtype: of the parameters.
+      kernel_init: of the projections.
+      out_kernel_init: of the output projection; default `kernel_init`.
+      rngs: for the initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+    """
+
+    _state = RecurrentState
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        segment_size: int = 64,
+        num_slots: int = 8,
+        head_dim: int | None = None,
+        rotary: Callable[..., jax.Array] | None = None,
+        stop_gradient: bool = True,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            "recurrent_memory",
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        if head_dim is None:
+            head_dim = default_head_dim(in_features, num_heads)
+        self.num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
+        self.head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
+        self.segment_size = _checks.at_least("segment_size", segment_size, 1, "tokens")
+        self.num_slots = _checks.at_least("num_slots", num_slots, 1, "slots")
+        self.rotary, self.stop_gradient = rotary, stop_gradient
+
+        def heads():
+            return nnx.LinearGeneral(
+                in_features,
+                (num_heads, head_dim),
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                rngs=rngs,
+            )
+
+        self.query, self.key, self.value, self.read = (heads() for _ in range(4))
+        self.out = nnx.LinearGeneral(
+            (num_heads, head_dim),
+            in_features,
+            axis=(-2, -1),
+            use_bias=False,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
+            rngs=rngs,
+        )
+        self.update = nnx.GRUCell(
+            in_features, in_features, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        slots = nnx.initializers.normal(1.0)(rngs.params(), (num_slots, in_features), param_dtype)
+        self.memory = nnx.Param(slots)
+
+    def mix_segments(
+        self, x: jax.Array, memory: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Mixes whole segments, and returns the memory for those that follow.
+
+        Args:
+          x: `(B, T, D)`, T a multiple of the segment size.
+          memory: `(B, M, D)`, from an earlier call; default the first one.
+
+        Returns:
+          `(y (B, T, D), memory (B, M, D))`.
+
+        Raises:
+          ValueError: shapes that do not fit.
+        """
+        batch, time, features = x.shape
+        if time % self.segment_size or not time:
+            raise ValueError(
+                f"x must have whole segments of {self.segment_size} tokens, got {time} tokens"
+            )
+        dtype = self._computed_in(x)
+        if memory is None:
+            memory = self._first(batch, dtype)
+        else:
+            memory = _checks.shaped("memory", memory, (batch, self.num_slots, features))
+            memory = lax.stop_gradient(memory) if self.stop_gradient else memory
+        places = jnp.arange(self.segment_size)
+
+        @jax.checkpoint
+        def step(memory, tokens):
+            query, key = (self._turned(p(tokens), places) for p in (self.query, self.key))
+            value = self.value(tokens)
+            y = self._attended(self.query(tokens), query, key, value, memory, places)
+            return self._updated(memory, key, value).astype(memory.dtype), y
+
+        segments = x.astype(dtype).reshape(batch, -1, self.segment_size, features)
+        memory, y = lax.scan(step, memory.astype(dtype), jnp.moveaxis(segments, 1, 0))
+        return jnp.moveaxis(y, 0, 1).reshape(x.shape), memory
+
+    def _mix_all(self, x, lengths, segment_ids):
+        time = x.shape[1]
+        # What is padded comes last, where nothing reads it.
+        whole = jnp.pad(x, ((0, 0), (0, -time % self.segment_size), (0, 0)))
+        return self.mix_segments(whole)[0][:, :time]
+
+    def _empty(self, batch, max_length, dtype):
+        shape = (batch, self.segment_size, self.num_heads, self.head_dim)
+        state = self._first(batch, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        return RecurrentState(state=state, length=jnp.zeros((batch,), jnp.int32))
+
+    def _extend(self, x, state, lengths):
+        more = new_lengths(lengths, *x.shape[:2])
+        dtype, kept = self._computed_in(x), jax.tree.map(lambda s: s.dtype, state.state)
+        start = jax.tree.map(lambda s: s.astype(dtype), state.state)
+        if self.stop_gradient:
+            start = lax.stop_gradient(start)
+        slots = jnp.arange(self.segment_size)
+
+        def step(carry, of_token):
+            """A token at a time, as rows are at different places of their segments."""
+            (memory, keys, values), length = carry
+            token, valid = of_token
+            place = (length % self.segment_size)[:, None]
+            query, key = (self._turned(p(token), place) for p in (self.query, self.key))
+            here = (slots == place) & valid[:, None]
+            keys = jnp.where(here[..., None, None], key, keys)
+            values = jnp.where(here[..., None, None], self.value(token), values)
+            y = self._attended(self.query(token), query, keys, values, memory, place)
+            ends = valid & (place[:, 0] == self.segment_size - 1)
+            after = self._updated(memory, keys, values).astype(memory.dtype)
+            memory = jnp.where(ends[:, None, None], after, memory)
+            return ((memory, keys, values), length + valid), y[:, 0]
+
+        by_token = jnp.moveaxis(x.astype(dtype), 1, 0)[:, :, None]
+        valid = jnp.arange(x.shape[1])[:, None] < more
+        (carried, length), y = lax.scan(step, (start, state.length), (by_token, valid))
+        carried = jax.tree.map(lambda s, to: s.astype(to), carried, kept)
+        return jnp.moveaxis(y, 0, 1), RecurrentState(state=carried, length=length)
+
+    def _first(self, batch, dtype):
+        memory = self.memory[...].astype(dtype)
+        return jnp.broadcast_to(memory, (batch, *memory.shape))
+
+    def _turned(self, heads, places):
+        if self.rotary is None:
+            return heads
+        return self.rotary(heads, jnp.broadcast_to(places, heads.shape[:2]))
+
+    def _attended(self, unturned, query, key, value, memory, places):
+        """`(B, T, D)`, of tokens at some places of a segment, whose keys and values these are."""
+        seen = jnp.arange(self.segment_size) <= places[..., None]
+        near = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=self._wide(key))
+        near = jnp.where(seen if seen.ndim == 2 else seen[:, None], near, -jnp.inf)
+        far = jnp.einsum(
+            "btnh,bsnh->bnts", unturned, self.key(memory), preferred_element_type=near.dtype
+        )
+        weights = jax.nn.softmax(jnp.concatenate([near, far], -1) * self.head_dim**-0.5, -1)
+        values = jnp.concatenate([value, self.value(memory)], 1)
+        return self.out(jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), values))
+
+    def _updated(self, memory, key, value):
+        """The memory after a segment of these keys and values."""
+        logits = jnp.einsum(
+            "btnh,bsnh->bnts", self.read(memory), key, preferred_element_type=self._wide(key)
+        )
+        weights = jax.nn.softmax(logits * self.head_dim**-0.5, -1).astype(value.dtype)
+        read = self.out(jnp.einsum("bnts,bsnh->btnh", weights, value))
+        return self.update(memory, read)[0]
+
+    def _wide(self, array):
+        return jnp.promote_types(array.dtype, jnp.float32)
