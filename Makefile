@@ -17,10 +17,10 @@ setup := @scripts/setup_venv.sh $(VENV)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo mlm gallery test bench bench-gpu lint format clean
+.PHONY: help demo mlm seq2seq gallery test bench bench-gpu lint format clean
 
 help: ## show this
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
 	  printf '  make %-9s %s\n' "$$target" "$$does"; done
 	@echo '  with PYTHON=python3.X, ARGS="..." and VENV=path where they apply'
 
@@ -31,6 +31,10 @@ demo: ## train one small language model a mechanism on real text and compare the
 mlm: ## the same with masked tokens, for mechanisms that look both ways
 	$(setup) experiments
 	$(python) -m experiments.mlm $(ARGS)
+
+seq2seq: ## one small encoder-decoder a mechanism, on pairs of texts
+	$(setup) experiments
+	$(python) -m experiments.seq2seq $(ARGS)
 
 gallery: ## draw the pictures of patterns and of attention in docs/images
 	$(setup) experiments

@@ -82,7 +82,7 @@ def write_report(
     """Writes `summary.json` and, last of all, `summary.md` into the run folder."""
     summary = {
         "config": settings,
-        "environment": _environment(),
+        "environment": environment(),
         "mechanisms": summarise(comparison),
         "runs": comparison.runs,
         "sweep": comparison.sweep,
@@ -108,7 +108,8 @@ def read_report(folder: Path, words: Words) -> str:
     return "\n\n".join([prompt, *parts, table(summary["mechanisms"]), files])
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """The machine and the versions that numbers come from."""
     import jax
 
     return {

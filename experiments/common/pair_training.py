@@ -1,0 +1,170 @@
+"""Training and measuring an encoder-decoder on pairs."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from effattn.nn import EncoderDecoder, EncoderDecoderConfig, TransformerConfig, generate
+from experiments.common import mixers, optimisers
+from experiments.common.errors import Diverged
+from experiments.common.pairs import END, START, VOCABULARY, Pairs, Rows
+
+
+class Sizes(NamedTuple):
+    """Of a model: layers of each side, features, heads, tokens that a window sees."""
+
+    layers: int
+    width: int
+    heads: int
+    window: int
+
+
+def model_of(encoder: str, sizes: Sizes, most: int) -> Callable[[nnx.Rngs], EncoderDecoder]:
+    """A function that makes the model with these mixers in its encoder.
+
+    Args:
+      encoder: as `experiments.common.mixers` reads it.
+      sizes: of the model.
+      most: tokens of the longest source.
+
+    Raises:
+      ValueError: as `experiments.common.mixers.parse`.
+    """
+    layers, width, heads, window = sizes
+    common = {"num_layers": layers, "features": width, "num_heads": heads}
+    mixer = mixers.parse(encoder, layers, heads, window, is_causal=False)
+    config = EncoderDecoderConfig(
+        encoder=TransformerConfig(
+            VOCABULARY, mixer=mixer, max_length=most, is_causal=False, **common
+        ),
+        decoder=TransformerConfig(VOCABULARY, **common),
+    )
+    return lambda rngs: EncoderDecoder(config, rngs=rngs)
+
+
+def check(build: Callable[[nnx.Rngs], EncoderDecoder], most: int) -> None:
+    """Raises the `ValueError` of a model that cannot be made or called; nothing is computed."""
+    tokens = jax.ShapeDtypeStruct((1, most), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    jax.eval_shape(
+        lambda tokens, lengths: build(nnx.Rngs(0))(tokens, tokens, source_lengths=lengths),
+        tokens,
+        lengths,
+    )
+
+
+def train(
+    name: str,
+    build: Callable[[nnx.Rngs], EncoderDecoder],
+    pairs: Pairs,
+    *,
+    steps: int,
+    batch: int,
+    learning_rate: float,
+    evaluate_every: int,
+    seed: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Trains one model by AdamW, and measures it on the held-out pairs on the way.
+
+    Returns:
+      The measurements: "curve", a record for each evaluation; those of the last; "parameters",
+      "seconds" of training; and what the model writes for the first held-out sources.
+
+    Raises:
+      Diverged: the loss became NaN or infinite.
+    """
+    optimiser = optimisers.make_optimiser("adamw", steps, 0.1, 1.0, 0.0)
+    graph, params, fixed = nnx.split(build(nnx.Rngs(seed)), nnx.Param, ...)
+    params = nnx.to_pure_dict(params)
+    state = optimiser.init(params)
+
+    def model(params):
+        return nnx.merge(graph, params, fixed)
+
+    @jax.jit
+    def step(params, state, rows):
+        def loss_of(params):
+            nats = optax.softmax_cross_entropy_with_integer_labels(
+                _logits(model(params), rows), rows.wanted
+            )
+            is_wanted = _is_wanted(rows)
+            return jnp.where(is_wanted, nats, 0).sum() / is_wanted.sum()
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        updates, state = optimiser.update(gradients, state, params)
+        updates = jax.tree.map(lambda update: learning_rate * update, updates)
+        return optax.apply_updates(params, updates), state, loss
+
+    @jax.jit
+    def right(params, rows):
+        return (_logits(model(params), rows).argmax(-1) == rows.wanted) & _is_wanted(rows)
+
+    rng, seconds = np.random.default_rng(seed), 0.0
+    curve: list[dict[str, Any]] = []
+    written = np.zeros(0)
+    started = time.perf_counter()
+    for number in range(1, steps + 1):
+        rows = pairs.train.take(rng.integers(len(pairs.train.source), size=batch))
+        params, state, loss = step(params, state, rows)
+        if number % evaluate_every and number < steps:
+            continue
+        if not math.isfinite(float(loss)):
+            raise Diverged(name, number, None)
+        seconds += time.perf_counter() - started
+        written = write(model(params), pairs.held_out)
+        record = {
+            "step": number,
+            "loss": float(loss),
+            "token_accuracy": float(right(params, pairs.held_out).sum())
+            / float(pairs.held_out.target_lengths.sum()),
+            "exact_match": float(is_exact(written, pairs.held_out).mean()),
+        }
+        curve.append(record)
+        say(
+            f"{name}, step {number}: loss {record['loss']:.3f}, tokens "
+            f"{record['token_accuracy']:.1%}, exact {record['exact_match']:.1%}"
+        )
+        started = time.perf_counter()
+    return {
+        **curve[-1],
+        "curve": curve,
+        "seconds": seconds,
+        "parameters": sum(x.size for x in jax.tree.leaves(params)),
+        "written": written,
+    }
+
+
+def write(model: EncoderDecoder, rows: Rows) -> np.ndarray:
+    """int `(n, T)`, the likeliest token after the other, for each source."""
+    start = jnp.full((len(rows.source), 1), START, jnp.int32)
+    given = model.given(jnp.asarray(rows.source), lengths=jnp.asarray(rows.source_lengths))
+    tokens = generate(
+        given, start, max_new_tokens=rows.wanted.shape[1], temperature=0.0, eos_id=END
+    )
+    return np.asarray(tokens)
+
+
+def is_exact(written: np.ndarray, rows: Rows) -> np.ndarray:
+    """bool `(n,)`: all tokens are those wanted, the end at its place."""
+    return ((written == rows.wanted) | ~np.asarray(_is_wanted(rows))).all(-1)
+
+
+def _logits(model: EncoderDecoder, rows: Rows) -> jax.Array:
+    return model(
+        rows.source,
+        rows.target,
+        source_lengths=rows.source_lengths,
+        target_lengths=rows.target_lengths,
+    )
+
+
+def _is_wanted(rows: Rows) -> jax.Array:
+    return jnp.arange(rows.wanted.shape[1]) < rows.target_lengths[:, None]

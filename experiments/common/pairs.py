@@ -1,0 +1,167 @@
+"""Pairs of texts: three small tasks that make their own, and files of real ones."""
+
+import calendar
+import dataclasses
+import datetime
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.common.errors import UserError
+
+# Tokens are bytes, and these.
+START, END = 256, 257
+VOCABULARY = 258
+
+# Of a file, every tenth pair is held out, up to as many as are asked for.
+HELD_OUT_EVERY = 10
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LENGTHS = (4, 12)
+FIRST, LAST = datetime.date(1900, 1, 1), datetime.date(2099, 12, 31)
+
+
+class Rows(NamedTuple):
+    """Pairs as right-padded arrays of NumPy or JAX.
+
+    Attributes:
+      source: int32 `(n, S)`.
+      source_lengths: int32 `(n,)`.
+      target: int32 `(n, T)`, what the decoder sees: `START` and the text.
+      wanted: int32 `(n, T)`, what it is to say: the text and `END`.
+      target_lengths: int32 `(n,)`.
+    """
+
+    source: np.ndarray
+    source_lengths: np.ndarray
+    target: np.ndarray
+    wanted: np.ndarray
+    target_lengths: np.ndarray
+
+    def take(self, at: np.ndarray) -> "Rows":
+        """Those pairs."""
+        return Rows(*(array[at] for array in self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Pairs to train on, and others that are held out."""
+
+    train: Rows
+    held_out: Rows
+
+
+def load(task: str, examples: int, held_out: int) -> Pairs:
+    """The pairs of a task, always the same.
+
+    Args:
+      task: a name of `TASKS`, or a path of a file with a source, a tab and a target a line.
+      examples: how many a task makes, all of different sources; of a file, the most that are read.
+      held_out: how many of them are not trained on.
+
+    Raises:
+      UserError: no such task or file, a line that is no pair, or too few pairs.
+    """
+    texts = _made(TASKS[task], examples) if task in TASKS else _read(task, examples)
+    is_held_out = np.zeros(len(texts), bool)
+    if task in TASKS:
+        is_held_out[:held_out] = True
+    else:
+        is_held_out[::HELD_OUT_EVERY][:held_out] = True
+    if is_held_out.all() or not is_held_out.any():
+        raise UserError(
+            f"--task {task} has {len(texts)} pairs, too few to train on and hold out {held_out}"
+        )
+    rows = _rows(texts)
+    return Pairs(rows.take(~is_held_out), rows.take(is_held_out))
+
+
+def text_of(tokens: np.ndarray) -> str:
+    """What tokens say up to their end."""
+    ends = np.flatnonzero(tokens >= START)
+    said = tokens[: ends[0]] if len(ends) else tokens
+    return bytes(said.astype(np.uint8)).decode(errors="replace")
+
+
+def _letters(rng: np.random.Generator) -> str:
+    return "".join(rng.choice(list(LETTERS), rng.integers(LENGTHS[0], LENGTHS[1] + 1)))
+
+
+def _sort(rng: np.random.Generator) -> tuple[str, str]:
+    text = _letters(rng)
+    return text, "".join(sorted(text))
+
+
+def _reverse(rng: np.random.Generator) -> tuple[str, str]:
+    text = _letters(rng)
+    return text, text[::-1]
+
+
+def _dates(rng: np.random.Generator) -> tuple[str, str]:
+    """A date as people write it, and in the format of ISO 8601."""
+    date = FIRST + datetime.timedelta(days=int(rng.integers((LAST - FIRST).days + 1)))
+    day, year = date.day, date.year
+    month, short = calendar.month_name[date.month], calendar.month_abbr[date.month]
+    formats = (
+        f"{month} {day}, {year}",
+        f"{day} {month} {year}",
+        f"{day} {short} {year}",
+        f"{date.month}/{day}/{year}",
+        f"{day}.{date.month}.{year}",
+        f"{calendar.day_abbr[date.weekday()]}, {short} {day} {year}",
+    )
+    return formats[rng.integers(len(formats))], date.isoformat()
+
+
+TASKS: Mapping[str, Callable[[np.random.Generator], tuple[str, str]]] = {
+    "sort": _sort,
+    "reverse": _reverse,
+    "dates": _dates,
+}
+
+
+def _made(make: Callable[[np.random.Generator], tuple[str, str]], examples: int):
+    rng, pairs = np.random.default_rng(0), {}
+    while len(pairs) < examples:
+        source, target = make(rng)
+        pairs[source] = target
+    return list(pairs.items())
+
+
+def _read(path: str, examples: int) -> list[tuple[str, str]]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(
+            f"--task must be one of {', '.join(TASKS)} or a file of pairs; cannot read {path}: "
+            f"{reason}"
+        ) from None
+    pairs = []
+    for number, line in enumerate(lines[:examples], 1):
+        parts = line.split("\t")
+        if len(parts) != 2 or not all(parts):
+            raise UserError(
+                f"{path}, line {number} is no pair: it needs a source, a tab and a target, got "
+                f"{line[:60]!r}"
+            )
+        pairs.append((parts[0], parts[1]))
+    return pairs
+
+
+def _rows(texts: list[tuple[str, str]]) -> Rows:
+    sources, targets = ([text.encode() for text in side] for side in zip(*texts, strict=True))
+    source, source_lengths = _padded([list(text) for text in sources])
+    target, target_lengths = _padded([[START, *text] for text in targets])
+    wanted, _ = _padded([[*text, END] for text in targets])
+    return Rows(source, source_lengths, target, wanted, target_lengths)
+
+
+def _padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.array([len(row) for row in rows], np.int32)
+    padded = np.full((len(rows), lengths.max(initial=1)), END, np.int32)
+    for row, tokens in zip(padded, rows, strict=True):
+        row[: len(tokens)] = tokens
+    return padded, lengths

@@ -1,0 +1,223 @@
+"""Trains one small encoder-decoder a mechanism on pairs of texts, and compares them.
+
+`python -m experiments.seq2seq` compares three encoders in minutes on two cores; `--help` has the
+rest. The decoder is the same for all: causal softmax attention, and attention to what was encoded.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as `python experiments/seq2seq.py`
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import tyro
+
+from experiments.common import folders, pairs, report
+from experiments.common.errors import UserError
+from experiments.common.metrics import write_atomically
+
+COMPARED = ("softmax", "sliding_window", "linear")
+SHOWN = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Trains one small encoder-decoder a mechanism on pairs of texts, and compares them.
+
+    Texts are bytes. Token accuracy is that of the next byte, given those before it; a match is
+    exact if all that the model writes by itself is right, its end too. Stopped at any moment, the
+    same command goes on with the next model. A finished one prints its table.
+    """
+
+    task: str = "reverse"  # sort, reverse or dates; or a file of SOURCE, a tab and TARGET a line
+    encoders: tuple[str, ...] = COMPARED  # names; NAME,OPTION=8; A/B by layer; A+B by head
+    window: int = 5  # tokens that sliding_window sees, the present one included
+    layers: int = 2  # of the encoder, and as many of the decoder
+    width: int = 64  # features of a token
+    heads: int = 4  # query heads, a divisor of width
+    batch: int = 64  # pairs in a step
+    steps: int = 600  # updates of the parameters
+    learning_rate: float = 0.003  # peak, of AdamW
+    evaluate_every: int = 150  # steps between evaluations
+    seeds: tuple[int, ...] = (0,)  # of the initial parameters and of the order of the pairs
+    examples: int = 20000  # pairs that are made, or read at most
+    held_out: int = 256  # of them, not trained on and the same for all models
+    output: Path | None = None  # run folder; None is one in runs, with a hash of the options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    config = tyro.cli(Config, args=argv)
+    try:
+        check(config)
+        data = pairs.load(config.task, config.examples, config.held_out)
+        given = {k: v for k, v in dataclasses.asdict(config).items() if k != "output"}
+        settings = {"experiment": "seq2seq", **given}
+        task = Path(config.task).stem
+        name = f"seq2seq-{task}-{folders.fingerprint(settings)}"
+        folder = config.output or Path("runs") / name
+        folders.check_folder(folder, settings)
+        if report.finished(folder):
+            print(f"This ran before; to run it again, delete {folder} or give another --output.")
+        else:
+            print(f"Writing to {folder}; stopped, the same command goes on from there.", flush=True)
+            train_all(config, folder, data, settings)
+        print((folder / "summary.md").read_text())
+        print(f"In {folder}: summary.md, summary.json, accuracy.png, config.json and a file a run.")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with the next model", file=sys.stderr)
+        return 130
+    return 0
+
+
+def check(config: Config) -> None:
+    """Raises `UserError` if the settings do not fit together."""
+    counts = ("window", "layers", "width", "heads", "batch", "steps", "evaluate_every", "held_out")
+    for name in counts:
+        if getattr(config, name) < 1:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} must be at least 1, got {getattr(config, name)}")
+    for name in ("encoders", "seeds"):
+        values = getattr(config, name)
+        if not values or len(set(values)) < len(values):
+            raise UserError(f"--{name} needs at least one, none of them twice, got {values}")
+    if config.width % (2 * config.heads):
+        raise UserError(
+            f"--heads must divide --width {config.width} into even head sizes, got {config.heads}"
+        )
+    if not 0 < config.learning_rate < float("inf"):
+        raise UserError(f"--learning-rate must be positive, got {config.learning_rate}")
+
+
+def train_all(config: Config, folder: Path, data: pairs.Pairs, settings: dict[str, Any]) -> None:
+    """Trains every model that is not trained yet, and writes table, numbers and figure."""
+    # Only now: these import JAX and Flax, which --help and bad input need not wait for.
+    from experiments.common import mixers, pair_training
+
+    sizes = pair_training.Sizes(config.layers, config.width, config.heads, config.window)
+    most = data.train.source.shape[1]
+    builders = {}
+    for encoder in config.encoders:
+        try:
+            builders[encoder] = pair_training.model_of(encoder, sizes, most)
+            pair_training.check(builders[encoder], most)
+        except ValueError as error:
+            raise UserError(f"--encoders: {error}") from None
+    folders.make_folder(folder, settings)
+    runs = []
+    for encoder, build in builders.items():
+        for seed in config.seeds:
+            name = f"{mixers.folder_name(encoder)}-seed{seed}"
+            path = folder / f"{name}.json"
+            if not path.is_file():
+                result = pair_training.train(
+                    name,
+                    build,
+                    data,
+                    steps=config.steps,
+                    batch=config.batch,
+                    learning_rate=config.learning_rate,
+                    evaluate_every=config.evaluate_every,
+                    seed=seed,
+                    say=lambda text: print(text, flush=True),
+                )
+                written = result.pop("written")[:SHOWN]
+                result["samples"] = list(map(pairs.text_of, written))
+                result = {"encoder": encoder, "seed": seed, **result}
+                write_atomically(path, json.dumps(result, indent=2) + "\n")
+            runs.append(json.loads(path.read_text()))
+    draw(folder / "accuracy.png", runs)
+    summary = {"config": settings, "environment": report.environment(), "runs": runs}
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_atomically(folder / "summary.md", markdown(summary, data.held_out))
+
+
+def markdown(summary: dict[str, Any], held_out: pairs.Rows) -> str:
+    """The report: the table, how it was measured, and what the models write."""
+    config, runs = summary["config"], summary["runs"]
+    rows = []
+    for encoder in config["encoders"]:
+        own = [run for run in runs if run["encoder"] == encoder]
+        tokens, exact = (
+            statistics.fmean(run[key] for run in own) for key in ("token_accuracy", "exact_match")
+        )
+        seconds = statistics.fmean(run["seconds"] for run in own)
+        size = f"{own[0]['parameters']:,}"
+        rows.append([encoder, f"{tokens:.1%}", f"{exact:.1%}", size, f"{seconds:.0f} s"])
+    header = ["encoder", "tokens", "exact matches", "parameters", "training"]
+    samples = []
+    for index in range(min(SHOWN, len(held_out.source))):
+        source, wanted = (
+            pairs.text_of(tokens[index]) for tokens in (held_out.source, held_out.wanted)
+        )
+        first = config["seeds"][0]
+        said = [[r["encoder"], r["samples"][index]] for r in runs if r["seed"] == first]
+        lines = [["source", source], ["target", wanted], *said]
+        width = max(len(name) for name, _ in lines)
+        samples.append("\n".join(f"    {n.ljust(width)}  {t!r}" for n, t in lines))
+    about = ", ".join(f"{key} {value}" for key, value in config.items())
+    machine = ", ".join(f"{key} {value}" for key, value in summary["environment"].items())
+    count = len(held_out.source)
+    return "\n\n".join(
+        [
+            f"# Encoders compared: {config['task']}",
+            report.markdown_table(header, rows),
+            f"Means over {len(config['seeds'])} seed(s), of {count} held-out pairs. A token is "
+            "right if it is the likeliest after those before it; a match is exact if the model, "
+            "writing by itself, writes the target and its end.",
+            "![Held-out accuracy against steps](accuracy.png)",
+            "## Samples",
+            *samples,
+            "## Configuration",
+            f"{about}.",
+            f"{machine}.\n",
+        ]
+    )
+
+
+def draw(path: Path, runs: Sequence[dict[str, Any]]) -> None:
+    """Both accuracies against steps, one line a run, one colour an encoder."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    from effattn.analysis.style import COLOURS, MARKERS
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
+    encoders = list(dict.fromkeys(run["encoder"] for run in runs))
+    for run in runs:
+        index = encoders.index(run["encoder"])
+        is_first = run["seed"] == runs[0]["seed"]
+        style = {
+            "color": COLOURS[index % len(COLOURS)],
+            "marker": MARKERS[index % len(MARKERS)],
+            "label": run["encoder"] if is_first else None,
+        }
+        steps = [record["step"] for record in run["curve"]]
+        for axis, key in zip(axes, ("token_accuracy", "exact_match"), strict=True):
+            axis.plot(steps, [100 * record[key] for record in run["curve"]], **style)
+    axes[0].set(xlabel="training steps", ylabel="held-out tokens right (%)")
+    axes[1].set(xlabel="training steps", ylabel="held-out pairs right (%)")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    handles = [line for line in axes[0].get_lines() if not line.get_label().startswith("_")]
+    figure.legend(
+        handles=handles, title="encoder", loc="outside lower center", ncols=min(4, len(handles))
+    )
+    partial = path.with_name(f"partial-{path.name}")
+    figure.savefig(partial, dpi=150)
+    plt.close(figure)
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

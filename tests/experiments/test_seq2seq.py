@@ -1,0 +1,128 @@
+"""The command that compares encoders on pairs, and the pairs."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments import seq2seq
+from experiments.common import pairs
+
+TINY = ["--width", "8", "--heads", "2", "--layers", "1", "--batch", "4", "--steps", "3"]
+TINY += ["--evaluate-every", "2", "--examples", "24", "--held-out", "5"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished comparison of real pairs: its command line and its folder."""
+    folder = tmp_path_factory.mktemp("seq2seq")
+    lines = [f"é{number}\t{number} ist{'!' * (number % 3)}" for number in range(24)]
+    (folder / "pairs.tsv").write_text("\n".join(lines), encoding="utf-8")
+    command = ["--task", str(folder / "pairs.tsv"), "--output", str(folder / "run"), *TINY]
+    command += ["--encoders", "softmax", "linear"]
+    assert seq2seq.main(command) == 0
+    return command, folder / "run"
+
+
+def test_a_run_folder_holds_a_table_a_figure_and_the_numbers(finished):
+    _, folder = finished
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        *("config.json", "summary.json", "summary.md", "accuracy.png"),
+        *("softmax-seed0.json", "linear-seed0.json"),
+    }
+    summary = json.loads((folder / "summary.json").read_text())
+    for run in summary["runs"]:
+        assert [record["step"] for record in run["curve"]] == [2, 3]
+        assert 0 <= run["exact_match"] <= 1 and 0 <= run["token_accuracy"] <= 1
+        assert len(run["samples"]) == 3
+    text = (folder / "summary.md").read_text()
+    assert "| softmax |" in text and "'0 ist'" in text
+
+
+def test_a_finished_run_prints_its_table_again(finished, capsys):
+    command, folder = finished
+    before = (folder / "summary.json").stat().st_mtime_ns
+    assert seq2seq.main(command) == 0
+    assert "This ran before" in capsys.readouterr().out
+    assert (folder / "summary.json").stat().st_mtime_ns == before
+
+
+def test_what_was_trained_is_not_trained_again(finished):
+    command, folder = finished
+    (folder / "summary.md").unlink()
+    linear = (folder / "linear-seed0.json").read_text()
+    (folder / "softmax-seed0.json").unlink()
+    before = json.loads((folder / "summary.json").read_text())["runs"]
+    assert seq2seq.main(command) == 0
+    after = json.loads((folder / "summary.json").read_text())["runs"]
+    assert (folder / "linear-seed0.json").read_text() == linear
+    assert before[0]["curve"] == after[0]["curve"]
+
+
+@pytest.mark.parametrize("task", pairs.TASKS)
+def test_the_tasks(task):
+    made = pairs.load(task, 40, 8)
+    assert len(made.train.source) == 32 and len(made.held_out.source) == 8
+    for rows in (made.train, made.held_out):
+        for source, wanted in zip(rows.source, rows.wanted, strict=True):
+            source, target = pairs.text_of(source), pairs.text_of(wanted)
+            if task == "dates":
+                year, month, day = map(int, target.split("-"))
+                assert str(year) in source and str(day) in source and 1 <= month <= 12
+            else:
+                other = sorted(source) if task == "sort" else reversed(source)
+                assert target == "".join(other)
+
+
+def test_what_is_held_out_is_not_trained_on():
+    made = pairs.load("sort", 200, 50)
+    train, held_out = (
+        {pairs.text_of(source) for source in rows.source} for rows in (made.train, made.held_out)
+    )
+    assert not train & held_out
+
+
+def test_targets_begin_and_end():
+    rows = pairs.load("reverse", 20, 4).train
+    np.testing.assert_array_equal(rows.target[:, 0], pairs.START)
+    for target, wanted, length in zip(rows.target, rows.wanted, rows.target_lengths, strict=True):
+        assert wanted[length - 1] == pairs.END
+        np.testing.assert_array_equal(target[1:length], wanted[: length - 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\tb\nc", "line 2 is no pair: it needs a source, a tab and a target, got 'c'"),
+        ("a\tb\tc", "line 1 is no pair"),
+        ("a\tb", "has 1 pairs, too few to train on and hold out 5"),
+        (None, "one of sort, reverse, dates or a file of pairs; cannot read"),
+    ],
+)
+def test_files_that_are_no_pairs(tmp_path, capsys, text, message):
+    path = tmp_path / "pairs.tsv"
+    if text is not None:
+        path.write_text(text)
+    assert seq2seq.main(["--task", str(path), "--output", str(tmp_path / "run"), *TINY]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--heads", "3"], "--heads must divide --width 8 into even head sizes, got 3"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--seeds", "1", "1"], "--seeds needs at least one, none of them twice"),
+        (["--learning-rate", "-1"], "--learning-rate must be positive, got -1"),
+        (["--encoders", "retention"], "--encoders: is_causal=False was given, but"),
+        (["--encoders", "fnet"], "--encoders: "),
+    ],
+)
+def test_settings_that_do_not_fit(tmp_path, capsys, given, message):
+    output = tmp_path / "run"
+    assert seq2seq.main([*TINY, "--output", str(output), *given]) == 1
+    assert message in capsys.readouterr().err
+    assert not output.exists()
