@@ -12,7 +12,7 @@ from effattn.nn import initializers
 from effattn.nn.attention import CrossAttention, check_tokens
 from effattn.nn.dropout import dropout_key
 from effattn.nn.transformer import (
-    Block,
+    Layer,
     Mixer,
     Sublayer,
     Transformer,
@@ -85,7 +85,7 @@ class EncoderDecoderState:
         return self.decoder.length
 
 
-class DecoderBlock(Block):
+class DecoderBlock(Layer):
     """A layer with cross-attention between its mixer and its SwiGLU layer, normalised likewise."""
 
     def __init__(
@@ -287,8 +287,9 @@ class EncoderDecoder(nnx.Module):
         if lengths is not None:
             lengths = new_lengths(lengths, *encoded.shape[:2])
         return tuple(
-            Context(*block.cross.project_context(encoded, lengths=lengths), lengths)
+            Context(key, value, lengths)
             for block in self.decoder.blocks
+            for key, value in [block.cross.project_context(encoded, lengths=lengths)]
         )
 
 

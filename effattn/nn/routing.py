@@ -146,7 +146,7 @@ class RoutingSelfAttention(SelfAttention):
         """How many key heads are local."""
         return self.num_local_heads * self.num_kv_heads // self.num_heads
 
-    def _sides(self, query, key, value):
+    def _sides(self, query, key, value) -> tuple[Any, Any]:
         """The heads that are local, and those that are routed."""
         keys = self.num_local_kv_heads
         parts = (query, self.num_local_heads), (key, keys), (value, keys)
@@ -195,10 +195,10 @@ class _SideBySide:
         """Both, and their heads side by side."""
         check_state(state, HybridState, query.shape[0])
         lengths = new_lengths(lengths, *query.shape[:2])
-        sides = self.mixer._sides(query, key, value)
+        (q, k, v), (query, key, value) = self.mixer._sides(query, key, value)
         of_local, of_routed = state.groups
-        near, of_local = self.local.extend(*sides[0], of_local, lengths)
-        far, of_routed = self.routed.extend(*sides[1], of_routed, lengths)
+        near, of_local = self.local.extend(q, k, v, of_local, lengths)
+        far, of_routed = self.routed.extend(query, key, value, of_routed, lengths)
         out = jnp.concatenate([near, far], -2)
         return out, HybridState((of_local, of_routed), state.length + lengths)
 

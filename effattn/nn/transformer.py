@@ -158,8 +158,8 @@ class TransformerState:
 Sublayer = tuple[Callable[[jax.Array], jax.Array] | None, Callable[[jax.Array], jax.Array]]
 
 
-class Block(nnx.Module):
-    """One layer: a mixer and a SwiGLU layer, each with RMSNorm before it and a residual around."""
+class Layer(nnx.Module):
+    """A mixer and a SwiGLU layer, each with RMSNorm before it and a residual around."""
 
     def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
         dtypes = dtypes_of(config)
@@ -176,6 +176,32 @@ class Block(nnx.Module):
             None if config.parallel else nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
         )
         self.dropout_rate = config.dropout_rate
+
+    def _others(self) -> tuple[Sublayer, ...]:
+        """After the mixer: norms and layers."""
+        return ((self.feed_forward_norm, self.feed_forward),)
+
+    def _keys(self, rngs: jax.Array | None, others: int = 1) -> tuple[Any, Any]:
+        """A key for the mixer, and those of the sublayers."""
+        if rngs is None:
+            return None, None
+        mixer_key, *keys = jax.random.split(rngs, 2 + others)
+        return mixer_key, keys
+
+    def _sublayers(self, x, mix, others, keys):
+        """Each adds to x; one without a norm reads what the mixer reads."""
+        keys = iter((None,) * (1 + len(others)) if keys is None else keys)
+        read = self.mixer_norm(x)
+        mixed, state = mix(read)
+        x = x + dropout(mixed, self.dropout_rate, next(keys))
+        for norm, layer in others:
+            h = layer(read if norm is None else norm(x))
+            x = x + dropout(h, self.dropout_rate, next(keys))
+        return x, state
+
+
+class Block(Layer):
+    """One layer of a stack: tokens to tokens by its mixer and its SwiGLU layer."""
 
     def __call__(
         self,
@@ -200,28 +226,6 @@ class Block(nnx.Module):
         return self._sublayers(
             x, lambda h: self.mixer.extend(h, state, lengths=lengths), self._others(), None
         )
-
-    def _others(self) -> tuple[Sublayer, ...]:
-        """After the mixer: norms and layers."""
-        return ((self.feed_forward_norm, self.feed_forward),)
-
-    def _keys(self, rngs: jax.Array | None, others: int = 1) -> tuple[Any, Any]:
-        """A key for the mixer, and those of the sublayers."""
-        if rngs is None:
-            return None, None
-        mixer_key, *keys = jax.random.split(rngs, 2 + others)
-        return mixer_key, keys
-
-    def _sublayers(self, x, mix, others, keys):
-        """Each adds to x; one without a norm reads what the mixer reads."""
-        keys = iter((None,) * (1 + len(others)) if keys is None else keys)
-        read = self.mixer_norm(x)
-        mixed, state = mix(read)
-        x = x + dropout(mixed, self.dropout_rate, next(keys))
-        for norm, layer in others:
-            h = layer(read if norm is None else norm(x))
-            x = x + dropout(h, self.dropout_rate, next(keys))
-        return x, state
 
 
 class Transformer(nnx.Module):

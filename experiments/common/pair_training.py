@@ -38,7 +38,7 @@ def model_of(encoder: str, sizes: Sizes, most: int) -> Callable[[nnx.Rngs], Enco
       ValueError: as `experiments.common.mixers.parse`.
     """
     layers, width, heads, window = sizes
-    common = {"num_layers": layers, "features": width, "num_heads": heads}
+    common: dict[str, Any] = {"num_layers": layers, "features": width, "num_heads": heads}
     mixer = mixers.parse(encoder, layers, heads, window, is_causal=False)
     config = EncoderDecoderConfig(
         encoder=TransformerConfig(
@@ -82,7 +82,8 @@ def train(
       Diverged: the loss became NaN or infinite.
     """
     optimiser = optimisers.make_optimiser("adamw", steps, 0.1, 1.0, 0.0)
-    graph, params, fixed = nnx.split(build(nnx.Rngs(seed)), nnx.Param, ...)
+    parts: Any = nnx.split(build(nnx.Rngs(seed)), nnx.Param, ...)
+    graph, params, fixed = parts
     params = nnx.to_pure_dict(params)
     state = optimiser.init(params)
 

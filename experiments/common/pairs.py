@@ -5,7 +5,7 @@ import dataclasses
 import datetime
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,11 +34,11 @@ class Rows(NamedTuple):
       target_lengths: int32 `(n,)`.
     """
 
-    source: np.ndarray
-    source_lengths: np.ndarray
-    target: np.ndarray
-    wanted: np.ndarray
-    target_lengths: np.ndarray
+    source: Any
+    source_lengths: Any
+    target: Any
+    wanted: Any
+    target_lengths: Any
 
     def take(self, at: np.ndarray) -> "Rows":
         """Those pairs."""
@@ -123,7 +123,8 @@ TASKS: Mapping[str, Callable[[np.random.Generator], tuple[str, str]]] = {
 
 
 def _made(make: Callable[[np.random.Generator], tuple[str, str]], examples: int):
-    rng, pairs = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    pairs: dict[str, str] = {}
     while len(pairs) < examples:
         source, target = make(rng)
         pairs[source] = target
