@@ -151,8 +151,8 @@ class RecurrentMemoryAttention(CausalMixer):
             return self._updated(memory, key, value).astype(memory.dtype), y
 
         segments = x.astype(dtype).reshape(batch, -1, self.segment_size, features)
-        memory, y = lax.scan(step, memory.astype(dtype), jnp.moveaxis(segments, 1, 0))
-        return jnp.moveaxis(y, 0, 1).reshape(x.shape), memory
+        last, y = lax.scan(step, memory.astype(dtype), jnp.moveaxis(segments, 1, 0))
+        return jnp.moveaxis(y, 0, 1).reshape(x.shape), last
 
     def _mix_all(self, x, lengths, segment_ids):
         time = x.shape[1]

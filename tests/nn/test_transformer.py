@@ -338,5 +338,8 @@ def test_what_looks_one_way_alone_is_refused_in_models_that_look_the_other():
 def test_every_mechanism_that_decodes_builds_a_model():
     for name in registry.names("decode"):
         options = {"local_window_size": (2, 0)} if name == "sliding_window" else {}
-        model = make(num_layers=1, mixer={"name": name, **options})
+        # Key heads are of those that have keys.
+        given = {} if registry.get(name).takes_heads else {"num_kv_heads": None}
+        mixer = {"name": name, **options}
+        model = make(num_layers=1, mixer=mixer, max_length=16, **given)
         assert jax.eval_shape(call, model, TOKENS).shape == (2, 9, 13)
