@@ -15,7 +15,8 @@ def fourier_mixing(x: jax.Array) -> jax.Array:
     A discrete Fourier transform over the features, one over the tokens, and the real part of both.
     It has no parameters and mixes all tokens with all. Time is O(T D log(T D)), memory O(T D).
     The transforms are of all T rows, so there can be neither padding nor packing: zeros do not
-    leave the other outputs as they were, and outputs depend on T itself.
+    leave the other outputs as they were, and outputs depend on T itself. Before JAX 0.12 the
+    compiler gathers sharded batches for transforms; there, shard by `jax.shard_map`.
 
     Args:
       x: `(*B, T, D)`, any number of batch dimensions.

@@ -9,6 +9,8 @@ def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:
 
     Both are padded to a length without wrapping round. Time is O(T D log T), memory O(T D).
     Every output is rounded as all are, so that a later token moves an earlier output by rounding.
+    Before JAX 0.12 the compiler gathers sharded batches for transforms; there, shard by
+    `jax.shard_map`.
 
     Args:
       x: `(*B, T, D)`.

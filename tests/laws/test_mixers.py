@@ -23,12 +23,11 @@ SEEDS = 8
 
 every = pytest.mark.parametrize("mixer", SUBJECTS, ids=str)
 first = pytest.mark.parametrize("mixer", FIRST, ids=str)
-causal = pytest.mark.parametrize("mixer", [s for s in SUBJECTS if s.is_causal], ids=str)
+causal = pytest.mark.parametrize("mixer", [s for s in FIRST if s.is_causal], ids=str)
 
 
-def claiming(*capabilities):
-    subjects = [s for s in SUBJECTS if all(map(s.has, capabilities))]
-    return pytest.mark.parametrize("mixer", subjects, ids=str)
+def claiming(capability, subjects=SUBJECTS):
+    return pytest.mark.parametrize("mixer", [s for s in subjects if s.has(capability)], ids=str)
 
 
 def close(ours, expected, tolerance):
@@ -65,7 +64,7 @@ def test_float64_agrees(mixer):
         close(ours, expected, 1e-10)
 
 
-@every
+@first
 def test_errors_are_at_most_twice_those_of_the_plain_form(mixer):
     """In float32 with all gradients, in bfloat16 of the outputs."""
     module = mixers.made(mixer)
@@ -85,20 +84,23 @@ def test_errors_are_at_most_twice_those_of_the_plain_form(mixer):
         allowed = max(2 * rms(b - exact), 4 * EPS * rms(exact))
         assert rms(a - exact) <= allowed, (jax.tree_util.keystr(path), rms(a - exact), allowed)
 
-    exact = true[0][-1]
-    if mixer.reference.narrow:
-        module = mixers.made(mixer, narrow=True)
-        with jax.enable_x64(True):
-            exact, _ = mixers.to_numpy(mixers.refer(mixer.name, module, x, cotangent))
-    narrow = mixers.cast(mixers.made(mixer, narrow=True, dtype=jnp.bfloat16), np.float32)
-    y = jax.jit(lambda m, x: m(x))(narrow, x.astype(jnp.bfloat16))
-    assert y.dtype == jnp.bfloat16
+    narrow = mixers.made(mixer, narrow=True) if mixer.reference.narrow else module
+    wide = mixers.cast(mixers.made(mixer, narrow=True, dtype=jnp.bfloat16), np.float32)
+    call = jax.jit(lambda m, x: m(x))
     mix = MIXERS[mixer.name].mix
-    of_plain = jax.jit(lambda m, x: jax.vmap(lambda row: mix(m, row))(x))(
-        *mixers.cast((module, x), jnp.bfloat16)
-    )
-    allowed = max(2 * rms(of_plain - exact), 0.005 * rms(exact))
-    assert rms(y - exact) <= allowed < 0.1 * rms(exact)
+    refer = jax.jit(lambda m, x: jax.vmap(lambda row: mix(m, row))(x))
+    runs = []
+    for seed in range(SEEDS):
+        x = mixers.tokens(2 * seed)
+        exact = true[0][seed]
+        if mixer.reference.narrow:
+            with jax.enable_x64(True):
+                exact = np.asarray(refer(narrow, x))
+        y = call(wide, x.astype(jnp.bfloat16))
+        assert y.dtype == jnp.bfloat16
+        runs.append((y - exact, refer(*mixers.cast((narrow, x), jnp.bfloat16)) - exact, exact))
+    error, of_plain, exact = map(rms, map(np.stack, zip(*runs, strict=True)))
+    assert error <= max(2 * of_plain, 0.005 * exact) < 0.1 * exact
 
 
 # Law 2.
@@ -124,7 +126,7 @@ def test_nothing_reaches_back(mixer):
 # Law 3.
 
 
-@pytest.mark.parametrize("mixer", [s for s in SUBJECTS if s.is_causal and s.has("decode")], ids=str)
+@claiming("decode", [s for s in FIRST if s.is_causal])
 def test_any_split_equals_the_whole(mixer):
     """Pieces of 0 to 4 tokens, other ones for each row, with NaN after each row's own."""
     rows, most = 2, 4
@@ -182,7 +184,7 @@ def test_what_is_in_padding_reaches_nothing(mixer):
     assert all(np.isfinite(gradient).all() for gradient in jax.tree.leaves(of_mixer))
 
 
-@claiming("lengths")
+@claiming("lengths", FIRST)
 def test_padded_rows_give_what_they_give_alone(mixer):
     given, size = mixers.padding(mixer), 7
     given["lengths"] = np.full(ROWS, size, np.int32)
@@ -235,7 +237,7 @@ def test_an_example_does_not_depend_on_the_others(mixer):
 # Law 7.
 
 
-@every
+@first
 def test_extreme_values(mixer):
     x, cotangent = mixers.tokens(1), mixers.tokens(2)
     extremes = {
@@ -308,6 +310,8 @@ def test_twice_the_same(mixer):
 @first
 def test_sharded_by_rows(mixer):
     """Only the gradients of the parameters are summed, and the numbers are those of one device."""
+    if mixer.reference.transforms and jax.__version_info__ < (0, 12):
+        pytest.skip("before JAX 0.12 the compiler gathers sharded batches for Fourier transforms")
     devices = mesh()
     by_row = NamedSharding(devices, PartitionSpec("batch"))
     everywhere = NamedSharding(devices, PartitionSpec())

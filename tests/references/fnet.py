@@ -15,4 +15,4 @@ def mix(mixer, x):
     return jnp.real(down @ (x.astype(wide) @ across)).astype(x.dtype)
 
 
-FNET = MixerReference(mix=mix)
+FNET = MixerReference(mix=mix, transforms=True)

@@ -42,6 +42,7 @@ HYENA = MixerReference(
     mix=mix,
     variants={"": SMALL, "order 3": {**SMALL, "order": 3, "num_harmonics": 1}},
     cost=lambda length: {"max_length": length},
+    transforms=True,
     # The gates multiply one another.
     bounded=1e-3,
 )

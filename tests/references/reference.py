@@ -71,6 +71,7 @@ class MixerReference:
       cost: options at which its growth is counted, at a length; the default has the registry's.
       bounded: what the values of tokens are taken times, where the mechanism leaves it to the
         caller that the results are finite.
+      transforms: whether it runs Fourier transforms.
       drawn: names of the mixer's arrays that are drawn and not learned, and so have no gradient.
       narrow: options for 16 bits, where those of the variants choose by comparing numbers, as by
         rounding they would choose otherwise.
@@ -81,5 +82,6 @@ class MixerReference:
     tuning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     cost: Callable[[int], Mapping[str, Any]] = lambda length: {}
     bounded: float = 1.0
+    transforms: bool = False
     drawn: frozenset[str] = frozenset()
     narrow: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -56,9 +56,10 @@ def low_rank(mixer, x):
     return finished(mixer, x, of_feature(rate, p, b, c, step, x.T.astype(wide)).T)
 
 
-S4D = MixerReference(mix=diagonal, variants={"": {"state_size": 6}})
+S4D = MixerReference(mix=diagonal, transforms=True, variants={"": {"state_size": 6}})
 S4 = MixerReference(
     mix=low_rank,
+    transforms=True,
     variants={"": {"state_size": 4, "max_length": 16}},
     cost=lambda length: {"max_length": length},
 )
