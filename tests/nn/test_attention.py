@@ -69,36 +69,33 @@ def test_it_is_attention_between_projections():
     close(mixer(x), y)
 
 
-def test_any_split_equals_the_whole(mixer):
-    x = normal(2, 7, 16)
-    state = mixer.init_state(2, 7)
-    outs = []
-    for piece in (slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 7)):
-        y, state = extend(mixer, x[:, piece], state)
-        outs.append(y)
-    close(jnp.concatenate(outs, 1), call(mixer, x))
-
-
 def test_unequal_prompts_continue_as_each_would_alone(mixer):
+    """By a token, and by two."""
     x = normal(2, 8, 16)
     lengths = np.array([5, 2])
     prompt = jnp.where(np.arange(5)[:, None] < lengths[:, None, None], x[:, :5], jnp.nan)
     state = mixer.init_state(2, 8)
     first, state = extend(mixer, prompt, state, jnp.asarray(lengths))
     rest = jnp.stack([x[0, 5:8], x[1, 2:5]])
-    second, state = extend(mixer, rest, state)
+    second, state = extend(mixer, rest[:, :1], state)
+    third, state = extend(mixer, rest[:, 1:], state)
     whole = call(mixer, x)
     for row, length in enumerate(lengths):
         close(first[row, :length], whole[row, :length])
-        close(second[row], whole[row, length : length + 3])
+        close(second[row], whole[row, length : length + 1])
+        close(third[row], whole[row, length + 1 : length + 3])
 
 
 def test_packed_documents_give_what_they_give_alone(mixer):
-    x = normal(1, 9, 16)
-    ids = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0, 0]])
-    out = call(mixer, x.at[:, 7:].set(jnp.nan), None, ids)
-    close(out[:, :3], call(mixer, x[:, :3]))
-    close(out[:, 3:7], call(mixer, x[:, 3:7]))
+    """Alone, there is one document and more padding: the same program."""
+    x = np.asarray(normal(1, 9, 16))
+    ids = np.array([[1, 1, 1, 2, 2, 2, 2, 0, 0]])
+    out = call(mixer, np.where(ids[..., None] == 0, np.nan, x), None, ids)
+    for document in (slice(0, 3), slice(3, 7)):
+        size = document.stop - document.start
+        alone, one = np.full_like(x, np.nan), np.zeros_like(ids)
+        alone[:, :size], one[:, :size] = x[:, document], 1
+        close(out[:, document], call(mixer, alone, None, one)[:, :size])
 
 
 def test_padding_changes_no_output_and_no_gradient(mixer):
