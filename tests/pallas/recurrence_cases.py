@@ -60,20 +60,38 @@ def recurrence(terms, state, tokens=ALL, normalized=False, names=("triton",)):
 def with_gradients(function, terms, state):
     """Values, and the gradients of everything for fixed cotangents of the output and the state."""
 
-    @jax.jit
-    def run(terms, state):
-        results, pull_back = jax.vjp(function, terms, state)
-        # The same numbers in every dtype.
-        cotangents = [(np.arange(x.size).reshape(x.shape) % 7 - 3) / 4 for x in results]
-        return results, pull_back(tuple(map(jnp.astype, cotangents, (x.dtype for x in results))))
-
-    return run(terms, state)
+    return jax.jit(functools.partial(_with_gradients, function))(terms, state)
 
 
-def exact(terms, state, **given):
+def of_documents(terms, state, tokens, **given):
+    """The same of `recurrence`, by a program that all documents and masks of 103 tokens share."""
+    return _of_documents(tuple(given.items()), terms, state, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _of_documents(given, terms, state, tokens):
+    return _with_gradients(
+        functools.partial(recurrence, tokens=tokens, **dict(given)), terms, state
+    )
+
+
+def _with_gradients(function, terms, state):
+    results, pull_back = jax.vjp(function, terms, state)
+    # The same numbers in every dtype.
+    cotangents = [(np.arange(x.size).reshape(x.shape) % 7 - 3) / 4 for x in results]
+    return results, pull_back(tuple(map(jnp.astype, cotangents, (x.dtype for x in results))))
+
+
+def exact(terms, state, tokens=ALL, normalized=False):
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (terms, state))
-        return with_gradients(functools.partial(token_by_token, **given), *wide)
+        return _exact(*wide, tokens, normalized)
+
+
+@functools.partial(jax.jit, static_argnames="normalized")
+def _exact(terms, state, tokens, normalized):
+    function = functools.partial(token_by_token, tokens=tokens, normalized=normalized)
+    return _with_gradients(function, terms, state)
 
 
 def errors(ours, others, expected):
@@ -99,6 +117,12 @@ def documents():
     rng = np.random.default_rng(5)
     masks = (jnp.asarray(rng.random((2, 103)) < 0.8) for _ in range(2))
     return packed(jnp.asarray(PACKED), Tokens(*masks))
+
+
+def one_document():
+    """All 103 tokens, told as `documents` are."""
+    every = jnp.ones((2, 103), bool)
+    return packed(jnp.ones((2, 103), int), Tokens(every, every))
 
 
 def program(dtype, gate, sizes, name, delta=False):

@@ -20,6 +20,8 @@ from tests.pallas.recurrence_cases import (
     draw,
     errors,
     exact,
+    of_documents,
+    one_document,
     program,
     recurrence,
     with_gradients,
@@ -30,14 +32,10 @@ from tests.xla.test_linear_recurrence import ALL, as_they_are
 @pytest.mark.parametrize(
     ("length", "decay", "heads", "sizes", "normalized"),
     [
-        (1, "head", (2, 2, 4), (3, 5), False),
         (1, "feature", (4, 2, 2), (3, 5), False),
-        (37, "none", (4, 2, 2), (16, 16), True),
-        (64, "token", (2, 2, 4), (6, 20), True),
+        (64, "token", (2, 2, 4), (70, 66), True),
         (130, "head", (1, 1, 1), (7, 3), False),
-        (130, "feature", (4, 2, 2), (5, 9), True),
-        (70, "feature", (1, 1, 1), (70, 66), False),
-        (70, "token", (2, 1, 1), (70, 66), False),
+        (130, "feature", (4, 2, 2), (70, 66), True),
     ],
 )
 def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized):
@@ -57,33 +55,33 @@ def test_the_delta_form_agrees_with_one_token_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("decay", "form"),
+    ("decay", "form", "sizes", "normalized"),
     [
-        ("none", "plain"),
-        ("token", "plain"),
-        ("feature", "plain"),
-        ("none", "bonus"),
-        ("feature", "bonus"),
-        ("feature", "delta"),
+        ("none", "plain", (16, 16), True),
+        ("token", "plain", (5, 6), False),
+        ("feature", "plain", (5, 6), False),
+        ("none", "bonus", (5, 6), False),
+        ("feature", "bonus", (5, 6), False),
+        ("feature", "delta", (5, 6), False),
     ],
 )
-def test_documents_and_masks(decay, form):
-    args = draw(103, decay, (4, 2, 2), (5, 6), form=form)
+def test_documents_and_masks(decay, form, sizes, normalized):
+    args = draw(103, decay, (4, 2, 2), sizes, normalized, form)
     tokens = documents()
-    ours = with_gradients(functools.partial(recurrence, tokens=tokens), *args)
-    assert_near(ours, exact(*args, tokens=tokens))
+    ours = of_documents(*args, tokens, normalized=normalized)
+    assert_near(ours, exact(*args, tokens=tokens, normalized=normalized))
 
 
 @pytest.mark.parametrize("decay", ["token", "feature"])
 def test_decays_that_forget_much_or_all(decay):
     """As exact as the XLA form; what a decay of zero does not let through has no gradient."""
-    terms, state = draw(80, decay, (2, 2, 2), (4, 4))
+    terms, state = draw(103, decay, (4, 2, 2), (5, 6))
     strong = 40 * terms.log_decay
     strong[:, 20], strong[:, 66] = -1e4, -np.inf
     args = terms._replace(log_decay=strong), state
-    expected = exact(*args)
-    ours = with_gradients(recurrence, *args)
-    xla = with_gradients(functools.partial(recurrence, names=("xla",)), *args)
+    expected = exact(*args, one_document())
+    ours = of_documents(*args, one_document(), normalized=False)
+    xla = of_documents(*args, one_document(), names=("xla",))
     assert not np.any(ours[1][0].log_decay[:, 66])
     for error, other, size in errors(ours, xla, expected):
         assert error <= max(2 * other, 1e-6 * size)
@@ -91,9 +89,9 @@ def test_decays_that_forget_much_or_all(decay):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bits(dtype):
-    terms, state = draw(70, "token", (4, 2, 2), (8, 8))
+    terms, state = draw(103, "token", (4, 2, 2), (5, 6))
     terms = jax.tree.map(lambda x: jnp.asarray(x, dtype), terms)
-    expected = exact(terms, state)
+    expected = exact(terms, state, one_document())
     ours = with_gradients(recurrence, terms, state)
     xla = with_gradients(functools.partial(recurrence, names=("xla",)), terms, state)
     for error, other, size in errors(ours, xla, expected):
@@ -221,9 +219,17 @@ def test_under_vmap():
         assert_close(jax.tree.map(lambda x, i=i: x[i], ours), alone, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
-    ("gate", "sizes"), [(None, (64, 64)), (2, (96, 255)), (3, (128, 80)), (3, (6, 5))]
+    ("dtype", "gate", "sizes"),
+    [
+        (jnp.float32, None, (64, 64)),
+        (jnp.bfloat16, None, (64, 64)),
+        (jnp.float16, 2, (96, 255)),
+        (jnp.float32, 2, (96, 255)),
+        (jnp.bfloat16, 3, (128, 80)),
+        (jnp.float32, 3, (128, 80)),
+        (jnp.float16, 3, (6, 5)),
+    ],
 )
 def test_it_is_lowered_for_gpus(dtype, gate, sizes):
     assert kernels_of(*program(dtype, gate, sizes, "triton")) == {TRITON}
