@@ -122,46 +122,43 @@ PATTERN = patterns.Causal() & (
 )
 
 CASES = {
-    "tails": Case(),
+    "tails and a bias of heads": Case(more={"bias": (1, 4, 1, 1)}),
     "one row": Case({"queries": 1, "keys": 1}),
     "one query": Case({"queries": 1}, lambda: {"is_causal": True, "query_offset": 149}),
     "batch axes": Case({"batch": (2, 1, 3), "queries": 20, "keys": 20, "key_heads": 1}),
     "heads of 200 and 40": Case(square(40, size=200, value_size=40), lambda: {"is_causal": True}),
-    "no groups": Case(square(key_heads=4), lambda: {"is_causal": True}),
     "window": Case(square(), lambda: {"local_window_size": (37, 5)} | TILE),
-    "offsets": Case({}, lambda: {"is_causal": True, "query_offset": jnp.array([80, 3]), **TILE}),
-    "lengths": Case(
+    "offsets and a bias of queries": Case(
+        {},
+        lambda: {"is_causal": True, "query_offset": jnp.array([80, 3]), **TILE},
+        more={"bias": (1, 4, 70, 1)},
+    ),
+    "documents": Case(
+        square(), lambda: {"segment_ids": jnp.asarray(IDS), "is_causal": True, **TILE}
+    ),
+    "mask and lengths": Case(
         {},
         lambda: {
+            "mask": np.random.default_rng(1).random((2, 1, 70, 150)) < 0.6,
             "query_seq_lengths": jnp.array([70, 40]),
             "key_value_seq_lengths": jnp.array([61, 0]),
             **TILE,
         },
     ),
-    "documents": Case(
-        square(), lambda: {"segment_ids": jnp.asarray(IDS), "is_causal": True, **TILE}
-    ),
-    "mask": Case(
-        {}, lambda: {"mask": np.random.default_rng(1).random((2, 1, 70, 150)) < 0.6, **TILE}
-    ),
-    "bias of all heads": Case({}, lambda: TILE, more={"bias": (1, 1, 70, 150)}),
     "bias of keys": Case({}, lambda: TILE, more={"bias": (2, 1, 1, 150)}),
-    "bias of queries": Case({}, lambda: TILE, more={"bias": (1, 4, 70, 1)}),
-    "bias of heads": Case({}, lambda: TILE, more={"bias": (1, 4, 1, 1)}),
-    "cap, scale and sink": Case(
+    "ALiBi and no groups": Case(
+        square(key_heads=4), lambda: {"score_mod": Alibi(4), "is_causal": True, **TILE}
+    ),
+    "tables, cap, scale and sink": Case(
         square(70),
         lambda: {"logits_soft_cap": 2.0, "is_causal": True, **TILE},
-        more={"scale": (), "sink": (4,)},
-    ),
-    "ALiBi": Case(square(), lambda: {"score_mod": Alibi(4), "is_causal": True, **TILE}),
-    "tables": Case(
-        square(70),
-        lambda: {"is_causal": True, **TILE},
         tabled,
-        {"slopes": (4,), "table": (8, 4), "shift": ()},
+        {"slopes": (4,), "table": (8, 4), "shift": (), "scale": (), "sink": (4,)},
     ),
-    "dropout": Case(
-        square(70), lambda: {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1), **TILE}
+    "dropout and a bias": Case(
+        square(70),
+        lambda: {"dropout_rate": 0.3, "dropout_rng": jax.random.key(1), **TILE},
+        more={"bias": (1, 1, 70, 70)},
     ),
     "layout of heads": Case({}, dict, over_layout((2,), True)),
     "layout of examples and documents": Case(
