@@ -21,14 +21,10 @@ class _CellMixer(RecurrentMixer):
     def _mix(self, x, state, lengths, segment_ids):
         batch, time = x.shape[:2]
         dtype = self._computed_in(x)
-        graph, cell = nnx.split(self.cell)
-        empty = jax.eval_shape(
-            lambda token: nnx.merge(graph, cell)(self._carry(token), token)[0], x[:, 0]
-        )
-        zeros = jax.tree.map(lambda c: jnp.zeros(c.shape, c.dtype), empty)
-        start = (
-            zeros if state is None else jax.tree.map(lambda c, z: c.astype(z.dtype), state, zeros)
-        )
+        zeros = self._carry(x[:, 0])
+        start = zeros
+        if state is not None:
+            start = jax.tree.map(lambda c, z: c.astype(z.dtype), state, zeros)
         new = valid = None
         if segment_ids is not None:
             ids = jnp.asarray(segment_ids)
@@ -44,15 +40,15 @@ class _CellMixer(RecurrentMixer):
             token, new, valid = of_token
             if new is not None:
                 carry = where(new, zeros, carry)
-            after, y = nnx.merge(graph, cell)(carry, token)
+            after, y = self.cell(carry, token)
             return (after if valid is None else where(valid, after, carry)), y
 
         by_time = jnp.moveaxis(x.astype(dtype), 1, 0), new, valid
         carry, y = lax.scan(step, start, by_time)
-        return jnp.moveaxis(y, 0, 1), carry
+        return jnp.moveaxis(y, 0, 1).astype(dtype), carry
 
     def _carry(self, token):
-        """The carry before the first token, of a token `(*B, D)`."""
+        """The carry before the first token `(*B, D)`; at least float32, as all states."""
         raise NotImplementedError
 
 
@@ -103,7 +99,7 @@ class LSTM(_CellMixer):
         )
 
     def _carry(self, token):
-        zeros = jnp.zeros(token.shape, self._computed_in(token))
+        zeros = jnp.zeros(token.shape, jnp.promote_types(self._computed_in(token), jnp.float32))
         return zeros, zeros
 
 
@@ -154,4 +150,4 @@ class GRU(_CellMixer):
         )
 
     def _carry(self, token):
-        return jnp.zeros(token.shape, self._computed_in(token))
+        return jnp.zeros(token.shape, jnp.promote_types(self._computed_in(token), jnp.float32))
