@@ -262,7 +262,7 @@ registry.register(
         capabilities=_BOTH_WAYS,
         reasons=_REASONS,
         builder="effattn.nn.attention_free:AFTFull",
-        complexity="O(N^2 D)",
+        complexity="O(N^2 D), O(N D) a step",
         time_exponent=2.0,
         knows_order=True,
     )
@@ -282,7 +282,7 @@ registry.register(
         capabilities=_BOTH_WAYS,
         reasons=_REASONS,
         builder="effattn.nn.attention_free:AFTLocal",
-        complexity="O(N W D)",
+        complexity="O(N W D), O(N D) a step",
         time_exponent=1.0,
         knows_order=True,
     )
@@ -293,7 +293,7 @@ registry.register(
         capabilities=_BOTH_WAYS,
         reasons=_REASONS,
         builder="effattn.nn.attention_free:AFTConv",
-        complexity="O(N W D)",
+        complexity="O(N W D), O(N D) a step",
         time_exponent=1.0,
         knows_order=True,
     )

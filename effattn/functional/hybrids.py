@@ -29,7 +29,7 @@ registry.register(
         capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
         reasons={"bidirectional": "its convolution looks back only"},
         builder="effattn.nn.convolution_attention:ConvolutionAttention",
-        complexity="O(N^2 D)",
+        complexity="O(N^2 D), O(N D) a step",
         time_exponent=2.0,
     )
 )

@@ -89,7 +89,7 @@ registry.register(
         capabilities=frozenset({"causal", "lengths", "decode"}),
         reasons={"segments": "a Fourier transform convolves across the borders of documents"},
         builder="effattn.nn.hyena:Hyena",
-        complexity="O(N log N D), O(N D) a step of decoding",
+        complexity="O(N log N D), O(N D) a step",
         time_exponent=1.0,
         causality="rounding",
         knows_order=True,

@@ -580,7 +580,7 @@ registry.register(
             {"bidirectional", "causal", "lengths", "segments", "residual", "decode"}
         ),
         builder="effattn.nn.lsh:LSHSelfAttention",
-        complexity="O(N log N + N n m)",
+        complexity="O(N log N + N n m), O(N) a step",
         time_exponent=1.0,
         causality="rounding",
     )

@@ -77,7 +77,7 @@ registry.register(
         capabilities=frozenset({"causal", "bidirectional", "lengths", "decode"}),
         reasons={"segments": "its weights are of positions in a row, not in a document"},
         builder="effattn.nn.gmlp:GatedMLP",
-        complexity="O(N^2 D), with weights of N^2",
+        complexity="O(N^2 D), O(N D) a step; weights of N^2",
         time_exponent=2.0,
         memory_exponent=2.0,
         knows_order=True,

@@ -188,7 +188,7 @@ registry.register(
         function=synthesizer_attention,
         capabilities=_CAPABILITIES,
         options={"kind": "dense"},
-        complexity="O(N^2 A)",
+        complexity="O(N^2 A), O(N A) a step",
     )
 )
 registry.register(
@@ -198,7 +198,7 @@ registry.register(
         capabilities=_CAPABILITIES - {"segments"},
         reasons={"segments": "its logits are of blocks of positions in a row"},
         options={"kind": "factorized"},
-        complexity="O(N^2 H), with sqrt(N) logits a token",
+        complexity="O(N^2 H), O(N H) a step",
         memory_exponent=1.5,
     )
 )
@@ -209,7 +209,7 @@ registry.register(
         capabilities=_CAPABILITIES - {"segments"},
         reasons={"segments": "its table is of positions in a row, not in a document"},
         options={"kind": "random"},
-        complexity="O(N^2 H), with a table of N^2",
+        complexity="O(N^2 H), O(N H) a step; a table of N^2",
         memory_exponent=2.0,
     )
 )
@@ -219,7 +219,7 @@ registry.register(
         function=synthesizer_attention,
         capabilities=_CAPABILITIES,
         options={"kind": "factorized_random"},
-        complexity="O(N^2 A)",
+        complexity="O(N^2 A), O(N A) a step",
     )
 )
 registry.register(
@@ -228,6 +228,6 @@ registry.register(
         function=synthesizer_attention,
         capabilities=_CAPABILITIES,
         options={"kind": "mixture"},
-        complexity="O(N^2 (A + H))",
+        complexity="O(N^2 (A + H)), O(N (A + H)) a step",
     )
 )

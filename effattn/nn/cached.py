@@ -43,6 +43,9 @@ class CachedMixer(CausalMixer):
 
         return TokenState(tokens=jax.tree.map(empty, tokens), length=jnp.zeros((batch,), jnp.int32))
 
+    def _capacity(self, state):
+        return jax.tree.leaves(state.tokens)[0].shape[1]
+
     def _extend(self, x, state, lengths):
         batch, time = x.shape[:2]
         tokens, own = self._prepare(x)

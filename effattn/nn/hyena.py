@@ -180,6 +180,9 @@ class Hyena(CausalMixer):
             length=jnp.zeros((batch,), jnp.int32),
         )
 
+    def _capacity(self, state):
+        return state.inputs.shape[2]
+
     def _extend(self, x, state, lengths):
         batch, time = x.shape[:2]
         more = new_lengths(lengths, batch, time)

@@ -103,6 +103,21 @@ class CausalMixer(Mixer):
         """The state, by a subclass."""
         raise NotImplementedError
 
+    def _check_shapes(self, state: Any, batch: int) -> None:
+        """`ValueError` if it is the state of a layer of other sizes."""
+        capacity = self._capacity(state)
+        empty = jax.eval_shape(lambda: self._empty(batch, capacity, self._kept_in(None)))
+        got, needed = ([x.shape for x in jax.tree.leaves(s)] for s in (state, empty))
+        if got != needed:
+            raise ValueError(
+                f"state has arrays of shapes {got}, and this {type(self).__name__} needs {needed}; "
+                "it is the state of another layer"
+            )
+
+    def _capacity(self, state: Any) -> int:
+        """How many tokens a row of the state may hold; any number where it does not grow."""
+        return 1
+
     def _check_causal(self) -> None:
         if not self.is_causal:
             raise ValueError(
@@ -130,6 +145,7 @@ class CausalMixer(Mixer):
         batch, time = x.shape[:2]
         self._check_causal()
         check_state(state, self._state, batch)
+        self._check_shapes(state, batch)
         if lengths is not None:
             lengths = new_lengths(lengths, batch, time)
             x = zero_padding(x, jnp.arange(time) < lengths[:, None])

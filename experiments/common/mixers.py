@@ -2,6 +2,7 @@
 
 bigbird,block_size=8           with options, as Python literals
 sliding_window/softmax         layers take turns
+convolution*2/bigbird*2        two layers below of one kind, two above of the other
 softmax+sliding_window         each has its share of the heads
 """
 
@@ -30,17 +31,22 @@ def parse(
         not causal), an option that it does not have, or more mechanisms than layers or heads to
         share.
     """
-    turns = [_layer(part, heads, window, is_causal) for part in text.split("/")]
+    turns: list[dict[str, Any]] = []
+    for part in text.split("/"):
+        kind, _, times = part.partition("*")
+        if times and not (times.isdecimal() and int(times)):
+            raise ValueError(f"{part!r} must have a number of layers after its *, 1 or more")
+        turns += [_layer(kind, heads, window, is_causal)] * int(times or 1)
     if len(turns) > layers:
         raise ValueError(
-            f"{text!r} has {len(turns)} kinds of layers, and there are {layers} layers"
+            f"{text!r} is of {len(turns)} layers in turns, and there are {layers} layers"
         )
     return tuple(turns[layer % len(turns)] for layer in range(layers))
 
 
 def folder_name(text: str) -> str:
     """The text, as a name of a folder."""
-    return text.replace("/", "--")
+    return text.replace("/", "--").replace("*", "x")
 
 
 def _layer(text: str, heads: int, window: int, is_causal: bool) -> dict[str, Any]:

@@ -33,7 +33,8 @@ def test_options_turns_and_shares():
     assert [g["name"] for g in first["heads"]] == ["softmax", "linear"]
     assert [g["num_heads"] for g in first["heads"]] == [2, 2]
     assert second == {"name": "softmax"}
-    assert "/" not in folder_name("softmax/linear")
+    assert [m["name"] for m in mixers("convolution*2/softmax")] == [*["convolution"] * 2, "softmax"]
+    assert not {"/", "*"} & set(folder_name("softmax*2/linear"))
 
 
 @pytest.mark.parametrize("name", registry.names("bidirectional"))
@@ -69,7 +70,9 @@ def test_the_wrong_direction_gets_the_advice_of_the_registry(text, is_causal, me
         ("bigbird,blocksize=8", "'bigbird' has no option blocksize; its options are block_size, "),
         ("bigbird,block_size=", "block_size='' is not a number"),
         ("bigbird,block_size=eight", "block_size='eight' is not a number"),
-        ("softmax/linear/softmax/linear", "has 4 kinds of layers, and there are 3 layers"),
+        ("softmax/linear/softmax/linear", "is of 4 layers in turns, and there are 3 layers"),
+        ("softmax*0/linear", r"'softmax\*0' must have a number of layers after its \*, 1 or more"),
+        ("softmax*two", "must have a number of layers after its"),
         ("softmax+linear+softmax", "shares 4 heads among 3 mechanisms"),
     ],
 )

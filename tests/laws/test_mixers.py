@@ -358,10 +358,11 @@ def test_scan_remat_and_vmap(mixer):
 
 @first
 def test_what_is_not_claimed_is_refused_with_advice(mixer):
+    variant = dict(mixer.reference.variants[mixer.variant])
+
     def made(**options):
         options = {"is_causal": mixer.is_causal, **options}
-        given = dict(mixer.reference.variants[mixer.variant])
-        return mixer.entry.build(FEATURES, mixers.HEADS, rngs=nnx.Rngs(0), **given, **options)
+        return mixer.entry.build(FEATURES, mixers.HEADS, rngs=nnx.Rngs(0), **variant, **options)
 
     x = jnp.ones((ROWS, LENGTH, FEATURES))
     refusals = {
@@ -387,6 +388,9 @@ def test_what_is_not_claimed_is_refused_with_advice(mixer):
             made().extend(x[:2], empty)
         with pytest.raises(ValueError, match="step takes one token"):
             made().step(x, empty)
+        wider = mixer.entry.build(2 * FEATURES, mixers.HEADS, rngs=nnx.Rngs(0), **variant)
+        with pytest.raises(ValueError, match="shape"):
+            made().extend(x, wider.init_state(ROWS, LENGTH))
         if mixer.has("bidirectional"):
             with pytest.raises(ValueError, match="cannot decode"):
                 made(is_causal=False).extend(x, empty)
