@@ -155,12 +155,9 @@ class MixtureOfMechanisms(CausalMixer):
         states = tuple(mixer.init_state(batch, max_length, dtype) for mixer in self.mixers)
         return HybridState(states, jnp.zeros((batch,), jnp.int32))
 
-    def _check_shapes(self, state, batch):
-        if len(state.groups) != len(self.mixers):
-            raise ValueError(
-                f"state has those of {len(state.groups)} mechanisms, and here are "
-                f"{len(self.mixers)}; it is the state of another layer"
-            )
+    def _fixed(self, shape):
+        # Caches of attention have their tokens there.
+        return shape[:1] + shape[2:]
 
     def _extend(self, x, state, lengths):
         both = [
