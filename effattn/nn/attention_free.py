@@ -22,22 +22,23 @@ bias_init = nnx.initializers.normal(0.01)
 class _AFT(CausalMixer):
     """What all have: y = attention_free(x W_q, x W_k, x W_v, w) W_o."""
 
+    _name: str
+
     def __init__(
         self,
         in_features: int,
-        mechanism: str,
         *,
-        is_causal: bool,
-        dropout_rate: float,
-        dtype: Any,
-        param_dtype: Any,
-        kernel_init: Callable[..., Any],
-        out_kernel_init: Callable[..., Any] | None,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
             in_features,
-            mechanism,
+            self._name,
             is_causal=is_causal,
             dropout_rate=dropout_rate,
             dtype=dtype,
@@ -80,29 +81,7 @@ class AFTSimple(_AFT, RecurrentMixer):
       ValueError: something asked of it that it cannot do.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        *,
-        is_causal: bool = True,
-        dropout_rate: float = 0.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        out_kernel_init: Callable[..., Any] | None = None,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(
-            in_features,
-            "aft_simple",
-            is_causal=is_causal,
-            dropout_rate=dropout_rate,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            out_kernel_init=out_kernel_init,
-            rngs=rngs,
-        )
+    _name = "aft_simple"
 
     def _mix(self, x, state, lengths, segment_ids):
         with_state = {"initial_state": state, "return_state": True} if self.is_causal else {}
@@ -183,6 +162,8 @@ class AFTFull(_BiasedAFT):
         tokens than `max_length`.
     """
 
+    _name = "aft_full"
+
     def __init__(
         self,
         in_features: int,
@@ -196,11 +177,9 @@ class AFTFull(_BiasedAFT):
         kernel_init: Callable[..., Any] = initializers.kernel_init,
         out_kernel_init: Callable[..., Any] | None = None,
         rngs: nnx.Rngs,
-        mechanism: str = "aft_full",
     ):
         super().__init__(
             in_features,
-            mechanism,
             is_causal=is_causal,
             dropout_rate=dropout_rate,
             dtype=dtype,
@@ -250,6 +229,8 @@ class AFTLocal(AFTFull):
       ValueError: as `AFTFull`.
     """
 
+    _name = "aft_local"
+
     def __init__(
         self,
         in_features: int,
@@ -276,7 +257,6 @@ class AFTLocal(AFTFull):
             kernel_init=kernel_init,
             out_kernel_init=out_kernel_init,
             rngs=rngs,
-            mechanism="aft_local",
         )
         self.window = _checks.at_least("local_window_size", local_window_size, 0, "tokens")
 
@@ -303,6 +283,8 @@ class AFTConv(_BiasedAFT):
       ValueError: sizes that do not fit, or something asked of it that it cannot do.
     """
 
+    _name = "aft_conv"
+
     def __init__(
         self,
         in_features: int,
@@ -319,7 +301,6 @@ class AFTConv(_BiasedAFT):
     ):
         super().__init__(
             in_features,
-            "aft_conv",
             is_causal=is_causal,
             dropout_rate=dropout_rate,
             dtype=dtype,

@@ -16,7 +16,32 @@ from effattn.nn.recurrent import RecurrentMixer
 class _CellMixer(RecurrentMixer):
     """What both have: h_t, carry = cell(carry, x_t), with a carry that starts at zero."""
 
-    cell: Any
+    _name: str
+    _cell: Callable[..., Any]
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        is_causal: bool = True,
+        dropout_rate: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            self._name,
+            is_causal=is_causal,
+            dropout_rate=dropout_rate,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        size = _checks.at_least("in_features", in_features, 1, "features")
+        self.cell = type(self)._cell(
+            size, size, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+        )
 
     def _mix(self, x, state, lengths, segment_ids):
         batch, time = x.shape[:2]
@@ -74,29 +99,7 @@ class LSTM(_CellMixer):
       ValueError: sizes that do not fit, or something asked of it that it cannot do.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        *,
-        is_causal: bool = True,
-        dropout_rate: float = 0.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(
-            in_features,
-            "lstm",
-            is_causal=is_causal,
-            dropout_rate=dropout_rate,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
-        size = _checks.at_least("in_features", in_features, 1, "features")
-        self.cell = nnx.OptimizedLSTMCell(
-            size, size, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
-        )
+    _name, _cell = "lstm", nnx.OptimizedLSTMCell
 
     def _carry(self, token):
         zeros = jnp.zeros(token.shape, jnp.promote_types(self._computed_in(token), jnp.float32))
@@ -125,29 +128,7 @@ class GRU(_CellMixer):
       ValueError: sizes that do not fit, or something asked of it that it cannot do.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        *,
-        is_causal: bool = True,
-        dropout_rate: float = 0.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(
-            in_features,
-            "gru",
-            is_causal=is_causal,
-            dropout_rate=dropout_rate,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
-        size = _checks.at_least("in_features", in_features, 1, "features")
-        self.cell = nnx.GRUCell(
-            size, size, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
-        )
+    _name, _cell = "gru", nnx.GRUCell
 
     def _carry(self, token):
         return jnp.zeros(token.shape, jnp.promote_types(self._computed_in(token), jnp.float32))
