@@ -1,12 +1,15 @@
 """What all tests share: eight virtual devices, quick compilation, hypothesis that draws alike."""
 
 import gc
+import hashlib
 import itertools
 import os
 import pathlib
+import platform
 from importlib import metadata
 
 import jax
+import platformdirs
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
@@ -24,6 +27,28 @@ if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     # XLA had another emitter then, which takes a third of the time.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+
+
+def compiled_programs() -> str:
+    """Where compiled programs are kept: they are of one kind of processor, and of one user's."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
+    kind = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    name = hashlib.sha256("".join([platform.machine(), *kind]).encode()).hexdigest()[:12]
+    return str(pathlib.Path(platformdirs.user_cache_dir("effattn")) / "tests" / name)
+
+
+# Compiling is most of the time. Programs of an earlier run, or of another worker, are read.
+_CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": compiled_programs(),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ.update(_CACHE)  # of the programs that tests start, too
+    jax.config.update("jax_compilation_cache_dir", _CACHE["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 settings.register_profile(
     "effattn",
