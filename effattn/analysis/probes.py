@@ -73,8 +73,8 @@ def attention_weights(
       `(B, N, T, S)`, at least float32.
 
     Raises:
-      ValueError: another kind of module, a layer that it has not, one that normalises values, or
-        more than `LONGEST` tokens.
+      ValueError: another kind of module, a layer that it has not, one that normalises values or
+        whose heads attend in several ways, or more than `LONGEST` tokens.
     """
     return probe(module, *inputs, layer=layer, **arguments).weights
 
@@ -108,6 +108,11 @@ def probe(module: nnx.Module, *inputs: ArrayLike, layer: int | None, **arguments
 
         mixer.attention = attend
         copy(*map(jnp.asarray, inputs), **arguments)
+        if not seen:
+            raise ValueError(
+                f"the heads of {type(mixer).__name__} attend in several ways, and not by one "
+                "function whose weights could be read"
+            )
         return seen[0]
 
     # A mechanism that has a log-sum-exp is one softmax over its keys, or over sums of them.
