@@ -94,9 +94,7 @@ READ = [n for n in READ if n not in (*GATED, "routing")]
 
 def test_heads_that_attend_in_several_ways_are_not_read():
     module = registry.get("routing").build(D, N, rngs=nnx.Rngs(0))
-    with pytest.raises(
-        ValueError, match="RoutingSelfAttention attend in several ways"
-    ):
+    with pytest.raises(ValueError, match="RoutingSelfAttention attend in several ways"):
         attention_weights(module, normal(1, T, D))
 
 
