@@ -15,7 +15,7 @@ from effattn import registry
 from effattn.nn import SelfAttention
 from tests.laws import cost, mixers
 from tests.laws.mixers import FEATURES, FIRST, LENGTH, ROWS, SUBJECTS, rms
-from tests.laws.test_sharding import collectives, mesh
+from tests.laws.sharding import collectives, mesh
 from tests.references import MIXERS
 
 EPS = float(np.finfo(np.float32).eps)
