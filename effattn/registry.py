@@ -112,11 +112,14 @@ class Mechanism:
         """Of what a model says to all its mixers, what this mechanism's is given.
 
         That is all but a rotary embedding, where it knows the order by itself, and what would set
-        up parts that its mixer has not: queries and keys to turn and to norm, projections.
+        up parts that its mixer has not: queries and keys to turn and to norm, projections,
+        parameters by position.
         """
         parameters = _signature(self.builder)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         left_out = {"rotary"} if self.knows_order else set()
+        if "max_length" not in parameters or options.get("max_length") is None:
+            left_out.add("max_length")
         if not open_ended:
             set_up = {name for name, option in options.items() if option is None} | _OF_PARTS
             left_out |= set_up - parameters.keys()
@@ -128,7 +131,8 @@ class Mechanism:
         One that has no heads is made for any number of them.
 
         Raises:
-          ValueError: options that its mixer does not have; and what the mixer raises.
+          ValueError: options that its mixer does not have, or needs and was not given; and what the
+            mixer raises.
         """
         if self.builder == _ANY_FUNCTION:
             return load(self.builder)(in_features, num_heads, attention=self.name, **kwargs)
@@ -145,6 +149,14 @@ class Mechanism:
                 )
         if "num_heads" in parameters:
             kwargs["num_heads"] = num_heads
+        only_by_name = {n: p for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        needed = {n for n, p in only_by_name.items() if p.default is p.empty} - {"rngs"}
+        missing = sorted(needed - kwargs.keys())
+        if missing:
+            raise ValueError(
+                f"the mixer of {self.name!r} needs {', '.join(missing)}: give it as an option of "
+                "the mechanism, or of the model where it has one of that name"
+            )
         return load(self.builder)(in_features, **kwargs)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from flax import nnx
 
 import effattn
 from effattn import registry
@@ -93,6 +94,11 @@ def test_what_takes_no_heads_has_a_mixer_of_its_own(scratch):
         entry(takes_heads=False)
     with pytest.raises(ValueError, match="'fnet' has no option num_kv_heads, size; "):
         registry.get("fnet").build(8, 2, size=3, num_kv_heads=1)
+
+
+def test_an_option_that_a_mixer_needs_is_named():
+    with pytest.raises(ValueError, match="the mixer of 'hyena' needs max_length: give it"):
+        registry.get("hyena").build(8, 2, rngs=nnx.Rngs(0))
 
 
 def test_a_name_is_taken_once(scratch):

@@ -31,6 +31,7 @@ class ConvolutionAttention(CausalMixer):
       attention: the registered name of the mechanism that attends, or a mapping of a `"name"` and
         options.
       width: W, tokens that the convolution reads.
+      max_length: the most tokens of a row, if the mechanism has parameters by position.
       is_causal: only True.
       dropout_rate: only 0.
       dtype: of the computation; default that of the input and the parameters together.
@@ -53,6 +54,7 @@ class ConvolutionAttention(CausalMixer):
         *,
         attention: str | Mapping[str, Any] = "softmax",
         width: int = 7,
+        max_length: int | None = None,
         is_causal: bool = True,
         dropout_rate: float = 0.0,
         dtype: Any = None,
@@ -83,6 +85,7 @@ class ConvolutionAttention(CausalMixer):
             **options,
             **dtypes,
             "is_causal": is_causal,
+            "max_length": max_length,
             "kernel_init": kernel_init,
             "out_kernel_init": out_init,
         }

@@ -34,6 +34,7 @@ class MixtureOfMechanisms(CausalMixer):
       mechanisms: two or more registered names, or mappings of a `"name"` and options.
       costs: one number a mechanism, 0 or more; default their places in `mechanisms`, 0, 1, ...
       gate: "soft" or "top1".
+      max_length: the most tokens of a row, for mechanisms with parameters by position.
       is_causal: a token sees those up to itself.
       dropout_rate: only 0.
       dtype: of the computation; default that of the input and the parameters together.
@@ -57,6 +58,7 @@ class MixtureOfMechanisms(CausalMixer):
         mechanisms: Sequence[str | Mapping[str, Any]] = ("sliding_window", "softmax"),
         costs: Sequence[float] | None = None,
         gate: str = "soft",
+        max_length: int | None = None,
         is_causal: bool = True,
         dropout_rate: float = 0.0,
         dtype: Any = None,
@@ -91,6 +93,7 @@ class MixtureOfMechanisms(CausalMixer):
         self.names = tuple(one["name"] for one in given)
         common = {
             "is_causal": is_causal,
+            "max_length": max_length,
             "dtype": dtype,
             "param_dtype": param_dtype,
             "kernel_init": kernel_init,

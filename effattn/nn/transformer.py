@@ -442,7 +442,7 @@ class TransformerLM(Transformer):
 
 
 def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
-    groups = [_sized(group, config.max_length) for group in config.layer_mixer(layer)]
+    groups = config.layer_mixer(layer)
     positions: dict[str, Any] = {}
     if config.positions == "rotary":
         positions["rotary"] = RotaryEmbedding(config.rotary_theta, config.rotary_scaling)
@@ -461,6 +461,7 @@ def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "qk_norm": config.qk_norm,
+        "max_length": config.max_length,
         **positions,
     }
     if len(groups) > 1 or "num_heads" in groups[0]:
@@ -470,12 +471,6 @@ def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
     mechanism = registry.get(group["name"])
     given = mechanism.options_of_model(given)
     return mechanism.build(config.features, config.num_heads, **{**given, **options})
-
-
-def _sized(group: dict[str, Any], max_length: int | None) -> dict[str, Any]:
-    """A mixer's options, with the model's length where it has parameters by position."""
-    takes = "max_length" in registry.get(group["name"]).mixer_options()
-    return {"max_length": max_length, **group} if takes and max_length is not None else group
 
 
 def dtypes_of(config: TransformerConfig) -> dict[str, Any]:

@@ -62,7 +62,9 @@ def _check_mechanisms(config: Any, is_causal: bool) -> None:
     sizes = (config.layers, config.width, config.heads, config.window, config.precision)
     for text in config.mechanisms:
         try:
-            build = models.language_model(text, 256, *sizes, config.context, is_causal)
+            build = models.language_model(
+                text, 256, *sizes, config.context, config.equal_parameters, is_causal
+            )
             models.check(build, config.context)
         except ValueError as error:
             raise UserError(f"--mechanisms: {error}") from None

@@ -26,6 +26,7 @@ class Options:
     layers: int = 2  # Transformer layers
     width: int = 64  # features of a token
     heads: int = 4  # query heads, a divisor of width
+    equal_parameters: bool = True  # as softmax, by wider or narrower feed-forward layers
     context: int = 64  # tokens in a window of text
     batch: int = 16  # windows in a step
     accumulate: int = 1  # parts of a batch whose gradients are accumulated, to save memory
@@ -163,7 +164,12 @@ def _train_all(
     @functools.lru_cache(maxsize=1)  # the runs of a mechanism follow one another
     def compile_mechanism(mechanism: str) -> programs.Programs:
         model = models.language_model(
-            mechanism, vocab_size, *sizes, config.context, objective.is_causal
+            mechanism,
+            vocab_size,
+            *sizes,
+            config.context,
+            config.equal_parameters,
+            objective.is_causal,
         )
         return programs.compile_programs(model, optimiser, schedule, inputs)
 

@@ -137,8 +137,11 @@ def _markdown(summary: dict[str, Any], words: Words) -> str:
         " are the compiled training step's memory beside its arguments and results, by XLA's"
         " account.",
     ]
-    if len({row["parameters"] for row in rows}) > 1:
+    counts = [row["parameters"] for row in rows]
+    if max(counts) > 1.01 * min(counts):
         parts.append("**The models differ in their numbers of parameters.**")
+    elif len(rows) > 1 and summary["config"]["equal_parameters"]:
+        parts.append("Feed-forward layers are as wide as gives all models equally many parameters.")
     parts.append("![Validation loss against tokens and seconds](loss.png)")
     if summary["sweep"]:
         swept = [

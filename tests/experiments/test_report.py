@@ -30,6 +30,7 @@ def result(mechanism, seed, bits, **changes):
 
 RUNS = [result("softmax", s, b) for s, b in enumerate((2.0, 2.2))]
 RUNS += [result("linear", s, b, tokens_per_second=3000.0) for s, b in enumerate((2.4, 2.5))]
+SETTINGS = {"steps": 3, "seeds": [0, 1], "equal_parameters": True}
 
 
 def test_rows_are_means_with_the_spread_over_seeds():
@@ -59,13 +60,12 @@ def test_word_perplexity_is_shown_where_words_are_defined():
 
 
 def test_the_report_is_written_and_read_back(tmp_path):
-    settings = {"steps": 3, "seeds": [0, 1]}
     comparison = Comparison(RUNS, [result("softmax", 0, 2.7, learning_rate=0.5)])
     assert not report.finished(tmp_path)
-    report.write_report(tmp_path, comparison, settings, NextToken.words)
+    report.write_report(tmp_path, comparison, SETTINGS, NextToken.words)
     assert report.finished(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["config"] == settings
+    assert summary["config"] == SETTINGS
     assert summary["runs"] == RUNS
     assert summary["environment"]["device"]
     markdown = (tmp_path / "summary.md").read_text()
@@ -79,7 +79,7 @@ def test_the_report_is_written_and_read_back(tmp_path):
 
 def test_masked_models_are_spoken_of_as_such(tmp_path):
     runs = [{**run, "state_bytes": None} for run in RUNS]
-    report.write_report(tmp_path, Comparison(runs, []), {}, MaskedTokens.words)
+    report.write_report(tmp_path, Comparison(runs, []), SETTINGS, MaskedTokens.words)
     text = (tmp_path / "summary.md").read_text() + report.read_report(tmp_path, MaskedTokens.words)
     assert "# Masked language models" in text and "softmax fills in:" in text
     assert "pseudo-perplexities" in text and "decode state" not in text.lower()
@@ -91,14 +91,26 @@ def test_one_mechanism_that_does_not_decode_has_a_dash():
 
 
 def test_no_control_character_of_a_sample_reaches_the_terminal(tmp_path):
-    report.write_report(tmp_path, Comparison(RUNS, []), {}, NextToken.words)
+    report.write_report(tmp_path, Comparison(RUNS, []), SETTINGS, NextToken.words)
     assert "\x1b" not in report.read_report(tmp_path, NextToken.words)
 
 
-def test_unequal_models_are_pointed_out(tmp_path):
-    runs = [RUNS[0], result("linear", 0, 2.0, parameters=1235)]
-    report.write_report(tmp_path, Comparison(runs, []), {}, NextToken.words)
-    assert "differ in their numbers of parameters" in (tmp_path / "summary.md").read_text()
+@pytest.mark.parametrize(
+    ("parameters", "chosen", "said"),
+    [
+        (1235, True, "as gives all models equally many"),
+        (1235, False, None),
+        (1300, False, "differ in their numbers of parameters"),
+        (1300, True, "differ in their numbers of parameters"),
+    ],
+)
+def test_whether_models_are_of_one_size_is_said(tmp_path, parameters, chosen, said):
+    runs = [RUNS[0], result("linear", 0, 2.0, parameters=parameters)]
+    settings = {**SETTINGS, "equal_parameters": chosen}
+    report.write_report(tmp_path, Comparison(runs, []), settings, NextToken.words)
+    text = (tmp_path / "summary.md").read_text()
+    assert said is None or said in text
+    assert ("differ in" in text) + ("equally many" in text) == (said is not None)
 
 
 def test_the_figure_shows_both_curves_with_their_bands(tmp_path, monkeypatch):
@@ -126,3 +138,25 @@ def test_the_figure_shows_both_curves_with_their_bands(tmp_path, monkeypatch):
     assert left.lines[0].get_ydata() == pytest.approx([3.1, 2.6])
     band = left.collections[0].get_paths()[0].vertices
     assert band[:, 1].min() == pytest.approx(2.5) and band[:, 1].max() == pytest.approx(3.2)
+
+
+def test_the_figure_of_many_mechanisms_ranks_them(tmp_path, monkeypatch):
+    bits = {f"kind{i}": 2.0 + (i * 3 % 8) / 10 for i in range(8)}
+    runs = [
+        result(name, seed, b + seed / 10, tokens_per_second=1000.0 * b)
+        for name, b in bits.items()
+        for seed in range(2)
+    ]
+    drawn = []
+    monkeypatch.setattr(figure.plt, "close", drawn.append)
+    figure.write_figure(tmp_path, runs)
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    loss, speed = drawn[0].axes
+    ranked = sorted(bits, key=bits.get)
+    assert [label.get_text() for label in loss.get_yticklabels()] == ranked
+    assert loss.yaxis_inverted()
+    dots = [line.get_xydata()[0].tolist() for line in loss.lines]
+    assert dots == [[pytest.approx(bits[name] + 0.05), row] for row, name in enumerate(ranked)]
+    ranges = [c.get_segments()[0][:, 0].tolist() for c in loss.collections]
+    assert ranges == [[pytest.approx(bits[n]), pytest.approx(bits[n] + 0.1)] for n in ranked]
+    assert [line.get_xdata()[0] for line in speed.lines] == pytest.approx(sorted(bits.values()))
