@@ -15,18 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from benchmarks import machine
 from benchmarks.arguments import at_least, reason_against
+from benchmarks.mixers import FEATURES, HEADS, mixer_of
 from effattn import registry
-from effattn.nn import RotaryEmbedding
 
-FEATURES, HEADS, PIECE = 256, 4, 4096
-OPTIONS: dict[str, dict[str, Any]] = {
-    "cosformer": {"max_length": 2**20},
-    "sliding_window": {"local_window_size": (255, 0)},
-}
+PIECE = 4096
 
 
 class Row(NamedTuple):
@@ -48,20 +43,15 @@ class Row(NamedTuple):
         return self.seconds[max(self.seconds)] / self.seconds[min(self.seconds)]
 
 
-def mixer_of(name: str) -> Any:
-    entry = registry.get(name)
-    given = {**entry.options_of_model({"rotary": RotaryEmbedding()}), **OPTIONS.get(name, {})}
-    return entry.build(FEATURES, HEADS, is_causal=True, rngs=nnx.Rngs(0), **given)
-
-
 def state_bytes(name: str, length: int) -> int:
-    state = jax.eval_shape(lambda: mixer_of(name).init_state(1, length, jnp.float32))
+    state = jax.eval_shape(lambda: mixer_of(name, length).init_state(1, length, jnp.float32))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
 def measure(name: str, prefixes: Sequence[int], rounds: int) -> Row:
     """Steps after each prefix take turns; each goes on from the last one of its own."""
-    mixer, capacity = mixer_of(name), max(prefixes) + rounds + 2
+    capacity = max(prefixes) + rounds + 2
+    mixer = mixer_of(name, capacity)
     prefill = jax.jit(
         lambda mixer, x, state, lengths: mixer.extend(x, state, lengths=lengths)[1],
         donate_argnums=2,
