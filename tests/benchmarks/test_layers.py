@@ -1,6 +1,8 @@
+import functools
 import json
 
 import pytest
+from flax import nnx
 
 from benchmarks import layers
 from effattn import registry
@@ -38,7 +40,7 @@ def test_what_does_not_fit_is_a_row_that_says_so(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", registry.names())
 def test_every_mechanism_has_a_layer_of_the_size_that_is_timed(name):
     for direction in {"causal", "bidirectional"} & registry.get(name).capabilities:
-        layers.jax.eval_shape(lambda: layers.mixer_of(name, 256, direction == "causal"))
+        nnx.eval_shape(functools.partial(layers.mixer_of, name, 256, direction == "causal"))
 
 
 def test_wrong_arguments_are_named(tmp_path, capsys):
