@@ -115,10 +115,15 @@ def environment() -> dict[str, str]:
     return {
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
-        "cores": str(os.cpu_count()),
+        "cores": str(_cores()),
         "python": platform.python_version(),
         "system": platform.platform(),
     }
+
+
+def _cores() -> int | None:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _spread(mean: float, deviation: float | None) -> str:
