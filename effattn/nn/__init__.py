@@ -38,7 +38,7 @@ from effattn.nn.recurrent_networks import GRU, LSTM
 from effattn.nn.retention import RetNet
 from effattn.nn.reversible import ReversibleStack
 from effattn.nn.rotary import RotaryEmbedding
-from effattn.nn.routing import RoutingSelfAttention
+from effattn.nn.routing import Centroids, RoutingSelfAttention
 from effattn.nn.rwkv import RWKV6, RWKV7
 from effattn.nn.rwkv4 import RWKV4, RWKV4ChannelMix
 from effattn.nn.s4 import S4, S4D
@@ -63,6 +63,7 @@ __all__ = [
     "BasedSelfAttention",
     "Block",
     "BlockLinformerSelfAttention",
+    "Centroids",
     "ChunkedFeedForward",
     "ConvolutionAttention",
     "ConvolutionalClassifier",

@@ -98,6 +98,10 @@ class ConvolutionAttention(CausalMixer):
         self.convolution = ShortConvolution(half, width, activation=None, rngs=rngs, **dtypes)
         self.out = nnx.Linear(half, half, use_bias=False, kernel_init=out_init, rngs=rngs, **dtypes)
 
+    def parts(self, x: jax.Array) -> list[tuple[Any, jax.Array]]:
+        """The mixer that attends, with the tokens that it reads."""
+        return [(self.attention, jnp.split(x, 2, -1)[0])]
+
     def _mix_all(self, x, lengths, segment_ids):
         given = {"lengths": lengths, "segment_ids": segment_ids}
         far, near = jnp.split(x, 2, -1)

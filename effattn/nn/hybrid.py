@@ -129,6 +129,10 @@ class HybridHeads(nnx.Module):
         given = {"lengths": lengths, "segment_ids": segment_ids}
         return sum(mixer(x, **given, rngs=k) for mixer, k in zip(self.mixers, keys, strict=True))
 
+    def parts(self, x: jax.Array) -> list[tuple[Any, jax.Array]]:
+        """The mixers that it is made of, each with the tokens that it reads."""
+        return [(mixer, x) for mixer in self.mixers]
+
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
         """The empty decode state; arguments as in `SelfAttention.init_state`."""
         groups = tuple(mixer.init_state(batch, max_length, dtype) for mixer in self.mixers)

@@ -116,6 +116,10 @@ class MixtureOfMechanisms(CausalMixer):
             in_features, len(mixers), dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
 
+    def parts(self, x: jax.Array) -> list[tuple[Any, jax.Array]]:
+        """The mixers that it is made of, each with the tokens that it reads."""
+        return [(mixer, x) for mixer in self.mixers]
+
     def gates(self, x: jax.Array) -> jax.Array:
         """Each token's share of each mechanism.
 

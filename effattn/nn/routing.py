@@ -1,6 +1,7 @@
 """The Routing Transformer's self-attention: local heads beside heads that route by k-means."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,6 +19,10 @@ from effattn.nn.attention import SelfAttention
 from effattn.nn.hybrid import HybridState
 
 
+class Centroids(nnx.Variable):
+    """Of clusters: no parameter that is trained, but what `update_centroids` moves."""
+
+
 class RoutingSelfAttention(SelfAttention):
     """A mixer of local heads and routed ones (Roy et al. 2020, "... with Routing Transformers").
 
@@ -26,9 +31,10 @@ class RoutingSelfAttention(SelfAttention):
 
     for the first heads l and the others r. Half of the heads are local, as in the paper.
 
-    Each routed head has C centroids, drawn when it is made. They are an `nnx.Variable` that is no
+    Each routed head has C centroids, drawn when it is made. They are `Centroids`, which are no
     `nnx.Param`, and attention has no gradient for them: `update_centroids` moves them, between
-    steps of training. Unlike in the paper, causal heads too have keys of their own.
+    steps of training, and that of `Transformer` moves those of all layers. Unlike in the paper,
+    causal heads too have keys of their own.
 
     Args:
       in_features: D.
@@ -80,7 +86,7 @@ class RoutingSelfAttention(SelfAttention):
         self.local_window_size = _checks.at_least("local_window_size", local_window_size, 0)
         shape = (num_heads - num_local_heads, num_clusters, self.head_dim)
         dtype = jnp.promote_types(self.param_dtype, jnp.float32)
-        self.centroids = nnx.Variable(_on_sphere(jax.random.normal(rngs.centroids(), shape, dtype)))
+        self.centroids = Centroids(_on_sphere(jax.random.normal(rngs.centroids(), shape, dtype)))
 
     def update_centroids(
         self,
@@ -201,6 +207,15 @@ class _SideBySide:
         far, of_routed = self.routed.extend(query, key, value, of_routed, lengths)
         out = jnp.concatenate([near, far], -2)
         return out, HybridState((of_local, of_routed), state.length + lengths)
+
+
+def routing_mixers(mixer: Any, x: jax.Array) -> Iterator[tuple[RoutingSelfAttention, jax.Array]]:
+    """The mixer if it routes, or those that it is made of and that do, each with what it reads."""
+    if isinstance(mixer, RoutingSelfAttention):
+        yield mixer, x
+    elif hasattr(mixer, "parts"):
+        for part, read in mixer.parts(x):
+            yield from routing_mixers(part, read)
 
 
 def _on_sphere(x: jax.Array) -> jax.Array:

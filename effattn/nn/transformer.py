@@ -17,6 +17,7 @@ from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.rotary import RotaryEmbedding
+from effattn.nn.routing import routing_mixers
 from effattn.segments import positions_from_segment_ids
 
 Mixer = str | Mapping[str, Any]
@@ -281,8 +282,41 @@ class Transformer(nnx.Module):
         """
         return self._features(tokens, lengths, segment_ids, rngs)
 
-    def _features(self, tokens, lengths, segment_ids, rngs, *contexts):
-        """`(B, T, D)`; `contexts` are sequences of what each block is given besides."""
+    def update_centroids(
+        self,
+        tokens: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        decay: float = 0.999,
+        axis_name: Any = None,
+    ) -> None:
+        """Moves the centroids of every `RoutingSelfAttention` by what it reads of these tokens.
+
+        From the first layer on, each reading what those before give after their move. A model that
+        has none stays as it is.
+
+        Args:
+          tokens: `(B, T)` int.
+          lengths: as in a call.
+          segment_ids: as in a call.
+          decay: as in `RoutingSelfAttention.update_centroids`.
+          axis_name: as there.
+        """
+
+        def move(block, x, lengths, segment_ids):
+            for mixer, read in routing_mixers(block.mixer, block.mixer_norm(x)):
+                mixer.update_centroids(
+                    read, lengths=lengths, segment_ids=segment_ids, decay=decay, axis_name=axis_name
+                )
+
+        self._features(tokens, lengths, segment_ids, None, before=move)
+
+    def _features(self, tokens, lengths, segment_ids, rngs, *contexts, before=None):
+        """`(B, T, D)`; `contexts` are sequences of what each block is given besides.
+
+        `before` is called with each block and what it is about to be called with.
+        """
         _check_tokens(tokens)
         batch, time = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(time), tokens.shape)
@@ -310,6 +344,8 @@ class Transformer(nnx.Module):
         x = self._embed(tokens, positions, valid)
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
         for layer, (block, *context) in enumerate(zip(self.blocks, *contexts, strict=True)):
+            if before is not None:
+                before(block, x, lengths, segment_ids)
             x = self._block(block, x, lengths, segment_ids, _fold_in(key, layer), *context)
         return self.norm(x)
 

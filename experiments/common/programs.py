@@ -10,10 +10,12 @@ import numpy as np
 import optax
 from flax import nnx
 
+from effattn.nn import Centroids
 from experiments.common.data import Data
 from experiments.common.objectives import NOTHING, Examples
 from experiments.common.schedules import Schedule
 
+# Of a model: what is trained, and the centroids, which move between steps of training.
 Params = dict[str, Any]
 
 
@@ -51,27 +53,31 @@ def compile_programs(
     """Compiles the programs of a language model.
 
     Args:
-      build: makes the model, tokens `(B, T)` to logits `(B, T, V)`, with `init_state` if causal.
+      build: makes the model, tokens `(B, T)` to logits `(B, T, V)`, with `init_state` if causal and
+        `update_centroids` if it has any.
       optimiser: for a learning rate of 1.
       schedule: gives A and B.
       data: gives T, n validation batches and the objective.
     """
 
     def split(model: nnx.Module) -> Any:
-        """The graph, what is trained, and the rest."""
-        return nnx.split(model, nnx.Param, ...)
+        """The graph, what is trained, what moves, and the rest."""
+        return nnx.split(model, nnx.Param, Centroids, ...)
 
-    graph, _, _ = split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
-    # What is not trained, such as random features, is the same for all seeds.
-    fixed = jax.jit(lambda: split(build(nnx.Rngs(0)))[2])()
+    def params_of(model: nnx.Module) -> Params:
+        _, trained, moved, _ = split(model)
+        return {"trained": nnx.to_pure_dict(trained), "moved": nnx.to_pure_dict(moved)}
+
+    graph, *_ = split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+    # What neither is trained nor moves, such as random features, is the same for all seeds.
+    fixed = jax.jit(lambda: split(build(nnx.Rngs(0)))[3])()
 
     def model(params: Params) -> Any:
-        return nnx.merge(graph, params, fixed)
+        return nnx.merge(graph, params["trained"], params["moved"], fixed)
 
     def init(seed: jax.Array) -> tuple[Params, Any]:
-        _, state, _ = split(build(nnx.Rngs(jax.random.key(seed))))
-        params: Params = nnx.to_pure_dict(state)
-        return params, optimiser.init(params)
+        params = params_of(build(nnx.Rngs(jax.random.key(seed))))
+        return params, optimiser.init(params["trained"])
 
     def nats(params: Params, examples: Examples) -> jax.Array:
         logits = model(params)(examples.inputs)
@@ -83,16 +89,29 @@ def compile_programs(
         return nats(params, examples).sum() / (examples.targets != NOTHING).sum()
 
     def step(params: Params, optimiser_state: Any, learning_rate: jax.Array, examples: Examples):
+        trained = params["trained"]
+
+        def mean_of(trained, microbatch):
+            return mean_nats({**params, "trained": trained}, microbatch)
+
         def add(total, microbatch):
-            new = jax.value_and_grad(mean_nats)(params, microbatch)
+            new = jax.value_and_grad(mean_of)(trained, microbatch)
             return jax.tree.map(jnp.add, total, new), None
 
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, trained))
         total, _ = jax.lax.scan(add, zero, examples)
         loss, gradients = jax.tree.map(lambda x: x / len(examples.inputs), total)
-        updates, optimiser_state = optimiser.update(gradients, optimiser_state, params)
+        updates, optimiser_state = optimiser.update(gradients, optimiser_state, trained)
         updates = jax.tree.map(lambda update: learning_rate * update, updates)
-        return optax.apply_updates(params, updates), optimiser_state, loss
+        params = {**params, "trained": optax.apply_updates(trained, updates)}
+        return move(params, examples.inputs), optimiser_state, loss
+
+    def move(params: Params, inputs: jax.Array) -> Params:
+        if not params["moved"]:
+            return params
+        moving = model(params)
+        moving.update_centroids(inputs.reshape(-1, inputs.shape[-1]))
+        return {**params, "moved": params_of(moving)["moved"]}
 
     def evaluate(params: Params, examples: Examples) -> jax.Array:
         return jax.lax.map(lambda batch: nats(params, batch).sum(-1), examples)
@@ -113,7 +132,7 @@ def compile_programs(
         step=compiled_step,
         evaluate=compiled_evaluate,
         model=model,
-        parameters=_total(params, lambda leaf: leaf.size),
+        parameters=_total(params["trained"], lambda leaf: leaf.size),
         temporary_bytes=memory.temp_size_in_bytes,
         state_bytes=_state_bytes(model, params, context) if is_causal else None,
     )

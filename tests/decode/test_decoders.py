@@ -1,4 +1,4 @@
-"""A sequence extended in any pieces gives what it gives at once."""
+"""Decoders with options that no law draws, rows of unequal lengths, and what is refused."""
 
 import dataclasses
 import functools
@@ -85,22 +85,6 @@ def compiled(name):
         options = {**options, "is_causal": True}
     whole = jax.jit(functools.partial(function, **options))(*heads(LENGTH, ROWS))
     return decoder, jax.jit(decoder.extend), np.asarray(whole)
-
-
-@pytest.mark.parametrize("split", [(1,) * LENGTH, (7, 1, 7)], ids=str)
-def test_any_split_equals_the_whole(name, split):
-    decoder, extend, whole = compiled(name)
-    query, key, value = heads(LENGTH, ROWS)
-    state = decoder.init(ROWS, LENGTH, 2, 8, 6, jnp.float32)
-    outs, start = [], 0
-    for time in split:
-        piece = slice(start, start + time)
-        out, state = extend(query[:, piece], key[:, piece], value[:, piece], state)
-        outs.append(out)
-        start += time
-    np.testing.assert_allclose(np.concatenate(outs, 1), whole, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(state.length, [LENGTH] * ROWS)
-    assert state.length.dtype == jnp.int32
 
 
 def test_rows_of_unequal_lengths_equal_each_row_alone(name):

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from effattn.nn import Centroids, TransformerConfig, TransformerLM
 from experiments.common import metrics
 from experiments.common.corpora import Corpus
 from experiments.common.data import prepare
 from experiments.common.errors import Diverged
-from experiments.common.objectives import NOTHING, MaskedTokens
+from experiments.common.objectives import NOTHING, Examples, MaskedTokens
 from experiments.common.optimisers import make_optimiser
 from experiments.common.programs import compile_programs
 from experiments.common.schedules import Schedule
@@ -173,6 +174,28 @@ def test_the_learning_rate_is_no_constant_of_the_program(run, data, programs):
     still = dataclasses.replace(run, learning_rate=0.0)
     params, _ = train(still, SCHEDULE, programs, data, Lines())
     assert_identical(params, programs.init(1)[0])
+
+
+def test_centroids_move_with_each_step_and_are_no_parameters(data):
+    mixer = {"name": "routing", "num_clusters": 2, "cluster_size": 4}
+    config = TransformerConfig(vocab_size=256, num_layers=1, features=8, num_heads=2, mixer=mixer)
+
+    def build(rngs):
+        return TransformerLM(config, rngs=rngs)
+
+    routing = compile_programs(build, optimiser(), SCHEDULE, data)
+    params, state = routing.init(1)
+    before = jax.tree.map(jnp.copy, params["moved"])  # a step takes over the memory
+    tokens = data.valid[None, :4, 1:].astype(np.int32)
+    after, *_ = routing.step(params, state, 0.1, Examples(tokens, tokens))
+    expected = routing.model({**after, "moved": before})
+    expected.update_centroids(tokens[0])
+    (got,), (wanted,) = (
+        jax.tree.leaves(of) for of in (after["moved"], nnx.state(expected, Centroids))
+    )
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    assert np.any(got != jax.tree.leaves(before)[0])
+    assert routing.parameters == sum(x.size for x in jax.tree.leaves(after["trained"]))
 
 
 def test_programs_know_their_sizes(programs):

@@ -94,7 +94,7 @@ def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
 
 
 @both_ways
-@pytest.mark.parametrize("sizes", [(23, 1, 2, 7), (3, 4, 20, 10), (1,) * 9 + (16, 8)], ids=str)
+@pytest.mark.parametrize("sizes", [(23, 1, 2, 7), (1,) * 9 + (16, 8)], ids=str)
 def test_documents_are_sorted_and_cut_by_themselves(sizes, is_causal, x64):
     """With padding at the end, and between the first and the second."""
     arrays = draw(batch=(1,))
@@ -141,7 +141,7 @@ def test_padding_is_nowhere(is_causal, x64):
             cut = {
                 k: x if k == "rotations" else x[row : row + 1, :length] for k, x in arrays.items()
             }
-            expected = definition(cut, is_causal=is_causal)
+            expected = jax.jit(functools.partial(definition, is_causal=is_causal))(cut)
             assert_close((out[row, :length], lse[row, :length]), [x[0] for x in expected], 1e-12)
     few, _ = jax.jit(functools.partial(ours, **given, query_seq_lengths=lengths // 2))(
         {**arrays, **tokens}
@@ -180,7 +180,7 @@ def test_a_pair_counts_once_in_however_many_rounds(is_causal, x64):
 def test_a_token_sees_itself_only_where_it_has_nothing_else(is_causal):
     arrays = draw(5, batch=(), dtype=np.float32, num_buckets=2)
     options = {"num_buckets": 2, "is_causal": is_causal}
-    _, lse = ours(arrays, **options)
+    _, lse = jax.jit(functools.partial(ours, **options))(arrays)
 
     def of_values(value):
         return ours({**arrays, "value": value}, **options)[0]
@@ -193,7 +193,7 @@ def test_a_token_sees_itself_only_where_it_has_nothing_else(is_causal):
     np.testing.assert_array_equal(own, alone)
 
     single = {k: x if k == "rotations" else x[:1] for k, x in draw(1, (), num_buckets=1).items()}
-    out, lse = ours(single, num_buckets=1, is_causal=is_causal)
+    out, lse = jax.jit(functools.partial(ours, num_buckets=1, is_causal=is_causal))(single)
     np.testing.assert_array_equal(out, single["value"].astype(out.dtype))
     np.testing.assert_array_equal(lse, np.full((1, HEADS), -1e5))
 
@@ -261,10 +261,11 @@ def test_rotations_are_drawn_from_rng():
     rng = jax.random.key(3)
     arrays["rotations"] = lsh_rotations(rng, 3, 8, SIZE, num_heads=HEADS)
     assert arrays["rotations"].shape == (HEADS, 3, SIZE, 3)
-    expected = ours(arrays)
-    drawn = lsh_attention(
-        arrays["query_key"], arrays["value"], **OPTIONS, rng=rng, return_residual=True
-    )
+    expected = jax.jit(ours)(arrays)
+    tokens = {k: arrays[k] for k in ("query_key", "value")}
+    drawn = jax.jit(
+        lambda tokens: lsh_attention(**tokens, **OPTIONS, rng=rng, return_residual=True)
+    )(tokens)
     jax.tree.map(np.testing.assert_array_equal, drawn, expected)
 
 
@@ -285,17 +286,19 @@ def test_buckets_are_hashed_by_even_factors(num_buckets, factors):
 
 
 def test_a_mixer_trains_no_rotations_and_takes_short_sequences():
-    mixer = LSHSelfAttention(8, 2, rngs=nnx.Rngs(0))
+    mixer = nnx.eval_shape(lambda: LSHSelfAttention(8, 2, rngs=nnx.Rngs(0)))
     paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(mixer, nnx.Param))]
     assert sorted(paths) == ["out.kernel", "query_key.kernel", "value.kernel"]
-    assert mixer(jnp.ones((1, 3, 8))).shape == (1, 3, 8)
+    y = nnx.eval_shape(lambda mixer: mixer(jnp.ones((1, 3, 8))), mixer)
+    assert y.shape == (1, 3, 8)
 
 
 def test_many_tokens_extend_a_state_as_few_do():
     """There the sequence is sorted, here each token is held against all."""
-    mixer = LSHSelfAttention(8, 2, num_rounds=2, num_buckets=4, chunk_length=2, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(0), (2, 30, 8))
-    whole = mixer(x)
+    options = {"num_rounds": 2, "num_buckets": 4, "chunk_length": 2}
+    mixer = nnx.jit(lambda: LSHSelfAttention(8, 2, **options, rngs=nnx.Rngs(0)))()
+    x = np.random.default_rng(0).normal(size=(2, 30, 8)).astype(np.float32)
+    whole = nnx.jit(lambda mixer, x: mixer(x))(mixer, x)
     extend = nnx.jit(lambda x, state: mixer.extend(x, state))
     state, parts, start = mixer.init_state(2, 33), [], 0
     for size in (3, 12, 8, 7):

@@ -49,6 +49,8 @@ def _directions(name):
 SUBJECTS = [Subject(n, v, d) for n in MIXERS for v in MIXERS[n].variants for d in _directions(n)]
 # One of each, for the laws that are not about values.
 FIRST = [Subject(n, next(iter(MIXERS[n].variants)), _directions(n)[0]) for n in MIXERS]
+# One of each layer, for the laws on calls from larger programs: kinds of a layer are alike there.
+LAYERS = list({subject.entry.builder: subject for subject in reversed(FIRST)}.values())[::-1]
 
 
 def build(subject: Subject, features: int = FEATURES, heads: int = HEADS, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from effattn import registry
 from effattn.nn import SelfAttention
 from tests.laws import cost, mixers
-from tests.laws.mixers import FEATURES, FIRST, LENGTH, ROWS, SUBJECTS, rms
+from tests.laws.mixers import FEATURES, FIRST, LAYERS, LENGTH, ROWS, SUBJECTS, rms
 from tests.laws.sharding import collectives, mesh
 from tests.references import MIXERS
 
@@ -23,6 +23,7 @@ SEEDS = 8
 
 every = pytest.mark.parametrize("mixer", SUBJECTS, ids=str)
 first = pytest.mark.parametrize("mixer", FIRST, ids=str)
+layers = pytest.mark.parametrize("mixer", LAYERS, ids=str)
 causal = pytest.mark.parametrize("mixer", [s for s in FIRST if s.is_causal], ids=str)
 
 
@@ -307,7 +308,7 @@ def test_twice_the_same(mixer):
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
-@first
+@layers
 def test_sharded_by_rows(mixer):
     """Only the gradients of the parameters are summed, and the numbers are those of one device."""
     if mixer.reference.transforms and jax.__version_info__ < (0, 12):
@@ -330,7 +331,7 @@ def test_sharded_by_rows(mixer):
     close(compiled(*args), mixers.run_in_float32(mixer, x, cotangent), 40 * EPS)
 
 
-@first
+@layers
 def test_scan_remat_and_vmap(mixer):
     """Over two sets of parameters, a scan over the examples of calls that keep nothing."""
     module = mixers.cast(mixers.made(mixer), np.float32)

@@ -192,16 +192,23 @@ def test_bfloat16(layer, mixer):
     assert np.sqrt((error**2).mean() / np.square(expected).mean()) < 0.02
 
 
-def test_a_model_generates(layer):
-    name = NAMES[layer]
+def model_with(layer):
     config = TransformerConfig(
-        vocab_size=7, num_layers=1, features=FEATURES, num_heads=HEADS, mixer=name
+        vocab_size=7, num_layers=1, features=FEATURES, num_heads=HEADS, mixer=NAMES[layer]
     )
-    model = compiled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))()
-    mixer = model.blocks[0].mixer
+    return TransformerLM(config, rngs=nnx.Rngs(0))
+
+
+def test_a_model_has_it_by_name(layer):
+    mixer = nnx.eval_shape(lambda: model_with(layer)).blocks[0].mixer
     assert type(mixer) is layer
     # What forgets by its tokens needs no positions.
-    assert (getattr(mixer, "rotary", None) is None) == registry.get(name).knows_order
+    assert (getattr(mixer, "rotary", None) is None) == registry.get(NAMES[layer]).knows_order
+
+
+@pytest.mark.parametrize("layer", [Mamba2, RWKV7])
+def test_a_model_generates(layer):
+    model = compiled(lambda: model_with(layer))()
     tokens = np.random.default_rng(0).integers(0, 7, size=(2, LENGTH))
     forward = compiled(lambda model, tokens: model(tokens))
     drawn = generate(model, tokens[:, :-1], max_new_tokens=2, temperature=0)

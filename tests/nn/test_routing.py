@@ -8,7 +8,7 @@ from flax import nnx
 
 import effattn
 from effattn.functional.routing import normalise
-from effattn.nn import RotaryEmbedding, RoutingSelfAttention
+from effattn.nn import RotaryEmbedding, RoutingSelfAttention, TransformerConfig, TransformerLM
 
 X = jax.random.normal(jax.random.key(0), (2, 11, 16))
 
@@ -122,6 +122,49 @@ def test_devices_move_them_together():
     found = jax.vmap(of_part, axis_name="parts")(X[:, None])
     for part in found:
         np.testing.assert_allclose(part, whole.centroids[...], rtol=1e-5, atol=1e-6)
+
+
+ROUTING = {"name": "routing", "num_clusters": 3, "cluster_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("mixer", "half"),
+    [
+        (ROUTING, False),
+        ({"heads": ({**ROUTING, "num_heads": 2}, {"name": "softmax", "num_heads": 2})}, False),
+        ({"name": "mixture_of_mechanisms", "mechanisms": ("linear", ROUTING)}, False),
+        ({"name": "convolution_attention", "attention": ROUTING}, True),
+    ],
+    ids=["routing", "heads", "mixture", "half"],
+)
+def test_a_model_moves_those_of_its_layers(mixer, half):
+    """By what each mixer reads, padding aside; and nothing else of the model."""
+    config = TransformerConfig(
+        vocab_size=7, num_layers=2, features=16, num_heads=4, mixer=("linear", mixer)
+    )
+    model = nnx.jit(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))()
+    tokens = jax.random.randint(jax.random.key(2), (2, 11), 0, 7)
+    lengths = jnp.array([11, 6])
+
+    @jax.jit
+    def moved(model):
+        model.update_centroids(tokens, lengths=lengths, decay=0.5)
+        return nnx.state(model)
+
+    @jax.jit
+    def expected(model):
+        first, second = model.blocks
+        read = second.mixer_norm(first(model.embed(tokens), lengths=lengths))
+        (routing,) = (m for _, m in nnx.iter_modules(second) if type(m) is RoutingSelfAttention)
+        routing.update_centroids(read[..., :8] if half else read, lengths=lengths, decay=0.5)
+        return nnx.state(model)
+
+    states = nnx.state(model), moved(model), expected(model)
+    before, after, wanted = (dict(nnx.to_flat_state(state)) for state in states)
+    for path, value in after.items():
+        np.testing.assert_allclose(value[...], wanted[path][...], rtol=1e-5, atol=1e-6)
+    changed = [path[-1] for path in after if np.any(after[path][...] != before[path][...])]
+    assert changed == ["centroids"]
 
 
 def test_k_means_finds_groups():
