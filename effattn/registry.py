@@ -108,6 +108,12 @@ class Mechanism:
         """The options that its mixer has beside those of every `SelfAttention`."""
         return _parameters(self.builder) - _parameters(_ANY_FUNCTION)
 
+    def takes_rotary(self) -> bool:
+        """Whether its mixer, or those that it is made of, may turn something by its position."""
+        parameters = _signature(self.builder)
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return not self.knows_order and (open_ended or "rotary" in parameters)
+
     def options_of_model(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Of what a model says to all its mixers, what this mechanism's is given.
 

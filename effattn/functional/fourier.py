@@ -7,7 +7,7 @@ from effattn import registry
 
 
 @jax.named_scope("fourier_mixing")
-def fourier_mixing(x: jax.Array) -> jax.Array:
+def fourier_mixing(x: jax.Array, *, norm: str = "backward") -> jax.Array:
     r"""The mixing of FNet (Lee-Thorp et al. 2022, "FNet: Mixing Tokens with Fourier Transforms").
 
         y_td = Re sum_(s, e) x_se exp(-2 pi i (t s / T + d e / D))
@@ -20,13 +20,18 @@ def fourier_mixing(x: jax.Array) -> jax.Array:
 
     Args:
       x: `(*B, T, D)`, any number of batch dimensions.
+      norm: "backward", as above and in the paper, where a layer norm follows the sum with x; or
+        "ortho", divided by sqrt(T D), for models in which none does: outputs as large as x, where
+        else they would drown it.
 
     Returns:
       `(*B, T, D)` in the dtype of `x`; transformed in float32 or float64.
 
     Raises:
-      ValueError: fewer than two axes, or a dtype that is not real floating point.
+      ValueError: fewer than two axes, a dtype that is not real floating point, or another norm.
     """
+    if norm not in ("backward", "ortho"):
+        raise ValueError(f'norm must be "backward" or "ortho", got {norm!r}')
     x = jnp.asarray(x)
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
@@ -36,7 +41,7 @@ def fourier_mixing(x: jax.Array) -> jax.Array:
     if 0 in x.shape:
         return x
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.real(jnp.fft.fft2(wide)).astype(x.dtype)
+    return jnp.real(jnp.fft.fft2(wide, norm=norm)).astype(x.dtype)
 
 
 registry.register(

@@ -119,7 +119,7 @@ class _BiasedAFT(_AFT, CachedMixer):
         )
         return self.out(y)
 
-    def _prepare(self, x):
+    def _prepare(self, x, positions):
         return (self.key(x), self.value(x)), self.query(x)
 
     def _mix_at(self, tokens, own, positions):

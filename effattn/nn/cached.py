@@ -19,10 +19,10 @@ class CachedMixer(CausalMixer):
 
     _state = TokenState
 
-    def _prepare(self, x: jax.Array) -> tuple[Any, Any]:
+    def _prepare(self, x: jax.Array, positions: jax.Array) -> tuple[Any, Any]:
         """Of x `(B, T, D)`, what later tokens see of each, and what it keeps for its own output.
 
-        Both are pytrees of `(B, T, ...)`.
+        Both are pytrees of `(B, T, ...)`. Positions `(B, T)` count from a document's start.
         """
         raise NotImplementedError
 
@@ -35,7 +35,8 @@ class CachedMixer(CausalMixer):
 
     def _empty(self, batch, max_length, dtype):
         token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
-        tokens, _ = jax.eval_shape(self._prepare, token)
+        place = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+        tokens, _ = jax.eval_shape(self._prepare, token, place)
 
         def empty(x):
             kept = x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else dtype
@@ -48,8 +49,8 @@ class CachedMixer(CausalMixer):
 
     def _extend(self, x, state, lengths):
         batch, time = x.shape[:2]
-        tokens, own = self._prepare(x)
-        new = append(state, tokens, new_lengths(lengths, batch, time))
         positions = state.length[:, None] + jnp.arange(time, dtype=jnp.int32)
+        tokens, own = self._prepare(x, positions)
+        new = append(state, tokens, new_lengths(lengths, batch, time))
         cached = jax.tree.map(lambda kept, x: kept.astype(x.dtype), new.tokens, tokens)
         return self._mix_at(cached, own, positions), new

@@ -14,6 +14,7 @@ class FNet(Mixer):
 
     Args:
       in_features: D.
+      norm: as in `effattn.fourier_mixing`; "ortho" for pre-norm models, `TransformerLM` among them.
       is_causal: only False.
       dropout_rate: only 0, as there are no attention weights to drop.
       dtype: of the output; default that of the input.
@@ -27,6 +28,7 @@ class FNet(Mixer):
         self,
         in_features: int,
         *,
+        norm: str = "backward",
         is_causal: bool = False,
         dropout_rate: float = 0.0,
         dtype: Any = None,
@@ -35,6 +37,10 @@ class FNet(Mixer):
         super().__init__(
             in_features, "fnet", is_causal=is_causal, dropout_rate=dropout_rate, dtype=dtype
         )
+        if norm not in ("backward", "ortho"):
+            raise ValueError(f'norm must be "backward" or "ortho", got {norm!r}')
+        self.norm = norm
 
     def _mix_all(self, x, lengths, segment_ids):
-        return fourier_mixing(x if self.dtype is None else x.astype(self.dtype))
+        x = x if self.dtype is None else x.astype(self.dtype)
+        return fourier_mixing(x, norm=self.norm)

@@ -77,13 +77,13 @@ class GatedMLP(CachedMixer):
             hidden // 2, in_features, use_bias=False, kernel_init=out_init, rngs=rngs, **dtypes
         )
 
-    def _prepare(self, x):
+    def _prepare(self, x, positions):
         gate, value = jnp.split(jax.nn.gelu(self.project(x)), 2, -1)
         return self.norm(value), gate
 
     def _mix_all(self, x, lengths, segment_ids):
         self._check_length("x has", x.shape[1])
-        value, gate = self._prepare(x)
+        value, gate = self._prepare(x, None)
         y = spatial_gating(
             gate,
             value,

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -12,12 +13,13 @@ from effattn.functional import lsh
 from effattn.nn import initializers
 from effattn.nn.attention import default_head_dim
 from effattn.nn.cached import CachedMixer
+from effattn.segments import positions_from_segment_ids
 
 
 class LSHSelfAttention(CachedMixer):
     """A mixer by locality-sensitive hashing (Kitaev et al. 2020, "Reformer").
 
-        y = lsh_attention(x Wqk, x Wv) Wo
+        y = lsh_attention(rotary(x Wqk), x Wv) Wo
 
     with one projection for queries and keys; see `effattn.lsh_attention`. The rotations are drawn
     when it is made, for each head its own, and are not trained: they are an `nnx.Variable` that is
@@ -31,6 +33,9 @@ class LSHSelfAttention(CachedMixer):
       num_rounds: n.
       num_buckets: b, or its even factors.
       chunk_length: m, tokens.
+      rotary: turns what is both query and key, before it is hashed, by its position in its
+        document; called as `rotary(x, positions)`. None leaves the order to the embeddings of
+        positions in x, as the paper does.
       is_causal: attend to the past only.
       dropout_rate: only 0, as it has no dropout of weights.
       dtype: of the computation; default that of the input and the parameters together.
@@ -53,6 +58,7 @@ class LSHSelfAttention(CachedMixer):
         num_rounds: int = 4,
         num_buckets: int | tuple[int, ...] = 32,
         chunk_length: int = 64,
+        rotary: Callable[..., jax.Array] | None = None,
         is_causal: bool = True,
         dropout_rate: float = 0.0,
         dtype: Any = None,
@@ -74,6 +80,7 @@ class LSHSelfAttention(CachedMixer):
         self.num_heads = _checks.at_least("num_heads", num_heads, 1)
         self.head_dim = head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
         self.num_rounds = _checks.at_least("num_rounds", num_rounds, 1)
+        self.rotary = rotary
         self.chunk_length = _checks.at_least("chunk_length", chunk_length, 1, "tokens")
         self.factors = lsh.factors_of(num_buckets)
         linear = functools.partial(
@@ -98,8 +105,10 @@ class LSHSelfAttention(CachedMixer):
             )
         )
 
-    def _prepare(self, x):
+    def _prepare(self, x, positions):
         query_key, value = self.query_key(x), self.value(x)
+        if self.rotary is not None:
+            query_key = self.rotary(query_key, positions)
         buckets = lsh.hashed(query_key, self.rotations[...], self.factors)
         return (query_key, value, buckets), query_key
 
@@ -115,7 +124,10 @@ class LSHSelfAttention(CachedMixer):
         return out
 
     def _mix_all(self, x, lengths, segment_ids):
-        tokens, _ = self._prepare(x)
+        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        if segment_ids is not None:
+            positions = positions_from_segment_ids(jnp.asarray(segment_ids))
+        tokens, _ = self._prepare(x, positions)
         return self.out(self._attend(*tokens, lengths=lengths, segment_ids=segment_ids))
 
     def _mix_at(self, tokens, own, positions):

@@ -152,7 +152,7 @@ class Synthesizer(CachedMixer):
             rngs=rngs,
         )
 
-    def _prepare(self, x):
+    def _prepare(self, x, positions):
         tokens, own = {"value": self.value(x)}, {}
         if self.kind in ("dense", "mixture"):
             own["hidden"] = jax.nn.relu(self.hidden(x))
@@ -172,7 +172,7 @@ class Synthesizer(CachedMixer):
             "key_value_seq_lengths": lengths,
             "segment_ids": segment_ids,
         }
-        tokens, own = self._prepare(x)
+        tokens, own = self._prepare(x, None)
         return self._attend(tokens, own, places, places, options)
 
     def _mix_at(self, tokens, own, positions):

@@ -49,8 +49,8 @@ class TransformerConfig:
         (`{"heads": [{"name": "softmax", "num_heads": 2}, ...]}`, see `HybridHeads`), or L of those
         in a sequence. Options are arguments of the mixer, and win over what the model would give
         it. Some mechanisms change with the layer of themselves: "dilated" widens its steps.
-      positions: "rotary", "learned" (one vector a position, added to the tokens), "alibi", or
-        "none".
+      positions: "rotary" (in the mixers that have something to turn and do not know the order by
+        themselves), "learned" (one vector a position, added to the tokens), "alibi", or "none".
       rotary_theta: see `RotaryEmbedding`.
       rotary_scaling: see `RotaryEmbedding`.
       max_length: the most tokens of an input, for what has parameters by position: learned
@@ -125,6 +125,13 @@ class TransformerConfig:
         for layer in range(self.num_layers):
             for mixer in self.layer_mixer(layer):
                 registry.get(mixer["name"])
+
+    @property
+    def knows_positions(self) -> bool:
+        """Whether some layer tells the order of tokens, by rotary embeddings or by itself."""
+        names = {mixer["name"] for n in range(self.num_layers) for mixer in self.layer_mixer(n)}
+        entries = map(registry.get, names)
+        return any(entry.knows_order or entry.takes_rotary() for entry in entries)
 
     def layer_mixer(self, layer: int) -> tuple[dict[str, Any], ...]:
         """The name and the options of a layer's mixer, or of each group of its heads."""
@@ -238,9 +245,17 @@ class Transformer(nnx.Module):
     Args:
       config: sizes and options.
       rngs: for the initial parameters.
+
+    Raises:
+      ValueError: what the mixers refuse, and rotary positions where no mixer could tell them.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        if config.positions == "rotary" and not config.knows_positions:
+            raise ValueError(
+                f"positions='rotary', and mixer={config.mixer!r} has no queries and keys to turn: "
+                "give positions='learned' and max_length, or positions='none'"
+            )
         self.config = config
         dtypes = dtypes_of(config)
         embed = functools.partial(

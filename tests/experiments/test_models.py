@@ -26,7 +26,13 @@ def hidden_features(model):
 
 @pytest.mark.parametrize(
     ("mechanism", "is_causal", "change"),
-    [("linear", True, 0), ("mamba", True, -1), ("lstm/lsh", True, -1), ("fnet", False, 1)],
+    [
+        ("linear", True, 0),
+        ("mamba", True, -1),
+        ("lstm/lsh", True, -1),
+        ("fnet", False, 1),
+        ("aft_simple", True, -1),
+    ],
 )
 def test_feed_forward_layers_make_up_for_the_mechanism(mechanism, is_causal, change):
     softmax, other = (model(m, True, is_causal) for m in ("softmax", mechanism))
@@ -35,6 +41,11 @@ def test_feed_forward_layers_make_up_for_the_mechanism(mechanism, is_causal, cha
     (usual,), (chosen,) = hidden_features(softmax), hidden_features(other)
     assert (chosen > usual) - (chosen < usual) == change
     assert hidden_features(model(mechanism, False, is_causal)) == {usual}
+
+
+def test_a_mechanism_that_cannot_tell_the_order_gets_learned_positions():
+    assert model("aft_simple", True).positions is not None
+    assert model("aft_simple/lsh", True).positions is None
 
 
 def test_a_mechanism_larger_than_the_whole_model_is_refused():

@@ -10,7 +10,7 @@ from flax import nnx
 
 import effattn
 from effattn.functional.s4 import hippo, low_rank_kernel
-from effattn.nn import GRU, LSTM, S4D, ConvolutionalClassifier, Hyena, Synthesizer
+from effattn.nn import GRU, LSTM, S4D, ConvolutionalClassifier, FNet, Hyena, Synthesizer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_fnet.npz"
 RNG = np.random.default_rng(0)
@@ -197,6 +197,8 @@ IDS = np.ones((2, 9), int)
     [
         (lambda: effattn.fourier_mixing(np.ones(3)), r"x must be floating point of shape \(\*B, T"),
         (lambda: effattn.fourier_mixing(np.ones((3, 3), int)), "got int.* cast it"),
+        (lambda: effattn.fourier_mixing(X, norm="forward"), "norm must be .*, got .forward."),
+        (lambda: FNet(8, norm=2, rngs=nnx.Rngs(0)), 'norm must be "backward" or "ortho", got 2'),
         (lambda: effattn.rwkv4_mixing(X, X[:, :3], decay=0, bonus=0), "value must be float32 of"),
         (
             lambda: effattn.rwkv4_mixing(X, X, decay=np.ones(3), bonus=np.ones(D)),

@@ -7,7 +7,9 @@ import jax
 import numpy as np
 
 from tests.laws import battery
-from tests.laws.battery import SQUARE
+from tests.laws.battery import MECHANISMS, SQUARE
+
+FIRST_OF_FAMILY = {m.entry.family: m for m in reversed(MECHANISMS)}.values()
 
 # XLA fuses products on the CPU for a library that ends the process at those of eight axes.
 UNFUSED = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -16,14 +18,19 @@ UNFUSED = {"xla_cpu_experimental_ynn_fusion_type": ""}
 def test_vmap_over_any_argument(mechanism):
     """Three maps inside each other, each over a third of the arguments.
 
-    To the inner one, two thirds are not batched at all.
+    To the inner one, two thirds are not batched at all. Of all that is claimed for one mechanism of
+    each family, which share their cores; of query, key and value for the others.
     """
-    extent = battery.everything(mechanism)
-    with jax.enable_x64(True):
+    all_claimed = mechanism in FIRST_OF_FAMILY
+    extent = battery.everything(mechanism) if all_claimed else battery.plain(mechanism)
+    with jax.enable_x64(all_claimed):
         first, second = (
-            battery.draw_arrays(mechanism, SQUARE, everything=True, seed=seed) for seed in (0, 1)
+            battery.draw_arrays(mechanism, SQUARE, everything=True, seed=seed)
+            if all_claimed
+            else battery.draw_plain(mechanism, seed)
+            for seed in (0, 1)
         )
-        known = battery.neutral(mechanism, SQUARE, extent)
+        known = battery.neutral(mechanism, SQUARE, extent) if all_claimed else {}
         cotangents = battery.cotangents_of(mechanism, extent, first, known)
         names = sorted([*first, *known])
         # Halves are shorter lengths, padding in place of a segment, and nothing of a mask.
@@ -52,4 +59,4 @@ def test_vmap_over_any_argument(mechanism):
             )
             here = jax.tree.map(lambda x, at=(outer, middle, inner): x[at], got)
             alone = one(program, *values)
-            battery.assert_close(here, alone, 1e-12)
+            battery.assert_close(here, alone, 1e-12 if all_claimed else 1e-5)

@@ -340,6 +340,17 @@ def test_every_mechanism_that_decodes_builds_a_model():
         options = {"local_window_size": (2, 0)} if name == "sliding_window" else {}
         # Key heads are of those that have keys.
         given = {} if registry.get(name).takes_heads else {"num_kv_heads": None}
-        mixer = {"name": name, **options}
-        model = make(num_layers=1, mixer=mixer, max_length=16, **given)
-        assert jax.eval_shape(call, model, TOKENS).shape == (2, 9, 13)
+        given |= {"mixer": {"name": name, **options}, "num_layers": 1, "max_length": 16}
+        entry = registry.get(name)
+        if not (entry.knows_order or entry.takes_rotary()):
+            with pytest.raises(ValueError, match=f"'{name}'.* give positions='learned'"):
+                make(**given)
+            given["positions"] = "learned"
+        assert jax.eval_shape(call, make(**given), TOKENS).shape == (2, 9, 13)
+
+
+def test_models_of_any_mixer_tell_the_order():
+    """By rotary positions; AFT-simple, which has nothing to turn, by learned ones."""
+    cannot = {n for n in registry.names() if not registry.get(n).takes_rotary()}
+    assert {n for n in cannot if not registry.get(n).knows_order} == {"aft_simple"}
+    make(mixer=("aft_simple", "softmax"), num_layers=2, num_kv_heads=None)

@@ -12,7 +12,8 @@ def mix(mixer, x):
     time, features = (angles(size) for size in x.shape)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     across, down = (jnp.exp(-1j * turn.astype(wide)) for turn in (features, time))
-    return jnp.real(down @ (x.astype(wide) @ across)).astype(x.dtype)
+    size = x.size**0.5 if mixer.norm == "ortho" else 1
+    return (jnp.real(down @ (x.astype(wide) @ across)) / size).astype(x.dtype)
 
 
-FNET = MixerReference(mix=mix, transforms=True)
+FNET = MixerReference(mix=mix, variants={"": {}, "ortho": {"norm": "ortho"}}, transforms=True)

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from effattn.nn import RotaryEmbedding
 from tests.references.reference import MixerReference
 
 
@@ -54,6 +55,8 @@ def mix(mixer, x):
         return jnp.einsum("td,dnh->tnh", x, layer.kernel[...])
 
     query_key, value = project(mixer.query_key), project(mixer.value)
+    if mixer.rotary is not None:
+        query_key = mixer.rotary(query_key, jnp.arange(len(x)))
     heads = [
         lsh(
             query_key[:, n],
@@ -70,7 +73,15 @@ def mix(mixer, x):
 
 LSH = MixerReference(
     mix=mix,
-    variants={"": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 3}},
+    variants={
+        "": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 3},
+        "rotary": {
+            "num_rounds": 2,
+            "num_buckets": 4,
+            "chunk_length": 3,
+            "rotary": RotaryEmbedding(theta=10.0),
+        },
+    },
     cost=lambda length: {"num_rounds": 2, "num_buckets": 16, "chunk_length": 32},
     drawn=frozenset({"rotations"}),
     narrow={"num_buckets": 1},
