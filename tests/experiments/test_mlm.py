@@ -13,7 +13,8 @@ from experiments.common.training import train
 from tests.experiments.test_lm import arguments, assert_refused, parameters, untimed
 
 MECHANISMS = ["softmax", "linformer,num_projected=4"]
-SCHEDULE = ["--steps", "4", "--evaluate-every", "2", "--seeds", "0", "--mechanisms", *MECHANISMS]
+SCHEDULE = ["--steps", "4", "--evaluate-every", "2", "--seeds", "0", "--no-equal-parameters"]
+SCHEDULE += ["--mechanisms", *MECHANISMS]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_a_run_folder_holds_a_table_a_figure_and_the_numbers(finished, capsys):
     # Its projections are for the 16 tokens of the context, one for keys and one for values.
     assert linformer["parameters"] - softmax["parameters"] == 2 * 4 * 16
     arrays = parameters(output / summary["runs"][0]["folder"])[1]
-    assert len(arrays["[0]['embed']['embedding']"]) == (256 + 1) * 8 * 4
+    assert len(arrays["[0]['trained']['embed']['embedding']"]) == (256 + 1) * 8 * 4
     for run in summary["runs"]:
         assert run["state_bytes"] is None
         assert run["perplexity"] == pytest.approx(np.exp(run["valid_loss"]))
