@@ -62,6 +62,5 @@ registry.register(
         builder="effattn.nn.fnet:FNet",
         complexity="O(N log N D)",
         time_exponent=1.0,
-        knows_order=True,
     )
 )

@@ -178,7 +178,6 @@ _register: Any = functools.partial(
     builder="effattn.nn.synthesizer:Synthesizer",
     time_exponent=2.0,
     cores=(),
-    knows_order=True,
 )
 _CAPABILITIES = frozenset({"causal", "bidirectional", "lengths", "segments", "decode"})
 
@@ -209,6 +208,7 @@ registry.register(
         capabilities=_CAPABILITIES - {"segments"},
         reasons={"segments": "its table is of positions in a row, not in a document"},
         options={"kind": "random"},
+        knows_order=True,
         complexity="O(N^2 H), O(N H) a step; a table of N^2",
         memory_exponent=2.0,
     )
@@ -219,6 +219,7 @@ registry.register(
         function=synthesizer_attention,
         capabilities=_CAPABILITIES,
         options={"kind": "factorized_random"},
+        knows_order=True,
         complexity="O(N^2 A), O(N A) a step",
     )
 )

@@ -10,7 +10,8 @@ class FNet(Mixer):
     """A mixer without parameters: the real part of a Fourier transform of tokens and features.
 
     Lee-Thorp et al. 2022, "FNet: Mixing Tokens with Fourier Transforms"; see
-    `effattn.fourier_mixing`. It looks both ways and takes no padding.
+    `effattn.fourier_mixing`. It looks both ways and takes no padding. As in the paper, tokens need
+    embeddings of their positions: `TransformerConfig(positions="learned")`.
 
     Args:
       in_features: D.

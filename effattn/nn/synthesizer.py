@@ -46,7 +46,8 @@ class Synthesizer(CachedMixer):
                            dense, and dot-product attention
 
     All run on the block core: memory is linear in the length, but for the table of `random`.
-    Decoding keeps all values; a step costs O(S (A + H)).
+    Decoding keeps all values; a step costs O(S (A + H)). The random kinds alone tell where a token
+    is; the others need embeddings of positions in x (`TransformerConfig(positions="learned")`).
 
     Args:
       in_features: D, the size of a token.

@@ -350,7 +350,9 @@ def test_every_mechanism_that_decodes_builds_a_model():
 
 
 def test_models_of_any_mixer_tell_the_order():
-    """By rotary positions; AFT-simple, which has nothing to turn, by learned ones."""
-    cannot = {n for n in registry.names() if not registry.get(n).takes_rotary()}
-    assert {n for n in cannot if not registry.get(n).knows_order} == {"aft_simple"}
+    """By themselves or by rotary positions; those with nothing to turn, by learned ones."""
+    entries = map(registry.get, registry.names())
+    cannot = {entry.name for entry in entries if not (entry.knows_order or entry.takes_rotary())}
+    by_token = {f"synthesizer{kind}" for kind in ("", "_factorized", "_mixture")}
+    assert cannot == {"aft_simple", "fnet", *by_token}
     make(mixer=("aft_simple", "softmax"), num_layers=2, num_kv_heads=None)
