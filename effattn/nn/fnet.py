@@ -11,7 +11,7 @@ class FNet(Mixer):
 
     Lee-Thorp et al. 2022, "FNet: Mixing Tokens with Fourier Transforms"; see
     `effattn.fourier_mixing`. It looks both ways and takes no padding. As in the paper, tokens need
-    embeddings of their positions: `TransformerConfig(positions="learned")`.
+    embeddings of their positions, which a `Transformer` gives them.
 
     Args:
       in_features: D.

@@ -47,7 +47,7 @@ class Synthesizer(CachedMixer):
 
     All run on the block core: memory is linear in the length, but for the table of `random`.
     Decoding keeps all values; a step costs O(S (A + H)). The random kinds alone tell where a token
-    is; the others need embeddings of positions in x (`TransformerConfig(positions="learned")`).
+    is; the others need embeddings of positions in x, which a `Transformer` gives them.
 
     Args:
       in_features: D, the size of a token.

@@ -51,6 +51,7 @@ class TransformerConfig:
         it. Some mechanisms change with the layer of themselves: "dilated" widens its steps.
       positions: "rotary" (in the mixers that have something to turn and do not know the order by
         themselves), "learned" (one vector a position, added to the tokens), "alibi", or "none".
+        Default "rotary", or "learned" where no layer could tell the order with those.
       rotary_theta: see `RotaryEmbedding`.
       rotary_scaling: see `RotaryEmbedding`.
       max_length: the most tokens of an input, for what has parameters by position: learned
@@ -80,7 +81,7 @@ class TransformerConfig:
     mixer: Mixer | tuple[Mixer, ...] | list[Mixer] = dataclasses.field(
         default="softmax", hash=False
     )
-    positions: str = "rotary"
+    positions: str | None = None
     rotary_theta: float = 10000.0
     rotary_scaling: float = 1.0
     max_length: int | None = None
@@ -102,7 +103,7 @@ class TransformerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}")
-        if self.positions not in _POSITIONS:
+        if self.positions not in (None, *_POSITIONS):
             raise ValueError(
                 f"positions must be one of {', '.join(_POSITIONS)}, got {self.positions!r}"
             )
@@ -126,12 +127,22 @@ class TransformerConfig:
             for mixer in self.layer_mixer(layer):
                 registry.get(mixer["name"])
 
-    @property
-    def knows_positions(self) -> bool:
-        """Whether some layer tells the order of tokens, by rotary embeddings or by itself."""
+    def position_kind(self) -> str:
+        """The positions that the model has: those asked for, or those that its mixers can tell.
+
+        Raises:
+          ValueError: rotary ones that no mixer can tell, or learned ones without `max_length`.
+        """
         names = {mixer["name"] for n in range(self.num_layers) for mixer in self.layer_mixer(n)}
         entries = map(registry.get, names)
-        return any(entry.knows_order or entry.takes_rotary() for entry in entries)
+        able = any(entry.knows_order or entry.takes_rotary() for entry in entries)
+        kind = self.positions or ("rotary" if able else "learned")
+        if (kind == "rotary" and not able) or (kind == "learned" and self.max_length is None):
+            raise ValueError(
+                f"mixer={self.mixer!r} cannot tell rotary positions: give max_length and "
+                "positions='learned', or positions='none'"
+            )
+        return kind
 
     def layer_mixer(self, layer: int) -> tuple[dict[str, Any], ...]:
         """The name and the options of a layer's mixer, or of each group of its heads."""
@@ -247,15 +258,10 @@ class Transformer(nnx.Module):
       rngs: for the initial parameters.
 
     Raises:
-      ValueError: what the mixers refuse, and rotary positions where no mixer could tell them.
+      ValueError: what the mixers and `TransformerConfig.position_kind` refuse.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        if config.positions == "rotary" and not config.knows_positions:
-            raise ValueError(
-                f"positions='rotary', and mixer={config.mixer!r} has no queries and keys to turn: "
-                "give positions='learned' and max_length, or positions='none'"
-            )
         self.config = config
         dtypes = dtypes_of(config)
         embed = functools.partial(
@@ -266,7 +272,7 @@ class Transformer(nnx.Module):
             **dtypes,
         )
         self.embed = embed(num_embeddings=config.vocab_size)
-        learned = config.positions == "learned"
+        learned = config.position_kind() == "learned"
         self.positions = embed(num_embeddings=config.max_length or 0) if learned else None
         self.blocks = nnx.List(
             [self._make_block(layer, rngs) for layer in range(config.num_layers)]
@@ -495,9 +501,10 @@ class TransformerLM(Transformer):
 def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
     groups = config.layer_mixer(layer)
     positions: dict[str, Any] = {}
-    if config.positions == "rotary":
+    kind = config.position_kind()
+    if kind == "rotary":
         positions["rotary"] = RotaryEmbedding(config.rotary_theta, config.rotary_scaling)
-    elif config.positions == "alibi":
+    elif kind == "alibi":
         for group in groups:
             if "score_mod" not in registry.get(group["name"]).capabilities:
                 raise ValueError(

@@ -57,17 +57,11 @@ def language_model(
         max_length=context,
         is_causal=is_causal,
     )
-    config = telling_order(config)
     if equal_parameters:
         reference = mixers.parse(REFERENCE, layers, heads, window, is_causal)
-        needed = count_parameters(dataclasses.replace(config, mixer=reference, positions="rotary"))
+        needed = count_parameters(dataclasses.replace(config, mixer=reference))
         config = _with_parameters(config, needed, mechanism)
     return lambda rngs: TransformerLM(config, rngs=rngs)
-
-
-def telling_order(config: TransformerConfig) -> TransformerConfig:
-    """With learned positions where no mixer could tell others."""
-    return config if config.knows_positions else dataclasses.replace(config, positions="learned")
 
 
 @functools.lru_cache(maxsize=8)

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from effattn.nn import EncoderDecoder, EncoderDecoderConfig, TransformerConfig, generate
-from experiments.common import mixers, models, optimisers
+from experiments.common import mixers, optimisers
 from experiments.common.errors import Diverged
 from experiments.common.pairs import END, START, VOCABULARY, Pairs, Rows
 
@@ -41,8 +41,8 @@ def model_of(encoder: str, sizes: Sizes, most: int) -> Callable[[nnx.Rngs], Enco
     common: dict[str, Any] = {"num_layers": layers, "features": width, "num_heads": heads}
     mixer = mixers.parse(encoder, layers, heads, window, is_causal=False)
     config = EncoderDecoderConfig(
-        encoder=models.telling_order(
-            TransformerConfig(VOCABULARY, mixer=mixer, max_length=most, is_causal=False, **common)
+        encoder=TransformerConfig(
+            VOCABULARY, mixer=mixer, max_length=most, is_causal=False, **common
         ),
         decoder=TransformerConfig(VOCABULARY, **common),
     )

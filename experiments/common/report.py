@@ -147,7 +147,7 @@ def _markdown(summary: dict[str, Any], words: Words) -> str:
         parts.append("**The models differ in their numbers of parameters.**")
     elif len(rows) > 1 and summary["config"]["equal_parameters"]:
         parts.append("Feed-forward layers are as wide as gives all models equally many parameters.")
-    parts.append("![Validation loss against tokens and seconds](loss.png)")
+    parts.append("![Validation losses](loss.png)")
     if summary["sweep"]:
         swept = [
             [run["mechanism"], f"{run['learning_rate']:g}", f"{run['bits_per_byte']:.3f}"]

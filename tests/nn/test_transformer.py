@@ -341,11 +341,6 @@ def test_every_mechanism_that_decodes_builds_a_model():
         # Key heads are of those that have keys.
         given = {} if registry.get(name).takes_heads else {"num_kv_heads": None}
         given |= {"mixer": {"name": name, **options}, "num_layers": 1, "max_length": 16}
-        entry = registry.get(name)
-        if not (entry.knows_order or entry.takes_rotary()):
-            with pytest.raises(ValueError, match=f"'{name}'.* give positions='learned'"):
-                make(**given)
-            given["positions"] = "learned"
         assert jax.eval_shape(call, make(**given), TOKENS).shape == (2, 9, 13)
 
 
@@ -355,4 +350,12 @@ def test_models_of_any_mixer_tell_the_order():
     cannot = {entry.name for entry in entries if not (entry.knows_order or entry.takes_rotary())}
     by_token = {f"synthesizer{kind}" for kind in ("", "_factorized", "_mixture")}
     assert cannot == {"aft_simple", "fnet", *by_token}
-    make(mixer=("aft_simple", "softmax"), num_layers=2, num_kv_heads=None)
+    for name in cannot:
+        alone = {"mixer": name, "num_layers": 1, "num_kv_heads": None, "is_causal": name != "fnet"}
+        assert make(**alone, max_length=9).positions is not None
+        assert make(**alone, max_length=9, positions="none").positions is None
+        for given in ({"max_length": 9, "positions": "rotary"}, {"max_length": None}):
+            with pytest.raises(ValueError, match=f"mixer='{name}' cannot tell .* give max_length"):
+                make(**alone, **given)
+    mixed = make(mixer=("aft_simple", "softmax"), num_layers=2, num_kv_heads=None)
+    assert mixed.positions is None
