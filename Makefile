@@ -14,10 +14,11 @@ WORKERS := $(shell n=$(CPUS); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 export PYTHON
 python := $(VENV)/bin/python
 setup := @scripts/setup_venv.sh $(VENV)
+pytest = $(python) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo mlm seq2seq gallery test bench bench-gpu lint format clean
+.PHONY: help demo mlm seq2seq gallery test test-all bench bench-gpu lint format clean
 
 help: ## show this
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
@@ -40,9 +41,13 @@ gallery: ## draw the pictures of patterns and of attention in docs/images
 	$(setup) experiments
 	$(python) -m experiments.gallery
 
-test: ## run all tests, in parallel
+test: ## run the tests in parallel, without those marked slow
 	$(setup) experiments,test
-	$(python) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(pytest) -m "not slow" $(ARGS)
+
+test-all: ## run all tests
+	$(setup) experiments,test
+	$(pytest) $(ARGS)
 
 bench: ## measure against what JAX and PyTorch ship
 	$(setup) experiments
