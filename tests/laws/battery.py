@@ -7,12 +7,13 @@ a session for a few sizes; what hypothesis draws (lengths, packing, offsets, val
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from effattn import dropout, registry
@@ -64,6 +65,22 @@ NAMES = [name for name in registry.names() if registry.get(name).takes_heads]
 SUBJECTS = [Subject(n, v) for n in NAMES for v in REFERENCES[n].variants]
 MECHANISMS = [Subject(n, next(iter(REFERENCES[n].variants))) for n in NAMES]
 LAST = [Subject(n, list(REFERENCES[n].variants)[-1]) for n in NAMES]
+
+
+def slow_but_for(quick: Collection[Any], subjects: Iterable[Any]) -> list[Any]:
+    """The subjects of a law, of which those that are not among the quick are marked slow."""
+    slow = pytest.mark.slow
+    return [s if s in quick else pytest.param(s, marks=slow) for s in subjects]
+
+
+def first_of_families(subjects: Sequence[Any]) -> list[Any]:
+    """One of each family: what its members share, as the core that they run on, shows in it."""
+    return list({subject.entry.family: subject for subject in reversed(subjects)}.values())
+
+
+FIRST_OF_FAMILY = first_of_families(MECHANISMS)
+# For laws on calls from larger programs.
+CALLED = slow_but_for(FIRST_OF_FAMILY, MECHANISMS)
 
 
 class Sizes(NamedTuple):
@@ -429,10 +446,14 @@ def plain(subject: Subject) -> Extent:
 
 
 def run(subject: Subject, arrays: Mapping[str, Any], cotangents: Any = None) -> Any:
-    """Results and gradients of the plain program, as NumPy arrays."""
+    """Results and gradients of the plain program, as NumPy arrays.
+
+    With float64 enabled, where float32 has to stay what it is. The other laws' programs are not.
+    """
     if cotangents is None:
         cotangents = plain_cotangents(subject)
-    return to_numpy(program(subject, plain(subject))(arrays, {}, cotangents))
+    with jax.enable_x64(True):
+        return to_numpy(program(subject, plain(subject))(arrays, {}, cotangents))
 
 
 @functools.cache

@@ -103,36 +103,24 @@ def test_a_module_has_no_option_for_what_is_not_claimed(mechanism, capability):
             make()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_dtypes(mechanism, dtype):
+@pytest.mark.parametrize(
+    ("batch", "narrow"), [((), ("query", "key")), ((2, 1, 2), ("value",))], ids=["none", "three"]
+)
+def test_any_number_of_batch_dimensions_and_mixed_dtypes(mechanism, batch, narrow):
     """The output has the dtype of the value; what is summed has at least float32."""
-    arrays = battery.draw_plain(mechanism, 0)
-    arrays = {k: x.astype(jnp.float32 if k == "value" else dtype) for k, x in arrays.items()}
-    extent = battery.plain(mechanism)
-    for value in (arrays["value"], arrays["value"].astype(jnp.bfloat16)):
-        results = jax.eval_shape(
-            lambda a: battery.call(mechanism, extent, a, {}), {**arrays, "value": value}
-        )
-        assert results.pop("out").dtype == value.dtype
-        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(results))
+    sizes, extent = SQUARE._replace(batch=batch), battery.plain(mechanism)
+    arrays = battery.draw_arrays(mechanism, sizes, everything=False)
+    arrays = battery.cast(mechanism, arrays, jnp.float32)
+    arrays.update({k: arrays[k].astype(jnp.float16) for k in narrow})
+    results = jax.eval_shape(lambda a: battery.call(mechanism, extent, a, {}), arrays)
+    assert results["out"].shape == (*batch, LENGTH, SQUARE.heads, SQUARE.value_size)
+    assert results.pop("out").dtype == arrays["value"].dtype
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(results))
+    if "lse" in results:
+        assert results["lse"].shape == (*batch, LENGTH, SQUARE.heads)
 
 
 def test_float32_stays_float32_where_float64_is_enabled(mechanism):
     """Constants of the default dtype would meet it in a loop's carry."""
-    with jax.enable_x64(True):
-        arrays = battery.draw_plain(mechanism, 0)
-        cotangents = battery.plain_cotangents(mechanism)
-        run = battery.traced_once(mechanism, battery.plain(mechanism))
-        results, gradients = jax.eval_shape(run, arrays, {}, cotangents)
+    results, gradients = battery.run(mechanism, battery.draw_plain(mechanism, 0))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((results, gradients)))
-
-
-@pytest.mark.parametrize("batch", [(), (2, 1, 2)])
-def test_shapes_with_any_number_of_batch_dimensions(mechanism, batch):
-    sizes = SQUARE._replace(batch=batch)
-    arrays = battery.draw_arrays(mechanism, sizes, everything=False)
-    extent = battery.plain(mechanism)
-    results = jax.eval_shape(lambda a: battery.call(mechanism, extent, a, {}), arrays)
-    assert results["out"].shape == (*batch, LENGTH, SQUARE.heads, SQUARE.value_size)
-    if "lse" in results:
-        assert results["lse"].shape == (*batch, LENGTH, SQUARE.heads)

@@ -18,20 +18,20 @@ def configurations():
     """What the claims of every subject call for, in as few programs as show it."""
     for subject in SUBJECTS:
         if subject in MECHANISMS or subject not in LAST:
-            yield subject, SQUARE, battery.everything(subject)
+            yield configuration(subject, SQUARE, battery.everything(subject))
         if subject in LAST and subject.has("bidirectional"):
             sizes = CROSS if subject.has("cross") else SQUARE
-            yield subject, sizes, Extent(False, everything=True, simple=False, tuning=False)
+            extent = Extent(False, everything=True, simple=False, tuning=False)
+            yield configuration(subject, sizes, extent)
 
 
-def named(configurations):
-    return [
-        pytest.param(*one, id=f"{one[0]}-{'causal' if one[-1].is_causal else 'bidirectional'}")
-        for one in configurations
-    ]
+def configuration(subject, sizes, extent):
+    direction = "causal" if extent.is_causal else "bidirectional"
+    marks = () if subject in [*MECHANISMS, *LAST] else pytest.mark.slow
+    return pytest.param(subject, sizes, extent, id=f"{subject}-{direction}", marks=marks)
 
 
-@pytest.mark.parametrize(("subject", "sizes", "extent"), named(configurations()))
+@pytest.mark.parametrize(("subject", "sizes", "extent"), configurations())
 def test_float64_agrees(subject, sizes, extent):
     """Outputs, log-sum-exps, states and the gradients of every array that was given."""
 
