@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.laws import battery
-from tests.laws.battery import CROSS, LAST, MECHANISMS, SQUARE, SUBJECTS, Extent
+from tests.laws.battery import CALLED, CROSS, LAST, MECHANISMS, SQUARE, SUBJECTS, Extent
 from tests.laws.sharding import draw_shared, run_shared, shared_sizes
 
 
@@ -31,7 +31,7 @@ def configuration(subject, sizes, extent):
     return pytest.param(subject, sizes, extent, id=f"{subject}-{direction}", marks=marks)
 
 
-@pytest.mark.parametrize(("subject", "sizes", "extent"), configurations())
+@pytest.mark.parametrize(("subject", "sizes", "extent"), list(configurations()))
 def test_float64_agrees(subject, sizes, extent):
     """Outputs, log-sum-exps, states and the gradients of every array that was given."""
 
@@ -82,6 +82,7 @@ def test_float32_errs_at_most_twice_as_much_as_the_plain_form(mechanism):
     assert_errors_are_at_most_twice_those_of(refer, mechanism, draw)
 
 
+@pytest.mark.parametrize("mechanism", CALLED, ids=str)
 def test_bfloat16_errs_at_most_twice_as_much_as_the_plain_form(mechanism):
     """Of all that is claimed, and on eight devices: the program of law 9, in its dtype."""
     sizes, extent = shared_sizes(mechanism), battery.everything(mechanism)

@@ -14,6 +14,7 @@ from tests.laws.battery import CALLED
 from tests.laws.sharding import collectives, draw_shared, mesh, shard, shared_program, specs_of
 
 
+@pytest.mark.parametrize("mechanism", CALLED, ids=str)
 def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
     """One key head for all query heads, and biases, sinks and slopes for all examples.
 
