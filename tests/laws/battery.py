@@ -7,16 +7,16 @@ a session for a few sizes; what hypothesis draws (lengths, packing, offsets, val
 import functools
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
 from effattn import dropout, registry
+from tests.marks import slow_but_for
 from tests.references import REFERENCES
 from tests.references.pairs import Pairs, pairs
 from tests.references.reference import Reference
@@ -65,12 +65,6 @@ NAMES = [name for name in registry.names() if registry.get(name).takes_heads]
 SUBJECTS = [Subject(n, v) for n in NAMES for v in REFERENCES[n].variants]
 MECHANISMS = [Subject(n, next(iter(REFERENCES[n].variants))) for n in NAMES]
 LAST = [Subject(n, list(REFERENCES[n].variants)[-1]) for n in NAMES]
-
-
-def slow_but_for(quick: Collection[Any], subjects: Iterable[Any]) -> list[Any]:
-    """The subjects of a law, of which those that are not among the quick are marked slow."""
-    slow = pytest.mark.slow
-    return [s if s in quick else pytest.param(s, marks=slow) for s in subjects]
 
 
 def first_of_families(subjects: Sequence[Any]) -> list[Any]:

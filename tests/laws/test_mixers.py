@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from effattn import registry
 from effattn.nn import SelfAttention
 from tests.laws import cost, mixers
-from tests.laws.battery import first_of_families, slow_but_for
+from tests.laws.battery import first_of_families
 from tests.laws.mixers import FEATURES, FIRST, LAYERS, LENGTH, ROWS, SUBJECTS, rms
 from tests.laws.sharding import collectives, mesh
+from tests.marks import slow_but_for
 from tests.references import MIXERS
 
 EPS = float(np.finfo(np.float32).eps)

@@ -15,6 +15,7 @@ import effattn
 from effattn import dispatch, patterns
 from tests.dense import cotangents, draw, with_gradients
 from tests.laws.battery import as_float64, assert_close
+from tests.marks import slow_but_for
 from tests.pallas import block_cases
 from tests.pallas.block_cases import Case, over_layout, square
 from tests.pallas.lowering import MOSAIC_GPU, TRITON, kernels_of, mesh_of
@@ -117,7 +118,7 @@ def interpreted(case, dtype=np.float16):
 
 
 @interpreter
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but_for(["documents and lengths"], CASES))
 def test_it_agrees_with_float64(name):
     """Outputs, log-sum-exps and every gradient."""
     case = CASES[name]
@@ -131,6 +132,7 @@ def rms(x):
     return np.sqrt(np.mean(np.square(x[np.isfinite(x)])))
 
 
+@pytest.mark.slow
 @interpreter
 def test_errors_are_at_most_twice_those_of_the_plain_form():
     dtype = jnp.bfloat16
@@ -154,6 +156,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_form():
         assert rms(a - exact) <= 0.005 * rms(exact)
 
 
+@pytest.mark.slow
 @interpreter
 def test_padding_reaches_nothing():
     """NaN where no token is."""
@@ -203,7 +206,7 @@ LOWERED = (
 )
 
 
-@pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.parametrize("name", slow_but_for(["documents and lengths"], LOWERED))
 def test_it_is_lowered_for_gpus(name):
     case = CASES[name]
     if jax.__version_info__ < (0, 12) and "logits_soft_cap" in case.options():
@@ -211,7 +214,10 @@ def test_it_is_lowered_for_gpus(name):
     assert kernels_of(gradients(case), case.arrays()) == {MOSAIC_GPU}
 
 
-@pytest.mark.parametrize("sizes", [(64, 64), (128, 80), (192, 256)])
+SIZES = (64, 64), (128, 80), (192, 256)
+
+
+@pytest.mark.parametrize("sizes", slow_but_for([(128, 80)], SIZES))
 def test_every_size_is_lowered_for_gpus(sizes):
     """In its largest tiles, which shared memory holds: lowering counts it."""
     case = Half(
@@ -222,6 +228,7 @@ def test_every_size_is_lowered_for_gpus(sizes):
     assert kernels_of(gradients(case), case.arrays(jnp.bfloat16)) == {MOSAIC_GPU}
 
 
+@pytest.mark.slow
 def test_under_shard_map_it_is_lowered_for_gpus():
     mesh, spec = mesh_of((2, 2), ("batch", "heads"), "cuda"), PartitionSpec("batch", None, "heads")
 

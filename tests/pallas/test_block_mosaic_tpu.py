@@ -17,8 +17,9 @@ from effattn import dispatch, patterns
 from effattn.cores.block_attention import Operands, Rule, block_attention
 from tests.dense import cotangents, draw
 from tests.laws.battery import assert_close
+from tests.marks import slow_but_for
 from tests.pallas import block_cases
-from tests.pallas.block_cases import CASES, Case, over_layout, square
+from tests.pallas.block_cases import CASES, QUICK, Case, over_layout, square
 from tests.pallas.lowering import MOSAIC_TPU, kernels_of
 
 attend = functools.partial(effattn.dot_product_attention, implementation="mosaic_tpu")
@@ -62,12 +63,13 @@ def interpreted(name):
     return block_cases.interpreted(SELECTED[name], "mosaic_tpu")
 
 
-@pytest.mark.parametrize("name", SELECTED)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, SELECTED))
 def test_it_agrees_with_float64(name):
     """Outputs, log-sum-exps and every gradient."""
     assert_close(interpreted(name), block_cases.exact(SELECTED[name]), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["documents", "layout of heads"])
 def test_it_has_no_races_and_reads_nothing_that_was_not_written(name):
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")

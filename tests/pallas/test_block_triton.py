@@ -17,14 +17,15 @@ from effattn.pallas import block_tiles
 from tests.dense import cotangents, draw, with_gradients
 from tests.laws import cost
 from tests.laws.battery import as_float64, assert_close
+from tests.marks import slow_but_for
 from tests.pallas import block_cases
-from tests.pallas.block_cases import CASES, Case, square
+from tests.pallas.block_cases import CASES, QUICK, Case, square
 from tests.pallas.lowering import LEAST_SHARED, TRITON, compile_triton, kernels_of, mesh_of
 
 attend = functools.partial(effattn.dot_product_attention, implementation="triton")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, CASES))
 def test_it_agrees_with_float64(name):
     """Outputs, log-sum-exps and every gradient."""
     case = CASES[name]
@@ -35,6 +36,7 @@ def rms(x):
     return np.sqrt(np.mean(np.square(x[np.isfinite(x)])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_errors_are_at_most_twice_those_of_the_plain_form(dtype):
     case = Case(
@@ -77,6 +79,7 @@ def test_padding_reaches_nothing():
     jax.tree.map(np.testing.assert_array_equal, spoilt, clean)
 
 
+@pytest.mark.slow
 def test_under_shard_map_remat_and_scan():
     arrays = draw(70, 70, batch=(4,), size=16, value_size=16, dtype=np.float32)
     axes = (AxisType.Auto,) * 2
@@ -170,7 +173,7 @@ def test_under_shard_map_it_is_lowered_for_gpus():
     assert TRITON in lowered.as_text()
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("size", slow_but_for([64], [64, 128, 256]))
 @pytest.mark.parametrize("capability", [89, 90])
 def test_compiled_it_fits_every_card(size, capability):
     """All matrix products on tensor cores, and next to nothing that registers do not hold."""

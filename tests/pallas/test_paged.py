@@ -59,6 +59,7 @@ def test_it_agrees_with_xla(kernel, runs, queries, page_size, sizes, options, mo
     assert_close(*both(kernel, *arrays, **given, **options), 1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_and_int8(kernel):
     (query, *pages), given, _ = draw(LENGTHS, 2, np.float32, page_size=16, sizes=(32, 24))
     pages = [np.nan_to_num(x) for x in pages]

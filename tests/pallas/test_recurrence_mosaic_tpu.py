@@ -29,10 +29,10 @@ recurrence = functools.partial(run, names=("mosaic_tpu",))
 @pytest.mark.parametrize(
     ("length", "decay", "heads", "sizes", "normalized"),
     [
-        (1, "feature", (4, 2, 2), (3, 5), False),
-        (37, "none", (4, 2, 2), (16, 16), True),
+        pytest.param(1, "feature", (4, 2, 2), (3, 5), False, marks=pytest.mark.slow),
+        pytest.param(37, "none", (4, 2, 2), (16, 16), True, marks=pytest.mark.slow),
         (130, "feature", (2, 1, 1), (5, 9), True),
-        (70, "head", (2, 2, 4), (140, 130), True),
+        pytest.param(70, "head", (2, 2, 4), (140, 130), True, marks=pytest.mark.slow),
     ],
 )
 def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized):
@@ -46,6 +46,7 @@ def test_the_delta_form_agrees_with_one_token_at_a_time():
     assert_near(with_gradients(recurrence, *args), exact(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("decay", "form"),
     [("none", "bonus"), ("token", "plain"), ("feature", "plain"), ("none", "delta")],
@@ -57,6 +58,7 @@ def test_documents_and_masks(decay, form):
     assert_near(ours, exact(*args, tokens=tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", ["token", "feature"])
 def test_decays_that_forget_much_or_all(decay):
     """As exact as the XLA form; what a decay of zero does not let through has no gradient."""

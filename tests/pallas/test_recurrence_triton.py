@@ -32,10 +32,10 @@ from tests.xla.test_linear_recurrence import ALL, as_they_are
 @pytest.mark.parametrize(
     ("length", "decay", "heads", "sizes", "normalized"),
     [
-        (1, "feature", (4, 2, 2), (3, 5), False),
+        pytest.param(1, "feature", (4, 2, 2), (3, 5), False, marks=pytest.mark.slow),
         (64, "token", (2, 2, 4), (70, 66), True),
-        (130, "head", (1, 1, 1), (7, 3), False),
-        (130, "feature", (4, 2, 2), (70, 66), True),
+        pytest.param(130, "head", (1, 1, 1), (7, 3), False, marks=pytest.mark.slow),
+        pytest.param(130, "feature", (4, 2, 2), (70, 66), True, marks=pytest.mark.slow),
     ],
 )
 def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized):
@@ -54,6 +54,7 @@ def test_the_delta_form_agrees_with_one_token_at_a_time():
     assert not np.any(ours[1][0].log_decay[:, 66])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("decay", "form", "sizes", "normalized"),
     [
@@ -72,6 +73,7 @@ def test_documents_and_masks(decay, form, sizes, normalized):
     assert_near(ours, exact(*args, tokens=tokens, normalized=normalized))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", ["token", "feature"])
 def test_decays_that_forget_much_or_all(decay):
     """As exact as the XLA form; what a decay of zero does not let through has no gradient."""
@@ -87,6 +89,7 @@ def test_decays_that_forget_much_or_all(decay):
         assert error <= max(2 * other, 1e-6 * size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bits(dtype):
     terms, state = draw(103, "token", (4, 2, 2), (5, 6))
@@ -99,6 +102,7 @@ def test_sixteen_bits(dtype):
         assert error < 0.005 * size
 
 
+@pytest.mark.slow
 def test_padding_may_hold_anything():
     """NaN in padding reaches no output and no gradient; any batch, also none."""
     rng = np.random.default_rng(2)
@@ -176,6 +180,7 @@ def test_the_delta_rule_in_sixteen_bits_with_padding():
         assert error < 0.005 * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_mechanisms_take_it(is_causal):
     """Performer's features decay with a running maximum; documents read both ways are sorted."""
@@ -202,6 +207,7 @@ def test_mechanisms_take_it(is_causal):
     assert_close(ours, run("xla", query, key, value), 2e-6)
 
 
+@pytest.mark.slow
 def test_under_vmap():
     terms, state = draw(20, "token", (2, 1, 1), (3, 4))
 
