@@ -158,12 +158,11 @@ def registered(monkeypatch):
     return Subject(FORGETTING.name, "")
 
 
+@pytest.mark.slow
 def test_the_laws_hold_for_it(registered):
     """One after another, so that they share their programs."""
     subject = registered
     test_reference.test_float64_agrees(subject, SQUARE, everything(subject))
-    for dtype in (jnp.float32, jnp.bfloat16):
-        test_capabilities.test_dtypes(subject, dtype)
     test_reference.test_float32_errs_at_most_twice_as_much_as_the_plain_form(subject)
     test_reference.test_bfloat16_errs_at_most_twice_as_much_as_the_plain_form(subject)
     test_causality.test_a_token_changes_nothing_before_it(subject)
@@ -188,5 +187,8 @@ def test_the_laws_hold_for_it(registered):
     test_capabilities.test_a_module_gives_advice_on_what_is_not_claimed(subject)
     for capability in test_capabilities.SHOWN_BY_ARGUMENTS:
         test_capabilities.test_a_signature_has_what_is_claimed_and_nothing_else(subject, capability)
-    for batch in ((), (2, 1, 2)):
-        test_capabilities.test_shapes_with_any_number_of_batch_dimensions(subject, batch)
+    for batch, narrow in test_capabilities.BATCHES:
+        test_capabilities.test_any_number_of_batch_dimensions_and_mixed_dtypes(
+            subject, batch, narrow
+        )
+    test_capabilities.test_float32_stays_float32_where_float64_is_enabled(subject)

@@ -103,9 +103,11 @@ def test_a_module_has_no_option_for_what_is_not_claimed(mechanism, capability):
             make()
 
 
-@pytest.mark.parametrize(
-    ("batch", "narrow"), [((), ("query", "key")), ((2, 1, 2), ("value",))], ids=["none", "three"]
-)
+# With what is in 16 bits, where the rest is in 32.
+BATCHES = ((), ("query", "key")), ((2, 1, 2), ("value",))
+
+
+@pytest.mark.parametrize(("batch", "narrow"), BATCHES, ids=["none", "three"])
 def test_any_number_of_batch_dimensions_and_mixed_dtypes(mechanism, batch, narrow):
     """The output has the dtype of the value; what is summed has at least float32."""
     sizes, extent = SQUARE._replace(batch=batch), battery.plain(mechanism)
