@@ -43,14 +43,13 @@ class _Span(NamedTuple):
 
 
 def _spans(length: int, chunk: int) -> list[_Span]:
-    """Whole blocks, then the whole chunks left, then the tokens left."""
+    """Whole blocks, then the tokens left: each span is one more program to compile."""
     chunk = min(chunk, max(length, 1))
     block = min(max(BLOCK // chunk, 1), CHUNKS_OF_BLOCK) * chunk
-    in_blocks, in_chunks = length // block * block, length // chunk * chunk
+    in_blocks = length // block * block
     spans = [
         _Span(0, in_blocks // block, block, chunk),
-        _Span(in_blocks, 1, in_chunks - in_blocks, chunk),
-        _Span(in_chunks, 1, length - in_chunks, length - in_chunks),
+        _Span(in_blocks, 1, length - in_blocks, chunk),
     ]
     return [span for span in spans if span.blocks and span.length]
 
@@ -74,22 +73,28 @@ def _group(x, axis, groups):
     return x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
 
 
+def _padded(x, axis, width):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, width)
+    return jnp.pad(x, widths)
+
+
 def _block(rule, chunk, parameters, state, queries, keys, tokens):
     """Consecutive tokens `(*B, L, ...)` in chunks: `(state after, outputs (*B, L, N, D))`."""
-    more = (1 << (chunk - 1).bit_length()) - chunk  # up to a power of two
-    alike = tokens.key_mask is None and not more
+    time = state.ndim - 3
+    length = jax.tree.leaves(keys)[0].shape[time]
+    chunks = -(-length // chunk)
+    # Tokens that do nothing: up to whole chunks, and in each up to a power of two.
+    rest, more = chunks * chunk - length, (1 << (chunk - 1).bit_length()) - chunk
+    alike = tokens.key_mask is None and not rest and not more
     terms = masked_terms(rule, parameters, queries, keys, tokens, state.dtype, alike)
-    *batch, length, heads, _ = terms.key.shape
-    time = len(batch)
+    *batch, _, heads, _ = terms.key.shape
     constant = terms.log_decay is not None and terms.log_decay.ndim == 1
     by_value = terms.log_decay is not None and terms.log_decay.ndim == terms.key.ndim - 1
 
     def cut(x):
-        """Chunks, with tokens that do nothing where their length is no power of two."""
-        x = x.reshape(*batch, length // chunk, chunk, *x.shape[time + 1 :])
-        widths = [(0, 0)] * x.ndim
-        widths[time + 1] = (0, more)
-        return jnp.pad(x, widths)
+        x = _padded(x, time, rest).reshape(*batch, chunks, chunk, *x.shape[time + 1 :])
+        return _padded(x, time + 1, more)
 
     query, value = (_group(cut(x), time + 2, heads) for x in (terms.query, terms.value))
     key, removed, recalled, starts = jax.tree.map(
@@ -115,7 +120,8 @@ def _block(rule, chunk, parameters, state, queries, keys, tokens):
         grouped, query, key, value, log_decay, terms.bonus, removed, recalled, starts
     )
     output = jax.lax.slice_in_dim(output, 0, chunk, axis=time + 1)
-    output = output.reshape(*batch, length, -1, output.shape[-1])
+    output = output.reshape(*batch, chunks * chunk, -1, output.shape[-1])
+    output = jax.lax.slice_in_dim(output, 0, length, axis=time)
     output = normalize(output) if rule.normalized else output
     return after.reshape(state.shape), clear(output, tokens.query_mask)
 

@@ -181,7 +181,9 @@ def _chunks(dot, query, key, value, log_decay, bonus, removed, recalled, starts)
     def read(query):
         weights = reader.products(query, key)
         if bonus is not None:
-            own = jnp.sum(query * bonus * key, -1, keepdims=True)
+            # One for each chunk, so that its gradient is a sum of sums, which round less.
+            by_chunk = jnp.broadcast_to(bonus[:, None], (len(key), *bonus.shape, 1))
+            own = jnp.matmul(query * key, by_chunk, precision=lax.Precision.HIGHEST)
             weights += jnp.where(jnp.eye(length, dtype=bool), own, 0)
         if removed is not None:
             weights = jnp.concatenate([weights, reader.products(query, removed)], 2)

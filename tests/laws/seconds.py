@@ -1,6 +1,7 @@
 """What the laws of one mechanism cost: a plugin, so that it also sums over parallel workers.
 
-Cost is processor time, which a busy machine changes less than the time on the clock. Above `BUDGET`
+Cost is processor time, which a busy machine changes less than the time on the clock. The budget of
+a mechanism is 12 seconds of `make test` on the clock, of which two workers share the work. Above it
 the run says so. Above `LIMIT` it fails: that is no more than a guard against what nobody meant, as
 two workers on one core's threads and a newer compiler each take twice the time.
 """
@@ -10,7 +11,7 @@ import os
 
 import pytest
 
-BUDGET, LIMIT = 12.0, 72.0  # processor seconds a mechanism
+BUDGET, LIMIT = 2 * 12.0, 72.0  # processor seconds a mechanism
 
 seconds: dict[str, float] = collections.defaultdict(float)
 

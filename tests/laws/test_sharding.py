@@ -28,6 +28,7 @@ def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
     assert len(found) <= 2 * len(shared), (found, shared)
 
 
+@pytest.mark.parametrize("mechanism", CALLED, ids=str)
 def test_batch_and_heads_need_no_collective(mechanism):
     """Neither forward nor backward; and the numbers are those of one device.
 
