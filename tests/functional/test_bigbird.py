@@ -27,13 +27,15 @@ def by_head(mask_of, heads=4):
     return np.stack([mask_of(n * KEY_HEADS // heads) for n in range(heads)])
 
 
+def only_what_is_seen(arrays):
+    return lambda logit, b, h, i, j: jnp.where(arrays["seen"][h, i, j] > 0, logit, -jnp.inf)
+
+
 def dense(arrays, mask, **given):
-    """The definition over the pairs of a mask `(N, T, S)`."""
-
-    def score_mod_of(_):
-        return lambda logit, b, h, i, j: jnp.where(jnp.asarray(mask)[h, i, j], logit, -jnp.inf)
-
-    return dense_with_gradients(arrays, score_mod_of=score_mod_of, **given)
+    """The definition over the pairs of a mask `(N, T, S)`, compiled once for all masks."""
+    arrays = {**arrays, "seen": mask.astype(float)}
+    results, gradients = dense_with_gradients(arrays, score_mod_of=only_what_is_seen, **given)
+    return results, {name: x for name, x in gradients.items() if name != "seen"}
 
 
 def agree(function, arrays, mask, **given):
@@ -55,7 +57,7 @@ PADDED = {
 
 @pytest.mark.parametrize(
     "is_causal, ends, window, random",
-    [(False, (1, 1), 1, 2), (True, (2, 0), 5, 1)],
+    [(False, (1, 1), 1, 2), pytest.param(True, (2, 0), 5, 1, marks=pytest.mark.slow)],
 )
 def test_each_key_head_draws_the_pattern_of_its_seed(is_causal, ends, window, random):
     options = {"num_window_blocks": window, "num_random_blocks": random}
@@ -69,6 +71,7 @@ def test_each_key_head_draws_the_pattern_of_its_seed(is_causal, ends, window, ra
     agree(function, draw(LENGTH, LENGTH), by_head(mask_of), **given)
 
 
+@pytest.mark.slow
 def test_blocks_given_may_repeat_what_is_there_and_be_traced():
     table = np.random.default_rng(0).integers(-1, BLOCKS, (KEY_HEADS, BLOCKS, 3))
     arrays = draw(LENGTH, LENGTH)
@@ -99,9 +102,12 @@ def test_blocks_given_may_repeat_what_is_there_and_be_traced():
 def test_a_table_for_longer_sequences_serves_shorter_ones():
     table = np.array([[4, 1], [0, 3], [1, -1], [2, 0], [1, 0]])
     arrays = draw(3 * SIZE, 3 * SIZE)
-    long = random_attention(**arrays, block_size=SIZE, random_blocks=table)
     short = np.array([[-1, 1], [0, -1], [1, -1]])
-    assert_close(long, random_attention(**arrays, block_size=SIZE, random_blocks=short), 1e-15)
+    of_long, of_short = (
+        jax.jit(functools.partial(random_attention, block_size=SIZE, random_blocks=blocks))
+        for blocks in (table, short)
+    )
+    assert_close(of_long(**arrays), of_short(**arrays), 1e-15)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -121,8 +127,8 @@ def test_random_attention_sees_its_own_block_and_those_drawn(is_causal):
         ("shared", True),
         ("by head", False),
         ("traced", False),
-        ("traced by key head", False),
-        ("traced by key head", True),
+        pytest.param("traced by key head", False, marks=pytest.mark.slow),
+        pytest.param("traced by key head", True, marks=pytest.mark.slow),
     ],
 )
 def test_blocks_of_a_mask(kind, is_causal):
@@ -156,9 +162,11 @@ def test_a_rule_of_blocks_holds_at_any_length():
         arrays = draw(length, length)
         blocks = -(-length // SIZE)
         mask = rule(np.arange(blocks)[:, None], np.arange(blocks))
-        given = {"block_size": SIZE}
-        found = block_sparse_attention(**arrays, **given, block_mask=rule)
-        assert_close(found, block_sparse_attention(**arrays, **given, block_mask=mask), 1e-15)
+        of_rule, of_mask = (
+            jax.jit(functools.partial(block_sparse_attention, block_size=SIZE, block_mask=given))
+            for given in (rule, mask)
+        )
+        assert_close(of_rule(**arrays), of_mask(**arrays), 1e-15)
 
 
 def arguments(**given):

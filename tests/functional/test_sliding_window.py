@@ -99,7 +99,7 @@ def test_vmap_goes_over_the_offset(x64):
     function = functools.partial(windowed, local_window_size=(2, 1), dilation=3)
     offsets = np.array([0, 4, -2])
     known = {"query_offset": offsets}
-    together = jax.vmap(lambda known: with_gradients(function, arrays, known))(known)
+    together = jax.jit(jax.vmap(lambda known: with_gradients(function, arrays, known)))(known)
     for n, offset in enumerate(offsets):
         one = jax.tree.map(lambda x, n=n: x[n], together)
         options = {"local_window_size": (2, 1), "dilation": 3, "query_offset": offset}
@@ -108,16 +108,19 @@ def test_vmap_goes_over_the_offset(x64):
 
 def test_without_dilation_is_exact_attention_with_a_window():
     arrays = draw(dtype=np.float32)
-    expected = dot_product_attention(**arrays, local_window_size=(3, 1), is_causal=True)
-    out = sliding_window_attention(**arrays, local_window_size=(3, 1), is_causal=True)
+    out, expected = (
+        jax.jit(functools.partial(function, local_window_size=(3, 1), is_causal=True))(**arrays)
+        for function in (sliding_window_attention, dot_product_attention)
+    )
     np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize("window", [2**31 - 1, sys.maxsize, (sys.maxsize, 2**31)])
 def test_a_window_of_all_that_there_can_be_is_exact_attention(window):
     arrays = draw(dtype=np.float32)
-    out = sliding_window_attention(**arrays, local_window_size=window)
-    np.testing.assert_allclose(out, dot_product_attention(**arrays), rtol=1e-6, atol=1e-6)
+    out = jax.jit(functools.partial(sliding_window_attention, local_window_size=window))(**arrays)
+    exact = jax.jit(dot_product_attention)(**arrays)
+    np.testing.assert_allclose(out, exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dilation", [1, 3, 64])
@@ -158,6 +161,7 @@ def test_the_window_is_needed():
         sliding_window_attention(query, query, query, local_window_size=None)
 
 
+@pytest.mark.slow
 def test_a_dilation_for_each_head(x64):
     """Equals exact attention masked by head, which sees the same heads, positions and dropout."""
     dilations = (3, 3, 1, 1)

@@ -73,6 +73,7 @@ patterns = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(patterns)
 def test_any_pattern_is_the_dense_form(pattern):
@@ -88,6 +89,7 @@ def attend_over(arrays, known):
     return sparse_attention(**arrays, layout=known["layout"], return_residual=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(patterns)
 def test_any_layout_is_the_dense_form(pattern):
@@ -126,7 +128,7 @@ def test_a_pattern_may_differ_by_head(key_heads):
     arrays = draw(QUERIES, KEYS, key_heads=key_heads)
     blocks = np.random.default_rng(0).random((4, 6, 7)) < 0.4
     pattern = BlockMask(blocks, 4) & SlidingWindow(9, 9)
-    out, lse = attend(pattern, {}, arrays, {})
+    out, lse = jax.jit(functools.partial(attend, pattern, {}))(arrays, {})
     mask = pattern.mask(QUERIES, KEYS)
     for n in range(4):
         one = {"query": arrays["query"][:, :, n : n + 1]}
@@ -136,6 +138,7 @@ def test_a_pattern_may_differ_by_head(key_heads):
         assert_close((out[:, :, n : n + 1], lse[:, :, n : n + 1]), (expected, expected_lse), 1e-12)
 
 
+@pytest.mark.slow
 def test_blocks_chosen_by_the_data_under_jit():
     """The key blocks of highest mean score for each block of queries, as MoBA chooses them."""
     size, chosen, heads = 4, 2, 2
@@ -153,25 +156,28 @@ def test_blocks_chosen_by_the_data_under_jit():
         return sparse_attention(**arrays, layout=kept, is_causal=True, return_residual=True)
 
     out, gradients = with_gradients(function, arrays)
-    kept = layout(arrays["query"], arrays["key"]).block_mask().repeat(size, -1).repeat(size, -2)
+    blocks = jax.jit(lambda query, key: layout(query, key).block_mask())
+    kept = np.asarray(blocks(arrays["query"], arrays["key"])).repeat(size, -1).repeat(size, -2)
     for k in range(heads):
         one = {n: a[:, :, 2 * k : 2 * k + 2] for n, a in arrays.items() if n == "query"}
         one |= {n: arrays[n][:, :, k : k + 1] for n in ("key", "value")}
-        expected, _ = dense_with_gradients(one, is_causal=True, mask=np.asarray(kept)[:, k, None])
+        expected, _ = dense_with_gradients(one, is_causal=True, mask=kept[:, k, None])
         assert_close(tuple(o[:, :, 2 * k : 2 * k + 2] for o in out), expected, 1e-12)
     assert all(np.abs(g).max() > 0 for g in gradients.values())
 
 
 def test_a_full_pattern_is_exact_attention():
     arrays = draw(QUERIES, KEYS)
-    found = attend(SlidingWindow(30, 30), {}, arrays, {})
-    assert_close(found, dot_product_attention(**arrays, return_residual=True), 1e-12)
+    found = jax.jit(functools.partial(attend, SlidingWindow(30, 30), {}))(arrays, {})
+    exact = jax.jit(functools.partial(dot_product_attention, return_residual=True))
+    assert_close(found, exact(**arrays), 1e-12)
 
 
 def test_a_pattern_that_allows_nothing_gives_zeros():
     arrays = draw(QUERIES, KEYS)
-    out, lse = attend(Causal() & ~Causal(), {}, arrays, {})
-    assert (out == 0).all() and (lse == -np.inf).all()
+    out, lse = jax.jit(functools.partial(attend, Causal() & ~Causal(), {}))(arrays, {})
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
 
 
 ANY = BlockLayout.from_block_mask(np.ones((3, 7), bool), tile=(8, 4), lengths=(QUERIES, KEYS))
