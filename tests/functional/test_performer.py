@@ -18,7 +18,7 @@ DRAWS = 200
 def draw(length=13, size=8, std=1.0, heads=4, key_heads=2, seed=0):
     rng = np.random.default_rng(seed)
     shapes = (2, length, heads, size), (2, length, key_heads, size), (2, length, key_heads, 5)
-    return tuple(jnp.asarray(std * rng.normal(size=shape), jnp.float32) for shape in shapes)
+    return tuple((std * rng.normal(size=shape)).astype(np.float32) for shape in shapes)
 
 
 @functools.cache
@@ -65,25 +65,34 @@ def test_orthogonal_vectors_and_pairs_have_less_variance():
 
 
 def test_vectors_are_orthogonal_in_blocks_and_as_long_as_independent_ones():
-    w = performer_features(jax.random.key(0), 20, 8, num_heads=200)
+    draw_features = jax.jit(performer_features, static_argnums=(1, 2), static_argnames="num_heads")
+    w = np.asarray(draw_features(jax.random.key(0), 20, 8, num_heads=200))
     assert w.shape == (200, 20, 8)
     for block in (w[:, :8], w[:, 8:16], w[:, 16:]):
-        products = jnp.einsum("nfh,ngh->nfg", block, block)
-        products -= products * jnp.eye(block.shape[1])
+        products = np.einsum("nfh,ngh->nfg", block, block)
+        products -= products * np.eye(block.shape[1])
         np.testing.assert_allclose(products, 0, atol=1e-4)
-    lengths = jnp.sum(w**2, -1)
+    lengths = np.sum(w**2, -1)
     np.testing.assert_allclose(lengths.mean(), 8, rtol=0.05)  # chi squared with 8 degrees
     np.testing.assert_allclose(lengths.var(), 16, rtol=0.15)
-    pairs = performer_features(jax.random.key(0), 20, 8, hyperbolic=True)
+    draw_pairs = jax.jit(
+        functools.partial(performer_features, hyperbolic=True), static_argnums=(1, 2)
+    )
+    pairs = np.asarray(draw_pairs(jax.random.key(0), 20, 8))
     np.testing.assert_array_equal(pairs[:, 10:], -pairs[:, :10])
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_many_features_approach_exact_attention(is_causal):
     query, key, value = draw(std=0.25)
-    w = performer_features(jax.random.key(0), 8192, 8)
-    ours = performer_attention(query, key, value, projection=w, is_causal=is_causal)
-    exact = effattn.dot_product_attention(query, key, value, is_causal=is_causal)
+
+    @jax.jit
+    def both(query, key, value, rng):
+        w = performer_features(rng, 8192, 8)
+        ours = performer_attention(query, key, value, projection=w, is_causal=is_causal)
+        return ours, effattn.dot_product_attention(query, key, value, is_causal=is_causal)
+
+    ours, exact = both(query, key, value, jax.random.key(0))
     np.testing.assert_allclose(ours, exact, atol=0.01)
 
 
@@ -91,32 +100,30 @@ def test_many_features_approach_exact_attention(is_causal):
 def test_the_relu_kernel_is_linear_attention_of_its_features(is_causal):
     """With a state that has no maximum, padding and packing."""
     query, key, value = draw(key_heads=1)
-    w = jnp.asarray(np.random.default_rng(2).normal(size=(1, 6, 8)), jnp.float32)
-    options = {"is_causal": is_causal, "key_value_seq_lengths": jnp.asarray([9, 0])}
+    w = np.random.default_rng(2).normal(size=(1, 6, 8)).astype(np.float32)
+    lengths = {"key_value_seq_lengths": np.array([9, 0])}
+    performer = functools.partial(
+        performer_attention, projection=w, kernel="relu", is_causal=is_causal
+    )
 
     def relu(x):
         return jax.nn.relu(x @ w[0].T)
 
-    for more in (
-        {"return_state": True},
-        {"segment_ids": jnp.repeat(jnp.asarray([[3, 5]]), jnp.asarray([6, 7]), 1).repeat(2, 0)},
-    ):
-        ours = performer_attention(
-            query, key, value, projection=w, kernel="relu", scale=1.0, **options, **more
-        )
-        linear = effattn.linear_attention(query, key, value, feature_map=relu, **options, **more)
+    ids = np.repeat([[3] * 6 + [5] * 7], 2, 0)
+    for more in ({"return_state": True}, {"segment_ids": ids}):
+        run = functools.partial(performer, scale=1.0, **more)
+        ours = jax.jit(run)(query, key, value, **lengths)
+        run = functools.partial(effattn.linear_attention, feature_map=relu, is_causal=is_causal)
+        linear = jax.jit(functools.partial(run, **more))(query, key, value, **lengths)
         if "return_state" in more:
             assert ours[1].maximum is None
             ours = ours[0], ours[1].sums
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, linear
         )
-    _, state = performer_attention(
-        query, key, value, projection=w, kernel="relu", is_causal=is_causal, return_state=True
-    )
-    again = performer_attention(
-        query, key, value, projection=w, kernel="relu", is_causal=is_causal, initial_state=state
-    )
+    run = jax.jit(functools.partial(performer, return_state=True))
+    _, state = run(query, key, value)
+    again, _ = run(query, key, value, initial_state=state)
     assert np.isfinite(again).all()
 
 
@@ -128,11 +135,13 @@ def test_features_that_no_float_holds_change_nothing(far):
         w = np.random.default_rng(2).normal(size=(1, 6, 8))
         steps = np.arange(9)[:, None, None] if far > 0 else np.arange(9)[::-1, None, None]
         moved = key + np.where(np.arange(8) == 0, 20.0 + steps, 0)
-        options = {"projection": w, "scale": 1.0, "is_causal": True}
-        ours, state = performer_attention(query, moved, value, return_state=True, **options)
+        options = {"projection": w, "scale": 1.0, "is_causal": True, "return_state": True}
+        ours, state = jax.jit(functools.partial(performer_attention, **options))(
+            query, moved, value
+        )
 
         # The same by logarithms of features, of which none is exponentiated alone.
-        of_query, of_key = (np.asarray(exponents(jnp.asarray(x), w)) for x in (query, moved))
+        of_query, of_key = (np.asarray(jax.jit(exponents)(x, w)) for x in (query, moved))
         of_key = np.repeat(of_key, 2, -2)
         logits = of_query[:, :, None] + of_key[:, None]  # (B, T, S, N, m)
         logits = np.where(np.tri(9, dtype=bool)[:, :, None, None], logits, -np.inf)
@@ -140,7 +149,7 @@ def test_features_that_no_float_holds_change_nothing(far):
         weights /= weights.sum(2, keepdims=True)
         expected = np.einsum("btsn,bsnd->btnd", weights, np.repeat(value, 2, -2))
         np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
-        assert np.abs(state.maximum).min() > 100
+        assert np.abs(np.asarray(state.maximum)).min() > 100
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -156,7 +165,7 @@ def test_a_state_continues_where_it_was_taken(is_causal):
         )
         for factor in (0.2, 5.0):
             keys = np.concatenate([key[:, :6], factor * key[:, 6:]], 1)
-            out, state = run(query, keys, value)
+            out, state = jax.tree.map(np.asarray, run(query, keys, value))
             first = query[:, :6] if is_causal else query
             rest = query[:, 6:] if is_causal else query
             _, middle = run(first, keys[:, :6], value[:, :6])
@@ -208,15 +217,15 @@ def test_the_features_of_all_tokens_are_never_held():
 def test_nothing_to_attend_to(is_causal):
     query, key, value = draw(length=0)
     query = query if is_causal else draw(length=3)[0]
-    w = jnp.ones((1, 6, 8))
-    run = functools.partial(performer_attention, query, key, value, projection=w)
-    out, state = run(is_causal=is_causal, return_state=True)
+    w = np.ones((1, 6, 8), np.float32)
+    run = functools.partial(performer_attention, projection=w)
+    with_state = jax.jit(functools.partial(run, is_causal=is_causal, return_state=True))
+    out, state = with_state(query, key, value)
     for x in (out, *state):
         np.testing.assert_array_equal(x, 0)
     assert out.shape == query.shape[:-1] + (5,)
-    np.testing.assert_array_equal(
-        run(segment_ids=(jnp.ones(query.shape[:2], int), jnp.ones((2, 0), int))), 0
-    )
+    ids = np.ones(query.shape[:2], int), np.ones((2, 0), int)
+    np.testing.assert_array_equal(jax.jit(run)(query, key, value, segment_ids=ids), 0)
 
 
 def state_like(maximum):
@@ -260,14 +269,14 @@ def test_bad_counts_are_named(arguments, options, message):
 
 
 def test_a_scale_that_a_trace_closes_over_is_known():
-    x, projection = jnp.ones((1, 3, 1, 4)), jnp.ones((1, 8, 4))
+    x, projection = np.ones((1, 3, 1, 4), np.float32), np.ones((1, 8, 4), np.float32)
 
     def performer(x, scale):
         return effattn.performer_attention(x, x, x, projection=projection, scale=scale)
 
     scale = jnp.asarray(0.3)
     traced = jax.jit(lambda x: performer(x, scale))(x)
-    np.testing.assert_allclose(traced, performer(x, 0.3), rtol=1e-6)
+    np.testing.assert_allclose(traced, jax.jit(lambda x: performer(x, 0.3))(x), rtol=1e-6)
     below = -scale
     with pytest.raises(ValueError, match="scale must be above 0"):
         jax.eval_shape(lambda x: performer(x, below), x)
