@@ -46,11 +46,11 @@ CASES = [
     ("retention", retention),
     ("token_decay", gated_linear_attention),
     ("token_decay", state_space),
-    ("gated_linear", gated_by_feature),
+    pytest.param("gated_linear", gated_by_feature, marks=pytest.mark.slow),
     ("delta", delta_rule_attention),
-    ("gated_delta", delta_rule_attention),
+    pytest.param("gated_delta", delta_rule_attention, marks=pytest.mark.slow),
     ("rwkv6", functools.partial(rwkv, rwkv6_attention)),
-    ("rwkv7", functools.partial(rwkv, rwkv7_attention)),
+    pytest.param("rwkv7", functools.partial(rwkv, rwkv7_attention), marks=pytest.mark.slow),
 ]
 
 

@@ -40,7 +40,7 @@ def test_learned_summaries_at_three_levels_with_all_arguments(is_causal, x64):
     arrays = {k: x[:1] if k in ("query", "key", "value") else x for k, x in arrays.items()}
     rng = jax.random.key(1)
     which = pairs((1,), LENGTH, LENGTH, is_causal=is_causal, **lengths)
-    keep = dropout_keep(rng, 0.3, which, heads=4)
+    keep = jax.jit(functools.partial(dropout_keep, rate=0.3, heads=4))(rng, which=which)
 
     def ours(arrays, known):
         given = {**arrays, **lengths, **options, "is_causal": is_causal, "dropout_rng": rng}

@@ -10,7 +10,7 @@ import pytest
 import effattn
 from effattn import performer_features, random_feature_attention
 
-BATCH, LENGTH, SIZE = 2, 13, 8
+BATCH, LENGTH, SIZE = 2, 12, 8
 
 
 def draw(heads=4, key_heads=2, length=LENGTH):
@@ -32,20 +32,22 @@ def step_by_step(query, key, value, projection, gate, state=None, starts=()):
         angles = jnp.einsum("bnh,nmh->bnm", x / jnp.linalg.norm(x, axis=-1, keepdims=True), w)
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1) / w.shape[1] ** 0.5
 
+    def step(state, token):
+        query, key, value, gate, starts = token
+        phi = features(key, projection)
+        ones = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1)
+        g = gate[..., None, None]
+        state = g * jnp.where(starts, 0, state)
+        state = state + (1 - g) * phi[..., :, None] * ones[..., None, :]
+        phi = features(query, jnp.repeat(projection, groups, 0))
+        read = jnp.einsum("bnf,bnfd->bnd", phi, jnp.repeat(state, groups, 1))
+        return state, read[..., :-1] / read[..., -1:]
+
     if state is None:
         state = jnp.zeros((BATCH, key.shape[-2], 2 * projection.shape[1], value.shape[-1] + 1))
-    out = []
-    for t in range(key.shape[1]):
-        if t in starts:
-            state = jnp.zeros_like(state)
-        phi = features(key[:, t], projection)
-        ones = jnp.concatenate([value[:, t], jnp.ones_like(value[:, t, :, :1])], -1)
-        g = gate[:, t, :, None, None]
-        state = g * state + (1 - g) * phi[..., :, None] * ones[..., None, :]
-        phi = features(query[:, t], jnp.repeat(projection, groups, 0))
-        read = jnp.einsum("bnf,bnfd->bnd", phi, jnp.repeat(state, groups, 1))
-        out.append(read[..., :-1] / read[..., -1:])
-    return jnp.stack(out, 1), state
+    tokens = (jnp.moveaxis(x, 1, 0) for x in (query, key, value, gate))
+    state, out = jax.lax.scan(step, state, (*tokens, np.isin(np.arange(key.shape[1]), starts)))
+    return jnp.moveaxis(out, 0, 1), state
 
 
 def with_gradients(function, arrays):
@@ -54,7 +56,7 @@ def with_gradients(function, arrays):
     def run(arrays):
         results, pull_back = jax.vjp(lambda a: function(**a), arrays)
         rng = np.random.default_rng(1)
-        cotangents = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), results)
+        cotangents = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), results)
         return results, pull_back(cotangents)[0]
 
     return jax.jit(run)(arrays)
@@ -85,30 +87,33 @@ def test_packing_and_padding_with_a_gate():
     with jax.enable_x64(True):
         arrays = draw()
         inside = {k: x if k == "projection" else x[:, :9] for k, x in arrays.items()}
-        ids = np.repeat([[4, 2, 0]], [5, 4, 4], 1).repeat(BATCH, 0)
+        ids = np.repeat([[4, 2, 0]], [5, 4, 3], 1).repeat(BATCH, 0)
         filled = {
             k: x if k == "projection" else np.concatenate([x[:, :9], np.nan * x[:, 9:]], 1)
             for k, x in arrays.items()
         }
-        out, state = GATED(**filled, segment_ids=ids)
-        expected = step_by_step(**inside, starts=(5,))
+        ours = functools.partial(GATED, segment_ids=ids)
+        (out, state), gradients = jax.tree.map(np.asarray, with_gradients(ours, filled))
+        expected = jax.jit(functools.partial(step_by_step, starts=(5,)))(**inside)
         assert_close((out[:, :9], state), expected)
         np.testing.assert_array_equal(out[:, 9:], 0)
-
-        def loss(arrays):
-            return (GATED(**arrays, segment_ids=ids)[0] ** 2).sum()
-
-        for name, gradient in jax.jit(jax.grad(loss))(filled).items():
+        for name, gradient in gradients.items():
             assert np.isfinite(gradient).all(), name
             if name != "projection":
                 np.testing.assert_array_equal(gradient[:, 9:], 0)
 
 
 def test_a_gated_past_does_not_change_with_the_future():
-    arrays = {k: jnp.asarray(x, jnp.float32) for k, x in draw().items()}
+    arrays = {k: x.astype(np.float32) for k, x in draw().items()}
     run = jax.jit(lambda a: GATED(**a)[0])
-    changed = {k: x if k == "projection" else x.at[:, 7:].multiply(0.5) for k, x in arrays.items()}
-    before, after = run(arrays), run(changed)
+    future = np.arange(LENGTH)[:, None] >= 7
+    changed = {
+        k: x
+        if k == "projection"
+        else np.where(future if k == "gate" else future[..., None], x / 2, x)
+        for k, x in arrays.items()
+    }
+    before, after = np.asarray(run(arrays)), np.asarray(run(changed))
     np.testing.assert_array_equal(before[:, :7], after[:, :7])
     assert (before[:, 7:] != after[:, 7:]).any()
 
@@ -116,12 +121,12 @@ def test_a_gated_past_does_not_change_with_the_future():
 @pytest.mark.parametrize("gate", [0.0, 1e-30, 1.0 - 1e-7])
 def test_extreme_gates_are_finite(gate):
     """At 0 a token sees itself alone."""
-    arrays = {k: jnp.asarray(x, jnp.float32) for k, x in draw().items()}
-    arrays["gate"] = jnp.full_like(arrays["gate"], gate)
+    arrays = {k: x.astype(np.float32) for k, x in draw().items()}
+    arrays["gate"] = np.full_like(arrays["gate"], gate)
     (out, _), gradients = with_gradients(GATED, arrays)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((out, gradients)))
     if gate == 0:
-        np.testing.assert_allclose(out, jnp.repeat(arrays["value"], 2, -2), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(out, np.repeat(arrays["value"], 2, -2), rtol=1e-4, atol=1e-5)
 
 
 def test_the_kernel_is_that_of_a_gaussian():
@@ -152,23 +157,18 @@ def test_the_kernel_is_that_of_a_gaussian():
 
 def test_many_vectors_approach_attention_of_normalised_queries_and_keys():
     """With logits sigma^2 q . k."""
+    query, key, value = (draw()[name].astype(np.float32) for name in ("query", "key", "value"))
 
-    arrays = {k: jnp.asarray(x, jnp.float32) for k, x in draw().items()}
-    query, key = (
-        x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (arrays["query"], arrays["key"])
-    )
-    w = performer_features(jax.random.key(0), 8192, SIZE)
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(is_causal, rng):
+        w = 0.8 * performer_features(rng, 8192, SIZE)
+        ours = random_feature_attention(query, 100 * key, value, projection=w, is_causal=is_causal)
+        normalised = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
+        exact = effattn.dot_product_attention(*normalised, value, scale=0.64, is_causal=is_causal)
+        return ours, exact
+
     for is_causal in (False, True):
-        ours = random_feature_attention(
-            arrays["query"],
-            100 * arrays["key"],
-            arrays["value"],
-            projection=0.8 * w,
-            is_causal=is_causal,
-        )
-        exact = effattn.dot_product_attention(
-            query, key, arrays["value"], scale=0.64, is_causal=is_causal
-        )
+        ours, exact = both(is_causal, jax.random.key(0))
         np.testing.assert_allclose(ours, exact, atol=0.05)
 
 
@@ -181,7 +181,7 @@ def test_many_vectors_approach_attention_of_normalised_queries_and_keys():
         ),
         (
             {"gate": np.ones((BATCH, LENGTH, 4))},
-            r"gate must be floating point of shape \(2, 13, 2\)",
+            r"gate must be floating point of shape \(2, 12, 2\)",
         ),
         ({"gate": np.full((BATCH, LENGTH, 2), 1.5)}, r"gate must be in \[0, 1\], got 1.5 to 1.5"),
         ({"is_causal": False}, "gate needs is_causal=True"),

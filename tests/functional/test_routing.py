@@ -1,7 +1,8 @@
 """routing_attention: which tokens share a cluster, and what it refuses."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,60 +10,53 @@ import effattn
 from effattn.functional.routing import normalise
 from tests.laws import cost
 
-CENTROIDS = jax.random.normal(jax.random.key(3), (4, 3, 8))
+CENTROIDS = np.random.default_rng(3).normal(size=(4, 3, 8)).astype(np.float32)
 
 
 def heads(time=11, key_heads=4):
-    keys = jax.random.split(jax.random.key(0), 3)
+    rng = np.random.default_rng(0)
     shapes = [(2, time, 4, 8), (2, time, key_heads, 8), (2, time, key_heads, 6)]
-    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-def attend(*given, **options):
-    options = {"centroids": CENTROIDS, "cluster_size": 4, **options}
-    return effattn.routing_attention(*given, **options)
+def attend(*given, centroids=CENTROIDS, **options):
+    run = functools.partial(effattn.routing_attention, **{"cluster_size": 4, **options})
+    return jax.jit(run)(*given, centroids=centroids)
 
 
 def one_hot_tokens(clusters):
     """Queries, which are keys, that point to a centroid each, and those centroids `(1, C, H)`."""
-    centroids = normalise(jnp.eye(4))
-    tokens = centroids[jnp.asarray(clusters)][None, :, None]
+    centroids = np.asarray(jax.jit(normalise)(np.eye(4, dtype=np.float32)))
+    tokens = centroids[np.array(clusters)][None, :, None]
     return tokens, centroids[None]
 
 
 def test_causal_tokens_see_the_last_of_their_cluster():
     tokens, centroids = one_hot_tokens([0, 1, 0, 0, 1, 2, 0])
-    value = jnp.arange(7.0)[None, :, None, None]
-    out = effattn.routing_attention(
-        tokens, tokens, value, centroids=centroids, cluster_size=2, is_causal=True
-    )
+    value = np.arange(7, dtype=np.float32)[None, :, None, None]
+    out = attend(tokens, tokens, value, centroids=centroids, cluster_size=2, is_causal=True)
     # The tokens of a cluster are alike here, so that outputs are means.
-    np.testing.assert_allclose(out.ravel(), [0, 1, 1, 2.5, 2.5, 5, 4.5], rtol=1e-6)
+    np.testing.assert_allclose(np.ravel(out), [0, 1, 1, 2.5, 2.5, 5, 4.5], rtol=1e-6)
 
 
 def test_what_is_in_no_cluster_gives_zeros():
     tokens, centroids = one_hot_tokens([0, 0, 1, 0])
-    out, lse = effattn.routing_attention(
-        tokens,
-        tokens,
-        jnp.ones((1, 4, 1, 1)),
-        centroids=centroids[:, :2],
-        cluster_size=1,
-        return_residual=True,
-    )
-    np.testing.assert_allclose(out.ravel(), [1, 0, 1, 0])
-    np.testing.assert_array_equal(np.isneginf(lse.ravel()), [False, True, False, True])
+    ones = np.ones((1, 4, 1, 1), np.float32)
+    options = {"centroids": centroids[:, :2], "cluster_size": 1, "return_residual": True}
+    out, lse = attend(tokens, tokens, ones, **options)
+    np.testing.assert_allclose(np.ravel(out), [1, 0, 1, 0])
+    np.testing.assert_array_equal(np.isneginf(np.ravel(lse)), [False, True, False, True])
 
 
 def test_a_key_met_in_two_clusters_counts_twice():
     query, key, value = heads(3)
-    twice = jnp.repeat(CENTROIDS[:, :1], 2, 1)
+    twice = np.repeat(CENTROIDS[:, :1], 2, 1)
     once, lse = attend(
         query, key, value, centroids=CENTROIDS[:, :1], cluster_size=3, return_residual=True
     )
     out, more = attend(query, key, value, centroids=twice, cluster_size=3, return_residual=True)
     np.testing.assert_allclose(out, once, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(more, lse + np.log(2), rtol=1e-5)
+    np.testing.assert_allclose(more, np.asarray(lse) + np.log(2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -74,8 +68,8 @@ def test_gradients_are_gathered_and_centroids_have_none(is_causal):
     given = (*heads(), CENTROIDS)
     names = {eqn.primitive.name for eqn in cost._equations(jax.make_jaxpr(gradient)(*given).jaxpr)}
     assert "scatter-add" not in names and "scatter_add" not in names
-    *_, d_centroids = gradient(*given)
-    assert not d_centroids.any()
+    *_, d_centroids = jax.jit(gradient)(*given)
+    np.testing.assert_array_equal(d_centroids, 0)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -91,10 +85,10 @@ def test_the_scale_of_queries_and_keys_does_not_matter(is_causal):
         ({"centroids": CENTROIDS[:2]}, r"shape \(4, clusters, 8\), for 4 query heads of size 8"),
         ({"centroids": CENTROIDS[..., :3]}, r"got float32 of shape \(4, 3, 3\)"),
         ({"centroids": CENTROIDS[0]}, r"got float32 of shape \(3, 8\)"),
-        ({"centroids": jnp.ones((4, 12, 8))}, "clusters .* at most the 11 tokens given, got 12"),
+        ({"centroids": np.ones((4, 12, 8))}, "clusters .* at most the 11 tokens given, got 12"),
         ({"cluster_size": 12}, "cluster_size must be at most the 11 tokens given, got 12"),
         ({"cluster_size": 0}, "cluster_size must be an int, 1 or more tokens, got 0"),
-        ({"segment_ids": (jnp.ones((2, 11), int),) * 2}, "segment_ids must be one array"),
+        ({"segment_ids": (np.ones((2, 11), int),) * 2}, "segment_ids must be one array"),
     ],
 )
 def test_refusals(options, message):
