@@ -1,5 +1,7 @@
 """Additive attention beyond the laws: what it holds, what it is near zero, wrong arguments."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +21,7 @@ def weights(heads=2, size=4, hidden=8, scale=1.0):
         "score": (heads, hidden),
     }
     return {
-        name: jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
-        for name, shape in shapes.items()
+        name: (scale * rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()
     }
 
 
@@ -41,20 +42,23 @@ def test_where_tanh_is_straight_it_is_the_softmax_of_sums_that_queries_cancel_fr
     """v . (W_q q + W_k k): of all queries alike, a softmax over v . W_k k alone."""
     given = weights(scale=1e-3)
     rng = np.random.default_rng(1)
-    query, key, value = (jnp.asarray(rng.normal(size=(1, 6, 2, 4)), jnp.float32) for _ in range(3))
-    given["score"] = given["score"] * 1e6
-    out = additive_attention(query, key, value, **given)
-    logits = jnp.einsum("bsnh,nha,na->bsn", key, given["key_kernel"], given["score"])
-    ones = jnp.ones((1, 6, 2, 1))
-    expected = dot_product_attention(ones, logits[..., None], value, scale=1.0)
+    query, key, value = (rng.normal(size=(1, 6, 2, 4)).astype(np.float32) for _ in range(3))
+    given["score"] = given["score"] * np.float32(1e6)
+    out = jax.jit(additive_attention)(query, key, value, **given)
+    logits = np.einsum("bsnh,nha,na->bsn", key, given["key_kernel"], given["score"])
+    ones = np.ones((1, 6, 2, 1), np.float32)
+    exact = jax.jit(functools.partial(dot_product_attention, scale=1.0))
+    expected = exact(ones, logits[..., None], value)
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
 
 def test_translation_from_another_sequence():
-    layer = AdditiveCrossAttention(6, 2, context_features=10, hidden_dim=3, rngs=nnx.Rngs(0))
+    options = {"context_features": 10, "hidden_dim": 3}
+    layer = nnx.jit(lambda: AdditiveCrossAttention(6, 2, **options, rngs=nnx.Rngs(0)))()
     rng = np.random.default_rng(0)
     x, context = rng.normal(size=(2, 5, 6)), rng.normal(size=(2, 7, 10))
-    y = layer(jnp.asarray(x, jnp.float32), jnp.asarray(context, jnp.float32))
+    run = nnx.jit(lambda layer, x, context: layer(x, context))
+    y = run(layer, x.astype(np.float32), context.astype(np.float32))
     query = np.einsum("btd,dnh->btnh", x, layer.query.kernel[...])
     key, value = (
         np.einsum("bsd,dnh->bsnh", context, p.kernel[...]) for p in (layer.key, layer.value)

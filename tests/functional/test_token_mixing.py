@@ -1,5 +1,6 @@
 """The functions of mixers that take no heads: their own limits, and what they refuse."""
 
+import functools
 import pathlib
 
 import jax
@@ -18,30 +19,40 @@ X = RNG.normal(size=(2, 9, 6)).astype(np.float32)
 D = X.shape[-1]
 
 
+def compiled(function, **options):
+    return jax.jit(functools.partial(function, **options))
+
+
 def close(a, b, tolerance=1e-5):
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
 
 
 def test_fourier_mixing_agrees_with_transformers():
     with np.load(GOLDEN) as file:
-        y, pull_back = jax.vjp(effattn.fourier_mixing, jnp.asarray(file["x"]))
+
+        @jax.jit
+        def with_gradient(x, cotangent):
+            y, pull_back = jax.vjp(effattn.fourier_mixing, x)
+            return y, *pull_back(cotangent)
+
+        y, gradient = with_gradient(file["x"], file["cotangent"])
         close(y, file["output"], 1e-4)
-        close(pull_back(jnp.asarray(file["cotangent"]))[0], file["gradient"], 1e-4)
+        close(gradient, file["gradient"], 1e-4)
 
 
 def test_rwkv4_mixing_takes_keys_of_any_size():
     """The largest key decides, however large; without decay and bonus it is a running softmax."""
     key = X.copy()
     key[:, 4] = 1e6
-    zeros = np.zeros(D, np.float32)
-    y = effattn.rwkv4_mixing(key, X, decay=zeros, bonus=zeros)
+    zeros, run = np.zeros(D, np.float32), jax.jit(effattn.rwkv4_mixing)
+    y = np.asarray(run(key, X, decay=zeros, bonus=zeros))
     close(y[:, 4:], np.broadcast_to(X[:, 4:5], X[:, 4:].shape))
     weights = np.exp(X)
     running = np.cumsum(weights * X, 1) / np.cumsum(weights, 1)
-    close(effattn.rwkv4_mixing(X, X, decay=zeros, bonus=zeros), running)
+    close(run(X, X, decay=zeros, bonus=zeros), running)
     # All is forgotten but the token before and the present one.
     far = np.full(D, 1e4, np.float32)
-    y = effattn.rwkv4_mixing(X, X, decay=far, bonus=zeros)
+    y = np.asarray(run(X, X, decay=far, bonus=zeros))
     pair = (weights * X)[:, 1:] + (weights * X)[:, :-1]
     close(y[:, 1:], pair / (weights[:, 1:] + weights[:, :-1]))
 
@@ -50,43 +61,51 @@ def test_the_forms_of_aft_are_each_other_at_their_limits():
     """Full with equal biases is simple, local with a window of all is full, as is conv."""
     factors = RNG.normal(size=(2, 9, 3)).astype(np.float32)
     for is_causal in (True, False):
-        simple = effattn.attention_free(X, X, X, is_causal=is_causal)
-        ones = np.ones((9, 1), np.float32)
-        equal = effattn.attention_free(X, X, X, position_bias=(ones, ones), is_causal=is_causal)
+        run = functools.partial(compiled, effattn.attention_free, is_causal=is_causal)
+        simple = run()(X, X, X)
+        with_bias = run()
+        equal = with_bias(X, X, X, position_bias=tuple(np.ones_like(factors)))
         close(equal, simple)
         bias = tuple(factors)
-        full = effattn.attention_free(X, X, X, position_bias=bias, is_causal=is_causal)
-        local = effattn.attention_free(
-            X, X, X, position_bias=bias, local_window_size=9, is_causal=is_causal
-        )
+        full = with_bias(X, X, X, position_bias=bias)
+        local = run(local_window_size=9)(X, X, X, position_bias=bias)
         close(local, full)
         taps = np.zeros((2, 5 if is_causal else 9), np.float32)
-        conv = effattn.attention_free(
-            X, X, X, position_bias=taps, local_window_size=4, is_causal=is_causal
-        )
+        conv = run(local_window_size=4)(X, X, X, position_bias=taps)
         close(conv, simple)
+
+
+@functools.cache
+def state_space():
+    """The arguments of a convolution that a layer draws."""
+
+    def drawn():
+        layer = S4D(4, state_size=16, rngs=nnx.Rngs(0))
+        return {
+            "rate": layer._rate(jnp.float32),
+            "output": jax.lax.complex(*layer.output[...]),
+            "step_size": layer._step(jnp.float32),
+            "skip": layer.skip[...],
+        }
+
+    return jax.jit(drawn)()
 
 
 @pytest.mark.parametrize("time", [1, 100, 4096])
 def test_s4_is_one_as_convolution_and_as_recurrence(time):
     """In float32, and from any split: the state goes on."""
-    layer = S4D(4, state_size=16, rngs=nnx.Rngs(0))
-    options = {
-        "rate": layer._rate(jnp.float32),
-        "output": jax.lax.complex(*layer.output[...]),
-        "step_size": layer._step(jnp.float32),
-        "skip": layer.skip[...],
-    }
+    options = state_space()
     x = np.random.default_rng(1).normal(size=(2, time, 4)).astype(np.float32)
     forms = [
-        effattn.s4_convolution(x, **options, method=method, return_state=True)
+        compiled(effattn.s4_convolution, method=method, return_state=True)(x, **options)
         for method in ("convolution", "recurrence")
     ]
     jax.tree.map(lambda a, b: close(a, b, 1e-4), *forms)
     half = time // 2
     if half:
-        y, state = effattn.s4_convolution(x[:, :half], **options, return_state=True)
-        rest = effattn.s4_convolution(x[:, half:], **options, initial_state=state)
+        run = compiled(effattn.s4_convolution, return_state=True)
+        y, state = run(x[:, :half], **options)
+        rest, _ = run(x[:, half:], **options, initial_state=state)
         close(np.concatenate([y, rest], 1), np.asarray(forms[0][0]), 1e-4)
 
 
@@ -106,8 +125,9 @@ def test_the_low_rank_kernel_is_that_of_the_dense_hippo_matrix():
         rest = np.eye(size) - np.linalg.matrix_power(turn, length)
         truncated = (np.ones(size) @ rest @ vectors)[size // 2 :]
         with jax.enable_x64(True):
-            given = (jnp.asarray(p)[None] for p in (rate, low_rank, to_modes, truncated))
-            kernel = low_rank_kernel(*given, jnp.full((1,), step), length)
+            given = (np.asarray(p)[None] for p in (rate, low_rank, to_modes, truncated))
+            kernel = compiled(low_rank_kernel, length=length)(*given, np.full((1,), step))
+            kernel = np.asarray(kernel)
         state, expected = written, []
         for _ in range(length):
             expected.append(state.sum())
@@ -119,9 +139,10 @@ def test_hyena_without_filters_is_its_gates():
     gates = RNG.normal(size=(3, *X.shape)).astype(np.float32)
     filters = np.zeros((3, 9, D), np.float32)
     filters[:, 0] = 2
-    close(effattn.hyena_convolution(gates, X, filters), 8 * gates.prod(0) * X)
+    run = jax.jit(effattn.hyena_convolution)
+    close(run(gates, X, filters), 8 * gates.prod(0) * X)
     skip = np.full((3, D), 2, np.float32)
-    close(effattn.hyena_convolution(gates, X, 0 * filters, skip=skip), 8 * gates.prod(0) * X)
+    close(run(gates, X, 0 * filters, skip=skip), 8 * gates.prod(0) * X)
 
 
 def test_a_factorised_synthesizer_is_one_of_its_products():
@@ -133,7 +154,8 @@ def test_a_factorised_synthesizer_is_one_of_its_products():
     for is_causal in (True, False):
         seen = np.tri(9, dtype=bool) if is_causal else np.ones((9, 9), bool)
         weights = jax.nn.softmax(np.where(seen[:, None], logits, -np.inf), -1)
-        y = effattn.factorized_synthesizer_attention(coarse, fine, value, is_causal=is_causal)
+        run = compiled(effattn.factorized_synthesizer_attention, is_causal=is_causal)
+        y = run(coarse, fine, value)
         close(y, np.einsum("btns,bsnh->btnh", weights, value))
 
 
@@ -141,22 +163,29 @@ def test_a_dense_synthesizer_is_attention_to_learned_keys():
     hidden, value = (RNG.normal(size=(2, 9, 2, 4)).astype(np.float32) for _ in range(2))
     table = RNG.normal(size=(9, 2, 4)).astype(np.float32)
     keys = np.broadcast_to(table, hidden.shape)
-    expected = effattn.dot_product_attention(hidden, keys, value, scale=1.0, is_causal=True)
-    close(effattn.synthesizer_attention(hidden, table, value, is_causal=True), expected)
+    exact = compiled(effattn.dot_product_attention, scale=1.0, is_causal=True)
+    ours = compiled(effattn.synthesizer_attention, is_causal=True)
+    close(ours(hidden, table, value), exact(hidden, keys, value))
 
 
 def test_tables_that_are_not_trained_have_no_gradient():
     for kind in ("random", "factorized_random"):
-        layer = Synthesizer(D, 2, kind=kind, max_length=9, trained=False, rngs=nnx.Rngs(0))
-        gradient = jax.grad(lambda m: jnp.sum(m(X) ** 2))(layer)
+
+        @nnx.jit
+        def with_gradient(kind=kind):
+            layer = Synthesizer(D, 2, kind=kind, max_length=9, trained=False, rngs=nnx.Rngs(0))
+            return layer, jax.grad(lambda m: jnp.sum(m(X) ** 2))(layer)
+
+        layer, gradient = with_gradient()
         assert not np.any(gradient.table[...]) and np.any(gradient.value.kernel[...])
         assert not isinstance(layer.table, nnx.Param)
 
 
 def test_spatial_gating_starts_from_the_token_itself():
     weights, bias = np.zeros((9, 9), np.float32), np.ones(9, np.float32)
-    close(effattn.spatial_gating(X, X, weights, bias), X)
-    assert not np.any(effattn.spatial_gating(X, X, np.eye(9, k=1), 0 * bias, is_causal=True))
+    close(jax.jit(effattn.spatial_gating)(X, X, weights, bias), X)
+    causal = compiled(effattn.spatial_gating, is_causal=True)
+    assert not np.any(causal(X, X, np.eye(9, k=1), 0 * bias))
 
 
 @pytest.mark.parametrize("layer", [LSTM, GRU])
@@ -173,17 +202,20 @@ def test_baselines_are_those_of_flax(layer):
 
 
 def test_the_classifier_reads_the_text_alone():
-    model = ConvolutionalClassifier(11, 3, features=4, filters=5, rngs=nnx.Rngs(0))
+    model = nnx.jit(
+        lambda: ConvolutionalClassifier(11, 3, features=4, filters=5, rngs=nnx.Rngs(0))
+    )()
+    run = nnx.jit(lambda model, tokens, **given: model(tokens, **given))
     tokens = RNG.integers(0, 11, size=(3, 8))
     lengths = np.array([8, 5, 1])
-    logits = model(tokens, lengths=lengths)
+    logits = np.asarray(run(model, tokens, lengths=lengths))
     assert logits.shape == (3, 3)
     for row, length in enumerate(lengths):
-        close(model(tokens[row : row + 1, :length]), logits[row : row + 1])
+        close(run(model, tokens[row : row + 1, :length]), logits[row : row + 1])
     other = np.where(np.arange(8) < lengths[:, None], tokens, 10)
-    np.testing.assert_array_equal(model(other, lengths=lengths), logits)
-    dropped = model(tokens, rngs=jax.random.key(0))
-    assert np.any(dropped != model(tokens))
+    np.testing.assert_array_equal(run(model, other, lengths=lengths), logits)
+    dropped = run(model, tokens, rngs=jax.random.key(0))
+    assert not np.array_equal(dropped, run(model, tokens))
 
 
 FILTERS, FACTORS = np.zeros((2, 9, D)), (np.zeros((9, 2)), np.zeros((9, 2)))

@@ -48,8 +48,15 @@ def test_a_layout_is_a_mask_at_tile_grain_with_gradients(is_causal, x64):
     jax.tree.map(np.testing.assert_array_equal, with_gradients(function, spoilt, known), results)
 
 
-def pulled_back(function, arrays, cotangents):
-    results, pull_back = jax.vjp(function, arrays)
+def over_blocks(blocks, full, present, arrays, known=None):
+    layout = BlockLayout.from_block_mask(blocks, full=full, tile=TILE, lengths=(11, 14))
+    return over_layout(arrays, {"layout": layout, "key_mask": present}, right=3, offset=2)
+
+
+@jax.jit
+def over_blocks_with_gradients(blocks, full, present, arrays, cotangents):
+    """Compiled once for all blocks of a shape."""
+    results, pull_back = jax.vjp(functools.partial(over_blocks, blocks, full, present), arrays)
     return results, pull_back(cotangents)[0]
 
 
@@ -60,12 +67,8 @@ def test_a_layout_may_differ_by_key_head_and_example(leading, x64):
     blocks, full = rng.random((2, *leading, *BLOCKS.shape)) < 0.6
     full &= blocks
     present = rng.random((3, 14)) < 0.8
-
-    def over(blocks, full, present, arrays, known=None):
-        layout = BlockLayout.from_block_mask(blocks, full=full, tile=TILE, lengths=(11, 14))
-        return over_layout(arrays, {"layout": layout, "key_mask": present}, right=3, offset=2)
-
-    found = with_gradients(functools.partial(over, blocks, full, present), arrays)
+    found = with_gradients(functools.partial(over_blocks, blocks, full, present), arrays)
+    found = jax.tree.map(np.asarray, found)
     blocks, full = (np.broadcast_to(array, (3, 2, *BLOCKS.shape)) for array in (blocks, full))
     for b, k in np.ndindex(3, 2):
 
@@ -73,8 +76,10 @@ def test_a_layout_may_differ_by_key_head_and_example(leading, x64):
             heads = slice(2 * k, 2 * k + 2) if name in ("query", "out") else slice(k, k + 1)
             return array[b : b + 1, :, heads]
 
-        expected = pulled_back(
-            functools.partial(over, blocks[b, k], full[b, k], present[b : b + 1]),
+        expected = over_blocks_with_gradients(
+            blocks[b, k],
+            full[b, k],
+            present[b : b + 1],
             {name: alone(name, array) for name, array in arrays.items()},
             tuple(alone("out", array) for array in cotangents(arrays)),
         )
@@ -96,7 +101,7 @@ def test_dropout_is_the_same_in_every_tile_and_in_the_backward(tile, x64):
     assert_close(with_gradients(function, arrays), expected, 1e-12)
 
 
-@pytest.mark.parametrize("offset, keys", [(0, 256), (128, 400)])
+@pytest.mark.parametrize("offset, keys", [pytest.param(0, 256, marks=pytest.mark.slow), (128, 400)])
 def test_a_diagonal_through_the_corners_of_tiles(offset, keys, x64):
     arrays = draw(queries=256, keys=keys)
     rng = np.random.default_rng(0)
@@ -202,8 +207,14 @@ def test_precision_is_that_of_every_product(precision):
 @pytest.mark.parametrize("batch, length", [(2, 8), (2, 16), (1, 8), (3, 33)])
 def test_bfloat16_runs_at_every_size(batch, length):
     """XLA's CPU runtime refuses some bfloat16 products that accumulate in float32."""
-    x = jnp.ones((batch, length, 2, 4), jnp.bfloat16)
-    attend = functools.partial(dot_product_attention, is_causal=True)
-    out, pull_back = jax.vjp(jax.jit(attend), x, x, x)
-    np.testing.assert_array_equal(out.astype(jnp.float32), 1)
-    assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in pull_back(out))
+    x = np.ones((batch, length, 2, 4), jnp.bfloat16)
+
+    @jax.jit
+    def with_gradients(query, key, value):
+        attend = functools.partial(dot_product_attention, is_causal=True)
+        out, pull_back = jax.vjp(attend, query, key, value)
+        return out, pull_back(out)
+
+    out, gradients = with_gradients(x, x, x)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
+    assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in gradients)
