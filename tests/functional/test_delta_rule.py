@@ -7,8 +7,8 @@ import pytest
 from effattn import delta_rule_attention, linear_attention
 
 
-def draw(length=9, heads=4, key_heads=2, size=4, value_size=3, seed=0):
-    """Query, key of length 1, value, beta and log_decay, of two rows."""
+def draw(length=8, heads=4, key_heads=2, size=4, value_size=3, seed=0):
+    """Query, key of length 1, value, beta and log_decay, of two rows in whole chunks."""
     rng = np.random.default_rng(seed)
     query = rng.normal(size=(2, length, heads, size))
     key = rng.normal(size=(2, length, key_heads, size))
@@ -120,10 +120,10 @@ def test_strengths_up_to_2_keep_the_state_bounded():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"beta": np.ones((2, 9))}, r"beta must be floating point of shape \(2, 9, 2\)"),
-        ({"beta": np.ones((2, 9, 2), int)}, "beta must be floating point"),
-        ({"log_decay": np.zeros((2, 9, 2, 4))}, r"log_decay must be .* shape \(2, 9, 2\)"),
-        ({"log_decay": np.ones((2, 9, 2))}, "holds logarithms of decays, 0 or less"),
+        ({"beta": np.ones((2, 8))}, r"beta must be floating point of shape \(2, 8, 2\)"),
+        ({"beta": np.ones((2, 8, 2), int)}, "beta must be floating point"),
+        ({"log_decay": np.zeros((2, 8, 2, 4))}, r"log_decay must be .* shape \(2, 8, 2\)"),
+        ({"log_decay": np.ones((2, 8, 2))}, "holds logarithms of decays, 0 or less"),
         ({"initial_state": np.zeros((2, 2, 4, 4))}, r"initial_state must .*\(2, 2, 4, 3\)"),
         ({"scale": np.ones(2)}, "scale must be a number"),
     ],

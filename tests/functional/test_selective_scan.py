@@ -12,7 +12,7 @@ from tests.laws import cost
 def arrays(length=20, features=3, values=4):
     rng = np.random.default_rng(0)
     query, key, value = (
-        jnp.asarray(rng.normal(size=(2, length, 1, size)), jnp.float32)
+        rng.normal(size=(2, length, 1, size)).astype(np.float32)
         for size in (features, features, values)
     )
     return query, key, value
@@ -20,17 +20,16 @@ def arrays(length=20, features=3, values=4):
 
 def test_with_steps_and_rates_that_all_values_share_it_is_that_of_mamba_2():
     query, key, value = arrays()
-    step = jnp.asarray(np.random.default_rng(1).uniform(0.1, 1, size=(2, 20, 1)), jnp.float32)
-    expected = state_space_duality(
-        query, key, value, step_size=step, rate=-jnp.ones(1), skip=jnp.full(1, 0.7)
-    )
-    out = selective_scan(
+    step = np.random.default_rng(1).uniform(0.1, 1, size=(2, 20, 1)).astype(np.float32)
+    one, skip = np.ones(1, np.float32), np.full(1, 0.7, np.float32)
+    expected = jax.jit(state_space_duality)(query, key, value, step_size=step, rate=-one, skip=skip)
+    out = jax.jit(selective_scan)(
         query,
         key,
         value,
-        step_size=jnp.broadcast_to(step[..., None], value.shape),
-        rate=-jnp.ones((1, 4, 3)),
-        skip=jnp.full((1, 4), 0.7),
+        step_size=np.broadcast_to(step[..., None], value.shape),
+        rate=-np.ones((1, 4, 3), np.float32),
+        skip=np.full((1, 4), 0.7, np.float32),
     )
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
