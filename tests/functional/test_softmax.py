@@ -232,6 +232,7 @@ def test_a_score_mod_may_close_over_anything(run, x64):
     assert_close(RUNS[run](modified, arrays, known), expected_of_modified(arrays, 0), 1e-12)
 
 
+@pytest.mark.slow
 def test_what_a_score_mod_closes_over_may_be_batched_by_vmap(x64):
     arrays = draw()
 
