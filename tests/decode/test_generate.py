@@ -12,8 +12,8 @@ from effattn.decode import generate, sample_token
 from effattn.nn import TransformerConfig, TransformerLM
 
 CONFIG = TransformerConfig(vocab_size=13, num_layers=1, features=8, num_heads=2)
-PROMPT = jax.random.randint(jax.random.key(3), (3, 5), 0, 13)
-LENGTHS = jnp.array([5, 1, 3])
+PROMPT = np.random.default_rng(3).integers(0, 13, (3, 5), np.int32)
+LENGTHS = np.array([5, 1, 3])
 
 
 def make_model(seed=0, **changes):
@@ -31,7 +31,7 @@ def by_full_forward_passes(model, prompt, lengths, new_tokens):
     tokens = np.pad(prompt, [(0, 0), (0, new_tokens)])
     new = []
     for _ in range(new_tokens):
-        logits = forward(model, jnp.asarray(tokens))[rows, lengths - 1]
+        logits = np.asarray(forward(model, tokens))[rows, lengths - 1]
         new.append(np.argmax(logits, axis=-1))
         tokens[rows, lengths] = new[-1]
         lengths += 1
@@ -126,12 +126,12 @@ def test_the_same_key_draws_the_same_and_steps_draw_anew():
     assert len(set(np.asarray(first[0]).tolist())) > 4
 
 
-LOGITS = jnp.log(jnp.array([0.4, 0.1, 0.3, 0.2]))
+LOGITS = np.log(np.float32([0.4, 0.1, 0.3, 0.2]))
 
 
 def draws(count=4000, **options):
     rng = jax.random.key(0)
-    tokens = sample_token(jnp.broadcast_to(LOGITS, (count, 4)), rng, **options)
+    tokens = sample_token(np.broadcast_to(LOGITS, (count, 4)), rng, **options)
     return np.bincount(np.asarray(tokens), minlength=4) / count
 
 

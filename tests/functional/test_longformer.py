@@ -36,7 +36,7 @@ def local_pairs(dilation):
     [
         (False, 1, "lengths"),
         pytest.param(False, 3, "segments", marks=pytest.mark.slow),
-        (True, 1, "segments"),
+        pytest.param(True, 1, "segments", marks=pytest.mark.slow),
         pytest.param(True, 3, "lengths", marks=pytest.mark.slow),
     ],
 )

@@ -125,9 +125,7 @@ ALL = np.ones((2, LENGTH))
 
 
 @both_ways
-@pytest.mark.parametrize(
-    "num_rounds, num_buckets", [(3, 8), pytest.param(1, 6, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("num_rounds, num_buckets", [(3, 8), (1, 6)])
 def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
     """Outputs, log-sum-exps and gradients in float64."""
     options = {"num_rounds": num_rounds, "num_buckets": num_buckets, "is_causal": is_causal}
@@ -206,7 +204,7 @@ def test_a_pair_counts_once_in_however_many_rounds(is_causal, x64):
     assert_close(often, once, 1e-13)
 
 
-@both_ways_slowly
+@both_ways
 def test_a_token_sees_itself_only_where_it_has_nothing_else(is_causal):
     arrays = draw(5, batch=(), dtype=np.float32, num_buckets=2)
     options = {"num_buckets": 2, "is_causal": is_causal}
