@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 
-def filled(build, seed=0):
+def filled(build, seed=0, spread=1 / 4):
     """The module that `build()` returns, with random parameters, none drawn by a compiled program.
 
     Scales are near 1, all others near 0, and integers are 0: what needs the initial values of a
@@ -13,7 +13,7 @@ def filled(build, seed=0):
     rng = np.random.default_rng(seed)
 
     def fill(path, leaf):
-        values = rng.normal(size=leaf.shape) / 4
+        values = rng.normal(scale=spread, size=leaf.shape)
         if "scale" in jax.tree_util.keystr(path):
             values += 1
         return values.astype(leaf.dtype)

@@ -1,5 +1,7 @@
 """RoutingSelfAttention: heads side by side, and centroids that a method moves."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,9 @@ from flax import nnx
 import effattn
 from effattn.functional.routing import normalise
 from effattn.nn import RotaryEmbedding, RoutingSelfAttention, TransformerConfig, TransformerLM
+from tests.nn.build import filled, floats
 
-X = jax.random.normal(jax.random.key(0), (2, 11, 16))
+X = floats(2, 11, 16)
 
 
 def make(**options):
@@ -18,59 +21,79 @@ def make(**options):
     return RoutingSelfAttention(16, 4, rngs=nnx.Rngs(0), **options)
 
 
+def made(**options):
+    """With random parameters and centroids, not its own."""
+    return filled(lambda: make(**options))
+
+
 call = jax.jit(lambda mixer, x: mixer(x))
+
+
+@functools.partial(jax.jit, static_argnames="decay")
+def updated(mixer, x, decay, **padding):
+    """The centroids then."""
+    mixer.update_centroids(x, decay=decay, **padding)
+    return mixer.centroids[...]
 
 
 def heads_of(mixer, x):
     layers = mixer.query, mixer.key, mixer.value
-    return tuple(jnp.einsum("btd,dnh->btnh", x, layer.kernel[...]) for layer in layers)
+    return tuple(np.einsum("btd,dnh->btnh", x, layer.kernel[...]) for layer in layers)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_it_is_both_kinds_of_attention_between_projections(is_causal):
-    mixer = make(is_causal=is_causal, num_kv_heads=2)
-    query, key, value = heads_of(mixer, X)
+    mixer = made(is_causal=is_causal, num_kv_heads=2)
     assert mixer.num_local_heads == 2 and mixer.centroids[...].shape == (2, 3, 4)
-    near = effattn.sliding_window_attention(
-        query[:, :, :2],
-        key[:, :, :1],
-        value[:, :, :1],
-        local_window_size=(2, 0 if is_causal else 2),
-        is_causal=is_causal,
-    )
-    far = effattn.routing_attention(
-        query[:, :, 2:],
-        key[:, :, 1:],
-        value[:, :, 1:],
-        centroids=mixer.centroids[...],
-        cluster_size=4,
-        is_causal=is_causal,
-    )
-    y = jnp.einsum("btnh,nhd->btd", jnp.concatenate([near, far], 2), mixer.out.kernel[...])
+
+    @jax.jit
+    def sides(query, key, value):
+        near = effattn.sliding_window_attention(
+            query[:, :, :2],
+            key[:, :, :1],
+            value[:, :, :1],
+            local_window_size=(2, 0 if is_causal else 2),
+            is_causal=is_causal,
+        )
+        far = effattn.routing_attention(
+            query[:, :, 2:],
+            key[:, :, 1:],
+            value[:, :, 1:],
+            centroids=mixer.centroids[...],
+            cluster_size=4,
+            is_causal=is_causal,
+        )
+        return jnp.concatenate([near, far], 2)
+
+    y = np.einsum("btnh,nhd->btd", sides(*heads_of(mixer, X)), mixer.out.kernel[...])
     np.testing.assert_allclose(call(mixer, X), y, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("local", [0, 1, 3])
+@pytest.mark.parametrize("local", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_decoding_is_what_training_saw(local):
     """In pieces longer than a cluster, and by single tokens."""
-    mixer = make(num_local_heads=local, rotary=RotaryEmbedding())
+    mixer = made(num_local_heads=local, rotary=RotaryEmbedding())
+    extend = jax.jit(lambda mixer, piece, state: mixer.extend(piece, state))
     state, parts = mixer.init_state(2, 11), []
-    for piece in (X[:, :6], X[:, 6:7], X[:, 7:8], X[:, 8:]):
-        y, state = jax.jit(mixer.extend)(piece, state)
+    for piece in (X[:, :5], X[:, 5:6], X[:, 6:]):
+        y, state = extend(mixer, piece, state)
         parts.append(y)
-    np.testing.assert_allclose(jnp.concatenate(parts, 1), call(mixer, X), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(parts, 1), call(mixer, X), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(state.length, [11, 11])
 
 
 def test_a_large_cluster_takes_short_inputs():
-    mixer = make(cluster_size=64)
-    np.testing.assert_array_equal(call(mixer, X), call(make(cluster_size=11), X))
+    mixer, exact = made(cluster_size=64), made(cluster_size=11)
+    np.testing.assert_array_equal(call(mixer, X), call(exact, X))
 
 
 def test_the_centroids_are_not_trained():
-    _, trained, rest = nnx.split(make(), nnx.Param, ...)
+    _, trained, rest = nnx.split(made(), nnx.Param, ...)
     assert [path[0] for path, _ in nnx.to_flat_state(rest)] == ["centroids"]
     assert "centroids" not in trained
+
+
+normalised = jax.jit(normalise)
 
 
 def nearest_means(vectors, centroids):
@@ -86,42 +109,41 @@ def nearest_means(vectors, centroids):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_centroid_moves_towards_the_mean_of_what_is_nearest(is_causal):
-    mixer = make(is_causal=is_causal, num_clusters=9)
-    before = np.asarray(mixer.centroids[...])
-    query, key, _ = (np.asarray(normalise(x[:, :, 2:])) for x in heads_of(mixer, X))
+    mixer = made(is_causal=is_causal, num_clusters=9)
+    before = mixer.centroids[...]
+    query, key, _ = (np.asarray(normalised(x[:, :, 2:])) for x in heads_of(mixer, X))
     means = nearest_means([(query + key) / 2] if is_causal else [query, key], before)
-    mixer.update_centroids(X, decay=0.75)
+    after = np.asarray(updated(mixer, X, 0.75))
     for n, of_head in enumerate(means):
         for c, mean in enumerate(of_head):
-            moved = before[n, c] if mean is None else 0.75 * before[n, c] + 0.25 * mean
+            if mean is None:
+                np.testing.assert_array_equal(after[n, c], before[n, c])
+                continue
+            moved = 0.75 * before[n, c] + 0.25 * mean
             expected = moved / np.sqrt(np.square(moved).mean())
-            np.testing.assert_allclose(mixer.centroids[...][n, c], expected, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(after[n, c], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_moves_nothing():
-    by_lengths, by_ids, alone = make(), make(), make()
-    padded = X.at[:, 7:].set(jnp.nan)
-    by_lengths.update_centroids(padded, lengths=jnp.array([7, 7]), decay=0.5)
-    ids = jnp.broadcast_to(jnp.arange(11) < 7, (2, 11)).astype(int)
-    by_ids.update_centroids(padded, segment_ids=ids, decay=0.5)
-    alone.update_centroids(X[:, :7], decay=0.5)
-    for mixer in (by_lengths, by_ids):
-        np.testing.assert_allclose(mixer.centroids[...], alone.centroids[...], rtol=1e-5)
+    mixer, padded = made(), X.copy()
+    padded[:, 7:] = np.nan
+    ids = np.tile(np.arange(11) < 7, (2, 1)).astype(int)
+    alone = updated(mixer, X[:, :7], 0.5)
+    for padding in ({"lengths": np.array([7, 7])}, {"segment_ids": ids}):
+        np.testing.assert_allclose(updated(mixer, padded, 0.5, **padding), alone, rtol=1e-5)
 
 
 def test_devices_move_them_together():
     """Each device with its examples, and the centroids of all."""
-    whole = make()
-    whole.update_centroids(X, decay=0.5)
+    mixer = made()
 
-    def of_part(x):
-        mixer = make()
+    def of_part(mixer, x):
         mixer.update_centroids(x, decay=0.5, axis_name="parts")
         return mixer.centroids[...]
 
-    found = jax.vmap(of_part, axis_name="parts")(X[:, None])
+    found = jax.jit(jax.vmap(of_part, (None, 0), axis_name="parts"))(mixer, X[:, None])
     for part in found:
-        np.testing.assert_allclose(part, whole.centroids[...], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(part, updated(mixer, X, 0.5), rtol=1e-5, atol=1e-6)
 
 
 ROUTING = {"name": "routing", "num_clusters": 3, "cluster_size": 4}
@@ -142,16 +164,14 @@ def test_a_model_moves_those_of_its_layers(mixer, half):
     config = TransformerConfig(
         vocab_size=7, num_layers=2, features=16, num_heads=4, mixer=("linear", mixer)
     )
-    model = nnx.jit(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))()
-    tokens = jax.random.randint(jax.random.key(2), (2, 11), 0, 7)
-    lengths = jnp.array([11, 6])
+    model = filled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
+    tokens = np.random.default_rng(2).integers(0, 7, (2, 11))
+    lengths = np.array([11, 6])
 
-    @jax.jit
     def moved(model):
         model.update_centroids(tokens, lengths=lengths, decay=0.5)
         return nnx.state(model)
 
-    @jax.jit
     def expected(model):
         first, second = model.blocks
         read = second.mixer_norm(first(model.embed(tokens), lengths=lengths))
@@ -159,7 +179,9 @@ def test_a_model_moves_those_of_its_layers(mixer, half):
         routing.update_centroids(read[..., :8] if half else read, lengths=lengths, decay=0.5)
         return nnx.state(model)
 
-    states = nnx.state(model), moved(model), expected(model)
+    # Each has a model of its own, and one program what they have in common.
+    both = jax.jit(lambda *models: (moved(models[0]), expected(models[1])))
+    states = nnx.state(model), *both(model, model)
     before, after, wanted = (dict(nnx.to_flat_state(state)) for state in states)
     for path, value in after.items():
         np.testing.assert_allclose(value[...], wanted[path][...], rtol=1e-5, atol=1e-6)
@@ -169,16 +191,16 @@ def test_a_model_moves_those_of_its_layers(mixer, half):
 
 def test_k_means_finds_groups():
     """Three kinds of tokens get a centroid each."""
-    mixer = make(num_local_heads=3, num_clusters=3)
-    kinds = 4 * jax.random.normal(jax.random.key(5), (3, 16))
-    x = kinds[jnp.arange(12) % 3][None] + 0.01 * jax.random.normal(jax.random.key(6), (1, 12, 16))
+    mixer = made(num_local_heads=3, num_clusters=3)
+    kinds = 4 * floats(3, 16, seed=1)  # which the projections keep apart
+    x = kinds[np.arange(12) % 3][None] + 0.01 * floats(1, 12, 16, seed=6)
     query, key, _ = heads_of(mixer, kinds[None])
-    ideal = ((normalise(query) + normalise(key)) / 2)[0, :, 3]
+    ideal = np.asarray((normalised(query) + normalised(key)) / 2)[0, :, 3]
     mixer.centroids[...] = ideal[None] + 0.3
     for _ in range(20):
-        mixer.update_centroids(x, decay=0.5)
-    aligned = jnp.einsum("ch,ch->c", mixer.centroids[...][0], ideal)
-    norms = jnp.linalg.norm(ideal, axis=-1) * 2
+        mixer.centroids[...] = updated(mixer, x, 0.5)
+    aligned = np.einsum("ch,ch->c", mixer.centroids[...][0], ideal)
+    norms = np.linalg.norm(ideal, axis=-1) * 2
     np.testing.assert_allclose(aligned / norms, 1, atol=1e-3)
 
 
@@ -198,15 +220,15 @@ def test_refusals(options, message):
 
 def test_a_causal_input_may_be_shorter():
     """It is the beginning of a longer one."""
-    mixer = make()
+    mixer = made()
     np.testing.assert_allclose(call(mixer, X[:, :2]), call(mixer, X)[:, :2], rtol=1e-5, atol=1e-6)
 
 
 def test_fewer_tokens_than_clusters_are_refused():
     with pytest.raises(ValueError, match="must be at most the 2 tokens given, got 3"):
-        make(is_causal=False)(X[:, :2])
+        made(is_causal=False)(X[:, :2])
 
 
 def test_a_decay_out_of_range_is_refused():
     with pytest.raises(ValueError, match=r"decay must be a number in \[0, 1\], got 2"):
-        make().update_centroids(X, decay=2)
+        made().update_centroids(X, decay=2)
