@@ -11,6 +11,7 @@ from effattn import registry
 from effattn.analysis import LONGEST, attention_weights, mixing_weights
 from effattn.nn import CrossAttention, SelfAttention, TransformerConfig, TransformerLM
 from effattn.patterns import Causal, Dilated, SlidingWindow, longformer, sparse_transformer
+from tests.nn.build import filled, floats
 
 T, D, N, K, H = 13, 8, 4, 2, 2
 CAUSAL_WINDOW = Causal() & SlidingWindow(3, 0)
@@ -32,12 +33,8 @@ SPARSE = {
 }
 
 
-def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
 def make(**options):
-    return SelfAttention(D, N, num_kv_heads=K, rngs=nnx.Rngs(0), **options)
+    return filled(lambda: SelfAttention(D, N, num_kv_heads=K, rngs=nnx.Rngs(0), **options))
 
 
 def projected(module, x):
@@ -60,7 +57,7 @@ def close(actual, expected):
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_layer_pays_the_softmax_over_its_pattern(name):
     options, pattern = SPARSE[name]
-    module, x = make(**{"attention": name} | options), normal(2, T, D)
+    module, x = make(**{"attention": name} | options), floats(2, T, D)
     weights = attention_weights(module, x)
     mask = pattern.mask(T)
     close(weights, softmax(*projected(module, x), mask))
@@ -68,7 +65,7 @@ def test_a_layer_pays_the_softmax_over_its_pattern(name):
 
 
 def test_linear_attention_shows_its_effective_mixing():
-    module, x = make(attention="linear"), normal(2, T, D)
+    module, x = make(attention="linear"), floats(2, T, D)
     query, key = (np.where(a > 0, a + 1, np.exp(np.minimum(a, 0))) for a in projected(module, x))
     similarity = np.einsum("btnh,bsnh->bnts", query, key) * np.tri(T)
     close(attention_weights(module, x), similarity / similarity.sum(-1, keepdims=True))
@@ -93,21 +90,22 @@ READ = [n for n in READ if n not in (*GATED, "routing")]
 
 
 def test_heads_that_attend_in_several_ways_are_not_read():
-    module = registry.get("routing").build(D, N, rngs=nnx.Rngs(0))
+    module = filled(lambda: registry.get("routing").build(D, N, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="RoutingSelfAttention attend in several ways"):
-        attention_weights(module, normal(1, T, D))
+        attention_weights(module, floats(1, T, D))
 
 
 @pytest.mark.parametrize("name", READ)
 def test_the_weights_of_any_mechanism_mix_its_values_to_its_output(name):
     # Where values are normalised there are no such weights.
     options = {"dual_norm": False} if name == "long_short" else {}
-    module = registry.get(name).build(D, N, qk_norm=True, rngs=nnx.Rngs(0), **options)
-    x = normal(1, T, D)
+    build = registry.get(name).build
+    module = filled(lambda: build(D, N, qk_norm=True, rngs=nnx.Rngs(0), **options))
+    x = floats(1, T, D)
     weights = np.asarray(attention_weights(module, x), np.float64)
-    mixed = np.einsum("bnts,bsnh->btnh", weights, module.value(x))
-    out = jax.jit(lambda module, x: module(x))(module, x)
-    close(jnp.einsum("btnh,nhd->btd", mixed, module.out.kernel[...]), out)
+    value, out = jax.jit(lambda module, x: (module.value(x), module(x)))(module, x)
+    mixed = np.einsum("bnts,bsnh->btnh", weights, value)
+    close(np.einsum("btnh,nhd->btd", mixed, module.out.kernel[...]), out)
 
 
 def test_a_model_is_read_in_the_layer_asked_for_and_left_as_it_is():
@@ -119,37 +117,38 @@ def test_a_model_is_read_in_the_layer_asked_for_and_left_as_it_is():
         remat=True,
         mixer=("softmax", {"name": "sliding_window", "local_window_size": (3, 0)}),
     )
-    model = TransformerLM(config, rngs=nnx.Rngs(0))
+    model = filled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
-    tokens = jax.random.randint(jax.random.key(0), (2, T), 0, 11)
+    tokens = np.random.default_rng(0).integers(0, 11, (2, T))
     first = model.blocks[0]
-    alone = attention_weights(first.mixer, first.mixer_norm(model.embed(tokens)))
+    read = jax.jit(lambda model: model.blocks[0].mixer_norm(model.embed(tokens)))(model)
+    alone = attention_weights(first.mixer, read)
     close(attention_weights(model, tokens, layer=0), alone)
-    second = attention_weights(model, tokens, layer=-1)
-    assert (np.asarray(second)[..., ~CAUSAL_WINDOW.mask(T)] == 0).all()
+    second = np.asarray(attention_weights(model, tokens, layer=-1))
+    assert (second[..., ~CAUSAL_WINDOW.mask(T)] == 0).all()
     close(second.sum(-1), 1)
     assert nnx.split(model)[0] == graph and model.config is config
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, nnx.split(model)[1], state))
+    assert jax.tree.all(jax.tree.map(np.array_equal, nnx.split(model)[1], state))
 
 
 def test_padding_gets_and_gives_no_attention():
-    module, x = make(), normal(2, T, D)
-    weights = attention_weights(module, x, lengths=jnp.array([T, 5]))
+    module, x = make(), floats(2, T, D)
+    weights = np.asarray(attention_weights(module, x, lengths=np.array([T, 5])))
     assert (weights[1, :, 5:] == 0).all() and (weights[1, :, :, 5:] == 0).all()
     close(weights[1, :, :5, :5], attention_weights(module, x[1:, :5])[0])
 
 
 def test_cross_attention_has_a_row_a_query_and_a_column_a_key():
-    module = CrossAttention(D, N, context_features=6, rngs=nnx.Rngs(0))
-    weights = attention_weights(module, normal(1, 5, D), normal(1, 7, 6))
+    module = filled(lambda: CrossAttention(D, N, context_features=6, rngs=nnx.Rngs(0)))
+    weights = np.asarray(attention_weights(module, floats(1, 5, D), floats(1, 7, 6)))
     assert weights.shape == (1, N, 5, 7)
     close(weights.sum(-1), 1)
 
 
 def test_bfloat16_layers_show_float32_weights():
-    weights = attention_weights(make(dtype="bfloat16"), normal(1, T, D))
+    weights = attention_weights(make(dtype="bfloat16"), floats(1, T, D))
     assert weights.dtype == jnp.float32
-    close(weights.sum(-1), 1)
+    close(np.asarray(weights).sum(-1), 1)
 
 
 def test_double_precision_stays():
@@ -160,22 +159,22 @@ def test_double_precision_stays():
 
 
 def test_what_global_tokens_gather_by_a_projection_of_their_own_is_mixed_too():
-    query, key = normal(T, 1, H), normal(T, 1, H, seed=1)
+    query, key = floats(T, 1, H), floats(T, 1, H, seed=1)
     is_global = np.isin(np.arange(T), (0, 4))
     options = {"local_window_size": (2, 1), "global_mask": is_global, "max_global": 2}
     expected = softmax(query, key, longformer((2, 1), (0, 4)).mask(T))
-    for more in ({}, {"global_value": normal(T, 1, H)}):
+    for more in ({}, {"global_value": floats(T, 1, H)}):
         close(mixing_weights("longformer", query, key, **options, **more), expected)
 
 
 def call_model(**options):
     config = TransformerConfig(vocab_size=5, num_layers=2, features=D, num_heads=N)
-    model = TransformerLM(config, rngs=nnx.Rngs(0))
-    return attention_weights(model, jnp.ones((1, 3), int), **options)
+    model = filled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
+    return attention_weights(model, np.ones((1, 3), int), **options)
 
 
 def of_many(**options):
-    ones = jnp.ones((LONGEST + 1, 1, 2))
+    ones = np.ones((LONGEST + 1, 1, 2), np.float32)
     return mixing_weights("softmax", ones, ones, **options)
 
 
@@ -189,24 +188,26 @@ def with_states(query, key, value):
         (call_model, "layer must be an int from -2 to 1, for a model of 2 layers; got None"),
         (lambda: call_model(layer=2), "layer must be an int from -2 to 1"),
         (
-            lambda: attention_weights(make(), normal(1, 3, D), layer=0),
+            lambda: attention_weights(make(), floats(1, 3, D), layer=0),
             "layer is for a TransformerLM, got 0 and SelfAttention",
         ),
         (
-            lambda: attention_weights(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), normal(1, 2)),
+            lambda: attention_weights(
+                filled(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))), floats(1, 2)
+            ),
             "module must be a SelfAttention .* got Linear",
         ),
         (
-            lambda: attention_weights(make(), normal(1, LONGEST + 1, D)),
+            lambda: attention_weights(make(), floats(1, LONGEST + 1, D)),
             f"the number of tokens must be an int from 1 to {LONGEST}",
         ),
         (of_many, f"the number of tokens must be an int from 1 to {LONGEST}"),
         (
-            lambda: mixing_weights(with_states, normal(3, 1, 2), normal(3, 1, 2)),
+            lambda: mixing_weights(with_states, floats(3, 1, 2), floats(3, 1, 2)),
             r"must return one array of shape \(3, 1, 3\) .* got tuple",
         ),
         (
-            lambda: mixing_weights("flash", normal(3, 1, 2), normal(3, 1, 2)),
+            lambda: mixing_weights("flash", floats(3, 1, 2), floats(3, 1, 2)),
             "unknown mechanism 'flash'",
         ),
     ],

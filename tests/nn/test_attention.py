@@ -10,6 +10,7 @@ from flax import nnx
 
 import effattn
 from effattn.nn import Alibi, CrossAttention, RotaryEmbedding, SelfAttention
+from tests.nn.build import filled, floats
 
 MIXERS = {
     "softmax": {"attention": "softmax"},
@@ -33,8 +34,9 @@ def make(rngs=0, **options):
     return SelfAttention(16, 4, num_kv_heads=2, rngs=nnx.Rngs(rngs), **options)
 
 
-def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+def made(**options):
+    """With random parameters, not its own."""
+    return filled(lambda: make(**options))
 
 
 @jax.jit
@@ -53,56 +55,57 @@ def close(actual, expected):
 
 @pytest.fixture(params=MIXERS)
 def mixer(request):
-    return make(**MIXERS[request.param])
+    return made(**MIXERS[request.param])
 
 
 def test_it_is_attention_between_projections():
-    mixer = make(use_bias=True)
-    x = normal(2, 5, 16)
+    mixer = made(use_bias=True)
+    x = floats(2, 5, 16)
     query, key, value = (
-        jnp.einsum("btd,dnh->btnh", x, layer.kernel[...]) + layer.bias[...]
+        np.einsum("btd,dnh->btnh", x, layer.kernel[...]) + layer.bias[...]
         for layer in (mixer.query, mixer.key, mixer.value)
     )
     assert key.shape == (2, 5, 2, 4)
-    heads = effattn.dot_product_attention(query, key, value, is_causal=True)
-    y = jnp.einsum("btnh,nhd->btd", heads, mixer.out.kernel[...]) + mixer.out.bias[...]
-    close(mixer(x), y)
+    heads = jax.jit(functools.partial(effattn.dot_product_attention, is_causal=True))
+    y = np.einsum("btnh,nhd->btd", heads(query, key, value), mixer.out.kernel[...])
+    close(call(mixer, x), y + mixer.out.bias[...])
+
+
+X = floats(2, 9, 16)
 
 
 def test_unequal_prompts_continue_as_each_would_alone(mixer):
-    """By a token, and by two."""
-    x = normal(2, 8, 16)
+    """By a token, and by two, with as much padding as makes them the program of the prompts."""
     lengths = np.array([5, 2])
-    prompt = jnp.where(np.arange(5)[:, None] < lengths[:, None, None], x[:, :5], jnp.nan)
-    state = mixer.init_state(2, 8)
-    first, state = extend(mixer, prompt, state, jnp.asarray(lengths))
-    rest = jnp.stack([x[0, 5:8], x[1, 2:5]])
+    prompt = np.where(np.arange(5)[:, None] < lengths[:, None, None], X[:, :5], np.nan)
+    first, state = extend(mixer, prompt, mixer.init_state(2, 8), lengths)
+    rest = np.stack([X[0, 5:8], X[1, 2:5]])
     second, state = extend(mixer, rest[:, :1], state)
-    third, state = extend(mixer, rest[:, 1:], state)
-    whole = call(mixer, x)
+    two = np.concatenate([rest[:, 1:], np.full((2, 3, 16), np.nan, np.float32)], axis=1)
+    third, state = extend(mixer, two, state, np.array([2, 2]))
+    whole = call(mixer, X, None, np.ones((2, 9), int))
     for row, length in enumerate(lengths):
         close(first[row, :length], whole[row, :length])
         close(second[row], whole[row, length : length + 1])
-        close(third[row], whole[row, length + 1 : length + 3])
+        close(third[row, :2], whole[row, length + 1 : length + 3])
 
 
 def test_packed_documents_give_what_they_give_alone(mixer):
     """Alone, there is one document and more padding: the same program."""
-    x = np.asarray(normal(1, 9, 16))
-    ids = np.array([[1, 1, 1, 2, 2, 2, 2, 0, 0]])
-    out = call(mixer, np.where(ids[..., None] == 0, np.nan, x), None, ids)
+    ids = np.tile([1, 1, 1, 2, 2, 2, 2, 0, 0], (2, 1))
+    out = call(mixer, np.where(ids[..., None] == 0, np.nan, X), None, ids)
     for document in (slice(0, 3), slice(3, 7)):
         size = document.stop - document.start
-        alone, one = np.full_like(x, np.nan), np.zeros_like(ids)
-        alone[:, :size], one[:, :size] = x[:, document], 1
+        alone, one = np.full_like(X, np.nan), np.zeros_like(ids)
+        alone[:, :size], one[:, :size] = X[:, document], 1
         close(out[:, document], call(mixer, alone, None, one)[:, :size])
 
 
 def test_padding_changes_no_output_and_no_gradient(mixer):
-    x = normal(2, 6, 16)
-    lengths = jnp.array([4, 6])
-    padded = x.at[0, 4:].set(jnp.nan)
-    valid = jnp.arange(6)[:, None] < lengths[:, None, None]
+    x = floats(2, 6, 16)
+    lengths = np.array([4, 6])
+    valid = np.arange(6)[:, None] < lengths[:, None, None]
+    padded = np.where(valid, x, np.nan)
 
     def loss(mixer, x):
         return jnp.sum(jnp.where(valid, mixer(x, lengths=lengths), 0) ** 2)
@@ -115,20 +118,22 @@ def test_padding_changes_no_output_and_no_gradient(mixer):
 
 
 def test_step_is_extend_by_one():
-    mixer = make()
-    x = normal(2, 1, 16)
+    mixer = made()
+    x = floats(2, 1, 16)
     state = mixer.init_state(2, 4)
-    np.testing.assert_array_equal(mixer.step(x, state)[0], mixer.extend(x, state)[0])
+    step = jax.jit(lambda mixer, x, state: mixer.step(x, state))
+    np.testing.assert_array_equal(step(mixer, x, state)[0], extend(mixer, x, state)[0])
     with pytest.raises(ValueError, match="one token"):
-        mixer.step(normal(2, 2, 16), state)
+        mixer.step(floats(2, 2, 16), state)
 
 
 def test_bidirectional_attention_sees_the_future():
-    x = normal(1, 4, 16)
-    changed = x.at[:, 3].add(1.0)
-    causal, both = make(), make(is_causal=False)
-    np.testing.assert_array_equal(causal(x)[:, :3], causal(changed)[:, :3])
-    assert jnp.all(jnp.any(both(x) != both(changed), axis=-1))
+    x = floats(1, 4, 16)
+    changed = x + (np.arange(4) == 3)[:, None].astype(np.float32)
+    causal, both = made(), made(is_causal=False)
+    np.testing.assert_array_equal(call(causal, x)[:, :3], call(causal, changed)[:, :3])
+    before, after = np.asarray(call(both, x)), np.asarray(call(both, changed))
+    assert np.any(before != after, axis=-1).all()
 
 
 @pytest.mark.parametrize(
@@ -140,20 +145,20 @@ def test_bidirectional_attention_sees_the_future():
     ids=["function", "partial"],
 )
 def test_a_registered_function_is_known_by_itself(attention):
-    x = normal(2, 4, 16)
-    mixer = make(attention=attention)
+    x = floats(2, 4, 16)
+    mixer = made(attention=attention)
     state = mixer.init_state(2, 4)
-    close(extend(mixer, x, state)[0], call(make(), x))
+    close(extend(mixer, x, state)[0], call(made(), x))
 
 
 def test_options_win_over_those_of_a_partial_and_reach_decoding():
-    x = normal(1, 6, 16)
+    x = floats(1, 6, 16)
     narrow = functools.partial(effattn.sliding_window_attention, local_window_size=(1, 0))
-    expected = call(make(attention="sliding_window", local_window_size=(2, 0)), x)
-    mixer = make(attention=narrow, local_window_size=[2, 0])
+    expected = call(made(attention="sliding_window", local_window_size=(2, 0)), x)
+    mixer = made(attention=narrow, local_window_size=[2, 0])
     close(call(mixer, x), expected)
     assert mixer.init_state(1, 6).key.shape[1] == 2
-    assert make(attention=narrow).init_state(1, 6).key.shape[1] == 1
+    assert made(attention=narrow).init_state(1, 6).key.shape[1] == 1
 
 
 def mean_attention(query, key, value, *, is_causal=False):
@@ -163,14 +168,15 @@ def mean_attention(query, key, value, *, is_causal=False):
 
 
 def test_any_function_of_query_key_and_value_will_do():
-    x = normal(2, 4, 16)
-    mixer = make(attention=mean_attention)
-    assert mixer(x).shape == x.shape
-    np.testing.assert_array_equal(mixer(x)[:, 0], mixer(x[:, :1])[:, 0])
+    x = floats(2, 4, 16)
+    mixer = made(attention=mean_attention)
+    y = call(mixer, x)
+    assert y.shape == x.shape
+    np.testing.assert_array_equal(y[:, 0], call(mixer, x[:, :1])[:, 0])
     with pytest.raises(ValueError, match="takes no `segment_ids`.*softmax"):
-        mixer(x, segment_ids=jnp.ones((2, 4), jnp.int32))
+        mixer(x, segment_ids=np.ones((2, 4), np.int32))
     with pytest.raises(ValueError, match="takes no `query_seq_lengths`.*softmax"):
-        mixer(x, lengths=jnp.array([1, 2]))
+        mixer(x, lengths=np.array([1, 2]))
     with pytest.raises(NotImplementedError, match="'mean_attention' decodes is not known.*softmax"):
         mixer.init_state(2, 4)
 
@@ -186,20 +192,20 @@ class LearnedScale(nnx.Module):
 
 
 def test_a_module_of_query_key_and_value_keeps_its_parameters():
-    mixer = make(attention=LearnedScale())
-    gradient = jax.jit(jax.grad(lambda mixer, x: jnp.sum(mixer(x) ** 2)))(mixer, normal(1, 4, 16))
+    mixer = made(attention=LearnedScale())
+    gradient = jax.jit(jax.grad(lambda mixer, x: jnp.sum(mixer(x) ** 2)))(mixer, floats(1, 4, 16))
     assert gradient.attention.scale[...] != 0
 
 
 def test_a_param_among_the_options_is_learned():
-    mixer = make(sink=nnx.Param(jnp.zeros(4)))
-    gradient = jax.jit(jax.grad(lambda mixer, x: jnp.sum(mixer(x) ** 2)))(mixer, normal(1, 4, 16))
-    assert jnp.all(gradient.array_options["sink"][...] != 0)
+    mixer = made(sink=nnx.Param(np.zeros(4, np.float32)))
+    gradient = jax.jit(jax.grad(lambda mixer, x: jnp.sum(mixer(x) ** 2)))(mixer, floats(1, 4, 16))
+    assert np.all(gradient.array_options["sink"][...] != 0)
 
 
 def test_dropout_needs_rngs_and_is_off_without():
-    x = normal(1, 6, 16)
-    mixer, plain = make(dropout_rate=0.5), make()
+    x = floats(1, 6, 16)
+    mixer, plain = made(dropout_rate=0.5), made()
     np.testing.assert_array_equal(mixer(x), plain(x))
     dropped = mixer(x, rngs=nnx.Rngs(dropout=0))
     assert not np.allclose(dropped, plain(x))
@@ -211,12 +217,11 @@ def test_dropout_needs_rngs_and_is_off_without():
 
 
 def test_bfloat16_computes_with_float32_parameters_and_gradients():
-    mixer = make(dtype=jnp.bfloat16, qk_norm=True)
-    x = normal(2, 4, 16)
-    assert mixer(x).dtype == jnp.bfloat16
-    assert mixer.init_state(2, 4).key.dtype == jnp.bfloat16
-    assert mixer.init_state(2, 4, jnp.float32).key.dtype == jnp.float32
-    gradient = jax.jit(jax.grad(lambda mixer, x: jnp.sum(mixer(x).astype(jnp.float32))))(mixer, x)
+    mixer, x = made(dtype=jnp.bfloat16, qk_norm=True), floats(2, 4, 16)
+    assert jax.eval_shape(call, mixer, x).dtype == jnp.bfloat16
+    states = jax.eval_shape(lambda: [mixer.init_state(2, 4), mixer.init_state(2, 4, jnp.float32)])
+    assert [state.key.dtype for state in states] == [jnp.bfloat16, jnp.float32]
+    gradient = jax.eval_shape(jax.grad(lambda mixer: jnp.sum(mixer(x).astype(jnp.float32))), mixer)
     for leaf in jax.tree.leaves((mixer, gradient)):
         assert leaf.dtype == jnp.float32
 
@@ -264,19 +269,20 @@ def test_sizes_that_do_not_fit_are_named(in_features, num_heads, num_kv_heads, m
 
 
 def test_bad_inputs_are_named():
-    mixer = make()
+    mixer = made()
     with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 16\)"):
-        mixer(normal(2, 4, 8))
+        mixer(floats(2, 4, 8))
     with pytest.raises(ValueError, match=r"lengths must have shape \(2,\)"):
-        mixer(normal(2, 4, 16), lengths=jnp.array([1]))
+        mixer(floats(2, 4, 16), lengths=np.array([1]))
     with pytest.raises(ValueError, match=r"segment_ids must have shape \(2, 4\)"):
-        mixer(normal(2, 4, 16), segment_ids=jnp.ones((2, 3), jnp.int32))
+        mixer(floats(2, 4, 16), segment_ids=np.ones((2, 3), np.int32))
     with pytest.raises(ValueError, match="is_causal=True"):
-        make(is_causal=False).init_state(2, 4)
+        made(is_causal=False).init_state(2, 4)
 
 
 def make_cross(**options):
-    return CrossAttention(16, 4, context_features=6, num_kv_heads=2, rngs=nnx.Rngs(0), **options)
+    sizes = {"context_features": 6, "num_kv_heads": 2}
+    return filled(lambda: CrossAttention(16, 4, **sizes, rngs=nnx.Rngs(0), **options))
 
 
 @jax.jit
@@ -286,26 +292,29 @@ def call_cross(mixer, x, context, **padding):
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
 def test_cross_attention_ignores_padding_and_other_segments(attention):
+    """Without, there are all queries, of which none depends on another, and all or two keys."""
     mixer = make_cross(attention=attention, qk_norm=True)
-    x, context = normal(2, 5, 16), normal(2, 7, 6, seed=1)
-    lengths, context_lengths = jnp.array([5, 3]), jnp.array([2, 7])
-    nan = context.at[0, 2:].set(jnp.nan)
+    x, context = floats(2, 5, 16), floats(2, 7, 6, seed=1)
+    lengths, context_lengths = np.array([5, 3]), np.array([2, 7])
+    nan = np.where(np.arange(7)[:, None] < context_lengths[:, None, None], context, np.nan)
     out = call_cross(mixer, x, nan, lengths=lengths, context_lengths=context_lengths)
-    close(out[0], call_cross(mixer, x[:1], context[:1, :2])[0])
-    close(out[1, :3], call_cross(mixer, x[1:], context[1:])[0, :3])
-    ids, context_ids = jnp.array([[1, 1, 2, 2, 0]] * 2), jnp.array([[1, 2, 2, 2, 2, 0, 0]] * 2)
+    first, second = (call_cross(mixer, x, context[:, keys]) for keys in (slice(2), slice(2, 4)))
+    close(out[0], first[0])
+    close(out[1, :3], call_cross(mixer, x, context)[1, :3])
+    ids, context_ids = np.tile([1, 1, 2, 2, 0], (2, 1)), np.tile([1, 1, 2, 2, 0, 0, 0], (2, 1))
     packed = call_cross(mixer, x, context, segment_ids=ids, context_segment_ids=context_ids)
-    close(packed[:, :2], call_cross(mixer, x[:, :2], context[:, :1]))
-    close(packed[:, 2:4], call_cross(mixer, x[:, 2:4], context[:, 1:5]))
+    close(packed[:, :2], first[:, :2])
+    close(packed[:, 2:4], second[:, 2:4])
 
 
 def test_cross_attention_drops_out_and_names_bad_inputs():
-    x, context = normal(2, 5, 16), normal(2, 7, 6, seed=1)
+    x, context = floats(2, 5, 16), floats(2, 7, 6, seed=1)
     mixer = make_cross(dropout_rate=0.5)
-    assert not np.allclose(mixer(x, context, rngs=jax.random.key(0)), mixer(x, context))
+    dropped = call_cross(mixer, x, context, rngs=jax.random.key(0))
+    assert not np.allclose(dropped, call_cross(mixer, x, context))
     with pytest.raises(ValueError, match="context must have shape"):
         mixer(x, x)
     with pytest.raises(ValueError, match="given together"):
-        mixer(x, context, segment_ids=jnp.ones((2, 5), jnp.int32))
+        mixer(x, context, segment_ids=np.ones((2, 5), np.int32))
     with pytest.raises(ValueError, match="context_lengths must have shape"):
-        mixer(x, context, context_lengths=jnp.array([1, 2, 3]))
+        mixer(x, context, context_lengths=np.array([1, 2, 3]))
