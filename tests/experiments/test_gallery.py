@@ -24,6 +24,7 @@ def test_every_mechanism_is_shown_with_options_for_a_short_sequence(name):
     assert entry.family != "sparse" or (shades[causal] < 0.99).any()
 
 
+@pytest.mark.slow
 def test_all_pictures_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "PATTERNS", {"Full()": patterns.Full()})
     monkeypatch.setattr(gallery, "TRAINED", {"linear": {}})

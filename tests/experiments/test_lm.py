@@ -274,6 +274,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_step(tmp_path, folder_of_tex
     assert not (tmp_path / "run" / "summary.md").exists()
 
 
+@pytest.mark.slow
 def test_byte_pairs_learning_rates_and_accumulation_together(tmp_path, folder_of_text, capsys):
     output = tmp_path / "run"
     command = arguments(folder_of_text, output, "--steps", "3", "--seeds", "0")

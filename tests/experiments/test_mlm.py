@@ -45,6 +45,7 @@ def finished(tmp_path_factory, documents):
     return command, output, seen
 
 
+@pytest.mark.slow
 def test_a_run_folder_holds_a_table_a_figure_and_the_numbers(finished, capsys):
     command, output, _ = finished
     names = {path.name for path in output.iterdir() if path.is_file()}
@@ -67,6 +68,7 @@ def test_a_run_folder_holds_a_table_a_figure_and_the_numbers(finished, capsys):
     assert "decode state" not in out
 
 
+@pytest.mark.slow
 def test_every_mechanism_sees_the_same_masks(finished):
     softmax, linformer = finished[2]
     assert len(softmax) == 4 + 2
@@ -80,6 +82,7 @@ def test_every_mechanism_sees_the_same_masks(finished):
         assert (evaluation.targets != NOTHING).sum() == 4 * 16
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp_path, monkeypatch):
     command, output, _ = finished
     again = [str(tmp_path / "run") if part == str(output) else part for part in command]
@@ -104,6 +107,7 @@ def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp
     assert untimed(tmp_path / "run" / name) == untimed(output / name)
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_other_experiment_is_left_alone(finished, capsys, monkeypatch):
     command = finished[0]
     monkeypatch.setattr(lm.command.checks, "check", lambda *arguments: None)

@@ -24,6 +24,7 @@ def finished(tmp_path_factory):
     return command, folder / "run"
 
 
+@pytest.mark.slow
 def test_a_run_folder_holds_a_table_a_figure_and_the_numbers(finished):
     _, folder = finished
     names = {path.name for path in folder.iterdir()}
@@ -40,6 +41,7 @@ def test_a_run_folder_holds_a_table_a_figure_and_the_numbers(finished):
     assert "| softmax |" in text and "'0 ist'" in text
 
 
+@pytest.mark.slow
 def test_a_finished_run_prints_its_table_again(finished, capsys):
     command, folder = finished
     before = (folder / "summary.json").stat().st_mtime_ns
@@ -48,6 +50,7 @@ def test_a_finished_run_prints_its_table_again(finished, capsys):
     assert (folder / "summary.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_not_trained_again(finished):
     command, folder = finished
     (folder / "summary.md").unlink()

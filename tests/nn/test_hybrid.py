@@ -14,6 +14,7 @@ from effattn.nn import (
     TransformerConfig,
     TransformerLM,
 )
+from tests.nn.build import filled, floats
 
 GROUPS = (
     {"name": "softmax", "num_heads": 2},
@@ -25,9 +26,14 @@ def make(groups=GROUPS, num_heads=6, **options):
     return HybridHeads(24, num_heads, groups, rngs=nnx.Rngs(0), **options)
 
 
+def made(*args, **options):
+    """With random parameters, not its own."""
+    return filled(lambda: make(*args, **options))
+
+
 @pytest.fixture(scope="module")
 def x():
-    return jax.random.normal(jax.random.key(1), (2, 9, 24))
+    return floats(2, 9, 24)
 
 
 def close(a, b):
@@ -37,7 +43,7 @@ def close(a, b):
 def test_it_is_one_projection_of_all_heads_side_by_side(x):
     """The same numbers as heads of one module each of whose halves attends in its own way."""
     alibi = Alibi(6)
-    hybrid = make(num_kv_heads=3, score_mod=alibi, rotary=RotaryEmbedding())
+    hybrid = made(num_kv_heads=3, score_mod=alibi, rotary=RotaryEmbedding())
     assert [mixer.num_kv_heads for mixer in hybrid.mixers] == [1, 2]
 
     def attention(query, key, value, *, is_causal=False):
@@ -49,40 +55,35 @@ def test_it_is_one_projection_of_all_heads_side_by_side(x):
         )
         return jnp.concatenate([whole[..., :2, :], near[..., 2:, :]], axis=-2)
 
-    one = SelfAttention(
-        24,
-        6,
-        attention,
-        num_kv_heads=3,
-        rotary=RotaryEmbedding(),
-        is_causal=False,
-        rngs=nnx.Rngs(1),
-    )
+    options = {"num_kv_heads": 3, "rotary": RotaryEmbedding(), "is_causal": False}
+    one = filled(lambda: SelfAttention(24, 6, attention, **options, rngs=nnx.Rngs(1)))
     one.attention = lambda q, k, v: attention(q, k, v, is_causal=True)
     for name, axis in (("query", 1), ("key", 1), ("value", 1), ("out", 0)):
         parts = [getattr(mixer, name).kernel[...] for mixer in hybrid.mixers]
-        getattr(one, name).kernel[...] = jnp.concatenate(parts, axis)
+        getattr(one, name).kernel[...] = np.concatenate(parts, axis)
     close(*jax.jit(lambda x: (hybrid(x), one(x)))(x))
 
 
 def test_the_sum_starts_as_one_projection_would():
-    hybrid = HybridHeads(
-        256, 4, [{"name": "softmax", "num_heads": n} for n in (1, 3)], rngs=nnx.Rngs(0)
-    )
-    for mixer in hybrid.mixers:
-        np.testing.assert_allclose(jnp.std(mixer.out.kernel[...]), 256**-0.5, rtol=0.05)
+    @jax.jit
+    def spreads():
+        groups = [{"name": "softmax", "num_heads": n} for n in (1, 3)]
+        hybrid = HybridHeads(256, 4, groups, rngs=nnx.Rngs(0))
+        return [jnp.std(mixer.out.kernel[...]) for mixer in hybrid.mixers]
+
+    np.testing.assert_allclose(spreads(), 256**-0.5, rtol=0.05)
 
 
 def test_decoding_in_any_pieces_gives_what_the_whole_gives(x):
-    hybrid = make()
-    expected = jax.jit(hybrid.__call__)(x)
+    hybrid = made()
+    expected = jax.jit(lambda hybrid, x: hybrid(x))(hybrid, x)
     state = hybrid.init_state(2, 9)
-    extend = jax.jit(hybrid.extend)
+    extend = jax.jit(lambda hybrid, x, state: hybrid.extend(x, state))
     outs = []
     for start, stop in ((0, 4), (4, 5), (5, 9)):
-        out, state = extend(x[:, start:stop], state)
+        out, state = extend(hybrid, x[:, start:stop], state)
         outs.append(out)
-    close(jnp.concatenate(outs, 1), expected)
+    close(np.concatenate(outs, 1), expected)
     assert state.length.tolist() == [9, 9]
     # The window's heads keep no more than it reaches.
     assert state.groups[0].key.shape[1] == 9 and state.groups[1].key.shape[1] == 2
@@ -92,16 +93,22 @@ def test_decoding_in_any_pieces_gives_what_the_whole_gives(x):
 
 def test_groups_drop_apart(x):
     groups = [{"name": "softmax", "num_heads": 3}] * 2
-    hybrid = make(groups, dropout_rate=0.5)
+    hybrid = made(groups, dropout_rate=0.5)
     second, first = hybrid.mixers
     for name in ("query", "key", "value", "out"):
         getattr(first, name).kernel[...] = getattr(second, name).kernel[...]
-    same = hybrid(x)
-    close(same, 2 * first(x))
-    dropped = hybrid(x, rngs=jax.random.key(0))
-    assert jnp.abs(dropped - same).max() > 1e-3
-    keys = jax.random.split(jax.random.key(0), 2)
-    close(dropped, second(x, rngs=keys[0]) + first(x, rngs=keys[1]))
+
+    @jax.jit
+    def run(hybrid, key):
+        second, first = hybrid.mixers
+        keys = jax.random.split(key, 2)
+        apart = second(x, rngs=keys[0]) + first(x, rngs=keys[1])
+        return hybrid(x), first(x), hybrid(x, rngs=key), apart
+
+    same, alone, dropped, apart = map(np.asarray, run(hybrid, jax.random.key(0)))
+    close(same, 2 * alone)
+    assert np.abs(dropped - same).max() > 1e-3
+    close(dropped, apart)
 
 
 def config(**changes):
@@ -111,25 +118,22 @@ def config(**changes):
 
 
 def test_a_model_takes_groups_of_heads_in_some_layers():
-    tokens = jnp.arange(14).reshape(2, 7) % 11
-    of_model = config(mixer=("softmax", {"heads": GROUPS}, "linear"), num_kv_heads=3)
-    model = jax.jit(lambda: TransformerLM(of_model, rngs=nnx.Rngs(0)))()
-    assert isinstance(model.blocks[1].mixer, HybridHeads)
-
-    @jax.jit
-    def whole_and_pieces(model):
-        first, state = model.extend(tokens[:, :3], model.init_state(2, 7))
-        second, _ = model.extend(tokens[:, 3:], state)
-        return model(tokens), jnp.concatenate([first, second], 1)
-
-    close(*whole_and_pieces(model))
+    tokens = np.arange(16).reshape(2, 8) % 11
+    of_model = config(num_layers=2, mixer=({"heads": GROUPS}, "linear"), num_kv_heads=3)
+    model = filled(lambda: TransformerLM(of_model, rngs=nnx.Rngs(0)))
+    assert isinstance(model.blocks[0].mixer, HybridHeads)
+    extend = jax.jit(lambda model, tokens, state: model.extend(tokens, state))
+    first, state = extend(model, tokens[:, :4], model.init_state(2, 8))
+    second, _ = extend(model, tokens[:, 4:], state)
+    whole = jax.jit(lambda model: model(tokens))(model)
+    close(np.concatenate([first, second], 1), whole)
 
 
 def test_dilation_and_windows_grow_with_depth():
-    model = TransformerLM(config(mixer="dilated"), rngs=nnx.Rngs(0))
+    model = filled(lambda: TransformerLM(config(mixer="dilated"), rngs=nnx.Rngs(0)))
     assert [dict(block.mixer.options)["dilation"] for block in model.blocks] == [1, 2, 4]
     mixers = [{"name": "sliding_window", "local_window_size": (2**n, 0)} for n in range(3)]
-    model = TransformerLM(config(mixer=mixers), rngs=nnx.Rngs(0))
+    model = filled(lambda: TransformerLM(config(mixer=mixers), rngs=nnx.Rngs(0)))
     state = model.init_state(1, 9)
     assert [layer.key.shape[1] for layer in state.layers] == [1, 2, 4]
     fixed = config(mixer={"name": "dilated", "dilation": 3})
