@@ -12,6 +12,7 @@ MEASURE = """
 import sys, time
 import jax.numpy
 before = set(sys.modules)
+sys.pycache_prefix = sys.argv[1]
 start = time.process_time()
 import effattn
 print(time.process_time() - start)
@@ -25,12 +26,12 @@ def imports(tmp_path_factory):
 
     With bytecode, as pip installs it; the first process writes it.
     """
-    bytecode = {"PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     run = functools.partial(
-        subprocess.run, check=True, capture_output=True, text=True, env=environment | bytecode
+        subprocess.run, check=True, capture_output=True, text=True, env=environment
     )
-    outputs = [run([sys.executable, "-c", MEASURE]) for _ in range(4)][1:]
+    command = [sys.executable, "-c", MEASURE, str(tmp_path_factory.mktemp("bytecode"))]
+    outputs = [run(command) for _ in range(4)][1:]
     lines = [output.stdout.splitlines() for output in outputs]
     return [float(seconds) for seconds, _ in lines], lines[0][1].split()
 

@@ -13,12 +13,15 @@ def run(folder, *argv):
     return json.loads((folder / "layers.json").read_text()), (folder / "layers.md").read_text()
 
 
-@pytest.mark.parametrize("backward", [(), ("--backward",)])
+@pytest.mark.parametrize("backward", [(), pytest.param(("--backward",), marks=pytest.mark.slow)])
 def test_layers_take_turns_with_exact_attention(tmp_path, capsys, backward):
-    record, table = run(tmp_path, "--only", "hyena", "fnet", "lsh", *backward)
+    record, table = run(tmp_path, "--only", "hyena", "fnet", "aft_simple", *backward)
     rows = [(row["direction"], row["mechanism"]) for row in record["rows"]]
-    causal = [("causal", name) for name in ("softmax", "lsh", "hyena")]
-    assert rows == [*causal, *[("bidirectional", name) for name in ("softmax", "lsh", "fnet")]]
+    causal = [("causal", name) for name in ("softmax", "aft_simple", "hyena")]
+    assert rows == [
+        *causal,
+        *[("bidirectional", name) for name in ("softmax", "fnet", "aft_simple")],
+    ]
     for row in record["rows"]:
         assert len(row["rounds"]) == 2 and row["temporary_bytes"] > 0
         if row["mechanism"] == "softmax":

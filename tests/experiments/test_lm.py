@@ -266,6 +266,7 @@ def test_presets_are_named_as_they_are_asked_for_and_fit_together(name):
     lm.command.checks.check(lm.parse(["--preset", name]))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_stops_with_the_step(tmp_path, folder_of_text, capsys):
     command = arguments(folder_of_text, tmp_path / "run", "--learning-rate", "1e30")
     command += ["--mechanisms", "softmax", "--steps", "6", "--evaluate-every", "1"]

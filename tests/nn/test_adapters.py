@@ -1,5 +1,6 @@
 """Mechanisms inside Flax's own attention layers."""
 
+import functools
 import inspect
 
 import flax.linen
@@ -11,20 +12,15 @@ from flax import nnx
 
 import effattn
 from effattn.nn import Alibi, as_attention_fn
+from tests.nn.build import filled, floats
 
 SHAPE = (2, 6, 16)
-
-
-def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
-X = normal(*SHAPE)
+X = floats(*SHAPE)
 
 
 def nnx_layer(attention_fn=nnx.dot_product_attention, **options):
-    options = {"num_kv_heads": 2, "decode": False, **options}
-    return nnx.MultiHeadAttention(4, 16, attention_fn=attention_fn, rngs=nnx.Rngs(0), **options)
+    options = {"num_kv_heads": 2, "decode": False, "attention_fn": attention_fn, **options}
+    return filled(lambda: nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0), **options))
 
 
 def linen_layer(attention_fn=flax.linen.dot_product_attention, **options):
@@ -32,15 +28,25 @@ def linen_layer(attention_fn=flax.linen.dot_product_attention, **options):
         4, attention_fn=attention_fn, deterministic=True, **options
     )
     plain = flax.linen.MultiHeadDotProductAttention(4)
-    return layer, plain.init(jax.random.key(1), X)
+    return layer, filled(lambda: plain.init(jax.random.key(1), X))
+
+
+@functools.partial(jax.jit, static_argnames="is_causal")
+def call(layer, x, mask=None, is_causal=False):
+    return layer(x, mask=mask, is_causal=is_causal)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(layer, variables, x, mask=None):
+    return layer.apply(variables, x, mask=mask)
 
 
 def close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-PADDING = jnp.array([[1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 0]])[:, None, None, :]
-CAUSAL = flax.linen.make_causal_mask(jnp.ones((2, 6)))
+PADDING = np.array([[1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 0]])[:, None, None, :]
+CAUSAL = np.tile(np.tri(6, dtype=np.float32), (2, 1, 1, 1))
 
 
 def test_its_parameters_are_those_of_flax():
@@ -55,34 +61,34 @@ def test_its_parameters_are_those_of_flax():
 @pytest.mark.parametrize("mask", [None, PADDING, PADDING[:1], CAUSAL, CAUSAL * PADDING])
 def test_softmax_equals_the_attention_of_both_layers(mask):
     attention_fn = as_attention_fn("softmax")
-    close(nnx_layer(attention_fn)(X, mask=mask), nnx_layer()(X, mask=mask))
+    close(call(nnx_layer(attention_fn), X, mask), call(nnx_layer(), X, mask))
     layer, variables = linen_layer(attention_fn)
-    expected = linen_layer()[0].apply(variables, X, mask=mask)
-    close(layer.apply(variables, X, mask=mask), expected)
+    close(apply(layer, variables, X, mask), apply(linen_layer()[0], variables, X, mask))
 
 
 def test_causality_is_an_argument_of_nnx_and_an_option_for_linen():
-    expected = nnx_layer()(X, is_causal=True)
-    close(nnx_layer(as_attention_fn("softmax"))(X, is_causal=True), expected)
-    close(nnx_layer(as_attention_fn("softmax", is_causal=True))(X), expected)
+    expected = call(nnx_layer(), X, is_causal=True)
+    close(call(nnx_layer(as_attention_fn("softmax")), X, is_causal=True), expected)
+    close(call(nnx_layer(as_attention_fn("softmax", is_causal=True)), X), expected)
     layer, variables = linen_layer(as_attention_fn("softmax", is_causal=True))
-    close(layer.apply(variables, X), linen_layer()[0].apply(variables, X, mask=CAUSAL))
+    close(apply(layer, variables, X), apply(linen_layer()[0], variables, X, CAUSAL))
 
 
 def test_a_bias_reaches_the_logits():
-    query, key, value = normal(3, 2, 6, 4, 8)
-    bias = normal(1, 4, 6, 6, seed=1)
-    close(
-        as_attention_fn("softmax")(query, key, value, bias),
-        nnx.dot_product_attention(query, key, value, bias),
+    query, key, value = floats(3, 2, 6, 4, 8)
+    bias = floats(1, 4, 6, 6, seed=1)
+    ours, flaxs = (
+        jax.jit(function)(query, key, value, bias)
+        for function in (as_attention_fn("softmax"), nnx.dot_product_attention)
     )
+    close(ours, flaxs)
     with pytest.raises(ValueError, match="'linear' lacks 'bias'.*softmax"):
         as_attention_fn("linear")(query, key, value, bias)
 
 
 def window_mask(left):
     distance = np.arange(6)[:, None] - np.arange(6)
-    return jnp.asarray((distance >= 0) & (distance <= left))[None, None]
+    return ((distance >= 0) & (distance <= left))[None, None]
 
 
 @pytest.mark.parametrize("padding", [None, PADDING])
@@ -90,18 +96,18 @@ def test_a_window_equals_its_mask_under_any_padding(padding):
     attention_fn = as_attention_fn("sliding_window", local_window_size=(2, 0))
     mask = window_mask(2) if padding is None else window_mask(2) * padding
     # Flax gives a query without keys the mean of all values, and effattn zeros.
-    some = np.asarray(jnp.broadcast_to(jnp.any(mask, -1)[:, 0], (2, 6)))
-    out = nnx_layer(attention_fn)(X, mask=padding, is_causal=True)
-    close(out[some], nnx_layer()(X, mask=mask)[some])
+    some = np.broadcast_to(np.any(mask, -1)[:, 0], (2, 6))
+    out = call(nnx_layer(attention_fn), X, padding, is_causal=True)
+    close(np.asarray(out)[some], np.asarray(call(nnx_layer(), X, mask))[some])
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_linear_attention_skips_padded_keys_wherever_they_are(is_causal):
     layer = nnx_layer(as_attention_fn("linear", is_causal=is_causal))
-    out = layer(X, mask=PADDING)
-    kept = jnp.array([0, 2, 3, 4])
-    close(out[1, kept], layer(X[1:, kept])[0])
-    close(out[0, :4], layer(X[:1, :4])[0])
+    out = np.asarray(call(layer, X, PADDING))
+    kept = np.array([0, 2, 3, 4])
+    close(out[1, kept], call(layer, X[1:, kept])[0])
+    close(out[0, :4], call(layer, X[:1, :4])[0])
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_rate": 0.1}])
@@ -124,7 +130,7 @@ DECODERS = {
 @pytest.mark.parametrize("name", DECODERS)
 def test_nnx_decodes_as_it_computes_in_parallel(name):
     layer = nnx_layer(DECODERS[name])
-    whole = layer(X, is_causal=True)
+    whole = call(layer, X, is_causal=True)
     layer.init_cache(SHAPE)
 
     @nnx.jit
@@ -132,15 +138,15 @@ def test_nnx_decodes_as_it_computes_in_parallel(name):
         return layer(x, decode=True)
 
     outs = [step(layer, X[:, t : t + 1]) for t in range(6)]
-    close(jnp.concatenate(outs, 1), whole)
+    close(np.concatenate(outs, 1), whole)
 
 
 def test_linen_decodes_as_it_computes_in_parallel():
     attention_fn = as_attention_fn("sliding_window", local_window_size=(2, 0), is_causal=True)
     layer, variables = linen_layer(attention_fn)
-    whole = layer.apply(variables, X)
+    whole = apply(layer, variables, X)
     decoder = layer.clone(decode=True)
-    cache = decoder.init(jax.random.key(0), X)["cache"]
+    cache = jax.jit(decoder.init)(jax.random.key(0), X)["cache"]
 
     @jax.jit
     def step(cache, x):
@@ -151,7 +157,7 @@ def test_linen_decodes_as_it_computes_in_parallel():
     for t in range(6):
         y, cache = step(cache, X[:, t : t + 1])
         outs.append(y)
-    close(jnp.concatenate(outs, 1), whole)
+    close(np.concatenate(outs, 1), whole)
 
 
 def test_dropout_is_honoured_or_raises():
@@ -163,7 +169,7 @@ def test_dropout_is_honoured_or_raises():
         nnx_layer(as_attention_fn("linear"), **options)(X)
     with pytest.raises(ValueError, match="broadcast_dropout=False"):
         nnx_layer(as_attention_fn("softmax"), **(options | {"broadcast_dropout": True}))(X)
-    query, key, value = normal(3, 2, 6, 4, 8)
+    query, key, value = floats(3, 2, 6, 4, 8)
     with pytest.raises(ValueError, match="needs dropout_rng"):
         as_attention_fn("softmax")(query, key, value, dropout_rate=0.5)
 
@@ -183,12 +189,11 @@ def test_weights_cannot_be_sown():
 
 def test_dtype_and_precision_are_honoured_or_raise():
     attention_fn = as_attention_fn("softmax")
-    query, key, value = normal(3, 2, 6, 4, 8)
-    assert attention_fn(query, key, value, dtype=jnp.bfloat16).dtype == jnp.bfloat16
-    close(
-        attention_fn(query, key, value, precision="highest"),
-        nnx.dot_product_attention(query, key, value),
-    )
+    query, key, value = floats(3, 2, 6, 4, 8)
+    narrow = functools.partial(attention_fn, dtype=jnp.bfloat16)
+    assert jax.eval_shape(narrow, query, key, value).dtype == jnp.bfloat16
+    exact = jax.jit(functools.partial(attention_fn, precision="highest"))
+    close(exact(query, key, value), jax.jit(nnx.dot_product_attention)(query, key, value))
 
     def plain(query, key, value):
         return value
@@ -199,17 +204,14 @@ def test_dtype_and_precision_are_honoured_or_raise():
 
 def test_no_batch_or_two_batch_axes():
     attention_fn = as_attention_fn("softmax", is_causal=True)
-    query, key, value = normal(3, 2, 3, 6, 4, 8)
-    mask = jnp.arange(6) < jnp.array([[4, 5, 6], [3, 6, 6]])[..., None]
-    out = attention_fn(query, key, value, mask=mask[:, :, None, None, :])
-    one = attention_fn(query[0, 1], key[0, 1], value[0, 1], mask=mask[0, 1, None, None, :])
+    query, key, value = floats(3, 2, 3, 6, 4, 8)
+    mask = np.arange(6) < np.array([[4, 5, 6], [3, 6, 6]])[..., None]
+    out = jax.jit(attention_fn)(query, key, value, mask=mask[:, :, None, None, :])
+    query, key, value = query[0, 1], key[0, 1], value[0, 1]
+    one = jax.jit(attention_fn)(query, key, value, mask=mask[0, 1, None, None, :])
     close(out[0, 1], one)
-    close(
-        one,
-        effattn.dot_product_attention(
-            query[0, 1], key[0, 1], value[0, 1], is_causal=True, key_value_seq_lengths=jnp.array(5)
-        ),
-    )
+    causal = jax.jit(functools.partial(effattn.dot_product_attention, is_causal=True))
+    close(one, causal(query, key, value, key_value_seq_lengths=np.array(5)))
 
 
 def test_unknown_options_are_named_when_it_is_made():

@@ -1,27 +1,31 @@
 """BasedSelfAttention: small queries and keys, and layers that alternate with windows."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import effattn
 from effattn.nn import BasedSelfAttention, RotaryEmbedding, TransformerConfig, TransformerLM
+from tests.nn.build import filled, floats
 
-X = jax.random.normal(jax.random.key(0), (2, 11, 16))
+X = floats(2, 11, 16)
 
 
 def test_it_is_based_attention_between_projections():
-    mixer = BasedSelfAttention(16, 4, feature_dim=3, num_kv_heads=2, rngs=nnx.Rngs(0))
+    mixer = filled(
+        lambda: BasedSelfAttention(16, 4, feature_dim=3, num_kv_heads=2, rngs=nnx.Rngs(0))
+    )
     query, key, value = (
-        jnp.einsum("btd,dnh->btnh", X, layer.kernel[...])
+        np.einsum("btd,dnh->btnh", X, layer.kernel[...])
         for layer in (mixer.query, mixer.key, mixer.value)
     )
     assert (query.shape[2:], key.shape[2:], value.shape[2:]) == ((4, 3), (2, 3), (2, 4))
-    heads = effattn.based_attention(query, key, value, is_causal=True)
-    y = jnp.einsum("btnh,nhd->btd", heads, mixer.out.kernel[...])
-    np.testing.assert_allclose(mixer(X), y, rtol=1e-5, atol=2e-6)
+    attention = jax.jit(functools.partial(effattn.based_attention, is_causal=True))
+    y = np.einsum("btnh,nhd->btd", attention(query, key, value), mixer.out.kernel[...])
+    np.testing.assert_allclose(jax.jit(lambda mixer: mixer(X))(mixer), y, rtol=1e-5, atol=2e-6)
 
 
 def test_a_based_model_alternates_with_windows_and_decodes():
@@ -30,16 +34,13 @@ def test_a_based_model_alternates_with_windows_and_decodes():
     config = TransformerConfig(
         vocab_size=7, num_layers=2, features=16, num_heads=2, qk_norm=True, mixer=[based, window]
     )
-    model = jax.jit(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))()
-    tokens = np.random.default_rng(1).integers(0, 7, (2, 9))
-
-    @jax.jit
-    def pieces_and_whole(model):
-        first, state = model.extend(tokens[:, :4], model.init_state(2, 9))
-        rest, _ = model.extend(tokens[:, 4:], state)
-        return jnp.concatenate([first, rest], 1), model(tokens)
-
-    np.testing.assert_allclose(*pieces_and_whole(model), rtol=1e-4, atol=1e-5)
+    model = filled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
+    tokens = np.random.default_rng(1).integers(0, 7, (2, 8))
+    extend = jax.jit(lambda model, tokens, state: model.extend(tokens, state))
+    first, state = extend(model, tokens[:, :4], model.init_state(2, 8))
+    rest, _ = extend(model, tokens[:, 4:], state)
+    whole = jax.jit(lambda model: model(tokens))(model)
+    np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

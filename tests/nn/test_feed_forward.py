@@ -9,6 +9,7 @@ from flax import nnx
 from effattn.nn import ChunkedFeedForward, SwiGLU
 from effattn.nn.dropout import dropout
 from tests.laws import cost
+from tests.nn.build import filled, floats
 
 FEATURES, LENGTH = 8, 11
 
@@ -25,13 +26,13 @@ class Dropped(nnx.Module):
 
 
 def draw(seed):
-    return jax.random.normal(jax.random.key(seed), (2, LENGTH, FEATURES))
+    return floats(2, LENGTH, FEATURES, seed=seed)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 11, 50])
 def test_chunks_change_nothing(chunk_size):
     """Nor the gradients; 11 tokens are no multiple of 4."""
-    module = Dropped()
+    module = filled(Dropped)
     chunked = ChunkedFeedForward(module, chunk_size=chunk_size)
 
     @jax.jit
@@ -46,13 +47,18 @@ def test_chunks_change_nothing(chunk_size):
 
 
 def test_each_chunk_has_its_own_dropout():
-    module = Dropped(0.5)
-    chunked = ChunkedFeedForward(module, chunk_size=4)
-    x = jnp.ones((1, 12, FEATURES))
-    y = chunked(x, rngs=nnx.Rngs(dropout=0))
+    module = filled(lambda: Dropped(0.5))
+    x = np.ones((1, 12, FEATURES), np.float32)
+
+    @jax.jit
+    def run(module, key):
+        chunked = ChunkedFeedForward(module, chunk_size=4)
+        return module(x), chunked(x), chunked(x, rngs=key)
+
+    whole, chunked, y = map(np.asarray, run(module, jax.random.key(0)))
     assert not np.array_equal(y[:, :4] == 0, y[:, 4:8] == 0)
-    np.testing.assert_allclose(y[y != 0], 2 * module(x)[y != 0], rtol=1e-6)
-    assert not np.any(chunked(x) == 0)
+    np.testing.assert_allclose(y[y != 0], 2 * whole[y != 0], rtol=1e-6)
+    assert not np.any(chunked == 0)
 
 
 def test_memory_falls_with_the_chunk():

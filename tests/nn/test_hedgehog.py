@@ -1,5 +1,7 @@
 """HedgehogSelfAttention: linear attention of features that are learned, of each head its own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,53 +10,62 @@ from flax import nnx
 
 import effattn
 from effattn.nn import HedgehogSelfAttention
+from tests.nn.build import filled, floats
 
-X = jax.random.normal(jax.random.key(0), (2, 11, 16))
+X = floats(2, 11, 16)
 
 
 def make(**options):
-    mixer = HedgehogSelfAttention(16, 4, num_kv_heads=2, rngs=nnx.Rngs(0), **options)
-    for seed, kernel in enumerate((mixer.query_projection, mixer.key_projection)):
-        kernel[...] += jax.random.normal(jax.random.key(seed), kernel.shape) / 2
-    return mixer
+    return HedgehogSelfAttention(16, 4, num_kv_heads=2, rngs=nnx.Rngs(0), **options)
+
+
+def made(**options):
+    """With random parameters, maps that differ among them."""
+    return filled(lambda: make(**options), spread=1 / 2)
 
 
 def test_the_maps_start_as_the_identity():
-    mixer = HedgehogSelfAttention(16, 4, num_kv_heads=2, rngs=nnx.Rngs(0))
+    mixer = make()
     for kernel in (mixer.query_projection, mixer.key_projection):
-        np.testing.assert_array_equal(kernel[...], jnp.stack([jnp.eye(4)] * 2))
+        np.testing.assert_array_equal(kernel[...], np.stack([np.eye(4)] * 2))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_each_head_has_its_own_maps(is_causal):
     """Heads one by one, each as linear attention of what its own maps give."""
-    mixer = make(num_features=3, is_causal=is_causal)
+    mixer = made(num_features=3, is_causal=is_causal)
     query, key, value = (
-        jnp.einsum("btd,dnh->btnh", X, layer.kernel[...])
+        np.einsum("btd,dnh->btnh", X, layer.kernel[...])
         for layer in (mixer.query, mixer.key, mixer.value)
     )
-
-    def phi(x, projection):
-        e = jnp.exp(x @ projection.T), jnp.exp(-x @ projection.T)
-        return jnp.concatenate([f / f.sum(-1, keepdims=True) for f in e], -1)[:, :, None]
-
-    heads = [
-        effattn.linear_attention(
-            phi(query[:, :, head], mixer.query_projection[head // 2]),
-            phi(key[:, :, head // 2], mixer.key_projection[head // 2]),
-            value[:, :, head // 2][:, :, None],
+    of_query, of_key = mixer.query_projection[...], mixer.key_projection[...]
+    attention = jax.jit(
+        functools.partial(
+            effattn.linear_attention,
             feature_map="identity",
             normalize=True,
             is_causal=is_causal,
         )
+    )
+
+    def phi(x, projection):
+        e = np.exp(x @ projection.T), np.exp(-x @ projection.T)
+        return np.concatenate([f / f.sum(-1, keepdims=True) for f in e], -1)[:, :, None]
+
+    heads = [
+        attention(
+            phi(query[:, :, head], of_query[head // 2]),
+            phi(key[:, :, head // 2], of_key[head // 2]),
+            value[:, :, head // 2][:, :, None],
+        )
         for head in range(4)
     ]
-    y = jnp.einsum("btnh,nhd->btd", jnp.concatenate(heads, 2), mixer.out.kernel[...])
-    np.testing.assert_allclose(mixer(X), y, rtol=1e-4, atol=1e-5)
+    y = np.einsum("btnh,nhd->btd", np.concatenate(heads, 2), mixer.out.kernel[...])
+    np.testing.assert_allclose(jax.jit(lambda m: m(X))(mixer), y, rtol=1e-4, atol=1e-5)
 
 
 def test_the_maps_are_trained_and_large_inputs_are_finite():
-    mixer = make()
+    mixer = made()
     gradients_of = jax.jit(nnx.grad(lambda m, x: (m(x) ** 2).sum()))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients_of(mixer, 1e4 * X)))
     gradients = gradients_of(mixer, X)

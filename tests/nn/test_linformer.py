@@ -9,14 +9,25 @@ from flax import nnx
 import effattn
 from effattn import registry
 from effattn.nn import HybridHeads, LinformerSelfAttention, TransformerConfig, TransformerLM
+from tests.nn.build import filled, floats
 
 LENGTH, ROWS = 12, 4
-X = jax.random.normal(jax.random.key(0), (2, LENGTH, 16))
+X = floats(2, LENGTH, 16)
 
 
 def make(**options):
     options = {"max_length": LENGTH, "num_projected": ROWS, "num_kv_heads": 2, **options}
     return LinformerSelfAttention(16, 4, rngs=nnx.Rngs(0), **options)
+
+
+def made(**options):
+    """With random parameters, not its own."""
+    return filled(lambda: make(**options))
+
+
+@jax.jit
+def call(mixer, x, lengths=None):
+    return mixer(x, lengths=lengths)
 
 
 def parameters(mixer):
@@ -37,44 +48,46 @@ def parameters(mixer):
     ],
 )
 def test_sharing_says_which_parameters_there_are(sharing, linear, convolution):
-    assert parameters(make(sharing=sharing)) == linear
-    of_windows = parameters(make(sharing=sharing, method="convolution"))
+    assert parameters(made(sharing=sharing)) == linear
+    of_windows = parameters(made(sharing=sharing, method="convolution"))
     assert of_windows == dict.fromkeys(linear, convolution)
-    assert parameters(make(sharing=sharing, method="mean")) == {}
+    assert parameters(made(sharing=sharing, method="mean")) == {}
 
 
 @pytest.mark.parametrize("sharing", ["none", "heads", "key_value"])
 def test_it_is_linformer_attention_between_projections(sharing):
-    mixer = make(sharing=sharing)
+    mixer = made(sharing=sharing)
     of_keys = mixer.key_projection[...]
     of_values = of_keys if sharing == "key_value" else mixer.value_projection[...]
     query, key, value = (
-        jnp.einsum("btd,dnh->btnh", X, layer.kernel[...])
+        np.einsum("btd,dnh->btnh", X, layer.kernel[...])
         for layer in (mixer.query, mixer.key, mixer.value)
     )
-    heads = effattn.linformer_attention(
+    heads = jax.jit(effattn.linformer_attention)(
         query, key, value, key_projection=of_keys, value_projection=of_values
     )
-    y = jnp.einsum("btnh,nhd->btd", heads, mixer.out.kernel[...])
-    np.testing.assert_allclose(mixer(X), y, rtol=1e-5, atol=2e-6)
+    y = np.einsum("btnh,nhd->btd", heads, mixer.out.kernel[...])
+    np.testing.assert_allclose(call(mixer, X), y, rtol=1e-5, atol=2e-6)
 
 
 def test_a_convolution_of_equal_weights_is_the_mean():
-    mean, convolution = (make(method=method) for method in ("mean", "convolution"))
+    mean, convolution = (made(method=method) for method in ("mean", "convolution"))
+    for name in ("query", "key", "value", "out"):
+        getattr(mean, name).kernel[...] = getattr(convolution, name).kernel[...]
     for weights in (convolution.key_projection, convolution.value_projection):
-        weights[...] = jnp.full(3, 1 / 3)
-    np.testing.assert_allclose(mean(X), convolution(X), rtol=1e-5, atol=1e-6)
+        weights[...] = np.full(3, 1 / 3, np.float32)
+    np.testing.assert_allclose(call(mean, X), call(convolution, X), rtol=1e-5, atol=1e-6)
 
 
 def test_layers_that_share_a_projection_learn_it_together():
-    values = jax.random.normal(jax.random.key(1), (ROWS, LENGTH)) / 4
+    values = floats(ROWS, LENGTH, seed=1) / 4
     shared = nnx.Param(values)
 
     def layers(*projections):
         return nnx.List([make(sharing="layers", projection=one) for one in projections])
 
     def gradients(layers):
-        of = nnx.grad(lambda layers: jnp.sum(layers[1](layers[0](X)) ** 2))(layers)
+        of = nnx.jit(nnx.grad(lambda layers: jnp.sum(layers[1](layers[0](X)) ** 2)))(layers)
         return [x for x in jax.tree.leaves(of) if x.shape == values.shape]
 
     (together,) = gradients(layers(shared, shared))
@@ -84,17 +97,18 @@ def test_layers_that_share_a_projection_learn_it_together():
 
 
 def test_padding_reaches_nothing():
-    mixer = make()
-    padded = X.at[0, 7:].set(jnp.nan)
-    y = mixer(padded, lengths=jnp.array([7, LENGTH]))
-    np.testing.assert_allclose(y[0, :7], mixer(X[:1, :7])[0], rtol=1e-5, atol=2e-6)
-    np.testing.assert_allclose(y[1], mixer(X)[1], rtol=1e-5, atol=2e-6)
+    mixer, padded = made(), X.copy()
+    padded[0, 7:] = np.nan
+    y = call(mixer, padded, np.array([7, LENGTH]))
+    np.testing.assert_allclose(y[0, :7], call(mixer, X[:, :7])[0], rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(y[1], call(mixer, X)[1], rtol=1e-5, atol=2e-6)
 
 
 def test_the_registry_builds_it_and_bfloat16_computes_with_float32_parameters():
-    mixer = registry.get("linformer").build(16, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    build = registry.get("linformer").build
+    mixer = filled(lambda: build(16, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     assert isinstance(mixer, LinformerSelfAttention)
-    assert mixer(X).dtype == jnp.bfloat16
+    assert jax.eval_shape(call, mixer, X).dtype == jnp.bfloat16
     assert mixer.key_projection.shape == (128, 512)
     assert mixer.key_projection[...].dtype == jnp.float32
 
@@ -133,5 +147,5 @@ def test_causal_models_refuse_it():
     groups = [{"name": name, "num_heads": 2} for name in ("softmax", "linformer")]
     with pytest.raises(ValueError, match="all be causal or none.*'linformer': False"):
         HybridHeads(16, 4, groups, rngs=nnx.Rngs(0))
-    y = HybridHeads(16, 4, groups, is_causal=False, rngs=nnx.Rngs(0))(X)
+    y = jax.eval_shape(lambda: HybridHeads(16, 4, groups, is_causal=False, rngs=nnx.Rngs(0))(X))
     assert y.shape == X.shape

@@ -3,12 +3,12 @@
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from effattn.nn import Mamba
+from tests.nn.build import filled, floats
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_mamba.npz"
 
@@ -20,7 +20,7 @@ def from_transformers(arrays):
     layer first, and a convolution's width last.
     """
     given = {k.removeprefix("parameter/"): v for k, v in arrays.items() if k.startswith("param")}
-    mixer = Mamba(16, state_size=6, step_rank=3, rngs=nnx.Rngs(0))
+    mixer = filled(lambda: Mamba(16, state_size=6, step_rank=3, rngs=nnx.Rngs(0)))
     for parameter, array in (
         (mixer.project.kernel, given.pop("in_proj.weight").T),
         (mixer.convolution.taps, given.pop("conv1d.weight")[:, 0].T),
@@ -33,7 +33,7 @@ def from_transformers(arrays):
         (mixer.out.kernel, given.pop("out_proj.weight").T),
     ):
         assert parameter.shape == array.shape
-        parameter[...] = jnp.asarray(array)
+        parameter[...] = array
     assert not given
     return mixer
 
@@ -55,26 +55,27 @@ def test_it_agrees_with_transformers():
 
 def test_groups_have_inputs_and_outputs_of_their_own():
     """With those of one group repeated for two, it is the layer of one."""
-    one = Mamba(8, state_size=3, step_rank=2, rngs=nnx.Rngs(0))
-    two = Mamba(8, state_size=3, step_rank=2, num_kv_heads=2, rngs=nnx.Rngs(0))
-    parts = jnp.split(one.select.kernel[...], [2, 5], -1)
+    one, two = (
+        filled(lambda n=n: Mamba(8, state_size=3, step_rank=2, num_kv_heads=n, rngs=nnx.Rngs(0)))
+        for n in (1, 2)
+    )
+    parts = np.split(one.select.kernel[...], [2, 5], -1)
     parts = [parts[0], *(part for part in parts[1:] for _ in range(2))]
     state = nnx.state(one)
     nnx.update(two, {name: state[name] for name in state if name != "select"})
-    two.select.kernel[...] = jnp.concatenate(parts, -1)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)
-    np.testing.assert_allclose(two(x), one(x), atol=1e-6)
+    two.select.kernel[...] = np.concatenate(parts, -1)
+    x = floats(2, 5, 8)
+    np.testing.assert_allclose(*jax.jit(lambda one, two: (one(x), two(x)))(one, two), atol=1e-6)
 
 
 def test_it_starts_with_the_rates_and_steps_of_the_authors():
     mixer = jax.jit(lambda: Mamba(128, rngs=nnx.Rngs(0)))()
-    np.testing.assert_allclose(
-        jnp.exp(mixer.log_rate[...]), np.tile(np.arange(1, 17), (256, 1)), 1e-6
-    )
-    step = jax.nn.softplus(mixer.step_bias[...])
+    rate = np.exp(mixer.log_rate[...])
+    np.testing.assert_allclose(rate, np.tile(np.arange(1, 17), (256, 1)), 1e-6)
+    step = np.log1p(np.exp(mixer.step_bias[...]))
     assert step.min() >= 0.00099 and step.max() <= 0.101
     assert mixer.step_projection.kernel.shape == (8, 256)
-    assert jnp.abs(mixer.step_projection.kernel[...]).max() <= 8**-0.5
+    assert np.abs(mixer.step_projection.kernel[...]).max() <= 8**-0.5
 
 
 @pytest.mark.parametrize(

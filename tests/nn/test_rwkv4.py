@@ -3,12 +3,12 @@
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from effattn.nn import RWKV4, RWKV4ChannelMix
+from tests.nn.build import filled, floats
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_rwkv.npz"
 NAMES = {
@@ -21,19 +21,20 @@ def from_transformers(part, arrays):
     """The layer with the parameters of transformers' own, whose kernels have outputs first."""
     given = {k.removeprefix("parameter/"): v for k, v in arrays.items() if k.startswith("param")}
     features = given["receptance.weight"].shape[1]
-    layer = (RWKV4 if part == "time" else RWKV4ChannelMix)(features, rngs=nnx.Rngs(0))
+    kind = RWKV4 if part == "time" else RWKV4ChannelMix
+    layer = filled(lambda: kind(features, rngs=nnx.Rngs(0)))
     kernels = {"receptance": "receptance", "key": "key", "value": "value"}
     if part == "time":
         kernels["out"] = "output"
-        layer.log_decay[...] = jnp.asarray(given.pop("time_decay"))
-        layer.bonus[...] = jnp.asarray(given.pop("time_first"))
+        layer.log_decay[...] = given.pop("time_decay")
+        layer.bonus[...] = given.pop("time_first")
     for ours, theirs in kernels.items():
         kernel = getattr(layer, ours).kernel
         array = given.pop(f"{theirs}.weight").T
         assert kernel.shape == array.shape
-        kernel[...] = jnp.asarray(array)
+        kernel[...] = array
     shifts = [given.pop(f"time_mix_{name}").ravel() for name in NAMES[part]]
-    layer.shifts[...] = jnp.asarray(np.stack(shifts))
+    layer.shifts[...] = np.stack(shifts)
     assert not given
     return layer
 
@@ -56,18 +57,21 @@ def test_it_agrees_with_transformers(part):
 
 
 def test_the_channel_mixing_continues_from_its_state_and_keeps_documents_apart():
-    layer = RWKV4ChannelMix(6, 8, rngs=nnx.Rngs(0))
-    x = np.random.default_rng(0).normal(size=(2, 7, 6)).astype(np.float32)
-    whole = jax.jit(lambda m, x: m(x))(layer, x)
-    lengths = np.array([4, 2])
-    first, state = layer.extend(x[:, :4], layer.init_state(2), lengths=lengths)
-    rest, _ = layer.extend(np.stack([x[0, 4:], x[1, 2:5]]), state)
+    layer, x = filled(lambda: RWKV4ChannelMix(6, 8, rngs=nnx.Rngs(0))), floats(2, 7, 6)
+    lengths, ids = np.array([4, 2]), np.tile([1, 1, 1, 4, 4, 4, 4], (2, 1))
+
+    @jax.jit
+    def run(layer):
+        first, state = layer.extend(x[:, :4], layer.init_state(2), lengths=lengths)
+        rest, _ = layer.extend(np.stack([x[0, 4:], x[1, 2:5]]), state)
+        return layer(x), first, rest, layer(x, segment_ids=ids), layer(x[:, 3:])
+
+    whole, first, rest, packed, second = run(layer)
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(first[row, :length], whole[row, :length], rtol=1e-5, atol=1e-6)
         expected = whole[row, length : length + 3]
         np.testing.assert_allclose(rest[row], expected, rtol=1e-5, atol=1e-6)
-    packed = layer(x, segment_ids=np.tile([1, 1, 1, 4, 4, 4, 4], (2, 1)))
-    np.testing.assert_allclose(packed[:, 3:], layer(x[:, 3:]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(packed[:, 3:], second, rtol=1e-5, atol=1e-6)
 
 
 def test_wrong_options_are_named():
