@@ -1,21 +1,25 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.common.optimisers import make_optimiser
 
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
 PARAMS = {
-    "embed": {"embedding": jnp.ones((6, 4))},
-    "mixer": {"query": {"kernel": jnp.ones((4, 2, 3))}, "out": {"kernel": jnp.ones((2, 3, 4))}},
-    "norm": {"scale": jnp.ones(4)},
+    "embed": {"embedding": ones(6, 4)},
+    "mixer": {"query": {"kernel": ones(4, 2, 3)}, "out": {"kernel": ones(2, 3, 4)}},
+    "norm": {"scale": ones(4)},
 }
 
 
 def updates(name, gradients, steps=1, **options):
     options = {"steps": 10, "warmup": 0.2, "clip": 1e9, "weight_decay": 0.0, **options}
     optimiser = make_optimiser(name, **options)
-    state, taken = optimiser.init(PARAMS), []
+    state, taken = jax.jit(optimiser.init)(PARAMS), []
     next_update = jax.jit(optimiser.update)
     for _ in range(steps):
         update, state = next_update(gradients, state, PARAMS)
@@ -24,11 +28,8 @@ def updates(name, gradients, steps=1, **options):
 
 
 def random_gradients(scale=1.0):
-    leaves, structure = jax.tree.flatten(PARAMS)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    return structure.unflatten(
-        [scale * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-    )
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: scale * rng.normal(size=x.shape).astype(x.dtype), PARAMS)
 
 
 def test_muon_orthogonalises_kernels_read_from_inputs_to_outputs():
@@ -49,8 +50,7 @@ def test_muon_orthogonalises_kernels_read_from_inputs_to_outputs():
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_rate_rises_and_decays_to_zero(name):
     sizes = [
-        float(jnp.abs(update["mixer"]["out"]["kernel"]).max())
-        for update in updates(name, jax.tree.map(jnp.ones_like, PARAMS), steps=11)
+        np.abs(update["mixer"]["out"]["kernel"]).max() for update in updates(name, PARAMS, steps=11)
     ]
     assert np.argmax(sizes) == 2
     np.testing.assert_allclose(sizes[0] / sizes[2], 0.5, rtol=1e-3)
@@ -60,7 +60,7 @@ def test_the_rate_rises_and_decays_to_zero(name):
 
 def test_gradients_are_clipped_by_their_global_norm():
     gradients = random_gradients(scale=100.0)
-    norm = float(jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients))))
+    norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(gradients)))
     small = jax.tree.map(lambda g: g / norm, gradients)
     clipped = updates("adamw", gradients, clip=1.0)[0]
     for a, b in zip(
@@ -71,7 +71,7 @@ def test_gradients_are_clipped_by_their_global_norm():
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_only_kernels_decay(name):
-    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    zeros = jax.tree.map(np.zeros_like, PARAMS)
     (update,) = updates(name, zeros, weight_decay=0.5, warmup=0.1)
     np.testing.assert_allclose(update["mixer"]["query"]["kernel"], -0.5, rtol=1e-6)
     np.testing.assert_array_equal(update["embed"]["embedding"], 0)
@@ -81,5 +81,5 @@ def test_only_kernels_decay(name):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_one_step_is_a_whole_schedule(name):
     (update,) = updates(name, random_gradients(), steps=1, warmup=0.0)
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(update))
-    assert float(jnp.abs(update["norm"]["scale"]).max()) > 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(update))
+    assert np.abs(update["norm"]["scale"]).max() > 0

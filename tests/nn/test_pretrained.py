@@ -65,7 +65,9 @@ def test_longformer_agrees_with_transformers(case):
     check(load_longformer(), case, global_mask=case["global_mask"])
 
 
-@pytest.mark.parametrize("case", ["full", "one_random", "two_random", "padded"])
+@pytest.mark.parametrize(
+    "case", ["full", "one_random", pytest.param("two_random", marks=pytest.mark.slow), "padded"]
+)
 def test_bigbird_agrees_with_transformers(case):
     case = golden("bigbird")[case]
     check(load_bigbird(case), case)
