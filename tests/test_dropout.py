@@ -22,7 +22,8 @@ def test_threefry_gives_the_known_answers_of_its_authors(key, counter, expected)
 
 def draw_keep(rng, rate, heads=3, length=200):
     b, h, i, j = np.ix_(*(np.arange(n) for n in (2, heads, length, length)))
-    return np.asarray(dropout.keep(dropout.seed_from_rng(rng), rate, b, h, i, j))
+    keep = jax.jit(lambda rng: dropout.keep(dropout.seed_from_rng(rng), rate, b, h, i, j))
+    return np.asarray(keep(rng))
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])

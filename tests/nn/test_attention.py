@@ -84,6 +84,7 @@ def test_unequal_prompts_continue_as_each_would_alone(mixer):
     two = np.concatenate([rest[:, 1:], np.full((2, 3, 16), np.nan, np.float32)], axis=1)
     third, state = extend(mixer, two, state, np.array([2, 2]))
     whole = call(mixer, X, None, np.ones((2, 9), int))
+    whole, first, second, third = map(np.asarray, (whole, first, second, third))
     for row, length in enumerate(lengths):
         close(first[row, :length], whole[row, :length])
         close(second[row], whole[row, length : length + 1])
@@ -93,7 +94,7 @@ def test_unequal_prompts_continue_as_each_would_alone(mixer):
 def test_packed_documents_give_what_they_give_alone(mixer):
     """Alone, there is one document and more padding: the same program."""
     ids = np.tile([1, 1, 1, 2, 2, 2, 2, 0, 0], (2, 1))
-    out = call(mixer, np.where(ids[..., None] == 0, np.nan, X), None, ids)
+    out = np.asarray(call(mixer, np.where(ids[..., None] == 0, np.nan, X), None, ids))
     for document in (slice(0, 3), slice(3, 7)):
         size = document.stop - document.start
         alone, one = np.full_like(X, np.nan), np.zeros_like(ids)
@@ -246,7 +247,7 @@ def test_bfloat16_computes_with_float32_parameters_and_gradients():
 )
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        make(**options)
+        made(**options)
 
 
 def test_what_an_unregistered_function_lacks_is_named():

@@ -93,7 +93,7 @@ def test_a_model_generates_past_a_block():
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        make(**options)
+        made(**options)
 
 
 def test_who_packs_documents_is_told_why_it_cannot():

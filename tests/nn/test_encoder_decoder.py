@@ -160,6 +160,6 @@ def test_refusals():
     with pytest.raises(ValueError, match="lacks 'cross'"):
         make(cross_attention="retention")
     with pytest.raises(ValueError, match="there are 2 sources, and 3 rows"):
-        make().given(SOURCE).init_state(3, 4)
+        jax.eval_shape(lambda: make().given(SOURCE).init_state(3, 4))
     with pytest.raises(ValueError, match=r"encoded must have shape \(batch, length, 16\)"):
         make().init_state(np.ones((2, 3, 8)), 4)

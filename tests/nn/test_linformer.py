@@ -135,7 +135,7 @@ def test_the_registry_builds_it_and_bfloat16_computes_with_float32_parameters():
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        make(**options)(X)
+        made(**options)(X)
 
 
 def test_causal_models_refuse_it():

@@ -51,6 +51,7 @@ def test_it_is_long_short_attention_of_scores_of_the_tokens(is_causal):
     np.testing.assert_allclose(run(mixer, X), y, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_it_decodes_with_norms_scores_and_rotary_positions():
     mixer = made(segment_size=3, rotary=RotaryEmbedding())
     whole = run(mixer, X)
@@ -102,4 +103,4 @@ def test_its_weights_are_read_without_norms_of_values():
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        make(**options)
+        made(**options)

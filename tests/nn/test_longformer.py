@@ -88,12 +88,10 @@ MIXERS = {
 }
 
 
-@pytest.fixture(params=["own, rotary", pytest.param("alibi, dilated", marks=pytest.mark.slow)])
-def mixer(request):
-    return made(**MIXERS[request.param])
-
-
-def test_any_split_equals_the_whole(mixer):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXERS)
+def test_any_split_equals_the_whole(name):
+    mixer = made(**MIXERS[name])
     x = floats(2, LENGTH, 16)
     whole = call(mixer, x, global_mask=GLOBAL)
     state, outs, start = mixer.init_state(2, LENGTH), [], 0
@@ -199,7 +197,7 @@ def test_padding_and_other_documents_reach_nothing():
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        make(**options)(floats(2, LENGTH, 16))
+        made(**options)(floats(2, LENGTH, 16))
 
 
 def test_wrong_global_masks_are_named():

@@ -39,13 +39,13 @@ def test_the_hard_gate_takes_one_answer_and_has_the_gradient_of_the_soft_one():
 
 def test_the_penalty_is_the_mean_cost_of_valid_tokens():
     mixer, lengths = make(costs=(0.5, 3.0)), np.array([4, 1])
-    gates = np.asarray(mixer.gates(X)) @ [0.5, 3.0]
+    penalty = jax.jit(lambda mixer, x, padding: mixer.penalty(x, **padding))
+    gates = np.asarray(jax.jit(lambda mixer: mixer.gates(X))(mixer)) @ [0.5, 3.0]
     valid = np.arange(7) < lengths[:, None]
     x = np.where(valid[..., None], X, np.nan)
-    np.testing.assert_allclose(mixer.penalty(x, lengths=lengths), gates[valid].mean(), rtol=1e-6)
-    ids = np.where(valid, 3, 0)
-    np.testing.assert_allclose(mixer.penalty(x, segment_ids=ids), gates[valid].mean(), rtol=1e-6)
-    assert mixer.penalty(x, lengths=np.zeros(2, int)) == 0
+    for padding in ({"lengths": lengths}, {"segment_ids": np.where(valid, 3, 0)}):
+        np.testing.assert_allclose(penalty(mixer, x, padding), gates[valid].mean(), rtol=1e-6)
+    assert penalty(mixer, x, {"lengths": np.zeros(2, int)}) == 0
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def test_redraw_applies_other_vectors():
     assert not np.allclose(call(mixer, X), y)
 
 
+@pytest.mark.slow
 def test_decoding_is_what_training_saw():
     config = TransformerConfig(
         vocab_size=7,

@@ -215,7 +215,7 @@ def test_k_means_finds_groups():
 )
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
-        make(**options)
+        made(**options)
 
 
 def test_a_causal_input_may_be_shorter():

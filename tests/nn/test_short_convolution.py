@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from effattn.nn import ShortConvolution
+from tests.nn.build import filled
 
 BATCH, LENGTH, FEATURES, WIDTH = 2, 11, 3, 4
 X = np.random.default_rng(0).normal(size=(BATCH, LENGTH, FEATURES)).astype(np.float32)
@@ -15,10 +16,8 @@ compiled = jax.jit
 
 
 def make(width=WIDTH, **options):
-    layer = ShortConvolution(FEATURES, width, rngs=nnx.Rngs(0), **options)
-    if layer.bias is not None:
-        layer.bias[...] += jnp.arange(1.0, FEATURES + 1)
-    return layer
+    """With random parameters, not its own."""
+    return filled(lambda: ShortConvolution(FEATURES, width, rngs=nnx.Rngs(0), **options))
 
 
 @compiled

@@ -257,6 +257,7 @@ def test_dropout_keeps_the_mean_of_what_a_layer_adds():
     assert 0.45 < np.mean(added == 0) < 0.55
 
 
+@pytest.mark.slow
 def test_nnx_and_plain_jax_transformations_agree():
     model = made(**PLAIN)
     value, gradient = nnx.jit(nnx.value_and_grad(loss))(model, TOKENS)
