@@ -1,6 +1,7 @@
 """Softmax attention with all its pairs, called as `effattn.dot_product_attention` is."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,8 +81,13 @@ def _definition(score_mod_of, dropout_rate, options):
 
 def dropout_keep(rng, rate: float, which: Pairs, heads: int) -> jax.Array:
     """bool `(*B, N, T, S)`."""
-    *batch, _, keys = which.allowed.shape
-    b = jnp.arange(int(np.prod(batch))).reshape(*batch, 1, 1, 1)
-    i = jnp.asarray(which.position)[..., None, :, None]
-    h = jnp.arange(heads)[:, None, None]
+    return _dropout_keep(rng, rate, which.position, heads, which.allowed.shape[-1])
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3, 4))
+def _dropout_keep(rng, rate, position, heads, keys):
+    batch = position.shape[:-1]
+    b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
+    i = position[..., None, :, None]
+    h = np.arange(heads)[:, None, None]
     return dropout.keep(dropout.seed_from_rng(rng), rate, b, h, i, jnp.arange(keys))
