@@ -125,7 +125,9 @@ ALL = np.ones((2, LENGTH))
 
 
 @both_ways
-@pytest.mark.parametrize("num_rounds, num_buckets", [(3, 8), (1, 6)])
+@pytest.mark.parametrize(
+    "num_rounds, num_buckets", [pytest.param(3, 8, marks=pytest.mark.slow), (1, 6)]
+)
 def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
     """Outputs, log-sum-exps and gradients in float64."""
     options = {"num_rounds": num_rounds, "num_buckets": num_buckets, "is_causal": is_causal}
@@ -225,6 +227,7 @@ def test_a_token_sees_itself_only_where_it_has_nothing_else(is_causal):
     np.testing.assert_array_equal(lse, np.full((1, HEADS), -1e5))
 
 
+@pytest.mark.slow
 def test_causal_attention_has_no_derivative_by_later_tokens():
     """Exactly none, though the places of earlier tokens move with later ones."""
     arrays = draw(19, batch=(), dtype=np.float32)

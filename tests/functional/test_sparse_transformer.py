@@ -36,7 +36,7 @@ def allowed(kind, factor, stride, summary):
 @pytest.mark.parametrize(
     "factor, stride, summary, kind",
     [
-        ("merged", 5, 2, "strided"),
+        pytest.param("merged", 5, 2, "strided", marks=pytest.mark.slow),
         pytest.param("merged", 5, 2, "fixed", marks=pytest.mark.slow),
         ("first", 5, 2, "strided"),
         ("first", 5, 2, "fixed"),

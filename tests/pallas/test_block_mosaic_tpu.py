@@ -78,7 +78,7 @@ def test_it_has_no_races_and_reads_nothing_that_was_not_written(name):
     jax.tree.map(np.testing.assert_array_equal, found, interpreted(name))
 
 
-@pytest.mark.parametrize("name", SELECTED)
+@pytest.mark.parametrize("name", slow_but_for([*QUICK, "pattern"], SELECTED))
 def test_it_is_lowered_for_tpus(name):
     case = SELECTED[name]
     call = functools.partial(

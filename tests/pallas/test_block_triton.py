@@ -132,7 +132,7 @@ def gradients(**options):
     return function
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but_for([*QUICK, "pattern", "layout of heads"], CASES))
 def test_it_is_lowered_for_gpus(name):
     case = CASES[name]
     call = functools.partial(

@@ -41,6 +41,7 @@ def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized
     assert_near(ours, exact(*args, normalized=normalized))
 
 
+@pytest.mark.slow
 def test_the_delta_form_agrees_with_one_token_at_a_time():
     args = draw(130, "token", (4, 2, 2), (5, 9), form="delta")
     assert_near(with_gradients(recurrence, *args), exact(*args))
@@ -82,6 +83,7 @@ def test_it_is_lowered_for_tpus(dtype, gate, sizes):
     assert kernels_of(*given, platform="tpu") == {"tpu_custom_call"}
 
 
+@pytest.mark.slow
 def test_the_delta_rule_is_lowered():
     """And, where any kernel may run, for GPUs."""
     given = program(jnp.bfloat16, 2, (256, 130), "pallas", delta=True)

@@ -138,6 +138,7 @@ def test_padding_may_hold_anything():
     assert_close(alone, jax.tree.map(lambda x: x[0, 2], ours), 1e-6)
 
 
+@pytest.mark.slow
 def test_the_delta_rule_in_sixteen_bits_with_padding():
     """NaN in padding reaches no output and no gradient."""
     rng = np.random.default_rng(2)

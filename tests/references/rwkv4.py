@@ -1,4 +1,4 @@
-"""RWKV-4's time mixing token by token."""
+"""RWKV-4's time mixing over all pairs of tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ def mix(mixer, x):
     )
     key, value = k.astype(wide), v.astype(wide)
     decay, bonus = jnp.exp(mixer.log_decay[...].astype(wide)), mixer.bonus[...].astype(wide)
-    averages = []
-    for t in range(len(x)):
-        age = (t - 1 - jnp.arange(t + 1))[:, None]
-        exponent = jnp.where(age < 0, bonus, -age * decay) + key[: t + 1]
-        averages.append((jax.nn.softmax(exponent, 0) * value[: t + 1]).sum(0))
-    return (jax.nn.sigmoid(r) * jnp.stack(averages).astype(x.dtype)) @ mixer.out.kernel[...]
+    token = jnp.arange(len(x))[:, None, None]
+    age = token - 1 - token.swapaxes(0, 1)  # (T, T, 1)
+    exponent = jnp.where(age < 0, bonus, -age * decay) + key
+    weights = jax.nn.softmax(jnp.where(age >= -1, exponent, -jnp.inf), 1)
+    average = (weights * value).sum(1).astype(x.dtype)
+    return (jax.nn.sigmoid(r) * average) @ mixer.out.kernel[...]
 
 
 RWKV4 = MixerReference(mix=mix)

@@ -101,7 +101,8 @@ def test_dropout_is_the_same_in_every_tile_and_in_the_backward(tile, x64):
     assert_close(with_gradients(function, arrays), expected, 1e-12)
 
 
-@pytest.mark.parametrize("offset, keys", [pytest.param(0, 64, marks=pytest.mark.slow), (32, 100)])
+@pytest.mark.slow
+@pytest.mark.parametrize("offset, keys", [(0, 64), (32, 100)])
 def test_a_diagonal_through_the_corners_of_tiles(offset, keys, x64, monkeypatch):
     """In small tiles, as large ones take their time."""
     monkeypatch.setattr(tiling, "_SMALLEST_STAIR", 16)

@@ -85,7 +85,12 @@ def token_by_token(terms, state, tokens=ALL, normalized=False):
 
 DECAYS = ("none", "head", "token", "feature")
 FORMS = ("plain", "bonus", "delta", "own")
-SLOW = ("feature", "delta"), ("feature", "own")
+QUICK = [
+    *itertools.product(DECAYS, ["plain"]),
+    ("feature", "bonus"),
+    ("token", "delta"),
+    ("none", "own"),
+]
 
 
 def draw_terms(
@@ -180,7 +185,7 @@ PACKED = [[1] * 3 + [2] * 17 + [5] * 12, [0] * 2 + [7] * 14 + [3] + [4] * 9 + [0
 @pytest.mark.parametrize(
     "decay, form",
     [
-        pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
         for case in itertools.product(DECAYS, FORMS)
     ],
 )
