@@ -57,8 +57,9 @@ PADDED = {
 
 @pytest.mark.parametrize(
     "is_causal, ends, window, random",
-    [(False, (1, 1), 1, 2), pytest.param(True, (2, 0), 5, 1, marks=pytest.mark.slow)],
+    [(False, (1, 1), 1, 2), (True, (2, 0), 5, 1)],
 )
+@pytest.mark.slow
 def test_each_key_head_draws_the_pattern_of_its_seed(is_causal, ends, window, random):
     options = {"num_window_blocks": window, "num_random_blocks": random}
     options |= {"num_global_blocks": ends}

@@ -252,7 +252,9 @@ def test_gradients_are_gathered_and_never_scattered():
         assert "scatter-add" not in text and "scatter_add" not in text
 
 
-@pytest.mark.parametrize("case", ["whole", "factors", "two_chunks"])
+@pytest.mark.parametrize(
+    "case", ["whole", pytest.param("factors", marks=pytest.mark.slow), "two_chunks"]
+)
 def test_it_agrees_with_transformers(case):
     """Outputs, gradients and buckets of `LSHSelfAttention` with one round (`tests/golden`).
 

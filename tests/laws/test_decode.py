@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from effattn.nn import RotaryEmbedding
 from tests.laws import battery
 from tests.laws.battery import LAST, MECHANISMS, SQUARE
+from tests.marks import slow_but_for
 
 FEATURES, ROWS, LENGTH, MOST = 16, 2, SQUARE.keys, 4
 
@@ -45,9 +46,10 @@ def build(subject, options):
     )
 
 
-@pytest.mark.parametrize(
-    "subject", [s for s in dict.fromkeys([*MECHANISMS, *LAST]) if s.has("decode")], ids=str
-)
+DECODING = [s for s in dict.fromkeys([*MECHANISMS, *LAST]) if s.has("decode")]
+
+
+@pytest.mark.parametrize("subject", slow_but_for(MECHANISMS, DECODING), ids=str)
 def test_any_split_equals_the_whole(subject):
     """Pieces of 0 to 4 tokens, other ones for each row, with NaN after each row's own."""
     mixer = mixer_of(subject)

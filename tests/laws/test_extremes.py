@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.laws import battery
-from tests.laws.battery import MECHANISMS, SQUARE
+from tests.laws.battery import CALLED, MECHANISMS, SQUARE
 
 
 def assert_finite(tree):
@@ -75,6 +75,7 @@ def test_nothing_is_left_after_padding(mechanism):
         assert (gradient == 0).all()
 
 
+@pytest.mark.parametrize("mechanism", CALLED, ids=str)
 def test_one_token(mechanism):
     """Attends to itself alone, and it weighs nothing where weights are relative.
 

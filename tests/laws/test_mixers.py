@@ -34,9 +34,9 @@ called = pytest.mark.parametrize("mixer", slow_but_for(first_of_families(LAYERS)
 causal = pytest.mark.parametrize("mixer", [s for s in FIRST if s.is_causal], ids=str)
 
 
-def claiming(capability, subjects=SUBJECTS):
+def claiming(capability, subjects=SUBJECTS, quick=QUICK):
     claim = [s for s in subjects if s.has(capability)]
-    return pytest.mark.parametrize("mixer", slow_but_for(QUICK, claim), ids=str)
+    return pytest.mark.parametrize("mixer", slow_but_for(quick, claim), ids=str)
 
 
 def close(ours, expected, tolerance):
@@ -73,7 +73,7 @@ def test_float64_agrees(mixer):
         close(ours, expected, 1e-10)
 
 
-@first
+@one_of_families
 def test_float32_errs_at_most_twice_as_much_as_the_plain_form(mixer):
     """Of outputs and all gradients."""
     module = mixers.made(mixer)
@@ -195,7 +195,7 @@ def test_what_is_in_padding_reaches_nothing(mixer):
     assert all(np.isfinite(gradient).all() for gradient in jax.tree.leaves(of_mixer))
 
 
-@claiming("lengths", FIRST)
+@claiming("lengths", FIRST, first_of_families(FIRST))
 def test_padded_rows_give_what_they_give_alone(mixer):
     given, size = mixers.padding(mixer), 7
     given["lengths"] = np.full(ROWS, size, np.int32)

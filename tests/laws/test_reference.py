@@ -10,24 +10,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.laws import battery
-from tests.laws.battery import CALLED, CROSS, LAST, MECHANISMS, SQUARE, SUBJECTS, Extent
+from tests.laws.battery import (
+    CALLED,
+    CROSS,
+    FIRST_OF_FAMILY,
+    LAST,
+    MECHANISMS,
+    SQUARE,
+    SUBJECTS,
+    Extent,
+)
 from tests.laws.sharding import draw_shared, run_shared, shared_sizes
 
 
 def configurations():
     """What the claims of every subject call for, in as few programs as show it."""
+    first = [subject.name for subject in FIRST_OF_FAMILY]
     for subject in SUBJECTS:
         if subject in MECHANISMS or subject not in LAST:
-            yield configuration(subject, SQUARE, battery.everything(subject))
+            is_quick = subject in MECHANISMS
+            yield configuration(subject, SQUARE, battery.everything(subject), is_quick)
         if subject in LAST and subject.has("bidirectional"):
             sizes = CROSS if subject.has("cross") else SQUARE
             extent = Extent(False, everything=True, simple=False, tuning=False)
-            yield configuration(subject, sizes, extent)
+            is_quick = subject.name in first or not subject.has("causal")
+            yield configuration(subject, sizes, extent, is_quick)
 
 
-def configuration(subject, sizes, extent):
+def configuration(subject, sizes, extent, is_quick):
     direction = "causal" if extent.is_causal else "bidirectional"
-    marks = () if subject in [*MECHANISMS, *LAST] else pytest.mark.slow
+    marks = () if is_quick else pytest.mark.slow
     return pytest.param(subject, sizes, extent, id=f"{subject}-{direction}", marks=marks)
 
 

@@ -161,6 +161,7 @@ def temporary_bytes(call, depth):
     return cost.temporary_bytes(jax.jit(run).trace(layers, x))
 
 
+@pytest.mark.slow
 def test_activations_take_the_memory_of_one_layer():
     """Of the compiled program, forward and backward; those of the plain stack grow with it."""
     ours = [temporary_bytes(lambda m, *xs: m(*xs), depth) for depth in (4, 8, 16)]
