@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import registry
+from tests.laws import battery
 from tests.references import MIXERS
 from tests.references.reference import MixerReference
 
@@ -51,6 +52,12 @@ SUBJECTS = [Subject(n, v, d) for n in MIXERS for v in MIXERS[n].variants for d i
 FIRST = [Subject(n, next(iter(MIXERS[n].variants)), _directions(n)[0]) for n in MIXERS]
 # One of each layer, for the laws on calls from larger programs: kinds of a layer are alike there.
 LAYERS = list({subject.entry.builder: subject for subject in reversed(FIRST)}.values())[::-1]
+# One of each family, but for those of which a mechanism with heads is one.
+FIRST_OF_FAMILY = [
+    subject
+    for subject in battery.first_of_families(FIRST)
+    if subject.entry.family not in {m.entry.family for m in battery.MECHANISMS}
+]
 
 
 def build(subject: Subject, features: int = FEATURES, heads: int = HEADS, **options: Any) -> Any:

@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from effattn import registry
 from effattn.nn import SelfAttention
 from tests.laws import cost, mixers
-from tests.laws.battery import first_of_families
-from tests.laws.mixers import FEATURES, FIRST, LAYERS, LENGTH, ROWS, SUBJECTS, rms
+from tests.laws.mixers import FEATURES, FIRST, FIRST_OF_FAMILY, LAYERS, LENGTH, ROWS, SUBJECTS, rms
 from tests.laws.sharding import collectives, mesh
 from tests.marks import slow_but_for
 from tests.references import MIXERS
@@ -27,10 +26,8 @@ QUICK = [s for s in SUBJECTS if s.variant == next(iter(s.reference.variants))]
 
 every = pytest.mark.parametrize("mixer", slow_but_for(QUICK, SUBJECTS), ids=str)
 first = pytest.mark.parametrize("mixer", FIRST, ids=str)
-one_of_families = pytest.mark.parametrize(
-    "mixer", slow_but_for(first_of_families(FIRST), FIRST), ids=str
-)
-called = pytest.mark.parametrize("mixer", slow_but_for(first_of_families(LAYERS), LAYERS), ids=str)
+one_of_families = pytest.mark.parametrize("mixer", slow_but_for(FIRST_OF_FAMILY, FIRST), ids=str)
+called = pytest.mark.parametrize("mixer", slow_but_for(FIRST_OF_FAMILY, LAYERS), ids=str)
 causal = pytest.mark.parametrize("mixer", [s for s in FIRST if s.is_causal], ids=str)
 
 
@@ -195,7 +192,7 @@ def test_what_is_in_padding_reaches_nothing(mixer):
     assert all(np.isfinite(gradient).all() for gradient in jax.tree.leaves(of_mixer))
 
 
-@claiming("lengths", FIRST, first_of_families(FIRST))
+@claiming("lengths", FIRST, FIRST_OF_FAMILY)
 def test_padded_rows_give_what_they_give_alone(mixer):
     given, size = mixers.padding(mixer), 7
     given["lengths"] = np.full(ROWS, size, np.int32)
