@@ -137,7 +137,11 @@ def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
 
 
 @both_ways_slowly
-@pytest.mark.parametrize("sizes", [(23, 1, 2, 7), (1,) * 9 + (16, 8)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param((23, 1, 2, 7), marks=pytest.mark.slow), (1,) * 9 + (16, 8)],
+    ids=str,
+)
 def test_documents_are_sorted_and_cut_by_themselves(sizes, is_causal, x64):
     """In either order, with padding at the end, and between the first and the second."""
     arrays = draw()

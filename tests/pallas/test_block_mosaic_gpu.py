@@ -217,7 +217,8 @@ def test_it_is_lowered_for_gpus(name):
 SIZES = (64, 64), (128, 80), (192, 256)
 
 
-@pytest.mark.parametrize("sizes", slow_but_for([(128, 80)], SIZES))
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES)
 def test_every_size_is_lowered_for_gpus(sizes):
     """In its largest tiles, which shared memory holds: lowering counts it."""
     case = Half(

@@ -45,6 +45,7 @@ def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized
     assert_near(ours, exact(*args, normalized=normalized))
 
 
+@pytest.mark.slow
 def test_the_delta_form_agrees_with_one_token_at_a_time():
     """Some tokens forget much and one all, which has no gradient."""
     terms, state = draw(130, "token", (2, 2, 4), (70, 20), normalized=True, form="delta")
