@@ -47,9 +47,10 @@ def _spans(length: int, chunk: int) -> list[_Span]:
     chunk = min(chunk, max(length, 1))
     block = min(max(BLOCK // chunk, 1), CHUNKS_OF_BLOCK) * chunk
     in_blocks = length // block * block
+    rest = length - in_blocks
     spans = [
         _Span(0, in_blocks // block, block, chunk),
-        _Span(in_blocks, 1, length - in_blocks, chunk),
+        _Span(in_blocks, 1, rest, min(chunk, rest)),
     ]
     return [span for span in spans if span.blocks and span.length]
 
