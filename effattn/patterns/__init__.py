@@ -12,7 +12,6 @@ checked where the lengths are first known: in `mask`, `layout` and the like.
 from effattn.patterns.algebra import Pattern
 from effattn.patterns.base import (
     Axial,
-    BlockMask,
     Causal,
     Custom,
     Dilated,
@@ -20,13 +19,12 @@ from effattn.patterns.base import (
     Fixed,
     Full,
     Global,
-    GlobalBlocks,
     Grid,
     Prefix,
-    RandomBlocks,
     SlidingWindow,
     Strided,
 )
+from effattn.patterns.blocks import BlockMask, GlobalBlocks, RandomBlocks
 from effattn.patterns.named import bigbird, longformer, sparse_transformer
 
 __all__ = [

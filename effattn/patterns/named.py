@@ -10,11 +10,10 @@ from effattn.patterns.base import (
     Dilated,
     Fixed,
     Global,
-    GlobalBlocks,
-    RandomBlocks,
     SlidingWindow,
     Strided,
 )
+from effattn.patterns.blocks import GlobalBlocks, RandomBlocks
 
 
 def longformer(

@@ -420,3 +420,13 @@ def outside(interval: Interval) -> Interval:
         np.stack([np.full_like(low, -FAR), high + 1]),
         np.stack([low - 1, np.full_like(high, FAR)]),
     )
+
+
+def rows_of(frame: Frame, size: int) -> np.ndarray:
+    """The blocks of `size` that the queries of a frame lie in."""
+    return np.arange(frame.first // size, frame.last // size + 1)
+
+
+def blocks(n: Any, size: int) -> Interval:
+    """The positions of blocks n."""
+    return n * size, n * size + size - 1

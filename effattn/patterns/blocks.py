@@ -1,0 +1,251 @@
+"""Patterns of blocks of tokens: global ones, those of a mask, random ones."""
+
+import dataclasses
+import functools
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from effattn._checks import at_least, is_integer
+from effattn.patterns import random_blocks, zones
+from effattn.patterns.algebra import Pattern, sides
+from effattn.patterns.base import lookup
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalBlocks(Pattern):
+    """The first and the last blocks of the sequence see all, and all see them.
+
+    The last ones are counted from the end of the queries and of the keys (Zaheer et al. 2020).
+    """
+
+    block_size: int
+    first: int
+    last: int = 0
+    # Of the sequence, set by `sized`: the numbers of query positions and keys.
+    lengths: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self):
+        at_least("block_size", self.block_size, 1)
+        at_least("first", self.first, 0)
+        at_least("last", self.last, 0)
+
+    def _check(self, frame):
+        blocks = -(-max(frame.last + 1, frame.keys) // self.block_size)
+        if self.first + self.last > blocks:
+            raise ValueError(
+                f"global blocks must be at most the {blocks} of {self.block_size} that there are, "
+                f"got {self.first} first and {self.last} last"
+            )
+
+    def _sized(self, lengths):
+        return dataclasses.replace(self, lengths=lengths)
+
+    def _runs(self, length):
+        """The positions between, those that are not global."""
+        blocks = -(-length // self.block_size)
+        return self.first * self.block_size, (blocks - self.last) * self.block_size - 1
+
+    def _allows(self, i, j, h):
+        (low_i, high_i), (low_j, high_j) = map(self._runs, _known(self))
+        return (i < low_i) | (i > high_i) | (j < low_j) | (j > high_j)
+
+    def _zones(self, frame, inside):
+        rows, keys = map(self._runs, frame.lengths)
+        if not inside:
+            return zones.of(frame, rows=rows, keys=keys)
+        of_rows = zones.of(frame, rows=zones.outside(rows))
+        return zones.union(of_rows, zones.of(frame, keys=zones.outside(keys)))
+
+
+class FrozenArray:
+    """A NumPy array that does not change, equal and hashed by its contents."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = np.array(array)
+        self.array.flags.writeable = False
+        self._contents = array.shape, array.dtype.str, hashlib.sha256(self.array.tobytes()).digest()
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.array, dtype=dtype) if copy else np.asarray(self.array, dtype=dtype)
+
+    def __eq__(self, other):
+        return isinstance(other, FrozenArray) and self._contents == other._contents
+
+    def __hash__(self):
+        return hash(self._contents)
+
+    def __repr__(self):
+        return f"<{' x '.join(map(str, self.array.shape))} array>"
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMask(Pattern):
+    """Blocks of `block_size` x `block_size` tokens, named by a mask of their own.
+
+    `array` is bool `(ceil(T / block_size), ceil(S / block_size))`, or one such for each query head,
+    `(N, ..., ...)`; i attends to j where array[h, i // block_size, j // block_size]. It is fixed
+    with the pattern: for a mask that a model computes see `BlockLayout.from_block_mask`.
+    """
+
+    array: Any
+    block_size: int
+
+    def __post_init__(self):
+        at_least("block_size", self.block_size, 1)
+        if isinstance(self.array, jax.core.Tracer):
+            raise ValueError(
+                "array must be known when the pattern is made, got a traced one; "
+                "BlockLayout.from_block_mask takes those"
+            )
+        array = np.asarray(self.array)
+        if array.dtype != bool or array.ndim not in (2, 3) or 0 in array.shape:
+            raise ValueError(
+                "array must be bool of shape (query blocks, key blocks) or (heads, query blocks, "
+                f"key blocks), got {array.dtype} of shape {array.shape}"
+            )
+        if array.ndim == 3 and len(array) == 1:
+            array = array[0]
+        object.__setattr__(self, "array", FrozenArray(array))
+
+    def _heads(self):
+        shape = self.array.array.shape
+        return shape[0] if len(shape) == 3 else None
+
+    def _check(self, frame):
+        shape = self.array.array.shape[-2:]
+        need = -(-(frame.last + 1) // self.block_size), -(-frame.keys // self.block_size)
+        # A chunk of the queries may read its rows of a longer mask.
+        rows = max(shape[0], need[0]) if frame.first else need[0]
+        if shape != (rows, need[1]):
+            raise ValueError(
+                f"array must have {need[0]} x {need[1]} blocks of {self.block_size} for "
+                f"{frame.last + 1} x {frame.keys} tokens, got {shape[0]} x {shape[1]}"
+            )
+
+    def _allows(self, i, j, h):
+        at = (i // self.block_size, j // self.block_size)
+        return lookup(self.array.array, *((h, *at) if self.heads else at))
+
+    def _zones(self, frame, inside):
+        array = self.array.array if inside else ~self.array.array
+        runs = np.diff(np.pad(array, [(0, 0)] * (array.ndim - 1) + [(1, 1)]).astype(np.int8))
+        *place, first = np.nonzero(runs == 1)
+        stop = np.nonzero(runs == -1)[-1]
+        if not len(first):
+            return zones.none()
+        head = place[0] if self.heads else np.zeros_like(first)
+        row = place[-1]
+        # The same run in consecutive rows is one zone.
+        order = np.lexsort((row, stop, first, head))
+        head, row, first, stop = (x[order] for x in (head, row, first, stop))
+        same = [x[1:] == x[:-1] for x in (head, first, stop, row - np.arange(len(row)))]
+        starts = np.flatnonzero(np.append(True, ~np.logical_and.reduce(same)))
+        ends = np.append(starts[1:], len(row)) - 1
+        size = self.block_size
+        return zones.of(
+            frame,
+            rows=(row[starts] * size, row[ends] * size + size - 1),
+            keys=(first[starts] * size, stop[starts] * size - 1),
+            heads=(head[starts], head[starts]) if self.heads else zones.ANY,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomBlocks(Pattern):
+    """Each block of queries sees `per_row` blocks of keys, distinct and uniform among all.
+
+    The blocks of row r are drawn from (seed, r) alone, one key block after the other as they come
+    (reservoir sampling; Li 1994, "Algorithm L"). So T changes nothing, and a longer S only replaces
+    some of a row's blocks by new ones. With `causal` row r draws from the r blocks before it, and
+    takes all of them while they are `per_row` or fewer; then S changes nothing either.
+
+    What goes with them in one pattern can be left out of the draw (Zaheer et al. 2020, "Big Bird"):
+    the `window` blocks around the row's own (an odd number, or 0 for none), and the first and the
+    last blocks, `ends`; with `causal` the first alone. Where fewer are left, a row takes those.
+    """
+
+    block_size: int
+    per_row: int
+    seed: int = 0
+    causal: bool = False
+    window: int = 0
+    ends: tuple[int, int] = (0, 0)
+    # Of the sequence, set by `sized`: the numbers of query positions and keys.
+    lengths: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self):
+        at_least("block_size", self.block_size, 1)
+        at_least("per_row", self.per_row, 0)
+        if not is_integer(self.seed):
+            raise ValueError(f"seed must be an int, got {self.seed!r}")
+        if at_least("window", self.window, 0) and self.window % 2 == 0:
+            raise ValueError(f"window must be odd, or 0 for none, got {self.window}")
+        object.__setattr__(self, "ends", sides("ends", self.ends))
+
+    def _check(self, frame):
+        blocks = -(-frame.keys // self.block_size)
+        if self.per_row > blocks:
+            raise ValueError(
+                f"per_row must be at most the number of key blocks, {blocks} of {self.block_size} "
+                f"in {frame.keys} tokens, got {self.per_row}"
+            )
+
+    def _sized(self, lengths):
+        return dataclasses.replace(self, lengths=lengths)
+
+    def blocks(self, lengths: tuple[int, int]) -> np.ndarray:
+        """The key blocks of each block of queries: int32 `(rows, per_row)`, -1 where there is none.
+
+        Rows ascend. `lengths` are the numbers of query positions and of keys.
+        """
+        return _drawn(self, lengths)
+
+    def _allows(self, i, j, h):
+        chosen = self.blocks(_known(self))
+        i, j = i // self.block_size, j // self.block_size
+        hits = (lookup(chosen[:, n], i) == j for n in range(self.per_row))
+        return functools.reduce(lambda a, b: a | b, hits, (i < 0) & (j < 0))
+
+    def _zones(self, frame, inside):
+        row = zones.rows_of(frame, self.block_size)
+        chosen = self.blocks(frame.lengths)[row].astype(np.int64).T
+        first = stop = chosen
+        if not inside:
+            edge = np.zeros_like(row)[None]
+            first = np.concatenate([edge, chosen + 1])
+            stop = np.concatenate([chosen - 1, edge + frame.keys])
+        keys = zones.blocks(first, self.block_size)[0], zones.blocks(stop, self.block_size)[1]
+        return zones.of(frame, rows=zones.blocks(row, self.block_size), keys=keys)
+
+
+@functools.lru_cache(maxsize=32)
+def _drawn(pattern: RandomBlocks, lengths: tuple[int, int]) -> np.ndarray:
+    rows, keys = (-(-length // pattern.block_size) for length in lengths)
+    row, (first, last) = np.arange(rows), pattern.ends
+    # The candidates of a row are [first, low) and [high, stop), on both sides of its window.
+    low, high = row - pattern.window // 2, row + pattern.window // 2 + (pattern.window > 0)
+    stop = 0 if pattern.causal else keys - last
+    low = np.clip(low, first, max(first, keys if pattern.causal else stop))
+    high = np.clip(high, first, None)
+    after = np.clip(stop - high, 0, None)
+    chosen = random_blocks.drawn(pattern.seed % 2**64, low - first + after, pattern.per_row).astype(
+        np.int64
+    )
+    block = chosen + first
+    block = np.where(block < low[:, None], block, chosen - (low - first)[:, None] + high[:, None])
+    block = np.where(chosen < 0, -1, block).astype(np.int32)
+    block.flags.writeable = False
+    return block
+
+
+def _known(pattern: Any) -> tuple[int, int]:
+    """The lengths of a pattern that depends on them."""
+    if pattern.lengths is None:
+        raise ValueError(
+            f"{type(pattern).__name__} depends on how many blocks there are: call allows of "
+            "pattern.sized(T, S), which knows"
+        )
+    return pattern.lengths
