@@ -1,4 +1,4 @@
-"""Which cases of a test are slow, said by those that are not."""
+"""Which cases of a test are slow: said of each, or by those that are not."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 
 
+def slow(*values: Any) -> Any:
+    """A case to parametrize a test by, marked slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def slow_but_for(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     """The cases to parametrize a test by; those that are not among the quick are marked slow."""
-    slow = pytest.mark.slow
-    return [case if case in quick else pytest.param(case, marks=slow) for case in cases]
+    return [case if case in quick else slow(case) for case in cases]

@@ -15,6 +15,7 @@ from effattn.cores import block_attention
 from effattn.pallas import block_triton
 from effattn.tuned import Choice
 from effattn.xla import block_attention as block_xla
+from tests.marks import slow
 from tests.pallas.lowering import TRITON, kernels_of
 
 CALL = functools.partial(effattn.dot_product_attention, is_causal=True)
@@ -181,7 +182,7 @@ def test_what_disagrees_or_does_not_compile_is_not_taken(arrays, fastest, kernel
     "name",
     [
         "xla",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("triton", "mosaic_gpu", "mosaic_tpu")),
+        *(slow(n) for n in ("triton", "mosaic_gpu", "mosaic_tpu")),
     ],
 )
 def test_every_tile_to_try_gives_the_same(name):

@@ -11,6 +11,8 @@ from effattn import registry
 from effattn.analysis import LONGEST, attention_weights, mixing_weights
 from effattn.nn import CrossAttention, SelfAttention, TransformerConfig, TransformerLM
 from effattn.patterns import Causal, Dilated, SlidingWindow, longformer, sparse_transformer
+from tests.laws.battery import FIRST_NAMES
+from tests.marks import slow_but_for
 from tests.nn.build import filled, floats
 
 T, D, N, K, H = 13, 8, 4, 2, 2
@@ -95,7 +97,7 @@ def test_heads_that_attend_in_several_ways_are_not_read():
         attention_weights(module, floats(1, T, D))
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", slow_but_for(FIRST_NAMES, READ))
 def test_the_weights_of_any_mechanism_mix_its_values_to_its_output(name):
     # Where values are normalised there are no such weights.
     options = {"dual_norm": False} if name == "long_short" else {}

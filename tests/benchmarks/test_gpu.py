@@ -18,6 +18,7 @@ from benchmarks.gpu import measure, report
 from benchmarks.gpu.cases import DTYPE, FULL, TINY, cases
 from benchmarks.gpu.contenders import IMPLEMENTATIONS, OURS, PEERS, contenders
 from benchmarks.workloads import only_rows
+from tests.marks import slow
 
 TINY_CASES = {case.comparison: case for case in cases(TINY)}
 RATES = (machine.Rate("product", "", 1e9), machine.Rate("copy", "", 1e9))
@@ -116,7 +117,7 @@ def test_our_functions_take_the_operands_and_give_what_has_the_shape_of_the_grad
     "only",
     [
         ["causal"],
-        pytest.param(["documents", "gated delta rule", "decode"], marks=pytest.mark.slow),
+        slow(["documents", "gated delta rule", "decode"]),
     ],
     ids=", ".join,
 )

@@ -13,6 +13,7 @@ import effattn
 from effattn import registry
 from effattn.decode import ContiguousDecoder, RingDecoder
 from effattn.decode.state import check_capacity
+from tests.marks import slow_but_for
 
 
 def drawn(*shape):
@@ -62,7 +63,11 @@ def decoder_of(name, options):
     return registry.load(registry.get(name).decoder)(registry.get(name).function, options)
 
 
-@pytest.fixture(params=MECHANISMS)
+# The laws show these on other options.
+SLOW = "hierarchical, learned", "block linformer", "long-short, window of one", "routing"
+
+
+@pytest.fixture(params=slow_but_for(MECHANISMS.keys() - SLOW, MECHANISMS))
 def name(request):
     return request.param
 

@@ -5,6 +5,8 @@ import pytest
 from effattn import patterns, registry
 from effattn.analysis.pictures import picture
 from experiments import gallery
+from tests.laws.battery import FIRST_NAMES, NAMES
+from tests.marks import slow_but_for
 
 
 def test_every_pattern_is_in_the_gallery():
@@ -13,7 +15,7 @@ def test_every_pattern_is_in_the_gallery():
     assert [name for name in missing if name != "Custom"] == [] and "Custom: " in shown
 
 
-@pytest.mark.parametrize("name", [n for n in registry.names() if registry.get(n).takes_heads])
+@pytest.mark.parametrize("name", slow_but_for(FIRST_NAMES, NAMES))
 def test_every_mechanism_is_shown_with_options_for_a_short_sequence(name):
     entry = registry.get(name)
     shades = picture(name, gallery.LENGTH, 0, gallery.small_options(entry)).shades

@@ -11,6 +11,7 @@ from effattn import bigbird_attention, block_sparse_attention, random_attention
 from effattn.patterns import BlockMask, Causal, RandomBlocks, SlidingWindow, bigbird
 from tests.dense import dense_with_gradients, draw, with_gradients
 from tests.laws.battery import assert_close
+from tests.marks import slow
 
 LENGTH, SIZE, KEY_HEADS = 30, 4, 2
 BLOCKS = -(-LENGTH // SIZE)
@@ -128,8 +129,8 @@ def test_random_attention_sees_its_own_block_and_those_drawn(is_causal):
         ("shared", True),
         ("by head", False),
         ("traced", False),
-        pytest.param("traced by key head", False, marks=pytest.mark.slow),
-        pytest.param("traced by key head", True, marks=pytest.mark.slow),
+        slow("traced by key head", False),
+        slow("traced by key head", True),
     ],
 )
 def test_blocks_of_a_mask(kind, is_causal):

@@ -9,6 +9,7 @@ import pytest
 from effattn import block_linformer_attention, dot_product_attention
 from tests.dense import draw, dropout_keep, with_gradients
 from tests.laws.battery import assert_close
+from tests.marks import slow
 from tests.references.block_linformer import block_linformer
 from tests.references.pairs import pairs
 
@@ -27,9 +28,7 @@ def drawn(*before, slots=SLOTS, size=SIZE):
     return {"key_projection": of_keys, "value_projection": of_values}
 
 
-@pytest.mark.parametrize(
-    "before", [(), pytest.param((2,), marks=pytest.mark.slow)], ids=["shared", "by head"]
-)
+@pytest.mark.parametrize("before", [(), slow((2,))], ids=["shared", "by head"])
 def test_projections_have_gradients_that_no_padding_reaches(before, x64):
     """NaN in the padding, dropout on tokens and slots; keys end inside a block, or are none."""
     arrays = draw(LENGTH, LENGTH) | drawn(*before)

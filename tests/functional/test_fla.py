@@ -16,6 +16,7 @@ from effattn import (
     rwkv7_attention,
     state_space_duality,
 )
+from tests.marks import slow
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "fla.npz"
 
@@ -46,11 +47,11 @@ CASES = [
     ("retention", retention),
     ("token_decay", gated_linear_attention),
     ("token_decay", state_space),
-    pytest.param("gated_linear", gated_by_feature, marks=pytest.mark.slow),
+    slow("gated_linear", gated_by_feature),
     ("delta", delta_rule_attention),
-    pytest.param("gated_delta", delta_rule_attention, marks=pytest.mark.slow),
+    slow("gated_delta", delta_rule_attention),
     ("rwkv6", functools.partial(rwkv, rwkv6_attention)),
-    pytest.param("rwkv7", functools.partial(rwkv, rwkv7_attention), marks=pytest.mark.slow),
+    slow("rwkv7", functools.partial(rwkv, rwkv7_attention)),
 ]
 
 

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from effattn.functional.feature_maps import FEATURE_MAPS
 from effattn.functional.linear import linear_attention
 from tests.laws.sharding import BY_HEAD, BY_ROW, collectives, mesh
+from tests.marks import slow
 
 
 def direct(query, key, value, *, phi, normalize, scale=None, allowed=True):
@@ -56,14 +57,14 @@ def same_document(query_ids, key_ids):
 @pytest.mark.parametrize(
     "name, normalize, is_causal",
     [
-        ("elu", None, False),
+        slow("elu", None, False),
         ("elu", None, True),
-        ("relu", None, True),
+        slow("relu", None, True),
         ("identity", None, False),
-        ("identity", None, True),
+        slow("identity", None, True),
         ("elu", False, True),
         ("exp", None, True),
-        ("squared_relu", None, False),
+        slow("squared_relu", None, False),
         ("taylor", None, True),
     ],
 )

@@ -13,6 +13,7 @@ from effattn.functional.long_short import long_short_attention
 from tests.dense import draw, with_gradients
 from tests.laws import cost
 from tests.laws.battery import assert_close
+from tests.marks import slow
 from tests.references.long_short import long_short
 from tests.references.pairs import pairs
 
@@ -38,7 +39,7 @@ def with_norms(is_causal):
 
 @pytest.mark.parametrize(
     "is_causal",
-    [True, pytest.param(False, marks=pytest.mark.slow)],
+    [True, slow(False)],
     ids=["causal", "bidirectional"],
 )
 def test_projections_scores_and_norms_have_gradients_that_no_padding_reaches(is_causal, x64):

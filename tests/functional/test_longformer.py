@@ -11,6 +11,7 @@ from effattn import sliding_window_attention
 from effattn.functional.longformer import longformer_attention
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.laws.battery import assert_close
+from tests.marks import slow
 
 LENGTH = 29
 
@@ -35,9 +36,9 @@ def local_pairs(dilation):
     "is_causal, dilation, padding",
     [
         (False, 1, "lengths"),
-        pytest.param(False, 3, "segments", marks=pytest.mark.slow),
-        pytest.param(True, 1, "segments", marks=pytest.mark.slow),
-        pytest.param(True, 3, "lengths", marks=pytest.mark.slow),
+        slow(False, 3, "segments"),
+        slow(True, 1, "segments"),
+        slow(True, 3, "lengths"),
     ],
 )
 def test_global_tokens_see_all_and_all_see_them(is_causal, dilation, padding, x64):

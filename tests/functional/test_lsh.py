@@ -13,6 +13,7 @@ from effattn import dot_product_attention, lsh_attention, lsh_rotations
 from effattn.functional import lsh as module
 from effattn.nn import LSHSelfAttention
 from tests.laws.battery import assert_close
+from tests.marks import slow
 from tests.references import lsh as reference
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_reformer.npz"
@@ -23,7 +24,7 @@ both_ways = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "
 # Where each takes a while to compile, and is_causal changes little in what is tested.
 both_ways_slowly = pytest.mark.parametrize(
     "is_causal",
-    [pytest.param(True, marks=pytest.mark.slow), False],
+    [slow(True), False],
     ids=["causal", "bidirectional"],
 )
 
@@ -125,9 +126,7 @@ ALL = np.ones((2, LENGTH))
 
 
 @both_ways
-@pytest.mark.parametrize(
-    "num_rounds, num_buckets", [pytest.param(3, 8, marks=pytest.mark.slow), (1, 6)]
-)
+@pytest.mark.parametrize("num_rounds, num_buckets", [slow(3, 8), (1, 6)])
 def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
     """Outputs, log-sum-exps and gradients in float64."""
     options = {"num_rounds": num_rounds, "num_buckets": num_buckets, "is_causal": is_causal}
@@ -139,7 +138,7 @@ def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
 @both_ways_slowly
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param((23, 1, 2, 7), marks=pytest.mark.slow), (1,) * 9 + (16, 8)],
+    [slow((23, 1, 2, 7)), (1,) * 9 + (16, 8)],
     ids=str,
 )
 def test_documents_are_sorted_and_cut_by_themselves(sizes, is_causal, x64):
@@ -199,7 +198,7 @@ def test_one_bucket_and_one_chunk_are_exact_attention(chunk_length, is_causal, x
     assert_close(out, jax.jit(exact)(query, key, arrays["value"], mask=mask), 1e-12)
 
 
-@both_ways
+@both_ways_slowly
 def test_a_pair_counts_once_in_however_many_rounds(is_causal, x64):
     arrays = draw(num_rounds=1)
     pairs = pairs_of(arrays, is_causal=is_causal)
@@ -210,7 +209,7 @@ def test_a_pair_counts_once_in_however_many_rounds(is_causal, x64):
     assert_close(often, once, 1e-13)
 
 
-@both_ways
+@both_ways_slowly
 def test_a_token_sees_itself_only_where_it_has_nothing_else(is_causal):
     arrays = draw(5, batch=(), dtype=np.float32, num_buckets=2)
     options = {"num_buckets": 2, "is_causal": is_causal}
@@ -256,9 +255,7 @@ def test_gradients_are_gathered_and_never_scattered():
         assert "scatter-add" not in text and "scatter_add" not in text
 
 
-@pytest.mark.parametrize(
-    "case", ["whole", pytest.param("factors", marks=pytest.mark.slow), "two_chunks"]
-)
+@pytest.mark.parametrize("case", ["whole", slow("factors"), "two_chunks"])
 def test_it_agrees_with_transformers(case):
     """Outputs, gradients and buckets of `LSHSelfAttention` with one round (`tests/golden`).
 

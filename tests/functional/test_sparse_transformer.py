@@ -9,6 +9,7 @@ import pytest
 from effattn.functional.sparse_transformer import sparse_transformer_attention
 from tests.dense import dense_with_gradients, draw, with_gradients
 from tests.laws.battery import assert_close
+from tests.marks import slow
 
 LENGTH = 23
 
@@ -36,16 +37,16 @@ def allowed(kind, factor, stride, summary):
 @pytest.mark.parametrize(
     "factor, stride, summary, kind",
     [
-        pytest.param("merged", 5, 2, "strided", marks=pytest.mark.slow),
-        pytest.param("merged", 5, 2, "fixed", marks=pytest.mark.slow),
+        slow("merged", 5, 2, "strided"),
+        slow("merged", 5, 2, "fixed"),
         ("first", 5, 2, "strided"),
-        ("first", 5, 2, "fixed"),
-        ("second", 5, 2, "strided"),
+        slow("first", 5, 2, "fixed"),
+        slow("second", 5, 2, "strided"),
         ("second", 5, 2, "fixed"),
         ("merged", 1, 1, "strided"),
-        ("merged", 1, 1, "fixed"),
-        ("merged", 40, 3, "strided"),
-        ("merged", 40, 3, "fixed"),
+        slow("merged", 1, 1, "fixed"),
+        slow("merged", 40, 3, "strided"),
+        slow("merged", 40, 3, "fixed"),
     ],
 )
 def test_it_attends_to_the_sets_of_the_paper(kind, factor, stride, summary, x64):

@@ -73,6 +73,7 @@ def first_of_families(subjects: Sequence[Any]) -> list[Any]:
 
 
 FIRST_OF_FAMILY = first_of_families(MECHANISMS)
+FIRST_NAMES = [subject.name for subject in FIRST_OF_FAMILY]
 # For laws on calls from larger programs.
 CALLED = slow_but_for(FIRST_OF_FAMILY, MECHANISMS)
 

@@ -12,12 +12,13 @@ from effattn.nn import RotaryEmbedding
 from tests.laws import battery
 from tests.laws.battery import LAST, MECHANISMS, SQUARE
 from tests.marks import slow_but_for
+from tests.nn.build import filled
 
 FEATURES, ROWS, LENGTH, MOST = 16, 2, SQUARE.keys, 4
 
 
 def mixer_of(subject):
-    """With random parameters, none of them drawn by a compiled program."""
+    """With random parameters."""
     given = subject.reference.module
     if given is None:
         given = {**subject.options, **subject.reference.decoding}
@@ -26,9 +27,7 @@ def mixer_of(subject):
         for name, option in given.items()
         if option is not subject.entry.options.get(name)
     }
-    mixer = jax.eval_shape(lambda: build(subject, options))
-    rng = np.random.default_rng(0)
-    mixer = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / 4, mixer)
+    mixer = filled(lambda: build(subject, options))
     for name, option in options.items():
         if isinstance(option, np.ndarray):
             mixer.array_options[name] = nnx.Variable(jnp.asarray(option))

@@ -13,7 +13,7 @@ from tests.laws import battery
 from tests.laws.battery import (
     CALLED,
     CROSS,
-    FIRST_OF_FAMILY,
+    FIRST_NAMES,
     LAST,
     MECHANISMS,
     SQUARE,
@@ -25,7 +25,6 @@ from tests.laws.sharding import draw_shared, run_shared, shared_sizes
 
 def configurations():
     """What the claims of every subject call for, in as few programs as show it."""
-    first = [subject.name for subject in FIRST_OF_FAMILY]
     for subject in SUBJECTS:
         if subject in MECHANISMS or subject not in LAST:
             is_quick = subject in MECHANISMS
@@ -33,7 +32,7 @@ def configurations():
         if subject in LAST and subject.has("bidirectional"):
             sizes = CROSS if subject.has("cross") else SQUARE
             extent = Extent(False, everything=True, simple=False, tuning=False)
-            is_quick = subject.name in first or not subject.has("causal")
+            is_quick = subject.name in FIRST_NAMES or not subject.has("causal")
             yield configuration(subject, sizes, extent, is_quick)
 
 
@@ -77,6 +76,7 @@ def without_effect(mechanism, arrays, like):
     return {**filled, **arrays}
 
 
+@pytest.mark.parametrize("mechanism", CALLED, ids=str)
 def test_float32_errs_at_most_twice_as_much_as_the_plain_form(mechanism):
     """Of query, key and value alone."""
     extent, everything = battery.plain(mechanism), battery.everything(mechanism)

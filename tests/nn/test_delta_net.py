@@ -16,13 +16,12 @@ from effattn.nn import (
     TransformerLM,
     initializers,
 )
+from tests.marks import slow
 from tests.nn.build import filled
 
 FEATURES, HEADS, LENGTH = 16, 4, 12
 LAYERS = [DeltaNet, GatedDeltaNet]
-SLOW = pytest.mark.parametrize(
-    "layer", [DeltaNet, pytest.param(GatedDeltaNet, marks=pytest.mark.slow)]
-)
+SLOW = pytest.mark.parametrize("layer", [DeltaNet, slow(GatedDeltaNet)])
 
 compiled = jax.jit
 X = np.random.default_rng(0).normal(size=(2, LENGTH, FEATURES)).astype(np.float32)
@@ -210,9 +209,7 @@ def test_as_many_parameters_as_in_the_paper():
     assert count == 6 * features**2 + few
 
 
-@pytest.mark.parametrize(
-    "name", ["delta_net", pytest.param("gated_delta_net", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["delta_net", slow("gated_delta_net")])
 def test_a_model_has_it_by_name(name):
     mixer = {"name": name, "convolution_width": 2, "chunk_size": 8, "value_dim": 3}
     config = TransformerConfig(

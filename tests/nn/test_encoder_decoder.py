@@ -13,6 +13,7 @@ from effattn.nn import (
     TransformerConfig,
     generate,
 )
+from tests.marks import slow
 from tests.nn.build import filled, floats
 
 SOURCE = np.random.default_rng(0).integers(0, 7, (2, 9))
@@ -41,7 +42,7 @@ MIXERS = [
     "softmax",
     "linear",
     {"name": "sliding_window", "local_window_size": (2, 2)},
-    pytest.param({"name": "nystrom", "num_landmarks": 4}, marks=pytest.mark.slow),
+    slow({"name": "nystrom", "num_landmarks": 4}),
 ]
 
 
@@ -57,8 +58,8 @@ def test_padding_changes_nothing(mixer):
     np.testing.assert_allclose(padded, whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("mixer", ["softmax", pytest.param("retention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", [slow(False), True])
+@pytest.mark.parametrize("mixer", ["softmax", slow("retention")])
 def test_decoding_is_what_training_saw(mixer, parallel):
     model = make(decoder={"mixer": mixer, "parallel": parallel})
     lengths = np.array([9, 4])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
+from tests.marks import slow
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
@@ -69,7 +70,7 @@ def test_longformer_agrees_with_transformers(case):
     "case",
     [
         "full",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("one_random", "two_random", "padded")),
+        *(slow(n) for n in ("one_random", "two_random", "padded")),
     ],
 )
 def test_bigbird_agrees_with_transformers(case):

@@ -22,6 +22,7 @@ from effattn.nn import (
     TransformerLM,
     generate,
 )
+from tests.marks import slow, slow_but_for
 from tests.nn.build import filled
 
 FEATURES, HEADS, LENGTH = 16, 4, 11
@@ -44,13 +45,6 @@ def make(layer, **options):
     if layer in (Mamba, Mamba2):
         options.setdefault("state_size", 6)
     return layer(FEATURES, HEADS, rngs=nnx.Rngs(0), **options)
-
-
-def slow_but(*quick):
-    """All of them."""
-    return [
-        pytest.param(layer, marks=[] if layer in quick else pytest.mark.slow) for layer in NAMES
-    ]
 
 
 @pytest.fixture(params=NAMES, ids=lambda layer: layer.__name__)
@@ -154,7 +148,7 @@ def test_the_state_has_one_size(mixer):
     assert not any(np.any(x) for x in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("layer", slow_but(*set(NAMES) - {RWKV7}))
+@pytest.mark.parametrize("layer", slow_but_for(set(NAMES) - {RWKV7}, NAMES))
 def test_packed_documents_give_what_they_give_alone_and_padded(mixer):
     """Packed, none is padded, and alone, there is one document: the same program."""
     ids = np.repeat([3, 1, 0, 2], [4, 4, 1, 2])
@@ -168,7 +162,7 @@ def test_packed_documents_give_what_they_give_alone_and_padded(mixer):
         close(y[:, ids == id], expected[:, :length])
 
 
-@pytest.mark.parametrize("layer", slow_but(Mamba))
+@pytest.mark.parametrize("layer", slow_but_for([Mamba], NAMES))
 def test_padding_reaches_no_output_and_no_gradient(mixer):
     lengths = np.array([7, LENGTH])
     valid = np.arange(LENGTH) < lengths[:, None]
@@ -189,7 +183,7 @@ def test_padding_reaches_no_output_and_no_gradient(mixer):
         assert np.isfinite(gradient).all() and np.any(gradient), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("layer", slow_but(*set(NAMES) - {RWKV7}))
+@pytest.mark.parametrize("layer", slow_but_for(set(NAMES) - {RWKV7}, NAMES))
 def test_bfloat16(layer, mixer):
     narrow = filled(lambda: make(layer, dtype=jnp.bfloat16))
     expected = call(mixer, X, np.full(2, LENGTH), ONE_DOCUMENT)
@@ -213,7 +207,7 @@ def test_a_model_has_it_by_name(layer):
     assert (getattr(mixer, "rotary", None) is None) == registry.get(NAMES[layer]).knows_order
 
 
-@pytest.mark.parametrize("layer", [Mamba2, pytest.param(RWKV7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layer", [Mamba2, slow(RWKV7)])
 def test_a_model_generates(layer):
     model = filled(lambda: model_with(layer))
     tokens = np.random.default_rng(0).integers(0, 7, size=(2, LENGTH))

@@ -11,6 +11,7 @@ from flax import nnx
 import effattn
 from effattn.functional.routing import normalise
 from effattn.nn import RotaryEmbedding, RoutingSelfAttention, TransformerConfig, TransformerLM
+from tests.marks import slow
 from tests.nn.build import filled, floats
 
 X = floats(2, 11, 16)
@@ -69,7 +70,7 @@ def test_it_is_both_kinds_of_attention_between_projections(is_causal):
     np.testing.assert_allclose(call(mixer, X), y, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("local", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("local", [0, 1, slow(3)])
 def test_decoding_is_what_training_saw(local):
     """In pieces longer than a cluster, and by single tokens."""
     mixer = made(num_local_heads=local, rotary=RotaryEmbedding())

@@ -8,6 +8,7 @@ from flax import nnx
 
 from effattn.nn import RWKV6, RWKV7
 from effattn.nn.token_shift import token_shift
+from tests.nn.build import filled
 
 FEATURES, HEADS, SIZE, LENGTH = 12, 3, 4, 7
 X = np.random.default_rng(0).normal(size=(LENGTH, FEATURES)).astype(np.float32)
@@ -15,9 +16,7 @@ X = np.random.default_rng(0).normal(size=(LENGTH, FEATURES)).astype(np.float32)
 
 def randomised(layer):
     """With random parameters: at the start many are zeros."""
-    mixer = jax.eval_shape(lambda: layer(FEATURES, HEADS, rngs=nnx.Rngs(0)))
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / 2, mixer)
+    return filled(lambda: layer(FEATURES, HEADS, rngs=nnx.Rngs(0)), seed=1, spread=1 / 2)
 
 
 def of(variable):

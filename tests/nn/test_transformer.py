@@ -11,6 +11,7 @@ from flax import nnx
 from effattn import registry
 from effattn.decode import ContiguousState, RecurrentState, RingState
 from effattn.nn import Block, TransformerConfig, TransformerLM
+from tests.marks import slow
 from tests.nn.build import filled, floats
 
 CONFIG = TransformerConfig(
@@ -152,7 +153,7 @@ BOTH_WAYS = {
     "variant",
     [
         "softmax, alibi",
-        pytest.param("Linformer for as many tokens, learned", marks=pytest.mark.slow),
+        slow("Linformer for as many tokens, learned"),
     ],
 )
 def test_a_bidirectional_model_sees_both_sides_and_does_not_decode(variant):

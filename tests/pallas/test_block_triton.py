@@ -17,7 +17,7 @@ from effattn.pallas import block_tiles
 from tests.dense import cotangents, draw, with_gradients
 from tests.laws import cost
 from tests.laws.battery import as_float64, assert_close
-from tests.marks import slow_but_for
+from tests.marks import slow, slow_but_for
 from tests.pallas import block_cases
 from tests.pallas.block_cases import CASES, QUICK, Case, square
 from tests.pallas.lowering import LEAST_SHARED, TRITON, compile_triton, kernels_of, mesh_of
@@ -149,13 +149,13 @@ def test_it_is_lowered_for_gpus(name):
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
     [
-        (jnp.float32, (32, 32)),
-        (jnp.float16, (64, 64)),
+        slow(jnp.float32, (32, 32)),
+        slow(jnp.float16, (64, 64)),
         (jnp.bfloat16, (96, 80)),
-        (jnp.float32, (128, 128)),
+        slow(jnp.float32, (128, 128)),
         (jnp.bfloat16, (128, 128)),
         (jnp.float32, (192, 256)),
-        (jnp.float16, (192, 256)),
+        slow(jnp.float16, (192, 256)),
     ],
 )
 def test_every_size_is_lowered_for_gpus(dtype, sizes):

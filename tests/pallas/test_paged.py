@@ -12,6 +12,7 @@ from effattn import dispatch
 from effattn.pallas import paged_triton
 from tests.functional.test_paged import draw
 from tests.laws.battery import assert_close
+from tests.marks import slow
 from tests.pallas.lowering import (
     LEAST_SHARED,
     MOSAIC_TPU,
@@ -42,10 +43,10 @@ def both(kernel, *arrays, **given):
 @pytest.mark.parametrize(
     "runs, queries, page_size, sizes, options",
     [
-        (1, 1, 16, (64, 64), {}),
+        slow(1, 1, 16, (64, 64), {}),
         (30, 1, 16, (64, 64), {}),
-        (30, 1, 16, (6, 80), {"local_window_size": 20}),
-        (1, 3, 32, (96, 5), {"logits_soft_cap": 2.0, "scale": 0.3}),
+        slow(30, 1, 16, (6, 80), {"local_window_size": 20}),
+        slow(1, 3, 32, (96, 5), {"logits_soft_cap": 2.0, "scale": 0.3}),
         (30, 11, 16, (16, 16), {"local_window_size": (5, 0)}),
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import effattn
+from tests.marks import slow
 from tests.pallas.lowering import TRITON, kernels_of
 from tests.pallas.recurrence_cases import (
     assert_near,
@@ -29,10 +30,10 @@ recurrence = functools.partial(run, names=("mosaic_tpu",))
 @pytest.mark.parametrize(
     ("length", "decay", "heads", "sizes", "normalized"),
     [
-        pytest.param(1, "feature", (4, 2, 2), (3, 5), False, marks=pytest.mark.slow),
-        pytest.param(37, "none", (4, 2, 2), (16, 16), True, marks=pytest.mark.slow),
+        slow(1, "feature", (4, 2, 2), (3, 5), False),
+        slow(37, "none", (4, 2, 2), (16, 16), True),
         (130, "feature", (2, 1, 1), (5, 9), True),
-        pytest.param(70, "head", (2, 2, 4), (140, 130), True, marks=pytest.mark.slow),
+        slow(70, "head", (2, 2, 4), (140, 130), True),
     ],
 )
 def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized):
@@ -74,7 +75,7 @@ def test_decays_that_forget_much_or_all(decay):
         assert error <= max(2 * other, 1e-6 * size)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])
 @pytest.mark.parametrize(
     ("gate", "sizes"), [(None, (64, 64)), (2, (96, 255)), (3, (128, 80)), (3, (6, 5))]
 )

@@ -13,6 +13,7 @@ from effattn import dispatch
 from effattn.cores.linear_recurrence import Operands, Rule
 from effattn.pallas import recurrence_triton
 from tests.laws.battery import assert_close
+from tests.marks import slow
 from tests.pallas.lowering import TRITON, compile_triton, kernels_of
 from tests.pallas.recurrence_cases import (
     assert_near,
@@ -32,10 +33,10 @@ from tests.xla.test_linear_recurrence import ALL, as_they_are
 @pytest.mark.parametrize(
     ("length", "decay", "heads", "sizes", "normalized"),
     [
-        pytest.param(1, "feature", (4, 2, 2), (3, 5), False, marks=pytest.mark.slow),
+        slow(1, "feature", (4, 2, 2), (3, 5), False),
         (64, "token", (2, 2, 4), (70, 66), True),
-        pytest.param(130, "head", (1, 1, 1), (7, 3), False, marks=pytest.mark.slow),
-        pytest.param(130, "feature", (4, 2, 2), (70, 66), True, marks=pytest.mark.slow),
+        slow(130, "head", (1, 1, 1), (7, 3), False),
+        slow(130, "feature", (4, 2, 2), (70, 66), True),
     ],
 )
 def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized):
@@ -230,13 +231,13 @@ def test_under_vmap():
 @pytest.mark.parametrize(
     ("dtype", "gate", "sizes"),
     [
-        (jnp.float32, None, (64, 64)),
+        slow(jnp.float32, None, (64, 64)),
         (jnp.bfloat16, None, (64, 64)),
-        (jnp.float16, 2, (96, 255)),
+        slow(jnp.float16, 2, (96, 255)),
         (jnp.float32, 2, (96, 255)),
-        (jnp.bfloat16, 3, (128, 80)),
+        slow(jnp.bfloat16, 3, (128, 80)),
         (jnp.float32, 3, (128, 80)),
-        (jnp.float16, 3, (6, 5)),
+        slow(jnp.float16, 3, (6, 5)),
     ],
 )
 def test_it_is_lowered_for_gpus(dtype, gate, sizes):
@@ -245,7 +246,12 @@ def test_it_is_lowered_for_gpus(dtype, gate, sizes):
 
 @pytest.mark.parametrize(
     ("capability", "gate", "dtype"),
-    [(89, 2, jnp.float32), (89, 2, jnp.bfloat16), (89, 3, jnp.bfloat16), (90, 3, jnp.bfloat16)],
+    [
+        slow(89, 2, jnp.float32),
+        (89, 2, jnp.bfloat16),
+        slow(89, 3, jnp.bfloat16),
+        slow(90, 3, jnp.bfloat16),
+    ],
 )
 def test_compiled_it_fits_every_card(capability, gate, dtype):
     """In 16 bits all matrix products are on tensor cores, and all that is held in registers."""
@@ -265,7 +271,7 @@ def test_compiled_it_fits_every_card(capability, gate, dtype):
 
 
 @pytest.mark.parametrize(
-    ("capability", "shared", "sizes"), [(89, 99, (192, 16)), (90, 227, (64, 64))]
+    ("capability", "shared", "sizes"), [slow(89, 99, (192, 16)), (90, 227, (64, 64))]
 )
 def test_compiled_the_delta_rule_fits_its_cards(capability, shared, sizes):
     """In KB of shared memory; more than on small cards where two chunks are on their way."""

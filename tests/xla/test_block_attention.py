@@ -15,6 +15,7 @@ from effattn.xla import block_attention as xla
 from effattn.xla import tiling
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.laws.battery import assert_close
+from tests.marks import slow
 
 TILE = (4, 5)
 # Query tiles by key tiles: a tile of queries that visits nothing, and one of keys never visited.
@@ -60,7 +61,7 @@ def over_blocks_with_gradients(blocks, full, present, arrays, cotangents):
     return results, pull_back(cotangents)[0]
 
 
-@pytest.mark.parametrize("leading", [(2,), (1, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize("leading", [(2,), slow((1, 2)), slow((3, 1)), (3, 2)])
 def test_a_layout_may_differ_by_key_head_and_example(leading, x64):
     arrays = draw(batch=(3,))
     rng = np.random.default_rng(0)

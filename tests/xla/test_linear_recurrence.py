@@ -17,6 +17,7 @@ from effattn.cores.linear_recurrence import (
     packed,
 )
 from effattn.xla.linear_recurrence import linear_sum
+from tests.marks import slow
 
 ALL = Tokens()
 
@@ -169,9 +170,7 @@ def both(terms, state, tokens=ALL, normalized=False, chunk=2, compiled=jax.jit):
 
 
 # With chunks of 2, 37 tokens are two blocks, and what is left two chunks and a half.
-@pytest.mark.parametrize(
-    "length, normalized", [(1, True), pytest.param(37, True, marks=pytest.mark.slow), (37, False)]
-)
+@pytest.mark.parametrize("length, normalized", [(1, True), slow(37, True), (37, False)])
 def test_agrees_with_one_token_at_a_time(length, normalized):
     with jax.enable_x64(True):
         terms = draw_terms(length)
@@ -184,10 +183,7 @@ PACKED = [[1] * 3 + [2] * 17 + [5] * 12, [0] * 2 + [7] * 14 + [3] + [4] * 9 + [0
 
 @pytest.mark.parametrize(
     "decay, form",
-    [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-        for case in itertools.product(DECAYS, FORMS)
-    ],
+    [case if case in QUICK else slow(*case) for case in itertools.product(DECAYS, FORMS)],
 )
 def test_every_decay_in_every_form(decay, form):
     """In chunks that are no power of two, with documents and masks of their own.
@@ -301,7 +297,7 @@ def test_the_future_changes_no_bit_of_the_past(decay, form):
 
 @pytest.mark.parametrize(
     "decay, form",
-    [("none", "plain"), pytest.param("feature", "delta", marks=pytest.mark.slow)],
+    [("none", "plain"), slow("feature", "delta")],
 )
 def test_memory_is_linear_and_the_program_does_not_grow(decay, form):
     def run(terms, state):
