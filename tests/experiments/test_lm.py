@@ -294,6 +294,7 @@ def test_byte_pairs_learning_rates_and_accumulation_together(tmp_path, folder_of
     assert "Learning rates tried" in (output / "summary.md").read_text()
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp_path):
     output = tmp_path / "run"
     command = arguments(finished.corpus, output, *SCHEDULE, "--mechanisms", "sliding_window")

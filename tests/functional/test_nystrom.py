@@ -20,6 +20,7 @@ from effattn.nn import SelfAttention
 from tests.dense import draw
 from tests.laws import cost
 from tests.laws.battery import assert_close
+from tests.marks import slow
 
 LENGTH = 13
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_nystromformer.npz"
@@ -195,7 +196,7 @@ def from_transformers(parameters, num_landmarks, heads=4):
     return mixer
 
 
-@pytest.mark.parametrize("case", ["pairs", "long", "one"])
+@pytest.mark.parametrize("case", ["pairs", slow("long"), slow("one")])
 def test_it_agrees_with_transformers(case):
     """Outputs and gradients of `NystromformerAttention`, with its convolution (`tests/golden`).
 

@@ -261,7 +261,7 @@ def test_extreme_values(mixer):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found)), name
 
 
-@first
+@one_of_families
 def test_one_token(mixer):
     with jax.enable_x64(True):
         x = mixers.tokens(1, length=1)

@@ -40,7 +40,7 @@ def make(*args, **options):
 
 MIXERS = [
     "softmax",
-    "linear",
+    slow("linear"),
     {"name": "sliding_window", "local_window_size": (2, 2)},
     slow({"name": "nystrom", "num_landmarks": 4}),
 ]

@@ -60,7 +60,7 @@ def check(mixer, case, **given):
     np.testing.assert_allclose(gradient, case["gradient"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["no_global", "global", "padded", "ragged"])
+@pytest.mark.parametrize("case", [slow("no_global"), "global", slow("padded"), "ragged"])
 def test_longformer_agrees_with_transformers(case):
     case = golden("longformer")[case]
     check(load_longformer(), case, global_mask=case["global_mask"])

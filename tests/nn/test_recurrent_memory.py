@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from effattn.nn import RecurrentMemoryAttention, RotaryEmbedding
+from tests.marks import slow
 from tests.nn.build import filled
 
 X = np.random.default_rng(0).normal(size=(2, 12, 8)).astype(np.float32)
@@ -48,7 +49,7 @@ def in_decoding(mixer, x):
     return mixer.extend(x[:, 4:], state)[0]
 
 
-@pytest.mark.parametrize("second", [in_segments, in_decoding])
+@pytest.mark.parametrize("second", [in_segments, slow(in_decoding)])
 @pytest.mark.parametrize("stop", [True, False])
 def test_gradients_stop_between_calls_where_asked(stop, second):
     mixer = made(stop_gradient=stop)

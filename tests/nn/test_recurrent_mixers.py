@@ -148,7 +148,7 @@ def test_the_state_has_one_size(mixer):
     assert not any(np.any(x) for x in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("layer", slow_but_for(set(NAMES) - {RWKV7}, NAMES))
+@pytest.mark.parametrize("layer", slow_but_for([RetNet, Mamba2], NAMES))
 def test_packed_documents_give_what_they_give_alone_and_padded(mixer):
     """Packed, none is padded, and alone, there is one document: the same program."""
     ids = np.repeat([3, 1, 0, 2], [4, 4, 1, 2])
@@ -183,7 +183,7 @@ def test_padding_reaches_no_output_and_no_gradient(mixer):
         assert np.isfinite(gradient).all() and np.any(gradient), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("layer", slow_but_for(set(NAMES) - {RWKV7}, NAMES))
+@pytest.mark.parametrize("layer", slow_but_for([RetNet, Mamba2], NAMES))
 def test_bfloat16(layer, mixer):
     narrow = filled(lambda: make(layer, dtype=jnp.bfloat16))
     expected = call(mixer, X, np.full(2, LENGTH), ONE_DOCUMENT)

@@ -155,8 +155,8 @@ ROUTING = {"name": "routing", "num_clusters": 3, "cluster_size": 4}
     [
         (ROUTING, False),
         ({"heads": ({**ROUTING, "num_heads": 2}, {"name": "softmax", "num_heads": 2})}, False),
-        ({"name": "mixture_of_mechanisms", "mechanisms": ("linear", ROUTING)}, False),
-        ({"name": "convolution_attention", "attention": ROUTING}, True),
+        slow({"name": "mixture_of_mechanisms", "mechanisms": ("linear", ROUTING)}, False),
+        slow({"name": "convolution_attention", "attention": ROUTING}, True),
     ],
     ids=["routing", "heads", "mixture", "half"],
 )

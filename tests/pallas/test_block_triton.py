@@ -174,7 +174,7 @@ def test_under_shard_map_it_is_lowered_for_gpus():
 
 
 @pytest.mark.parametrize("size", slow_but_for([64], [64, 128, 256]))
-@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("capability", [slow(89), 90])
 def test_compiled_it_fits_every_card(size, capability):
     """All matrix products on tensor cores, and next to nothing that registers do not hold."""
     arrays = shapes(4096, heads=(16, 4), sizes=(size, size))

@@ -86,12 +86,7 @@ def token_by_token(terms, state, tokens=ALL, normalized=False):
 
 DECAYS = ("none", "head", "token", "feature")
 FORMS = ("plain", "bonus", "delta", "own")
-QUICK = [
-    *itertools.product(DECAYS, ["plain"]),
-    ("feature", "bonus"),
-    ("token", "delta"),
-    ("none", "own"),
-]
+QUICK = [("head", "plain"), ("feature", "bonus"), ("token", "delta"), ("none", "own")]
 
 
 def draw_terms(
