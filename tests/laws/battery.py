@@ -175,6 +175,21 @@ def decoder_of(subject: Subject, arrays: Mapping[str, Any]) -> Any:
 
 
 @st.composite
+def draw_sizes(draw, subject: Subject, extent: Extent) -> Sizes:
+    """Any that fit the subject's options: where these hold arrays, `SQUARE` but for the batch."""
+    batch = draw(st.sampled_from([(), (3,), (1,), (2, 1), (1, 2, 2)]))
+    if any(np.ndim(option) for option in subject.options.values() if hasattr(option, "shape")):
+        return SQUARE._replace(batch=batch)
+    least = max(subject.reference.least_tokens, 2)
+    lengths = st.integers(least, subject.options.get("max_length", 40))
+    queries = draw(lengths)
+    keys = draw(lengths) if subject.has("cross") and not extent.is_causal else queries
+    key_heads = draw(st.integers(1, 3))
+    heads = key_heads * (draw(st.integers(1, 3)) if subject.has("grouped") else 1)
+    return Sizes(batch, queries, keys, heads, key_heads, *(draw(st.integers(1, 9)) for _ in "qv"))
+
+
+@st.composite
 def draw_known(draw, subject: Subject, sizes: Sizes, extent: Extent) -> dict[str, Any]:
     """What has no gradient: lengths, packing, offsets, masks, the key of the dropout."""
     batch, queries, keys, heads = sizes[:4]
@@ -183,7 +198,7 @@ def draw_known(draw, subject: Subject, sizes: Sizes, extent: Extent) -> dict[str
 
     def of_rows(strategy):
         drawn = draw(st.lists(strategy, min_size=rows, max_size=rows))
-        return np.asarray(drawn, np.int32).reshape(*batch, *np.shape(drawn[0]))
+        return np.asarray(drawn, np.int32).reshape((*batch, *np.shape(drawn[0])))
 
     if subject.has("lengths"):
         known["query_seq_lengths"] = of_rows(st.integers(0, queries))
@@ -202,7 +217,7 @@ def draw_known(draw, subject: Subject, sizes: Sizes, extent: Extent) -> dict[str
         known["mask"] = mask
     if "global_mask" in subject.parameters:
         known["global_mask"] = np.random.default_rng(seed).random((*batch, queries)) < 0.2
-    if subject.has("dropout") and not extent.simple:
+    if subject.has("dropout") and extent.everything and not extent.simple:
         known["dropout_rng"] = np.asarray([0, seed], np.uint32)
     return known
 

@@ -49,11 +49,38 @@ def test_float64_agrees(subject, sizes, extent):
     @settings(max_examples=8)
     @given(battery.draw_known(subject, sizes, extent), st.integers(0, 99))
     def agrees(known, seed):
-        arrays = battery.draw_arrays(subject, sizes, extent.everything, seed)
-        cotangents = battery.cotangents_of(subject, extent, arrays, known)
-        ours = battery.program(subject, extent)(arrays, known, cotangents)
-        expected = battery.run_reference(subject, sizes, extent, arrays, known, cotangents)
-        battery.assert_close(ours, expected, 1e-12)
+        assert_agrees(subject, sizes, extent, known, seed)
+
+    with jax.enable_x64(True):
+        agrees()
+
+
+def assert_agrees(subject, sizes, extent, known, seed):
+    arrays = battery.draw_arrays(subject, sizes, extent.everything, seed)
+    cotangents = battery.cotangents_of(subject, extent, arrays, known)
+    ours = battery.program(subject, extent)(arrays, known, cotangents)
+    expected = battery.run_reference(subject, sizes, extent, arrays, known, cotangents)
+    battery.assert_close(ours, expected, 1e-12)
+
+
+@st.composite
+def draw_extents(draw, mechanism):
+    ways = [way for way in ("causal", "bidirectional") if mechanism.has(way)]
+    is_causal = draw(st.sampled_from(ways)) == "causal"
+    return Extent(is_causal, *(draw(st.booleans()) for _ in ("everything", "simple", "tuning")))
+
+
+@pytest.mark.slow
+def test_float64_agrees_in_any_shape(mechanism):
+    """Of the smallest shapes, and of random ones: batch, lengths, heads, groups and features."""
+
+    @settings(max_examples=2)
+    @given(st.data())
+    def agrees(data):
+        extent = data.draw(draw_extents(mechanism))
+        sizes = data.draw(battery.draw_sizes(mechanism, extent))
+        known = data.draw(battery.draw_known(mechanism, sizes, extent))
+        assert_agrees(mechanism, sizes, extent, known, 0)
 
     with jax.enable_x64(True):
         agrees()
