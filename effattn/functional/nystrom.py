@@ -123,9 +123,10 @@ def _skip_kernel(kernel: Any, heads: int, key_heads: int) -> jax.Array:
         or kernel.shape[1] % 2 == 0
         or not jnp.issubdtype(kernel.dtype, jnp.floating)
     ):
+        shapes = " or ".join(f"({n}, width)" for n in dict.fromkeys((heads, key_heads)))
         raise ValueError(
-            f"skip_kernel must be floating point of shape ({heads}, width) or ({key_heads}, "
-            f"width), of odd width, got {kernel.dtype} of shape {kernel.shape}"
+            f"skip_kernel must be floating point of shape {shapes}, of odd width, got "
+            f"{kernel.dtype} of shape {kernel.shape}"
         )
     return jnp.repeat(kernel, heads // kernel.shape[0], 0)
 
