@@ -180,7 +180,7 @@ def draw_sizes(draw, subject: Subject, extent: Extent) -> Sizes:
     batch = draw(st.sampled_from([(), (3,), (1,), (2, 1), (1, 2, 2)]))
     if any(np.ndim(option) for option in subject.options.values() if hasattr(option, "shape")):
         return SQUARE._replace(batch=batch)
-    least = max(subject.reference.least_tokens, 2)
+    least = max(subject.reference.least_tokens, subject.options.get("cluster_size", 2))
     lengths = st.integers(least, subject.options.get("max_length", 40))
     queries = draw(lengths)
     keys = draw(lengths) if subject.has("cross") and not extent.is_causal else queries
