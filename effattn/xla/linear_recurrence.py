@@ -24,7 +24,7 @@ from effattn.cores.linear_recurrence import (
     masked_terms,
     normalize,
 )
-from effattn.xla.recurrent_chunks import run_chunks
+from effattn.xla.recurrent_chunks import mapped, run_chunks
 
 BLOCK = 512  # tokens of one step of the loop, if that is not too many chunks
 CHUNKS_OF_BLOCK = 8
@@ -112,11 +112,12 @@ def _block(rule, chunk, parameters, state, queries, keys, tokens):
     dot = functools.partial(jnp.matmul, precision=rule.precision)
     run, by_head = functools.partial(run_chunks, dot), 0 if constant else 2
     decays = by_head if constant or by_value else None
-    run = jax.vmap(run, (0, None, None, 2, decays, None, None, None, None), (0, 3))
-    run = jax.vmap(run, (0, 2, 2, 2, by_head, 0, 2, 2, None), (0, 2))
-    for _ in batch:
-        run = jax.vmap(run, (0, 0, 0, 0, None if constant else 0, None, 0, 0, 0))
     grouped = _group(state, time, heads)
+    of_value_heads = (0, None, None, 2, decays, None, None, None, None)
+    run = mapped(run, grouped.shape[time + 1], of_value_heads, (0, 3))
+    run = mapped(run, heads, (0, 2, 2, 2, by_head, 0, 2, 2, None), (0, 2))
+    for rows in reversed(batch):
+        run = mapped(run, rows, (0, 0, 0, 0, None if constant else 0, None, 0, 0, 0), (0, 0))
     after, output = run(
         grouped, query, key, value, log_decay, terms.bonus, removed, recalled, starts
     )

@@ -28,6 +28,25 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def mapped(function, size, in_axes, out_axes):
+    """`jax.vmap` over axes of one size, which are taken away where that is 1.
+
+    Fewer axes are fewer to compile. On CPUs, jaxlib 0.10.2 and 0.11.0 also fail on sums of products
+    over seven axes, one of which is 1 (github.com/jax-ml/jax/issues/40412).
+    """
+    if size != 1:
+        return jax.vmap(function, in_axes, out_axes)
+
+    def of_one(*args):
+        args = [
+            x if axis is None else jax.tree.map(lambda x, at=axis: jnp.squeeze(x, at), x)
+            for x, axis in zip(args, in_axes, strict=True)
+        ]
+        return tuple(map(jnp.expand_dims, function(*args), out_axes))
+
+    return of_one
+
+
 def _transposed(x):
     return x.swapaxes(-1, -2)
 
@@ -189,7 +208,7 @@ def _chunks(dot, query, key, value, log_decay, bonus, removed, recalled, starts)
             weights = jnp.concatenate([weights, reader.products(query, removed)], 2)
         return query if log_decay is None else query * reader.since_start, weights
 
-    query, weights = jax.vmap(read, 2, 2)(query)
+    query, weights = mapped(read, query.shape[2], (2,), (2, 2))(query)
     if recalled is not None:
         past = decayed_reader(log_decay, starts, length, False, dot)
         inverse = unit_inverse(past.products(recalled, key if removed is None else removed), dot)
@@ -235,6 +254,7 @@ def run_chunks(dot, state, *tokens):
         state, (starts, values) = lax.scan(step, state, (chunks.key, values, chunks.recalled, kept))
 
     def read(query, weights):
-        return dot(query, starts) + dot(weights, values)
+        return (dot(query, starts) + dot(weights, values),)
 
-    return state, jax.vmap(read, 2, 2)(chunks.query, chunks.weights)
+    query, weights = chunks.query, chunks.weights
+    return state, *mapped(read, query.shape[2], (2, 2), (2,))(query, weights)

@@ -196,6 +196,13 @@ def test_every_decay_in_every_form(decay, form):
         both(terms, draw_state(terms), tokens, chunk=6, compiled=lambda function: function)
 
 
+def test_gradients_of_decays_that_queries_share_in_float32():
+    """Where jaxlib 0.10.2 ends the process if a program has an axis too many: see `mapped`."""
+    terms = draw_terms(32, "token")
+    run = functools.partial(recurrence, chunk=16)
+    assert_same(run, jax.jit(token_by_token), (terms, draw_state(terms)), rtol=2e-5)
+
+
 @pytest.mark.slow
 def test_chunks_of_a_power_of_two_with_a_decay_of_the_head():
     with jax.enable_x64(True):
