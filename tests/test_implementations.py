@@ -40,6 +40,9 @@ def test_a_mechanism_has_the_implementations_that_are_listed(mechanism, implemen
             found = refusal(mechanism, implementation, dtype)
             row = listed.get(implementation)
             is_listed = row is not None and str(jnp.dtype(dtype)) in row.dtypes
+            if is_listed and "needs jax 0.12" in (found or ""):
+                assert jax.__version_info__ < (0, 12) and "jax 0.12 for" in row.others
+                continue
             assert (found is None) == is_listed, (dtype, row, found)
 
 

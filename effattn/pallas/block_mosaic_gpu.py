@@ -54,7 +54,10 @@ from effattn.pallas.mosaic_gpu_tiles import ROWS, Own, Product, Stream, Tile, Tu
 from effattn.xla import block_attention as xla
 
 LIMITS = dispatch.Limits(
-    ("bfloat16", "float16"), 256, "Hopper; tiles of multiples of 64; no dense mask or bias"
+    ("bfloat16", "float16"),
+    256,
+    "Hopper; tiles of multiples of 64; no dense mask or bias; "
+    "jax 0.12 for a soft cap or a score_mod",
 )
 
 # Queries and keys of a tile by the width of the larger head.

@@ -31,8 +31,8 @@ from jax import lax
 def mapped(function, size, in_axes, out_axes):
     """`jax.vmap` over axes of one size, which are taken away where that is 1.
 
-    Fewer axes are fewer to compile. On CPUs, jaxlib 0.10.2 and 0.11.0 also fail on sums of products
-    over seven axes, one of which is 1 (github.com/jax-ml/jax/issues/40412).
+    On CPUs, jaxlib 0.10.2 and 0.11.0 fail on sums of products over seven axes, one of which is 1
+    (github.com/jax-ml/jax/issues/40412).
     """
     if size != 1:
         return jax.vmap(function, in_axes, out_axes)
