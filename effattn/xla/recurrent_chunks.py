@@ -38,11 +38,11 @@ def mapped(function, size, in_axes, out_axes):
         return jax.vmap(function, in_axes, out_axes)
 
     def of_one(*args):
-        args = [
+        taken = (
             x if axis is None else jax.tree.map(lambda x, at=axis: jnp.squeeze(x, at), x)
             for x, axis in zip(args, in_axes, strict=True)
-        ]
-        return tuple(map(jnp.expand_dims, function(*args), out_axes))
+        )
+        return tuple(map(jnp.expand_dims, function(*taken), out_axes))
 
     return of_one
 
