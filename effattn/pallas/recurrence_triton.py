@@ -19,9 +19,10 @@ at its start, or end.
 With no decay, or one of each token, a chunk is one masked product of 32 tokens: for 64 the backward
 would have two products of 64 x 64 and four operands alive at a time, all the shared memory of a
 small card and more registers than there are. With decays of features, products decay inside the sum
-over features. There a chunk is 16 tokens, and for each of them a loop adds a column of products in
-float32: 16 exponentials for each token and feature, which takes about the time in which memory
-delivers the token, and none of their logarithms is a difference.
+over features: a chunk is halved down to single tokens, and the pairs that one of these five levels
+parts are a product of queries since their half's start with keys until the end of theirs. That is
+five exponentials for each token and feature, none of whose logarithms is a difference, and all else
+is on tensor cores.
 
 The decay from one token to another is the exponential of the sum of what lies between, by a scan of
 masked log decays or a running sum.
@@ -39,7 +40,7 @@ from effattn import dispatch
 from effattn.cores.linear_recurrence import Operands, Rule
 from effattn.pallas import device, recurrence
 from effattn.pallas.recurrence import BLOCK, Arrays
-from effattn.pallas.recurrence_triton_tiles import TILE, Program, plan_of, times
+from effattn.pallas.recurrence_triton_tiles import CHUNK, TILE, Program, plan_of, times
 from effattn.xla import mesh_axes
 
 LIMITS = dispatch.Limits(
@@ -323,23 +324,17 @@ def _put_tiles(plan, states, n, state):
 def _read_block(plan, query, key, value, *refs):
     *log_decay, states, out = refs
     head = pl.program_id(1)
-    at = Program(plan, plan.chunk, 3, head // (plan.heads // plan.value_heads), log_decay)
+    at = Program(plan, CHUNK, 3, head // (plan.heads // plan.value_heads), log_decay)
 
     def chunk(c, state):
         start = at.start(c)
-        queries, values = at.query(query, start + at.row, head), at.value(value, start + at.row)
-
-        def column(j, key, decay, weights):
-            products = jnp.sum(queries * decay * key[None, :], 1)
-            return jnp.where(at.row[None, :] == j, products[:, None], weights)
-
+        queries, keys = at.query(query, start + at.row, head), at.key(key, start + at.row)
         if plan.decay == "feature":
-            weights = at.over_keys(start, key, column, at.square())
+            weights = at.products(start, queries, keys)
         else:
-            keys = at.key(key, start + at.row)
             weights = plan.dot(queries, keys.T) * at.decays(start, at.row)
-        read = plan.dot(times(queries, at.since_start(start)), state) + plan.dot(weights, values)
-        at.put(out, c, at.row, read)
+        read = plan.dot(times(queries, at.since_start(start)), state)
+        at.put(out, c, at.row, read + plan.dot(weights, at.value(value, start + at.row)))
         return at.state_after(state, start, key, value)
 
     at.chunks(chunk, states[...])
@@ -348,23 +343,19 @@ def _read_block(plan, query, key, value, *refs):
 def _d_query_block(plan, d_out, query, key, value, *refs):
     *log_decay, states, d_query = refs
     head = pl.program_id(1)
-    at = Program(plan, plan.chunk, 3, head // (plan.heads // plan.value_heads), log_decay)
+    at = Program(plan, CHUNK, 3, head // (plan.heads // plan.value_heads), log_decay)
 
     def chunk(c, state):
         start = at.start(c)
         d_read = at.output(d_out, start + at.row, head)
         d_weights = at.of_others(plan.dot(d_read, at.value(value, start + at.row).T), at.row)
         gradient = times(plan.dot(d_read, state.T), at.since_start(start))
-
-        def column(j, key, decay, gradient):
-            d_products = jnp.sum(jnp.where(at.row[None, :] == j, d_weights, 0), 1)
-            return gradient + d_products[:, None] * decay * key[None, :]
-
+        keys = at.key(key, start + at.row)
         if plan.decay == "feature":
-            gradient = at.over_keys(start, key, column, gradient)
+            for decay, pairs in at.levels(start):
+                gradient += decay * plan.dot(jnp.where(pairs, d_weights, 0), keys * decay)
         else:
-            d_weights *= at.decays(start, at.row)
-            gradient += plan.dot(d_weights, at.key(key, start + at.row))
+            gradient += plan.dot(d_weights * at.decays(start, at.row), keys)
         at.put(d_query, c, at.row, gradient)
         return at.state_after(state, start, key, value)
 
@@ -372,15 +363,17 @@ def _d_query_block(plan, d_out, query, key, value, *refs):
 
 
 def _d_key_value_block(plan, d_out, query, key, value, *refs):
-    """Rows of keys and values are the tokens from the last of the chunk to the first."""
+    """Rows of keys and values are from the last of a chunk to the first, unless features decay."""
     *log_decay, co_states, d_key, d_value = refs
-    at = Program(plan, plan.chunk, 3, pl.program_id(1), log_decay)
+    at = Program(plan, CHUNK, 3, pl.program_id(1), log_decay)
+    by_feature = plan.decay == "feature"
+    rows = at.row if by_feature else at.back
 
     def chunk(step, co_state):
-        c = BLOCK // plan.chunk - 1 - step
+        c = BLOCK // CHUNK - 1 - step
         start = at.start(c)
-        keys, values = at.key(key, start + at.back), at.value(value, start + at.back)
-        until_end = at.until_end(start)
+        keys, values = at.key(key, start + rows), at.value(value, start + rows)
+        until_end = at.until_end_in_order(start) if by_feature else at.until_end(start)
         gradients = (
             times(plan.dot(values, co_state.T), until_end),
             plan.dot(times(keys, until_end), co_state),
@@ -390,30 +383,20 @@ def _d_key_value_block(plan, d_out, query, key, value, *refs):
             d_keys, d_values = gradients
             queries = at.query(query, start + at.row, head)
             d_read = at.output(d_out, start + at.row, head)
-            d_weights = at.of_others(plan.dot(d_read, values.T), at.back)
-
-            def column(j, key, decay, carry):
-                weights, d_keys = carry
-                decayed, here = queries * decay, at.back == j
-                products = jnp.sum(decayed * key[None, :], 1)
-                d_products = jnp.sum(jnp.where(here[None, :], d_weights, 0), 1)
-                row = jnp.sum(d_products[:, None] * decayed, 0)
-                return (
-                    jnp.where(here[None, :], products[:, None], weights),
-                    d_keys + jnp.where(here[:, None], row[None, :], 0),
-                )
-
-            if plan.decay == "feature":
-                weights, d_keys = at.over_keys(start, key, column, (at.square(), d_keys))
+            d_weights = at.of_others(plan.dot(d_read, values.T), rows)
+            if by_feature:
+                weights = at.products(start, queries, keys)
+                for decay, pairs in at.levels(start):  # again: what is kept would fill registers
+                    d_keys += decay * plan.dot(jnp.where(pairs, d_weights, 0).T, queries * decay)
             else:
-                decays = at.decays(start, at.back)
+                decays = at.decays(start, rows)
                 weights = plan.dot(queries, keys.T) * decays
                 d_keys += plan.dot((d_weights * decays).T, queries)
             return d_keys, d_values + plan.dot(weights.T, d_read)
 
         d_keys, d_values = at.over_group(of_head, gradients)
-        at.put(d_key, c, at.back, d_keys)
-        at.put(d_value, c, at.back, d_values)
+        at.put(d_key, c, rows, d_keys)
+        at.put(d_value, c, rows, d_values)
         return at.gradient_before(co_state, start, query, d_out)
 
     at.chunks(chunk, co_states[...])

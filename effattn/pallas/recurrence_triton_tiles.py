@@ -14,7 +14,6 @@ from effattn.pallas.recurrence import BLOCK, Arrays, How
 TILE = 64  # features, and values, of the state in one program, at most
 LEAST = 16  # the least that the products of tensor cores take
 CHUNK = 32  # tokens of one masked product
-CHUNK_BY_FEATURE = 16  # tokens of one masked product where features decay of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +34,6 @@ class Plan:
     def blocks(self) -> int:
         """Of tokens, the last one perhaps in part."""
         return pl.cdiv(self.length, BLOCK)
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of one masked product."""
-        return CHUNK_BY_FEATURE if self.decay == "feature" else CHUNK
 
     @property
     def heads(self) -> int:
@@ -93,6 +87,12 @@ def plan_of(how: How, arrays: Arrays) -> Plan:
     batch, length, query_heads, features = arrays.query.shape
     key_heads, (value_heads, values) = arrays.key.shape[2], arrays.value.shape[2:]
     return Plan(batch, length, query_heads, key_heads, value_heads, features, values, decay, how)
+
+
+def _sums(x, size):
+    """Over each `size` rows of `(C, f)`, for all of them."""
+    blocks = x.reshape(-1, size, x.shape[1])
+    return jnp.broadcast_to(jnp.sum(blocks, 1)[:, None], blocks.shape).reshape(x.shape)
 
 
 def times(x, decay):
@@ -198,6 +198,48 @@ class Program:
         )
         return jnp.where(visible, jnp.exp(jnp.cumsum(later, 0)), 0)
 
+    # Decays of features between the tokens of a chunk, as products of two that are at most 1. The
+    # chunk is halved, and its halves, down to single tokens; a pair of tokens belongs to the level
+    # at which it is parted, and what decays between them is that of the key until the end of its
+    # half, times that of the query since the start of its own. No logarithm is a difference.
+
+    def levels(self, start):
+        """Of each: the decay of every token, `(C, f)`, and which pairs `(C, C)` belong to it."""
+        for size, since, until in self._halves(start):
+            if size < self.length:
+                both, second = self.row // (2 * size), self.row // size % 2 == 1
+                pairs = (both[:, None] == both[None, :]) & second[:, None] & ~second[None, :]
+                yield jnp.exp(jnp.where(second[:, None], since, until)), pairs
+
+    def until_end_in_order(self, start):
+        """As `until_end`, the first token first."""
+        *_, (_, _, until) = self._halves(start)
+        return jnp.exp(until)
+
+    def _halves(self, start):
+        """Their size, and log decays since their start, with a token's own, and until their end."""
+        log_decay = self.log_decay(start + self.row)
+        size, since, until = 1, log_decay, jnp.zeros_like(log_decay)
+        while True:
+            yield size, since, until
+            if size == self.length:
+                return
+            second = (self.row // size % 2 == 1)[:, None]
+            of_first = _sums(jnp.where(second, 0, log_decay), 2 * size)
+            of_second = _sums(jnp.where(second, log_decay, 0), 2 * size)
+            since = since + jnp.where(second, of_first, 0)
+            until = until + jnp.where(second, 0, of_second)
+            size *= 2
+
+    def products(self, start, queries, keys):
+        """`(C, C)`, of each query with the keys up to its own, where features decay."""
+        own = jnp.sum(queries * keys, 1)[:, None]
+        products = jnp.where(self.row[:, None] == self.row[None, :], own, 0)
+        for decay, pairs in self.levels(start):
+            of_level = self.plan.dot(queries * decay, (keys * decay).T)
+            products += jnp.where(pairs, of_level, 0)
+        return products
+
     def of_others(self, weights, key_row):
         """Weights `(C, C)` without those of a token for itself, where there are decays."""
         if self.plan.decay is None:
@@ -242,27 +284,6 @@ class Program:
             return body(self.value_head, carry)
         first = self.value_head * group
         return lax.fori_loop(0, group, lambda g, carry: body(first + g, carry), carry)
-
-    def over_keys(self, start, key, body, carry):
-        """`body(j, key (f), decay (C, f), carry)` for each token j of a chunk, the last first.
-
-        The decays are from j to each token, zero before it.
-        """
-
-        def token(step, carry):
-            later, carry = carry
-            j = self.length - 1 - step
-            reads = (self.row >= j)[:, None]
-            carry = body(j, self.key(key, start + j), jnp.where(reads, jnp.exp(later), 0), carry)
-            return later + jnp.where(reads, self.log_decay(start + j)[None, :], 0), carry
-
-        later = jnp.zeros((self.length, self.plan.tile[0]), jnp.float32)
-        _, carry = lax.fori_loop(0, self.length, token, (later, carry))
-        return carry
-
-    def square(self):
-        """Weights `(C, C)` before the first is known."""
-        return jnp.zeros((self.length, self.length), jnp.float32)
 
     def put(self, out, c, row, tile):
         """Writes a chunk of this program's block, of whole tiles."""

@@ -47,12 +47,12 @@ def draw(length, decay, heads, sizes, normalized=False, form="plain", seed=0):
     return terms, numbers(2, values, features, size + normalized, low=low)
 
 
-def recurrence(terms, state, tokens=ALL, normalized=False, names=("triton",)):
+def recurrence(terms, state, tokens=ALL, normalized=False, names=("triton",), interpreted=True):
     shared = {"bonus": terms.bonus}
     if terms.log_decay is not None and terms.log_decay.ndim == 1:
         shared, terms = {**shared, "log_decay": terms.log_decay}, terms._replace(log_decay=None)
     keys = tuple(terms._replace(bonus=None))[1:]
-    chosen = dispatch.Chosen(names, interpreted=True)
+    chosen = dispatch.Chosen(names, interpreted)
     rule = Rule(as_they_are, terms.value.dtype, normalized, implementations=chosen)
     return linear_recurrence(rule, shared, state, terms.query, keys, tokens)
 

@@ -1,0 +1,325 @@
+"""The kernels for NVIDIA GPUs, compiled and run on one.
+
+Elsewhere these are skipped: the other files here interpret the same kernels on the same cases.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from effattn import dispatch, patterns
+from effattn.pallas import device, paged_triton
+from tests.dense import cotangents, with_gradients
+from tests.functional.test_paged import draw as draw_pages
+from tests.laws.battery import as_float64, assert_close, to_numpy
+from tests.pallas import block_cases, recurrence_cases, test_block_mosaic_gpu
+from tests.pallas.block_cases import Case, square
+from tests.xla.test_linear_recurrence import ALL
+
+KERNELS = "triton", "mosaic_gpu"
+
+
+@pytest.fixture(autouse=True)
+def optimized():
+    """Compiled as users do, and not as `tests.conftest` asks for."""
+    if device.gpu() is None:
+        pytest.skip("needs a CUDA GPU")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def on_cpu(function, *arguments, **options):
+    """What is expected, which no GPU has a say in."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return to_numpy(function(*arguments, **options))
+
+
+def demand_hopper(case):
+    if reason := device.refusal(lambda major: major == 9, "9.x (Hopper)"):
+        pytest.skip(reason)
+    options = case.options()
+    if jax.__version_info__ < (0, 12) and {"logits_soft_cap", "score_mod"} & options.keys():
+        pytest.skip("jax 0.12 lowers the gradient of a function of logits")
+
+
+def rms(x):
+    return np.sqrt(np.mean(np.square(x[np.isfinite(x)])))
+
+
+# Block attention
+
+
+@pytest.mark.parametrize("name", block_cases.CASES)
+def test_triton_agrees_with_float64(name):
+    """Outputs, log-sum-exps and every gradient, in float32."""
+    case = block_cases.CASES[name]
+    assert_close(case.run("triton", np.float32), on_cpu(block_cases.exact, case), 1e-5)
+
+
+@pytest.mark.parametrize("name", test_block_mosaic_gpu.CASES)
+def test_mosaic_gpu_agrees_with_float64(name):
+    case = test_block_mosaic_gpu.CASES[name]
+    demand_hopper(case)
+    (out, lse), gradients = case.run("mosaic_gpu", np.float16)
+    (exact_out, exact_lse), exact = on_cpu(block_cases.exact, case)
+    assert_close(lse, exact_lse, 1e-5)
+    assert_close((out, gradients), (exact_out, exact), 2e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Half(Case):
+    """A case of 16 bits, in the tiles that a kernel chooses for them."""
+
+    rounded_to: type = jnp.bfloat16
+
+    def run(self, implementation, dtype=None):
+        return super().run(implementation, self.rounded_to if dtype is None else dtype)
+
+
+def in_blocks(size):
+    """Some blocks of so many tokens, of each head its own."""
+
+    def function(query, key, value, **options):
+        blocks = -(-query.shape[-3] // size)
+        mask = np.random.default_rng(0).random((query.shape[-2], blocks, blocks)) < 0.4
+        return effattn.block_sparse_attention(
+            query, key, value, block_mask=mask, block_size=size, is_causal=True, **options
+        )
+
+    return function
+
+
+IDS = np.repeat([[1, 2, 3, 0], [5, 2, 9, 9]], [300, 400, 200, 100], axis=1)
+HALF = {
+    "causal, 64": Half(square(1000, size=64, value_size=64), lambda: {"is_causal": True}),
+    "causal, 128": Half(square(1000, size=128, value_size=128), lambda: {"is_causal": True}),
+    "causal, 192 and 128": Half(
+        square(1000, size=192, value_size=128), lambda: {"is_causal": True}
+    ),
+    "causal, 256": Half(square(1000, size=256, value_size=256), lambda: {"is_causal": True}),
+    "all, 64": Half({"queries": 300, "keys": 1100, "size": 64, "value_size": 64}),
+    "all, 128": Half({"queries": 300, "keys": 1100, "size": 128, "value_size": 128}),
+    "all, 256": Half({"queries": 300, "keys": 1100, "size": 256, "value_size": 256}),
+    "float16": Half(
+        square(600, size=128, value_size=128), lambda: {"is_causal": True}, rounded_to=np.float16
+    ),
+    "one key head": Half(
+        square(1000, key_heads=1, size=128, value_size=128), lambda: {"is_causal": True}
+    ),
+    "window": Half(square(2000, size=128, value_size=128), lambda: {"local_window_size": (300, 0)}),
+    "documents": Half(
+        square(1000, size=128, value_size=128),
+        lambda: {"segment_ids": jnp.asarray(IDS), "is_causal": True},
+    ),
+    "lengths": Half(
+        square(1000, size=64, value_size=64),
+        lambda: {"key_value_seq_lengths": jnp.array([1000, 333]), "is_causal": True},
+    ),
+    "pattern": Half(
+        square(1000, size=64, value_size=64),
+        lambda: {"pattern": patterns.Causal() & patterns.RandomBlocks(64, 2, seed=0)},
+        effattn.sparse_attention,
+    ),
+    "blocks, whole": Half(square(1000, size=128, value_size=128), dict, in_blocks(128)),
+    "blocks, in part": Half(square(1000, size=64, value_size=64), dict, in_blocks(100)),
+    "dropout": Half(
+        square(600, size=64, value_size=64),
+        lambda: {"dropout_rate": 0.2, "dropout_rng": jax.random.key(1), "is_causal": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", HALF)
+def test_errors_in_sixteen_bits(name, kernel):
+    """Of outputs and gradients: a few roundings of what they are."""
+    case = HALF[name]
+    if kernel == "mosaic_gpu":
+        demand_hopper(case)
+    ours = as_float64(to_numpy(case.run(kernel)))
+    expected = on_cpu(block_cases.exact, case)
+    for a, b in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+        assert rms(a - b) <= 0.005 * rms(b)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_same_bit_for_bit(kernel):
+    case = HALF["documents"]
+    if kernel == "mosaic_gpu":
+        demand_hopper(case)
+    jax.tree.map(np.testing.assert_array_equal, *(to_numpy(case.run(kernel)) for _ in range(2)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_padding_reaches_nothing(kernel):
+    """NaN where no token is."""
+    case = Half(square(300, size=64, value_size=64))
+    if kernel == "mosaic_gpu":
+        demand_hopper(case)
+    arrays = case.arrays(jnp.bfloat16)
+    known = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), np.array([300, 133]))
+
+    def function(arrays, known):
+        return effattn.dot_product_attention(
+            **arrays, **known, is_causal=True, implementation=kernel, return_residual=True
+        )
+
+    clean = with_gradients(function, arrays, known)
+    for array in arrays.values():
+        array[1, 133:] = np.nan
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *map(to_numpy, (with_gradients(function, arrays, known), clean)),
+    )
+
+
+# The linear recurrence
+
+compiled = functools.partial(recurrence_cases.recurrence, interpreted=False)
+
+
+@pytest.mark.parametrize(
+    ("length", "decay", "heads", "sizes", "normalized", "form"),
+    [
+        (1, "feature", (4, 2, 2), (3, 5), False, "plain"),
+        (64, "token", (2, 2, 4), (70, 66), True, "plain"),
+        (130, "head", (1, 1, 1), (7, 3), False, "plain"),
+        (130, "feature", (4, 2, 2), (70, 66), True, "plain"),
+        (300, "none", (4, 2, 2), (128, 128), False, "plain"),
+        (300, "token", (4, 2, 2), (256, 255), True, "plain"),
+        (300, "feature", (2, 2, 2), (128, 128), False, "bonus"),
+        (130, "none", (4, 2, 2), (64, 64), False, "delta"),
+        (300, "token", (2, 2, 2), (128, 128), False, "delta"),
+        (130, "feature", (2, 2, 2), (256, 64), False, "delta"),
+    ],
+)
+def test_recurrences_agree_with_one_token_at_a_time(length, decay, heads, sizes, normalized, form):
+    args = recurrence_cases.draw(length, decay, heads, sizes, normalized, form)
+    ours = recurrence_cases.with_gradients(
+        functools.partial(compiled, normalized=normalized), *args
+    )
+    expected = on_cpu(recurrence_cases.exact, *args, normalized=normalized)
+    recurrence_cases.assert_near(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("decay", "form"),
+    [("token", "plain"), ("feature", "plain"), ("feature", "bonus"), ("feature", "delta")],
+)
+def test_recurrences_over_documents(decay, form):
+    args = recurrence_cases.draw(103, decay, (4, 2, 2), (5, 6), False, form)
+    tokens = recurrence_cases.documents()
+    ours = recurrence_cases.with_gradients(functools.partial(compiled, tokens=tokens), *args)
+    recurrence_cases.assert_near(ours, on_cpu(recurrence_cases.exact, *args, tokens=tokens))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("decay", "form"),
+    [("none", "plain"), ("token", "plain"), ("feature", "plain"), ("token", "delta")],
+)
+def test_recurrences_in_sixteen_bits(decay, form, dtype):
+    """As exact as the XLA form on a CPU, but that products round float32 to TensorFloat-32."""
+    terms, state = recurrence_cases.draw(300, decay, (4, 2, 2), (64, 64), form=form)
+    terms = jax.tree.map(lambda x: np.asarray(x, dtype), terms)
+    expected = on_cpu(recurrence_cases.exact, terms, state, ALL)
+    ours = recurrence_cases.with_gradients(compiled, terms, state)
+    by_xla = functools.partial(recurrence_cases.recurrence, names=("xla",))
+    xla = on_cpu(recurrence_cases.with_gradients, by_xla, terms, state)
+    for error, other, size in recurrence_cases.errors(to_numpy(ours), xla, expected):
+        assert error <= 1.2 * other + 2**-11 * size
+        assert error < 0.005 * size
+
+
+# Pages
+
+
+@pytest.mark.parametrize(
+    "runs, queries, page_size, sizes, options",
+    [
+        (1, 1, 16, (64, 64), {}),
+        (30, 1, 16, (64, 64), {}),
+        (30, 1, 16, (6, 80), {"local_window_size": 20}),
+        (1, 3, 32, (96, 5), {"logits_soft_cap": 2.0, "scale": 0.3}),
+        (264, 1, 64, (128, 128), {}),
+    ],
+)
+def test_pages_agree_with_xla(runs, queries, page_size, sizes, options, monkeypatch):
+    """NaN wherever no token is; one run of pages a sequence, and several, some of them empty."""
+    monkeypatch.setattr(paged_triton, "RUNS", runs)
+    paged_triton.paged.clear_cache()
+    lengths = [0, 1, 13, 100, 37]
+    arrays, given, _ = draw_pages(lengths, queries, np.float32, page_size=page_size, sizes=sizes)
+    attend = functools.partial(
+        effattn.paged_attention, *arrays, **given, **options, return_residual=True
+    )
+    assert_close(attend(implementation="triton"), on_cpu(attend), 1e-5)
+
+
+def test_pages_of_int8():
+    (query, *pages), given, _ = draw_pages(
+        [0, 1, 13, 100, 37], 2, np.float32, page_size=16, sizes=(32, 24)
+    )
+    quantized = [effattn.quantize_pages(np.nan_to_num(x)) for x in pages]
+    (keys, key_scales), (values, value_scales) = quantized
+    for dtype, rtol in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
+        attend = functools.partial(
+            effattn.paged_attention,
+            query.astype(dtype),
+            keys,
+            values,
+            **given,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
+        ours = attend(implementation="triton").astype(jnp.float32)
+        assert_close(ours, on_cpu(attend).astype(np.float32), rtol)
+
+
+# Which is chosen
+
+
+def test_tuning_finds_a_kernel():
+    """None that takes the call fails or disagrees with XLA, and one is faster."""
+    arrays = Half(square(2048, heads=8, size=64, value_size=64)).arrays(jnp.bfloat16)
+    found = effattn.tune(effattn.dot_product_attention, *arrays.values(), is_causal=True, rounds=3)
+    tried = {row.choice.implementation: row for row in found.rows if not row.choice.tiles}
+    assert all(row.seconds is not None for row in tried.values()), found
+    assert {"xla", "triton"} <= tried.keys()
+    (choice,) = found.chosen.values()
+    assert choice.implementation != "xla", found
+
+
+def test_a_mesh_of_one():
+    """Inside `shard_map`, as kernels are called on several."""
+    mesh = jax.make_mesh((1,), ("batch",), (jax.sharding.AxisType.Auto,), devices=[device.gpu()])
+    spec = jax.sharding.PartitionSpec("batch")
+    case = Half(square(300, size=64, value_size=64))
+    arrays = case.arrays(jnp.bfloat16)
+
+    def attend(arrays):
+        def total(arrays):
+            out = effattn.dot_product_attention(**arrays, is_causal=True, implementation="triton")
+            return jnp.sum(out.astype(jnp.float32) * cotangents(arrays)[0])
+
+        return jax.grad(total)(arrays)
+
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *map(to_numpy, (jax.jit(sharded)(arrays), jax.jit(attend)(arrays))),
+    )
+
+
+def test_a_name_that_does_not_run_here_is_refused():
+    arrays = Half(square(64, size=64, value_size=64)).arrays(jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="runs by 'mosaic_tpu' on tpu alone"):
+        effattn.dot_product_attention(**arrays, implementation="mosaic_tpu")
+    assert not dispatch.is_interpreted()
