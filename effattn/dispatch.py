@@ -22,6 +22,7 @@ PLATFORMS = {
     "triton": "cuda",
     "mosaic_tpu": "tpu",
 }
+FOR_KERNELS = 128  # tokens from which on a call may be one that kernels are faster for
 PALLAS = "mosaic_gpu", "triton", "mosaic_tpu"  # the first that takes the arguments is the fastest
 
 _interpreted: contextvars.ContextVar[Any] = contextvars.ContextVar(
@@ -122,6 +123,8 @@ class Call(NamedTuple):
       signature: gives what `effattn.tune` tells calls apart by; None if it does not tune them.
       tilings: of an implementation, the tiles that it could have beside its own choice, by kernel.
       differentiable: it has gradients.
+      for_kernels: its arrays have 16 bits, and tokens for several tiles: such calls were measured
+        to be faster by kernels.
     """
 
     mechanism: str
@@ -129,6 +132,7 @@ class Call(NamedTuple):
     signature: Callable[[], str] | None = None
     tilings: Callable[[str], Mapping[str, tuple[tuple[int, ...], ...]]] = lambda _: {}
     differentiable: bool = True
+    for_kernels: bool = False
 
     def candidates(self) -> dict[str, Mapping[str, tuple[tuple[int, ...], ...]]]:
         """The implementations that take it, on whatever platform, with their tilings."""
@@ -141,7 +145,7 @@ def choose(value: Any, call: Call) -> Chosen:
 
     Args:
       value: the argument `implementation`; None means what `effattn.tune` found the fastest here,
-        or "xla"; "pallas" means all of `PALLAS`.
+        or what `untuned` says; "pallas" means all of `PALLAS`.
       call: what it is for.
 
     Raises:
@@ -151,8 +155,9 @@ def choose(value: Any, call: Call) -> Chosen:
     names = requested(value)
     tiles: tuned.Tiles = ()
     if names is None:
-        best = tuned.look_up(call) or tuned.Choice("xla")
-        names, tiles = (best.implementation, "xla"), best.tiles
+        best = tuned.look_up(call)
+        names = untuned(call) if best is None else (best.implementation, "xla")
+        tiles = () if best is None else best.tiles
     chosen: list[str] = []
     reasons = []
     for name in names:
@@ -172,6 +177,27 @@ def choose(value: Any, call: Call) -> Chosen:
     if not chosen:
         raise NotImplementedError("; ".join(reasons) + "; implementation='xla' takes these")
     return _chosen(chosen, names, tiles)
+
+
+def untuned(call: Call) -> tuple[str, ...]:
+    """What a call takes that names nothing and was never tuned: the fastest where it was measured.
+
+    That is a kernel on Hopper GPUs, where its program is for one device: compilers do not split
+    kernels over several.
+    """
+    if call.for_kernels and jax.default_backend() == "gpu" and _for_one_device():
+        from effattn.pallas import device  # most programs have no kernels
+
+        gpu = device.gpu()
+        if gpu is not None and str(gpu.compute_capability).startswith("9."):
+            return (*(name for name in PALLAS if PLATFORMS[name] == "cuda"), "xla")
+    return ("xla",)
+
+
+def _for_one_device():
+    """Whether there is one alone, or what is traced is inside a `shard_map` over all axes."""
+    axes = jax.sharding.get_abstract_mesh().axis_types
+    return jax.device_count() == 1 or {jax.sharding.AxisType.Manual} == {*axes}
 
 
 def _chosen(chosen, names, tiles):

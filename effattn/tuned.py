@@ -61,7 +61,7 @@ def look_up(call: "Call") -> Choice | None:
     signature = call.signature()
     if trial is not None:
         trial.called[signature] = call.candidates(), call.differentiable
-        return trial.choices.get(signature)
+        return trial.choices.get(signature, Choice("xla"))
     found = measured().get((device_kind(), signature), {})
     if found and jax.__version__ not in found:
         warn_once(

@@ -2,12 +2,14 @@
 
 import functools
 import json
+import types
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import effattn
 from effattn import dispatch, tuned, tuning
@@ -114,6 +116,65 @@ def test_a_call_takes_xla_before_and_what_was_fastest_after(arrays, fastest, onl
     # What is named is taken.
     (named,) = taken(functools.partial(CALL, implementation="xla"), *arrays)
     assert named == dispatch.XLA
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Makes this a machine with so many GPUs of a capability."""
+
+    def gpus(capability, count=1):
+        device = types.SimpleNamespace(
+            compute_capability=capability,
+            client=types.SimpleNamespace(platform_version="cuda 13000"),
+        )
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "device_count", lambda: count)
+        monkeypatch.setattr(jax, "local_devices", lambda backend: [device] * count)
+
+    return gpus
+
+
+def half(length, dtype=jnp.bfloat16):
+    return [np.ones((1, length, heads, 16), dtype) for heads in (4, 2, 2)]
+
+
+KERNELS = dispatch.Chosen(("mosaic_gpu", "triton", "xla"))
+
+
+def test_untuned_calls_take_kernels_on_one_hopper_gpu(beside):
+    """In 16 bits, and of some tiles' length: what was measured to be faster by them."""
+    beside("9.0")
+    assert taken(CALL, *half(128)) == [KERNELS]
+    assert taken(CALL, *half(127)) == taken(CALL, *half(128, np.float32)) == [dispatch.XLA]
+    named = functools.partial(CALL, implementation="xla")
+    assert taken(named, *half(128)) == [dispatch.XLA]
+    beside("8.0")
+    assert taken(CALL, *half(128)) == [dispatch.XLA]
+
+
+def test_untuned_calls_take_kernels_on_several_gpus_where_each_has_its_own(beside):
+    """Inside `shard_map`; compilers do not split them."""
+    beside("9.0", 2)
+    assert taken(CALL, *half(128)) == [dispatch.XLA]
+    mesh = jax.make_mesh((2,), ("batch",), (AxisType.Auto,), devices=jax.devices()[:2])
+    spec = PartitionSpec("batch")
+    sharded = jax.shard_map(CALL, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    (found,) = taken(sharded, *(np.concatenate([x, x]) for x in half(128)))
+    assert found == KERNELS
+
+
+def test_untuned_recurrences_take_kernels_on_one_hopper_gpu(beside):
+    beside("9.0")
+    attend = functools.partial(effattn.linear_attention, is_causal=True)
+    for length, kernels in ((128, {TRITON}), (127, set())):
+        assert kernels_of(attend, *half(length)) == kernels
+
+
+def test_tuning_starts_from_xla_beside_a_gpu(beside, only_traced):
+    beside("9.0")
+    trial = tuned.Trial({})
+    with trial.running():
+        assert taken(CALL, *half(128)) == [dispatch.XLA]
 
 
 def test_it_really_measures(arrays, monkeypatch):

@@ -323,3 +323,19 @@ def test_a_name_that_does_not_run_here_is_refused():
     with pytest.raises(NotImplementedError, match="runs by 'mosaic_tpu' on tpu alone"):
         effattn.dot_product_attention(**arrays, implementation="mosaic_tpu")
     assert not dispatch.is_interpreted()
+
+
+def test_calls_that_name_nothing_take_kernels():
+    """As long as nothing was tuned: the same bits as by name."""
+    if reason := device.refusal(lambda major: major == 9, "9.x (Hopper)"):
+        pytest.skip(reason)
+    case = HALF["causal, 128"]
+    jax.tree.map(
+        np.testing.assert_array_equal, *map(to_numpy, (case.run(None), case.run("mosaic_gpu")))
+    )
+    arrays = case.arrays(jnp.bfloat16)
+    gate = -np.ones(arrays["key"].shape[:-1], np.float32)
+    attend = jax.jit(effattn.gated_linear_attention, static_argnames="implementation")
+    np.testing.assert_array_equal(
+        attend(**arrays, log_decay=gate), attend(**arrays, log_decay=gate, implementation="triton")
+    )
