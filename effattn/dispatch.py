@@ -123,8 +123,8 @@ class Call(NamedTuple):
       signature: gives what `effattn.tune` tells calls apart by; None if it does not tune them.
       tilings: of an implementation, the tiles that it could have beside its own choice, by kernel.
       differentiable: it has gradients.
-      for_kernels: its arrays have 16 bits, and tokens for several tiles: such calls were measured
-        to be faster by kernels.
+      for_kernels: its arrays have 16 bits and, unless it decodes, tokens for a tile: such calls
+        were measured to be faster by kernels.
     """
 
     mechanism: str

@@ -171,8 +171,9 @@ def compare(
             _skip(row, reason)
             report(row)
         return list(rows.values())
-    with _compiling(case, contenders, arrays, budget, device) as programs:
+    with _compiling(case, contenders, arrays, budget, device) as (programs, all_done):
         wanted = _reference(case, arrays)
+        all_done()  # what still compiles may try its kernels on the device
         for which in case.passes:
             taking_part = []
             for one in contenders:
@@ -211,8 +212,11 @@ def _compiling(
     arrays: Arrays,
     budget: Budget,
     device: jax.Device,
-) -> Iterator[Mapping[tuple[str, str], Callable[[], Program]]]:
-    """The programs of all passes, made at once, those of PyTorch when they are asked for."""
+) -> Iterator[tuple[Mapping[tuple[str, str], Callable[[], Program]], Callable[[], Any]]]:
+    """The programs of all passes, made at once, those of PyTorch when they are asked for.
+
+    And what waits until all that are made at once are there.
+    """
 
     def on_device(one, which):
         with jax.default_device(device):  # which is a thread's own
@@ -226,15 +230,16 @@ def _compiling(
 
     pool = concurrent.futures.ThreadPoolExecutor(max_workers=machine.cores())
     programs: dict[tuple[str, str], Callable[[], Program]] = {}
+    futures: list[concurrent.futures.Future] = []
     for which in case.passes:
         for one in contenders:
             if one.package in IN_THREADS:
-                future = pool.submit(on_device, one, which)
-                programs[which, one.name] = functools.partial(result, future)
+                futures.append(pool.submit(on_device, one, which))
+                programs[which, one.name] = functools.partial(result, futures[-1])
             else:
                 programs[which, one.name] = functools.partial(build, one, arrays, which)
     try:
-        yield programs
+        yield programs, lambda: concurrent.futures.wait(futures, timeout=budget.left)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -1,28 +1,27 @@
 """The linear recurrence for GPUs, lowered by Triton (Ampere and later).
 
-A program holds one tile of the state, at most 64 features by 64 values, in registers, as float32:
-16 KB, and no operand of its products is larger. Triton keeps up to four of them in shared memory,
-so that every kernel fits in the 99 KB of small cards. All that is computed is a sum over tiles:
-over those of features what is read and the gradients of values, over those of values the gradients
-of queries and keys. Each program gives its share, and shares are added after: there are no atomics,
-and the order of every sum is fixed.
+The state is cut into tiles of at most 64 features by 64 values, and the sequence into blocks of 64
+tokens, so that no operand of a product is larger than 64 x 64: 16 KB in float32, of which a kernel
+has two to five at a time in shared memory, and fits in the 99 KB of small cards. There are no
+atomics, and the order of every sum is fixed.
 
-There are two kinds of kernel. `_walk` and `_walk_back` go through the sequence by blocks of 64
-tokens, and save the state, or its gradient, between them: 16 KB of it to the 32 KB of keys and
-values that they read. They do one product a block and are alone in being sequential, so nothing
-else is in them. `_correct` and `_correct_back` are the same for the delta form, where a value
-depends on all features of the state before: a program has all of them, in tiles, and the fewer
-values, so that they are as many numbers. The others (`_read_block`, `_d_query_block`,
-`_d_key_value_block`) take one block each, all at once, and walk over its chunks from what was saved
-at its start, or end.
+There are two kinds of kernel. `_walk` and `_walk_back` go through the sequence block by block, each
+program with one tile of the state in registers, and save the state, or its gradient, between them.
+They do one product a block and are alone in being sequential, so nothing else is in them.
+`_correct` and `_correct_back` are the same for the delta form, where a value depends on all
+features of the state before: a program has all of them, in tiles, and the fewer values, so that
+they are as many numbers.
 
-With no decay, or one of each token, a chunk is one masked product of 32 tokens: for 64 the backward
-would have two products of 64 x 64 and four operands alive at a time, all the shared memory of a
-small card and more registers than there are. With decays of features, products decay inside the sum
-over features: a chunk is halved down to single tokens, and the pairs that one of these five levels
-parts are a product of queries since their half's start with keys until the end of theirs. That is
-five exponentials for each token and feature, none of whose logarithms is a difference, and all else
-is on tensor cores.
+The others (`_read_block`, `_d_query_block`, `_d_key_block`, `_d_value_block`) take a block each,
+all at once, from the state saved at its start, or the gradient saved at its end. A program gives
+one tile of its result: it sums over tiles of features what is read and the gradients of values,
+over tiles of values the gradients of queries and keys.
+
+With no decay, or one of each token, a block is one masked product. With decays of features,
+products decay inside the sum over features: a block is halved down to single tokens, and the pairs
+that one of these six levels parts are a product of queries since their half's start with keys until
+the end of theirs. That is six exponentials for each token and feature, none of whose logarithms is
+a difference, and all else is on tensor cores.
 
 The decay from one token to another is the exponential of the sum of what lies between, by a scan of
 masked log decays or a running sum.
@@ -40,7 +39,14 @@ from effattn import dispatch
 from effattn.cores.linear_recurrence import Operands, Rule
 from effattn.pallas import device, recurrence
 from effattn.pallas.recurrence import BLOCK, Arrays
-from effattn.pallas.recurrence_triton_tiles import CHUNK, TILE, Program, plan_of, times
+from effattn.pallas.recurrence_triton_tiles import (
+    TILE,
+    Program,
+    plan_of,
+    put,
+    tile_of,
+    times,
+)
 from effattn.xla import mesh_axes
 
 LIMITS = dispatch.Limits(
@@ -75,20 +81,18 @@ def _gradients_of_states(how, arrays: Arrays, d_out, d_state):
 
 def _read(how, arrays: Arrays, states):
     plan = plan_of(how, arrays)
-    (out,) = _of_blocks(plan, _read_block, plan.heads, arrays, (states, 0), (), (1,))
-    return out
+    return _of_blocks(plan, _read_block, plan.heads, arrays, (states, 0), (), 1)
 
 
 def _d_query(how, arrays: Arrays, states, d_out):
     plan = plan_of(how, arrays)
-    (d_query,) = _of_blocks(plan, _d_query_block, plan.heads, arrays, (states, 0), (d_out,), (0,))
-    return d_query
+    return _of_blocks(plan, _d_query_block, plan.heads, arrays, (states, 0), (d_out,), 0)
 
 
 def _d_key_value(how, arrays: Arrays, co_states, d_out):
     plan = plan_of(how, arrays)
-    saved = co_states, 1
-    return _of_blocks(plan, _d_key_value_block, plan.value_heads, arrays, saved, (d_out,), (0, 1))
+    rest = plan.value_heads, arrays, (co_states, 1), (d_out,)
+    return _of_blocks(plan, _d_key_block, *rest, 0), _of_blocks(plan, _d_value_block, *rest, 1)
 
 
 def _corrected(how, arrays: Arrays, chunks, state):
@@ -201,54 +205,48 @@ def _walked_whole(plan, kernel, chunks, state):
     return corrected[..., :size], states
 
 
-def _of_blocks(plan, kernel, heads, arrays, saved, more, results):
-    """Of all blocks: `(B, T, heads, F)` for each 0 in `results`, `(B, T, heads, D)` for each 1.
+def _of_blocks(plan, kernel, heads, arrays, saved, more, axis):
+    """Of all blocks: `(B, T, heads, F)` for axis 0, `(B, T, heads, D)` for axis 1.
 
     `saved` are states and which of those around a block it is for, the first or the second.
     """
     states, offset = saved
-    across, share = plan.tiles[1], heads // plan.value_heads
+    share = heads // plan.value_heads
     arrays = [array for array in (*more, *arrays) if array is not None]
-    place = [
-        # A share for each tile of the other axis.
-        lambda b, h, n, t: (t % across, b, n, h, t // across),
-        lambda b, h, n, t: (t // across, b, n, h, t % across),
-    ]
-    found = _call(
+    # Of a state, a tile along the axis, and all of the other one.
+    block = (plan.tile[0], plan.whole[1]) if axis == 0 else (plan.whole[0], plan.tile[1])
+
+    def place(b, h, n, t):
+        return b, h // share, n + offset, *((t, 0) if axis == 0 else (0, t))
+
+    (found,) = _call(
         kernel,
         plan,
-        (plan.batch, heads, plan.blocks, plan.tiles[0] * across),
+        (plan.batch, heads, plan.blocks, plan.tiles[axis]),
         (*arrays, states),
-        (
-            *[None] * len(arrays),
-            pl.BlockSpec(
-                (None, None, None, *plan.tile),
-                lambda b, h, n, t: (b, h // share, n + offset, t // across, t % across),
-            ),
-        ),
+        (*[None] * len(arrays), pl.BlockSpec((None, None, None, *block), place)),
+        [(plan.batch, plan.blocks * BLOCK, heads, plan.whole[axis])],
         [
-            (plan.tiles[1 - axis], plan.batch, plan.blocks * BLOCK, heads, plan.whole[axis])
-            for axis in results
+            pl.BlockSpec(
+                (None, BLOCK, None, plan.tile[axis]),
+                lambda b, h, n, t: (b, n, h, t),
+            )
         ],
-        [pl.BlockSpec((None, None, BLOCK, None, plan.tile[axis]), place[axis]) for axis in results],
+        1,  # what another tile needs does not fit in shared memory beside it
     )
-    sizes = plan.features, plan.values
-    shares = [
-        x[:, :, : plan.length, :, : sizes[axis]] for x, axis in zip(found, results, strict=True)
-    ]
-    return [x[0] if len(x) == 1 else x.sum(0) for x in shares]
+    return found[:, : plan.length, :, : (plan.features, plan.values)[axis]]
 
 
-# Kernels: one tile (f, d) of the state of one value head.
+# Kernels that walk: one tile (f, d) of the state of one value head.
 
 
 def _walk(plan, key, value, *refs):
     *log_decay, initial, states = refs
-    at = Program(plan, BLOCK, 2, pl.program_id(1), log_decay)
+    at, tile = Program(plan, pl.program_id(1), log_decay), _tile_of_state(plan)
     states[0] = initial[...]
 
     def block(n, state):
-        state = at.state_after(state, n * BLOCK, key, value)
+        state = at.state_after(state, n * BLOCK, key, value, *tile)
         states[n + 1] = state
         return state
 
@@ -257,16 +255,21 @@ def _walk(plan, key, value, *refs):
 
 def _walk_back(plan, query, d_out, *refs):
     *log_decay, last, co_states = refs
-    at = Program(plan, BLOCK, 2, pl.program_id(1), log_decay)
+    at, tile = Program(plan, pl.program_id(1), log_decay), _tile_of_state(plan)
     co_states[plan.blocks] = last[...]
 
     def block(step, co_state):
         n = plan.blocks - 1 - step
-        co_state = at.gradient_before(co_state, n * BLOCK, query, d_out)
+        co_state = at.gradient_before(co_state, n * BLOCK, query, d_out, *tile)
         co_states[n] = co_state
         return co_state
 
     lax.fori_loop(0, plan.blocks, block, last[...])
+
+
+def _tile_of_state(plan):
+    number, across = pl.program_id(2), plan.tiles[1]
+    return number // across, number % across
 
 
 def _correct(plan, recalled, key, kept, value, initial, corrected, states):
@@ -321,82 +324,81 @@ def _put_tiles(plan, states, n, state):
         states[n, tile] = part
 
 
+# Kernels of a block: one tile of the values that are read, or of a gradient.
+
+
 def _read_block(plan, query, key, value, *refs):
     *log_decay, states, out = refs
-    head = pl.program_id(1)
-    at = Program(plan, CHUNK, 3, head // (plan.heads // plan.value_heads), log_decay)
+    at, head, start, d = _at_block(plan, plan.heads, log_decay)
 
-    def chunk(c, state):
-        start = at.start(c)
-        queries, keys = at.query(query, start + at.row, head), at.key(key, start + at.row)
-        if plan.decay == "feature":
-            weights = at.products(start, queries, keys)
-        else:
-            weights = plan.dot(queries, keys.T) * at.decays(start, at.row)
-        read = plan.dot(times(queries, at.since_start(start)), state)
-        at.put(out, c, at.row, read + plan.dot(weights, at.value(value, start + at.row)))
-        return at.state_after(state, start, key, value)
+    def of_state(f, read):
+        queries = times(at.query(query, start + at.row, head, f), at.since_start(start, f))
+        return read + plan.dot(queries, tile_of(states, plan, 0, f))
 
-    at.chunks(chunk, states[...])
+    weights = at.weights(start, query, key, head)
+    within = plan.dot(weights, at.value(value, start + at.row, d))
+    put(out, at.over_tiles(0, of_state, within))
 
 
 def _d_query_block(plan, d_out, query, key, value, *refs):
     *log_decay, states, d_query = refs
+    at, head, start, f = _at_block(plan, plan.heads, log_decay)
+
+    def of_state(d, gradient):
+        d_read = at.output(d_out, start + at.row, head, d)
+        return gradient + plan.dot(d_read, tile_of(states, plan, 1, d).T)
+
+    gradient = at.over_tiles(1, of_state, jnp.zeros((BLOCK, plan.tile[0]), jnp.float32))
+    gradient = times(gradient, at.since_start(start, f))
+    d_weights = at.gradient_of_weights(start, d_out, value, head)
+    put(d_query, gradient + at.mixed(start, d_weights, at.key(key, start + at.row, f), f))
+
+
+def _d_key_block(plan, d_out, query, key, value, *refs):
+    *log_decay, co_states, d_key = refs
+    at, _, first, f = _at_block(plan, plan.value_heads, log_decay)
+
+    def of_state(d, gradient):
+        values = at.value(value, first + at.row, d)
+        return gradient + plan.dot(values, tile_of(co_states, plan, 1, d).T)
+
+    def of_head(head, gradient):
+        start = _not_before_the_loop(first, head)
+        d_weights = at.gradient_of_weights(start, d_out, value, head)
+        queries = at.query(query, start + at.row, head, f)
+        return gradient + at.mixed(start, d_weights, queries, f, back=True)
+
+    gradient = at.over_tiles(1, of_state, jnp.zeros((BLOCK, plan.tile[0]), jnp.float32))
+    put(d_key, at.over_group(of_head, times(gradient, at.until_end(first, f))))
+
+
+def _d_value_block(plan, d_out, query, key, value, *refs):
+    *log_decay, co_states, d_value = refs
+    at, _, first, d = _at_block(plan, plan.value_heads, log_decay)
+
+    def of_state(f, gradient):
+        keys = times(at.key(key, first + at.row, f), at.until_end(first, f))
+        return gradient + plan.dot(keys, tile_of(co_states, plan, 0, f))
+
+    def of_head(head, gradient):
+        start = _not_before_the_loop(first, head)
+        weights = at.weights(start, query, key, head)
+        return gradient + plan.dot(weights.T, at.output(d_out, start + at.row, head, d))
+
+    gradient = at.over_tiles(0, of_state, jnp.zeros((BLOCK, plan.tile[1]), jnp.float32))
+    put(d_value, at.over_group(of_head, gradient))
+
+
+def _not_before_the_loop(start, head):
+    """The start, of which a compiler does not know that it is the same for all heads.
+
+    Decays of all levels, worked out before a loop over heads, would not fit in registers.
+    """
+    return start + jnp.minimum(head, 0)
+
+
+def _at_block(plan, heads, log_decay):
+    """What a program reads by, its head of so many, the block's first token, and its tile."""
     head = pl.program_id(1)
-    at = Program(plan, CHUNK, 3, head // (plan.heads // plan.value_heads), log_decay)
-
-    def chunk(c, state):
-        start = at.start(c)
-        d_read = at.output(d_out, start + at.row, head)
-        d_weights = at.of_others(plan.dot(d_read, at.value(value, start + at.row).T), at.row)
-        gradient = times(plan.dot(d_read, state.T), at.since_start(start))
-        keys = at.key(key, start + at.row)
-        if plan.decay == "feature":
-            for decay, pairs in at.levels(start):
-                gradient += decay * plan.dot(jnp.where(pairs, d_weights, 0), keys * decay)
-        else:
-            gradient += plan.dot(d_weights * at.decays(start, at.row), keys)
-        at.put(d_query, c, at.row, gradient)
-        return at.state_after(state, start, key, value)
-
-    at.chunks(chunk, states[...])
-
-
-def _d_key_value_block(plan, d_out, query, key, value, *refs):
-    """Rows of keys and values are from the last of a chunk to the first, unless features decay."""
-    *log_decay, co_states, d_key, d_value = refs
-    at = Program(plan, CHUNK, 3, pl.program_id(1), log_decay)
-    by_feature = plan.decay == "feature"
-    rows = at.row if by_feature else at.back
-
-    def chunk(step, co_state):
-        c = BLOCK // CHUNK - 1 - step
-        start = at.start(c)
-        keys, values = at.key(key, start + rows), at.value(value, start + rows)
-        until_end = at.until_end_in_order(start) if by_feature else at.until_end(start)
-        gradients = (
-            times(plan.dot(values, co_state.T), until_end),
-            plan.dot(times(keys, until_end), co_state),
-        )
-
-        def of_head(head, gradients):
-            d_keys, d_values = gradients
-            queries = at.query(query, start + at.row, head)
-            d_read = at.output(d_out, start + at.row, head)
-            d_weights = at.of_others(plan.dot(d_read, values.T), rows)
-            if by_feature:
-                weights = at.products(start, queries, keys)
-                for decay, pairs in at.levels(start):  # again: what is kept would fill registers
-                    d_keys += decay * plan.dot(jnp.where(pairs, d_weights, 0).T, queries * decay)
-            else:
-                decays = at.decays(start, rows)
-                weights = plan.dot(queries, keys.T) * decays
-                d_keys += plan.dot((d_weights * decays).T, queries)
-            return d_keys, d_values + plan.dot(weights.T, d_read)
-
-        d_keys, d_values = at.over_group(of_head, gradients)
-        at.put(d_key, c, rows, d_keys)
-        at.put(d_value, c, rows, d_values)
-        return at.gradient_before(co_state, start, query, d_out)
-
-    at.chunks(chunk, co_states[...])
+    at = Program(plan, head // (heads // plan.value_heads), log_decay)
+    return at, head, pl.program_id(2) * BLOCK, pl.program_id(3)

@@ -13,7 +13,6 @@ from effattn.pallas.recurrence import BLOCK, Arrays, How
 
 TILE = 64  # features, and values, of the state in one program, at most
 LEAST = 16  # the least that the products of tensor cores take
-CHUNK = 32  # tokens of one masked product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +70,15 @@ class Plan:
         return 8 if self.tile == (TILE, TILE) else 4
 
     def dot(self, left: jax.Array, right: jax.Array) -> jax.Array:
-        """A product of matrices, in the precision asked for."""
-        return triton.dot(left, right, precision=self.how.precision)
+        """A product of matrices, in the precision asked for.
+
+        That of float32 is three products of TensorFloat-32, of what it keeps and of what it leaves,
+        which are exact to about 2**-22. Interpreters have float32 itself.
+        """
+        precision: Any = self.how.precision
+        if precision == lax.Precision.HIGHEST and not self.how.interpreted:
+            precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        return triton.dot(left, right, precision=precision)
 
 
 def _tile(size: int) -> int:
@@ -89,140 +95,174 @@ def plan_of(how: How, arrays: Arrays) -> Plan:
     return Plan(batch, length, query_heads, key_heads, value_heads, features, values, decay, how)
 
 
-def _sums(x, size):
-    """Over each `size` rows of `(C, f)`, for all of them."""
-    blocks = x.reshape(-1, size, x.shape[1])
-    return jnp.broadcast_to(jnp.sum(blocks, 1)[:, None], blocks.shape).reshape(x.shape)
-
-
 def times(x, decay):
     """Decayed, if there are decays."""
     return x if decay is None else x * decay
 
 
 class Program:
-    """What a kernel reads of arrays, by chunks of C tokens.
+    """What a kernel reads of arrays, by blocks of C = `BLOCK` tokens.
 
-    Tokens beyond the last are zeros, as are features and values.
+    Tokens beyond the last are zeros, as are features and values. A tile of features is told by its
+    number f, one of values by d.
     """
 
-    def __init__(self, plan: Plan, chunk: int, axis: int, value_head, log_decay):
-        """`axis` of the grid are the tiles; `log_decay` is one array or none."""
-        tile, across = pl.program_id(axis), plan.tiles[1]
-        self.block = pl.program_id(2)  # of those that have blocks in their grid
-        self.plan, self.length = plan, chunk
-        self.row = jnp.arange(chunk, dtype=jnp.int32)
-        self.back = chunk - 1 - self.row
+    def __init__(self, plan: Plan, value_head, log_decay):
+        """`log_decay` is one array or none."""
+        self.plan = plan
+        self.row = jnp.arange(BLOCK, dtype=jnp.int32)
+        self.back = BLOCK - 1 - self.row
         self.example, self.value_head = pl.program_id(0), value_head
         self.array: Any = log_decay[0] if log_decay else None
-        self.feature = tile // across * plan.tile[0] + jnp.arange(plan.tile[0], dtype=jnp.int32)
-        self.value_entry = tile % across * plan.tile[1] + jnp.arange(plan.tile[1], dtype=jnp.int32)
 
-    # Tiles `(C, f)` or `(C, d)` of the tokens given; or one row, of one token.
+    # Tiles `(C, f)` or `(C, d)` of the tokens given.
 
-    def query(self, array, token, head):
+    def query(self, array, token, head, f):
         """Of a head of the output."""
         head = head // (self.plan.heads // self.plan.query_heads)
-        return self._tile(array, token, head, self.feature, self.plan.features)
+        return self._tile(array, token, head, 0, f)
 
-    def output(self, array, token, head):
+    def output(self, array, token, head, d):
         """Of a head of the output."""
-        return self._tile(array, token, head, self.value_entry, self.plan.values)
+        return self._tile(array, token, head, 1, d)
 
-    def key(self, array, token):
+    def key(self, array, token, f):
         """Of the key head that this program's value head shares."""
         head = self.value_head // (self.plan.value_heads // self.plan.key_heads)
-        return self._tile(array, token, head, self.feature, self.plan.features)
+        return self._tile(array, token, head, 0, f)
 
-    def value(self, array, token):
+    def value(self, array, token, d):
         """Of this program's value head."""
-        return self._tile(array, token, self.value_head, self.value_entry, self.plan.values)
+        return self._tile(array, token, self.value_head, 1, d)
 
-    def log_decay(self, token, present=True):
+    def log_decay(self, token, f, present=True):
         """`(C)` or `(C, f)`; zero where a token is not `present`."""
         if self.plan.decay == "feature":
-            return self._tile(
-                self.array, token, self.value_head, self.feature, self.plan.features, present
-            )
+            return self._tile(self.array, token, self.value_head, 0, f, present)
         within = jnp.minimum(token, self.plan.length - 1)
         present &= token < self.plan.length
         return triton.load(
             self.array.at[self.example, within, self.value_head], mask=present, other=0.0
         )
 
-    def _tile(self, array, token, head, column, size, present=True):
+    def _tile(self, array, token, head, axis, number, present=True):
+        width, size = self.plan.tile[axis], (self.plan.features, self.plan.values)[axis]
+        column = number * width + jnp.arange(width, dtype=jnp.int32)
         present &= token < self.plan.length
-        token = jnp.minimum(token, self.plan.length - 1)
-        there, entry = column < size, jnp.minimum(column, size - 1)
-        if token.ndim:
-            token, present, there, entry = (
-                token[:, None],
-                present[:, None],
-                there[None],
-                entry[None],
-            )
+        token, entry = jnp.minimum(token, self.plan.length - 1), jnp.minimum(column, size - 1)
         return triton.load(
-            array.at[self.example, token, head, entry], mask=there & present, other=0.0
+            array.at[self.example, token[:, None], head, entry[None]],
+            mask=(column < size)[None] & present[:, None],
+            other=0.0,
         )
 
-    # Decays, which are 1 or None where there are none.
+    # Decays, which are None where there are none.
 
-    def since_start(self, start):
-        """Of what is there at the start of a chunk until each token reads it, that included."""
+    def since_start(self, start, f):
+        """Of what is there at the start of a block until each token reads it, that included."""
         if self.plan.decay is None:
             return None
-        return self._column(jnp.exp(jnp.cumsum(self.log_decay(start + self.row), 0)))
+        return self._column(jnp.exp(jnp.cumsum(self.log_decay(start + self.row, f), 0)))
 
-    def until_end(self, start):
-        """Of what tokens write, the last token first, until the end of a chunk."""
+    def until_end(self, start, f):
+        """Of what each token writes, until the end of a block."""
         if self.plan.decay is None:
             return None
-        after = start + self.back + 1
-        later = self.log_decay(after, self.back + 1 < self.length)
-        return self._column(jnp.exp(jnp.cumsum(later, 0)))
+        if self.plan.decay == "feature":
+            *_, (_, _, until) = self._halves(start, f)
+            return jnp.exp(until)
+        later = self.row[None, :] > self.row[:, None]
+        log_decay = self.log_decay(start + self.row, f)[None, :]
+        return self._column(jnp.exp(jnp.sum(jnp.where(later, log_decay, 0), 1)))
 
-    def whole(self, start):
-        """Of the state over a chunk."""
+    def whole(self, start, f):
+        """Of the state over a block."""
         if self.plan.decay is None:
             return None
-        decay = jnp.exp(jnp.sum(self.log_decay(start + self.row), 0))
+        decay = jnp.exp(jnp.sum(self.log_decay(start + self.row, f), 0))
         return decay[:, None] if self.plan.decay == "feature" else decay
 
-    def decays(self, start, key_row):
-        """`(C, C)` from the tokens in `key_row` to each, where it does not come before them."""
-        visible = self.row[:, None] >= key_row[None, :]
+    def _column(self, decay):
+        return decay if self.plan.decay == "feature" else decay[:, None]
+
+    # Weights `(C, C)` of each query with the keys of its block up to its own, their gradients, and
+    # what they mix. Where features decay they decay in every product, elsewhere all at once.
+
+    def weights(self, start, query, key, head):
+        """Of a head of the output."""
+
+        def of_tile(f, weights):
+            queries = self.query(query, start + self.row, head, f)
+            keys = self.key(key, start + self.row, f)
+            return weights + self._products(start, queries, keys, f)
+
+        weights = self.over_tiles(0, of_tile, jnp.zeros((BLOCK, BLOCK), jnp.float32))
+        return weights if self.plan.decay == "feature" else weights * self._decays(start)
+
+    def _products(self, start, queries, keys, f):
+        if self.plan.decay != "feature":
+            return self.plan.dot(queries, keys.T)
+        own = jnp.sum(queries * keys, 1)[:, None]
+        products = jnp.where(self.row[:, None] == self.row[None, :], own, 0)
+        for decay, pairs in self._levels(start, f):
+            of_level = self.plan.dot(queries * decay, (keys * decay).T)
+            products += jnp.where(pairs, of_level, 0)
+        return products
+
+    def gradient_of_weights(self, start, d_out, value, head):
+        """Where there are decays, without those of a token for itself."""
+
+        def of_tile(d, gradient):
+            d_read = self.output(d_out, start + self.row, head, d)
+            return gradient + self.plan.dot(d_read, self.value(value, start + self.row, d).T)
+
+        gradient = self.over_tiles(1, of_tile, jnp.zeros((BLOCK, BLOCK), jnp.float32))
+        if self.plan.decay is None:
+            return gradient
+        return jnp.where(self.row[:, None] == self.row[None, :], 0, gradient)
+
+    def mixed(self, start, weights, rows, f, *, back=False):
+        """`(C, f)`, of the rows up to each token, or if `back` of those from it on."""
+
+        def dot(weights, rows):
+            return self.plan.dot(weights.T if back else weights, rows)
+
+        if self.plan.decay != "feature":
+            return dot(weights * self._decays(start), rows)
+        return sum(
+            decay * dot(jnp.where(pairs, weights, 0), rows * decay)
+            for decay, pairs in self._levels(start, f)
+        )
+
+    def _decays(self, start):
+        """`(C, C)` to the tokens in rows from those in columns, where these do not come after."""
+        visible = self.row[:, None] >= self.row[None, :]
         if self.plan.decay is None:
             return jnp.where(visible, 1.0, 0.0)
-        later = jnp.where(
-            self.row[:, None] > key_row[None, :], self.log_decay(start + self.row)[:, None], 0
-        )
+        log_decay = self.log_decay(start + self.row, 0)[:, None]
+        later = jnp.where(self.row[:, None] > self.row[None, :], log_decay, 0)
         return jnp.where(visible, jnp.exp(jnp.cumsum(later, 0)), 0)
 
-    # Decays of features between the tokens of a chunk, as products of two that are at most 1. The
-    # chunk is halved, and its halves, down to single tokens; a pair of tokens belongs to the level
-    # at which it is parted, and what decays between them is that of the key until the end of its
-    # half, times that of the query since the start of its own. No logarithm is a difference.
+    # Those of features are products of two that are at most 1. A block is halved, and its halves,
+    # down to single tokens; a pair of tokens belongs to the level at which it is parted, and what
+    # decays between them is that of the key until the end of its half, times that of the query
+    # since the start of its own. No logarithm is a difference.
 
-    def levels(self, start):
+    def _levels(self, start, f):
         """Of each: the decay of every token, `(C, f)`, and which pairs `(C, C)` belong to it."""
-        for size, since, until in self._halves(start):
-            if size < self.length:
+        for size, since, until in self._halves(start, f):
+            if size < BLOCK:
                 both, second = self.row // (2 * size), self.row // size % 2 == 1
                 pairs = (both[:, None] == both[None, :]) & second[:, None] & ~second[None, :]
                 yield jnp.exp(jnp.where(second[:, None], since, until)), pairs
 
-    def until_end_in_order(self, start):
-        """As `until_end`, the first token first."""
-        *_, (_, _, until) = self._halves(start)
-        return jnp.exp(until)
-
-    def _halves(self, start):
+    def _halves(self, start, f):
         """Their size, and log decays since their start, with a token's own, and until their end."""
-        log_decay = self.log_decay(start + self.row)
+        log_decay = self.log_decay(start + self.row, f)
         size, since, until = 1, log_decay, jnp.zeros_like(log_decay)
         while True:
             yield size, since, until
-            if size == self.length:
+            if size == BLOCK:
                 return
             second = (self.row // size % 2 == 1)[:, None]
             of_first = _sums(jnp.where(second, 0, log_decay), 2 * size)
@@ -231,61 +271,57 @@ class Program:
             until = until + jnp.where(second, 0, of_second)
             size *= 2
 
-    def products(self, start, queries, keys):
-        """`(C, C)`, of each query with the keys up to its own, where features decay."""
-        own = jnp.sum(queries * keys, 1)[:, None]
-        products = jnp.where(self.row[:, None] == self.row[None, :], own, 0)
-        for decay, pairs in self.levels(start):
-            of_level = self.plan.dot(queries * decay, (keys * decay).T)
-            products += jnp.where(pairs, of_level, 0)
-        return products
+    # The state over a block, forward, and its gradient, back.
 
-    def of_others(self, weights, key_row):
-        """Weights `(C, C)` without those of a token for itself, where there are decays."""
-        if self.plan.decay is None:
-            return weights
-        return jnp.where(self.row[:, None] == key_row[None, :], 0, weights)
+    def state_after(self, state, start, key, value, f, d):
+        """What a block leaves of the state before it, and what it writes, the last token first."""
+        keys = self.key(key, start + self.back, f)
+        if self.plan.decay is not None:
+            after = start + self.back + 1
+            later = self.log_decay(after, f, self.back + 1 < BLOCK)
+            keys *= self._column(jnp.exp(jnp.cumsum(later, 0)))
+        written = self.plan.dot(keys.T, self.value(value, start + self.back, d))
+        return times(state, self.whole(start, f)) + written
 
-    def _column(self, decay):
-        return decay if self.plan.decay == "feature" else decay[:, None]
-
-    # The state over a chunk, forward, and its gradient, back.
-
-    def state_after(self, state, start, key, value):
-        """What a chunk leaves of the state before it, and what it writes."""
-        keys = times(self.key(key, start + self.back), self.until_end(start))
-        written = self.plan.dot(keys.T, self.value(value, start + self.back))
-        return times(state, self.whole(start)) + written
-
-    def gradient_before(self, co_state, start, query, d_out):
-        """The gradient of the state before a chunk, from that of the state after it."""
-        since_start = self.since_start(start)
+    def gradient_before(self, co_state, start, query, d_out, f, d):
+        """The gradient of the state before a block, from that of the state after it."""
+        since_start = self.since_start(start, f)
 
         def of_head(head, read):
-            queries = times(self.query(query, start + self.row, head), since_start)
-            return read + self.plan.dot(queries.T, self.output(d_out, start + self.row, head))
+            queries = times(self.query(query, start + self.row, head, f), since_start)
+            return read + self.plan.dot(queries.T, self.output(d_out, start + self.row, head, d))
 
-        return self.over_group(of_head, times(co_state, self.whole(start)))
+        return self.over_group(of_head, times(co_state, self.whole(start, f)))
 
-    # Loops.
-
-    def start(self, c):
-        """The first token of a chunk of this program's block."""
-        return self.block * BLOCK + c * self.length
-
-    def chunks(self, body, carry):
-        """`body(c, carry)` for each chunk of this program's block."""
-        lax.fori_loop(0, BLOCK // self.length, body, carry)
+    def over_tiles(self, axis, body, carry):
+        """`body(number, carry)` for each tile of features, axis 0, or of values, 1."""
+        return _loop(self.plan.tiles[axis], body, carry)
 
     def over_group(self, body, carry):
         """`body(head, carry)` for each head of the output of this value head."""
         group = self.plan.heads // self.plan.value_heads
-        if group == 1:
-            return body(self.value_head, carry)
         first = self.value_head * group
-        return lax.fori_loop(0, group, lambda g, carry: body(first + g, carry), carry)
+        return _loop(group, lambda g, carry: body(first + g, carry), carry)
 
-    def put(self, out, c, row, tile):
-        """Writes a chunk of this program's block, of whole tiles."""
-        column = jnp.arange(tile.shape[1], dtype=jnp.int32)
-        triton.store(out.at[c * self.length + row[:, None], column[None, :]], tile)
+
+def _loop(count, body, carry):
+    """No loop where it would be of one."""
+    return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
+
+
+def _sums(x, size):
+    """Over each `size` rows of `(C, f)`, for all of them."""
+    blocks = x.reshape(-1, size, x.shape[1])
+    return jnp.broadcast_to(jnp.sum(blocks, 1)[:, None], blocks.shape).reshape(x.shape)
+
+
+def tile_of(ref, plan, axis, number):
+    """The features, axis 0, or the values, 1, of a state that belong to a tile."""
+    part = pl.ds(number * plan.tile[axis], plan.tile[axis])
+    return ref[part, :] if axis == 0 else ref[:, part]
+
+
+def put(out, tile):
+    """Writes whole tiles."""
+    row, column = (jnp.arange(size, dtype=jnp.int32) for size in tile.shape)
+    triton.store(out.at[row[:, None], column[None, :]], tile)
