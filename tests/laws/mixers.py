@@ -71,17 +71,23 @@ def build(subject: Subject, features: int = FEATURES, heads: int = HEADS, **opti
 @functools.cache
 def made(subject: Subject, tuned: bool = False, narrow: bool = False, dtype: Any = None) -> Any:
     """With parameters in float64, each moved from where it starts."""
+    of_shapes = dict(subject.reference.narrow) if narrow else {}
     options = dict(subject.reference.tuning) if tuned else {}
-    if narrow:
-        options |= subject.reference.narrow
     if dtype is not None:
         options["dtype"] = dtype
-    mixer = jax.jit(lambda: build(subject, **options))()
+    mixer = _moved(subject, tuple(of_shapes.items()))
+    if not options:
+        return mixer
+    # These change no parameter, so that one program draws those of all.
+    like = jax.eval_shape(lambda: build(subject, **options, **of_shapes))
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(mixer))
+
+
+@functools.cache
+def _moved(subject: Subject, options: tuple[tuple[str, Any], ...]) -> Any:
+    mixer = jax.jit(lambda: build(subject, **dict(options)))()
     rng = np.random.default_rng(0)
-    with jax.enable_x64(True):
-        return jax.tree.map(
-            lambda x: np.asarray(x, np.float64) + rng.normal(size=x.shape) / 8, mixer
-        )
+    return jax.tree.map(lambda x: np.asarray(x, np.float64) + rng.normal(size=x.shape) / 8, mixer)
 
 
 def cast(tree: Any, dtype: Any) -> Any:

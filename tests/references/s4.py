@@ -26,11 +26,12 @@ def diagonal(mixer, x):
     wide = jnp.promote_types(x.dtype, jnp.float32)
     rate, step = parameters(mixer, wide)
     decay = jnp.exp(step[:, None] * rate)
-    state, outputs = jnp.zeros_like(rate), []
-    for token in x.astype(wide):
+
+    def step(state, token):
         state = decay * state + (decay - 1) / rate * token[:, None]
-        outputs.append(2 * (complex_of(mixer.output, wide) * state).sum(-1).real)
-    return finished(mixer, x, jnp.stack(outputs))
+        return state, 2 * (complex_of(mixer.output, wide) * state).sum(-1).real
+
+    return finished(mixer, x, jax.lax.scan(step, jnp.zeros_like(rate), x.astype(wide))[1])
 
 
 def low_rank(mixer, x):
@@ -47,11 +48,12 @@ def low_rank(mixer, x):
         turn = inverse @ (2 / step * eye + a)
         rest = eye - jnp.linalg.matrix_power(turn, mixer.max_length)
         output = jnp.linalg.solve(rest.T, c)
-        state, outputs = jnp.zeros_like(c), []
-        for token in x:
+
+        def step(state, token):
             state = turn @ state + 2 * inverse @ b * token
-            outputs.append((output @ state).real)
-        return jnp.stack(outputs)
+            return state, (output @ state).real
+
+        return jax.lax.scan(step, jnp.zeros_like(c), x)[1]
 
     return finished(mixer, x, of_feature(rate, p, b, c, step, x.T.astype(wide)).T)
 
