@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.laws import battery, cost
-from tests.laws.battery import CALLED, Sizes
+from tests.laws.battery import CALLED, FIRST_OF_FAMILY, MECHANISMS, Sizes
 
 
 def lengths_of(mechanism):
@@ -53,6 +53,16 @@ def directions(mechanism):
     return [d for d in ("causal", "bidirectional") if mechanism.has(d)]
 
 
+def each_direction():
+    """The first of every mechanism; the other of one of each family."""
+    for mechanism in MECHANISMS:
+        first, *others = directions(mechanism)
+        yield pytest.param(mechanism, first, id=f"{mechanism}-{first}")
+        marks = () if mechanism in FIRST_OF_FAMILY else pytest.mark.slow
+        for other in others:
+            yield pytest.param(mechanism, other, id=f"{mechanism}-{other}", marks=marks)
+
+
 def assert_of_one_size(mechanism, jaxprs):
     """Other options may be another program; its size does not follow the length either."""
     most = 1 if mechanism.entry.options_at is None else 1.1
@@ -60,15 +70,15 @@ def assert_of_one_size(mechanism, jaxprs):
     assert max(sizes) <= most * min(sizes), sizes
 
 
-def test_operations_grow_as_claimed_and_programs_do_not(mechanism):
+@pytest.mark.parametrize(("mechanism", "direction"), list(each_direction()))
+def test_operations_grow_as_claimed_and_programs_do_not(mechanism, direction):
     """Forward and backward together; the jaxpr, what there is to compile, is of one size."""
-    for direction in directions(mechanism):
-        lengths = lengths_of(mechanism)
-        jaxprs = [traced(mechanism, direction, length).jaxpr for length in lengths]
-        counts = [cost.operations(jaxpr) for jaxpr in jaxprs]
-        found, claimed = cost.exponent(lengths, counts), mechanism.entry.time_exponent
-        assert abs(found - claimed) <= 0.1, (direction, found, counts)
-        assert_of_one_size(mechanism, jaxprs)
+    lengths = lengths_of(mechanism)
+    jaxprs = [traced(mechanism, direction, length).jaxpr for length in lengths]
+    counts = [cost.operations(jaxpr) for jaxpr in jaxprs]
+    found, claimed = cost.exponent(lengths, counts), mechanism.entry.time_exponent
+    assert abs(found - claimed) <= 0.1, (found, counts)
+    assert_of_one_size(mechanism, jaxprs)
 
 
 def test_no_array_outgrows_the_claim(mechanism):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from tests.laws import battery
-from tests.laws.battery import CALLED, FIRST_OF_FAMILY, SQUARE
+from tests.laws.battery import FIRST_OF_FAMILY, OF_CORES, SQUARE
 
 # XLA fuses products on the CPU for a library that ends the process at those of eight axes.
 UNFUSED = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
-@pytest.mark.parametrize("mechanism", CALLED, ids=str)
+@pytest.mark.parametrize("mechanism", OF_CORES, ids=str)
 def test_vmap_over_any_argument(mechanism):
     """Three maps inside each other, each over a third of the arguments.
 
