@@ -64,7 +64,15 @@ def decoder_of(name, options):
 
 
 # The laws show these on other options.
-SLOW = "hierarchical, learned", "block linformer", "long-short, window of one", "routing"
+SLOW = (
+    "hierarchical",
+    "hierarchical, learned",
+    "block linformer",
+    "long-short",
+    "long-short, window of one",
+    "strided",
+    "routing",
+)
 
 
 @pytest.fixture(params=slow_but_for(MECHANISMS.keys() - SLOW, MECHANISMS))

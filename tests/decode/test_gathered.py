@@ -16,6 +16,7 @@ from effattn.decode import GatheredDecoder, gathered
 from effattn.functional.reaching import positions_of_blocks
 from tests.laws import battery, cost
 from tests.laws.sharding import collectives, mesh
+from tests.marks import slow
 
 SPARSE_TRANSFORMERS = {
     "strided": {"stride": 4},
@@ -155,7 +156,7 @@ def test_a_block_that_is_named_again_counts_once():
 
 @pytest.mark.parametrize(
     "options",
-    [o for name, o in SPARSE_TRANSFORMERS.items() if name in ("fixed", "strided second")],
+    [SPARSE_TRANSFORMERS["fixed"], slow(SPARSE_TRANSFORMERS["strided second"])],
     ids=str,
 )
 def test_two_halves_equal_the_whole(options):
@@ -180,7 +181,7 @@ EVERYTHING = {
 }
 
 
-@pytest.mark.parametrize("lists", [None, KEY_HEADS, HEADS])
+@pytest.mark.parametrize("lists", [None, slow(KEY_HEADS), HEADS])
 def test_lists_of_all_of_key_and_of_query_heads(lists, monkeypatch):
     """With all that the core takes, at positions, rows and heads as they are in the whole."""
 
@@ -244,7 +245,7 @@ def memory(decoder, *args):
 
 
 @pytest.mark.parametrize(
-    "name", ["sliding_window", "longformer", "bigbird", "random", "block_sparse"]
+    "name", ["sliding_window", "longformer", "bigbird", slow("random"), slow("block_sparse")]
 )
 def test_a_step_costs_the_same_at_all_capacities(name):
     decoder = decoder_of(name)

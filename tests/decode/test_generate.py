@@ -10,6 +10,7 @@ from flax import nnx
 
 from effattn.decode import generate, sample_token
 from effattn.nn import TransformerConfig, TransformerLM
+from tests.marks import slow
 
 CONFIG = TransformerConfig(vocab_size=13, num_layers=1, features=8, num_heads=2)
 PROMPT = np.random.default_rng(3).integers(0, 13, (3, 5), np.int32)
@@ -42,7 +43,9 @@ def by_full_forward_passes(model, prompt, lengths, new_tokens):
     "changes",
     [
         {"mixer": "softmax", "positions": "learned", "max_length": 9},
-        {"mixer": {"name": "sliding_window", "local_window_size": (2, 0)}, "positions": "alibi"},
+        slow(
+            {"mixer": {"name": "sliding_window", "local_window_size": (2, 0)}, "positions": "alibi"}
+        ),
         {"mixer": ("softmax", "linear"), "num_layers": 2},
     ],
     ids=["softmax", "window", "mixed"],

@@ -16,6 +16,7 @@ import pytest
 from experiments import lm
 from experiments.common import folders, metrics, training
 from experiments.common.data import batches
+from tests.marks import slow_but_for
 
 ROOT = Path(lm.__file__).resolve().parents[1]
 TINY = """--layers 1 --width 8 --heads 2 --context 16 --window 4 --batch 4 --eval-windows 4
@@ -260,7 +261,7 @@ def test_options_override_their_preset():
     assert lm.parse(["--sweep", "0.5", "0.1"]).rates == (0.5, 0.1)
 
 
-@pytest.mark.parametrize("name", lm.PRESETS)
+@pytest.mark.parametrize("name", slow_but_for(["small"], lm.PRESETS))
 def test_presets_are_named_as_they_are_asked_for_and_fit_together(name):
     assert lm.PRESETS[name].preset == name
     lm.command.checks.check(lm.parse(["--preset", name]))

@@ -58,7 +58,7 @@ def test_projections_have_gradients_that_no_padding_reaches(before, x64):
 
 
 @pytest.mark.parametrize(
-    ("slots", "size"), [(SIZE, SIZE), (1, LENGTH)], ids=["identities", "one block"]
+    ("slots", "size"), [(SIZE, SIZE), slow(1, LENGTH)], ids=["identities", "one block"]
 )
 def test_it_is_exact_with_a_slot_a_token_and_in_one_block(slots, size, x64):
     arrays, one = draw(LENGTH, LENGTH), np.eye(slots, size)

@@ -62,8 +62,8 @@ def same_document(query_ids, key_ids):
         slow("relu", None, True),
         ("identity", None, False),
         slow("identity", None, True),
-        ("elu", False, True),
-        ("exp", None, True),
+        slow("elu", False, True),
+        slow("exp", None, True),
         slow("squared_relu", None, False),
         ("taylor", None, True),
     ],
@@ -145,7 +145,7 @@ def test_no_similarity_at_all_gives_zeros(is_causal):
         np.testing.assert_array_equal(leaf, 0)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_extremes_are_finite(is_causal):
     """Features that overflow, underflow, and whose products do one by one."""
     query, key, value = draw(5)
@@ -156,7 +156,7 @@ def test_extremes_are_finite(is_causal):
             assert np.isfinite(leaf).all()
 
 
-@pytest.mark.parametrize("is_causal, normalize", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("is_causal, normalize", [(True, True), (False, True), slow(True, False)])
 def test_a_state_continues_where_it_was_taken(is_causal, normalize):
     """Causal: the tokens after; bidirectional: more keys."""
     run = jax.jit(
@@ -175,7 +175,7 @@ def test_a_state_continues_where_it_was_taken(is_causal, normalize):
         assert_close((later, after), (out[:, 4:] if is_causal else out, state))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_the_returned_state_is_the_one_after_the_last_valid_token(is_causal):
     run = jax.jit(functools.partial(linear_attention, is_causal=is_causal, return_state=True))
     with jax.enable_x64(True):
@@ -224,7 +224,7 @@ def test_nothing_to_attend_to_and_nothing_to_do(is_causal):
     assert state.shape == (2, 2, 3, 6)
 
 
-@pytest.mark.parametrize("name, is_causal", [("elu", True), ("identity", False)])
+@pytest.mark.parametrize("name, is_causal", [("elu", True), slow("identity", False)])
 def test_bfloat16_rounds_once(name, is_causal):
     allowed = np.tri(64, dtype=bool) if is_causal else np.ones((64, 64), bool)
     args = tuple(x.astype(jnp.bfloat16) for x in draw(64, size=16, value_size=16))

@@ -12,6 +12,7 @@ from effattn.functional.linformer import window_projection
 from effattn.nn import CrossAttention, SelfAttention, as_attention_fn
 from tests.dense import draw, with_gradients
 from tests.laws.battery import assert_close
+from tests.marks import slow
 from tests.references.linformer import linformer
 from tests.references.pairs import pairs
 
@@ -31,7 +32,7 @@ def drawn(*before):
     return {"key_projection": of_keys, "value_projection": of_values}
 
 
-@pytest.mark.parametrize("before", [(), (2,)], ids=["shared", "by head"])
+@pytest.mark.parametrize("before", [slow(()), (2,)], ids=["shared", "by head"])
 def test_projections_have_gradients_that_no_padding_reaches(before, x64):
     """NaN in the padding; the second example has no keys, and gives zeros."""
     arrays = draw(QUERIES, KEYS) | drawn(*before)

@@ -12,6 +12,7 @@ from effattn.xla import paged_attention as xla
 from tests.dense import dense_with_gradients
 from tests.laws import cost
 from tests.laws.battery import assert_close
+from tests.marks import slow
 
 PAGE, PAGES, HEADS, KEY_HEADS, SIZE, VALUE_SIZE = 4, 9, 4, 2, 6, 5
 
@@ -58,7 +59,7 @@ attend = jax.jit(
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("step", [1, 12, 512])
+@pytest.mark.parametrize("step", [1, slow(12), 512])
 @pytest.mark.parametrize("window", [None, 5])
 def test_it_is_attention_over_the_pages_in_order(queries, step, window, monkeypatch):
     """Steps of one page, of three and of all; sequences of no tokens, of one, and of all."""

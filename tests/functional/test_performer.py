@@ -11,6 +11,7 @@ import effattn
 from effattn import performer_attention, performer_features
 from effattn.functional.performer import PerformerState, exponents
 from effattn.xla.linear_recurrence import BLOCK
+from tests.marks import slow
 
 DRAWS = 200
 
@@ -82,7 +83,7 @@ def test_vectors_are_orthogonal_in_blocks_and_as_long_as_independent_ones():
     np.testing.assert_array_equal(pairs[:, 10:], -pairs[:, :10])
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_many_features_approach_exact_attention(is_causal):
     query, key, value = draw(std=0.25)
 
@@ -96,7 +97,7 @@ def test_many_features_approach_exact_attention(is_causal):
     np.testing.assert_allclose(ours, exact, atol=0.01)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_the_relu_kernel_is_linear_attention_of_its_features(is_causal):
     """With a state that has no maximum, padding and packing."""
     query, key, value = draw(key_heads=1)
@@ -152,7 +153,7 @@ def test_features_that_no_float_holds_change_nothing(far):
         assert np.abs(np.asarray(state.maximum)).min() > 100
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_a_state_continues_where_it_was_taken(is_causal):
     """Also where the maximum before is larger, and where it is smaller, than that of the rest."""
     with jax.enable_x64(True):
@@ -178,6 +179,7 @@ def test_a_state_continues_where_it_was_taken(is_causal):
             )
 
 
+@pytest.mark.slow
 def test_gradients_pass_through_a_state_as_through_the_whole():
     """The maximum is a unit: that it counts as a constant loses nothing of what is read."""
     with jax.enable_x64(True):

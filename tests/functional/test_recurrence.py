@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import effattn
+from tests.marks import slow_but_for
 
 MILLION = 2**20
 
@@ -30,9 +31,10 @@ RECURRENCES = {
     "delta rule": (effattn.delta_rule_attention, {"beta": True}),
     "gated delta rule": (effattn.delta_rule_attention, {"gate": 2, "beta": True}),
 }
+QUICK = ("linear", "decays of features", "gated delta rule")
 
 
-@pytest.mark.parametrize("name", RECURRENCES)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, RECURRENCES))
 def test_a_million_tokens_fit(name):
     """Forward, in less than 3 GB with arguments and output; counted, not run."""
     function, options = RECURRENCES[name]

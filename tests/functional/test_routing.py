@@ -9,6 +9,7 @@ import pytest
 import effattn
 from effattn.functional.routing import normalise
 from tests.laws import cost
+from tests.marks import slow
 
 CENTROIDS = np.random.default_rng(3).normal(size=(4, 3, 8)).astype(np.float32)
 
@@ -59,7 +60,7 @@ def test_a_key_met_in_two_clusters_counts_twice():
     np.testing.assert_allclose(more, np.asarray(lse) + np.log(2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_gradients_are_gathered_and_centroids_have_none(is_causal):
     def total(query, key, value, centroids):
         return attend(query, key, value, centroids=centroids, is_causal=is_causal).sum()
@@ -72,7 +73,7 @@ def test_gradients_are_gathered_and_centroids_have_none(is_causal):
     np.testing.assert_array_equal(d_centroids, 0)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [False, slow(True)])
 def test_the_scale_of_queries_and_keys_does_not_matter(is_causal):
     query, key, value = heads()
     out = attend(100 * query + 3, key / 10, value, is_causal=is_causal)

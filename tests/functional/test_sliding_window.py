@@ -63,6 +63,7 @@ def test_everything_together(x64):
     check(options, [known | LENGTHS], **learned)
 
 
+@pytest.mark.slow
 def test_an_offset_may_be_an_int(x64):
     options = {"local_window_size": (3, 2), "dilation": 3, "is_causal": True, "query_offset": 4}
     check(options | WITH_DROPOUT, slopes=rng.normal(size=4))
@@ -74,6 +75,7 @@ def test_an_offset_may_be_traced(x64):
     check(options, knowns, slopes=rng.normal(size=4))
 
 
+@pytest.mark.slow
 def test_an_offset_may_differ_by_example(x64):
     options = {"local_window_size": 2, "dilation": 3, **WITH_DROPOUT}
     knowns = [{"query_offset": np.array(offsets), **LENGTHS} for offsets in ([5, -2], [0, 7])]
@@ -94,6 +96,7 @@ def test_there_need_be_no_batch_and_the_tile_changes_nothing(x64):
         assert_close(with_gradients(function, arrays), expected, 1e-12)
 
 
+@pytest.mark.slow
 def test_vmap_goes_over_the_offset(x64):
     arrays = draw(batch=())
     function = functools.partial(windowed, local_window_size=(2, 1), dilation=3)

@@ -11,6 +11,7 @@ import pytest
 from effattn import dot_product_attention, sliding_window_attention
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.laws.battery import assert_close
+from tests.marks import slow, slow_but_for
 from tests.references.pairs import pairs
 
 TILE = (4, 5)
@@ -49,9 +50,10 @@ JAX_NN = {
     "no batch": ({"batch": ()}, {"bias": BIAS[0], "mask": MASK[0]}, {}),
     "no batch, lengths": ({"batch": ()}, {k: v[:1] for k, v in LENGTHS.items()}, {}),
 }
+QUICK = (*IN_TILES, "grouped, causal", "one key head, mask", "window, lengths", "no batch")
 
 
-@pytest.mark.parametrize("case", JAX_NN)
+@pytest.mark.parametrize("case", slow_but_for(QUICK, JAX_NN))
 def test_gives_the_numbers_of_jax_nn(case):
     shape, given, options = JAX_NN[case]
     arrays = draw(**{"key_heads": 4, **shape}, value_size=3, dtype=np.float32)
@@ -87,7 +89,7 @@ def test_gives_the_numbers_of_jax_nn(case):
     assert_close(gradients, expected_gradients, 5e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
 def test_in_half_precision_is_as_near_the_truth_as_the_definition(dtype, x64):
     halves = {k: a.astype(dtype) for k, a in draw(30, 30, size=8, value_size=8).items()}
     truth = dense_with_gradients({k: a.astype(np.float64) for k, a in halves.items()})
@@ -146,7 +148,7 @@ def test_scale_bias_cap_score_mod_mask_and_sink_come_in_this_order(x64):
     assert all(np.abs(gradient).max() > 1e-3 for gradient in ours[1].values())
 
 
-@pytest.mark.parametrize("shape", [(14,), (2, 4, 1, 1), (1, 1, 2, 1, 11, 14)])
+@pytest.mark.parametrize("shape", [(14,), slow((2, 4, 1, 1)), slow((1, 1, 2, 1, 11, 14))])
 def test_a_bias_broadcasts_and_its_gradient_has_its_shape(shape, x64):
     arrays = draw() | {"bias": np.random.default_rng(5).normal(size=shape)}
     ours = with_gradients(attend, arrays)
@@ -224,7 +226,7 @@ def expected_of_modified(arrays, n):
     return dense_with_gradients(arrays, score_mod_of=modified_by(n))
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [slow("eager"), "gradient of jit"])
 def test_a_score_mod_may_close_over_anything(run, x64):
     arrays = draw() | LEARNED
     known = {"index": jnp.asarray(INDICES[0]), "flag": jnp.asarray(FLAGS[0])}
@@ -282,6 +284,7 @@ def dense_of_windowed(arrays, offset):
     return dense_with_gradients(arrays, score_mod_of=alibi, **options)
 
 
+@pytest.mark.slow
 def test_an_offset_may_differ_by_example(x64):
     arrays = draw() | {"slopes": rng.normal(size=4)}
     for offsets in ([5, -2], [0, 9]):
@@ -337,6 +340,7 @@ def test_a_sink_without_keys_is_the_whole_softmax():
     np.testing.assert_allclose(lse, np.broadcast_to(sink, lse.shape))
 
 
+@pytest.mark.slow
 def test_nothing_leaks_from_padding(x64):
     arrays, (d_out, d_lse) = draw(), cotangents(draw())
     ids = np.array([[1] * 4 + [2] * 6 + [0] * 4, [3] * 12 + [0] * 2])

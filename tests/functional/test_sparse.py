@@ -31,6 +31,7 @@ from effattn.patterns import (
 )
 from tests.dense import dense_with_gradients, draw, with_gradients
 from tests.laws.battery import assert_close
+from tests.marks import slow
 
 QUERIES, KEYS = 21, 26
 
@@ -79,7 +80,7 @@ patterns = st.recursive(
     [
         causal & (window | random | ~strided),
         dilated | everywhere & custom | ~prefix & fixed,
-        ~(blocks | ~documents),
+        slow(~(blocks | ~documents)),
     ],
 )
 def test_any_pattern_is_the_dense_form(pattern):
@@ -130,7 +131,7 @@ def test_all_options_together():
     assert_close(found, expected, 1e-12)
 
 
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("key_heads", [1, slow(2), 4])
 def test_a_pattern_may_differ_by_head(key_heads):
     arrays = draw(QUERIES, KEYS, key_heads=key_heads)
     blocks = np.random.default_rng(0).random((4, 6, 7)) < 0.4
@@ -219,7 +220,7 @@ def test_a_layout_of_other_lengths_is_refused():
     "attend",
     [
         functools.partial(sliding_window_attention, local_window_size=(255, 0), is_causal=True),
-        functools.partial(sparse_attention, pattern=Causal() & SlidingWindow(255, 0)),
+        slow(functools.partial(sparse_attention, pattern=Causal() & SlidingWindow(255, 0))),
         functools.partial(
             sparse_attention, pattern=Causal() & (SlidingWindow(255, 0) | Global(16))
         ),

@@ -12,6 +12,7 @@ from flax import nnx
 import effattn
 from effattn.functional.s4 import hippo, low_rank_kernel
 from effattn.nn import GRU, LSTM, S4D, ConvolutionalClassifier, FNet, Hyena, Synthesizer
+from tests.marks import slow
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_fnet.npz"
 RNG = np.random.default_rng(0)
@@ -91,7 +92,7 @@ def state_space():
     return jax.jit(drawn)()
 
 
-@pytest.mark.parametrize("time", [1, 100, 4096])
+@pytest.mark.parametrize("time", [1, 100, slow(4096)])
 def test_s4_is_one_as_convolution_and_as_recurrence(time):
     """In float32, and from any split: the state goes on."""
     options = state_space()

@@ -12,6 +12,7 @@ from flax import nnx
 
 import effattn
 from effattn.nn import Alibi, as_attention_fn
+from tests.marks import slow
 from tests.nn.build import filled, floats
 
 SHAPE = (2, 6, 16)
@@ -58,7 +59,9 @@ def test_its_parameters_are_those_of_flax():
         assert ours[name].default == theirs[name].default
 
 
-@pytest.mark.parametrize("mask", [None, PADDING, PADDING[:1], CAUSAL, CAUSAL * PADDING])
+@pytest.mark.parametrize(
+    "mask", [None, slow(PADDING), slow(PADDING[:1]), slow(CAUSAL), CAUSAL * PADDING]
+)
 def test_softmax_equals_the_attention_of_both_layers(mask):
     attention_fn = as_attention_fn("softmax")
     close(call(nnx_layer(attention_fn), X, mask), call(nnx_layer(), X, mask))
@@ -101,7 +104,7 @@ def test_a_window_equals_its_mask_under_any_padding(padding):
     close(np.asarray(out)[some], np.asarray(call(nnx_layer(), X, mask))[some])
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_linear_attention_skips_padded_keys_wherever_they_are(is_causal):
     layer = nnx_layer(as_attention_fn("linear", is_causal=is_causal))
     out = np.asarray(call(layer, X, PADDING))

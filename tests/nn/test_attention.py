@@ -10,6 +10,7 @@ from flax import nnx
 
 import effattn
 from effattn.nn import Alibi, CrossAttention, RotaryEmbedding, SelfAttention
+from tests.marks import slow, slow_but_for
 from tests.nn.build import filled, floats
 
 MIXERS = {
@@ -53,7 +54,10 @@ def close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture(params=MIXERS)
+QUICK = "rotary", "window, alibi", "linear, rotary"
+
+
+@pytest.fixture(params=slow_but_for(QUICK, MIXERS))
 def mixer(request):
     return made(**MIXERS[request.param])
 
@@ -291,7 +295,7 @@ def call_cross(mixer, x, context, **padding):
     return mixer(x, context, **padding)
 
 
-@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize("attention", ["softmax", slow("linear")])
 def test_cross_attention_ignores_padding_and_other_segments(attention):
     """Without, there are all queries, of which none depends on another, and all or two keys."""
     mixer = make_cross(attention=attention, qk_norm=True)

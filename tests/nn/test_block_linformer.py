@@ -9,6 +9,7 @@ from flax import nnx
 import effattn
 from effattn import registry
 from effattn.nn import BlockLinformerSelfAttention, TransformerConfig, TransformerLM, generate
+from tests.marks import slow
 from tests.nn.build import filled, floats
 
 LENGTH = 13
@@ -31,7 +32,7 @@ call = jax.jit(lambda mixer, x: mixer(x))
 @pytest.mark.parametrize(
     ("sharing", "of_keys", "of_values"),
     [
-        ("none", (2, 2, 4), (2, 2, 4)),
+        slow("none", (2, 2, 4), (2, 2, 4)),
         ("heads", (2, 4), (2, 4)),
         ("key_value", (2, 4), None),
     ],

@@ -105,6 +105,7 @@ def by_hand(mixer, x):
     return np.einsum("tnh,nhd->td", gate * out * of(mixer.norm.scale), of(mixer.out.kernel))
 
 
+@pytest.mark.parametrize("layer", [slow(DeltaNet), GatedDeltaNet])
 def test_it_is_the_layer_of_its_paper(mixer):
     y = call(mixer, X, np.full(2, LENGTH), ONE_DOCUMENT)
     for row in range(2):
@@ -172,6 +173,7 @@ def test_padding_reaches_no_output_and_no_gradient(mixer):
         assert np.isfinite(gradient).all() and np.any(gradient), jax.tree_util.keystr(path)
 
 
+@pytest.mark.parametrize("layer", [slow(DeltaNet), GatedDeltaNet])
 def test_bfloat16(layer):
     wide, narrow = made(layer), made(layer, dtype=jnp.bfloat16)
     y = call(narrow, X.astype(jnp.bfloat16))

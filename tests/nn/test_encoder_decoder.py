@@ -41,7 +41,7 @@ def make(*args, **options):
 MIXERS = [
     "softmax",
     slow("linear"),
-    {"name": "sliding_window", "local_window_size": (2, 2)},
+    slow({"name": "sliding_window", "local_window_size": (2, 2)}),
     slow({"name": "nystrom", "num_landmarks": 4}),
 ]
 

@@ -9,6 +9,7 @@ from flax import nnx
 from effattn.nn import ChunkedFeedForward, SwiGLU
 from effattn.nn.dropout import dropout
 from tests.laws import cost
+from tests.marks import slow
 from tests.nn.build import filled, floats
 
 FEATURES, LENGTH = 8, 11
@@ -29,7 +30,7 @@ def draw(seed):
     return floats(2, LENGTH, FEATURES, seed=seed)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 11, 50])
+@pytest.mark.parametrize("chunk_size", [slow(1), 4, 11, slow(50)])
 def test_chunks_change_nothing(chunk_size):
     """Nor the gradients; 11 tokens are no multiple of 4."""
     module = filled(Dropped)

@@ -10,6 +10,7 @@ from flax import nnx
 
 import effattn
 from effattn.nn import HedgehogSelfAttention
+from tests.marks import slow
 from tests.nn.build import filled, floats
 
 X = floats(2, 11, 16)
@@ -30,7 +31,7 @@ def test_the_maps_start_as_the_identity():
         np.testing.assert_array_equal(kernel[...], np.stack([np.eye(4)] * 2))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_each_head_has_its_own_maps(is_causal):
     """Heads one by one, each as linear attention of what its own maps give."""
     mixer = made(num_features=3, is_causal=is_causal)

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from effattn.nn import Mamba2
+from tests.marks import slow
 from tests.nn.build import filled
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_mamba2.npz"
@@ -62,7 +63,7 @@ def with_gradient(mixer, x, cotangent):
     return y, pull_back(cotangent)[0]
 
 
-@pytest.mark.parametrize("case, groups", [("one_group", 1), ("two_groups", 2)])
+@pytest.mark.parametrize("case, groups", [slow("one_group", 1), ("two_groups", 2)])
 def test_it_agrees_with_transformers(case, groups):
     """With the norm over each group's features, as in the authors' code too."""
     arrays = golden(case)

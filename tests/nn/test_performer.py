@@ -10,6 +10,7 @@ from flax import nnx
 
 import effattn
 from effattn.nn import PerformerSelfAttention, TransformerConfig, TransformerLM
+from tests.marks import slow
 from tests.nn.build import filled, floats
 
 X = floats(2, 11, 16)
@@ -25,7 +26,7 @@ def make(**options):
 call = jax.jit(lambda mixer, x: mixer(x))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_it_is_performer_attention_between_projections(is_causal):
     mixer = make(num_kv_heads=2, is_causal=is_causal)
     query, key, value = (

@@ -10,6 +10,7 @@ from flax import nnx
 
 import effattn
 from effattn.nn import RandomFeatureSelfAttention
+from tests.marks import slow
 from tests.nn.build import filled, floats
 
 X = floats(2, 11, 16)
@@ -27,7 +28,7 @@ def call(mixer, x, lengths=None):
     return mixer(x, lengths=lengths)
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gated", [slow(False), True])
 def test_it_is_random_feature_attention_between_projections(gated):
     mixer = make(num_kv_heads=2, gated=gated)
     mixer.sigma[...] = np.linspace(0.5, 1.5, 8, dtype=np.float32).reshape(2, 1, 4)

@@ -23,7 +23,7 @@ def made(**options):
     return filled(lambda: make(**options))
 
 
-@pytest.mark.parametrize("rotary", [None, RotaryEmbedding()])
+@pytest.mark.parametrize("rotary", [slow(None), RotaryEmbedding()])
 def test_segments_in_two_calls_are_those_of_one(rotary):
     mixer = made(rotary=rotary)
 

@@ -129,7 +129,7 @@ def by_hand(mixer, x):
     return np.einsum("tnh,nhd->td", gate * sigmoid(gate) * out, of(mixer.out.kernel))
 
 
-@pytest.mark.parametrize("layer", [RetNet, GatedLinearAttention])
+@pytest.mark.parametrize("layer", [RetNet, slow(GatedLinearAttention)])
 def test_it_is_the_layer_of_its_paper(layer):
     """Mamba-2's is compared with another implementation of it."""
     mixer = made(layer)
@@ -145,7 +145,7 @@ def test_the_state_has_one_size(mixer):
     assert all(jax.tree.leaves(same))
     sums, *tokens = jax.tree.leaves(state.state)
     assert sums.dtype == jnp.float32 and all(x.dtype == jnp.bfloat16 for x in tokens)
-    assert not any(np.any(x) for x in jax.tree.leaves(state))
+    assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves(state))
 
 
 @pytest.mark.parametrize("layer", slow_but_for([RetNet, Mamba2], NAMES))
@@ -183,7 +183,7 @@ def test_padding_reaches_no_output_and_no_gradient(mixer):
         assert np.isfinite(gradient).all() and np.any(gradient), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("layer", slow_but_for([RetNet, Mamba2], NAMES))
+@pytest.mark.parametrize("layer", slow_but_for([RetNet], NAMES))
 def test_bfloat16(layer, mixer):
     narrow = filled(lambda: make(layer, dtype=jnp.bfloat16))
     expected = call(mixer, X, np.full(2, LENGTH), ONE_DOCUMENT)

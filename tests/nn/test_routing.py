@@ -42,7 +42,7 @@ def heads_of(mixer, x):
     return tuple(np.einsum("btd,dnh->btnh", x, layer.kernel[...]) for layer in layers)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [False, slow(True)])
 def test_it_is_both_kinds_of_attention_between_projections(is_causal):
     mixer = made(is_causal=is_causal, num_kv_heads=2)
     assert mixer.num_local_heads == 2 and mixer.centroids[...].shape == (2, 3, 4)
@@ -70,7 +70,7 @@ def test_it_is_both_kinds_of_attention_between_projections(is_causal):
     np.testing.assert_allclose(call(mixer, X), y, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("local", [0, 1, slow(3)])
+@pytest.mark.parametrize("local", [slow(0), 1, slow(3)])
 def test_decoding_is_what_training_saw(local):
     """In pieces longer than a cluster, and by single tokens."""
     mixer = made(num_local_heads=local, rotary=RotaryEmbedding())
@@ -154,7 +154,7 @@ ROUTING = {"name": "routing", "num_clusters": 3, "cluster_size": 4}
     ("mixer", "half"),
     [
         (ROUTING, False),
-        ({"heads": ({**ROUTING, "num_heads": 2}, {"name": "softmax", "num_heads": 2})}, False),
+        slow({"heads": ({**ROUTING, "num_heads": 2}, {"name": "softmax", "num_heads": 2})}, False),
         slow({"name": "mixture_of_mechanisms", "mechanisms": ("linear", ROUTING)}, False),
         slow({"name": "convolution_attention", "attention": ROUTING}, True),
     ],

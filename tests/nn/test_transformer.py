@@ -11,7 +11,7 @@ from flax import nnx
 from effattn import registry
 from effattn.decode import ContiguousState, RecurrentState, RingState
 from effattn.nn import Block, TransformerConfig, TransformerLM
-from tests.marks import slow
+from tests.marks import slow, slow_but_for
 from tests.nn.build import filled, floats
 
 CONFIG = TransformerConfig(
@@ -47,7 +47,10 @@ def made(**changes):
     return filled(lambda: make(**changes), spread=0.1)
 
 
-@pytest.fixture(params=VARIANTS)
+QUICK = "softmax, rotary", "mixed, learned, untied"
+
+
+@pytest.fixture(params=slow_but_for(QUICK, VARIANTS))
 def model(request):
     return made(**VARIANTS[request.param])
 
@@ -384,7 +387,11 @@ def test_what_looks_one_way_alone_is_refused_in_models_that_look_the_other():
         make(is_causal=False, mixer="sparse_transformer")
 
 
-@pytest.mark.parametrize("name", registry.names("decode"))
+DECODING = registry.names("decode")
+FIRST_OF_FAMILY = {registry.get(name).family: name for name in reversed(DECODING)}.values()
+
+
+@pytest.mark.parametrize("name", slow_but_for(FIRST_OF_FAMILY, DECODING))
 def test_every_mechanism_that_decodes_builds_a_model(name):
     options = {"local_window_size": (2, 0)} if name == "sliding_window" else {}
     # Key heads are of those that have keys.

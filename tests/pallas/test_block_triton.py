@@ -151,7 +151,7 @@ def test_it_is_lowered_for_gpus(name):
     [
         slow(jnp.float32, (32, 32)),
         slow(jnp.float16, (64, 64)),
-        (jnp.bfloat16, (96, 80)),
+        slow(jnp.bfloat16, (96, 80)),
         slow(jnp.float32, (128, 128)),
         (jnp.bfloat16, (128, 128)),
         (jnp.float32, (192, 256)),

@@ -77,7 +77,7 @@ def test_decays_that_forget_much_or_all(decay):
 
 @pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])
 @pytest.mark.parametrize(
-    ("gate", "sizes"), [(None, (64, 64)), (2, (96, 255)), (3, (128, 80)), (3, (6, 5))]
+    ("gate", "sizes"), [slow(None, (64, 64)), (2, (96, 255)), slow(3, (128, 80)), (3, (6, 5))]
 )
 def test_it_is_lowered_for_tpus(dtype, gate, sizes):
     given = program(dtype, gate, sizes, "pallas")

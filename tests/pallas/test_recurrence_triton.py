@@ -235,7 +235,7 @@ def test_under_vmap():
         slow(jnp.float32, None, (64, 64)),
         (jnp.bfloat16, None, (64, 64)),
         slow(jnp.float16, 2, (96, 255)),
-        (jnp.float32, 2, (96, 255)),
+        slow(jnp.float32, 2, (96, 255)),
         slow(jnp.bfloat16, 3, (128, 80)),
         (jnp.float32, 3, (128, 80)),
         slow(jnp.float16, 3, (6, 5)),
