@@ -28,6 +28,7 @@ def drawn(*before, slots=SLOTS, size=SIZE):
     return {"key_projection": of_keys, "value_projection": of_values}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [(), slow((2,))], ids=["shared", "by head"])
 def test_projections_have_gradients_that_no_padding_reaches(before, x64):
     """NaN in the padding, dropout on tokens and slots; keys end inside a block, or are none."""

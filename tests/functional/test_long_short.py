@@ -37,6 +37,7 @@ def with_norms(is_causal):
     return arrays | norms | {"slot_scores": rng.normal(size=(2, LENGTH, 2, 2))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "is_causal",
     [True, slow(False)],

@@ -134,6 +134,7 @@ def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
     assert_close(with_gradients(ours, **options)(arrays, {}, ALL), expected, 1e-11)
 
 
+@pytest.mark.slow
 @both_ways
 @pytest.mark.parametrize(
     "sizes",
@@ -198,7 +199,7 @@ def test_one_bucket_and_one_chunk_are_exact_attention(chunk_length, is_causal, x
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+@both_ways
 def test_a_pair_counts_once_in_however_many_rounds(is_causal, x64):
     arrays = draw(num_rounds=1)
     pairs = pairs_of(arrays, is_causal=is_causal)

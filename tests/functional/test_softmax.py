@@ -127,6 +127,7 @@ def alibi(arrays):
     return score_mod
 
 
+@pytest.mark.slow
 def test_scale_bias_cap_score_mod_mask_and_sink_come_in_this_order(x64):
     arrays = draw() | {
         "bias": rng.normal(size=(2, 4, 11, 14)),
@@ -164,6 +165,7 @@ def test_a_bias_broadcasts_and_its_gradient_has_its_shape(shape, x64):
     assert_close(ours, expected, 1e-12)
 
 
+@pytest.mark.slow
 def test_there_may_be_several_batch_dimensions(x64):
     batch = (2, 1, 3)
     arrays = draw(batch=batch) | {"slopes": rng.normal(size=4)}
@@ -292,6 +294,7 @@ def test_an_offset_may_differ_by_example(x64):
         assert_close(ours, dense_of_windowed(arrays, np.array(offsets)), 1e-12)
 
 
+@pytest.mark.slow
 def test_vmap_goes_over_offsets_lengths_masks_and_ids(x64):
     arrays = draw(batch=())
     known = {

@@ -58,6 +58,8 @@ FIRST_OF_FAMILY = [
     for subject in battery.first_of_families(FIRST)
     if subject.entry.family not in {m.entry.family for m in battery.MECHANISMS}
 ]
+# Hybrids run on the cores of what they are made of.
+WITH_CORES = [subject for subject in FIRST_OF_FAMILY if subject.entry.family != "hybrid"]
 
 
 def build(subject: Subject, features: int = FEATURES, heads: int = HEADS, **options: Any) -> Any:

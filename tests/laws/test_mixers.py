@@ -14,7 +14,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from effattn import registry
 from effattn.nn import SelfAttention
 from tests.laws import cost, mixers
-from tests.laws.mixers import FEATURES, FIRST, FIRST_OF_FAMILY, LAYERS, LENGTH, ROWS, SUBJECTS, rms
+from tests.laws.mixers import (
+    FEATURES,
+    FIRST,
+    FIRST_OF_FAMILY,
+    LAYERS,
+    LENGTH,
+    ROWS,
+    SUBJECTS,
+    WITH_CORES,
+    rms,
+)
 from tests.laws.sharding import collectives, mesh
 from tests.marks import slow_but_for
 from tests.references import MIXERS
@@ -28,7 +38,9 @@ QUICK = [s for s in SUBJECTS if s in FIRST or s._replace(is_causal=True) in FIRS
 every = pytest.mark.parametrize("mixer", slow_but_for(QUICK, SUBJECTS), ids=str)
 first = pytest.mark.parametrize("mixer", FIRST, ids=str)
 one_of_families = pytest.mark.parametrize("mixer", slow_but_for(FIRST_OF_FAMILY, FIRST), ids=str)
-called = pytest.mark.parametrize("mixer", slow_but_for(FIRST_OF_FAMILY, LAYERS), ids=str)
+of_cores = pytest.mark.parametrize("mixer", slow_but_for(WITH_CORES, FIRST), ids=str)
+sharded = pytest.mark.parametrize("mixer", slow_but_for(FIRST_OF_FAMILY, LAYERS), ids=str)
+called = pytest.mark.parametrize("mixer", slow_but_for(WITH_CORES, LAYERS), ids=str)
 causal = pytest.mark.parametrize("mixer", [s for s in FIRST if s.is_causal], ids=str)
 
 
@@ -72,7 +84,7 @@ def test_float64_agrees(mixer):
         close(ours, expected, 1e-10)
 
 
-@one_of_families
+@of_cores
 def test_float32_errs_at_most_twice_as_much_as_the_plain_form(mixer):
     """Of outputs and all gradients."""
     module = mixers.made(mixer)
@@ -93,7 +105,7 @@ def test_float32_errs_at_most_twice_as_much_as_the_plain_form(mixer):
         assert rms(a - exact) <= allowed, (jax.tree_util.keystr(path), rms(a - exact), allowed)
 
 
-@one_of_families
+@of_cores
 def test_bfloat16_errs_at_most_twice_as_much_as_the_plain_form(mixer):
     """Of the outputs."""
     module, reference = mixers.made(mixer, narrow=True), MIXERS[mixer.name]
@@ -293,7 +305,7 @@ def program_at(mixer, length, backward=True):
 LENGTHS = (4096, 32768)
 
 
-@one_of_families
+@of_cores
 def test_memory_grows_as_claimed(mixer):
     """The temporary bytes of forward and backward together, as compiled."""
     found = [cost.temporary_bytes(program_at(mixer, length)) for length in LENGTHS]
@@ -330,7 +342,7 @@ def test_twice_the_same(mixer):
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
-@called
+@sharded
 def test_sharded_by_rows(mixer):
     """Only the gradients of the parameters are summed, and the numbers are those of one device."""
     if mixer.reference.transforms and jax.__version_info__ < (0, 12):

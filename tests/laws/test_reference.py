@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.laws import battery
 from tests.laws.battery import (
-    CALLED,
     CROSS,
     FIRST_NAMES,
     LAST,
@@ -122,7 +121,7 @@ def test_float32_errs_at_most_twice_as_much_as_the_plain_form(mechanism):
     assert_errors_are_at_most_twice_those_of(refer, mechanism, draw)
 
 
-@pytest.mark.parametrize("mechanism", CALLED, ids=str)
+@pytest.mark.parametrize("mechanism", OF_CORES, ids=str)
 def test_bfloat16_errs_at_most_twice_as_much_as_the_plain_form(mechanism):
     """Of all that is claimed, and on eight devices: the program of law 9, in its dtype."""
     sizes, extent = shared_sizes(mechanism), battery.everything(mechanism)

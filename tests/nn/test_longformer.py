@@ -151,6 +151,7 @@ def test_a_step_of_a_token_that_is_not_global_does_not_read_the_prefix():
     assert flops(4096) == flops(64)
 
 
+@pytest.mark.slow
 def test_without_global_tokens_it_is_a_window_that_decodes_as_one():
     x = floats(2, LENGTH, 16)
     plain, with_room = made(max_global=None), made()
@@ -168,6 +169,7 @@ def test_the_registry_builds_it():
     assert dict(mixer.options)["local_window_size"] == (127, 0)
 
 
+@pytest.mark.slow
 def test_padding_and_other_documents_reach_nothing():
     mixer = made(local_window_size=3, is_causal=False)
     x = floats(2, LENGTH, 16)

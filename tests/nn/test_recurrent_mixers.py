@@ -276,6 +276,7 @@ def test_it_looks_back_only(mixer, layer):
         mixer(X[..., :3])
 
 
+@pytest.mark.slow
 def test_heads_of_it_stand_beside_others():
     groups = [{"name": name, "num_heads": 2} for name in ("mamba2", "softmax")]
     hybrid = filled(
