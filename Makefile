@@ -18,7 +18,7 @@ pytest = $(python) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo mlm seq2seq gallery test test-all bench bench-gpu lint format clean
+.PHONY: help demo mlm seq2seq gallery test test-all test-gpu bench bench-gpu lint format clean
 
 help: ## show this
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
@@ -48,6 +48,10 @@ test: ## run the tests in parallel, without those marked slow
 test-all: ## run all tests
 	$(setup) experiments,test
 	$(pytest) $(ARGS)
+
+test-gpu: ## compile the kernels for a CUDA GPU, run them there and compare with float64
+	$(setup) test,gpu
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(pytest) tests/pallas/test_on_gpu.py $(ARGS)
 
 bench: ## measure against what JAX and PyTorch ship
 	$(setup) experiments

@@ -277,10 +277,12 @@ def draw(
     """The panels row by row, each contender in the same colour in all; values in logarithms."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     height = -(-len(panels) // columns)
+    upright = [len(tick) for p in panels if not p.joined for tick in p.ticks.values()]
+    inches = 1.6 + 3.2 * height + 0.09 * max(upright, default=0)
     with plt.style.context("petroff10"):  # told apart with any colour vision
         figure, grid = plt.subplots(
-            height, columns, figsize=(1.2 + 3.2 * columns, 1.6 + 3.2 * height), sharey=share_y,
-            squeeze=False, layout="constrained",
+            height, columns, figsize=(1.2 + 3.2 * columns, inches), sharey=share_y, squeeze=False,
+            layout="constrained",
         )  # fmt: skip
         for axes, panel in zip(grid.flat, panels, strict=False):
             for index, name in enumerate(names):

@@ -42,8 +42,9 @@ def write(
     """Writes `results.json`, `table.md` and `throughput.png`; returns the text of the tables."""
     text = markdown(machine, rates, rows)
     save(folder, text, machine, settings, rates, rows)
-    if rows:
-        draw_throughput(folder / "throughput.png", machine, rates, rows)
+    timed = [row for row in rows if row.seconds is not None]
+    if timed:
+        draw_throughput(folder / "throughput.png", machine, rates, timed)
     return text
 
 

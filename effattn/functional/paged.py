@@ -67,7 +67,8 @@ def paged_attention(
       implementation: None, "xla", "triton" (GPUs: pages of 16 to 256 tokens, a power of two),
         "mosaic_tpu" (TPUs: pages of multiples of 16 tokens), both for head sizes up to 256,
         "pallas" (that of the two which runs there), or a tuple of names tried in order. None is
-        what `effattn.tune` has found, or "xla".
+        what `effattn.tune` has found; untuned, a kernel in 16 bits on one Hopper GPU, and elsewhere
+        "xla".
 
     Returns:
       `(B, T, N, Hv)` in the dtype of the value pages, or of `query` if they are int8; with

@@ -110,7 +110,6 @@ def test_what_is_in_padding_reaches_nothing():
     jax.tree.map(np.testing.assert_array_equal, with_gradients(*dirty), clean)
 
 
-@pytest.mark.slow
 def test_the_future_changes_no_bit_of_the_past():
     arrays = draw(16)
     before = np.asarray(attend(*arrays))

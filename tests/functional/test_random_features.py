@@ -82,7 +82,6 @@ def test_a_gate_is_a_step_by_step_recurrence():
         assert_close(ours, expected)
 
 
-@pytest.mark.slow
 def test_packing_and_padding_with_a_gate():
     """A document starts from nothing, and NaN in the padding reaches nothing."""
     with jax.enable_x64(True):

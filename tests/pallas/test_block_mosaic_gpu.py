@@ -91,6 +91,11 @@ CASES = {
     ),
     "layout of heads": Half({"queries": 40, "key_heads": 2}, lambda: TILE, over_layout((2,), True)),
     "pattern": Half(square(100, heads=1), lambda: {"pattern": PATTERN}, effattn.sparse_attention),
+    "blocks off the tiles": Half(
+        square(100, heads=1),
+        lambda: {"block_mask": np.tri(3, dtype=bool), "block_size": 40, "is_causal": True},
+        effattn.block_sparse_attention,
+    ),
     "one row, under vmap": Half(
         {"batch": (2,), "heads": 1, "queries": 1, "keys": 1}, lambda: {"is_causal": True}, mapped
     ),
@@ -202,11 +207,14 @@ LOWERED = (
     "documents and lengths",
     "tables, cap, scale, sink and dropout",
     "layout of heads",
+    "blocks off the tiles",
     "one row, under vmap",
 )
 
 
-@pytest.mark.parametrize("name", slow_but_for(["documents and lengths"], LOWERED))
+@pytest.mark.parametrize(
+    "name", slow_but_for(["documents and lengths", "blocks off the tiles"], LOWERED)
+)
 def test_it_is_lowered_for_gpus(name):
     case = CASES[name]
     if jax.__version_info__ < (0, 12) and "logits_soft_cap" in case.options():

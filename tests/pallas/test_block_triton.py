@@ -229,6 +229,23 @@ def test_what_it_does_not_take_another_does(dtype, sizes, options, message):
         attend(**arrays, **options | {"implementation": ("triton", "xla")})
 
 
+def test_blocks_that_are_whole_tiles_need_no_table():
+    """Of other sizes they do: their mask has more entries than a kernel reads."""
+
+    def attend_to_own(block_size):
+        def function(query, key, value):
+            return effattn.block_sparse_attention(
+                query, key, value, block_mask=np.eye(80, dtype=bool), block_size=block_size,
+                implementation="triton",
+            )  # fmt: skip
+
+        return jax.eval_shape(function, *shapes(80 * block_size))
+
+    attend_to_own(128)
+    with pytest.raises(NotImplementedError, match="reads a table of 6400 entries"):
+        attend_to_own(100)
+
+
 def test_what_would_overflow_its_counters_is_refused():
     arrays = shapes(2**17, batch=4, heads=(64, 64))
     with pytest.raises(NotImplementedError, match=r"fewer than 2\*\*31 numbers"):
