@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from effattn import tuned
@@ -22,7 +23,7 @@ PLATFORMS = {
     "triton": "cuda",
     "mosaic_tpu": "tpu",
 }
-FOR_KERNELS = 128  # tokens from which on a call may be one that kernels are faster for
+_FOR_KERNELS = 128  # tokens: fewer were not measured
 PALLAS = "mosaic_gpu", "triton", "mosaic_tpu"  # the first that takes the arguments is the fastest
 
 _interpreted: contextvars.ContextVar[Any] = contextvars.ContextVar(
@@ -107,10 +108,20 @@ def requested(value: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def asks_for_kernels(value: Any) -> bool:
-    """Whether an argument `implementation` names a kernel."""
-    names = requested(value) or ()
+def asks_for_kernels(value: Any, for_kernels: bool) -> bool:
+    """Whether an argument `implementation` names a kernel, or nothing where one is taken.
+
+    `for_kernels` is what the call says of itself: see `Call`.
+    """
+    names = requested(value)
+    if names is None:
+        return for_kernels and _kernels_are_faster()
     return any(PLATFORMS.get(name, "pallas") is not None for name in names)
+
+
+def suits_kernels(dtype: Any, tokens: int) -> bool:
+    """Whether arrays of so many tokens are such as kernels were measured to be faster for."""
+    return jnp.dtype(dtype).itemsize == 2 and tokens >= _FOR_KERNELS
 
 
 class Call(NamedTuple):
@@ -185,13 +196,18 @@ def untuned(call: Call) -> tuple[str, ...]:
     That is a kernel on Hopper GPUs, where its program is for one device: compilers do not split
     kernels over several.
     """
-    if call.for_kernels and jax.default_backend() == "gpu" and _for_one_device():
-        from effattn.pallas import device  # most programs have no kernels
-
-        gpu = device.gpu()
-        if gpu is not None and str(gpu.compute_capability).startswith("9."):
-            return (*(name for name in PALLAS if PLATFORMS[name] == "cuda"), "xla")
+    if call.for_kernels and _kernels_are_faster():
+        return (*(name for name in PALLAS if PLATFORMS[name] == "cuda"), "xla")
     return ("xla",)
+
+
+def _kernels_are_faster():
+    if jax.default_backend() != "gpu" or not _for_one_device():
+        return False
+    from effattn.pallas import device  # most programs have no kernels
+
+    gpu = device.gpu()
+    return gpu is not None and str(gpu.compute_capability).startswith("9.")
 
 
 def _for_one_device():

@@ -131,7 +131,7 @@ def call(mechanism: str, rule: Rule, x: Operands) -> dispatch.Call:
         {name: functools.partial(refusal, name) for name in MODULES},
         functools.partial(signature, rule, x),
         tilings,
-        for_kernels=x.query.dtype.itemsize == 2 and x.query.shape[-3] >= dispatch.FOR_KERNELS,
+        for_kernels=dispatch.suits_kernels(x.query.dtype, x.query.shape[-3]),
     )
 
 

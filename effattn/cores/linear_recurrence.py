@@ -225,19 +225,14 @@ def call(mechanism: str, rule: Rule, x: Operands) -> dispatch.Call:
     def refusal(name):
         return importlib.import_module(MODULES[name]).refusal(rule, x)
 
-    length = jax.tree.leaves(x.queries)[0].shape[x.state.ndim - 3]
+    queries = jax.tree.leaves(x.queries)
+    length, dtype = queries[0].shape[x.state.ndim - 3], jnp.result_type(rule.dtype, *queries)
     return dispatch.Call(
         mechanism,
         {name: functools.partial(refusal, name) for name in MODULES},
         functools.partial(signature, rule, x),
-        for_kernels=not is_wide(rule, x) and length >= dispatch.FOR_KERNELS,
+        for_kernels=dispatch.suits_kernels(dtype, length),
     )
-
-
-def is_wide(rule: Rule, x: Operands) -> bool:
-    """Whether queries or the output have more than 16 bits."""
-    dtypes = [array.dtype for array in jax.tree.leaves(x.queries)]
-    return any(jnp.dtype(dtype).itemsize > 2 for dtype in (rule.dtype, *dtypes))
 
 
 def signature(rule: Rule, x: Operands) -> str:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from effattn import dispatch
 from effattn.functional import block
@@ -157,7 +158,9 @@ def with_pattern(query, key, given: block.Arguments, pattern: "Pattern") -> bloc
         raise ValueError(f"the pattern is of {pattern.heads} heads, the query has {heads}")
     pattern = pattern & Causal() if given.is_causal else pattern
     pattern = pattern.sized(queries, keys, offset=given.query_offset)
-    for_kernels = dispatch.asks_for_kernels(given.implementation)
+    for_kernels = dispatch.asks_for_kernels(
+        given.implementation, dispatch.suits_kernels(query.dtype, queries)
+    )
     layout = pattern.layout(
         queries,
         keys,
@@ -165,4 +168,6 @@ def with_pattern(query, key, given: block.Arguments, pattern: "Pattern") -> bloc
         offset=given.query_offset,
         key_heads=key_heads,
     )
-    return dataclasses.replace(given, is_causal=False, pattern=pattern, layout=layout)
+    # Of tiles that are all whole no element is asked for.
+    of_elements = pattern if np.any(layout.partial_counts) else None
+    return dataclasses.replace(given, is_causal=False, pattern=of_elements, layout=layout)

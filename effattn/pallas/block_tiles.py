@@ -151,10 +151,7 @@ def programs_of(rule: Rule, x: Operands, dtype: Any) -> dict[str, Program | None
     """The functions of one element: score, pattern and keep; `Unsupported` if one cannot be run."""
     number, index = jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), jnp.int32)
     origin = rule.origin or (lambda *at: at)
-    score_mod, rate, seed = rule.score_mod, rule.dropout_rate, x.seed
-    # Of whole tiles alone no element is asked for.
-    all_whole = x.layout is not None and not x.layout.partial_indices.shape[-1]
-    pattern = None if all_whole else rule.pattern
+    score_mod, pattern, rate, seed = rule.score_mod, rule.pattern, rule.dropout_rate, x.seed
     found: dict[str, Program | None] = dict.fromkeys(("score", "pattern", "keep"))
     if score_mod is not None:
 

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.cores.linear_recurrence import Operands, Rule, clear, is_wide, masked_terms, normalize
+from effattn.cores.linear_recurrence import Operands, Rule, clear, masked_terms, normalize
 from effattn.pallas import recurrence_delta
 from effattn.pallas.recurrence_delta import Chunks, Keys
 
@@ -163,8 +163,10 @@ def precision_of(rule: Rule, x: Operands) -> lax.Precision:
 
     What has 16 bits keeps them in TensorFloat-32, or in passes of bfloat16.
     """
+    dtypes = [array.dtype for array in jax.tree.leaves(x.queries)]
+    wide = any(jnp.dtype(dtype).itemsize > 2 for dtype in (rule.dtype, *dtypes))
     asked = {lax.Precision(one) for one in _each(rule.precision)}
-    return lax.Precision.HIGHEST if is_wide(rule, x) else max(asked, key=lambda one: one.value)
+    return lax.Precision.HIGHEST if wide else max(asked, key=lambda one: one.value)
 
 
 def _each(precision):

@@ -255,19 +255,24 @@ def test_it_is_lowered_for_gpus(dtype, gate, sizes):
     ],
 )
 def test_compiled_it_fits_every_card(capability, gate, dtype):
-    """In 16 bits all matrix products are on tensor cores, and all that is held in registers."""
+    """In 16 bits all matrix products are on tensor cores, and next to all is held in registers.
+
+    Where features decay the levels of a block keep more beside a product.
+    """
+    stack = 512 if gate == 3 else 128
     kernels = compile_triton(capability, *program(dtype, gate, (64, 64), "triton"))
     assert {kernel.name.removeprefix("linear_recurrence_") for kernel in kernels} == {
         "walk",
         "walk_back",
         "read_block",
         "d_query_block",
-        "d_key_value_block",
+        "d_key_block",
+        "d_value_block",
     }
     for kernel in kernels:
         assert kernel.shared <= 99 * 1024, kernel
         if dtype == jnp.bfloat16:
-            assert kernel.stack <= 128, kernel
+            assert kernel.stack <= stack, kernel
             assert kernel.tensor_cores > 0, kernel
 
 
@@ -283,7 +288,7 @@ def test_compiled_the_delta_rule_fits_its_cards(capability, shared, sizes):
         "correct_back",
         "read_block",
         "d_query_block",
-        "d_key_value_block",
+        "d_key_block",
     }
     for kernel in kernels:
         assert kernel.shared <= shared * 1024, kernel
