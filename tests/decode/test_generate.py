@@ -42,7 +42,7 @@ def by_full_forward_passes(model, prompt, lengths, new_tokens):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mixer": "softmax", "positions": "learned", "max_length": 9},
+        slow({"mixer": "softmax", "positions": "learned", "max_length": 9}),
         slow(
             {"mixer": {"name": "sliding_window", "local_window_size": (2, 0)}, "positions": "alibi"}
         ),

@@ -127,7 +127,7 @@ def test_random_attention_sees_its_own_block_and_those_drawn(is_causal):
     "kind, is_causal",
     [
         slow("shared", True),
-        ("by head", False),
+        slow("by head", False),
         ("traced", False),
         slow("traced by key head", False),
         slow("traced by key head", True),

@@ -50,7 +50,7 @@ CASES = [
     slow("gated_linear", gated_by_feature),
     ("delta", delta_rule_attention),
     slow("gated_delta", delta_rule_attention),
-    ("rwkv6", functools.partial(rwkv, rwkv6_attention)),
+    slow("rwkv6", functools.partial(rwkv, rwkv6_attention)),
     slow("rwkv7", functools.partial(rwkv, rwkv7_attention)),
 ]
 

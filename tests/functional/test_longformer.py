@@ -35,7 +35,7 @@ def local_pairs(dilation):
 @pytest.mark.parametrize(
     "is_causal, dilation, padding",
     [
-        (False, 1, "lengths"),
+        slow(False, 1, "lengths"),
         slow(False, 3, "segments"),
         slow(True, 1, "segments"),
         slow(True, 3, "lengths"),

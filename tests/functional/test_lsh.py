@@ -160,6 +160,7 @@ def test_documents_are_sorted_and_cut_by_themselves(sizes, is_causal, x64):
     assert_close(packed, with_gradients(definition)(arrays, pairs, valid), 1e-11)
 
 
+@pytest.mark.slow
 @both_ways
 def test_padding_is_nowhere(is_causal, x64):
     """Down to no token; rows from the lengths on give zeros and -inf."""

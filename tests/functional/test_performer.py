@@ -153,7 +153,8 @@ def test_features_that_no_float_holds_change_nothing(far):
         assert np.abs(np.asarray(state.maximum)).min() > 100
 
 
-@pytest.mark.parametrize("is_causal", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True])
 def test_a_state_continues_where_it_was_taken(is_causal):
     """Also where the maximum before is larger, and where it is smaller, than that of the rest."""
     with jax.enable_x64(True):

@@ -78,7 +78,7 @@ patterns = st.recursive(
 @pytest.mark.parametrize(
     "pattern",
     [
-        causal & (window | random | ~strided),
+        slow(causal & (window | random | ~strided)),
         dilated | everywhere & custom | ~prefix & fixed,
         slow(~(blocks | ~documents)),
     ],

@@ -93,7 +93,7 @@ def state_space():
     return jax.jit(drawn)()
 
 
-@pytest.mark.parametrize("time", [1, 100, slow(4096)])
+@pytest.mark.parametrize("time", [slow(1), 100, slow(4096)])
 def test_s4_is_one_as_convolution_and_as_recurrence(time):
     """In float32, and from any split: the state goes on."""
     options = state_space()

@@ -76,8 +76,8 @@ FIRST_OF_FAMILY = first_of_families(MECHANISMS)
 FIRST_NAMES = [subject.name for subject in FIRST_OF_FAMILY]
 # For laws that are not about values alone.
 CALLED = slow_but_for(FIRST_OF_FAMILY, MECHANISMS)
-# For those that a core answers for: the other families run on those of these three.
-WITH_CORES = [s for s in FIRST_OF_FAMILY if s.entry.family in ("exact", "linear", "recurrent")]
+# For those that a core answers for: the other families run on those of these two.
+WITH_CORES = [s for s in FIRST_OF_FAMILY if s.entry.family in ("exact", "recurrent")]
 OF_CORES = slow_but_for(WITH_CORES, MECHANISMS)
 
 

@@ -207,7 +207,8 @@ def test_a_model_has_it_by_name(layer):
     assert (getattr(mixer, "rotary", None) is None) == registry.get(NAMES[layer]).knows_order
 
 
-@pytest.mark.parametrize("layer", [Mamba2, slow(RWKV7)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [Mamba2, RWKV7])
 def test_a_model_generates(layer):
     model = filled(lambda: model_with(layer))
     tokens = np.random.default_rng(0).integers(0, 7, size=(2, LENGTH))

@@ -44,7 +44,7 @@ def both(kernel, *arrays, **given):
     "runs, queries, page_size, sizes, options",
     [
         slow(1, 1, 16, (64, 64), {}),
-        (30, 1, 16, (64, 64), {}),
+        slow(30, 1, 16, (64, 64), {}),
         slow(30, 1, 16, (6, 80), {"local_window_size": 20}),
         slow(1, 3, 32, (96, 5), {"logits_soft_cap": 2.0, "scale": 0.3}),
         (30, 11, 16, (16, 16), {"local_window_size": (5, 0)}),

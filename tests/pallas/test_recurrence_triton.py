@@ -277,7 +277,7 @@ def test_compiled_it_fits_every_card(capability, gate, dtype):
 
 
 @pytest.mark.parametrize(
-    ("capability", "shared", "sizes"), [slow(89, 99, (192, 16)), (90, 227, (64, 64))]
+    ("capability", "shared", "sizes"), [slow(89, 99, (192, 16)), slow(90, 227, (64, 64))]
 )
 def test_compiled_the_delta_rule_fits_its_cards(capability, shared, sizes):
     """In KB of shared memory; more than on small cards where two chunks are on their way."""

@@ -86,7 +86,7 @@ def token_by_token(terms, state, tokens=ALL, normalized=False):
 
 DECAYS = ("none", "head", "token", "feature")
 FORMS = ("plain", "bonus", "delta", "own")
-QUICK = [("feature", "bonus"), ("token", "delta"), ("none", "own")]
+QUICK = [("feature", "bonus"), ("token", "delta")]
 
 
 def draw_terms(
