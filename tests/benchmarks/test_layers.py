@@ -6,7 +6,6 @@ from flax import nnx
 
 from benchmarks import layers
 from effattn import registry
-from tests.marks import slow
 
 
 def run(folder, *argv):
@@ -14,7 +13,8 @@ def run(folder, *argv):
     return json.loads((folder / "layers.json").read_text()), (folder / "layers.md").read_text()
 
 
-@pytest.mark.parametrize("backward", [(), slow(("--backward",))])
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [(), ("--backward",)])
 def test_layers_take_turns_with_exact_attention(tmp_path, capsys, backward):
     record, table = run(tmp_path, "--only", "hyena", "fnet", "aft_simple", *backward)
     rows = [(row["direction"], row["mechanism"]) for row in record["rows"]]

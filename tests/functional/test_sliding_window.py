@@ -56,6 +56,7 @@ WITH_DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3)}
 LENGTHS = {"query_seq_lengths": np.array([10, 7]), "key_value_seq_lengths": np.array([14, 6])}
 
 
+@pytest.mark.slow
 def test_everything_together(x64):
     known = {"segment_ids": (np.arange(22).reshape(2, 11) // 9, np.arange(28).reshape(2, 14) // 9)}
     options = {"local_window_size": (2, 1), "dilation": 2, "logits_soft_cap": 2.0, **WITH_DROPOUT}

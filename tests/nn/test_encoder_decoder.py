@@ -58,8 +58,9 @@ def test_padding_changes_nothing(mixer):
     np.testing.assert_allclose(padded, whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("parallel", [slow(False), True])
-@pytest.mark.parametrize("mixer", ["softmax", slow("retention")])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("mixer", ["softmax", "retention"])
 def test_decoding_is_what_training_saw(mixer, parallel):
     model = make(decoder={"mixer": mixer, "parallel": parallel})
     lengths = np.array([9, 4])

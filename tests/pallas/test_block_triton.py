@@ -132,7 +132,7 @@ def gradients(**options):
     return function
 
 
-@pytest.mark.parametrize("name", slow_but_for([*QUICK, "pattern", "layout of heads"], CASES))
+@pytest.mark.parametrize("name", slow_but_for([*QUICK, "pattern"], CASES))
 def test_it_is_lowered_for_gpus(name):
     case = CASES[name]
     call = functools.partial(
@@ -154,7 +154,7 @@ def test_it_is_lowered_for_gpus(name):
         slow(jnp.bfloat16, (96, 80)),
         slow(jnp.float32, (128, 128)),
         (jnp.bfloat16, (128, 128)),
-        (jnp.float32, (192, 256)),
+        slow(jnp.float32, (192, 256)),
         slow(jnp.float16, (192, 256)),
     ],
 )
@@ -173,8 +173,9 @@ def test_under_shard_map_it_is_lowered_for_gpus():
     assert TRITON in lowered.as_text()
 
 
-@pytest.mark.parametrize("size", slow_but_for([64], [64, 128, 256]))
-@pytest.mark.parametrize("capability", [slow(89), 90])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("capability", [89, 90])
 def test_compiled_it_fits_every_card(size, capability):
     """All matrix products on tensor cores, and next to nothing that registers do not hold."""
     arrays = shapes(4096, heads=(16, 4), sizes=(size, size))

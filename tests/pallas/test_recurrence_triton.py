@@ -233,7 +233,7 @@ def test_under_vmap():
     ("dtype", "gate", "sizes"),
     [
         slow(jnp.float32, None, (64, 64)),
-        (jnp.bfloat16, None, (64, 64)),
+        slow(jnp.bfloat16, None, (64, 64)),
         slow(jnp.float16, 2, (96, 255)),
         slow(jnp.float32, 2, (96, 255)),
         slow(jnp.bfloat16, 3, (128, 80)),
