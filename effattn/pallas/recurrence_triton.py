@@ -1,8 +1,8 @@
 """The linear recurrence for GPUs, lowered by Triton (Ampere and later).
 
 The state is cut into tiles of at most 64 features by 64 values, and the sequence into blocks of 64
-tokens, so that no operand of a product is larger than 64 x 64: 16 KB in float32, of which a kernel
-has two to five at a time in shared memory, and fits in the 99 KB of small cards. There are no
+tokens, so that no operand of a product is larger than 64 x 64: 16 KB in float32. On small cards a
+kernel has one to five of these at a time in shared memory, and fits in their 99 KB. There are no
 atomics, and the order of every sum is fixed.
 
 There are two kinds of kernel. `_walk` and `_walk_back` go through the sequence block by block, each
