@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import effattn
+from tests.marks import slow
 
 WINDOW = 3
+PACKED = np.array([[1] * 2 + [2] * 9 + [0] + [5] * 4, [3] * 14 + [0] * 2])
 
 
 def draw(length, batch=(2,), seed=0):
@@ -40,9 +42,9 @@ attend = jax.jit(
 )
 
 
-def test_near_tokens_are_exact_and_far_ones_a_series():
+@pytest.mark.parametrize("ids", [PACKED, slow(None)], ids=["documents", "one document"])
+def test_near_tokens_are_exact_and_far_ones_a_series(ids):
     """With documents of all lengths, padding among them, and every gradient."""
-    ids = np.array([[1] * 2 + [2] * 9 + [0] + [5] * 4, [3] * 14 + [0] * 2])
 
     @functools.partial(jax.jit, static_argnums=0)
     def with_gradients(function, arrays, ids):
@@ -54,13 +56,11 @@ def test_near_tokens_are_exact_and_far_ones_a_series():
 
     with jax.enable_x64(True):
         arrays = draw(16)  # whole chunks, of which one loop is compiled
-        for segments, given in ((ids, ids), (None, np.ones_like(ids))):
-            for a, b in zip(
-                with_gradients(ours, arrays, segments),
-                with_gradients(plainly, arrays, given),
-                strict=True,
-            ):
-                np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+        given = np.ones_like(PACKED) if ids is None else ids
+        for a, b in zip(
+            with_gradients(ours, arrays, ids), with_gradients(plainly, arrays, given), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_float32_stays_float32_where_float64_is_enabled():

@@ -112,7 +112,8 @@ def test_a_table_for_longer_sequences_serves_shorter_ones():
     assert_close(of_long(**arrays), of_short(**arrays), 1e-15)
 
 
-@pytest.mark.parametrize("is_causal", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True])
 def test_random_attention_sees_its_own_block_and_those_drawn(is_causal):
     def mask_of(k):
         drawn = RandomBlocks(SIZE, 2, seed=k, causal=is_causal, window=1)

@@ -386,6 +386,7 @@ def test_wrong_arguments_are_named(given, message):
         jax.eval_shape(lambda: lsh_attention(**arguments))
 
 
+@pytest.mark.slow
 def test_forward_mode_says_what_to_use():
     """Eagerly, as what is said does not pass `jax.jit`."""
     options = {"num_rounds": 1, "num_buckets": 1, "is_causal": True}

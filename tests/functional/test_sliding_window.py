@@ -70,6 +70,7 @@ def test_an_offset_may_be_an_int(x64):
     check(options | WITH_DROPOUT, slopes=rng.normal(size=4))
 
 
+@pytest.mark.slow
 def test_an_offset_may_be_traced(x64):
     options = {"local_window_size": (3, 2), "dilation": 3, "is_causal": True}
     knowns = [{"query_offset": np.int64(offset), **LENGTHS} for offset in (-4, 0, 2, 30)]

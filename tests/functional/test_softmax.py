@@ -11,7 +11,7 @@ import pytest
 from effattn import dot_product_attention, sliding_window_attention
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.laws.battery import assert_close
-from tests.marks import slow, slow_but_for
+from tests.marks import slow_but_for
 from tests.references.pairs import pairs
 
 TILE = (4, 5)
@@ -89,7 +89,8 @@ def test_gives_the_numbers_of_jax_nn(case):
     assert_close(gradients, expected_gradients, 5e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_in_half_precision_is_as_near_the_truth_as_the_definition(dtype, x64):
     halves = {k: a.astype(dtype) for k, a in draw(30, 30, size=8, value_size=8).items()}
     truth = dense_with_gradients({k: a.astype(np.float64) for k, a in halves.items()})
@@ -149,7 +150,8 @@ def test_scale_bias_cap_score_mod_mask_and_sink_come_in_this_order(x64):
     assert all(np.abs(gradient).max() > 1e-3 for gradient in ours[1].values())
 
 
-@pytest.mark.parametrize("shape", [(14,), slow((2, 4, 1, 1)), slow((1, 1, 2, 1, 11, 14))])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(14,), (2, 4, 1, 1), (1, 1, 2, 1, 11, 14)])
 def test_a_bias_broadcasts_and_its_gradient_has_its_shape(shape, x64):
     arrays = draw() | {"bias": np.random.default_rng(5).normal(size=shape)}
     ours = with_gradients(attend, arrays)
@@ -228,7 +230,8 @@ def expected_of_modified(arrays, n):
     return dense_with_gradients(arrays, score_mod_of=modified_by(n))
 
 
-@pytest.mark.parametrize("run", [slow("eager"), "gradient of jit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
 def test_a_score_mod_may_close_over_anything(run, x64):
     arrays = draw() | LEARNED
     known = {"index": jnp.asarray(INDICES[0]), "flag": jnp.asarray(FLAGS[0])}

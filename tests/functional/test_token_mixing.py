@@ -59,22 +59,22 @@ def test_rwkv4_mixing_takes_keys_of_any_size():
     close(y[:, 1:], pair / (weights[:, 1:] + weights[:, :-1]))
 
 
-def test_the_forms_of_aft_are_each_other_at_their_limits():
+@pytest.mark.parametrize("is_causal", [True, slow(False)])
+def test_the_forms_of_aft_are_each_other_at_their_limits(is_causal):
     """Full with equal biases is simple, local with a window of all is full, as is conv."""
     factors = RNG.normal(size=(2, 9, 3)).astype(np.float32)
-    for is_causal in (True, False):
-        run = functools.partial(compiled, effattn.attention_free, is_causal=is_causal)
-        simple = run()(X, X, X)
-        with_bias = run()
-        equal = with_bias(X, X, X, position_bias=tuple(np.ones_like(factors)))
-        close(equal, simple)
-        bias = tuple(factors)
-        full = with_bias(X, X, X, position_bias=bias)
-        local = run(local_window_size=9)(X, X, X, position_bias=bias)
-        close(local, full)
-        taps = np.zeros((2, 5 if is_causal else 9), np.float32)
-        conv = run(local_window_size=4)(X, X, X, position_bias=taps)
-        close(conv, simple)
+    run = functools.partial(compiled, effattn.attention_free, is_causal=is_causal)
+    simple = run()(X, X, X)
+    with_bias = run()
+    equal = with_bias(X, X, X, position_bias=tuple(np.ones_like(factors)))
+    close(equal, simple)
+    bias = tuple(factors)
+    full = with_bias(X, X, X, position_bias=bias)
+    local = run(local_window_size=9)(X, X, X, position_bias=bias)
+    close(local, full)
+    taps = np.zeros((2, 5 if is_causal else 9), np.float32)
+    conv = run(local_window_size=4)(X, X, X, position_bias=taps)
+    close(conv, simple)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.laws import battery, cost
-from tests.laws.battery import FIRST_OF_FAMILY, MECHANISMS, OF_CORES, Sizes
+from tests.laws.battery import ALSO_OF_CORES, FIRST_OF_FAMILY, MECHANISMS, Sizes
 
 
 def lengths_of(mechanism):
@@ -95,7 +95,7 @@ def test_no_array_outgrows_the_claim(mechanism):
         assert cost.exponent(lengths, arrays) <= most, arrays
 
 
-@pytest.mark.parametrize("mechanism", OF_CORES, ids=str)
+@pytest.mark.parametrize("mechanism", ALSO_OF_CORES, ids=str)
 def test_memory_grows_as_claimed(mechanism):
     """The temporary bytes of forward and backward together, as compiled."""
     lengths, direction = lengths_of(mechanism), directions(mechanism)[0]

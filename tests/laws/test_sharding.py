@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.laws import battery
-from tests.laws.battery import CALLED, OF_CORES
+from tests.laws.battery import ALSO_OF_CORES, CALLED
 from tests.laws.sharding import collectives, draw_shared, mesh, shard, shared_program, specs_of
 
 
@@ -71,7 +71,7 @@ def test_batch_and_heads_need_no_collective(mechanism):
     battery.assert_close(got, expected, 10 * np.finfo(np.float32).eps)
 
 
-@pytest.mark.parametrize("mechanism", OF_CORES, ids=str)
+@pytest.mark.parametrize("mechanism", ALSO_OF_CORES, ids=str)
 def test_shard_map_remat_and_scan(mechanism):
     """On each device, a scan over its examples of calls that keep only what has a name.
 

@@ -71,6 +71,7 @@ def test_the_registry_builds_it_and_bfloat16_computes_with_float32_parameters():
     assert mixer.key_projection[...].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_model_generates_past_a_block():
     mixer = {"name": "block_linformer", "block_size": 4, "num_projected": 2}
     config = TransformerConfig(vocab_size=7, num_layers=1, features=16, num_heads=4, mixer=mixer)

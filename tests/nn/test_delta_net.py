@@ -21,7 +21,6 @@ from tests.nn.build import filled
 
 FEATURES, HEADS, LENGTH = 16, 4, 12
 LAYERS = [DeltaNet, GatedDeltaNet]
-SLOW = pytest.mark.parametrize("layer", [DeltaNet, slow(GatedDeltaNet)])
 
 compiled = jax.jit
 X = np.random.default_rng(0).normal(size=(2, LENGTH, FEATURES)).astype(np.float32)
@@ -152,7 +151,7 @@ def test_packed_documents_give_what_they_give_alone_and_padded(mixer):
         close(y[:, ids == id], expected[:, :length])
 
 
-@SLOW
+@pytest.mark.slow
 def test_padding_reaches_no_output_and_no_gradient(mixer):
     lengths = np.array([7, LENGTH])
     valid = np.arange(LENGTH) < lengths[:, None]
@@ -173,7 +172,7 @@ def test_padding_reaches_no_output_and_no_gradient(mixer):
         assert np.isfinite(gradient).all() and np.any(gradient), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("layer", [slow(DeltaNet), GatedDeltaNet])
+@pytest.mark.slow
 def test_bfloat16(layer):
     wide, narrow = made(layer), made(layer, dtype=jnp.bfloat16)
     y = call(narrow, X.astype(jnp.bfloat16))
@@ -211,7 +210,7 @@ def test_as_many_parameters_as_in_the_paper():
     assert count == 6 * features**2 + few
 
 
-@pytest.mark.parametrize("name", ["delta_net", slow("gated_delta_net")])
+@pytest.mark.parametrize("name", ["delta_net", "gated_delta_net"])
 def test_a_model_has_it_by_name(name):
     mixer = {"name": name, "convolution_width": 2, "chunk_size": 8, "value_dim": 3}
     config = TransformerConfig(
@@ -222,6 +221,11 @@ def test_a_model_has_it_by_name(name):
     assert found.query_convolution.width == 2 and dict(found.options)["chunk_size"] == 8
     # The recurrence tells order by itself, as in the papers.
     assert found.value_dim == 3 and found.rotary is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["delta_net", "gated_delta_net"])
+def test_heads_of_a_hybrid_have_it_by_name(name):
     groups = [{"name": n, "num_heads": 2} for n in (name, "softmax")]
     hybrid = filled(lambda: HybridHeads(FEATURES, 4, groups, rngs=nnx.Rngs(0)))
     state = hybrid.init_state(2, LENGTH)

@@ -117,6 +117,7 @@ def config(**changes):
     )
 
 
+@pytest.mark.slow
 def test_a_model_takes_groups_of_heads_in_some_layers():
     tokens = np.arange(16).reshape(2, 8) % 11
     of_model = config(num_layers=2, mixer=({"heads": GROUPS}, "linear"), num_kv_heads=3)

@@ -143,9 +143,9 @@ def test_causal_models_refuse_it():
         vocab_size=7, num_layers=1, features=16, num_heads=4, mixer={"name": "linformer"}
     )
     with pytest.raises(ValueError, match="'linformer' lacks 'causal'"):
-        TransformerLM(config, rngs=nnx.Rngs(0))
+        jax.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
     groups = [{"name": name, "num_heads": 2} for name in ("softmax", "linformer")]
     with pytest.raises(ValueError, match="all be causal or none.*'linformer': False"):
-        HybridHeads(16, 4, groups, rngs=nnx.Rngs(0))
+        jax.eval_shape(lambda: HybridHeads(16, 4, groups, rngs=nnx.Rngs(0)))
     y = jax.eval_shape(lambda: HybridHeads(16, 4, groups, is_causal=False, rngs=nnx.Rngs(0))(X))
     assert y.shape == X.shape

@@ -70,6 +70,7 @@ def test_all_its_parameters_learn():
     assert all((g != 0).any() for g in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow
 def test_padding_reaches_nothing():
     mixer, padded = made(is_causal=False), X.copy()
     padded[0, 7:] = np.nan

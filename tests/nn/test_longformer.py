@@ -62,6 +62,7 @@ def test_it_is_longformer_attention_between_projections():
     close(call(mixer, x, global_mask=GLOBAL), y)
 
 
+@pytest.mark.slow
 def test_global_projections_start_equal_to_the_others_and_are_learned_apart():
     shared, own = compiled(lambda: (make(), make(global_projections=True)))()
     x = floats(2, LENGTH, 16)

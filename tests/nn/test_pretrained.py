@@ -79,6 +79,7 @@ def test_bigbird_agrees_with_transformers(case):
     check(load_bigbird(case), case)
 
 
+@pytest.mark.slow
 def test_bigbird_draws_random_blocks_from_its_seed():
     x = golden("bigbird")["two_random"]["x"]
     call = jax.jit(lambda mixer, x: mixer(x))

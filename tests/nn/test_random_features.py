@@ -73,6 +73,7 @@ def test_decoding_with_a_gate_is_the_whole():
     np.testing.assert_array_equal(state.length, [11, 8])
 
 
+@pytest.mark.slow
 def test_padding_with_a_gate_reaches_nothing():
     """Tokens in its place do not either."""
     mixer, x = make(gated=True), X.copy()

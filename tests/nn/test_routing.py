@@ -70,7 +70,8 @@ def test_it_is_both_kinds_of_attention_between_projections(is_causal):
     np.testing.assert_allclose(call(mixer, X), y, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("local", [slow(0), 1, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("local", [0, 1, 3])
 def test_decoding_is_what_training_saw(local):
     """In pieces longer than a cluster, and by single tokens."""
     mixer = made(num_local_heads=local, rotary=RotaryEmbedding())

@@ -62,6 +62,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_form(dtype):
         assert rms(a - exact) <= 0.005 * rms(exact)
 
 
+@pytest.mark.slow
 def test_padding_reaches_nothing():
     """NaN where no token is."""
     arrays = draw(70, 70, size=16, value_size=16, dtype=np.float32)
@@ -163,6 +164,7 @@ def test_every_size_is_lowered_for_gpus(dtype, sizes):
     assert kernels_of(gradients(is_causal=True), *arrays) == {TRITON}
 
 
+@pytest.mark.slow
 def test_under_shard_map_it_is_lowered_for_gpus():
     mesh, spec = mesh_of((2, 2), ("batch", "heads"), "cuda"), PartitionSpec("batch", None, "heads")
     function = jax.shard_map(

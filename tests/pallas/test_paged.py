@@ -146,7 +146,8 @@ def test_what_it_does_not_take_another_does(name, dtype, page_size, sizes, messa
         jax.jit(either).lower(*arrays)
 
 
-@pytest.mark.parametrize("dtype", [slow(jnp.bfloat16), jnp.int8])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("capability", [89, 90])
 def test_compiled_it_fits_every_card(dtype, capability):
     """64 sequences of 16 query heads, in pages of 64 tokens."""

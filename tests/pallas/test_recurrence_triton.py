@@ -245,13 +245,14 @@ def test_it_is_lowered_for_gpus(dtype, gate, sizes):
     assert kernels_of(*program(dtype, gate, sizes, "triton")) == {TRITON}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "gate", "dtype"),
     [
-        slow(89, 2, jnp.float32),
+        (89, 2, jnp.float32),
         (89, 2, jnp.bfloat16),
-        slow(89, 3, jnp.bfloat16),
-        slow(90, 3, jnp.bfloat16),
+        (89, 3, jnp.bfloat16),
+        (90, 3, jnp.bfloat16),
     ],
 )
 def test_compiled_it_fits_every_card(capability, gate, dtype):
@@ -276,8 +277,9 @@ def test_compiled_it_fits_every_card(capability, gate, dtype):
             assert kernel.tensor_cores > 0, kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "shared", "sizes"), [slow(89, 99, (192, 16)), slow(90, 227, (64, 64))]
+    ("capability", "shared", "sizes"), [(89, 99, (192, 16)), (90, 227, (64, 64))]
 )
 def test_compiled_the_delta_rule_fits_its_cards(capability, shared, sizes):
     """In KB of shared memory; more than on small cards where two chunks are on their way."""

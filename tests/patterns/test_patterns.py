@@ -34,6 +34,7 @@ from effattn.patterns import (
     sparse_transformer,
     zones,
 )
+from tests.marks import slow
 
 BLOCKS = np.random.default_rng(0).random((3, 7, 6)) < 0.4
 
@@ -223,9 +224,12 @@ def cases(draw, **kinds):
     return Case(pattern, (T, S, offset), (draw(st.integers(1, 11)), draw(st.integers(1, 11))))
 
 
-@settings(max_examples=300)
-@given(cases())
-def test_layout_is_the_oracle_at_tile_grain(case):
+@pytest.mark.parametrize("examples", [100, slow(400)])
+def test_layout_is_the_oracle_at_tile_grain(examples):
+    settings(max_examples=examples)(given(cases())(assert_layout_is_the_oracle))()
+
+
+def assert_layout_is_the_oracle(case):
     some, every = case.tiles()
     layout = case.layout()
     np.testing.assert_array_equal(layout.block_mask(), some)

@@ -61,7 +61,8 @@ def over_blocks_with_gradients(blocks, full, present, arrays, cotangents):
     return results, pull_back(cotangents)[0]
 
 
-@pytest.mark.parametrize("leading", [slow((2,)), slow((1, 2)), slow((3, 1)), (3, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("leading", [(2,), (1, 2), (3, 1), (3, 2)])
 def test_a_layout_may_differ_by_key_head_and_example(leading, x64):
     arrays = draw(batch=(3,))
     rng = np.random.default_rng(0)
@@ -90,7 +91,8 @@ def test_a_layout_may_differ_by_key_head_and_example(leading, x64):
         assert_close((results, gradients), expected, 1e-12)
 
 
-@pytest.mark.parametrize("tile", [(4, 5), slow((100, 100))])
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [(4, 5), (100, 100)])
 def test_dropout_is_the_same_in_every_tile_and_in_the_backward(tile, x64):
     arrays = draw()
     options = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5), "query_offset": 3}

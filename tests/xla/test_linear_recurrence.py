@@ -86,7 +86,6 @@ def token_by_token(terms, state, tokens=ALL, normalized=False):
 
 DECAYS = ("none", "head", "token", "feature")
 FORMS = ("plain", "bonus", "delta", "own")
-QUICK = [("feature", "bonus"), ("token", "delta")]
 
 
 def draw_terms(
@@ -178,7 +177,10 @@ PACKED = [[1] * 3 + [2] * 17 + [5] * 12, [0] * 2 + [7] * 14 + [3] + [4] * 9 + [0
 
 @pytest.mark.parametrize(
     "decay, form",
-    [case if case in QUICK else slow(*case) for case in itertools.product(DECAYS, FORMS)],
+    [
+        case if case == ("feature", "bonus") else slow(*case)
+        for case in itertools.product(DECAYS, FORMS)
+    ],
 )
 def test_every_decay_in_every_form(decay, form):
     """In chunks that are no power of two, with documents and masks of their own.
@@ -221,6 +223,7 @@ def test_strong_decays_lose_no_digit():
     np.testing.assert_allclose(out[:, 20:], alone[:, :44], rtol=2e-6, atol=2e-7)
 
 
+@pytest.mark.slow
 def test_a_decay_alike_over_features_is_a_decay_of_the_token():
     with jax.enable_x64(True):
         terms = draw_terms(40, "token")
