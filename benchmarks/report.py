@@ -261,11 +261,11 @@ def draw_times(path: Path, machine: dict[str, Any], rows: Sequence[Row]) -> None
 def lines_of(
     points: Iterable[tuple[str, float, float | None]],
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """The lines of a panel, of (contender, position, value); None is not drawn."""
+    """The lines of a panel, of (contender, position, value); what was not timed has none."""
     lines: dict[str, tuple[list[float], list[float]]] = {}
     for name, position, value in points:
-        line = lines.setdefault(name, ([], []))
         if value is not None:
+            line = lines.setdefault(name, ([], []))
             line[0].append(position)
             line[1].append(value)
     return lines
