@@ -17,7 +17,7 @@ if not __package__:  # run as `python experiments/seq2seq.py`
 
 import tyro
 
-from experiments.common import folders, pairs, report
+from experiments.common import folders, machine, pairs, report
 from experiments.common.errors import UserError
 from experiments.common.metrics import write_atomically
 
@@ -135,7 +135,7 @@ def train_all(config: Config, folder: Path, data: pairs.Pairs, settings: dict[st
                 write_atomically(path, json.dumps(result, indent=2) + "\n")
             runs.append(json.loads(path.read_text()))
     draw(folder / "accuracy.png", runs)
-    summary = {"config": settings, "environment": report.environment(), "runs": runs}
+    summary = {"config": settings, "environment": machine.environment(), "runs": runs}
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_atomically(folder / "summary.md", markdown(summary, data.held_out))
 

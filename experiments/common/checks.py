@@ -19,6 +19,8 @@ def check(config: Any, is_causal: bool = True) -> None:
     )
     for name in counts:
         _require(getattr(config, name) >= 1, config, name, "must be at least 1")
+    good = config.at_once is None or config.at_once >= 1
+    _require(good, config, "at_once", "must be at least 1")
     for name in ("mechanisms", "seeds"):
         values = getattr(config, name)
         _require(len(values) > 0, config, name, "needs at least one")

@@ -4,13 +4,14 @@ import argparse
 import dataclasses
 import functools
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from experiments.common import checks, corpora, folders, report
+from experiments.common import checks, corpora, folders, machine, report
 from experiments.common.errors import UserError
 from experiments.common.objectives import Objective
 from experiments.common.schedules import Schedule
@@ -44,6 +45,7 @@ class Options:
     precision: Literal["float32", "bfloat16"] = "float32"  # of the computation, not the parameters
     evaluate_every: int = 125  # steps between evaluations, each followed by a checkpoint
     eval_windows: int = 512  # held-out windows, the same for all
+    at_once: int | None = None  # runs beside each other; None is 3 on several CPU cores, else 1
     output: Path | None = None  # run folder; None is one in runs, with a hash of the options
 
     default_rates: ClassVar[Mapping[str, float]] = {"muon": 0.03, "adamw": 0.003}
@@ -56,7 +58,7 @@ class Options:
     def settings(self) -> dict[str, Any]:
         """What the results depend on, beside the text of the corpus and the objective."""
         settings = dataclasses.asdict(self) | {"learning_rate": self.rates}
-        return {k: v for k, v in settings.items() if k not in ("sweep", "output")}
+        return {k: v for k, v in settings.items() if k not in ("sweep", "at_once", "output")}
 
 
 Config = TypeVar("Config", bound=Options)
@@ -161,8 +163,8 @@ def _train_all(
     vocab_size = tokenizer.vocab_size + objective.extra_tokens
     sizes = (config.layers, config.width, config.heads, config.window, config.precision)
 
-    @functools.lru_cache(maxsize=1)  # the runs of a mechanism follow one another
-    def compile_mechanism(mechanism: str) -> programs.Programs:
+    @functools.cache
+    def compile_once(mechanism: str) -> programs.Programs:
         model = models.language_model(
             mechanism,
             vocab_size,
@@ -173,6 +175,13 @@ def _train_all(
         )
         return programs.compile_programs(model, optimiser, schedule, inputs)
 
+    compiling = threading.Lock()
+
+    def compile_mechanism(mechanism: str) -> programs.Programs:
+        with compiling:  # the runs of a mechanism may begin together
+            return compile_once(mechanism)
+
+    at_once = config.at_once or machine.runs_at_once()
     runs = comparison.planned_runs(len(config.mechanisms), len(config.rates), len(config.seeds))
     with progress.Progress(runs, config.steps) as shown:
         one = trials.Trials(
@@ -186,7 +195,7 @@ def _train_all(
             shown,
         )
         compared = comparison.compare(
-            config.mechanisms, config.rates, config.seeds, one.run, shown.say
+            config.mechanisms, config.rates, config.seeds, one.run, shown, at_once
         )
     figure.write_figure(folder, compared.runs)
     report.write_report(folder, compared, settings, objective.words)

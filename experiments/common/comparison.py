@@ -4,9 +4,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from experiments.common import side_by_side
 from experiments.common.errors import Diverged
+from experiments.common.progress import Progress
 
 Result = dict[str, Any]
+Planned = tuple[str, float, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,10 +19,12 @@ class Comparison:
     Attributes:
       runs: one result a mechanism and seed, at the mechanism's learning rate.
       sweep: one result a mechanism and learning rate tried, with the first seed.
+      at_once: how many of them went on beside each other.
     """
 
     runs: list[Result]
     sweep: list[Result]
+    at_once: int = 1
 
 
 def planned_runs(mechanisms: int, rates: int, seeds: int) -> int:
@@ -32,35 +37,53 @@ def compare(
     rates: Sequence[float],
     seeds: Sequence[int],
     run: Callable[[str, float, int], Result],
-    say: Callable[[str], None],
+    progress: Progress,
+    at_once: int = 1,
 ) -> Comparison:
     """Runs every mechanism with every seed, at the rate that the first seed validates best with.
 
     Args:
-      mechanisms: names, in order; all runs of one come before those of the next.
+      mechanisms: names, in order.
       rates: learning rates; of several, each mechanism gets its own best.
       seeds: of the parameters and the order of the data.
-      run: `(mechanism, rate, seed) -> result`, with the key "valid_loss".
-      say: takes a sentence about what was chosen.
+      run: `(mechanism, rate, seed) -> result`, with the keys "learning_rate" and "valid_loss".
+      progress: takes sentences about what was chosen, and stops the runs if one fails.
+      at_once: how many runs go on beside each other; of one mechanism, if it has so many.
 
     Raises:
       Diverged: at the only rate, or at every rate of a sweep.
     """
-    comparison = Comparison([], [])
-    for mechanism in mechanisms:
-        trials = []
-        for rate in rates:
-            try:
-                trials.append(run(mechanism, rate, seeds[0]))
-            except Diverged as error:
-                if rate == rates[-1] and not trials:
-                    raise
-                say(f"left out of the sweep: {error}")
-        best = min(trials, key=lambda result: result["valid_loss"])
-        rate = best["learning_rate"]
-        if len(rates) > 1:
-            comparison.sweep.extend(trials)
-            say(f"{mechanism}: the best learning rate is {rate:g}")
-        comparison.runs.append(best)
-        comparison.runs.extend(run(mechanism, rate, seed) for seed in seeds[1:])
-    return comparison
+
+    def run_all(planned: list[Planned], function=run) -> dict[Planned, Any]:
+        results = side_by_side.call(lambda p: function(*p), planned, at_once, progress.stop)
+        return dict(zip(planned, results, strict=True))
+
+    def attempt(*planned: Any) -> Result | Diverged:
+        try:
+            return run(*planned)
+        except Diverged as error:
+            progress.say(f"left out of the sweep: {error}")
+            return error
+
+    rate_of = dict.fromkeys(mechanisms, rates[0])
+    tried: dict[Planned, Result | Diverged] = {}
+    if len(rates) > 1:
+        tried = run_all([(m, rate, seeds[0]) for m in mechanisms for rate in rates], attempt)
+        for mechanism in mechanisms:
+            rate_of[mechanism] = rate = _best([tried[mechanism, r, seeds[0]] for r in rates])
+            progress.say(f"{mechanism}: the best learning rate is {rate:g}")
+    planned = [(m, rate_of[m], seed) for m in mechanisms for seed in seeds]
+    results = tried | run_all([p for p in planned if p not in tried])
+    sweep = [result for result in tried.values() if not isinstance(result, Diverged)]
+    return Comparison([results[p] for p in planned], sweep, at_once)
+
+
+def _best(tried: Sequence[Result | Diverged]) -> float:
+    """The learning rate of the result that validates best."""
+    trained = []
+    for result in tried:
+        if not isinstance(result, Diverged):
+            trained.append(result)
+        elif result is tried[-1] and not trained:
+            raise result
+    return min(trained, key=lambda result: result["valid_loss"])["learning_rate"]

@@ -5,6 +5,10 @@ class UserError(Exception):
     """Something in the input or on the machine is wrong; the message is one clear sentence."""
 
 
+class Stopped(Exception):
+    """A run ended because another one beside it failed, or the user stopped them all."""
+
+
 class Diverged(UserError):
     """The loss of a run is no longer finite."""
 

@@ -1,6 +1,7 @@
 """Live progress: bars on a terminal, plain lines anywhere else."""
 
 import sys
+import threading
 import time
 from typing import Any
 
@@ -8,9 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from experiments.common.errors import Stopped
+
 
 class Progress:
     """Shows where an experiment of several equally long runs stands; a context manager.
+
+    Runs may go on beside each other, in threads.
 
     Args:
       runs: how many runs there are.
@@ -18,11 +23,13 @@ class Progress:
     """
 
     def __init__(self, runs: int, steps: int):
-        self._runs, self._steps = runs, steps
+        self.runs, self.steps = runs, steps
         self._begun = self._done = self._taken = 0
         self._start = time.monotonic()
-        self._live = sys.stdout.isatty()
-        self._bars = Bars(
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self.live = sys.stdout.isatty()
+        self.bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
@@ -32,54 +39,97 @@ class Progress:
             console=Console(file=sys.stdout),
             speed_estimate_period=120,
             expand=True,
-            disable=not self._live,
+            disable=not self.live,
         )
-        self._all = self._bars.add_task("all runs", total=runs * steps, detail="")
-        self._run = self._bars.add_task("", total=steps, detail="", visible=False)
+        self._all = self.bars.add_task("all runs", total=runs * steps, detail="")
 
     def __enter__(self) -> "Progress":
-        self._bars.start()
+        self.bars.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bars.stop()
+        self.bars.stop()
 
     def say(self, text: str) -> None:
         """Prints a line of its own."""
-        if self._live:
-            self._bars.console.print(text, highlight=False, markup=False)
+        if self.live:
+            self.bars.console.print(text, highlight=False, markup=False)
         else:
-            print(text, flush=True)
+            with self._lock:
+                print(text, flush=True)
 
-    def begin(self, name: str, step: int) -> None:
+    def begin(self, name: str, step: int) -> "RunProgress":
         """The next run starts, after `step` steps of an earlier session."""
-        self._name, self._step = name, step
-        self._begun += 1
-        self._done = (self._begun - 1) * self._steps + step
+        with self._lock:
+            self._begun += 1
+            description = f"{name} ({self._begun} of {self.runs})"
+        self.advance(step, taken=False)
+        return RunProgress(self, description, step)
+
+    def advance(self, steps: int, *, taken: bool) -> None:
+        """So many more steps are done, taken now or not (left out, or taken before)."""
+        with self._lock:
+            self._done += steps
+            self._taken += steps * taken
+            self.bars.update(self._all, completed=self._done)
+
+    def stop(self) -> None:
+        """All runs are to end at their next step."""
+        self._stopping.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping.is_set()
+
+    @property
+    def time_left(self) -> str:
+        """Minutes and seconds, at the speed so far."""
+        with self._lock:
+            per_step = (time.monotonic() - self._start) / max(1, self._taken)
+            left = per_step * (self.runs * self.steps - self._done)
+        minutes, seconds = divmod(round(left), 60)
+        return f"{minutes}:{seconds:02d}"
+
+
+class RunProgress:
+    """Shows where one run stands; a context manager, on whose exit the run counts as done.
+
+    Args:
+      whole: of all runs.
+      description: of this one.
+      step: where it starts.
+    """
+
+    def __init__(self, whole: Progress, description: str, step: int):
+        self._whole, self._description, self._step = whole, description, step
         self._detail = ""
-        description = f"{name} ({self._begun} of {self._runs})"
-        self._bars.update(self._all, completed=self._done)
-        self._bars.reset(self._run, description=description, completed=step, visible=True)
+        self._bar = whole.bars.add_task(description, total=whole.steps, completed=step, detail="")
+
+    def __enter__(self) -> "RunProgress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._whole.bars.remove_task(self._bar)
+        self._whole.advance(self._whole.steps - self._step, taken=False)
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """The present run has taken `step` steps."""
-        self._taken += step - self._step
-        self._done += step - self._step
-        self._step = step
+        """It has taken `step` steps.
+
+        Raises:
+          Stopped: it is to end.
+        """
+        if self._whole.stopping:
+            raise Stopped
+        taken, self._step = step - self._step, step
         self._detail = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
-        self._bars.update(self._run, completed=step, detail=self._detail)
-        self._bars.update(self._all, completed=self._done)
+        self._whole.bars.update(self._bar, completed=step, detail=self._detail)
+        self._whole.advance(taken, taken=True)
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """The present run was evaluated."""
-        if not self._live:
-            self.say(
-                f"{self._name} ({self._begun} of {self._runs})  step {self._step}/{self._steps}  "
-                f"{self._detail}  validation {record['bits_per_byte']:.3f} bits/byte  "
-                f"{self._time_left()} left"
+        """It was evaluated."""
+        if not self._whole.live:
+            self._whole.say(
+                f"{self._description}  step {self._step}/{self._whole.steps}  {self._detail}  "
+                f"validation {record['bits_per_byte']:.3f} bits/byte  {self._whole.time_left} left"
             )
-
-    def _time_left(self) -> str:
-        per_step = (time.monotonic() - self._start) / max(1, self._taken)
-        minutes, seconds = divmod(round(per_step * (self._runs * self._steps - self._done)), 60)
-        return f"{minutes}:{seconds:02d}"

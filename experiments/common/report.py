@@ -1,13 +1,12 @@
 """The summary of a comparison, as JSON, as Markdown and on the screen."""
 
 import json
-import os
-import platform
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.common import machine
 from experiments.common.comparison import Comparison
 from experiments.common.metrics import write_atomically
 from experiments.common.objectives import Words
@@ -82,7 +81,8 @@ def write_report(
     """Writes `summary.json` and, last of all, `summary.md` into the run folder."""
     summary = {
         "config": settings,
-        "environment": environment(),
+        "environment": machine.environment(),
+        "at_once": comparison.at_once,
         "mechanisms": summarise(comparison),
         "runs": comparison.runs,
         "sweep": comparison.sweep,
@@ -105,25 +105,18 @@ def read_report(folder: Path, words: Words) -> str:
             parts.append(f"{run['mechanism']} {words.sample}:\n{_sample(run)}")
     prompt = f"{words.prompt}:\n{_quoted(summary['runs'][0]['prompt'])}"
     files = f"In {folder}: summary.md, summary.json, loss.png, config.json and a folder a run."
-    return "\n\n".join([prompt, *parts, table(summary["mechanisms"]), files])
+    shown = table(summary["mechanisms"])
+    return "\n\n".join([prompt, *parts, shown, *_on_speeds(summary), files])
 
 
-def environment() -> dict[str, str]:
-    """The machine and the versions that numbers come from."""
-    import jax
-
-    return {
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
-        "cores": str(_cores()),
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }
-
-
-def _cores() -> int | None:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def _on_speeds(summary: dict[str, Any]) -> list[str]:
+    at_once = summary.get("at_once", 1)  # older summaries do not say: it was one
+    if at_once == 1:
+        return []
+    return [
+        f"Up to {at_once} runs went on at a time and shared the machine: speeds are those of one"
+        " run among them."
+    ]
 
 
 def _spread(mean: float, deviation: float | None) -> str:
@@ -141,6 +134,7 @@ def _markdown(summary: dict[str, Any], words: Words) -> str:
         f"{rows[0]['tokens']:,} tokens each in the same order. {words.measured} Step temporaries"
         " are the compiled training step's memory beside its arguments and results, by XLA's"
         " account.",
+        *_on_speeds(summary),
     ]
     counts = [row["parameters"] for row in rows]
     if max(counts) > 1.01 * min(counts):

@@ -53,6 +53,7 @@ def train(
 
     Raises:
       Diverged: the loss became NaN or infinite; the checkpoint of the last evaluation stays.
+      Stopped: `progress` was told to stop.
     """
     params, optimiser_state = programs.init(run.seed)
     order = batches(data.train, schedule.batch, run.seed)
@@ -68,7 +69,7 @@ def train(
         if not math.isfinite(train_loss):
             raise Diverged(run.name, step, checkpoints.latest)
         tokens, elapsed = step * tokens_per_step, time.perf_counter() - started
-        progress.step(step, train_loss, tokens / elapsed)
+        shown.step(step, train_loss, tokens / elapsed)
         if step % log_every == 0:
             at = {"step": step, "tokens": tokens, "seconds": elapsed}
             metrics.write({**at, "train_loss": train_loss})
@@ -79,8 +80,10 @@ def train(
             step, record = checkpoints.latest, at["record"]
             seconds = record["seconds"]
             order.set_state(at["order"])
-        progress.begin(run.name, step)
-        with Metrics(run.folder / "metrics.jsonl", step) as metrics:
+        with (
+            progress.begin(run.name, step) as shown,
+            Metrics(run.folder / "metrics.jsonl", step) as metrics,
+        ):
             while step < schedule.steps:
                 until = min(
                     step - step % schedule.evaluate_every + schedule.evaluate_every, schedule.steps
@@ -119,5 +122,5 @@ def train(
                 metrics.flush()
                 state = {"record": record, "order": order.get_state()}
                 checkpoints.save(step, (params, optimiser_state), state)
-                progress.evaluated(record)
+                shown.evaluated(record)
     return params, record

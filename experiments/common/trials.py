@@ -50,8 +50,8 @@ class Trials:
         run = Run(name, self.folder / name, f"{self.identity} {name}", seed, learning_rate)
         path = run.folder / "result.json"
         if path.is_file():
-            self.progress.begin(name, self.schedule.steps)
-            return json.loads(path.read_text())
+            with self.progress.begin(name, self.schedule.steps):
+                return json.loads(path.read_text())
         programs = self.compile(mechanism)
         window, objective = self.data.valid[0], self.data.objective
         params, record = train(run, self.schedule, programs, self.data, self.progress)

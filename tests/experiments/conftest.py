@@ -26,13 +26,19 @@ def folder_of_text(tmp_path, documents):
 
 
 class Lines:
-    """Takes the place of the progress display, and keeps what it is told."""
+    """Takes the place of the progress display of one run, and keeps what it is told."""
 
     def __init__(self):
         self.steps, self.losses, self.evaluations = [], [], []
 
     def begin(self, name, step):
-        self.name = name
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
 
     def step(self, step, loss, tokens_per_second):
         self.steps.append(step)

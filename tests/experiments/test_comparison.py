@@ -1,50 +1,109 @@
+import threading
+import time
+
 import pytest
 
+from experiments.common import side_by_side
 from experiments.common.comparison import compare, planned_runs
-from experiments.common.errors import Diverged
+from experiments.common.errors import Diverged, Stopped
 
 LOSSES = {0.1: 2.0, 0.2: 1.0, 0.4: 3.0}
 
 
 class Runner:
-    """Losses by learning rate; rates above `limit` diverge."""
+    """Losses by learning rate; rates above `limit` diverge. It takes the place of the progress."""
 
     def __init__(self, limit=1.0):
-        self.limit, self.asked, self.said = limit, [], []
+        self.limit, self.asked, self.said, self.stops = limit, [], [], 0
 
     def run(self, mechanism, rate, seed):
         self.asked.append((mechanism, rate, seed))
         if rate > self.limit:
             raise Diverged("run", 3, None)
-        return {"mechanism": mechanism, "learning_rate": rate, "valid_loss": LOSSES[rate]}
+        run = {"mechanism": mechanism, "learning_rate": rate, "seed": seed}
+        return {**run, "valid_loss": LOSSES[rate]}
+
+    def say(self, text):
+        self.said.append(text)
+
+    def stop(self):
+        self.stops += 1
 
 
-def test_every_mechanism_runs_with_every_seed():
+def of(run):
+    return run["mechanism"], run["learning_rate"], run["seed"]
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_every_mechanism_runs_with_every_seed(at_once):
     runner = Runner()
-    comparison = compare("ab", [0.1], [5, 6], runner.run, runner.said.append)
-    assert runner.asked == [("a", 0.1, 5), ("a", 0.1, 6), ("b", 0.1, 5), ("b", 0.1, 6)]
+    comparison = compare("ab", [0.1], [5, 6], runner.run, runner, at_once)
+    expected = [("a", 0.1, 5), ("a", 0.1, 6), ("b", 0.1, 5), ("b", 0.1, 6)]
+    assert sorted(runner.asked) == expected
+    assert [of(run) for run in comparison.runs] == expected
     assert len(comparison.runs) == planned_runs(2, 1, 2) == 4
     assert comparison.sweep == [] and runner.said == []
+    assert comparison.at_once == at_once
 
 
-def test_a_sweep_finds_the_best_rate_of_each_mechanism_with_the_first_seed():
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_a_sweep_finds_the_best_rate_of_each_mechanism_with_the_first_seed(at_once):
     runner = Runner()
-    comparison = compare("ab", [0.1, 0.2, 0.4], [5, 6], runner.run, runner.said.append)
-    assert runner.asked[:4] == [("a", 0.1, 5), ("a", 0.2, 5), ("a", 0.4, 5), ("a", 0.2, 6)]
+    comparison = compare("ab", [0.1, 0.2, 0.4], [5, 6], runner.run, runner, at_once)
+    tried = [("a", 0.1, 5), ("a", 0.2, 5), ("a", 0.4, 5)]
+    assert set(runner.asked[:6]) == {*tried, ("b", 0.1, 5), ("b", 0.2, 5), ("b", 0.4, 5)}
     assert len(runner.asked) == planned_runs(2, 3, 2) == 8
-    assert {run["learning_rate"] for run in comparison.runs} == {0.2}
+    expected = [("a", 0.2, 5), ("a", 0.2, 6), ("b", 0.2, 5), ("b", 0.2, 6)]
+    assert [of(run) for run in comparison.runs] == expected
+    assert [of(run) for run in comparison.sweep[:3]] == tried
     assert [run["learning_rate"] for run in comparison.sweep] == [0.1, 0.2, 0.4] * 2
     assert runner.said == ["a: the best learning rate is 0.2", "b: the best learning rate is 0.2"]
 
 
 def test_a_rate_that_diverges_is_left_out_of_the_sweep():
     runner = Runner(limit=0.15)
-    comparison = compare("a", [0.1, 0.2], [5], runner.run, runner.said.append)
+    comparison = compare("a", [0.1, 0.2], [5], runner.run, runner)
     assert [run["learning_rate"] for run in comparison.runs] == [0.1]
+    assert [run["learning_rate"] for run in comparison.sweep] == [0.1]
     assert "left out of the sweep" in runner.said[0]
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("rates", [[0.1], [0.1, 0.2]])
-def test_if_every_rate_diverges_so_does_the_comparison(rates):
+def test_if_every_rate_diverges_so_does_the_comparison(rates, at_once):
+    runner = Runner(limit=0.0)
     with pytest.raises(Diverged):
-        compare("a", rates, [5], Runner(limit=0.0).run, print)
+        compare("a", rates, [5], runner.run, runner, at_once)
+
+
+def test_calls_go_on_beside_each_other_and_keep_their_order():
+    together = threading.Barrier(3)
+
+    def function(each):
+        together.wait(timeout=60)  # breaks unless three are called at once
+        time.sleep(0.01 * (6 - each))
+        return each * each
+
+    assert side_by_side.call(function, range(6), 3, stop=pytest.fail) == [0, 1, 4, 9, 16, 25]
+
+
+@pytest.mark.parametrize("error", [Diverged("run", 3, None), KeyboardInterrupt()])
+def test_an_error_stops_the_calls_beside_it_and_those_not_begun(error):
+    stopping, begun = threading.Event(), []
+
+    def function(each):
+        begun.append(each)
+        if each == 1:
+            raise error
+        assert stopping.wait(timeout=60)
+        raise Stopped
+
+    with pytest.raises(type(error)):
+        side_by_side.call(function, range(9), 2, stopping.set)
+    # The thread of the failed call may have begun another one before the others were left out.
+    assert begun[:2] == [0, 1] and len(begun) <= 3
+
+
+def test_one_at_a_time_stays_in_the_present_thread():
+    here = threading.get_ident()
+    assert side_by_side.call(lambda _: threading.get_ident(), range(2), 1, print) == [here] * 2

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -224,6 +225,7 @@ def test_a_folder_without_permission_is_refused(tmp_path, folder_of_text, capsys
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--context", "2"], "--context must be at least 4, got 2"),
         (["--window", "0"], "--window must be at least 1, got 0"),
+        (["--at-once", "0"], "--at-once must be at least 1, got 0"),
         (["--seeds"], "--seeds needs at least one"),
         (["--seeds", "-1"], "--seeds must not be negative, got -1"),
         (["--accumulate", "3"], "--batch must split by --accumulate, got 4"),
@@ -272,7 +274,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_step(tmp_path, folder_of_tex
     command = arguments(folder_of_text, tmp_path / "run", "--learning-rate", "1e30")
     command += ["--mechanisms", "softmax", "--steps", "6", "--evaluate-every", "1"]
     command += ["--warmup", "0.9"]
-    assert_refused(command, capsys, r"softmax-rate1e\+30-seed0 became NaN or infinite at step \d")
+    assert_refused(command, capsys, r"softmax-rate1e\+30-seed\d became NaN or infinite at step \d")
     assert not (tmp_path / "run" / "summary.md").exists()
 
 
@@ -296,7 +298,8 @@ def test_byte_pairs_learning_rates_and_accumulation_together(tmp_path, folder_of
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_and_started_again_it_ends_with_the_same_parameters(finished, tmp_path, how):
     output = tmp_path / "run"
     command = arguments(finished.corpus, output, *SCHEDULE, "--mechanisms", "sliding_window")
     first = output / "sliding_window-rate0.003-seed0" / "checkpoints"
@@ -311,11 +314,15 @@ def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         finally:
-            process.kill()
-            process.wait()
+            process.send_signal(how)
+            status = process.wait(timeout=120)
     assert not (output / "summary.md").exists()
+    if how == signal.SIGINT:
+        assert status == 130
+        assert (tmp_path / "log").read_text().endswith("goes on from the last checkpoint\n")
 
-    assert lm.main(command) == 0
+    # One after the other they end as beside each other.
+    assert lm.main([*command, "--at-once", "1"]) == 0
     for seed in (0, 7):
         name = f"sliding_window-rate0.003-seed{seed}"
         assert parameters(output / name) == parameters(finished.output / name)
