@@ -143,8 +143,13 @@ class ConvolutionalClassifier(nnx.Module):
         check_dropout_rate(dropout_rate)
         self.widths, self.dropout_rate = tuple(widths), dropout_rate
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        # Its rows are rounded by the convolutions, so that their gradients are added up unrounded.
         self.embed = nnx.Embed(
-            vocab_size, features, embedding_init=initializers.embedding_init, rngs=rngs, **dtypes
+            vocab_size,
+            features,
+            embedding_init=initializers.embedding_init,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
         self.convolutions = nnx.List(
             [

@@ -268,8 +268,8 @@ class Transformer(nnx.Module):
             nnx.Embed,
             features=config.features,
             embedding_init=initializers.embedding_init,
+            param_dtype=dtypes["param_dtype"],
             rngs=rngs,
-            **dtypes,
         )
         self.embed = embed(num_embeddings=config.vocab_size)
         learned = config.position_kind() == "learned"
@@ -391,7 +391,11 @@ class Transformer(nnx.Module):
             # Whatever number fills the padding, it may not index past the tables: that gives NaN.
             tokens, positions = jnp.where(valid, tokens, 0), jnp.where(valid, positions, 0)
         x = self.embed(tokens)
-        return x if self.positions is None else x + self.positions(positions)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        # Rounded after the rows are taken, so that their gradients are added up unrounded: in 16 bits
+        # the sum of a frequent token's would stop growing.
+        return x.astype(dtypes_of(self.config)["dtype"])
 
     def _block(self, block, *args):
         def call(block, x, lengths, segment_ids, key, *context):

@@ -10,7 +10,7 @@ from flax import nnx
 
 from effattn import registry
 from effattn.decode import ContiguousState, RecurrentState, RingState
-from effattn.nn import Block, TransformerConfig, TransformerLM
+from effattn.nn import Block, Transformer, TransformerConfig, TransformerLM
 from tests.marks import slow, slow_but_for
 from tests.nn.build import filled, floats
 
@@ -193,21 +193,46 @@ def test_options_of_a_mixer_win_over_those_of_the_model():
     assert (first.head_dim, second.head_dim) == (4, 8)
 
 
-def test_bfloat16_computes_with_float32_parameters_gradients_and_logits():
+def test_bfloat16_computes_with_float32_parameters_gradients_and_logits(monkeypatch):
+    seen, block = [], Block.__call__
+
+    def spy(self, x, *args, **options):
+        seen.append(x.dtype)
+        return block(self, x, *args, **options)
+
+    monkeypatch.setattr(Block, "__call__", spy)
     options = {"num_layers": 1, "tie_embeddings": False}
     model = made(dtype="bfloat16", **options)
     value, gradient = jax.eval_shape(jax.value_and_grad(loss), model, TOKENS)
     assert value.dtype == jnp.float32
     for leaf in jax.tree.leaves((model, gradient)):
         assert leaf.dtype == jnp.float32
-    x = jax.eval_shape(lambda model: model.blocks[0](model.embed(TOKENS)), model)
-    assert x.dtype == jnp.bfloat16
+    assert set(seen) == {jnp.dtype("bfloat16")}
     state = jax.eval_shape(lambda: model.init_state(2, 4))
     assert state.layers[0].key.dtype == jnp.bfloat16
     logits, exact = call(model, TOKENS), np.asarray(call(made(**options), TOKENS))
     assert logits.dtype == jnp.float32
     error = np.sqrt(np.mean((logits - exact) ** 2) / np.mean(exact**2))
     assert error < 0.02
+
+
+@pytest.mark.parametrize("positions", ["none", "learned"])
+def test_gradients_of_embeddings_are_added_up_unrounded(positions):
+    # Equal gradients: summed in bfloat16 they stop at the 256th.
+    rows, time = 64, 32
+    options = {**PLAIN, "positions": positions, "max_length": time, "tie_embeddings": False}
+    model = made(dtype="bfloat16", **options)
+    tokens = np.zeros((rows, time), np.int32)
+
+    @jax.jit
+    def gradients(model, tokens):
+        features = jax.grad(lambda model: Transformer.__call__(model, tokens).sum())(model)
+        tables = features.embed, features.positions
+        return [table.embedding[...] for table in tables if table is not None]
+
+    one, all_rows = gradients(model, tokens[:1]), gradients(model, tokens)
+    for alone, together in zip(one, all_rows, strict=True):
+        np.testing.assert_allclose(together, rows * alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
