@@ -393,8 +393,8 @@ class Transformer(nnx.Module):
         x = self.embed(tokens)
         if self.positions is not None:
             x = x + self.positions(positions)
-        # Rounded after the rows are taken, so that their gradients are added up unrounded: in 16 bits
-        # the sum of a frequent token's would stop growing.
+        # Rounded after the rows are taken, so that their gradients are added up unrounded: in 16
+        # bits the sum of a frequent token's would stop growing.
         return x.astype(dtypes_of(self.config)["dtype"])
 
     def _block(self, block, *args):

@@ -1,10 +1,14 @@
 """What kernels for NVIDIA GPUs ask of the GPU, where a program is traced beside one."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
+from jax import lax
 
 from effattn import dispatch
+
+Arrays = TypeVar("Arrays")
 
 
 def gpu() -> jax.Device | None:
@@ -40,3 +44,13 @@ def refusal(takes: Callable[[int], bool], capabilities: str) -> str | None:
 def triton_refusal() -> str | None:
     """The same of Triton, whose kernels are written for the tensor cores and copies of Ampere."""
     return refusal(lambda major: major >= 8, "8.0 and later (Ampere)")
+
+
+def aligned(arrays: Arrays) -> Arrays:
+    """The arrays as kernels take them: each begins where an allocation may begin.
+
+    XLA hands a contiguous slice to a kernel in place, wherever in the whole array it begins. Mosaic
+    GPU refuses what does not begin at a multiple of 256 bytes, and code of Triton takes multiples
+    of 32 for granted. It does not look through a barrier for slices.
+    """
+    return lax.optimization_barrier(arrays)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from effattn.pallas import block_tiles
+from effattn.pallas import block_tiles, device
 from effattn.pallas.block_tiles import Arrays, At, Plan, Walk
 from effattn.pallas.refused import refusing
 from effattn.xla import mesh_axes
@@ -388,7 +388,7 @@ def call(
 
     `shapes` and `scratch` are pytrees, and so are what the kernel gets for them.
     """
-    leaves, structure = jax.tree.flatten(mesh_axes.vary_alike(inputs))
+    leaves, structure = jax.tree.flatten(device.aligned(mesh_axes.vary_alike(inputs)))
     names, count = ("batch", "head", "tile", "warpgroup"), len(leaves)
     how = plan.rule.implementations.interpreted
     results = [jax.ShapeDtypeStruct(*shape) for shape in shapes]

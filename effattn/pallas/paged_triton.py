@@ -103,11 +103,15 @@ def paged(
         interpret=interpreted,
         name="paged_attention",
     )(
-        jnp.clip(table, 0, pages - 1).astype(jnp.int32),
-        lengths.astype(jnp.int32),
-        scale.reshape(1),
-        jnp.pad(grouped, widths),
-        *jax.tree.leaves((keys, values)),
+        *device.aligned(
+            [
+                jnp.clip(table, 0, pages - 1).astype(jnp.int32),
+                lengths.astype(jnp.int32),
+                scale.reshape(1),
+                jnp.pad(grouped, widths),
+                *jax.tree.leaves((keys, values)),
+            ]
+        )
     )
     of_runs = range(runs)
     out, lse = combine([out[:, :, n] for n in of_runs], [lse[:, :, n] for n in of_runs])

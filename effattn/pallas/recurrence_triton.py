@@ -119,7 +119,7 @@ KERNELS = recurrence.Kernels(
 
 
 def _call(kernel, plan, grid, inputs, specs, shapes, out_specs, stages=2):
-    inputs = mesh_axes.vary_alike(inputs)
+    inputs = device.aligned(mesh_axes.vary_alike(inputs))
     varying = jax.typeof(inputs[0]).manual_axis_type
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from effattn.pallas import block_tiles
+from effattn.pallas import block_tiles, device
 from effattn.pallas.block_tiles import Arrays, At, Plan
 from effattn.xla import mesh_axes
 
@@ -188,7 +188,7 @@ def put_rows(tile, ref, n, axis, head, value):
 
 def call(kernel, plan: Plan, inputs, grid, shapes, warps: int) -> list[jax.Array]:
     """Runs `kernel(plan, structure, *refs)`; the refs are the leaves of `inputs`, then results."""
-    leaves, structure = jax.tree.flatten(mesh_axes.vary_alike(inputs))
+    leaves, structure = jax.tree.flatten(device.aligned(mesh_axes.vary_alike(inputs)))
     varying = jax.typeof(leaves[0]).manual_axis_type
     return pl.pallas_call(
         functools.partial(kernel, plan, structure),

@@ -24,6 +24,18 @@ def kernels_of(function: Any, *arguments: Any, platform: str = "cuda") -> set[st
     return set(re.findall(r"custom_call @([\w$.]+)", text)) & set(KERNELS)
 
 
+def operands_of(function: Any, *arguments: Any) -> set[str]:
+    """Which operations give the operands of the program's kernels, lowered for an NVIDIA GPU."""
+    given, found = {}, set()
+    for line in _lowered(function, *arguments, platform="cuda").splitlines():
+        if match := re.match(r"\s*(%\w+)(?::\d+)? = ([\w.]+)", line):
+            given[match[1]] = match[2]
+        if match := re.search(r"custom_call @([\w$.]+)\(([^)]*)\)", line):
+            if match[1] in KERNELS:
+                found |= {given[name.partition("#")[0]] for name in match[2].split(", ")}
+    return found
+
+
 def _lowered(function, *arguments, platform):
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in KERNELS]
     with _a_device(platform):

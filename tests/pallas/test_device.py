@@ -9,6 +9,7 @@ import pytest
 
 import effattn
 from effattn import dispatch
+from tests.pallas.lowering import operands_of
 
 HEADS = {name: np.ones((1, 16, 2, 16), np.float32) for name in ("query", "key", "value")}
 PAGES = {"block_table": np.zeros((1, 1), np.int32), "lengths": np.ones(1, np.int32)}
@@ -41,13 +42,16 @@ def beside(monkeypatch):
     return gpu
 
 
-def traced(name, implementation="triton"):
+def program(name, implementation="triton"):
+    """A function of arrays, and the arrays."""
     function, given = CALLS[name]
     arrays = {k: x for k, x in given.items() if isinstance(x, np.ndarray)}
     options = {k: x for k, x in given.items() if k not in arrays}
-    return jax.eval_shape(
-        lambda arrays: function(**arrays, **options, implementation=implementation), arrays
-    )
+    return lambda arrays: function(**arrays, **options, implementation=implementation), arrays
+
+
+def traced(name, implementation="triton"):
+    return jax.eval_shape(*program(name, implementation))
 
 
 @pytest.mark.parametrize("capability", ["7.0", "7.5"])
@@ -74,3 +78,17 @@ def test_nothing_is_refused_without_a_gpu_or_interpreted(beside, name):
     beside("7.5")
     with dispatch.interpreted():
         traced(name)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_kernel_gets_slices_in_place(name):
+    assert operands_of(*program(name)) == {"stablehlo.optimization_barrier"}
+
+
+def test_nor_does_that_of_mosaic_gpu():
+    heads = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+
+    def attend(query, key, value):
+        return effattn.dot_product_attention(query, key, value, implementation="mosaic_gpu")
+
+    assert operands_of(attend, heads, heads, heads) == {"stablehlo.optimization_barrier"}

@@ -181,6 +181,29 @@ def test_padding_reaches_nothing(kernel):
     )
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_slices_may_begin_anywhere(kernel):
+    """Rows of 128 bytes, and ids of 4, after the first: contiguous, as there is one example."""
+    if kernel == "mosaic_gpu":
+        demand_hopper(Case())
+    x = jax.random.normal(jax.random.key(0), (1, 513, 1, 64), jnp.bfloat16)
+    ids = (jnp.arange(513) > 100).astype(jnp.int32)[None]
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def attend(x, ids, implementation):
+        filled = ids * 1  # made here, and not an argument
+        return effattn.sliding_window_attention(
+            x[:, 1:],
+            x[:, :512],
+            x[:, :512],
+            local_window_size=(255, 0),
+            segment_ids=(filled[:, 1:], filled[:, :512]),
+            implementation=implementation,
+        )
+
+    assert_close(attend(x, ids, kernel), on_cpu(attend, x, ids, "xla"), 1e-2)
+
+
 # The linear recurrence
 
 compiled = functools.partial(recurrence_cases.recurrence, interpreted=False)
