@@ -36,7 +36,9 @@ def interpreted(how: Any = True) -> Iterator[None]:
     """Kernels that are traced within run in Pallas's interpreter, on any device, and slowly.
 
     `how` is what `pallas_call` takes as `interpret`: True, for TPUs also `pltpu.InterpretParams`,
-    and for Mosaic GPU, from jax 0.12 on, `plgpu.InterpretGPUParams`.
+    and for Mosaic GPU, from jax 0.12 on, `plgpu.InterpretGPUParams`. The latter has a thread for
+    each warpgroup, which wait for each other: on a CPU of few cores it waits for ever, unless XLA
+    gets more threads, as by `jax.config.update("jax_num_cpu_devices", 8)` at the start.
     """
     token = _interpreted.set(how)
     try:
