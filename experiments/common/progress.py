@@ -44,11 +44,13 @@ class Progress:
         self._all = self.bars.add_task("all runs", total=runs * steps, detail="")
 
     def __enter__(self) -> "Progress":
-        self.bars.start()
+        if self.live:
+            self.bars.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.bars.stop()
+        if self.live:
+            self.bars.stop()
 
     def say(self, text: str) -> None:
         """Prints a line of its own."""
