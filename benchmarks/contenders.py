@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import effattn
 from benchmarks import machine
@@ -91,6 +92,30 @@ def in_jax(function: Callable, **options: Any) -> Callable[[Arrays, bool], Progr
         )
 
     return compile_program
+
+
+def over_devices(first: Contender, devices: int) -> Contender:
+    """A contender of JAX's with its heads sharded over the first devices."""
+
+    def compile_program(arrays, backward):
+        mesh = jax.make_mesh(
+            (devices,), ("heads",), (AxisType.Auto,), devices=jax.devices()[:devices]
+        )
+        heads = NamedSharding(mesh, PartitionSpec(None, None, "heads"))
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=heads) for x in arrays]
+        program = first.compile(shapes, backward)
+        # What the compiler tells is of one device.
+        temporary, peak = (
+            None if each is None else devices * each
+            for each in (program.temporary_bytes, program.peak_bytes)
+        )
+        return program._replace(
+            place=lambda arrays: jax.device_put(program.place(arrays), heads),
+            temporary_bytes=temporary,
+            peak_bytes=peak,
+        )
+
+    return Contender(f"{first.name}, {devices} devices", first.computes, compile_program)
 
 
 def in_torch(
