@@ -101,7 +101,7 @@ def test_an_error_stops_the_calls_beside_it_and_those_not_begun(error):
     with pytest.raises(type(error)):
         side_by_side.call(function, range(9), 2, stopping.set)
     # The thread of the failed call may have begun another one before the others were left out.
-    assert begun[:2] == [0, 1] and len(begun) <= 3
+    assert {0, 1} <= set(begun) and len(begun) <= 3
 
 
 def test_one_at_a_time_stays_in_the_present_thread():
