@@ -183,8 +183,8 @@ def _train_all(
         with compiling:  # the runs of a mechanism may begin together
             return compile_once(mechanism)
 
-    at_once = config.at_once or machine.runs_at_once()
     runs = comparison.planned_runs(len(config.mechanisms), len(config.rates), len(config.seeds))
+    at_once = min(runs, config.at_once or machine.runs_at_once())
     with progress.Progress(runs, config.steps) as shown:
         one = trials.Trials(
             folder,

@@ -48,7 +48,7 @@ def compare(
       seeds: of the parameters and the order of the data.
       run: `(mechanism, rate, seed) -> result`, with the keys "learning_rate" and "valid_loss".
       progress: takes sentences about what was chosen, and stops the runs if one fails.
-      at_once: how many runs go on beside each other; of one mechanism, if it has so many.
+      at_once: how many runs go on beside each other.
 
     Raises:
       Diverged: at the only rate, or at every rate of a sweep.
