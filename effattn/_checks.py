@@ -1,11 +1,14 @@
 """The one place where arguments of the contract are validated, at trace time."""
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+# Positions are int32, and no sequence has as many tokens.
 _FAR = 2**30
 
 
@@ -61,7 +64,12 @@ def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
             f"{name} must be integers of shape {tuple(batch)}, one for each example, got "
             f"{value.dtype} of shape {value.shape}"
         )
-    return value
+    return counts(value)
+
+
+def counts(value: jax.Array) -> jax.Array:
+    """int32: sums of smaller integers go round."""
+    return jnp.minimum(value, min(_FAR, jnp.iinfo(value.dtype).max)).astype(jnp.int32)
 
 
 def segment_ids(
@@ -71,9 +79,10 @@ def segment_ids(
     if value is None:
         return None
     if isinstance(value, tuple | list):
-        if len(value) != 2:
+        if len(value) != 2 or any(ids is None for ids in value):
             raise ValueError(
                 f"segment_ids must be one array or a pair (query, key), got {len(value)} items"
+                f"{' of which one is None' if len(value) == 2 else ''}"
             )
         pair = jnp.asarray(value[0]), jnp.asarray(value[1])
     else:
@@ -105,7 +114,6 @@ def window(value: Any) -> tuple[int, int]:
             "local_window_size must be an int or a pair (left, right) of ints, 0 or more: the "
             f"tokens on each side that a token sees besides itself; got {value!r}"
         )
-    # Positions are int32, and no sequence has as many tokens.
     return min(int(pair[0]), _FAR), min(int(pair[1]), _FAR)
 
 
@@ -143,6 +151,8 @@ def tile(value: Any) -> tuple[int, int] | None:
 def offset(value: Any, batch: Sequence[int]) -> int | jax.Array:
     """`query_offset`: an int, or integers `()` or `(*B)`."""
     if is_integer(value):
+        if abs(value) > _FAR:
+            raise ValueError(f"query_offset must be a position, up to 2**30, got {value!r}")
         return int(value)
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape not in ((), tuple(batch)):
@@ -150,26 +160,38 @@ def offset(value: Any, batch: Sequence[int]) -> int | jax.Array:
             f"query_offset must be an int, or integers of shape () or {tuple(batch)}, got "
             f"{array.dtype} of shape {array.shape}"
         )
-    return array
+    return array.astype(jnp.int32)
 
 
 def scale(value: Any, head_size: int) -> float | jax.Array:
     """The scale of the logits: a float, or a floating-point array `()` where it is traced."""
     if value is None:
         return float(head_size**-0.5)
-    if jnp.ndim(value) != 0 or not jnp.issubdtype(jnp.result_type(value), jnp.number):
-        raise ValueError(f"scale must be a number or an array of shape (), got {value!r}")
     if not isinstance(value, jax.Array):
-        return float(value)
+        return _real("scale", value, "a number or an array of shape ()")
+    if value.shape != () or not jnp.isrealobj(value):
+        raise ValueError(
+            f"scale must be a number or an array of shape (), got {value.dtype} of shape "
+            f"{value.shape}"
+        )
     return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(jnp.float32)
 
 
 def positive(name: str, value: Any) -> float | None:
-    """A number above zero, or None."""
+    """A finite number above zero, or None."""
     if value is None:
         return None
-    if isinstance(value, jax.Array) or not value > 0:
-        raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    number = _real(name, value, "a finite number above 0")
+    if not 0 < number < float("inf"):
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+    return number
+
+
+def _real(name, value, needs):
+    """A float of a number that is known, Python's or NumPy's."""
+    scalar = isinstance(value, np.ndarray) and value.ndim == 0 and np.isrealobj(value)
+    if isinstance(value, bool) or not (scalar or isinstance(value, numbers.Real)):
+        raise ValueError(f"{name} must be {needs}, got {value!r}")
     return float(value)
 
 
@@ -186,16 +208,26 @@ def shaped(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
 
 def dropout_rate(rate: Any, rng: Any) -> float:
     """A rate in [0, 1), with a key if it is above 0."""
-    if isinstance(rate, jax.Array) or not 0 <= rate < 1:
+    number = _real("dropout_rate", rate, "a number in [0, 1)")
+    if not 0 <= number < 1:
         raise ValueError(f"dropout_rate must be a number in [0, 1), got {rate!r}")
-    if rate > 0 and rng is None:
-        raise ValueError(f"dropout_rate={rate} needs dropout_rng, a jax.random key")
-    return float(rate)
+    if number > 0 and not _is_key(rng):
+        raise ValueError(f"dropout_rate={number} needs dropout_rng, a jax.random key, got {rng!r}")
+    return number
+
+
+def _is_key(rng):
+    """One `jax.random` key, of `key` or of the older `PRNGKey`."""
+    if isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return rng.ndim == 0
+    return isinstance(rng, jax.Array | np.ndarray) and rng.dtype == np.uint32 and rng.ndim == 1
 
 
 def is_integer(value: Any) -> bool:
     """A concrete integer, Python's or NumPy's; True and False are none."""
-    return hasattr(value, "__index__") and not isinstance(value, bool | jax.Array)
+    if isinstance(value, np.ndarray):
+        return value.ndim == 0 and np.issubdtype(value.dtype, np.integer)
+    return hasattr(value, "__index__") and not isinstance(value, bool | np.bool_ | jax.Array)
 
 
 def at_least(name: str, value: Any, least: int, of: str = "") -> int:

@@ -7,6 +7,8 @@ id 0 is padding.
 import jax
 import jax.numpy as jnp
 
+from effattn import _checks
+
 
 def segment_ids_from_lengths(lengths: jax.Array, max_length: int) -> jax.Array:
     """One document a row, `lengths` `(*B)` tokens long: int32 ids `(*B, max_length)`, 1, then 0."""
@@ -32,7 +34,8 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total_length: int) -> jax
         raise ValueError(
             f"cu_seqlens must be one-dimensional with at least 2 entries, got {cu_seqlens.shape}"
         )
-    token = jnp.arange(total_length, dtype=cu_seqlens.dtype)
+    cu_seqlens = _checks.counts(cu_seqlens)
+    token = jnp.arange(total_length, dtype=jnp.int32)
     ids = jnp.searchsorted(cu_seqlens, token, side="right").astype(jnp.int32)
     return jnp.where(token < cu_seqlens[-1], ids, 0)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -60,7 +61,8 @@ def dot_product_attention(
       scale: default H**-0.5. May be an array, with a gradient.
       is_causal: query i attends to keys at positions up to its own; top-left aligned.
       query_offset: query t stands at position t + offset; an int, or an int array `()` or `(*B)`.
-        Only causality, windows, `score_mod` and dropout look at positions.
+        Only causality, windows, `score_mod` and dropout look at positions. Where examples differ,
+        windows skip what they do not hold, and causality alone skips nothing.
       query_seq_lengths: int `(*B)`; rows from there on give zeros.
       key_value_seq_lengths: int `(*B)`; keys from there on are padding.
       segment_ids: int `(*B, T)`, or a pair `(*B, T)`, `(*B, S)`; tokens attend within equal ids,
@@ -70,7 +72,8 @@ def dot_product_attention(
       logits_soft_cap: c > 0; logits become c * tanh(logits / c).
       score_mod: `(logit, b, h, i, j) -> logit` on scalars, after the cap: example (counted over
         all batch dimensions), query head, query position, key position. Gradients flow to the
-        arrays it closes over. Memory stays linear. Call it under `jax.jit`: outside, every call
+        arrays it closes over. Memory stays linear. It is also called at pairs that may not attend:
+        let it be finite there, or its gradient is not. Call it under `jax.jit`: outside, every call
         compiles anew.
       sink: `(N,)`, a logit a head that takes part in the softmax and has no value. Has a gradient.
       dropout_rate: share of the weights dropped, in [0, 1); the others are scaled up.
@@ -124,26 +127,34 @@ def dot_product_attention(
 
 
 def _attend(query, key, value, given: block.Arguments, return_residual: bool):
-    """Of the implementations asked for, cuDNN says only when it is called what it takes."""
+    """Of the implementations asked for, cuDNN says only when it is called what it takes.
+
+    Where it takes the call there is a GPU, so that those named before it run there as well.
+    """
     names = dispatch.requested(given.implementation)
     if names is None or "cudnn" not in names:
         return block.attend(query, key, value, given)
     at = names.index("cudnn")
-    before, after = (
-        dataclasses.replace(given, implementation=some) for some in (names[:at], names[at + 1 :])
-    )
-    if before.implementation:
-        with contextlib.suppress(NotImplementedError):
-            return block.attend(query, key, value, before)
+    by_cudnn = functools.partial(_attend_cudnn, given=given, return_residual=return_residual)
     try:
-        return _attend_cudnn(query, key, value, given, return_residual)
+        if at == 0:
+            return by_cudnn(query, key, value)
+        jax.eval_shape(by_cudnn, query, key, value)
     except NotImplementedError:
-        if not after.implementation:
+        if names == ("cudnn",):
             raise
-    return _attend(query, key, value, after, return_residual)
+        others = tuple(name for name in names if name != "cudnn")
+        return block.attend(query, key, value, _by(given, others))
+    with contextlib.suppress(NotImplementedError):
+        return block.attend(query, key, value, _by(given, names[:at]))
+    return by_cudnn(query, key, value)
 
 
-def _attend_cudnn(query, key, value, given: block.Arguments, return_residual: bool):
+def _by(given, implementation):
+    return dataclasses.replace(given, implementation=implementation)
+
+
+def _attend_cudnn(query, key, value, *, given: block.Arguments, return_residual: bool):
     unsupported = {
         "query_offset": not (_checks.is_integer(given.query_offset) and given.query_offset == 0),
         "segment_ids": given.segments is not None,

@@ -132,6 +132,14 @@ def _with_layout(query, key, given: block.Arguments, layout) -> block.Arguments:
             f"the layout is of {layout.lengths[0]} queries and {layout.lengths[1]} keys; got "
             f"{queries} and {keys}"
         )
+    leading, shape = layout.partial_counts.shape[:-1], (*query.shape[:-3], key.shape[-2])
+    if len(leading) > len(shape) or any(
+        a not in (1, b) for a, b in zip(reversed(leading), reversed(shape), strict=False)
+    ):
+        raise ValueError(
+            f"the layout's axes before its tiles must be () or broadcast to (*B, K) = {shape}, one "
+            f"for each key head, got {leading}"
+        )
     if given.tile is not None and given.tile != layout.tile:
         raise ValueError(f"tile {given.tile} is not the layout's, {layout.tile}")
     return dataclasses.replace(given, layout=layout)
@@ -156,6 +164,8 @@ def with_pattern(query, key, given: block.Arguments, pattern: "Pattern") -> bloc
         )
     if pattern.heads not in (None, heads):
         raise ValueError(f"the pattern is of {pattern.heads} heads, the query has {heads}")
+    if 0 in (queries, keys):
+        return given  # no pairs, so no tiles either
     pattern = pattern & Causal() if given.is_causal else pattern
     pattern = pattern.sized(queries, keys, offset=given.query_offset)
     for_kernels = dispatch.asks_for_kernels(

@@ -64,11 +64,21 @@ BAD_NUMBERS = [
     ({"local_window_size": (1, 2, 3)}, r"a pair \(left, right\) .*got \(1, 2, 3\)"),
     ({"local_window_size": 2.5}, "local_window_size must be an int .*got 2.5"),
     ({"local_window_size": True}, "local_window_size must be an int .*got True"),
-    ({"logits_soft_cap": 0.0}, "logits_soft_cap must be a number above 0, got 0.0"),
-    ({"logits_soft_cap": -2.0}, "logits_soft_cap must be a number above 0, got -2.0"),
+    ({"local_window_size": np.array([3, 2])}, r"local_window_size must be .*got array\(\[3, 2\]\)"),
+    ({"local_window_size": np.array(3.7)}, r"local_window_size must be .*got array\(3.7\)"),
+    ({"query_offset": np.array(2.5)}, "query_offset must be an int, or .*got float32"),
+    ({"query_offset": 2**31}, "query_offset must be a position, up to .*got 2147483648"),
+    ({"scale": 1j}, "scale must be a number or an array .*got 1j"),
+    ({"scale": "1"}, "scale must be a number or an array .*got '1'"),
+    ({"score_mod": 3}, r"score_mod must be a function \(logit, b, h, i, j\), got 3"),
+    ({"segment_ids": (np.ones((2, 6), int), None)}, "segment_ids must be .*2 items .*one is None"),
+    ({"logits_soft_cap": 0.0}, "logits_soft_cap must be a finite number above 0, got 0.0"),
+    ({"logits_soft_cap": -2.0}, "logits_soft_cap must be a finite number above 0, got -2.0"),
+    ({"logits_soft_cap": float("inf")}, "logits_soft_cap must be a finite number above 0, got inf"),
     ({"dropout_rate": 1.0}, r"dropout_rate must be a number in \[0, 1\), got 1.0"),
     ({"dropout_rate": -0.1}, r"dropout_rate must be a number in \[0, 1\), got -0.1"),
     ({"dropout_rate": 0.1}, "dropout_rate=0.1 needs dropout_rng"),
+    ({"dropout_rate": 0.1, "dropout_rng": 3}, "dropout_rate=0.1 needs dropout_rng.*got 3"),
     ({"tile": 64}, r"tile must be a pair \(queries, keys\) of positive ints, got 64"),
     ({"tile": (64, 0)}, r"tile must be a pair .*got \(64, 0\)"),
     ({"implementation": "cuda"}, "unknown implementation 'cuda'; known are .*'xla'.*'cudnn'"),
@@ -106,7 +116,7 @@ def test_a_wrong_number_is_named_with_what_it_needs(options, message):
 
 @pytest.mark.parametrize("option", ["dropout_rate", "logits_soft_cap"])
 def test_a_traced_number_that_must_be_known_is_refused(option):
-    with pytest.raises(ValueError, match=f"{option} must be a number"):
+    with pytest.raises(ValueError, match=f"{option} must be a .*number"):
         trace(dot_product_attention, {option: array()})
 
 
@@ -130,6 +140,13 @@ def test_a_named_implementation_never_falls_back(name):
         message = "no '.*' implementation.*'xla' takes|runs by .* alone; .*'xla' runs anywhere"
         with pytest.raises(NotImplementedError, match=message):
             jax.jit(lambda arrays, call=call: call(**arrays)).lower(arrays)
+
+
+def test_cudnn_that_is_not_there_stands_in_the_way_of_no_other():
+    """Under jit a kernel before it could no longer give way to what comes after it."""
+    run = functools.partial(dot_product_attention, implementation=("pallas", "cudnn", "xla"))
+    query, key, value = (jnp.ones(array.shape) for array in (QUERY, KEY, VALUE))
+    np.testing.assert_array_equal(jax.jit(run)(query, key, value), run(query, key, value))
 
 
 def test_implementations_are_tried_in_order():

@@ -217,6 +217,19 @@ def test_a_layout_of_other_lengths_is_refused():
         sparse_attention(**draw(), layout=ANY)
 
 
+def test_a_layout_for_each_query_head_is_refused():
+    blocks = np.ones((4, 3, 7), bool)
+    layout = BlockLayout.from_block_mask(blocks, tile=(8, 4), lengths=(QUERIES, KEYS))
+    with pytest.raises(ValueError, match=r"layout.* one for each key head, got \(4,\)"):
+        sparse_attention(**draw(QUERIES, KEYS), layout=layout)
+
+
+@pytest.mark.parametrize("queries, keys", [(0, 5), (5, 0)])
+def test_there_may_be_no_tokens(queries, keys):
+    out = sparse_attention(**draw(queries, keys), pattern=Causal() & Global(2))
+    np.testing.assert_array_equal(out, np.zeros((2, queries, 4, 5)))
+
+
 @pytest.mark.parametrize(
     "attend",
     [
