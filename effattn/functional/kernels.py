@@ -1,11 +1,12 @@
 """What kernel attention shares: it is causal or bidirectional, both by the linear recurrence."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from effattn import _checks
 from effattn.cores.linear_recurrence import Tokens, linear_recurrence, packed
@@ -43,7 +44,7 @@ def check(
     if ids is not None and is_causal:
         tokens = packed(ids[1], tokens)
     elif ids is not None:
-        attend = WithinDocuments(*ids).attend
+        attend = Partial(within_documents, *ids)
     given = recurrence.Arguments(
         batch=batch,
         query=query,
@@ -124,49 +125,44 @@ def _mask(lengths, segment_ids, length):
     return within if mask is None else mask & within
 
 
-class WithinDocuments(NamedTuple):
+def within_documents(query_ids, key_ids, rule, parameters, state, query, key_value, tokens):
     """Bidirectional attention inside packed documents.
 
     The tokens are reordered, each document's keys first and then its queries, and read by one
-    causal recurrence. That is linear in T + S, whatever the documents are.
+    causal recurrence. That is linear in T + S, whatever the documents are. After the ids it takes
+    and returns what `linear_recurrence` does; keys are `(*B, S, K, ...)`.
     """
+    query_ids, key_ids, query, key_value, tokens = mesh_axes.vary_alike(
+        (query_ids, key_ids, query, key_value, tokens)
+    )
+    queries, keys = query_ids.shape[-1], key_ids.shape[-1]
+    order = jnp.argsort(jnp.concatenate([key_ids, query_ids], -1), -1, stable=True)
+    place = jnp.argsort(order, -1)
 
-    query_ids: jax.Array
-    key_ids: jax.Array
+    def merge(of_keys, of_queries):
+        return _permute(jnp.concatenate([of_keys, of_queries], -3), order, place)
 
-    def attend(self, rule, parameters, state, query, key_value, tokens):
-        """Takes and returns what `linear_recurrence` does; keys are `(*B, S, K, ...)`."""
-        (query_ids, key_ids), query, key_value, tokens = mesh_axes.vary_alike(
-            (tuple(self), query, key_value, tokens)
-        )
-        queries, keys = query_ids.shape[-1], key_ids.shape[-1]
-        order = jnp.argsort(jnp.concatenate([key_ids, query_ids], -1), -1, stable=True)
-        place = jnp.argsort(order, -1)
+    def merge_known(of_keys, of_queries):
+        return jnp.take_along_axis(jnp.concatenate([of_keys, of_queries], -1), order, -1)
 
-        def merge(of_keys, of_queries):
-            return _permute(jnp.concatenate([of_keys, of_queries], -3), order, place)
+    def none(x, length):
+        return jnp.zeros_like(x, shape=(*x.shape[:-3], length, *x.shape[-2:]))
 
-        def merge_known(of_keys, of_queries):
-            return jnp.take_along_axis(jnp.concatenate([of_keys, of_queries], -1), order, -1)
-
-        def none(x, length):
-            return jnp.zeros_like(x, shape=(*x.shape[:-3], length, *x.shape[-2:]))
-
-        merged = Tokens(
-            merge_known(jnp.zeros_like(tokens.key_mask), tokens.query_mask),
-            merge_known(tokens.key_mask, jnp.zeros_like(tokens.query_mask)),
-        )
-        ids = merge_known(key_ids, query_ids)
-        starts = ids != jnp.concatenate([ids[..., :1], ids[..., :-1]], -1)
-        out, state = linear_recurrence(
-            rule,
-            parameters,
-            state,
-            jax.tree.map(lambda x: merge(none(x, keys), x), query),
-            tuple(merge(x, none(x, queries)) for x in key_value),
-            merged._replace(starts=starts),
-        )
-        return _permute(out, place, order)[..., keys:, :, :], state
+    merged = Tokens(
+        merge_known(jnp.zeros_like(tokens.key_mask), tokens.query_mask),
+        merge_known(tokens.key_mask, jnp.zeros_like(tokens.query_mask)),
+    )
+    ids = merge_known(key_ids, query_ids)
+    starts = ids != jnp.concatenate([ids[..., :1], ids[..., :-1]], -1)
+    out, state = linear_recurrence(
+        rule,
+        parameters,
+        state,
+        jax.tree.map(lambda x: merge(none(x, keys), x), query),
+        tuple(merge(x, none(x, queries)) for x in key_value),
+        merged._replace(starts=starts),
+    )
+    return _permute(out, place, order)[..., keys:, :, :], state
 
 
 @jax.custom_vjp

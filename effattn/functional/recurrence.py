@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+from jax.tree_util import Partial
 
 from effattn import _checks, dispatch
 from effattn.cores.linear_recurrence import (
@@ -185,7 +186,7 @@ def run(
       parameters: arrays for `terms` that all tokens share.
       initial_state: `(*B, V, F, D)`, with D + 1 in place of D if normalised; None is zero.
       normalized: divide by the sum of the weights.
-      attend: the form of the core.
+      attend: the form of the core; a `jax.tree_util.Partial` where it has arrays of its own.
       implementation: what the user asked for.
     """
     shapes = jax.eval_shape(terms, parameters, queries, keys)
@@ -212,8 +213,11 @@ def run(
     implementations = dispatch.choose(implementation, its_call)
     rule = rule._replace(implementations=implementations)
     with jax.named_scope(name):
-        placed = mesh_axes.placed(lambda *operands: attend(rule, *operands), given.query, *specs)
-        out, state = placed(parameters, state, queries, keys, given.tokens)
+        placed = mesh_axes.placed(
+            lambda attend, *operands: attend(rule, *operands), given.query, *specs
+        )
+        form = attend if isinstance(attend, Partial) else Partial(attend)
+        out, state = placed(form, *operands)
     return checkpoint_name(out, name), state
 
 

@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
 from effattn.cores.block_attention import Origin
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
+from effattn.xla import mesh_axes
 
 
 def sliding_window_attention(
@@ -227,7 +229,9 @@ def _slice_each(array, start, size: int, axis: int):
     cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
     for _ in range(axis):
         cut = jax.vmap(cut)
-    return cut(array, start)
+    placed_as = PartitionSpec(*mesh_axes.spec(array))
+    (parts,) = mesh_axes.placed(lambda *given: (cut(*given),), array, placed_as)(array, start)
+    return parts
 
 
 def _per_class(value, batch, dilation: int):

@@ -9,6 +9,7 @@ block, and never rebuilds a state by subtraction or division.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +72,7 @@ def _put(span, index, arrays, blocks, axis):
 
 def _group(x, axis, groups):
     """Heads `(..., K R, ...)` at `axis` as `(..., K, R, ...)`."""
-    return x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
+    return x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
 
 
 def _padded(x, axis, width):
@@ -122,7 +123,8 @@ def _block(rule, chunk, parameters, state, queries, keys, tokens):
         grouped, query, key, value, log_decay, terms.bonus, removed, recalled, starts
     )
     output = jax.lax.slice_in_dim(output, 0, chunk, axis=time + 1)
-    output = output.reshape(*batch, chunks * chunk, -1, output.shape[-1])
+    rows = math.prod(output.shape[time + 2 : -1])
+    output = output.reshape(*batch, chunks * chunk, rows, output.shape[-1])
     output = jax.lax.slice_in_dim(output, 0, length, axis=time)
     output = normalize(output) if rule.normalized else output
     return after.reshape(state.shape), clear(output, tokens.query_mask)
@@ -170,8 +172,11 @@ def backward(
     if saved is None:
         _, saved = forward(rule, x)
     axis, inputs = x.state.ndim - 3, (x.queries, x.keys)
-    d_parameters, d_inputs = jax.tree.map(jnp.zeros_like, (x.parameters, inputs))
-    carry: Any = d_state, d_parameters, d_inputs
+    # In 16 bits the gradient of a block would soon be too small to count.
+    d_parameters = jax.tree.map(
+        lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32)), x.parameters
+    )
+    carry: Any = d_state, d_parameters, jax.tree.map(jnp.zeros_like, inputs)
     spans = _spans(d_output.shape[axis], rule.chunk)
     for span, starts in reversed(list(zip(spans, saved, strict=True))):
 
@@ -188,6 +193,7 @@ def backward(
 
         carry, _ = lax.scan(step, carry, (jnp.arange(span.blocks), starts), reverse=True)
     d_state, d_parameters, (d_queries, d_keys) = carry
+    d_parameters = jax.tree.map(lambda d, p: d.astype(p.dtype), d_parameters, x.parameters)
     return Operands(d_parameters, d_state, d_queries, d_keys, None)
 
 

@@ -1,6 +1,7 @@
 """What the cores need to know of the mesh: axes that vary by device, and axes that are explicit."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -16,9 +17,34 @@ def placed(function: Callable[..., Any], like: jax.Array, *specs: PartitionSpec)
     Where the mesh of `like` has explicit axes, the types of arrays say how they are sharded;
     inside, the compiler places them, as it does on other meshes. There this changes nothing.
     """
-    if AxisType.Explicit not in jax.typeof(like).sharding.mesh.axis_types:
-        return function
-    return auto_axes(function, out_sharding=specs)
+    return auto_axes(function, out_sharding=specs) if _is_explicit(like) else function
+
+
+@contextlib.contextmanager
+def within_placed(like: jax.Array, traced: str) -> Iterator[None]:
+    """The mesh as what is `placed` like this finds it, for what is traced ahead of that.
+
+    `traced` names it, for the message where it closes over an array of the explicit mesh.
+    """
+    if not _is_explicit(like):
+        yield
+        return
+    mesh = jax.typeof(like).sharding.mesh
+    free = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+    try:
+        with jax.sharding.use_abstract_mesh(free):
+            yield
+    except ValueError as error:
+        if "should match the aval mesh" not in str(error):
+            raise
+        raise ValueError(
+            f"{traced} closes over an array on a mesh with explicit axes: there it takes constants "
+            "of NumPy alone; make the mesh with jax.sharding.AxisType.Auto"
+        ) from error
+
+
+def _is_explicit(x: jax.Array) -> bool:
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def spec(x: jax.Array) -> tuple:

@@ -145,6 +145,13 @@ def test_no_similarity_at_all_gives_zeros(is_causal):
         np.testing.assert_array_equal(leaf, 0)
 
 
+@pytest.mark.parametrize("is_causal, batch, length", [(True, 0, 5), (False, 0, 5), (False, 2, 0)])
+def test_there_may_be_no_examples_and_no_queries(is_causal, batch, length):
+    query, key, value = (np.zeros((batch, n, 4, 3), np.float32) for n in (length, 5, 5))
+    out = linear_attention(query, key, value, is_causal=is_causal)
+    assert out.shape == (batch, length, 4, 3)
+
+
 @pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_extremes_are_finite(is_causal):
     """Features that overflow, underflow, and whose products do one by one."""

@@ -1,0 +1,63 @@
+"""On meshes with explicit axes, what the laws' calls of one option at a time leave out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import effattn
+from effattn.patterns import Causal
+from tests.laws.battery import assert_close
+from tests.laws.sharding import mesh, shard
+
+IDS = np.repeat([[1, 2, 0]], [5, 7, 4], axis=1).repeat(4, 0)
+
+CALLS = {
+    "a score_mod": functools.partial(
+        effattn.dot_product_attention,
+        score_mod=lambda logit, b, h, i, j: jnp.where(i > j, logit, jnp.arange(2.0)[h] * logit),
+    ),
+    "a pattern and a score_mod": functools.partial(
+        effattn.sparse_attention,
+        pattern=Causal(),
+        score_mod=lambda logit, b, h, i, j: logit - 0.1 * (i - j),
+    ),
+    "documents read both ways": functools.partial(effattn.linear_attention, segment_ids=IDS),
+    "a dilated window with offsets that lie elsewhere": functools.partial(
+        effattn.sliding_window_attention,
+        local_window_size=2,
+        dilation=3,
+        query_offset=np.arange(4),
+    ),
+}
+
+
+def on_mesh(function):
+    """Its sum's gradient, with the examples of `(4, 16, 2, 3)` on four devices, and the array."""
+    query = np.random.default_rng(0).normal(size=(4, 16, 2, 3)).astype(np.float32)
+    explicit = mesh(AxisType.Explicit)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(function(x, x, x) ** 2)))
+    with jax.set_mesh(explicit):
+        placed = shard(explicit, {"query": query}, query=PartitionSpec("batch"))["query"]
+        return gradient(placed), gradient, query
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_explicit_axes_change_nothing(name):
+    placed, gradient, query = on_mesh(CALLS[name])
+    assert_close(placed, gradient(query), 1e-6)
+
+
+def test_a_score_mod_that_closes_over_an_array_of_the_mesh_is_told_what_to_do():
+    def attend(query, key, value):
+        slope = jnp.sum(query)
+        score_mod = lambda logit, b, h, i, j: logit * slope  # noqa: E731
+        return effattn.dot_product_attention(query, key, value, score_mod=score_mod)
+
+    with pytest.raises(
+        ValueError, match="score_mod closes over .* with jax.sharding.AxisType.Auto"
+    ):
+        on_mesh(attend)
