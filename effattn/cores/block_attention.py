@@ -1,9 +1,10 @@
 """Block attention: softmax attention over the pairs that a rule leaves, by any implementation.
 
 Here are what it is told and its rule of differentiation, which all implementations share. Each is a
-module with a `refusal`, which says what it does not take; a `forward`, which gives the output and
-the log-sum-exp; a `backward`, which recomputes the weights from these; and `tilings`, the tiles
-that `effattn.tune` tries. The maths is written out in `effattn.xla.block_attention`.
+module with a `refusal`, which says what it does not take; a `forward`, which gives the output, the
+log-sum-exp L, and what rounding took from L; a `backward`, which recomputes the weights as
+exp(logits - L); and `tilings`, the tiles that `effattn.tune` tries. The maths is written out in
+`effattn.xla.block_attention`.
 
 Shapes: batch dimensions `*B`, query heads N, key heads K, G = N // K, queries T, keys S, head sizes
 H and Hv.
@@ -183,7 +184,8 @@ def softmax_dtype(x: Operands) -> jnp.dtype:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(rule: Rule, x: Operands):
-    return _forward(rule, x, x.value.dtype)
+    out, lse, _ = _forward(rule, x, x.value.dtype)
+    return out, lse
 
 
 # Traced once, where the rules of differentiation call for it twice.
@@ -204,17 +206,22 @@ def _run(rule, form, *operands):
 def _attend_fwd(rule: Rule, x: Operands):
     # Saved unrounded: the backward takes dO . O from all d logits of a row, where the error of a
     # rounded O would add up.
-    out, lse = _forward(rule, x, softmax_dtype(x))
+    out, lse, lost = _forward(rule, x, softmax_dtype(x))
     # Named, so that a remat policy can save what is dear to compute again.
-    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out.astype(x.value.dtype), lse), (x, out, lse)
+    out = checkpoint_name(out, "attention_out")
+    lse, lost = checkpoint_name((lse, lost), "attention_lse")
+    return (out.astype(x.value.dtype), lse), (x, out, lse, lost)
 
 
 def _attend_bwd(rule: Rule, saved, cotangents):
-    x, out, lse = saved
+    x, out, lse, lost = saved
     d_out, d_lse = cotangents
+    # Beside a bias of -1e9 rounding takes log 64 from L. The weights then lack a factor of their
+    # row; as gradients are linear in what comes down to the row, that gets it instead.
+    factor = jnp.exp(-lost)
     # dO . O - dL, what all d logits of a row share
-    shared = (d_out * out).sum(-1) - d_lse
+    shared = ((d_out * out).sum(-1) - d_lse) * factor
+    d_out = (d_out * factor[..., None]).astype(d_out.dtype)
 
     def form(module):
         return lambda *operands: module.backward(rule, *operands)

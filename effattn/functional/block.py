@@ -104,6 +104,8 @@ def check(
     `mechanism` is the name of the function, for messages.
     """
     dispatch.requested(implementation)
+    if score_mod is not None and not callable(score_mod):
+        raise ValueError(f"score_mod must be a function (logit, b, h, i, j), got {score_mod!r}")
     batch = _checks.query_key_value(query, key, value)
     heads, queries, keys = query.shape[-2], query.shape[-3], key.shape[-3]
     pairs = (*batch, heads, queries, keys)
@@ -181,7 +183,7 @@ def attend(
         query=query,
         key=key,
         value=value,
-        bias=_split_heads(given.bias, by_group),
+        bias=_split_heads(_bias_without_padding(given, queries, keys), by_group),
         scale=None if isinstance(scale, float) else scale,
         additive=given.additive,
         constants=constants,
@@ -216,10 +218,7 @@ def without_padding(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The arrays with zeros in what is padding, so that a NaN there reaches no gradient."""
     query_mask = _present_queries(query.shape[-3], given)
-    present = _valid(given.key_lengths, key.shape[-3]) if key_mask is None else key_mask
-    if given.segments is not None:
-        of_keys = given.segments[1] != 0
-        present = of_keys if present is None else present & of_keys
+    present = _all_of(key_mask, _present_keys(key.shape[-3], given))
     return (
         _zero_where_absent(query, query_mask),
         _zero_where_absent(key, present),
@@ -227,13 +226,35 @@ def without_padding(
     )
 
 
+def _bias_without_padding(given, queries, keys):
+    """The bias with zeros where no example that shares it has a token."""
+    bias = given.bias
+    if bias is None:
+        return None
+    for axis, present in ((-2, _present_queries(queries, given)), (-1, _present_keys(keys, given))):
+        if present is None or bias.shape[axis] == 1:
+            continue
+        shared = tuple(n for n, size in enumerate(bias.shape[:-3]) if size == 1)
+        present = jnp.expand_dims(present.any(shared, keepdims=True), (-2, -3))
+        bias = jnp.where(jnp.swapaxes(present, axis, -1), bias, 0)
+    return bias
+
+
 def _present_queries(queries, given):
     """bool `(*B, T)`; None for all."""
-    valid = _valid(given.query_lengths, queries)
-    if given.segments is None:
-        return valid
-    of_queries = given.segments[0] != 0
-    return of_queries if valid is None else valid & of_queries
+    ids = given.segments and given.segments[0]
+    return _all_of(_valid(given.query_lengths, queries), None if ids is None else ids != 0)
+
+
+def _present_keys(keys, given):
+    """bool `(*B, S)`; None for all."""
+    ids = given.segments and given.segments[1]
+    return _all_of(_valid(given.key_lengths, keys), None if ids is None else ids != 0)
+
+
+def _all_of(one, other):
+    """Where both are True; None is everywhere."""
+    return one if other is None else other if one is None else one & other
 
 
 def _valid(lengths, size):
@@ -270,7 +291,8 @@ def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
     dtype = jnp.promote_types(jnp.result_type(*like), jnp.float32)
     logit = mesh_axes.vary_like(example, jnp.zeros((), dtype))
     index = mesh_axes.vary_like(example, jnp.zeros((), jnp.int32))
-    traced = jax.make_jaxpr(score_mod)(logit, index, index, index, index)
+    with mesh_axes.within_placed(example, "score_mod"):
+        traced = jax.make_jaxpr(score_mod)(logit, index, index, index, index)
     results = traced.out_avals
     if len(results) != 1 or results[0].shape or not jnp.issubdtype(results[0].dtype, jnp.floating):
         raise ValueError(

@@ -123,8 +123,11 @@ def _tiles_of(x: Operands) -> dict[str, tuple[int, int]]:
     return TILES[next(width for width in TILES if width >= max(sizes))]
 
 
-def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """The output in the dtype given and the log-sum-exp."""
+def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The output in the dtype given, the log-sum-exp, and zeros for what rounding took from it.
+
+    Where that matters, the factor of its powers of 2 has rounded the logits as much.
+    """
     plan, arrays = _arrange("forward", rule, x)
     batch, queries, heads, _ = arrays.query.shape
     workers = plan.tile[0] // ROWS
@@ -145,8 +148,8 @@ def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.A
     out, lse = tiles.call("forward", _forward_kernel, plan, arrays, grid, shapes, scratch, workers)
     out = out[:, : plan.lengths[0], :, : plan.sizes[1]]
     lse = jnp.swapaxes(lse[..., : plan.lengths[0]], 1, 2)
-    rows = x.query.shape[:-1]
-    return out.reshape(*rows, plan.sizes[1]), lse.reshape(rows)
+    lse = lse.reshape(x.query.shape[:-1])
+    return out.reshape(*lse.shape, plan.sizes[1]), lse, jnp.zeros_like(lse)
 
 
 def backward(

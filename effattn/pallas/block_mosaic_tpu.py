@@ -58,8 +58,8 @@ def refusal(rule: Rule, x: Operands) -> str | None:
     return None
 
 
-def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """The output in the dtype given and the log-sum-exp."""
+def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The output in the dtype given, the log-sum-exp, and what rounding took from it."""
     plan, arrays = block_tiles.arrange(rule, x, _tile(rule, x))
     arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
     batch, (t, _), (heads, _) = arrays.query.shape[0], plan.tile, plan.heads
@@ -75,15 +75,22 @@ def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.A
         (batch, heads, plan.grid[0], _steps(plan, x, of_keys=False)),
         out_specs=[
             of_rows(t, width),
-            pl.BlockSpec((None, None, 1, t), lambda b, h, n, m, *_: (b, h, 0, n)),
+            *2 * [pl.BlockSpec((None, None, 1, t), lambda b, h, n, m, *_: (b, h, 0, n))],
         ],
-        out_shape=[((batch, heads, rows, width), dtype), ((batch, heads, 1, rows), jnp.float32)],
+        out_shape=[
+            ((batch, heads, rows, width), dtype),
+            *2 * [((batch, heads, 1, rows), jnp.float32)],
+        ],
         scratch_shapes=[(t, LANES), (t, LANES), (t, width)],
     )
-    out, lse = run(_Inputs.of(plan, arrays, of_keys=False, transposed=False))
+    out, *along_rows = run(_Inputs.of(plan, arrays, of_keys=False, transposed=False))
     queries = plan.lengths[0]
     out = jnp.swapaxes(out[:, :, :queries], 1, 2).reshape(*x.query.shape[:-1], width)
-    return out, jnp.swapaxes(lse[:, :, 0, :queries], 1, 2).reshape(x.query.shape[:-1])
+    lse, lost = (
+        jnp.swapaxes(array[:, :, 0, :queries], 1, 2).reshape(x.query.shape[:-1])
+        for array in along_rows
+    )
+    return out, lse, lost
 
 
 def backward(
@@ -431,7 +438,7 @@ def _unpack(plan, scalars, names, refs, **how):
 
 
 def _forward_kernel(plan, scalars, names, *refs):
-    tile, (out, lse, largest, total, mixed) = _unpack(
+    tile, (out, lse, lost, largest, total, mixed) = _unpack(
         plan, scalars, names, refs, of_keys=False, transposed=False
     )
 
@@ -458,9 +465,10 @@ def _forward_kernel(plan, scalars, names, *refs):
 
     @pl.when(tile.step == tile.steps - 1)
     def _():
-        output, log_sum = Softmax(largest[...], total[...], mixed[...]).finish()
+        output, *of_rows = Softmax(largest[...], total[...], mixed[...]).finish()
         out[...] = output.astype(out.dtype)
-        lse[...] = log_sum.T[:1]
+        for ref, value in zip((lse, lost), of_rows, strict=True):
+            ref[...] = value.T[:1]
 
 
 def _gradients(tile, at, masked):

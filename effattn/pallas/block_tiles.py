@@ -567,11 +567,15 @@ class Softmax(NamedTuple):
         total = self.total * decay + jnp.sum(weights, 1, keepdims=keepdims)
         return Softmax(largest, total, self.mixed * _column(decay) + mix(weights))
 
-    def finish(self) -> tuple[jax.Array, jax.Array]:
-        """The output and the log-sum-exp: zeros and -inf for a row that has seen nothing."""
+    def finish(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The output, the log-sum-exp and what rounding took from it.
+
+        They are zeros, -inf and 0 for a row that has seen nothing.
+        """
         total = jnp.where(self.total == 0, 1.0, self.total)
-        lse = jnp.where(self.total == 0, -jnp.inf, self.largest + jnp.log(total))
-        return self.mixed / _column(total), lse
+        lse = self.largest + jnp.log(total)
+        lost = jnp.log(total) - (lse - self.largest)
+        return self.mixed / _column(total), jnp.where(self.total == 0, -jnp.inf, lse), lost
 
 
 def _column(rows):

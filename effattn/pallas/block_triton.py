@@ -66,8 +66,8 @@ def refusal(rule: Rule, x: Operands) -> str | None:
     return device.triton_refusal()
 
 
-def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """The output in the dtype given and the log-sum-exp."""
+def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The output in the dtype given, the log-sum-exp, and what rounding took from it."""
     tile, warps = _tile("forward", rule, x)
     plan, arrays = block_tiles.arrange(rule, x, tile)
     arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
@@ -75,10 +75,12 @@ def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.A
     shapes = {
         "out": ((batch, queries, heads, plan.sizes[1]), dtype),
         "lse": ((batch, queries, heads), jnp.float32),
+        "lost": ((batch, queries, heads), jnp.float32),
     }
     grid = plan.grid[0], heads, batch
-    out, lse = call(_forward_kernel, plan, arrays, grid, shapes, warps)
-    return out.reshape(*x.query.shape[:-1], plan.sizes[1]), lse.reshape(x.query.shape[:-1])
+    out, *of_rows = call(_forward_kernel, plan, arrays, grid, shapes, warps)
+    lse, lost = (array.reshape(x.query.shape[:-1]) for array in of_rows)
+    return out.reshape(*x.query.shape[:-1], plan.sizes[1]), lse, lost
 
 
 def backward(
@@ -138,7 +140,7 @@ def _rows_together(x, rows):
 
 
 def _forward_kernel(plan, structure, *refs):
-    *inputs, out, lse = refs
+    *inputs, out, lse, lost = refs
     x = jax.tree.unflatten(structure, inputs)
     # Of causal attention the last tiles have the most to do, and come first.
     n = plan.grid[0] - 1 - pl.program_id(0)
@@ -159,10 +161,11 @@ def _forward_kernel(plan, structure, *refs):
         return carry.seeing(tile.masked(at, n, m, logits, whole), mix)
 
     start = Softmax.start(plan.tile[0], width(plan.sizes[1]))
-    output, log_sum = tile.walk(n, step, start).finish()
+    output, *of_rows = tile.walk(n, step, start).finish()
     put_rows(tile, out, n, 0, tile.h, output)
     place, there = tile.indices(n, 0)
-    store(lse, (tile.b, place, tile.h), log_sum, there)
+    for ref, value in zip((lse, lost), of_rows, strict=True):
+        store(ref, (tile.b, place, tile.h), value, there)
 
 
 # The gradient of the queries, of the scale, and of what a score_mod closes over

@@ -194,6 +194,6 @@ def _kernel(table, lengths, scale, query, *refs, rule, queries, page, quantized)
     @pl.when(m == pl.num_programs(1) - 1)
     def _():
         for head in range(key_heads):
-            output, log_sum = Softmax(largest[head], total[head], mixed[head]).finish()
+            output, log_sum, _ = Softmax(largest[head], total[head], mixed[head]).finish()
             out[head] = output.astype(out.dtype)
             lse[head] = log_sum

@@ -59,7 +59,9 @@ def _tile(rule, x, kernel):
     lengths = x.query.shape[-3], x.key.shape[-3]
     if tuned := rule.implementations.tile("xla", kernel):
         return min(tuned[0], lengths[0]), min(tuned[1], lengths[1])
-    rows, smallest = math.prod(x.query.shape[:-3]) * x.query.shape[-2], 64
+    # Of a batch that an exported program leaves open it counts one example.
+    batch = (size for size in x.query.shape[:-3] if isinstance(size, int))
+    rows, smallest = math.prod(batch) * x.query.shape[-2], 64
     if x.additive is not None:
         # A tile has as many hidden numbers as features for each logit.
         rows, smallest = rows * x.additive.shape[-1], 16
@@ -69,13 +71,12 @@ def _tile(rule, x, kernel):
     )
 
 
-def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """The output in the dtype given and the log-sum-exp."""
+def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The output in the dtype given, the log-sum-exp, and what rounding took from it."""
     tiles = _Tiles(rule, x)
     rows, size = tiles.row_shape, x.value.shape[-1]
 
     def query_tile(n, outputs):
-        out, lse = outputs
         query = tiles.scaled_query(n)
 
         def key_tile(patch, carry):
@@ -107,13 +108,20 @@ def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.A
         if rule.activation is not None:
             total = total + 1
         total_or_one = jnp.where(total == 0, 1, total)
-        tile_lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
-        tile_out = (mixed / total_or_one[..., None]).astype(out.dtype)
-        return tiles.put_rows(out, n, tile_out), tiles.put_rows(lse, n, tile_lse)
+        log_total = jnp.log(total_or_one)
+        log_sum = largest + log_total
+        new = (
+            (mixed / total_or_one[..., None]).astype(dtype),
+            jnp.where(total == 0, -jnp.inf, log_sum),
+            log_total - (log_sum - largest),
+        )
+        return tuple(
+            tiles.put_rows(array, n, rows) for array, rows in zip(outputs, new, strict=True)
+        )
 
     out = tiles.full((*x.query.shape[:-1], size), 0, dtype)
-    lse = tiles.full(x.query.shape[:-1], 0)
-    return tiles.walk.over_queries(query_tile, (out, lse))
+    of_rows = tiles.full(x.query.shape[:-1], 0)
+    return tiles.walk.over_queries(query_tile, (out, of_rows, of_rows))
 
 
 def backward(
@@ -179,12 +187,13 @@ def backward(
         tiles.full((*batch, heads, x.value.shape[-1], keys), 0),
         None if x.bias is None else tiles.full(x.bias.shape, 0),
         None if x.additive is None else tiles.full(x.additive.shape, 0),
-        jax.tree.map(
-            lambda c: mesh_axes.vary_like(c, jnp.zeros(c.shape, c.dtype)), [x.scale, floating]
-        ),
+        jax.tree.map(_sum_of, [x.scale, floating]),
     )
-    d_query, d_key, d_value, d_bias, d_additive, (d_scale, d_floating) = tiles.walk.over_queries(
+    d_query, d_key, d_value, d_bias, d_additive, d_shared = tiles.walk.over_queries(
         query_tile, start
+    )
+    d_scale, d_floating = jax.tree.map(
+        lambda d, c: d.astype(c.dtype), d_shared, [x.scale, floating]
     )
     gradients = Operands(
         query=d_query,
@@ -196,6 +205,12 @@ def backward(
         constants=rejoin(d_floating, other=None),
     )
     return gradients
+
+
+def _sum_of(array):
+    """Zeros to add gradients of the array to, which in 16 bits would soon be too small to count."""
+    dtype = jnp.promote_types(array.dtype, jnp.float32)
+    return mesh_axes.vary_like(array, jnp.zeros(array.shape, dtype))
 
 
 def _partition(constants):
@@ -271,8 +286,9 @@ class _Tiles:
         if x.layout is None:
             masked = masked or rule.pattern is not None
             offset: Any = self.offset if rule.offset is None else rule.offset
-            if self.offset.ndim or x.positions is not None:
-                # Where they differ by example, no tile is empty for all examples.
+            by_pair = x.bias is not None or x.mask is not None
+            if x.positions is not None or (self.offset.ndim and by_pair):
+                # What is given by pair is read in tiles that all examples share.
                 offset = None
             return Window(tile, lengths, masked, rule.left, rule.right, offset)
         masked = masked or rule.left is not None or rule.right is not None

@@ -198,7 +198,8 @@ class Window(Walk):
 
     Attributes:
       left, right: the window around a query's position; None is without limit.
-      offset: position of the first query, known or traced; None if it differs by example.
+      offset: position of the first query, known or traced, `()` or, by example, `(*B)`; None if
+        it is not to be known, and no tile is empty.
     """
 
     left: int | None
@@ -247,7 +248,7 @@ class Window(Walk):
         first = self.query_start(n) + (0 if self.offset is None else self.offset)
         last = first + self.query_tile - 1
         if self.band is not None and self.left is not None:
-            start = jnp.clip(first - self.left, 0, self.lengths[1] - size)
+            start = _of_examples(jnp.clip(first - self.left, 0, self.lengths[1] - size))
             return [(0, 1, lambda m: self.patch(n, start, masked=True))]
 
         def masked(m):
@@ -257,8 +258,14 @@ class Window(Walk):
             return self.patch(n, m * size, masked=False)
 
         bounded = self.left is not None or self.right is not None
-        if bounded and self.offset is None:
-            return [(0, tiles, masked)]
+        if bounded and (self.offset is None or np.ndim(self.offset)):
+            if self.offset is None or self.left is None or self.right is None:
+                # What is empty for one example is not for another.
+                return [(0, tiles, masked)]
+            # As many tiles as a window may touch, of each example from where its own begins.
+            touched = min(tiles, (self.left + self.query_tile + self.right - 2) // size + 2)
+            lowest = _of_examples(jnp.clip((first - self.left) // size, 0, tiles - touched))
+            return [(0, touched, lambda m: self.patch(n, (lowest + m) * size, masked=True))]
         low: Any = 0
         high: Any = tiles
         whole_low: Any = 0
@@ -344,6 +351,11 @@ class Listed(Walk):
         first = jnp.minimum(-(-partial.max() // width), whole)
         between = (first, whole, functools.partial(patch, masked=False))
         return [between, _around((0, steps), between, masked)]
+
+
+def _of_examples(numbers):
+    """`(*B)` as `(*B, 1, 1)`, one run of keys for each example; `()` stays."""
+    return numbers if numbers.ndim == 0 else numbers[..., None, None]
 
 
 def _around(outer: tuple[Any, Any], inner: Run, patch: Callable[[Any], Patch]) -> Run:

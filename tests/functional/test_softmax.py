@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from effattn import dot_product_attention, sliding_window_attention
+from effattn.xla import tiling
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
+from tests.laws import cost
 from tests.laws.battery import assert_close
 from tests.marks import slow_but_for
 from tests.references.pairs import pairs
@@ -297,6 +299,41 @@ def test_an_offset_may_differ_by_example(x64):
         assert_close(ours, dense_of_windowed(arrays, np.array(offsets)), 1e-12)
 
 
+def test_the_offsets_of_examples_may_be_far_apart(x64, monkeypatch):
+    """Each has a window of its own: one that is read at once, and one that is read by tiles."""
+    arrays, options = draw(40, 300, key_heads=2), {"local_window_size": (50, 9)}
+    known = {"query_offset": np.array([-20, 271])}
+    expected = dense_with_gradients(arrays, **known, **options)
+    for widest in (1024, 64):
+        monkeypatch.setattr(tiling, "_WIDEST_BAND", widest)
+        run = functools.partial(attend, **options, tile=(16, 24))
+        assert_close(with_gradients(run, arrays, known), expected, 1e-12)
+
+
+def test_windows_whose_offsets_differ_read_no_more_keys_than_they_hold():
+    """Whatever the number of keys."""
+
+    def operations(keys):
+        arrays, offset = draw(256, keys, dtype=np.float32), np.int32([9, 500])
+        run = functools.partial(sliding_window_attention, local_window_size=(1023, 0))
+        closed = jax.make_jaxpr(lambda arrays, offset: run(**arrays, query_offset=offset))
+        return cost.operations(closed(arrays, offset))
+
+    assert operations(16384) == operations(4096)
+
+
+def test_integers_of_any_width_are_taken(x64):
+    """Sums of small ones would go round."""
+    arrays = draw(300, 300, heads=2, key_heads=1)
+    known = {"key_value_seq_lengths": [200, 131], "query_seq_lengths": [250, 7]}
+    known["query_offset"] = [3, 5]
+    run = jax.jit(functools.partial(sliding_window_attention, local_window_size=3, dilation=8))
+    expected = run(**arrays, **{name: np.int32(each) for name, each in known.items()})
+    for dtype in (np.uint8, np.int64):
+        same = {name: np.array(each, dtype) for name, each in known.items()}
+        np.testing.assert_array_equal(run(**arrays, **same), expected)
+
+
 @pytest.mark.slow
 def test_vmap_goes_over_offsets_lengths_masks_and_ids(x64):
     arrays = draw(batch=())
@@ -374,7 +411,68 @@ def test_nothing_leaks_from_padding(x64):
     assert_close(clean, dense_with_gradients(arrays, **known), 1e-12)
 
 
+@pytest.mark.parametrize("of_examples", [2, 1])
+def test_a_bias_of_padding_reaches_nothing(of_examples):
+    arrays = draw(dtype=np.float32)
+    known = {"query_seq_lengths": np.int32([9, 7]), "key_value_seq_lengths": np.int32([6, 11])}
+    bias = rng.normal(size=(of_examples, 1, 11, 14)).astype(np.float32)
+    spoilt = bias.copy()
+    spoilt[..., 9:, :] = np.nan
+    spoilt[..., 11:] = np.nan
+    run = functools.partial(attend, known=known, logits_soft_cap=3.0)
+    results = [with_gradients(lambda a, _: run(a), arrays | {"bias": b}) for b in (bias, spoilt)]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+# Magnitudes
+
+
+@pytest.mark.parametrize("least", [-1e9, np.finfo(np.float32).min])
+def test_rows_that_a_finite_bias_masks_have_the_gradients_of_jax_nn(least):
+    """Beside -1e9 the logarithm of how many keys there are is lost in the log-sum-exp."""
+    arrays = draw(64, 64, key_heads=4, value_size=3, dtype=np.float32)
+    bias = np.where(np.tri(64, k=-5, dtype=bool), 0, least).astype(np.float32)[None, None]
+    weights = cotangents(arrays)[0]
+
+    def total(function, arrays):
+        return jnp.sum(function(**arrays) * weights)
+
+    functions = (
+        functools.partial(dot_product_attention, tile=(32, 16)),
+        jax.nn.dot_product_attention,
+    )
+    ours, theirs = (jax.grad(total, 1)(f, arrays | {"bias": bias}) for f in functions)
+    assert_close(ours, theirs, 1e-5)
+
+
+def test_gradients_of_what_all_tiles_share_are_added_in_float32():
+    """In bfloat16 those of many tiles stop growing."""
+    arrays = draw(512, 512, (1,), dtype=np.float32)
+    given = {"scale": jnp.bfloat16(0.5), "slopes": jnp.full(4, 0.125, jnp.bfloat16)}
+
+    def total(given, tile):
+        def score_mod(logit, b, h, i, j):
+            return logit - given["slopes"][h].astype(jnp.float32) * jnp.abs(i - j)
+
+        out = dot_product_attention(
+            **arrays, scale=given["scale"], score_mod=score_mod, tile=(tile, tile)
+        )
+        return jnp.sum(out * arrays["value"][..., :1, :])
+
+    small, whole = (jax.jit(jax.grad(total), static_argnums=1)(given, t) for t in (16, 512))
+    small, whole = (jax.tree.map(np.float64, tree) for tree in (small, whole))
+    assert_close(small, whole, 2**-7)
+
+
 # Compilation
+
+
+def test_an_exported_program_may_leave_its_batch_open():
+    (batch,) = jax.export.symbolic_shape("b")
+    of = jax.ShapeDtypeStruct((batch, 24, 4, 8), jnp.float32)
+    run = jax.jit(lambda x: dot_product_attention(x, x, x, is_causal=True))
+    query = jnp.ones((3, 24, 4, 8))
+    np.testing.assert_array_equal(jax.export.export(run)(of).call(query), run(query))
 
 
 def test_an_eager_call_compiles_once(caplog):

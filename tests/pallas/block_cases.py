@@ -121,6 +121,12 @@ PATTERN = patterns.Causal() & (
     patterns.RandomBlocks(16, 2, seed=0) | patterns.Custom(lambda i, j: (i - j) % 5 == 0)
 )
 
+# Rows that a finite bias masks: beside -1e9 float32 knows neither their logits nor how many.
+BLURRED = Case(
+    square(150),
+    lambda: {"bias": np.float32(np.where(np.tri(150, k=-5), 0, -1e9))[None, None]},
+)
+
 # Of documents every kernel is shown at once; what else it takes is slow.
 QUICK = ("documents",)
 CASES = {

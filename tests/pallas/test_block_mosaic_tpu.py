@@ -49,6 +49,13 @@ def for_tpus(case: Case) -> Case:
     )
 
 
+@pytest.mark.slow
+def test_rows_that_a_finite_bias_masks_have_their_gradients():
+    case = for_tpus(block_cases.BLURRED)
+    ours = block_cases.interpreted(case, "mosaic_tpu")
+    assert_close(ours, case.run("xla", np.float32), 1e-5)
+
+
 def in_pattern():
     pattern = patterns.SlidingWindow(20, 0) | patterns.Global(9)
     return {"pattern": pattern, **TILE}

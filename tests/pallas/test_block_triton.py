@@ -32,6 +32,12 @@ def test_it_agrees_with_float64(name):
     assert_close(block_cases.interpreted(case, "triton"), block_cases.exact(case), 1e-5)
 
 
+@pytest.mark.slow
+def test_rows_that_a_finite_bias_masks_have_their_gradients():
+    ours = block_cases.interpreted(block_cases.BLURRED, "triton")
+    assert_close(ours, block_cases.BLURRED.run("xla", np.float32), 1e-5)
+
+
 def rms(x):
     return np.sqrt(np.mean(np.square(x[np.isfinite(x)])))
 
