@@ -250,7 +250,7 @@ registry.register(
         function=longformer_attention,
         capabilities=frozenset(registry.CAPABILITIES)
         - {"cross", "offset", "bias", "mask", "sink", "state"},
-        options={"local_window_size": (127, 0), "dilation": 1},
+        options={"local_window_size": 127, "dilation": 1},
         builder="effattn.nn.longformer:LongformerSelfAttention",
         decoder="effattn.functional.longformer:decoder",
         complexity="O(N (w + g))",

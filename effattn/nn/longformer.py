@@ -34,8 +34,8 @@ class LongformerSelfAttention(SelfAttention):
       global_projections: projections of their own for global tokens.
       rngs: for the initial parameters.
       **options: all other arguments of `SelfAttention` (`is_causal`, `use_bias`, `num_kv_heads`,
-        ...) and options of `effattn.longformer_attention`: `local_window_size`, default (127, 0),
-        and `dilation`, an int, or one for each query head.
+        ...) and options of `effattn.longformer_attention`: `local_window_size`, default 127 on
+        each side, and `dilation`, an int, or one for each query head.
 
     Raises:
       ValueError: as `SelfAttention`, and for `global_projections` without `max_global`.

@@ -9,7 +9,13 @@ import pytest
 from flax import nnx
 
 import effattn
-from effattn.nn import Alibi, CrossAttention, RotaryEmbedding, SelfAttention
+from effattn.nn import (
+    Alibi,
+    CrossAttention,
+    RotaryEmbedding,
+    SelfAttention,
+    as_attention_fn,
+)
 from tests.marks import slow, slow_but_for
 from tests.nn.build import filled, floats
 
@@ -139,6 +145,24 @@ def test_bidirectional_attention_sees_the_future():
     np.testing.assert_array_equal(call(causal, x)[:, :3], call(causal, changed)[:, :3])
     before, after = np.asarray(call(both, x)), np.asarray(call(both, changed))
     assert np.any(before != after, axis=-1).all()
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "dilated", "longformer"])
+def test_a_window_is_as_wide_on_both_sides_unless_it_is_causal(name):
+    def seen(heads):
+        return np.asarray(jax.jit(heads)(*floats(3, 1, 300, 2, 4)))
+
+    for is_causal, window in ((True, (127, 0)), (False, (127, 127))):
+        of_itself, told = (
+            as_attention_fn(name, is_causal=is_causal, **options)
+            for options in ({}, {"local_window_size": window})
+        )
+        np.testing.assert_array_equal(seen(of_itself), seen(told))
+    sizes = [
+        [x.shape for x in jax.tree.leaves(jax.eval_shape(lambda m=m: m.init_state(2, 999)))]
+        for m in (make(attention=name), make(attention=name, local_window_size=(127, 0)))
+    ]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize(

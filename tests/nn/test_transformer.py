@@ -141,6 +141,7 @@ LINFORMER_HEADS = {"name": "linformer", "num_heads": 2, "num_projected": 3}
 NYSTROM_HEADS = {"name": "nystrom", "num_heads": 2, "num_landmarks": 3}
 BOTH_WAYS = {
     "softmax, alibi": {"positions": "alibi", "num_layers": 1},
+    "window of no given size": {"mixer": "sliding_window", "num_layers": 1},
     "Linformer for as many tokens, learned": {
         "mixer": (
             "softmax",
@@ -156,6 +157,7 @@ BOTH_WAYS = {
     "variant",
     [
         "softmax, alibi",
+        "window of no given size",
         slow("Linformer for as many tokens, learned"),
     ],
 )
