@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from effattn import _checks
 from effattn.decode.state import check_state, new_lengths
 from effattn.xla import mesh_axes
 
@@ -51,8 +52,7 @@ class RingDecoder:
                 "decoding with a ring cache needs local_window_size among the options, "
                 f"got {sorted(self.options)}"
             )
-        window = self.options["local_window_size"]
-        left = window if isinstance(window, int) else window[0]
+        left, _ = _checks.window(self.options["local_window_size"])
         return left * int(np.max(self.options.get("dilation", 1)))
 
     def init(
@@ -101,9 +101,9 @@ class RingDecoder:
         key_ids = filled.astype(jnp.int32)
         query_ids, options, step = key_ids[:, span:], self.options, 1
         dilation = options.get("dilation", 1)
-        if time == 1 and isinstance(dilation, int) and dilation > 1:
+        if time == 1 and _checks.is_integer(dilation) and dilation > 1:
             # One token reads every so many slots, itself the last: a plain window over those.
-            step, options = dilation, {**options, "dilation": 1}
+            step, options = int(dilation), {**options, "dilation": 1}
             keys, values, key_ids = (x[:, ::step] for x in (keys, values, key_ids))
         out = self.function(
             query,

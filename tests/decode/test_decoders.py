@@ -169,6 +169,16 @@ def test_slots_are_all_that_grows_and_past_their_room_is_an_error(name):
         decoder.extend(*heads(25, batch=1), small)
 
 
+def test_sizes_of_a_ring_may_be_integers_of_numpy():
+    options = {"local_window_size": (5, 0), "dilation": 2}
+    of_numpy = {"local_window_size": np.int64(5), "dilation": np.int64(2)}
+    (out, _), (expected, _) = (
+        decoder.extend(*heads(1), decoder.init(2, 8, 2, 8, 6, jnp.float32))
+        for decoder in (decoder_of("sliding_window", o) for o in (of_numpy, options))
+    )
+    np.testing.assert_array_equal(out, expected)
+
+
 def test_a_ring_needs_a_window():
     decoder = RingDecoder(effattn.sliding_window_attention, {})
     with pytest.raises(ValueError, match="local_window_size"):
