@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn.decode.sampling import sample_token
+from effattn import _checks
+from effattn.decode.sampling import check_draw, sample_token
 from effattn.decode.state import is_concrete, new_lengths
 
 
@@ -61,22 +62,21 @@ def generate(
             "every row needs at least one prompt token (a start token will do), "
             f"got lengths {np.asarray(lengths).tolist()}"
         )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    max_new_tokens = _checks.at_least("max_new_tokens", max_new_tokens, 1, "tokens")
+    for name, number in (("temperature", temperature), ("top_p", top_p), ("eos_id", eos_id)):
+        if number is not None and np.ndim(number):
+            raise ValueError(f"{name} must be one number for all rows, got {number}")
+    if eos_id is not None and not jnp.issubdtype(jnp.result_type(eos_id), jnp.integer):
+        raise ValueError(f"eos_id must be an int, the token that ends a row, got {eos_id!r}")
     if not temperature >= 0:
         raise ValueError(f"temperature must be 0 (greedy) or positive, got {temperature}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     if temperature == 0 and (top_k is not None or top_p is not None):
         raise ValueError(
             "temperature=0 takes the likeliest token, which top_k and top_p cannot change; "
             f"leave them out or give a positive temperature, got top_k={top_k}, top_p={top_p}"
         )
-    if temperature > 0 and rng is None:
-        raise ValueError(
-            f"temperature={temperature} draws tokens and needs rng, a jax.random key; "
-            "for greedy decoding pass temperature=0"
-        )
+    if temperature > 0:
+        check_draw(rng, temperature, top_k, top_p)
     leaves, structure = jax.tree.flatten(model)
     arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
     statics = tuple(None if _is_array(leaf) else leaf for leaf in leaves)

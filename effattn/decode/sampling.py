@@ -1,7 +1,13 @@
 """Choosing the next token from logits."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from effattn import _checks
+from effattn.decode.state import is_concrete
 
 
 def sample_token(
@@ -17,6 +23,7 @@ def sample_token(
     The logits are divided by the temperature, then cut to the `top_k` largest, then to the
     smallest set of likeliest tokens whose probability reaches `top_p` (nucleus sampling: Holtzman
     et al. 2020, "The Curious Case of Neural Text Degeneration"). Ties with the last one kept stay.
+    Probabilities and noise are at least float32.
 
     Args:
       logits: `(..., V)`.
@@ -27,17 +34,19 @@ def sample_token(
 
     Returns:
       `(...)` int32.
+
+    Raises:
+      ValueError: an argument is missing, or known to be out of its range.
     """
     if temperature is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if rng is None:
-        raise ValueError("sampling with a temperature needs rng, a jax.random key; got None")
-    vocab_size = logits.shape[-1]
-    logits = logits / temperature
+    rng = check_draw(rng, temperature, top_k, top_p)
+    # In 16 bits, the noise that decides a draw has too few values.
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
     if top_k is not None:
-        if not 1 <= top_k <= vocab_size:
+        if top_k > logits.shape[-1]:
             raise ValueError(
-                f"top_k must be between 1 and the vocabulary size {vocab_size}, got {top_k}"
+                f"top_k must be between 1 and the vocabulary size {logits.shape[-1]}, got {top_k}"
             )
         smallest = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
@@ -49,3 +58,23 @@ def sample_token(
         smallest = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
     return jax.random.categorical(rng, logits, axis=-1).astype(jnp.int32)
+
+
+def check_draw(rng: Any, temperature: Any, top_k: Any, top_p: Any) -> jax.Array:
+    """The key; `ValueError` for what no token can be drawn with, where its value is known."""
+    if not isinstance(rng, jax.Array | np.ndarray):
+        raise ValueError(
+            f"temperature={temperature} draws tokens and needs rng, a jax.random key, got {rng!r}; "
+            "to take the likeliest one pass temperature=0 to generate, or None to sample_token"
+        )
+    if is_concrete(temperature) and not np.all(np.asarray(temperature) > 0):
+        raise ValueError(f"temperature must be positive to draw tokens, got {temperature}")
+    if top_k is not None and (not _checks.is_integer(top_k) or top_k < 1):
+        raise ValueError(
+            f"top_k must be an int between 1 and the vocabulary size, or None, got {top_k!r}"
+        )
+    if top_p is not None and is_concrete(top_p):
+        share = np.asarray(top_p)
+        if not np.all((share > 0) & (share <= 1)):
+            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    return jnp.asarray(rng)

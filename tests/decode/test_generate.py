@@ -168,15 +168,21 @@ def test_draws_follow_the_cut_distribution(options, expected):
         ({"prompt": jnp.zeros((2, 0), jnp.int32)}, "P >= 1"),
         ({"lengths": jnp.array([1, 0, 2])}, "at least one prompt token"),
         ({"lengths": jnp.array([1, 6, 2])}, "between 0 and the 5 tokens"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an int, 1 or more tokens, got 0"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens must be an int"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": jnp.array([0.5, 1.0, 2.0])}, "one number for all rows"),
         ({"temperature": 1.0}, "needs rng"),
+        ({"temperature": 1.0, "rng": 0}, "needs rng, a jax.random key, got 0"),
+        ({"temperature": 1.0, "rng": jax.random.key(0), "top_k": 2.5}, "top_k must be an int"),
         ({"temperature": 1.0, "rng": jax.random.key(0), "top_k": 11}, "vocabulary size 10"),
         ({"temperature": 1.0, "rng": jax.random.key(0), "top_k": 0}, "top_k"),
         ({"temperature": 1.0, "rng": jax.random.key(0), "top_p": 0.0}, "top_p"),
         ({"temperature": 1.0, "rng": jax.random.key(0), "top_p": 1.5}, "top_p"),
         ({"top_k": 3}, "temperature=0 takes the likeliest"),
+        ({"eos_id": 1.5}, "eos_id must be an int"),
+        ({"eos_id": [1, 2]}, "eos_id must be one number"),
     ],
 )
 def test_bad_arguments_are_named(changes, message):
@@ -188,3 +194,26 @@ def test_bad_arguments_are_named(changes, message):
 def test_sampling_without_a_key_is_refused():
     with pytest.raises(ValueError, match="needs rng"):
         sample_token(LOGITS, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"temperature": -1.0}, "temperature must be positive"),
+        ({"top_k": 5}, "vocabulary size 4"),
+        ({"top_k": 2.5}, "top_k must be an int"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ({"top_p": 2.0}, r"top_p must be in \(0, 1\]"),
+    ],
+)
+def test_what_no_token_can_be_drawn_with_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sample_token(LOGITS, jax.random.key(0), **{"temperature": 1.0, **changes})
+
+
+def test_draws_do_not_depend_on_the_dtype_of_the_logits():
+    """Of equal logits, where noise in 16 bits would have many ties and few values."""
+    logits, rng = jnp.zeros((64, 4096), jnp.bfloat16), jax.random.key(0)
+    wide = sample_token(logits.astype(jnp.float32), rng, temperature=1.0)
+    np.testing.assert_array_equal(sample_token(logits, rng, temperature=1.0), wide)
