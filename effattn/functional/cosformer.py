@@ -22,6 +22,7 @@ def cosformer_attention(
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     initial_state: jax.Array | None = None,
     return_state: bool = False,
     precision: jax.lax.PrecisionLike = None,
@@ -52,6 +53,8 @@ def cosformer_attention(
       key_value_seq_lengths: `(*B)` int, valid keys of each row.
       segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
         equal ids, which are one contiguous run; 0 is padding.
+      positions: int `(*B, T)`, or a pair `((*B, T), (*B, S))`: where the tokens stand; default
+        their order, from 0 on in each document. No two that meet may be more than M apart.
       initial_state: the state before the first token, as returned by an earlier call. With
         `segment_ids` it belongs to the first document.
       return_state: also return the state after the last valid token. With `segment_ids` it is that
@@ -94,7 +97,7 @@ def cosformer_attention(
     if longest > max_length:
         raise ValueError(f"max_length must be at least the {longest} tokens, got {max_length}")
     unit = np.pi / (2 * max_length)
-    of_query, of_key, of_next = _positions(given, segment_ids)
+    of_query, of_key, of_next = _positions(given, segment_ids, positions)
     out, state = recurrence.run(
         "cosformer_attention",
         _CosformerTerms(),
@@ -124,11 +127,14 @@ def _features(x, angle):
     return jnp.concatenate([x * jnp.cos(angle), x * jnp.sin(angle)], -1)
 
 
-def _positions(given, segment_ids):
+def _positions(given, segment_ids, positions):
     """Of queries and of keys, `(*B, L, 1, 1)`, and of the token after the last valid key."""
     *batch, queries, _, _ = given.query.shape
     keys = given.key.shape[-3]
-    if segment_ids is None:
+    if positions is not None:
+        both = positions if isinstance(positions, tuple | list) else (positions,) * 2
+        of_query, of_key = _checked(both, ((*batch, queries), (*batch, keys)))
+    elif segment_ids is None:
         of_query, of_key = jnp.arange(queries), jnp.arange(keys)
     else:
         both = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids,) * 2
@@ -148,6 +154,20 @@ def _positions(given, segment_ids):
         of_key[..., None, None].astype(given.dtype),
         of_next.astype(given.dtype),
     )
+
+
+def _checked(positions, shapes):
+    """Integers of those shapes, of queries and of keys."""
+    arrays = tuple(map(jnp.asarray, positions))
+    if tuple(x.shape for x in arrays) != shapes or not all(
+        jnp.issubdtype(x.dtype, jnp.integer) for x in arrays
+    ):
+        got = ", ".join(f"{x.dtype} of shape {x.shape}" for x in arrays)
+        raise ValueError(
+            f"positions must be integers of shape {shapes[0]} for the queries and {shapes[1]} for "
+            f"the keys, one array where these are the same tokens, got {got}"
+        )
+    return arrays
 
 
 def _turned(state, angle):

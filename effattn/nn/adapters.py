@@ -28,6 +28,7 @@ def as_attention_fn(
       mechanisms that take them. A row with nothing to attend to gives zeros.
     - One query and several keys under such a mask is how the layers decode (`decode=True`): the
       query then sits at the last valid key, so that windows and `score_mod` see its position.
+      A mechanism takes such steps if it has "cross" and, with `local_window_size`, "offset".
     - `is_causal` is also an option here, as Linen's layer does not pass it. Prefer it to a mask.
     - Dropout draws every weight on its own, which takes `broadcast_dropout=False` in the layer.
     - `module` (`sow_weights=True`) raises: no mechanism here forms the matrix of weights.
@@ -90,6 +91,11 @@ def as_attention_fn(
             mask = _as_boolean(mask, query.ndim)
             if mask.shape[-3:] == (1, 1, key.shape[-3]):
                 decoding = query.shape[-3] == 1 and key.shape[-3] > 1
+                if decoding:
+                    what = f"one query and {key.shape[-3]} keys (decode=True)"
+                    binding.require("cross", what)
+                    if options.get("local_window_size") is not None:
+                        binding.require("offset", f"local_window_size with {what}")
                 keywords.update(_padding_keywords(binding, mask, query, key, is_causal, decoding))
             elif binding.has("mask"):
                 keywords["mask"] = mask
@@ -104,6 +110,8 @@ def as_attention_fn(
             binding.require("causal", "is_causal=True")
             if binding.takes("is_causal"):
                 keywords["is_causal"] = True
+        elif not decoding:
+            binding.require("bidirectional", "is_causal=False")
         return function(query, key, value, **keywords)
 
     return attention_fn
@@ -159,7 +167,17 @@ def _padding_keywords(
         one_sequence = is_causal and not decoding and not binding.has("offset")
         query_ids = jnp.ones((*batch, query.shape[-3]), jnp.int32)
         keywords["segment_ids"] = ids if one_sequence else (query_ids, ids)
+    last = (key.shape[-3] - 1 - jnp.argmax(valid[..., ::-1], axis=-1)).astype(jnp.int32)
     if decoding and binding.has("offset"):
-        last = key.shape[-3] - 1 - jnp.argmax(valid[..., ::-1], axis=-1)
-        keywords["query_offset"] = last.astype(jnp.int32)
+        keywords["query_offset"] = last
+    elif binding.places_tokens:
+        # Ids would count anew after each hole in the mask.
+        of_queries = last[..., None] if decoding else jnp.arange(query.shape[-3])
+        keywords["positions"] = tuple(
+            jnp.broadcast_to(positions, (*batch, length))
+            for positions, length in (
+                (of_queries, query.shape[-3]),
+                (jnp.arange(key.shape[-3]), key.shape[-3]),
+            )
+        )
     return keywords

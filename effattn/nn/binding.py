@@ -31,6 +31,7 @@ _RESERVED = frozenset(
         "query_seq_lengths",
         "key_value_seq_lengths",
         "segment_ids",
+        "positions",
         "dropout_rate",
         "dropout_rng",
         "initial_state",
@@ -66,6 +67,11 @@ class Binding:
     def mechanism(self) -> registry.Mechanism | None:
         """The registry's entry, or None for a function that is not registered."""
         return registry.get(self.name) if self.registered else None
+
+    @property
+    def places_tokens(self) -> bool:
+        """Whether the mechanism weighs positions, and takes them as `positions`."""
+        return self.registered and self.takes("positions")
 
     def takes(self, *names: str) -> bool:
         """Whether the function has all these parameters."""

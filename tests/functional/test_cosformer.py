@@ -47,6 +47,21 @@ def test_documents_count_from_their_start_on_both_sides():
         np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_positions_are_given_in_place_of_the_order():
+    of_query, of_key = np.asarray([[4, 2], [0, 1]]), np.asarray([[0, 3, 1], [2, 2, 5]])
+    with jax.enable_x64(True):
+        args = draw(2, 3)
+        ours = compiled(cosformer_attention, max_length=6)(*args, positions=(of_query, of_key))
+        for row in range(2):
+            distance = of_query[row][:, None] - of_key[row]
+            expected = direct(
+                *(x[row : row + 1] for x in args), max_length=6, distance=distance, allowed=True
+            )
+            np.testing.assert_allclose(ours[row], expected[0], rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match=r"positions must be integers of shape \(2, 2\)"):
+        cosformer_attention(*args, max_length=6, positions=of_query)
+
+
 def test_a_long_maximum_is_linear_attention():
     args = draw()
     for is_causal in (False, True):

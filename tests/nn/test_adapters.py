@@ -113,6 +113,38 @@ def test_linear_attention_skips_padded_keys_wherever_they_are(is_causal):
     close(out[0, :4], call(layer, X[:1, :4])[0])
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cosformer_keeps_its_distances_under_any_padding(is_causal):
+    query, key, value = floats(3, 2, 6, 4, 8)
+    kept = np.array([[0, 0, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1]], bool)
+    attention_fn = as_attention_fn("cosformer", max_length=6, is_causal=is_causal)
+    out = jax.jit(attention_fn)(query, key, value, mask=kept[:, None, None, :])
+    # A key that is zero has no weight.
+    expected = jax.jit(attention_fn)(query, np.where(kept[..., None, None], key, 0), value)
+    close(np.asarray(out)[kept], np.asarray(expected)[kept])
+
+
+@pytest.mark.parametrize("name", ["retention", "sparse_transformer"])
+def test_what_looks_one_way_alone_is_told_so_and_takes_no_steps(name):
+    attention_fn = as_attention_fn(name)
+    query, key, value = floats(3, 2, 6, 4, 8)
+    padding = np.ones((2, 1, 1, 6), bool)
+    for mask in (None, padding):
+        with pytest.raises(ValueError, match=f"is_causal=False .* {name!r} lacks 'bidirectional'"):
+            attention_fn(query, key, value, mask=mask)
+        causal = functools.partial(attention_fn, is_causal=True)
+        assert jax.eval_shape(causal, query, key, value, mask=mask).shape == value.shape
+    with pytest.raises(ValueError, match=f"one query and 6 keys .* {name!r} lacks 'cross'"):
+        attention_fn(query[:, :1], key, value, mask=padding)
+
+
+def test_a_window_takes_no_steps_without_an_offset():
+    attention_fn = as_attention_fn("based", is_causal=True, local_window_size=2)
+    query, key, value = floats(3, 2, 6, 4, 8)
+    with pytest.raises(ValueError, match="local_window_size with one query .* lacks 'offset'"):
+        attention_fn(query[:, :1], key, value, mask=np.ones((2, 1, 1, 6), bool))
+
+
 @pytest.mark.parametrize("options", [{}, {"dropout_rate": 0.1}])
 @pytest.mark.parametrize("name", ["sliding_window", "linear"])
 def test_a_mask_of_pairs_is_refused_with_advice(name, options):
@@ -127,6 +159,7 @@ DECODERS = {
     "alibi": as_attention_fn("softmax", score_mod=Alibi(4)),
     "window": as_attention_fn("sliding_window", local_window_size=(2, 0)),
     "linear": as_attention_fn("linear"),
+    "cosformer": as_attention_fn("cosformer", max_length=7),
 }
 
 
