@@ -43,12 +43,7 @@ class _Attention(nnx.Module):
     ):
         if head_dim is None:
             head_dim = default_head_dim(in_features, num_heads)
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads "
-                f"({num_kv_heads})"
-            )
+        num_kv_heads = key_heads(num_heads, num_kv_heads)
         function, binding, options = bind(attention, options)
         if num_kv_heads != num_heads:
             binding.require("grouped", f"num_kv_heads={num_kv_heads}")
@@ -516,6 +511,16 @@ def default_head_dim(in_features: int, num_heads: int) -> int:
             "when head_dim is not given"
         )
     return in_features // num_heads
+
+
+def key_heads(num_heads: int, num_kv_heads: int | None) -> int:
+    """K, which is N if it is not given; `ValueError` unless it divides N."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads ({num_kv_heads})"
+        )
+    return num_kv_heads
 
 
 def check_tokens(name: str, x: jax.Array, features: int) -> None:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.decode.state import check_state, new_lengths
 from effattn.nn import initializers
-from effattn.nn.attention import default_head_dim
+from effattn.nn.attention import default_head_dim, key_heads
 from effattn.nn.dropout import dropout_key
 
 
@@ -70,13 +71,13 @@ class HybridHeads(nnx.Module):
         **options: Any,
     ):
         for group in groups:
-            if not {"name", "num_heads"} <= group.keys():
+            if "name" not in group or not _checks.is_integer(group.get("num_heads")):
                 raise ValueError(
-                    'each group of heads needs the mechanism\'s "name" and its "num_heads", got '
-                    f"{dict(group)}"
+                    'each group of heads needs the mechanism\'s "name" and its "num_heads", an '
+                    f"int, got {dict(group)}"
                 )
         sizes = [group["num_heads"] for group in groups]
-        shared = num_heads // (num_kv_heads or num_heads)
+        shared = num_heads // key_heads(num_heads, num_kv_heads)
         if (
             not groups
             or min(sizes) < 1
@@ -136,7 +137,7 @@ class HybridHeads(nnx.Module):
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
         """The empty decode state; arguments as in `SelfAttention.init_state`."""
         groups = tuple(mixer.init_state(batch, max_length, dtype) for mixer in self.mixers)
-        return HybridState(groups, groups[0].length)
+        return HybridState(groups, jnp.zeros((batch,), jnp.int32))
 
     def extend(
         self, x: jax.Array, state: HybridState, *, lengths: jax.Array | None = None
@@ -169,6 +170,9 @@ class OfHeads:
 
 def _scaled(init: Callable[..., Any], factor: float) -> Callable[..., Any]:
     def scaled(key, shape, *args, **kwargs):
-        return init(key, shape, *args, **kwargs) * factor
+        drawn = init(key, shape, *args, **kwargs)
+        if isinstance(drawn, nnx.VariableMetadata):
+            return dataclasses.replace(drawn, raw_value=drawn.raw_value * factor)
+        return drawn * factor
 
     return scaled

@@ -111,6 +111,23 @@ def test_groups_drop_apart(x):
     close(dropped, apart)
 
 
+def test_a_state_may_be_donated(x):
+    extend = jax.jit(lambda hybrid, x, state: hybrid.extend(x, state), donate_argnums=2)
+    hybrid = made()
+    y, _ = extend(hybrid, x, hybrid.init_state(2, 9))
+    close(y, jax.jit(lambda hybrid: hybrid(x))(hybrid))
+
+
+def test_initial_values_may_say_how_they_are_sharded():
+    init = nnx.initializers.lecun_normal()
+    placed_init = nnx.with_partitioning(init, (None, "model"))
+    with jax.set_mesh(jax.make_mesh((2,), ("model",), (jax.sharding.AxisType.Auto,))):
+        hybrids = [make(kernel_init=kernel_init) for kernel_init in (init, placed_init)]
+    for plain, placed in zip(*(hybrid.mixers for hybrid in hybrids), strict=True):
+        np.testing.assert_array_equal(placed.out.kernel[...], plain.out.kernel[...])
+        assert placed.out.kernel.out_sharding == (None, "model")
+
+
 def config(**changes):
     return TransformerConfig(
         **{"vocab_size": 11, "num_layers": 3, "features": 24, "num_heads": 6, **changes}
@@ -144,7 +161,13 @@ def test_dilation_and_windows_grow_with_depth():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: make([{"name": "softmax"}]), '"name" and its "num_heads", got'),
+        (lambda: make([{"name": "softmax"}]), '"name" and its "num_heads", an int, got'),
+        (
+            lambda: make([{"name": "softmax", "num_heads": "6"}]),
+            '"name" and its "num_heads", an int, got',
+        ),
+        (lambda: make(num_kv_heads=4), r"\(6\) must be a positive multiple of num_kv_heads \(4\)"),
+        (lambda: make(num_kv_heads=12), r"a positive multiple of num_kv_heads \(12\)"),
         (lambda: make(GROUPS, num_heads=8), r"must have the 8 heads between them, .* got \[2, 4\]"),
         (lambda: make([]), r"must have the 6 heads between them, .* got \[\]"),
         (
