@@ -20,6 +20,7 @@ from effattn.nn.transformer import (
     TransformerLM,
     TransformerState,
     dtypes_of,
+    same_fields,
 )
 
 
@@ -38,6 +39,9 @@ class EncoderDecoderConfig:
     decoder: TransformerConfig
     # A mapping has no hash; equal configurations still have equal hashes without it.
     cross_attention: Mixer = dataclasses.field(default="softmax", hash=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EncoderDecoderConfig) and same_fields(self, other)
 
     def __post_init__(self):
         if self.encoder.is_causal or not self.decoder.is_causal:

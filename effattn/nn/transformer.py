@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from effattn import registry
@@ -118,7 +119,7 @@ class TransformerConfig:
                     f"remat_policy must be one of {', '.join(_REMAT_POLICIES)} or a function from "
                     f"jax.checkpoint_policies, got {self.remat_policy!r}"
                 )
-        if not isinstance(self.mixer, (str, Mapping)) and len(self.mixer) != self.num_layers:
+        if isinstance(self.mixer, (tuple, list)) and len(self.mixer) != self.num_layers:
             raise ValueError(
                 f"mixer must be one for all layers or one for each of the {self.num_layers} "
                 f"layers, got {len(self.mixer)}"
@@ -127,11 +128,15 @@ class TransformerConfig:
             for mixer in self.layer_mixer(layer):
                 registry.get(mixer["name"])
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TransformerConfig) and same_fields(self, other)
+
     def position_kind(self) -> str:
         """The positions that the model has: those asked for, or those that its mixers can tell.
 
         Raises:
-          ValueError: rotary ones that no mixer can tell, or learned ones without `max_length`.
+          ValueError: rotary ones that no mixer can tell, learned ones without `max_length`, or
+            options of rotary ones where they are others.
         """
         names = {mixer["name"] for n in range(self.num_layers) for mixer in self.layer_mixer(n)}
         entries = map(registry.get, names)
@@ -142,21 +147,54 @@ class TransformerConfig:
                 f"mixer={self.mixer!r} cannot tell rotary positions: give max_length and "
                 "positions='learned', or positions='none'"
             )
+        for name in ("rotary_theta", "rotary_scaling"):
+            if kind != "rotary" and getattr(self, name) != getattr(TransformerConfig, name):
+                raise ValueError(
+                    f"{name} is for rotary positions, and those of this model are {kind!r}; got "
+                    f"{name}={getattr(self, name)}"
+                )
         return kind
 
     def layer_mixer(self, layer: int) -> tuple[dict[str, Any], ...]:
         """The name and the options of a layer's mixer, or of each group of its heads."""
-        mixer = self.mixer if isinstance(self.mixer, (str, Mapping)) else self.mixer[layer]
-        if isinstance(mixer, str):
-            mixer = {"name": mixer}
-        groups = mixer["heads"] if mixer.keys() == {"heads"} else (mixer,)
-        if any("name" not in group for group in groups):
+        mixer = self.mixer[layer] if isinstance(self.mixer, (tuple, list)) else self.mixer
+        named: Any = {"name": mixer} if isinstance(mixer, str) else mixer
+        if not isinstance(named, Mapping):
             raise ValueError(
-                f'a mixer given as a mapping needs the mechanism\'s "name", got {dict(mixer)}'
+                "mixer must be a registered name, a mapping of a name and options or of groups of "
+                f"heads, or one of those for each layer, got {mixer!r}"
+            )
+        groups: Any = named["heads"] if named.keys() == {"heads"} else (named,)
+        if not groups or any(not isinstance(g, Mapping) or "name" not in g for g in groups):
+            raise ValueError(
+                'a mixer given as a mapping needs the mechanism\'s "name", or as "heads" one or '
+                f"more mappings with it, got {dict(named)}"
             )
         return tuple(
             {**registry.get(group["name"]).options_in_layer(layer), **group} for group in groups
         )
+
+
+def same_fields(one: Any, other: Any) -> bool:
+    """Whether two configurations are equal, arrays among the options of their mixers by value."""
+    return all(
+        _same(getattr(one, field.name), getattr(other, field.name))
+        for field in dataclasses.fields(one)
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (tuple, list)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, nnx.Variable) and isinstance(other, nnx.Variable):
+        # Its value is the model's, which learns it.
+        return (type(one), one.shape, one.dtype) == (type(other), other.shape, other.dtype)
+    of_arrays = [isinstance(x, (jax.Array, np.ndarray, nnx.Variable)) for x in (one, other)]
+    if any(of_arrays):
+        return all(of_arrays) and one.dtype == other.dtype and np.array_equal(one, other)
+    return bool(one == other)
 
 
 @jax.tree_util.register_dataclass

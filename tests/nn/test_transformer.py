@@ -1,5 +1,6 @@
 """The Transformer language model over each mixer."""
 
+import copy
 import dataclasses
 
 import jax
@@ -8,9 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import effattn
 from effattn import registry
 from effattn.decode import ContiguousState, RecurrentState, RingState
-from effattn.nn import Block, Transformer, TransformerConfig, TransformerLM
+from effattn.nn import (
+    Block,
+    EncoderDecoderConfig,
+    Transformer,
+    TransformerConfig,
+    TransformerLM,
+)
 from tests.marks import slow, slow_but_for
 from tests.nn.build import filled, floats
 
@@ -392,6 +400,11 @@ def test_bad_inputs_are_named():
         ({"mixer": "sofmax"}, "unknown mechanism 'sofmax'"),
         ({"mixer": {"local_window_size": 3}}, 'needs the mechanism\'s "name"'),
         ({"mixer": ("softmax",)}, "each of the 2 layers, got 1"),
+        ({"mixer": effattn.dot_product_attention}, "mixer must be a registered name, .* got <"),
+        ({"mixer": None}, "mixer must be a registered name, .* got None"),
+        ({"mixer": ("softmax", None)}, "mixer must be a registered name, .* got None"),
+        ({"mixer": {"heads": []}}, "mixer .* one or more mappings"),
+        ({"mixer": {"heads": {"name": "softmax"}}}, "mixer .* one or more mappings"),
         ({"dropout_rate": 1.5}, r"dropout_rate must be in \[0, 1\)"),
         ({"remat": True, "remat_policy": "save_only_these_names"}, "remat_policy must be one of"),
         ({"remat_policy": "dots_saveable"}, "needs remat=True"),
@@ -400,6 +413,32 @@ def test_bad_inputs_are_named():
 def test_bad_configurations_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
+
+
+def with_arrays(sink=2, block=True):
+    """A configuration with arrays among its options, each time others."""
+    softmax = {"name": "softmax", "sink": nnx.Param(jnp.zeros(sink))}
+    blocks = {"name": "block_sparse", "block_size": 3, "block_mask": np.full((3, 3), block)}
+    return dataclasses.replace(CONFIG, mixer=[softmax, blocks])
+
+
+def test_configurations_are_equal_by_the_values_of_arrays():
+    one, same = with_arrays(), with_arrays()
+    # What the model learns is not of its configuration.
+    same.mixer[0]["sink"][...] += 1
+    assert one == same and hash(one) == hash(same)
+    assert one != with_arrays(sink=4) and one != with_arrays(block=False)
+    both = [EncoderDecoderConfig(dataclasses.replace(c, is_causal=False), c) for c in (one, same)]
+    assert both[0] == both[1]
+    model = filled(lambda: TransformerLM(one, rngs=nnx.Rngs(0)))
+    twins = jax.tree.map(lambda x, y: x is y, model, copy.deepcopy(model))
+    assert not any(jax.tree.leaves(twins))
+
+
+@pytest.mark.parametrize("option", ["rotary_theta", "rotary_scaling"])
+def test_options_of_rotary_positions_need_these(option):
+    with pytest.raises(ValueError, match=f"{option} is for rotary positions, .* 'alibi'"):
+        make(positions="alibi", **{option: 2.0})
 
 
 def test_a_mixer_that_cannot_do_what_the_model_asks_is_named():
