@@ -12,6 +12,7 @@ from effattn import _checks
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import new_lengths
 from effattn.nn import initializers
+from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.attention import default_head_dim
 from effattn.nn.mixer import CausalMixer
 
@@ -110,7 +111,13 @@ class RecurrentMemoryAttention(CausalMixer):
             rngs=rngs,
         )
         self.update = nnx.GRUCell(
-            in_features, in_features, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            in_features,
+            in_features,
+            gate_fn=sigmoid,
+            activation_fn=tanh,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
         slots = nnx.initializers.normal(1.0)(rngs.params(), (num_slots, in_features), param_dtype)
         self.memory = nnx.Param(slots)

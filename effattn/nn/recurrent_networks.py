@@ -10,6 +10,7 @@ from jax import lax
 
 from effattn import _checks
 from effattn.nn import initializers
+from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.recurrent import RecurrentMixer
 
 
@@ -40,7 +41,14 @@ class _CellMixer(RecurrentMixer):
         )
         size = _checks.at_least("in_features", in_features, 1, "features")
         self.cell = type(self)._cell(
-            size, size, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
+            size,
+            size,
+            gate_fn=sigmoid,
+            activation_fn=tanh,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            rngs=rngs,
         )
 
     def _mix(self, x, state, lengths, segment_ids):

@@ -9,6 +9,7 @@ from flax import nnx
 
 from effattn import _checks
 from effattn.decode.state import new_lengths
+from effattn.nn.activations import silu
 
 # Uniform in +-1 / sqrt(width), the fan-in of a channel.
 taps_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -41,7 +42,7 @@ class ShortConvolution(nnx.Module):
         features: int,
         width: int = 4,
         *,
-        activation: Callable[[jax.Array], jax.Array] | None = jax.nn.silu,
+        activation: Callable[[jax.Array], jax.Array] | None = silu,
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,

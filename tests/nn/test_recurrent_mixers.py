@@ -1,6 +1,8 @@
 """RetNet, GatedLinearAttention, Mambas and RWKVs: whole, in pieces, packed, padded, in models."""
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -286,3 +288,14 @@ def test_heads_of_it_stand_beside_others():
     assert type(hybrid.mixers[0]) is Mamba2
     y, _ = extend(hybrid, X, hybrid.init_state(2, LENGTH))
     close(y, call(hybrid, X))
+
+
+ACTIVATED = "mamba", "mamba2", "delta_net", "gated_delta_net", "lstm", "gru", "recurrent_memory"
+
+
+@pytest.mark.parametrize("name", ACTIVATED)
+def test_copies_and_pickles_are_the_same_to_jax(name):
+    made = jax.eval_shape(lambda: registry.get(name).build(FEATURES, HEADS, rngs=nnx.Rngs(0)))
+    structure = jax.tree.structure(made)
+    for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert jax.tree.structure(twin) == structure
