@@ -126,8 +126,10 @@ def append(
       Keys, values, which slots `(B, W + T)` hold a token, and the ring after the new tokens.
     """
     time, span = key.shape[1], state.key.shape[1]
-    keys = jnp.concatenate([state.key.astype(key.dtype), key], axis=1)
-    values = jnp.concatenate([state.value.astype(value.dtype), value], axis=1)
+    keys, values = (
+        jnp.concatenate([mesh_axes.beside(new, kept).astype(new.dtype), new], axis=1)
+        for new, kept in ((key, state.key), (value, state.value))
+    )
     # Slots [0, span) are the ring, filled from its end; slots from `span` on are new.
     slots = jnp.arange(span + time, dtype=jnp.int32)
     filled = (slots >= span - state.length[:, None]) & (slots < span + lengths[:, None])

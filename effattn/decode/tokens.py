@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn.decode.state import check_capacity
+from effattn.xla import mesh_axes
 
 
 @jax.tree_util.register_dataclass
@@ -45,4 +46,4 @@ def stored(kept: jax.Array, new: jax.Array, length: jax.Array, lengths: jax.Arra
     def of_row(kept, slots, new):
         return kept.at[slots].set(new.astype(kept.dtype), mode="drop")
 
-    return of_row(kept, slots, new)
+    return of_row(mesh_axes.beside(new, kept), mesh_axes.beside(new, slots), new)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.decode.state import check_capacity, check_state, new_lengths
@@ -20,6 +21,7 @@ from effattn.nn.hybrid import HybridHeads
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.routing import routing_mixers
 from effattn.segments import positions_from_segment_ids
+from effattn.xla import mesh_axes
 
 Mixer = str | Mapping[str, Any]
 
@@ -428,9 +430,9 @@ class Transformer(nnx.Module):
         if valid is not None:
             # Whatever number fills the padding, it may not index past the tables: that gives NaN.
             tokens, positions = jnp.where(valid, tokens, 0), jnp.where(valid, positions, 0)
-        x = self.embed(tokens)
+        x = _rows(self.embed, tokens)
         if self.positions is not None:
-            x = x + self.positions(positions)
+            x = x + _rows(self.positions, positions)
         # Rounded after the rows are taken, so that their gradients are added up unrounded: in 16
         # bits the sum of a frequent token's would stop growing.
         return x.astype(dtypes_of(self.config)["dtype"])
@@ -538,6 +540,13 @@ class TransformerLM(Transformer):
             return self.head(x).astype(dtype)
         embedding = self.embed.embedding[...].astype(x.dtype)
         return jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=dtype)
+
+
+def _rows(table: nnx.Embed, indices: jax.Array) -> jax.Array:
+    """`(B, T, D)` of the table, placed as the indices `(B, T)` are on a mesh of explicit axes."""
+    indices = jnp.asarray(indices)
+    place = PartitionSpec(*mesh_axes.spec(indices), None) if mesh_axes.explicit(indices) else None
+    return table(indices, out_sharding=place)
 
 
 def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:

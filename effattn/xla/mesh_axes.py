@@ -6,9 +6,14 @@ from typing import Any, TypeVar
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec, auto_axes
+from jax.sharding import AxisType, PartitionSpec, auto_axes, reshard
 
 Arrays = TypeVar("Arrays")
+
+
+def explicit(x: jax.Array) -> bool:
+    """Whether the mesh of the array has explicit axes."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def placed(function: Callable[..., Any], like: jax.Array, *specs: PartitionSpec) -> Callable:
@@ -17,7 +22,7 @@ def placed(function: Callable[..., Any], like: jax.Array, *specs: PartitionSpec)
     Where the mesh of `like` has explicit axes, the types of arrays say how they are sharded;
     inside, the compiler places them, as it does on other meshes. There this changes nothing.
     """
-    return auto_axes(function, out_sharding=specs) if _is_explicit(like) else function
+    return auto_axes(function, out_sharding=specs) if explicit(like) else function
 
 
 @contextlib.contextmanager
@@ -26,7 +31,7 @@ def within_placed(like: jax.Array, traced: str) -> Iterator[None]:
 
     `traced` names it, for the message where it closes over an array of the explicit mesh.
     """
-    if not _is_explicit(like):
+    if not explicit(like):
         yield
         return
     mesh = jax.typeof(like).sharding.mesh
@@ -43,14 +48,18 @@ def within_placed(like: jax.Array, traced: str) -> Iterator[None]:
         ) from error
 
 
-def _is_explicit(x: jax.Array) -> bool:
-    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-
-
 def spec(x: jax.Array) -> tuple:
     """Over which mesh axes each axis of the array is sharded, as its type says."""
     known = tuple(jax.typeof(x).sharding.spec)
     return known + (None,) * (x.ndim - len(known))
+
+
+def beside(new: jax.Array, kept: jax.Array) -> jax.Array:
+    """`kept (B, S, ...)`, with the rows and features where explicit axes have those of `new`."""
+    if not explicit(new):
+        return kept
+    (rows, _, *features), (_, tokens, *_) = spec(new), spec(kept)
+    return reshard(kept, PartitionSpec(rows, tokens, *features[: kept.ndim - 2]))
 
 
 def _varying(x: jax.Array) -> frozenset:

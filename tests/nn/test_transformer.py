@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import effattn
 from effattn import registry
-from effattn.decode import ContiguousState, RecurrentState, RingState
+from effattn.decode import ContiguousState, RecurrentState, RingState, generate
 from effattn.nn import (
     Block,
     EncoderDecoderConfig,
@@ -297,6 +298,37 @@ def test_dropout_keeps_the_mean_of_what_a_layer_adds():
 
 
 @pytest.mark.slow
+def on_explicit_axes():
+    """A model of three mixers, a mesh, and tokens whose rows are on four devices."""
+    mesh = jax.make_mesh((4,), ("rows",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    model = made(num_layers=3, mixer=("softmax", WINDOW, "linear"), positions="none")
+    tokens = np.concatenate([TOKENS, TOKENS[::-1]])
+    return model, mesh, jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("rows")))
+
+
+def test_explicit_axes_of_a_mesh_suit_training_and_decoding():
+    model, mesh, tokens = on_explicit_axes()
+    with jax.set_mesh(mesh):
+        jax.eval_shape(jax.grad(loss), model, tokens)
+        logits, state = jax.eval_shape(model.extend, tokens, model.init_state(4, 11))
+        more, _ = jax.eval_shape(model.extend, tokens, state)
+    assert logits.sharding.spec == more.sharding.spec == PartitionSpec("rows", None, None)
+
+
+@pytest.mark.slow
+def test_rows_on_explicit_axes_are_as_on_one_device():
+    model, mesh, tokens = on_explicit_axes()
+
+    def run(tokens):
+        value, gradient = jax.jit(jax.value_and_grad(loss))(model, tokens)
+        return value, gradient, generate(model, tokens, max_new_tokens=2, temperature=0)
+
+    alone = run(np.asarray(tokens))
+    with jax.set_mesh(mesh):
+        together = run(tokens)
+    jax.tree.map(close, together, alone)
+
+
 def test_nnx_and_plain_jax_transformations_agree():
     model = made(**PLAIN)
     value, gradient = nnx.jit(nnx.value_and_grad(loss))(model, TOKENS)
