@@ -58,7 +58,7 @@ def is_concrete(*arrays: Any) -> bool:
 def new_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
     """How many of `time` right-padded tokens each row has, `(B,)` int32; all of them for None."""
     if time < 1:
-        raise ValueError("extend needs at least one token, got a sequence of length 0")
+        raise ValueError("there must be at least one token, got a sequence of length 0")
     if lengths is None:
         return jnp.full((batch,), time, jnp.int32)
     lengths = jnp.asarray(lengths)

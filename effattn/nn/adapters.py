@@ -112,6 +112,7 @@ def as_attention_fn(
                 keywords["is_causal"] = True
         elif not decoding:
             binding.require("bidirectional", "is_causal=False")
+        binding.check_complete(keywords)
         return function(query, key, value, **keywords)
 
     return attention_fn

@@ -17,6 +17,9 @@ from effattn.nn.dropout import check_dropout_rate, dropout_key
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.segments import positions_from_segment_ids
 
+# More than any segment or block of a decode state.
+_MANY_TOKENS = 2**20
+
 
 class _Attention(nnx.Module):
     """Projections to and from heads, and the attention function between them."""
@@ -241,6 +244,7 @@ class SelfAttention(_Attention):
 
     def _attend(self, heads: tuple[jax.Array, ...], **keywords: Any) -> jax.Array:
         """`(B, T, N, Hv)` of query, key and value."""
+        self.binding.check_complete(keywords)
         return self.attention(*heads, **keywords)
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
@@ -263,7 +267,9 @@ class SelfAttention(_Attention):
         positions = None
         if self.rotary is not None:
             positions = (
-                jnp.arange(time) if segment_ids is None else positions_from_segment_ids(segment_ids)
+                jnp.arange(time)
+                if segment_ids is None
+                else positions_from_segment_ids(padding["segment_ids"])
             )
         return zero_padding(x, valid), positions, {**self._options(), **padding}
 
@@ -277,11 +283,31 @@ class SelfAttention(_Attention):
             raise ValueError(
                 f"state must be one that init_state returned, got {type(state).__name__}"
             )
+        self._check_shapes(state, batch)
         if lengths is not None:
             lengths = new_lengths(lengths, batch, time)
             x = zero_padding(x, jnp.arange(time) < lengths[:, None])
         positions = None if self.rotary is None else state.length[:, None] + jnp.arange(time)
         return x, positions, lengths
+
+    def _check_shapes(self, state: Any, batch: int) -> None:
+        """`ValueError` if it is the state of a layer of other sizes."""
+        # What differs between these is as large as the state has room for.
+        small, large = (
+            jax.eval_shape(lambda n=n: self.init_state(batch, n)) for n in (1, _MANY_TOKENS)
+        )
+        if len({jax.tree.structure(s) for s in (state, small, large)}) > 1:
+            return
+        got, least, most = ([x.shape for x in jax.tree.leaves(s)] for s in (state, small, large))
+        needed = [
+            tuple(g if a != b else a for g, a, b in zip(*shapes, strict=False))
+            for shapes in zip(got, least, most, strict=True)
+        ]
+        if state.length.shape == (batch,) and got != needed:
+            raise ValueError(
+                f"state has arrays of shapes {got}, and this {type(self).__name__} needs {needed}; "
+                "it is the state of another layer"
+            )
 
     def _heads(
         self, x: jax.Array, positions: jax.Array | None, layers: tuple[Any, Any, Any] | None = None
@@ -497,9 +523,9 @@ class CrossAttention(_Attention):
         if segment_ids is not None:
             keywords["segment_ids"] = (segment_ids, context_segment_ids)
         query = self._project_queries(zero_padding(x, valid))
-        out = self.attention(
-            query, key, value, **self._options(), **keywords, **self._dropout(rngs)
-        )
+        keywords = {**self._options(), **keywords, **self._dropout(rngs)}
+        self.binding.check_complete(keywords)
+        out = self.attention(query, key, value, **keywords)
         return self.out(out)
 
 

@@ -49,11 +49,13 @@ class Binding:
       name: for messages; the registry's, if it is registered.
       registered: whether it is.
       parameters: the names it takes; None if it takes any keyword.
+      required: those of them that have no default, but for what modules give.
     """
 
     name: str
     registered: bool
     parameters: frozenset[str] | None
+    required: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, name: str) -> "Binding":
@@ -97,6 +99,16 @@ class Binding:
             raise ValueError(
                 f"{what} was given, but attention {self.name!r} {lacks}; "
                 f"registered mechanisms that have it: {names}"
+            )
+
+    def check_complete(self, keywords: Mapping[str, Any]) -> None:
+        """`ValueError` with advice if the function needs more than these."""
+        missing = ", ".join(sorted(self.required - keywords.keys()))
+        if missing:
+            own = "" if self.mechanism is None else self.mechanism.builder.partition(":")[2]
+            raise ValueError(
+                f"attention {self.name!r} needs {missing}: give it as an option"
+                + (f", or use effattn.nn.{own}" if own not in ("", "SelfAttention") else "")
             )
 
 
@@ -164,7 +176,8 @@ def resolve(
             "attention must be a registered name or a function of query, key and value, "
             f"got {attention!r}; registered are {', '.join(registry.names())}"
         )
-    return function, Binding(name, mechanism is not None, _parameters(function)), options
+    binding = Binding(name, mechanism is not None, _parameters(function), _required(function))
+    return function, binding, options
 
 
 def _entry(attention: Any) -> registry.Mechanism | None:
@@ -181,3 +194,9 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return None
     return frozenset(parameters)
+
+
+def _required(function: Callable[..., Any]) -> frozenset[str]:
+    parameters = inspect.signature(function).parameters.values()
+    named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+    return frozenset(named) - _RESERVED

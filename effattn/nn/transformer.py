@@ -415,6 +415,11 @@ class Transformer(nnx.Module):
         _check_tokens(tokens)
         batch, time = tokens.shape
         check_state(state, TransformerState, batch)
+        if len(state.layers) != len(self.blocks):
+            raise ValueError(
+                f"state is of {len(state.layers)} layers, and the model has {len(self.blocks)}; it "
+                "is the state of another model"
+            )
         lengths = new_lengths(lengths, batch, time)
         if self.positions is not None:
             check_capacity(state.length, lengths, self.positions.num_embeddings)

@@ -297,6 +297,42 @@ def test_sizes_that_do_not_fit_are_named(in_features, num_heads, num_kv_heads, m
         SelfAttention(in_features, num_heads, num_kv_heads=num_kv_heads, rngs=nnx.Rngs(0))
 
 
+def test_what_a_mechanism_needs_besides_is_named():
+    x = floats(1, 4, 16)
+    with pytest.raises(ValueError, match="'gated_linear' needs log_decay: .*GatedLinearAttention"):
+        make(attention="gated_linear")(x)
+    with pytest.raises(ValueError, match="'performer' needs projection: give it as an option"):
+        CrossAttention(16, 4, "performer", rngs=nnx.Rngs(0))(x, x)
+    with pytest.raises(ValueError, match="'performer' needs projection"):
+        as_attention_fn("performer")(*floats(3, 1, 4, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({}, {"head_dim": 8}),
+        ({"attention": "sliding_window"}, {"attention": "sliding_window", "local_window_size": 5}),
+        ({"attention": "linear"}, {"attention": "linear", "num_kv_heads": 4}),
+    ],
+    ids=str,
+)
+def test_the_state_of_another_layer_is_refused(options, others):
+    mixer, other = (
+        SelfAttention(16, 4, **{"num_kv_heads": 2, **o}, rngs=nnx.Rngs(0))
+        for o in (options, others)
+    )
+    x, shape = floats(2, 3, 16), jax.eval_shape(lambda: other.init_state(2, 7))
+    assert jax.eval_shape(other.extend, x, shape)[0].shape == x.shape
+    with pytest.raises(ValueError, match="this SelfAttention needs .* the state of another layer"):
+        jax.eval_shape(mixer.extend, x, shape)
+
+
+def test_segment_ids_may_be_a_list():
+    mixer, ids = made(rotary=RotaryEmbedding()), [[1, 1, 2], [1, 2, 0]]
+    y = jax.jit(lambda mixer: mixer(X[:, :3], segment_ids=ids))(mixer)
+    close(y, call(mixer, X[:, :3], segment_ids=np.array(ids)))
+
+
 def test_bad_inputs_are_named():
     mixer = made()
     with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 16\)"):

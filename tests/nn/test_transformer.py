@@ -418,6 +418,10 @@ def test_bad_inputs_are_named():
         model(TOKENS, segment_ids=np.ones((2, 3), np.int32))
     with pytest.raises(ValueError, match="lengths must be integers of shape"):
         model(TOKENS, lengths=np.array([1]))
+    with pytest.raises(ValueError, match="must be at least one token"):
+        model(TOKENS[:, :0], lengths=np.zeros(2, int))
+    with pytest.raises(ValueError, match="state is of 3 layers, and the model has 1"):
+        model.extend(TOKENS, made(num_layers=3).init_state(2, 9))
     with pytest.raises(ValueError, match="TransformerState"):
         model.extend(TOKENS, model.init_state(2, 9).layers[0])
 
