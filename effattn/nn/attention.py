@@ -292,18 +292,23 @@ class SelfAttention(_Attention):
 
     def _check_shapes(self, state: Any, batch: int) -> None:
         """`ValueError` if it is the state of a layer of other sizes."""
+
+        def shapes(state):
+            return [x.shape for x in jax.tree.leaves(state)]
+
+        small = jax.eval_shape(lambda: self.init_state(batch, 1))
+        got, least = shapes(state), shapes(small)
+        if got == least or state.length.shape != (batch,):
+            return
         # What differs between these is as large as the state has room for.
-        small, large = (
-            jax.eval_shape(lambda n=n: self.init_state(batch, n)) for n in (1, _MANY_TOKENS)
-        )
+        large = jax.eval_shape(lambda: self.init_state(batch, _MANY_TOKENS))
         if len({jax.tree.structure(s) for s in (state, small, large)}) > 1:
             return
-        got, least, most = ([x.shape for x in jax.tree.leaves(s)] for s in (state, small, large))
         needed = [
-            tuple(g if a != b else a for g, a, b in zip(*shapes, strict=False))
-            for shapes in zip(got, least, most, strict=True)
+            tuple(g if a != b else a for g, a, b in zip(*sizes, strict=False))
+            for sizes in zip(got, least, shapes(large), strict=True)
         ]
-        if state.length.shape == (batch,) and got != needed:
+        if got != needed:
             raise ValueError(
                 f"state has arrays of shapes {got}, and this {type(self).__name__} needs {needed}; "
                 "it is the state of another layer"
