@@ -15,7 +15,10 @@ Row = dict[str, Any]
 
 
 def summarise(comparison: Comparison) -> list[Row]:
-    """One row a mechanism: means over its seeds, and standard deviations."""
+    """One row a mechanism: means over its seeds, and standard deviations.
+
+    A mean perplexity is None if one of them is more than a float holds.
+    """
     rows: dict[str, Row] = {}
     for mechanism in dict.fromkeys(run["mechanism"] for run in comparison.runs):
         runs = [run for run in comparison.runs if run["mechanism"] == mechanism]
@@ -25,10 +28,10 @@ def summarise(comparison: Comparison) -> list[Row]:
         rows[mechanism] = {
             "mechanism": mechanism,
             "bits_per_byte": statistics.fmean(bits),
-            "bits_per_byte_std": statistics.stdev(bits) if len(bits) > 1 else None,
-            "perplexity": statistics.fmean(perplexities),
-            "perplexity_std": statistics.stdev(perplexities) if len(runs) > 1 else None,
-            "word_perplexity": None if None in words else statistics.fmean(words),
+            "bits_per_byte_std": _deviation(bits),
+            "perplexity": _mean(perplexities),
+            "perplexity_std": _deviation(perplexities),
+            "word_perplexity": _mean(words),
             "tokens_per_second": statistics.fmean(run["tokens_per_second"] for run in runs),
             "seeds": [run["seed"] for run in runs],
         }
@@ -43,7 +46,7 @@ def table(rows: Sequence[Row]) -> str:
         "mechanism": lambda row: row["mechanism"],
         "bits/byte": lambda row: _spread(row["bits_per_byte"], row["bits_per_byte_std"]),
         "perplexity": lambda row: _spread(row["perplexity"], row["perplexity_std"]),
-        "word perplexity": lambda row: f"{row['word_perplexity']:.1f}",
+        "word perplexity": lambda row: _number(row["word_perplexity"], 1),
         "parameters": lambda row: f"{row['parameters']:,}",
         "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
         "step temporaries": lambda row: f"{row['temporary_bytes'] / 1e6:,.1f} MB",
@@ -52,7 +55,7 @@ def table(rows: Sequence[Row]) -> str:
         ),
         "learning rate": lambda row: f"{row['learning_rate']:g}",
     }
-    if any(row["word_perplexity"] is None for row in rows):
+    if all(row["word_perplexity"] is None for row in rows):
         del columns["word perplexity"]
     if all(row["state_bytes"] is None for row in rows):
         del columns["decode state"]
@@ -119,8 +122,26 @@ def _on_speeds(summary: dict[str, Any]) -> list[str]:
     ]
 
 
-def _spread(mean: float, deviation: float | None) -> str:
-    return f"{mean:.3f}" if deviation is None else f"{mean:.3f} ± {deviation:.3f}"
+def _mean(values: Sequence[float | None]) -> float | None:
+    # In fractions, as the sum of finite perplexities may be infinite.
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if len(known) == len(values) else None
+
+
+def _deviation(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.stdev(known) if len(known) == len(values) > 1 else None
+
+
+def _spread(mean: float | None, deviation: float | None) -> str:
+    return _number(mean) if deviation is None else f"{_number(mean)} ± {_number(deviation)}"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    """With so many digits after the point if it is not huge, as what diverges slowly gets."""
+    if value is None:
+        return "infinite"
+    return f"{value:.{digits}f}" if value < 1e6 else f"{value:.{digits}e}"
 
 
 def _markdown(summary: dict[str, Any], words: Words) -> str:
@@ -144,12 +165,13 @@ def _markdown(summary: dict[str, Any], words: Words) -> str:
     parts.append("![Validation losses](loss.png)")
     if summary["sweep"]:
         swept = [
-            [run["mechanism"], f"{run['learning_rate']:g}", f"{run['bits_per_byte']:.3f}"]
+            [run["mechanism"], f"{run['learning_rate']:g}", _number(run["bits_per_byte"])]
             for run in summary["sweep"]
         ]
         parts += [
             "## Learning rates tried",
             markdown_table(["mechanism", "learning rate", "bits/byte"], swept),
+            "The best of each mechanism was chosen by the same held-out windows that are reported.",
         ]
     parts += ["## Configuration", config + ".", machine + ".", "## Samples"]
     parts.append(f"{words.prompt}:\n\n{_quoted(runs[0]['prompt'])}")

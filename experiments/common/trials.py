@@ -44,7 +44,8 @@ class Trials:
     def run(self, mechanism: str, learning_rate: float, seed: int) -> dict[str, Any]:
         """The measurements of one model, by way of its training if need be.
 
-        Perplexities are exp of the nats a token, and a word where the corpus defines words.
+        Perplexities are exp of the nats a token, and a word where the corpus defines words; None if
+        they are more than a float holds, as those of a rate that is far too high.
         """
         name = f"{folder_name(mechanism)}-rate{learning_rate}-seed{seed}"
         run = Run(name, self.folder / name, f"{self.identity} {name}", seed, learning_rate)
@@ -61,7 +62,7 @@ class Trials:
             "learning_rate": learning_rate,
             "folder": name,
             **record,
-            "perplexity": math.exp(record["valid_loss"]),
+            "perplexity": _power(math.exp, record["valid_loss"]),
             "word_perplexity": self._word_perplexity(record["bits_per_byte"]),
             "tokens_per_second": record["tokens"] / record["seconds"],
             "parameters": programs.parameters,
@@ -76,5 +77,11 @@ class Trials:
     def _word_perplexity(self, bits_per_byte: float) -> float | None:
         if self.bytes_per_word is None:
             return None
-        # A hardly trained model has more bits a word than the exponent of a float holds.
-        return 2.0 ** min(bits_per_byte * self.bytes_per_word, 1000.0)
+        return _power(math.exp2, bits_per_byte * self.bytes_per_word)
+
+
+def _power(of: Callable[[float], float], exponent: float) -> float | None:
+    try:
+        return of(exponent)
+    except OverflowError:
+        return None  # JSON has no infinity

@@ -59,6 +59,18 @@ def test_word_perplexity_is_shown_where_words_are_defined():
     assert "word perplexity" in text and " 321.0 " in text
 
 
+def test_perplexities_beyond_a_float_are_called_infinite(tmp_path):
+    runs = [result("softmax", s, 9e2, perplexity=p) for s, p in enumerate((2.0, None))]
+    runs += [result("linear", s, 9e2, perplexity=1.7e308) for s in range(2)]
+    softmax, linear = report.summarise(Comparison(runs, []))
+    assert softmax["perplexity"] is None and softmax["perplexity_std"] is None
+    assert linear["perplexity"] == 1.7e308 and linear["perplexity_std"] == 0
+    lines = report.table([softmax, linear]).splitlines()
+    assert "infinite |" in lines[2] and "1.700e+308 ± 0.000 |" in lines[3]
+    report.write_report(tmp_path, Comparison(runs, []), SETTINGS, NextToken.words)
+    json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+
+
 def test_the_report_is_written_and_read_back(tmp_path):
     comparison = Comparison(RUNS, [result("softmax", 0, 2.7, learning_rate=0.5)])
     assert not report.finished(tmp_path)
@@ -72,6 +84,7 @@ def test_the_report_is_written_and_read_back(tmp_path):
     table = report.table(summary["mechanisms"])
     assert table in markdown and table in report.read_report(tmp_path, NextToken.words)
     assert "| softmax   |           0.5 |     2.700 |" in markdown
+    assert "chosen by the same held-out windows that are reported" in markdown
     assert "steps 3, seeds 0 1" in markdown
     assert markdown.count("    to be\n") == 4
     assert report.read_report(tmp_path, NextToken.words).count("to be") == 2

@@ -1,0 +1,52 @@
+import json
+
+import numpy as np
+import pytest
+
+from experiments.common import trials
+from experiments.common.programs import Programs
+from experiments.common.tokenizers import ByteTokenizer
+from experiments.common.trials import Trials
+
+
+class Objective:
+    """Neither asks nor answers."""
+
+    def prompt(self, window, tokenizer):
+        return ""
+
+    def sample(self, model, window, tokenizer, seed):
+        return None
+
+
+class Data:
+    valid = np.zeros((1, 5), np.uint8)
+    objective = Objective()
+
+
+@pytest.fixture
+def one(tmp_path, monkeypatch, lines):
+    """Trials whose training ends with a loss of as many nats as the learning rate."""
+
+    def train(run, *_):
+        run.folder.mkdir()
+        record = {"valid_loss": run.learning_rate, "bits_per_byte": run.learning_rate}
+        return {}, {**record, "tokens": 8, "seconds": 2.0}
+
+    monkeypatch.setattr(trials, "train", train)
+    programs = Programs(*[lambda *_: None] * 4, parameters=1, temporary_bytes=2, state_bytes=3)
+    tokenizer = ByteTokenizer()
+    return Trials(tmp_path, "me", None, Data(), tokenizer, 5.0, lambda _: programs, lines)
+
+
+def test_perplexities_are_exponentials_of_the_loss(one):
+    result = one.run("softmax", 2.0, 0)
+    assert result["perplexity"] == pytest.approx(np.e**2)
+    assert result["word_perplexity"] == 2.0**10
+
+
+def test_a_perplexity_beyond_a_float_is_none_and_written_as_json_has_it(one):
+    result = one.run("softmax", 1e4, 0)
+    assert result["perplexity"] is None and result["word_perplexity"] is None
+    text = (one.folder / result["folder"] / "result.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == result
