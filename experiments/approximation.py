@@ -18,7 +18,7 @@ import tyro
 if not __package__:  # run as `python experiments/approximation.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.common import corpora, folders, metrics, report
+from experiments.common import checks, corpora, folders, metrics, outcome, report
 from experiments.common.errors import UserError
 
 GAUSSIAN, PRETRAINED = "Gaussian", "MiniLM"
@@ -111,11 +111,9 @@ def counted() -> str:
 
 def check(config: Config) -> None:
     """Raises `UserError` if the options do not fit together."""
-    for name in ("length", "texts"):
-        if getattr(config, name) < 1:
-            raise UserError(f"--{name} must be at least 1, got {getattr(config, name)}")
-    if config.seed < 0:
-        raise UserError(f"--seed must not be negative, got {config.seed}")
+    checks.check_counts(config, "length", "texts")
+    if not 0 <= config.seed <= checks.MOST:
+        raise UserError(f"--seed must be from 0 to {checks.MOST}, got {config.seed}")
     shown = " ".join(map(str, config.sizes))
     if not config.sizes or not 1 <= min(config.sizes) <= max(config.sizes) <= config.length:
         raise UserError(f"--sizes must be from 1 to --length {config.length}, got {shown or None}")
@@ -294,7 +292,6 @@ def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
 
 def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.Corpus) -> None:
     """Measures everything, and writes it."""
-    folders.make_folder(folder, settings)
     sources = {GAUSSIAN: functools.partial(gaussian, config)}
     if settings["encoder"]:
         sources[PRETRAINED] = functools.partial(of_text, config, corpus)
@@ -322,7 +319,8 @@ def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     config = tyro.cli(Config, args=argv)
-    try:
+
+    def work() -> None:
         check(config)
         from experiments.common import encoder
 
@@ -333,19 +331,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         default = Path("runs") / f"approximation-{folders.fingerprint(settings)}"
         folder = config.output or default
+        corpora.check_output(config.corpus, folder)
         folders.check_folder(folder, settings)
         if report.finished(folder):
             print(f"This ran before; to run it again, delete {folder} or give another --output.\n")
         else:
-            run(config, folder, settings, corpus)
-        print((folder / "summary.md").read_text())
+            with folders.claimed(folder, settings):
+                run(config, folder, settings, corpus)
+        print((folder / "summary.md").read_text(encoding="utf-8"))
         if settings["encoder"] is None:
             print(f"For the queries and keys of a pretrained encoder: {encoder.INSTALL}")
         print(f"In {folder}: summary.md, summary.json, errors.png and config.json.")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+
+    return outcome.exit_status(work, "stopped; the same command begins anew")
 
 
 if __name__ == "__main__":

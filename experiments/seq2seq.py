@@ -17,9 +17,9 @@ if not __package__:  # run as `python experiments/seq2seq.py`
 
 import tyro
 
-from experiments.common import folders, machine, pairs, report
+from experiments.common import checks, folders, machine, outcome, pairs, report
 from experiments.common.errors import UserError
-from experiments.common.metrics import write_atomically
+from experiments.common.metrics import read_json, write_atomically
 
 COMPARED = ("softmax", "sliding_window", "linear")
 SHOWN = 3
@@ -53,11 +53,12 @@ class Config:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     config = tyro.cli(Config, args=argv)
-    try:
+
+    def work() -> None:
         check(config)
         data = pairs.load(config.task, config.examples, config.held_out)
         given = {k: v for k, v in dataclasses.asdict(config).items() if k != "output"}
-        settings = {"experiment": "seq2seq", **given}
+        settings = {"experiment": "seq2seq", **given, "pairs_sha256": data.sha256}
         task = Path(config.task).stem
         name = f"seq2seq-{task}-{folders.fingerprint(settings)}"
         folder = config.output or Path("runs") / name
@@ -67,28 +68,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"Writing to {folder}; stopped, the same command goes on from there.", flush=True)
             train_all(config, folder, data, settings)
-        print((folder / "summary.md").read_text())
+        print((folder / "summary.md").read_text(encoding="utf-8"))
         print(f"In {folder}: summary.md, summary.json, accuracy.png, config.json and a file a run.")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on with the next model", file=sys.stderr)
-        return 130
-    return 0
+
+    return outcome.exit_status(work, "stopped; the same command goes on with the next model")
 
 
 def check(config: Config) -> None:
     """Raises `UserError` if the settings do not fit together."""
-    counts = ("window", "layers", "width", "heads", "batch", "steps", "evaluate_every", "held_out")
-    for name in counts:
-        if getattr(config, name) < 1:
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} must be at least 1, got {getattr(config, name)}")
+    counts = ("window", "layers", "width", "heads", "batch", "steps", "evaluate_every")
+    checks.check_counts(config, *counts, "examples", "held_out")
     for name in ("encoders", "seeds"):
         values = getattr(config, name)
         if not values or len(set(values)) < len(values):
             raise UserError(f"--{name} needs at least one, none of them twice, got {values}")
+    checks.check_seeds(config)
     if config.width % (2 * config.heads):
         raise UserError(
             f"--heads must divide --width {config.width} into even head sizes, got {config.heads}"
@@ -106,38 +100,40 @@ def train_all(config: Config, folder: Path, data: pairs.Pairs, settings: dict[st
     most = data.train.source.shape[1]
     builders = {}
     for encoder in config.encoders:
-        try:
+
+        def trial(encoder: str = encoder) -> None:
             builders[encoder] = pair_training.model_of(encoder, sizes, most)
             pair_training.check(builders[encoder], most)
-        except ValueError as error:
-            raise UserError(f"--encoders: {error}") from None
-    folders.make_folder(folder, settings)
-    runs = []
-    for encoder, build in builders.items():
-        for seed in config.seeds:
-            name = f"{mixers.folder_name(encoder)}-seed{seed}"
-            path = folder / f"{name}.json"
-            if not path.is_file():
-                result = pair_training.train(
-                    name,
-                    build,
-                    data,
-                    steps=config.steps,
-                    batch=config.batch,
-                    learning_rate=config.learning_rate,
-                    evaluate_every=config.evaluate_every,
-                    seed=seed,
-                    say=lambda text: print(text, flush=True),
-                )
-                written = result.pop("written")[:SHOWN]
-                result["samples"] = list(map(pairs.text_of, written))
-                result = {"encoder": encoder, "seed": seed, **result}
-                write_atomically(path, json.dumps(result, indent=2) + "\n")
-            runs.append(json.loads(path.read_text()))
-    draw(folder / "accuracy.png", runs)
-    summary = {"config": settings, "environment": machine.environment(), "runs": runs}
-    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write_atomically(folder / "summary.md", markdown(summary, data.held_out))
+
+        checks.check_mechanism("--encoders", encoder, trial)
+    with folders.claimed(folder, settings):
+        runs = []
+        for encoder, build in builders.items():
+            for seed in config.seeds:
+                name = f"{mixers.folder_name(encoder)}-seed{seed}"
+                path = folder / f"{name}.json"
+                if not path.is_file():
+                    result = pair_training.train(
+                        name,
+                        build,
+                        data,
+                        steps=config.steps,
+                        batch=config.batch,
+                        learning_rate=config.learning_rate,
+                        evaluate_every=config.evaluate_every,
+                        seed=seed,
+                        say=lambda text: print(text, flush=True),
+                    )
+                    written = result.pop("written")[:SHOWN]
+                    result["samples"] = list(map(pairs.text_of, written))
+                    result = {"encoder": encoder, "seed": seed, **result}
+                    write_atomically(path, json.dumps(result, indent=2) + "\n")
+                remedy = f"delete {path} to train that run again"
+                runs.append(read_json(path, ("encoder", "curve", "samples"), remedy))
+        draw(folder / "accuracy.png", runs)
+        summary = {"config": settings, "environment": machine.environment(), "runs": runs}
+        write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_atomically(folder / "summary.md", markdown(summary, data.held_out))
 
 
 def markdown(summary: dict[str, Any], held_out: pairs.Rows) -> str:

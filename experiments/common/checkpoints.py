@@ -1,6 +1,9 @@
 """Checkpoints of one run by Orbax: the latest is kept, and a kill leaves no half of one."""
 
 import logging
+import re
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,28 @@ import orbax.checkpoint as ocp
 from experiments.common.errors import UserError
 
 # Orbax narrates every save and every leftover of a kill, which it removes.
-logging.getLogger("absl").setLevel(logging.ERROR)
+logging.getLogger("absl").setLevel(logging.CRITICAL)
+# What a read leaves behind that failed.
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+
+def _quiet_threads() -> None:
+    """Leaves errors of the threads of Orbax and TensorStore to those who wait for them."""
+    of_threads, of_others = threading.excepthook, sys.excepthook
+
+    def thread_hook(arguments: threading.ExceptHookArgs) -> None:
+        if not type(arguments.thread).__module__.startswith("orbax."):
+            of_threads(arguments)
+
+    def hook(kind: type[BaseException], error: BaseException, where: Any) -> None:
+        # TensorStore reports to an event loop that ended with the first error.
+        if str(error) != "Event loop is closed":
+            of_others(kind, error, where)
+
+    threading.excepthook, sys.excepthook = thread_hook, hook
+
+
+_quiet_threads()
 
 
 class Checkpoints:
@@ -47,17 +71,29 @@ class Checkpoints:
           step: larger than any before.
           state: a pytree of arrays.
           progress: where the run stands, such as the position in its data.
-        """
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_by_name(state)),
-                progress=ocp.args.JsonSave({"identity": self._identity, **progress}),
-            ),
-        )
 
-    def restore(self, template: Any) -> tuple[Any, dict[str, Any]]:
+        Raises:
+          UserError: it cannot be written, as where a disk is full; the one before stays.
+        """
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(_by_name(state)),
+            progress=ocp.args.JsonSave({"identity": self._identity, **progress}),
+        )
+        # Orbax and TensorStore raise many types for what the system refuses.
+        try:
+            self._manager.save(step, args=items)
+        except Exception as error:
+            raise UserError(
+                f"the checkpoint {self._folder / str(step)} cannot be written ({_reason(error)}); "
+                "the same command goes on from the one before"
+            ) from error
+
+    def restore(self, template: Any, keys: tuple[str, ...] = ()) -> tuple[Any, dict[str, Any]]:
         """The newest `(state, progress)`, the state in the structure of `template`.
+
+        Args:
+          template: a pytree of arrays.
+          keys: that the progress must have.
 
         Raises:
           UserError: it cannot be read, or another configuration wrote it.
@@ -69,6 +105,9 @@ class Checkpoints:
                 f"the checkpoint {where} was written with another configuration; "
                 "choose another --output, or delete it"
             )
+        missing = ", ".join(key for key in keys if key not in progress)
+        if missing:
+            raise self._unreadable(where, f"it lacks {missing}")
         arrays = self._read(where, state=ocp.args.StandardRestore(_by_name(template))).state
         names = _by_name(template)
         return jax.tree.unflatten(
@@ -80,11 +119,19 @@ class Checkpoints:
         try:
             return self._manager.restore(self.latest, args=ocp.args.Composite(**items))
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"the checkpoint {where} cannot be read ({reason}); delete {self._folder.parent} "
-                "to train that run again"
-            ) from error
+            raise self._unreadable(where, _reason(error)) from error
+
+    def _unreadable(self, where: Path, reason: str) -> UserError:
+        return UserError(
+            f"the checkpoint {where} cannot be read ({reason}); delete {self._folder.parent} to "
+            "train that run again"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error says, without TensorStore's account of its own state."""
+    line = str(error).strip().partition("\n")[0]
+    return re.split(r" \[[a-z_ ]+=", line)[0]
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

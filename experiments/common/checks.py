@@ -1,9 +1,13 @@
 """Checks of a configuration, before anything is read or written."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from experiments.common.errors import UserError
+
+# Steps are counted, and seeds given, as int32.
+MOST = 2**31 - 1
 
 
 def check(config: Any, is_causal: bool = True) -> None:
@@ -14,18 +18,17 @@ def check(config: Any, is_causal: bool = True) -> None:
       is_causal: whether a token of the models sees those before it alone.
     """
     counts = (
-        *("window", "layers", "width", "heads", "batch", "accumulate", "steps"),
-        *("evaluate_every", "eval_windows"),
+        *("window", "layers", "width", "heads", "context", "batch", "accumulate", "steps"),
+        *("evaluate_every", "eval_windows", "vocabulary"),
     )
-    for name in counts:
-        _require(getattr(config, name) >= 1, config, name, "must be at least 1")
-    good = config.at_once is None or config.at_once >= 1
-    _require(good, config, "at_once", "must be at least 1")
+    check_counts(config, *counts)
+    if config.at_once is not None:
+        check_counts(config, "at_once")
     for name in ("mechanisms", "seeds"):
         values = getattr(config, name)
         _require(len(values) > 0, config, name, "needs at least one")
         _require(len(set(values)) == len(values), config, name, "must not repeat a value")
-    _require(min(config.seeds) >= 0, config, "seeds", "must not be negative")
+    check_seeds(config)
     _require(config.context >= 4, config, "context", "must be at least 4")
     _require(config.width % config.heads == 0, config, "width", "must be a multiple of --heads")
     _require(
@@ -50,6 +53,37 @@ def check(config: Any, is_causal: bool = True) -> None:
     _check_mechanisms(config, is_causal)
 
 
+def check_counts(config: Any, *names: str) -> None:
+    """Raises `UserError` unless these settings are 1 or more, and can be an int32."""
+    for name in names:
+        _require(getattr(config, name) >= 1, config, name, "must be at least 1")
+        _require(getattr(config, name) <= MOST, config, name, f"must be at most {MOST}")
+
+
+def check_seeds(config: Any) -> None:
+    """Raises `UserError` unless all of the seeds can be one of JAX."""
+    _require(min(config.seeds) >= 0, config, "seeds", "must not be negative")
+    _require(max(config.seeds) <= MOST, config, "seeds", f"must be at most {MOST}")
+
+
+def check_mechanism(option: str, text: str, trial: Callable[[], None]) -> None:
+    """Raises `UserError` if a mechanism cannot be used.
+
+    Args:
+      option: of the command line, that names it.
+      text: what it was given.
+      trial: makes a model of it and calls that, computing nothing.
+    """
+    try:
+        trial()
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from None
+    # Options are any Python literals: JAX and NumPy say in their way what is of no use.
+    except (TypeError, OverflowError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{option}: {text} cannot be run here ({reason})") from None
+
+
 def _require(good: bool, config: Any, name: str, need: str) -> None:
     if not good:
         value = getattr(config, name)
@@ -63,10 +97,11 @@ def _check_mechanisms(config: Any, is_causal: bool) -> None:
 
     sizes = (config.layers, config.width, config.heads, config.window, config.precision)
     for text in config.mechanisms:
-        try:
+
+        def trial(text: str = text) -> None:
             build = models.language_model(
                 text, 256, *sizes, config.context, config.equal_parameters, is_causal
             )
             models.check(build, config.context)
-        except ValueError as error:
-            raise UserError(f"--mechanisms: {error}") from None
+
+        check_mechanism("--mechanisms", text, trial)

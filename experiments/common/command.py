@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from experiments.common import checks, corpora, folders, machine, report
-from experiments.common.errors import UserError
+from experiments.common import checks, corpora, folders, machine, outcome, report
 from experiments.common.objectives import Objective
 from experiments.common.schedules import Schedule
 
@@ -103,7 +101,8 @@ def run(experiment: str, config: Options, objective: type[Objective]) -> int:
       config: its options.
       objective: what the models learn.
     """
-    try:
+
+    def work() -> None:
         checks.check(config, objective.is_causal)
         corpus = corpora.load(config.corpus)
         settings = {
@@ -113,6 +112,7 @@ def run(experiment: str, config: Options, objective: type[Objective]) -> int:
         }
         name = f"{experiment}-{config.preset}-{folders.fingerprint(settings)}"
         folder = config.output or Path("runs") / name
+        corpora.check_output(config.corpus, folder)
         folders.check_folder(folder, settings)
         if report.finished(folder):
             print(f"This ran before; to run it again, delete {folder} or give another --output.")
@@ -120,13 +120,8 @@ def run(experiment: str, config: Options, objective: type[Objective]) -> int:
             print(f"Writing to {folder}; stopped, the same command goes on from there.", flush=True)
             _train_all(config, folder, corpus, settings, objective)
         print(report.read_report(folder, objective.words))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+
+    return outcome.exit_status(work, "stopped; the same command goes on from the last checkpoint")
 
 
 def _train_all(
@@ -156,8 +151,6 @@ def _train_all(
     inputs = data.prepare(
         corpus, tokenizer, config.context, config.batch, config.eval_windows, objective
     )
-    folders.make_folder(folder, settings)
-    tokenizers.save(tokenizer, vocabulary)
     schedule = Schedule(config.steps, config.batch, config.accumulate, config.evaluate_every)
     optimiser = optimisers.make_optimiser(
         config.optimiser, config.steps, config.warmup, config.clip, config.weight_decay
@@ -185,19 +178,21 @@ def _train_all(
 
     runs = comparison.planned_runs(len(config.mechanisms), len(config.rates), len(config.seeds))
     at_once = min(runs, config.at_once or machine.runs_at_once())
-    with progress.Progress(runs, config.steps) as shown:
-        one = trials.Trials(
-            folder,
-            folders.fingerprint(settings),
-            schedule,
-            inputs,
-            tokenizer,
-            corpus.bytes_per_word,
-            compile_mechanism,
-            shown,
-        )
-        compared = comparison.compare(
-            config.mechanisms, config.rates, config.seeds, one.run, shown, at_once
-        )
-    figure.write_figure(folder, compared.runs)
-    report.write_report(folder, compared, settings, objective.words)
+    with folders.claimed(folder, settings):
+        tokenizers.save(tokenizer, vocabulary)
+        with progress.Progress(runs, config.steps) as shown:
+            one = trials.Trials(
+                folder,
+                folders.fingerprint(settings),
+                schedule,
+                inputs,
+                tokenizer,
+                corpus.bytes_per_word,
+                compile_mechanism,
+                shown,
+            )
+            compared = comparison.compare(
+                config.mechanisms, config.rates, config.seeds, one.run, shown, at_once
+            )
+        figure.write_figure(folder, compared.runs)
+        report.write_report(folder, compared, settings, objective.words)

@@ -57,6 +57,8 @@ def load(name: str) -> Corpus:
         return _sotu()
     if name.startswith("hf:"):
         return _hugging_face(name)
+    if not name:
+        raise UserError("--corpus must name a corpus, a file or a folder, got ''")
     path = Path(name)
     if path.is_file():
         return _split(_nonempty([_read(path)], path))
@@ -65,15 +67,29 @@ def load(name: str) -> Corpus:
             f"corpus {name!r} is neither a known name (sotu), nor a file or folder here, nor a "
             "Hugging Face dataset (written hf:NAME or hf:NAME:CONFIG)"
         )
-    for suffix in ("tokens", "raw"):
-        if (path / f"wiki.train.{suffix}").is_file():
-            return _wikitext(path, suffix)
+    suffix = _wikitext_suffix(path)
+    if suffix is not None:
+        return _wikitext(path, suffix)
     files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
+        file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path)
     )
     return _split(_nonempty([_read(file) for file in files], path))
+
+
+def check_output(name: str, output: Path) -> None:
+    """Raises `UserError` if what is written to a folder would be read as the corpus next time."""
+    corpus, output = Path(name).resolve(), output.resolve()
+    if name == "sotu" or not corpus.is_dir() or _wikitext_suffix(corpus) is not None:
+        return
+    if output.is_relative_to(corpus) and not _is_hidden(output, corpus):
+        raise UserError(
+            f"the output folder {output} lies in the corpus {corpus}, whose files are all read as "
+            "text; choose another --output"
+        )
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _sotu() -> Corpus:
@@ -98,12 +114,25 @@ def verify(documents: Sequence[bytes], count: int, sha256: str, name: str) -> No
         )
 
 
+def _wikitext_suffix(folder: Path) -> str | None:
+    """How the names of WikiText's files end, if the folder holds any of them."""
+    names = {path.name for path in folder.glob("wiki.*")}
+    for suffix in ("tokens", "raw"):
+        if names & {f"wiki.{part}.{suffix}" for part in ("train", "valid", "test")}:
+            return suffix
+    return None
+
+
 def _wikitext(folder: Path, suffix: str) -> Corpus:
-    valid_path = folder / f"wiki.valid.{suffix}"
-    if not valid_path.is_file():
-        raise UserError(f"{folder} holds wiki.train.{suffix} but no {valid_path.name}")
-    train, valid = _read(folder / f"wiki.train.{suffix}"), _read(valid_path)
-    for part, path in ((train, folder / f"wiki.train.{suffix}"), (valid, valid_path)):
+    train_path, valid_path = (folder / f"wiki.{part}.{suffix}" for part in ("train", "valid"))
+    for path in (train_path, valid_path):
+        if not path.is_file():
+            raise UserError(
+                f"{folder} holds files of WikiText but no {path.name}; give a folder with "
+                f"{train_path.name} and {valid_path.name}"
+            )
+    train, valid = _read(train_path), _read(valid_path)
+    for part, path in ((train, train_path), (valid, valid_path)):
         _nonempty([part], path)
     words = len(valid.split()) + valid.count(b"\n")
     return Corpus((train,), (valid,), bytes_per_word=len(valid) / words)
@@ -167,7 +196,7 @@ def _split(documents: Sequence[bytes]) -> Corpus:
         (document,) = documents
         # Cut where a line ends, if one does near there, so that no word is torn.
         cut = len(document) * (HOLD_OUT_EVERY - 1) // HOLD_OUT_EVERY
-        cut = document.rfind(b"\n", cut // 2, cut) + 1 or cut
+        cut = document.rfind(b"\n", cut - len(document) // 20, cut) + 1 or cut
         while cut < len(document) and document[cut] & 0xC0 == 0x80:
             cut += 1
         return Corpus((document[:cut],), (document[cut:],))

@@ -10,16 +10,7 @@ class Stopped(Exception):
 
 
 class Diverged(UserError):
-    """The loss of a run is no longer finite."""
+    """The loss of a run is no longer finite; `advice` says what is left of it and what to try."""
 
-    def __init__(self, run: str, step: int, kept: int | None):
-        last_good = (
-            "no checkpoint had been written yet"
-            if kept is None
-            else f"the checkpoint of step {kept} is kept"
-        )
-        super().__init__(
-            f"the loss of {run} became NaN or infinite at step {step}; {last_good}; "
-            "try a lower --learning-rate, more --warmup or a lower --clip"
-        )
-        self.step = step
+    def __init__(self, run: str, step: int, advice: str):
+        super().__init__(f"the loss of {run} became NaN or infinite at step {step}; {advice}")

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from effattn.analysis.style import COLOURS, MARKERS
-from experiments.common.metrics import read
+from experiments.common.metrics import check_reaches, read
 
 # More lines than colours cannot be told apart.
 MOST_CURVES = len(COLOURS)
@@ -90,8 +90,10 @@ def _ranking(seeds: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
 
 
 def _evaluations(folder: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
-    records = read(folder / run["folder"] / "metrics.jsonl")
-    return [record for record in records if "valid_loss" in record]
+    path = folder / run["folder"] / "metrics.jsonl"
+    evaluations = [record for record in read(path) if "valid_loss" in record]
+    check_reaches(path, evaluations, run["step"])
+    return evaluations
 
 
 def _array(seeds: Sequence[Sequence[dict[str, Any]]], key: str) -> np.ndarray:

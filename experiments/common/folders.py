@@ -1,13 +1,21 @@
 """The run folder: one configuration each, so that the same command resumes and no other can."""
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from experiments.common.errors import UserError
-from experiments.common.metrics import write_atomically
+from experiments.common.metrics import read_json, write_atomically
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 RECORD = "config.json"
 
@@ -30,13 +38,10 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
     # A kill may have left a file half written, which is as good as none.
     if not folder.is_dir() or all(path.suffix == ".partial" for path in folder.iterdir()):
         return
-    try:
-        there = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError):
-        raise UserError(
-            f"the output folder {folder} is not empty and holds no run (no readable {RECORD}); "
-            "choose another --output"
-        ) from None
+    no_run = f"the output folder {folder} is not empty and holds no run"
+    if not (folder / RECORD).is_file():
+        raise UserError(f"{no_run} (no {RECORD}); choose another --output")
+    there = read_json(folder / RECORD, (), f"{no_run} that can go on: choose another --output")
     here = json.loads(json.dumps(settings))
     differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     if differing:
@@ -47,10 +52,39 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def make_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Makes the folder, after `check_folder`, and records the settings in it."""
+@contextlib.contextmanager
+def claimed(folder: Path, settings: dict[str, Any]) -> Iterator[None]:
+    """Makes the folder, and keeps it from other processes; records the settings in it.
+
+    The folder itself is locked, so that nothing is left of a lock whose process was killed. Where
+    the system cannot lock folders, none is.
+
+    Raises:
+      UserError: another process has it, or what `check_folder` raises.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if fcntl is not None:
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                _lock(descriptor, folder)
+            # Another process may have had it since it was checked.
+            check_folder(folder, settings)
+            write_atomically(folder / RECORD, json.dumps(settings, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write the output folder {folder}: {error.strerror}") from None
+        yield
+
+
+def _lock(descriptor: int, folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / RECORD, json.dumps(settings, indent=2) + "\n")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"another process is at work in the output folder {folder}; wait for it, or choose "
+            "another --output"
+        ) from None
     except OSError as error:
-        raise UserError(f"cannot write the output folder {folder}: {error.strerror}") from None
+        if error.errno not in (errno.EBADF, errno.EISDIR, errno.ENOLCK, errno.ENOTSUP):
+            raise

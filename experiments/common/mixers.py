@@ -15,7 +15,7 @@ from effattn.nn.binding import Binding, bind
 
 
 def parse(
-    text: str, layers: int, heads: int, window: int, is_causal: bool = True
+    text: str, layers: int, heads: int, window: int, context: int, is_causal: bool = True
 ) -> tuple[dict[str, Any], ...]:
     """The mixer of each layer, as `effattn.nn.TransformerConfig` takes it.
 
@@ -24,23 +24,24 @@ def parse(
       layers: how many.
       heads: N, to be shared.
       window: tokens that a windowed mechanism sees, the present one included.
+      context: T; no window is longer, as its decode state would be too.
       is_causal: whether a token sees those before it alone; if not, a window is half on each side.
 
     Raises:
       ValueError: a text that is none of these, a mechanism that is unknown or cannot be causal (or
-        not causal), an option that it does not have, or more mechanisms than layers or heads to
-        share.
+        not causal), an option that it does not have or has twice, or more mechanisms than layers or
+        heads to share.
     """
-    turns: list[dict[str, Any]] = []
+    parts: list[tuple[dict[str, Any], int]] = []
     for part in text.split("/"):
         kind, _, times = part.partition("*")
         if times and not (times.isdecimal() and int(times)):
             raise ValueError(f"{part!r} must have a number of layers after its *, 1 or more")
-        turns += [_layer(kind, heads, window, is_causal)] * int(times or 1)
-    if len(turns) > layers:
-        raise ValueError(
-            f"{text!r} is of {len(turns)} layers in turns, and there are {layers} layers"
-        )
+        parts.append((_layer(kind, heads, window, context, is_causal), int(times or 1)))
+    count = sum(count for _, count in parts)
+    if count > layers:
+        raise ValueError(f"{text!r} is of {count} layers in turns, and there are {layers} layers")
+    turns = [layer for layer, count in parts for _ in range(count)]
     return tuple(turns[layer % len(turns)] for layer in range(layers))
 
 
@@ -49,8 +50,10 @@ def folder_name(text: str) -> str:
     return text.replace("/", "--").replace("*", "x")
 
 
-def _layer(text: str, heads: int, window: int, is_causal: bool) -> dict[str, Any]:
-    groups = [_mechanism(part, window, is_causal) for part in text.split("+")]
+def _layer(text: str, heads: int, window: int, context: int, is_causal: bool) -> dict[str, Any]:
+    # The plus of 1e+3 belongs to the number.
+    parts = re.split(r"(?<!\d[eE])(?<!\.[eE])\+", text)
+    groups = [_mechanism(part, window, context, is_causal) for part in parts]
     if len(groups) == 1:
         return groups[0]
     share, rest = divmod(heads, len(groups))
@@ -59,7 +62,7 @@ def _layer(text: str, heads: int, window: int, is_causal: bool) -> dict[str, Any
     return {"heads": tuple({**group, "num_heads": share} for group in groups)}
 
 
-def _mechanism(text: str, window: int, is_causal: bool) -> dict[str, Any]:
+def _mechanism(text: str, window: int, context: int, is_causal: bool) -> dict[str, Any]:
     # Commas between brackets belong to a value.
     name, *given = re.split(r",(?![^()\[\]]*[)\]])", text)
     direction = "causal" if is_causal else "bidirectional"
@@ -71,17 +74,23 @@ def _mechanism(text: str, window: int, is_causal: bool) -> dict[str, Any]:
     mixer: dict[str, Any] = {"name": name}
     if "local_window_size" in entry.options:
         after = 0 if is_causal else (window - 1) // 2
-        mixer["local_window_size"] = (window - 1 - after, after)
+        mixer["local_window_size"] = tuple(
+            min(reach, context - 1) for reach in (window - 1 - after, after)
+        )
+    options: dict[str, Any] = {}
     for option in given:
         key, _, value = option.partition("=")
+        if key in options:
+            raise ValueError(f"{text!r} gives {key} twice")
+        # All that `literal_eval` is said to raise.
         try:
-            mixer[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise ValueError(
                 f"{key}={value!r} is not a number, a word in quotes or a pair"
             ) from None
-    of_mixer = {"name", *entry.mixer_options()}
-    others = {key: value for key, value in mixer.items() if key not in of_mixer}
+    of_mixer = entry.mixer_options()
+    others = {key: value for key, value in options.items() if key not in of_mixer}
     if entry.takes_heads:
         bind(name, others)
     elif others:
@@ -89,4 +98,4 @@ def _mechanism(text: str, window: int, is_causal: bool) -> dict[str, Any]:
             f"{name!r} has no option {', '.join(others)}; its options are "
             f"{', '.join(sorted(entry.mixer_options()))}"
         )
-    return mixer
+    return mixer | options

@@ -52,13 +52,13 @@ def language_model(
         num_layers=layers,
         features=width,
         num_heads=heads,
-        mixer=mixers.parse(mechanism, layers, heads, window, is_causal),
+        mixer=mixers.parse(mechanism, layers, heads, window, context, is_causal),
         dtype=precision,
         max_length=context,
         is_causal=is_causal,
     )
     if equal_parameters:
-        reference = mixers.parse(REFERENCE, layers, heads, window, is_causal)
+        reference = mixers.parse(REFERENCE, layers, heads, window, context, is_causal)
         needed = count_parameters(dataclasses.replace(config, mixer=reference))
         config = _with_parameters(config, needed, mechanism)
     return lambda rngs: TransformerLM(config, rngs=rngs)
@@ -86,9 +86,10 @@ def _with_parameters(config: TransformerConfig, needed: int, mechanism: str) -> 
 
 
 def check(build: Callable[[nnx.Rngs], TransformerLM], context: int) -> None:
-    """Raises the `ValueError` of a model that cannot be made, or not be called with T tokens.
+    """Raises the error of a model that cannot be made, or not be called with T tokens.
 
+    It is lowered, as some implementations find out only then that they are not for this platform.
     Nothing is computed.
     """
     tokens = jax.ShapeDtypeStruct((1, context), jnp.int32)
-    jax.eval_shape(lambda tokens: build(nnx.Rngs(0))(tokens), tokens)
+    jax.jit(lambda tokens: build(nnx.Rngs(0))(tokens)).lower(tokens)

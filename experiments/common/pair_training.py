@@ -39,7 +39,7 @@ def model_of(encoder: str, sizes: Sizes, most: int) -> Callable[[nnx.Rngs], Enco
     """
     layers, width, heads, window = sizes
     common: dict[str, Any] = {"num_layers": layers, "features": width, "num_heads": heads}
-    mixer = mixers.parse(encoder, layers, heads, window, is_causal=False)
+    mixer = mixers.parse(encoder, layers, heads, window, most, is_causal=False)
     config = EncoderDecoderConfig(
         encoder=TransformerConfig(
             VOCABULARY, mixer=mixer, max_length=most, is_causal=False, **common
@@ -50,14 +50,12 @@ def model_of(encoder: str, sizes: Sizes, most: int) -> Callable[[nnx.Rngs], Enco
 
 
 def check(build: Callable[[nnx.Rngs], EncoderDecoder], most: int) -> None:
-    """Raises the `ValueError` of a model that cannot be made or called; nothing is computed."""
+    """Raises the error of a model that cannot be made or called; nothing is computed."""
     tokens = jax.ShapeDtypeStruct((1, most), jnp.int32)
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-    jax.eval_shape(
-        lambda tokens, lengths: build(nnx.Rngs(0))(tokens, tokens, source_lengths=lengths),
-        tokens,
-        lengths,
-    )
+    jax.jit(
+        lambda tokens, lengths: build(nnx.Rngs(0))(tokens, tokens, source_lengths=lengths)
+    ).lower(tokens, lengths)
 
 
 def train(
@@ -118,7 +116,7 @@ def train(
         if number % evaluate_every and number < steps:
             continue
         if not math.isfinite(float(loss)):
-            raise Diverged(name, number, None)
+            raise Diverged(name, number, "try a lower --learning-rate")
         seconds += time.perf_counter() - started
         written = write(model(params), pairs.held_out)
         record = {

@@ -3,6 +3,7 @@
 import calendar
 import dataclasses
 import datetime
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,10 +48,11 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Pairs to train on, and others that are held out."""
+    """Pairs to train on, and others that are held out; a fingerprint of all their texts."""
 
     train: Rows
     held_out: Rows
+    sha256: str
 
 
 def load(task: str, examples: int, held_out: int) -> Pairs:
@@ -64,7 +66,7 @@ def load(task: str, examples: int, held_out: int) -> Pairs:
     Raises:
       UserError: no such task or file, a line that is no pair, or too few pairs.
     """
-    texts = _made(TASKS[task], examples) if task in TASKS else _read(task, examples)
+    texts = _made(task, examples) if task in TASKS else _read(task, examples)
     is_held_out = np.zeros(len(texts), bool)
     if task in TASKS:
         is_held_out[:held_out] = True
@@ -75,7 +77,10 @@ def load(task: str, examples: int, held_out: int) -> Pairs:
             f"--task {task} has {len(texts)} pairs, too few to train on and hold out {held_out}"
         )
     rows = _rows(texts)
-    return Pairs(rows.take(~is_held_out), rows.take(is_held_out))
+    # No text has a tab or the end of a line in it.
+    lines = "\n".join(map("\t".join, texts))
+    sha256 = hashlib.sha256(lines.encode()).hexdigest()
+    return Pairs(rows.take(~is_held_out), rows.take(is_held_out), sha256)
 
 
 def text_of(tokens: np.ndarray) -> str:
@@ -99,12 +104,11 @@ def _reverse(rng: np.random.Generator) -> tuple[str, str]:
     return text, text[::-1]
 
 
-def _dates(rng: np.random.Generator) -> tuple[str, str]:
-    """A date as people write it, and in the format of ISO 8601."""
-    date = FIRST + datetime.timedelta(days=int(rng.integers((LAST - FIRST).days + 1)))
+def date_formats(date: datetime.date) -> tuple[str, ...]:
+    """A date as people write it."""
     day, year = date.day, date.year
     month, short = calendar.month_name[date.month], calendar.month_abbr[date.month]
-    formats = (
+    return (
         f"{month} {day}, {year}",
         f"{day} {month} {year}",
         f"{day} {short} {year}",
@@ -112,6 +116,12 @@ def _dates(rng: np.random.Generator) -> tuple[str, str]:
         f"{day}.{date.month}.{year}",
         f"{calendar.day_abbr[date.weekday()]}, {short} {day} {year}",
     )
+
+
+def _dates(rng: np.random.Generator) -> tuple[str, str]:
+    """A date as people write it, and in the format of ISO 8601."""
+    date = FIRST + datetime.timedelta(days=int(rng.integers((LAST - FIRST).days + 1)))
+    formats = date_formats(date)
     return formats[rng.integers(len(formats))], date.isoformat()
 
 
@@ -122,7 +132,19 @@ TASKS: Mapping[str, Callable[[np.random.Generator], tuple[str, str]]] = {
 }
 
 
-def _made(make: Callable[[np.random.Generator], tuple[str, str]], examples: int):
+# Of dates there are so many in six formats, two of which are one in May.
+DAYS, DAYS_IN_MAY = (LAST - FIRST).days + 1, 31 * (LAST.year - FIRST.year + 1)
+MOST: Mapping[str, int] = {"dates": 6 * DAYS - DAYS_IN_MAY}
+
+
+def _made(task: str, examples: int) -> list[tuple[str, str]]:
+    most = MOST.get(task, examples)
+    if examples > most:
+        raise UserError(
+            f"--examples must be at most {most}, as there are no more different sources of the "
+            f"task {task}, got {examples}"
+        )
+    make = TASKS[task]
     rng = np.random.default_rng(0)
     pairs: dict[str, str] = {}
     while len(pairs) < examples:
@@ -133,16 +155,18 @@ def _made(make: Callable[[np.random.Generator], tuple[str, str]], examples: int)
 
 def _read(path: str, examples: int) -> list[tuple[str, str]]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UserError(
             f"--task must be one of {', '.join(TASKS)} or a file of pairs; cannot read {path}: "
             f"{reason}"
         ) from None
+    if not lines[-1]:
+        del lines[-1]  # the last line ends too
     pairs = []
     for number, line in enumerate(lines[:examples], 1):
-        parts = line.split("\t")
+        parts = line.removesuffix("\r").split("\t")
         if len(parts) != 2 or not all(parts):
             raise UserError(
                 f"{path}, line {number} is no pair: it needs a source, a tab and a target, got "

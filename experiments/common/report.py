@@ -8,7 +8,8 @@ from typing import Any
 
 from experiments.common import machine
 from experiments.common.comparison import Comparison
-from experiments.common.metrics import write_atomically
+from experiments.common.errors import UserError
+from experiments.common.metrics import read_json, write_atomically
 from experiments.common.objectives import Words
 
 Row = dict[str, Any]
@@ -101,7 +102,7 @@ def finished(folder: Path) -> bool:
 
 def read_report(folder: Path, words: Words) -> str:
     """What to print of a finished run folder: the table, and one sample a mechanism."""
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = _read_summary(folder)
     parts = []
     for run in summary["runs"]:
         if run["seed"] == summary["runs"][0]["seed"]:
@@ -110,6 +111,14 @@ def read_report(folder: Path, words: Words) -> str:
     files = f"In {folder}: summary.md, summary.json, loss.png, config.json and a folder a run."
     shown = table(summary["mechanisms"])
     return "\n\n".join([prompt, *parts, shown, *_on_speeds(summary), files])
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    path, markdown = folder / "summary.json", folder / "summary.md"
+    remedy = f"delete {markdown}, and the same command writes both again"
+    if not path.is_file():
+        raise UserError(f"{path} is gone; {remedy}")
+    return read_json(path, ("mechanisms", "runs"), remedy)
 
 
 def _on_speeds(summary: dict[str, Any]) -> list[str]:

@@ -26,8 +26,8 @@ def call(
     if at_once == 1:
         return [function(each) for each in inputs]
     with ThreadPoolExecutor(at_once) as pool:
-        futures = [pool.submit(function, each) for each in inputs]
         try:
+            futures = [pool.submit(function, each) for each in inputs]
             for future in as_completed(futures):
                 future.result()
         except BaseException:

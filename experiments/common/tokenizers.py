@@ -8,6 +8,7 @@ import numpy as np
 
 from experiments.common.corpora import SEPARATOR
 from experiments.common.errors import UserError
+from experiments.common.metrics import write_atomically
 
 
 class Tokenizer(Protocol):
@@ -89,9 +90,7 @@ class BytePairTokenizer:
 
     def write(self, path: Path) -> None:
         """Writes the vocabulary; a kill leaves no half of it."""
-        partial = path.with_suffix(".partial")
-        self._backend.save(str(partial))
-        partial.replace(path)
+        write_atomically(path, self._backend.to_str(pretty=True))
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         texts = [document.decode() for document in documents]

@@ -64,10 +64,17 @@ def train(
     record: dict[str, Any] = {}
     unread: list[tuple[int, jax.Array]] = []
 
+    def diverged(step: int) -> Diverged:
+        kept = "no checkpoint had been written yet"
+        if checkpoints.latest is not None:
+            kept = f"the checkpoint of step {checkpoints.latest} is kept"
+        advice = "try a lower --learning-rate, more --warmup or a lower --clip"
+        return Diverged(run.name, step, f"{kept}; {advice}")
+
     def log(step: int, loss: jax.Array) -> None:
         train_loss = float(loss)
         if not math.isfinite(train_loss):
-            raise Diverged(run.name, step, checkpoints.latest)
+            raise diverged(step)
         tokens, elapsed = step * tokens_per_step, time.perf_counter() - started
         shown.step(step, train_loss, tokens / elapsed)
         if step % log_every == 0:
@@ -76,7 +83,9 @@ def train(
 
     with Checkpoints(run.folder / "checkpoints", run.identity) as checkpoints:
         if checkpoints.latest is not None:
-            (params, optimiser_state), at = checkpoints.restore((params, optimiser_state))
+            (params, optimiser_state), at = checkpoints.restore(
+                (params, optimiser_state), ("record", "order")
+            )
             step, record = checkpoints.latest, at["record"]
             seconds = record["seconds"]
             order.set_state(at["order"])
@@ -110,7 +119,7 @@ def train(
                 nats = each.ravel()[:valid_count].sum()
                 # It is finite, or these parameters would spoil the last good checkpoint.
                 if not math.isfinite(nats):
-                    raise Diverged(run.name, step, checkpoints.latest)
+                    raise diverged(step)
                 record = {
                     "step": step,
                     "tokens": step * tokens_per_step,

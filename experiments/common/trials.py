@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.data import Data
-from experiments.common.metrics import write_atomically
+from experiments.common.metrics import read_json, write_atomically
 from experiments.common.mixers import folder_name
 from experiments.common.programs import Programs
 from experiments.common.progress import Progress
@@ -52,7 +52,8 @@ class Trials:
         path = run.folder / "result.json"
         if path.is_file():
             with self.progress.begin(name, self.schedule.steps):
-                return json.loads(path.read_text())
+                remedy = f"delete {path} to measure that run again"
+                return read_json(path, ("mechanism", "valid_loss", "sample"), remedy)
         programs = self.compile(mechanism)
         window, objective = self.data.valid[0], self.data.objective
         params, record = train(run, self.schedule, programs, self.data, self.progress)

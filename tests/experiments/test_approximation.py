@@ -87,6 +87,15 @@ def test_without_the_package_it_measures_the_rest_and_says_how_to_get_it(
     assert encoder.INSTALL in out and "Gaussian: matrix" in out and "MiniLM" not in out
 
 
+def test_interrupted_it_says_so(tmp_path, folder_of_text, without_package, monkeypatch, capsys):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(approximation, "measure", interrupt)
+    assert approximation.main(arguments(folder_of_text, tmp_path / "run")) == 130
+    assert capsys.readouterr().err == "stopped; the same command begins anew\n"
+
+
 @pytest.mark.parametrize("name", approximation.FAMILIES)
 def test_every_family_is_of_the_registry_and_of_its_size(name):
     family = approximation.FAMILIES[name]
@@ -110,7 +119,7 @@ def test_mean_pooling_is_of_all_tokens_once():
         (["--sizes", "4", "11"], "--sizes must be from 1 to --length 10, got 4 11"),
         (["--sizes", "4", "4"], "--sizes must not repeat a size, got 4 4"),
         (["--texts", "0"], "--texts must be at least 1, got 0"),
-        (["--seed", "-1"], "--seed must not be negative, got -1"),
+        (["--seed", "-1"], "--seed must be from 0 to 2147483647, got -1"),
         (["--corpus", "nowhere"], "corpus 'nowhere' is neither a known name"),
     ],
 )

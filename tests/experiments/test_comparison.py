@@ -19,7 +19,7 @@ class Runner:
     def run(self, mechanism, rate, seed):
         self.asked.append((mechanism, rate, seed))
         if rate > self.limit:
-            raise Diverged("run", 3, None)
+            raise Diverged("run", 3, "try less")
         run = {"mechanism": mechanism, "learning_rate": rate, "seed": seed}
         return {**run, "valid_loss": LOSSES[rate]}
 
@@ -87,7 +87,7 @@ def test_calls_go_on_beside_each_other_and_keep_their_order():
     assert side_by_side.call(function, range(6), 3, stop=pytest.fail) == [0, 1, 4, 9, 16, 25]
 
 
-@pytest.mark.parametrize("error", [Diverged("run", 3, None), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [Diverged("run", 3, "try less"), KeyboardInterrupt()])
 def test_an_error_stops_the_calls_beside_it_and_those_not_begun(error):
     stopping, begun = threading.Event(), []
 
@@ -102,6 +102,19 @@ def test_an_error_stops_the_calls_beside_it_and_those_not_begun(error):
         side_by_side.call(function, range(9), 2, stopping.set)
     # The thread of the failed call may have begun another one before the others were left out.
     assert {0, 1} <= set(begun) and len(begun) <= 3
+
+
+def test_ctrl_c_while_calls_are_begun_stops_them():
+    stopping = threading.Event()
+
+    class Interrupted(list):
+        def __iter__(self):
+            yield 0
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side.call(lambda _: stopping.wait(timeout=60), Interrupted(), 2, stopping.set)
+    assert stopping.is_set()
 
 
 def test_one_at_a_time_stays_in_the_present_thread():

@@ -65,6 +65,12 @@ def test_the_end_of_a_single_file_is_held_out_and_nothing_is_torn(tmp_path, text
     assert 0.05 < len(valid) / len(train + valid) < 0.2
 
 
+def test_a_line_that_ends_far_from_the_last_tenth_is_torn(tmp_path):
+    (tmp_path / "one.txt").write_text("a" * 460 + "\n" + "b" * 539)
+    corpus = corpora.load(str(tmp_path / "one.txt"))
+    assert [len(corpus.train[0]), len(corpus.valid[0])] == [900, 100]
+
+
 @pytest.mark.parametrize("suffix", ["tokens", "raw"])
 def test_wikitext_keeps_its_own_split(tmp_path, suffix):
     valid = " = Title = \n\n a b c \n"
@@ -78,9 +84,11 @@ def test_wikitext_keeps_its_own_split(tmp_path, suffix):
     assert corpus.bytes_per_word == len(valid) / 9
 
 
-def test_wikitext_without_validation_text_is_refused(tmp_path):
-    (tmp_path / "wiki.train.tokens").write_text("text")
-    with pytest.raises(UserError, match=r"no wiki\.valid\.tokens"):
+@pytest.mark.parametrize("missing", ["train", "valid"])
+def test_wikitext_without_one_of_its_parts_is_refused(tmp_path, missing):
+    for part in {"train", "valid", "test"} - {missing}:
+        (tmp_path / f"wiki.{part}.tokens").write_text("text")
+    with pytest.raises(UserError, match=rf"no wiki\.{missing}\.tokens"):
         corpora.load(str(tmp_path))
 
 

@@ -15,8 +15,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from experiments import lm
-from experiments.common import folders, metrics, training
+from experiments.common import corpora, folders, metrics, report, training
 from experiments.common.data import batches
+from experiments.common.errors import UserError
+from experiments.common.objectives import NextToken
 from tests.marks import slow_but_for
 
 ROOT = Path(lm.__file__).resolve().parents[1]
@@ -191,10 +193,87 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path, folder_of_te
     assert files_of(output) == {str(output / "thesis.txt"): b"precious"}
 
 
+def test_a_folder_is_of_one_process_at_a_time(tmp_path, folder_of_text, capsys):
+    output = tmp_path / "run"
+    command = arguments(folder_of_text, output, *SCHEDULE)
+    with pytest.raises(UserError, match="another process is at work"):
+        with folders.claimed(output, {}), folders.claimed(output, {}):
+            pass
+    (output / "config.json").unlink()
+    with folders.claimed(output, {}):
+        (output / "config.json").rename(output / "config.json.partial")
+        assert_refused(command, capsys, f"another process is at work in .*{output}; wait for it")
+    with folders.claimed(output, {}):
+        pass
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"steps', "\xff"])
+def test_a_damaged_record_of_a_folder_is_one_sentence(tmp_path, folder_of_text, capsys, content):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(content, encoding="latin1")
+    command = arguments(folder_of_text, tmp_path / "run")
+    assert_refused(command, capsys, r"config\.json is damaged; .* choose another --output")
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "", '{"runs'])
+def test_damaged_results_are_one_sentence_that_says_what_to_delete(tmp_path, content):
+    path = tmp_path / "summary.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"summary\.json is damaged; delete .*summary\.md"):
+        report.read_report(tmp_path, NextToken.words)
+
+
+def test_an_output_within_the_corpus_is_refused(folder_of_text, capsys):
+    for output in (folder_of_text, folder_of_text / "run"):
+        assert_refused(arguments(folder_of_text, output), capsys, "lies in the corpus")
+    assert not (folder_of_text / "run").exists()
+    corpora.check_output(str(folder_of_text), folder_of_text / ".run")
+    (folder_of_text / "wiki.valid.raw").write_text("text")
+    corpora.check_output(str(folder_of_text), folder_of_text / "run")
+
+
+def test_what_the_locale_has_no_characters_for_is_written_and_printed(tmp_path, folder_of_text):
+    settings = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code = f"""
+import sys
+from pathlib import Path
+from experiments.common import metrics, outcome
+path = Path({str(tmp_path)!r}) / "summary.md"
+metrics.write_atomically(path, chr(177) + chr(0xdcc3))
+sys.exit(outcome.exit_status(lambda: print(path.read_text(encoding="utf-8"), chr(177)), ""))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | settings, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == b"?? ?\n"
+    assert (tmp_path / "summary.md").read_bytes() == "\xb1?".encode()
+
+
+def test_interrupts_end_the_work_in_order_and_then_at_once():
+    code = """
+import os, signal
+from experiments.common import outcome
+def work():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        {again}
+print(outcome.exit_status(work, "stopped"))
+"""
+    for again, status in (("pass", 0), ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT)):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(again=again)], cwd=ROOT, capture_output=True
+        )
+        assert (done.returncode, done.stdout) == (status, b"" if status else b"130\n")
+        assert done.stderr == (b"" if status else b"stopped\n")
+
+
 def test_a_folder_that_a_kill_left_unmade_is_used(tmp_path):
     (tmp_path / "config.json.partial").write_text("{")
     folders.check_folder(tmp_path, {})
-    folders.make_folder(tmp_path, {"steps": 3})
+    with folders.claimed(tmp_path, {"steps": 3}):
+        pass
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     folders.check_folder(tmp_path, {"steps": 3})
 
@@ -228,6 +307,12 @@ def test_a_folder_without_permission_is_refused(tmp_path, folder_of_text, capsys
         (["--at-once", "0"], "--at-once must be at least 1, got 0"),
         (["--seeds"], "--seeds needs at least one"),
         (["--seeds", "-1"], "--seeds must not be negative, got -1"),
+        (["--seeds", "2147483648"], "--seeds must be at most 2147483647, got 2147483648"),
+        (["--steps", f"1{'0' * 20}"], "--steps must be at most 2147483647, got 10"),
+        (["--vocabulary", f"1{'0' * 20}"], "--vocabulary must be at most 2147483647, got 10"),
+        (["--mechanisms", "softmax,scale='a'"], "--mechanisms: softmax,scale='a' cannot be run"),
+        (["--mechanisms", "softmax,implementation='cudnn'"], "cannot be run here .implementation="),
+        (["--corpus", ""], "--corpus must name a corpus, a file or a folder, got ''"),
         (["--accumulate", "3"], "--batch must split by --accumulate, got 4"),
         (["--learning-rate", "nan"], "--learning-rate must be positive and finite, got nan"),
         (["--clip", "0"], "--clip must be positive and finite, got 0"),

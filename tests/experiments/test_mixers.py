@@ -7,8 +7,8 @@ from effattn.nn import TransformerConfig
 from experiments.common.mixers import folder_name, parse
 
 
-def mixers(text, layers=3, heads=4, window=16, is_causal=True):
-    return parse(text, layers, heads, window, is_causal)
+def mixers(text, layers=3, heads=4, window=16, is_causal=True, context=64):
+    return parse(text, layers, heads, window, context, is_causal)
 
 
 def test_every_causal_mechanism_by_its_name():
@@ -44,6 +44,19 @@ def test_windows_of_bidirectional_ones_are_half_on_each_side(name):
     assert found == {"name": name, **({"local_window_size": (8, 7)} if windowed else {})}
 
 
+def test_windows_are_no_longer_than_the_context():
+    for window in (64, 65, 10**12):
+        assert mixers("sliding_window", window=window)[0]["local_window_size"] == (63, 0)
+    (found,) = mixers("sliding_window", layers=1, window=10**12, is_causal=False)
+    assert found["local_window_size"] == (63, 63)
+
+
+def test_the_plus_of_an_exponent_belongs_to_its_number():
+    assert mixers("softmax,scale=1e+3")[0] == {"name": "softmax", "scale": 1000.0}
+    (first, *_) = mixers("softmax,scale=1.E+3+linear")
+    assert [group["name"] for group in first["heads"]] == ["softmax", "linear"]
+
+
 def test_options_of_a_mixer_of_its_own():
     (found,) = mixers("linformer,num_projected=4,method='mean'", layers=1, is_causal=False)
     assert found == {"name": "linformer", "num_projected": 4, "method": "mean"}
@@ -73,6 +86,10 @@ def test_the_wrong_direction_gets_the_advice_of_the_registry(text, is_causal, me
         ("softmax/linear/softmax/linear", "is of 4 layers in turns, and there are 3 layers"),
         ("softmax*0/linear", r"'softmax\*0' must have a number of layers after its \*, 1 or more"),
         ("softmax*two", "must have a number of layers after its"),
+        ("softmax*99999999999", "is of 99999999999 layers in turns, and there are 3 layers"),
+        ("softmax,name='linear'", "'softmax' has no option name; its options are"),
+        ("bigbird,block_size=8,block_size=16", "block_size=16' gives block_size twice"),
+        ("bigbird,block_size={[]:1}", "is not a number, a word in quotes or a pair"),
         ("softmax+linear+softmax", "shares 4 heads among 3 mechanisms"),
     ],
 )

@@ -14,6 +14,7 @@ def result(mechanism, seed, bits, **changes):
         "seed": seed,
         "learning_rate": 0.02,
         "folder": f"{mechanism}-{seed}",
+        "step": 2,
         "tokens": 2000,
         "bits_per_byte": bits,
         "perplexity": 2**bits,

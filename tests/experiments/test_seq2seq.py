@@ -1,12 +1,14 @@
 """The command that compares encoders on pairs, and the pairs."""
 
+import datetime
 import json
 
 import numpy as np
 import pytest
 
 from experiments import seq2seq
-from experiments.common import pairs
+from experiments.common import folders, pair_training, pairs
+from experiments.common.errors import Diverged, UserError
 
 TINY = ["--width", "8", "--heads", "2", "--layers", "1", "--batch", "4", "--steps", "3"]
 TINY += ["--evaluate-every", "2", "--examples", "24", "--held-out", "5"]
@@ -78,6 +80,50 @@ def test_the_tasks(task):
                 assert target == "".join(other)
 
 
+def test_no_more_dates_are_made_than_there_are():
+    sources = {
+        pairs.date_formats(datetime.date(2001, 1, 1) + datetime.timedelta(days))[which]
+        for days in range(365)
+        for which in range(6)
+    }
+    assert len(sources) == 6 * 365 - 31
+    with pytest.raises(UserError, match="--examples must be at most 432094, .* got 500000"):
+        pairs.load("dates", 500_000, 8)
+
+
+def test_a_line_of_a_file_ends_where_files_end_lines(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_bytes("".join(f"a\u2028{i}\tb\x0c{i}\r\n" for i in range(20)).encode())
+    made = pairs.load(str(path), 100, 1)
+    assert pairs.text_of(made.held_out.source[0]) == "a\u20280"
+    assert pairs.text_of(made.held_out.wanted[0]) == "b\x0c0"
+    assert len(made.train.source) == 19
+
+
+def test_other_pairs_are_another_configuration(tmp_path, capsys, monkeypatch):
+    def train_all(config, folder, data, settings):
+        with folders.claimed(folder, settings):
+            (folder / "summary.md").write_text("")
+
+    monkeypatch.setattr(seq2seq, "train_all", train_all)
+    path = tmp_path / "pairs.tsv"
+    command = ["--task", str(path), "--output", str(tmp_path / "run"), *TINY]
+    path.write_text("".join(f"a{i}\tb{i}\n" for i in range(60)))
+    assert seq2seq.main(command) == 0
+    path.write_text("".join(f"a{i}\tc{i}\n" for i in range(60)))
+    assert seq2seq.main(command) == 1
+    assert "another configuration (pairs_sha256 was" in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_is_told_what_it_can_change():
+    data = pairs.load("reverse", 24, 5)
+    sizes = pair_training.Sizes(1, 8, 2, 5)
+    build = pair_training.model_of("softmax", sizes, 12)
+    rates = {"steps": 2, "batch": 4, "learning_rate": 1e38, "evaluate_every": 2}
+    with pytest.raises(Diverged, match="at step 2; try a lower --learning-rate$"):
+        pair_training.train("run", build, data, **rates, seed=0, say=print)
+
+
 def test_what_is_held_out_is_not_trained_on():
     made = pairs.load("sort", 200, 50)
     train, held_out = (
@@ -119,6 +165,7 @@ def test_files_that_are_no_pairs(tmp_path, capsys, text, message):
         (["--heads", "3"], "--heads must divide --width 8 into even head sizes, got 3"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--seeds", "1", "1"], "--seeds needs at least one, none of them twice"),
+        (["--seeds", "99999999999"], "--seeds must be at most 2147483647, got 99999999999"),
         (["--learning-rate", "-1"], "--learning-rate must be positive, got -1"),
         (["--encoders", "retention"], "--encoders: is_causal=False was given, but"),
         (["--encoders", "fnet"], "--encoders: "),

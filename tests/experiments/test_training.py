@@ -15,7 +15,7 @@ from effattn.nn import Centroids, TransformerConfig, TransformerLM
 from experiments.common import metrics
 from experiments.common.corpora import Corpus
 from experiments.common.data import prepare
-from experiments.common.errors import Diverged
+from experiments.common.errors import Diverged, UserError
 from experiments.common.objectives import NOTHING, Examples, MaskedTokens
 from experiments.common.optimisers import make_optimiser
 from experiments.common.programs import compile_programs
@@ -257,3 +257,19 @@ def test_metrics_drop_torn_and_later_lines(tmp_path):
         {"step": 2},
         {"step": 3, "again": True},
     ]
+
+
+@pytest.mark.parametrize("line", [b"garbage", b"\0\0", b"[]", b"{}"])
+def test_a_damaged_line_of_metrics_is_one_sentence(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(UserError, match=f"damaged at line 2; delete {tmp_path} to train"):
+        metrics.read(path)
+
+
+def test_a_run_whose_metrics_are_gone_does_not_go_on_without_them(run, data, programs):
+    train(run, dataclasses.replace(SCHEDULE, steps=3), programs, data, Lines())
+    (run.folder / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="ends at step 0, and the run went on to 3; delete"):
+        train(run, SCHEDULE, programs, data, Lines())
+    assert not (run.folder / "metrics.jsonl").exists()

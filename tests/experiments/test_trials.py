@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from experiments.common import trials
+from experiments.common.errors import UserError
 from experiments.common.programs import Programs
+from experiments.common.schedules import Schedule
 from experiments.common.tokenizers import ByteTokenizer
 from experiments.common.trials import Trials
 
@@ -36,7 +38,9 @@ def one(tmp_path, monkeypatch, lines):
     monkeypatch.setattr(trials, "train", train)
     programs = Programs(*[lambda *_: None] * 4, parameters=1, temporary_bytes=2, state_bytes=3)
     tokenizer = ByteTokenizer()
-    return Trials(tmp_path, "me", None, Data(), tokenizer, 5.0, lambda _: programs, lines)
+    return Trials(
+        tmp_path, "me", Schedule(4, 2, 1, 2), Data(), tokenizer, 5.0, lambda _: programs, lines
+    )
 
 
 def test_perplexities_are_exponentials_of_the_loss(one):
@@ -50,3 +54,11 @@ def test_a_perplexity_beyond_a_float_is_none_and_written_as_json_has_it(one):
     assert result["perplexity"] is None and result["word_perplexity"] is None
     text = (one.folder / result["folder"] / "result.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == result
+
+
+@pytest.mark.parametrize("content", ["", "{}", "null", '{"mecha'])
+def test_a_damaged_result_is_one_sentence(one, content):
+    result = one.run("softmax", 2.0, 0)
+    (one.folder / result["folder"] / "result.json").write_text(content)
+    with pytest.raises(UserError, match=r"result\.json is damaged; delete .* measure that run"):
+        one.run("softmax", 2.0, 0)
