@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(measure(name, options.prefixes, options.rounds))
         print(f"{name}: {rows[-1].ratio:.2f}", flush=True)
     table = markdown(about, rows)
-    (options.output / "decode.md").write_text(table)
+    (options.output / "decode.md").write_text(table, encoding="utf-8")
     record = {"machine": about, "rounds": options.rounds, "rows": [row._asdict() for row in rows]}
     (options.output / "decode.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"\n{table}\nwritten to {options.output}")

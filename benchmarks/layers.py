@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if names:
             rows += measure(names, options.length, is_causal, options.backward, options.rounds)
     table = markdown(about, options.length, options.backward, rows)
-    (options.output / "layers.md").write_text(table)
+    (options.output / "layers.md").write_text(table, encoding="utf-8")
     settings = {"length": options.length, "backward": options.backward, "rounds": options.rounds}
     record = {"machine": about, **settings, "rows": [dataclasses.asdict(row) for row in rows]}
     (options.output / "layers.json").write_text(json.dumps(record, indent=1) + "\n")

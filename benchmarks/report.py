@@ -98,7 +98,7 @@ def save(
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     (folder / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "table.md").write_text(text)
+    (folder / "table.md").write_text(text, encoding="utf-8")
 
 
 def markdown(machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]) -> str:

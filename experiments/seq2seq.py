@@ -187,6 +187,7 @@ def draw(path: Path, runs: Sequence[dict[str, Any]]) -> None:
     import matplotlib.pyplot as plt
 
     from effattn.analysis.style import COLOURS, MARKERS
+    from experiments.common.figure import legend_below
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
     encoders = list(dict.fromkeys(run["encoder"] for run in runs))
@@ -206,9 +207,7 @@ def draw(path: Path, runs: Sequence[dict[str, Any]]) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
     handles = [line for line in axes[0].get_lines() if not line.get_label().startswith("_")]
-    figure.legend(
-        handles=handles, title="encoder", loc="outside lower center", ncols=min(4, len(handles))
-    )
+    legend_below(figure, handles, "encoder")
     partial = path.with_name(f"partial-{path.name}")
     figure.savefig(partial, dpi=150)
     plt.close(figure)

@@ -1,5 +1,7 @@
 """The figure of a comparison: validation losses, against tokens and seconds or ranked."""
 
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from experiments.common.metrics import check_reaches, read
 
 # More lines than colours cannot be told apart.
 MOST_CURVES = len(COLOURS)
+
+# Letters in a line of a name that the figures have room for.
+LEGEND_LETTERS, TICK_LETTERS = 100, 50
 
 
 def write_figure(folder: Path, runs: Sequence[dict[str, Any]]) -> None:
@@ -57,9 +62,34 @@ def _curves(folder: Path, seeds: Mapping[str, Sequence[dict[str, Any]]]) -> Figu
         axis.grid(alpha=0.3)
     legend = "mechanism" if count == 1 else f"mean of {count} seeds; band: their range"
     lines = axes[1].get_lines()
-    # Beside the curves: wherever it lies among them, it hides some in some comparison.
-    figure.legend(handles=lines, title=legend, loc="outside lower center", ncols=min(4, len(lines)))
+    legend_below(figure, lines, legend)
     return figure
+
+
+def legend_below(figure: Figure, lines: Sequence[Any], title: str) -> None:
+    """A legend in as many columns, up to four, as the figure has room for.
+
+    It lies beside the curves: wherever it lies among them, it hides some in some comparison.
+    """
+    labels = [_wrapped(line.get_label(), LEGEND_LETTERS) for line in lines]
+    for columns in range(min(4, len(lines)), 0, -1):
+        legend = figure.legend(
+            lines, labels, title=title, loc="outside lower center", ncols=columns
+        )
+        if columns == 1 or legend.get_window_extent().width < 0.98 * figure.bbox.width:
+            return
+        legend.remove()
+
+
+def _wrapped(name: str, letters: int) -> str:
+    """A long name of a mechanism in several lines, broken where one of its parts ends."""
+    lines = [""]
+    for part in re.split(r"(?<=[,/+])", name):
+        for piece in textwrap.wrap(part, letters):
+            if lines[-1] and len(lines[-1]) + len(piece) > letters:
+                lines.append("")
+            lines[-1] += piece
+    return "\n".join(lines)
 
 
 def _ranking(seeds: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
@@ -69,9 +99,10 @@ def _ranking(seeds: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
         return np.array([run[key] for run in seeds[mechanism]])
 
     ranked = sorted(seeds, key=lambda mechanism: values(mechanism, "bits_per_byte").mean())
-    figure, axes = plt.subplots(
-        1, 2, figsize=(10, 1.2 + 0.22 * len(ranked)), sharey=True, layout="constrained"
-    )
+    names = [_wrapped(mechanism, TICK_LETTERS) for mechanism in ranked]
+    lines, longest = max(n.count("\n") + 1 for n in names), max(map(len, "\n".join(names).split()))
+    size = (10 + 0.08 * max(0, longest - 25), 1.2 + (0.07 + 0.15 * lines) * len(ranked))
+    figure, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     columns = (("bits_per_byte", 1), ("tokens_per_second", 1e3))
     for axis, colour, (key, unit) in zip(axes, COLOURS, columns, strict=False):
         for row, mechanism in enumerate(ranked):
@@ -79,7 +110,7 @@ def _ranking(seeds: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
             axis.hlines(row, x.min(), x.max(), color=colour, alpha=0.4, linewidth=4)
             axis.plot(x.mean(), row, "o", color=colour, markersize=4.5)
         axis.grid(alpha=0.3)
-    axes[0].set_yticks(range(len(ranked)), ranked, fontsize=8)
+    axes[0].set_yticks(range(len(ranked)), names, fontsize=8)
     axes[0].set_ylim(len(ranked) - 0.5, -0.5)
     axes[0].set(xlabel="validation loss (bits/byte), less is better")
     axes[1].set(xlabel="training speed (thousand tokens/s)", xlim=(0, None))

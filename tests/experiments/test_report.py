@@ -154,6 +154,33 @@ def test_the_figure_shows_both_curves_with_their_bands(tmp_path, monkeypatch):
     assert band[:, 1].min() == pytest.approx(2.5) and band[:, 1].max() == pytest.approx(3.2)
 
 
+LONG = "mixture_of_mechanisms,mechanisms=('sliding_window','softmax'),gate='top1',scale=0."
+
+
+def test_long_names_fit_into_a_legend():
+    drawn, axes = figure.plt.subplots(figsize=(10, 4.2), layout="constrained")
+    lines = [axes.plot([0], label=f"{LONG}{i}")[0] for i in range(3)]
+    lines += axes.plot([0], label="softmax/" * 40)
+    figure.legend_below(drawn, lines, "mechanism")
+    drawn.canvas.draw()
+    (legend,) = drawn.legends
+    extent = legend.get_window_extent()
+    assert 0 < extent.x0 < extent.x1 < drawn.bbox.width
+    assert [text.get_text() for text in legend.get_texts()][0] == f"{LONG}0"
+    figure.plt.close(drawn)
+
+
+def test_long_names_leave_room_for_a_ranking(tmp_path, monkeypatch):
+    runs = [result(f"{LONG}{i}", 0, 2.0 + i / 10) for i in range(8)]
+    drawn = []
+    monkeypatch.setattr(figure.plt, "close", drawn.append)
+    figure.write_figure(tmp_path, runs)
+    left, right = (ax.xaxis.label.get_window_extent() for ax in drawn[0].axes)
+    assert 0 < left.x0 and left.x1 < right.x0 and right.x1 < drawn[0].bbox.width
+    names = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
+    assert [name.replace("\n", "") for name in names] == [f"{LONG}{i}" for i in range(8)]
+
+
 def test_the_figure_of_many_mechanisms_ranks_them(tmp_path, monkeypatch):
     bits = {f"kind{i}": 2.0 + (i * 3 % 8) / 10 for i in range(8)}
     runs = [
