@@ -110,8 +110,8 @@ def load() -> tuple[Encoder, Any]:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     parameters = {k: jnp.asarray(v) for k, v in read_safetensors(folder / "model.safetensors")}
-    num_heads = json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_attention_heads"]
-    return Encoder(parameters, num_heads), tokenizer
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return Encoder(parameters, config["num_attention_heads"]), tokenizer
 
 
 def read_safetensors(path: Path) -> list[tuple[str, np.ndarray]]:
