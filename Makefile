@@ -12,8 +12,8 @@ CPUS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 WORKERS := $(shell n=$(CPUS); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 
 export PYTHON
-python := $(VENV)/bin/python
-setup := @scripts/setup_venv.sh $(VENV)
+python := "$(VENV)/bin/python"
+setup := @scripts/setup_venv.sh "$(VENV)"
 pytest = $(python) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help

@@ -3,12 +3,14 @@
 #
 # Leaves effattn[EXTRAS] installed, editable, in the virtual environment VENV; does nothing when
 # that was done since pyproject.toml last changed. A new environment gets $PYTHON, or else the
-# newest Python of this machine for which JAX has wheels.
+# newest Python of this machine for which JAX has wheels. Only an environment made here is ever made
+# anew, and it stays as it was where that fails.
 set -eu
 cd "$(dirname "$0")/.."
 venv=$1
 extras=$2
 python=$venv/bin/python
+made_here=$venv/.made-by-effattn
 stamp=$venv/.installed-$extras
 log=$venv/pip.log
 jax=$(sed -n 's/^ *"\(jax>=[^"]*\)",$/\1/p' pyproject.toml)
@@ -39,17 +41,34 @@ usable() {
     [ -n "$found" ] && { [ -z "${PYTHON:-}" ] || [ "$found" = "$(pythons)" ]; }
 }
 
+# What was there comes back unless all was installed.
+before=
+finish() {
+    if [ $? != 0 ] && [ -n "$before" ]; then
+        rm -rf "$venv"
+        mv "$before/venv" "$venv"
+    fi
+    rm -rf "$before"
+}
+trap finish EXIT
+trap 'exit 1' HUP INT TERM
+
 create() {
-    [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] ||
-        fail "$venv exists and is not a virtual environment; VENV= names another place"
+    [ ! -e "$venv" ] || [ -e "$made_here" ] ||
+        fail "$venv is there and effattn did not make it; VENV= names another place"
     choice=$(pythons)
     [ -n "$choice" ] || fail "no usable Python${PYTHON:+ at PYTHON=$PYTHON}: effattn needs one" \
         "from 3.11 up that runs and has the venv module (Debian: python3-venv); PYTHON= names it"
+    if [ -e "$venv" ]; then
+        before=$(mktemp -d "$venv.XXXXXX")
+        mv "$venv" "$before/venv"
+    fi
     while read -r version path; do
         say "making $venv with Python $version ($path)"
-        if "$path" -m venv --clear "$venv" && install --only-binary :all: "$jax"; then
-            return
-        fi
+        rm -rf "$venv"
+        mkdir -p "$venv" && touch "$made_here" && "$path" -m venv "$venv" ||
+            fail "cannot make $venv, as above; VENV= names a place that can be written"
+        install --only-binary :all: "$jax" && return
         say "Python $version could not install $jax"
     done <<EOF
 $choice
