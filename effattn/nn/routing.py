@@ -195,7 +195,7 @@ class _SideBySide:
             self.local.init(batch, max_length, near, *of_heads),
             self.routed.init(batch, max_length, num_kv_heads - near, *of_heads),
         )
-        return HybridState(groups, groups[0].length)
+        return HybridState(groups, jnp.zeros((batch,), jnp.int32))
 
     def extend(self, query, key, value, state: HybridState, lengths=None):
         """Both, and their heads side by side."""

@@ -65,6 +65,14 @@ def test_any_split_equals_the_whole(subject):
     )
 
 
+@pytest.mark.parametrize("subject", DECODING, ids=str)
+def test_an_empty_state_can_be_donated(subject):
+    """No two of its arrays are one buffer."""
+    leaves = jax.tree.leaves(mixer_of(subject).init_state(ROWS, LENGTH, jnp.float32))
+    buffers = [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
+    assert len({*buffers}) == len(buffers)
+
+
 @pytest.mark.parametrize("subject", [s for s in MECHANISMS if s.reference.per_token], ids=str)
 def test_any_split_of_what_each_token_has_equals_the_whole(subject):
     """Of query, key and value together with the other arrays that a decoder takes by token."""
