@@ -131,11 +131,12 @@ __all__ = [
 
 _LAZY = ("analysis", "decode", "nn", "patterns")
 
+if not TYPE_CHECKING:  # where every name that it does not know would be one of these
 
-def __getattr__(name: str):
-    if name in _LAZY:
-        return importlib.import_module(f"effattn.{name}")
-    raise AttributeError(f"module 'effattn' has no attribute {name!r}")
+    def __getattr__(name: str):
+        if name in _LAZY:
+            return importlib.import_module(f"effattn.{name}")
+        raise AttributeError(f"module 'effattn' has no attribute {name!r}")
 
 
 def __dir__():
