@@ -14,6 +14,7 @@ from effattn import dispatch, tuned
 from effattn.tuned import Choice
 
 _ENOUGH = 5e-3  # seconds of one measurement: as many calls as take that long, one after another
+_LONG = 2.0  # seconds of measurements, after which a candidate leaves the rounds
 _BETTER = 0.97  # a candidate must take less than this share of the time of the best so far
 _TOLERANCE = {8: 1e-6, 4: 1e-2, 2: 3e-2}  # of results, by bytes: devices round products
 
@@ -75,6 +76,10 @@ def tune(
     and the same options, on this kind of device and under this version of JAX, in programs that are
     compiled from now on. It is kept in the user's cache folder (`effattn.tuned.cache_file()`).
 
+    Up to twenty programs are compiled for a call of attention or of a recurrence, which takes a
+    minute or two on two CPU cores; besides, each is called up to `rounds` + 1 times, and at least
+    twice. Tune on the shortest sequences that stand for yours.
+
     On a mesh too, where compilers do not split kernels: call the function inside `jax.shard_map`
     there, as `implementation=None` may take a kernel from then on, or name "xla".
 
@@ -83,7 +88,7 @@ def tune(
         `effattn.dot_product_attention` or the `__call__` of a model.
       arguments: of the function, as it will be called: pytrees of arrays.
       gradients: measure with those of all floating-point arrays; False is for inference alone.
-      rounds: measurements of each candidate.
+      rounds: measurements of each candidate; fewer where they take seconds.
       options: further arguments by name; they may hold anything, and have no gradients.
 
     Returns:
@@ -201,7 +206,8 @@ class _Bench:
         seconds: dict[Any, list[float]] = {name: [] for name in programs}
         for _ in range(self.rounds):
             for name, program in programs.items():
-                seconds[name].append(self._seconds(program))
+                if sum(seconds[name]) < _LONG:
+                    seconds[name].append(self._seconds(program))
         return {name: statistics.median(each) for name, each in seconds.items()}
 
     def _seconds(self, program):

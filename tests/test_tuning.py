@@ -194,6 +194,16 @@ def test_it_really_measures(arrays, monkeypatch):
     assert len({row.choice for row in done.rows}) == len(done.rows)
 
 
+def test_what_takes_seconds_is_measured_less_often():
+    seconds = {"short": 0.1, "long": 1.5, "longest": 9.0}
+    called = []
+    bench = types.SimpleNamespace(
+        rounds=5, _seconds=lambda program: called.append(program) or seconds[program]
+    )
+    assert tuning._Bench.time(bench, {name: name for name in seconds}) == seconds
+    assert [called.count(name) for name in seconds] == [5, 2, 1]
+
+
 @pytest.mark.slow
 def test_a_kernel_is_taken_with_the_tiles_that_were_fastest(arrays, fastest, kernels, only_traced):
     tiles = ("forward", (128, 64, 4)), ("query", (128, 64, 4))
