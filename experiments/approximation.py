@@ -318,7 +318,7 @@ def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    config = tyro.cli(Config, args=argv)
+    config = tyro.cli(Config, prog="python -m experiments.approximation", args=argv)
 
     def work() -> None:
         check(config)

@@ -32,7 +32,7 @@ PRESETS = command.presets(Config)
 
 def parse(argv: Sequence[str] | None) -> Config:
     """The configuration of a command line: the preset's, with what else is given."""
-    return command.parse(PRESETS, argv)
+    return command.parse("lm", PRESETS, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,7 +52,7 @@ class Config:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    config = tyro.cli(Config, args=argv)
+    config = tyro.cli(Config, prog="python -m experiments.seq2seq", args=argv)
 
     def work() -> None:
         check(config)

@@ -85,12 +85,13 @@ def presets(options: type[Config]) -> dict[str, Config]:
     }
 
 
-def parse(known: Mapping[str, Config], argv: Sequence[str] | None) -> Config:
-    """The options of a command line: those of the preset, with what else is given."""
+def parse(experiment: str, known: Mapping[str, Config], argv: Sequence[str] | None) -> Config:
+    """The options of an experiment's command line: those of the preset, with what else is given."""
     preset = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     preset.add_argument("--preset", nargs="?")
     default = known.get(preset.parse_known_args(argv)[0].preset, known["small"])
-    return tyro.cli(type(default), args=argv, default=default)
+    program = f"python -m experiments.{experiment}"
+    return tyro.cli(type(default), prog=program, args=argv, default=default)
 
 
 def run(experiment: str, config: Options, objective: type[Objective]) -> int:

@@ -337,6 +337,7 @@ def test_what_cannot_be_parsed_is_explained_without_a_traceback(capsys, command)
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert command[0] in error and "Traceback" not in error
+    assert "python -m experiments.lm --help" in error
 
 
 def test_options_override_their_preset():
