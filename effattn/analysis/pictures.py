@@ -95,7 +95,20 @@ def text(
 
     Queries go down and keys to the right, two characters a cell; `█` is a full one, `·` an empty
     one, and `░▒▓` lie between them: a partial tile, a weight below the row's largest, or the mean
-    where a cell stands for several. At most `width` characters wide; else as in `draw`.
+    where a cell stands for several.
+
+    Args:
+      what: as in `draw`.
+      length: tokens, as in `draw`.
+      width: the most characters in a line, 2 or more.
+      head: which one, where heads differ, as in `draw`.
+      **options: arguments of a mechanism's function, as in `draw`.
+
+    Returns:
+      The lines.
+
+    Raises:
+      ValueError: as `draw`, or a `width` below 2.
     """
     if not _checks.is_integer(width) or width < 2:
         raise ValueError(f"width must be an int, 2 or more, got {width!r}")

@@ -128,7 +128,15 @@ def lsh_rotations(
     num_heads: int = 1,
     dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Random rotations for `effattn.lsh_attention`, whose arguments these are.
+    """Random rotations for `effattn.lsh_attention`.
+
+    Args:
+      rng: a `jax.random` key.
+      num_rounds: n, as in `effattn.lsh_attention`.
+      num_buckets: b, as there.
+      head_dim: H, the size of queries and keys.
+      num_heads: N, each with rotations of its own.
+      dtype: floating point.
 
     Returns:
       `(num_heads, num_rounds, head_dim, sum of the factors of num_buckets / 2)`, standard normal.

@@ -26,6 +26,8 @@ class BasedSelfAttention(SelfAttention):
       in_features: D.
       num_heads: N query heads.
       feature_dim: F', the size of queries and keys; the state is about F'^2 / 2 by `head_dim`.
+      use_bias: biases in the projections to and from heads.
+      kernel_init: of the projections.
       rngs: for the initial parameters.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, `head_dim`, ...)
         and `scale`.

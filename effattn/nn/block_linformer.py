@@ -29,6 +29,7 @@ class BlockLinformerSelfAttention(SelfAttention):
       block_size: b, tokens.
       num_projected: r, at most b.
       sharing: see above.
+      param_dtype: of the parameters.
       rngs: for the initial parameters.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...) and options
         of `effattn.block_linformer_attention`.

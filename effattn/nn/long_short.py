@@ -25,6 +25,7 @@ class LongShortSelfAttention(SelfAttention):
       num_heads: N query heads.
       num_projected: r, slots of the sequence, or if causal of each segment.
       dual_norm: whether there are the two layer norms.
+      param_dtype: of the parameters.
       rngs: for the initial parameters.
       **options: all other arguments of `SelfAttention` (`is_causal`, `num_kv_heads`, ...) and
         options of `effattn.long_short_attention`: `window_size`, default 64, and `segment_size`.

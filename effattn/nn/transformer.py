@@ -260,7 +260,13 @@ class Layer(nnx.Module):
 
 
 class Block(Layer):
-    """One layer of a stack: tokens to tokens by its mixer and its SwiGLU layer."""
+    """One layer of a stack: tokens to tokens by its mixer and its SwiGLU layer.
+
+    Args:
+      config: of the whole stack.
+      layer: which one of it, from 0.
+      rngs: for the initial parameters.
+    """
 
     def __call__(
         self,
