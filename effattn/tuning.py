@@ -76,9 +76,9 @@ def tune(
     and the same options, on this kind of device and under this version of JAX, in programs that are
     compiled from now on. It is kept in the user's cache folder (`effattn.tuned.cache_file()`).
 
-    Up to twenty programs are compiled for a call of attention or of a recurrence, which takes a
-    minute or two on two CPU cores; besides, each is called up to `rounds` + 1 times, and at least
-    twice. Tune on the shortest sequences that stand for yours.
+    Some twenty programs are compiled for a call of attention, which takes minutes on two CPU cores,
+    and more kernels are tried on a GPU. Each is checked, and then timed in `rounds` that it leaves
+    after two seconds: a call of several seconds is made twice, whatever the rounds.
 
     On a mesh too, where compilers do not split kernels: call the function inside `jax.shard_map`
     there, as `implementation=None` may take a kernel from then on, or name "xla".
