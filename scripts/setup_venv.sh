@@ -63,17 +63,20 @@ create() {
         before=$(mktemp -d "$venv.XXXXXX")
         mv "$venv" "$before/venv"
     fi
+    made=
     while read -r version path; do
         say "making $venv with Python $version ($path)"
         rm -rf "$venv"
-        mkdir -p "$venv" && touch "$made_here" && "$path" -m venv "$venv" ||
-            fail "cannot make $venv, as above; VENV= names a place that can be written"
+        mkdir -p "$venv" && touch "$made_here" && "$path" -m venv "$venv" || continue
+        made=yes
         install --only-binary :all: "$jax" && return
         say "Python $version could not install $jax"
     done <<EOF
 $choice
 EOF
     rm -rf "$venv"
+    [ -n "$made" ] ||
+        fail "cannot make $venv, as above; VENV= names a place that can be written"
     fail "no Python here could install $jax. Without a network nothing can be installed; a Python" \
         "too new for JAX's wheels needs an older one beside it: PYTHON=python3.X names it"
 }
