@@ -310,7 +310,7 @@ def test_a_folder_without_permission_is_refused(tmp_path, folder_of_text, capsys
         (["--seeds", "2147483648"], "--seeds must be at most 2147483647, got 2147483648"),
         (["--steps", f"1{'0' * 20}"], "--steps must be at most 2147483647, got 10"),
         (["--vocabulary", f"1{'0' * 20}"], "--vocabulary must be at most 2147483647, got 10"),
-        (["--mechanisms", "softmax,scale='a'"], "--mechanisms: softmax,scale='a' cannot be run"),
+        (["--mechanisms", "softmax,scale='a'"], "--mechanisms: scale must be a number .*got 'a'"),
         (["--mechanisms", "softmax,implementation='cudnn'"], "cannot be run here .implementation="),
         (["--corpus", ""], "--corpus must name a corpus, a file or a folder, got ''"),
         (["--accumulate", "3"], "--batch must split by --accumulate, got 4"),
