@@ -103,7 +103,7 @@ def train_all(config: Config, folder: Path, data: pairs.Pairs, settings: dict[st
 
         def trial(encoder: str = encoder) -> None:
             builders[encoder] = pair_training.model_of(encoder, sizes, most)
-            pair_training.check(builders[encoder], most)
+            pair_training.check(encoder, builders[encoder], most)
 
         checks.check_mechanism("--encoders", encoder, trial)
     with folders.claimed(folder, settings):

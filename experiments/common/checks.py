@@ -102,6 +102,6 @@ def _check_mechanisms(config: Any, is_causal: bool) -> None:
             build = models.language_model(
                 text, 256, *sizes, config.context, config.equal_parameters, is_causal
             )
-            models.check(build, config.context)
+            models.check(text, build, config.context)
 
         check_mechanism("--mechanisms", text, trial)

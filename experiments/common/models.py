@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,11 +86,15 @@ def _with_parameters(config: TransformerConfig, needed: int, mechanism: str) -> 
     return dataclasses.replace(config, hidden_features=hidden)
 
 
-def check(build: Callable[[nnx.Rngs], TransformerLM], context: int) -> None:
-    """Raises the error of a model that cannot be made, or not be called with T tokens.
-
-    It is lowered, as some implementations find out only then that they are not for this platform.
-    Nothing is computed.
-    """
+def check(mechanism: str, build: Callable[[nnx.Rngs], TransformerLM], context: int) -> None:
+    """Raises the error of a model that cannot be made, or not be called with T tokens."""
     tokens = jax.ShapeDtypeStruct((1, context), jnp.int32)
-    jax.jit(lambda tokens: build(nnx.Rngs(0))(tokens)).lower(tokens)
+    check_call(mechanism, lambda tokens: build(nnx.Rngs(0))(tokens), tokens)
+
+
+def check_call(mechanism: str, call: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> None:
+    """Raises the error of a call that cannot be made with this mechanism; nothing is computed."""
+    traced = jax.jit(call).trace(*shapes)
+    if "implementation" in mechanism:
+        # Only then does one that is named find out that it is not for this platform.
+        traced.lower()

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from effattn.nn import EncoderDecoder, EncoderDecoderConfig, TransformerConfig, generate
-from experiments.common import mixers, optimisers
+from experiments.common import mixers, models, optimisers
 from experiments.common.errors import Diverged
 from experiments.common.pairs import END, START, VOCABULARY, Pairs, Rows
 
@@ -49,13 +49,14 @@ def model_of(encoder: str, sizes: Sizes, most: int) -> Callable[[nnx.Rngs], Enco
     return lambda rngs: EncoderDecoder(config, rngs=rngs)
 
 
-def check(build: Callable[[nnx.Rngs], EncoderDecoder], most: int) -> None:
+def check(encoder: str, build: Callable[[nnx.Rngs], EncoderDecoder], most: int) -> None:
     """Raises the error of a model that cannot be made or called; nothing is computed."""
+
+    def call(tokens, lengths):
+        return build(nnx.Rngs(0))(tokens, tokens, source_lengths=lengths)
+
     tokens = jax.ShapeDtypeStruct((1, most), jnp.int32)
-    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-    jax.jit(
-        lambda tokens, lengths: build(nnx.Rngs(0))(tokens, tokens, source_lengths=lengths)
-    ).lower(tokens, lengths)
+    models.check_call(encoder, call, tokens, jax.ShapeDtypeStruct((1,), jnp.int32))
 
 
 def train(

@@ -13,7 +13,7 @@ from effattn.xla import tiling
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.laws import cost
 from tests.laws.battery import assert_close
-from tests.marks import slow_but_for
+from tests.marks import slow, slow_but_for
 from tests.references.pairs import pairs
 
 TILE = (4, 5)
@@ -427,7 +427,7 @@ def test_a_bias_of_padding_reaches_nothing(of_examples):
 # Magnitudes
 
 
-@pytest.mark.parametrize("least", [-1e9, np.finfo(np.float32).min])
+@pytest.mark.parametrize("least", [-1e9, slow(np.finfo(np.float32).min)])
 def test_rows_that_a_finite_bias_masks_have_the_gradients_of_jax_nn(least):
     """Beside -1e9 the logarithm of how many keys there are is lost in the log-sum-exp."""
     arrays = draw(64, 64, key_heads=4, value_size=3, dtype=np.float32)

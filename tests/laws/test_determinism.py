@@ -2,9 +2,10 @@
 
 import jax
 import numpy as np
+import pytest
 
 from tests.laws import battery
-from tests.laws.battery import SQUARE
+from tests.laws.battery import CALLED, SQUARE
 
 
 def test_twice_the_same(mechanism):
@@ -13,6 +14,7 @@ def test_twice_the_same(mechanism):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+@pytest.mark.parametrize("mechanism", CALLED, ids=str)
 def test_twice_the_same_with_all_that_is_claimed(mechanism):
     extent = battery.everything(mechanism)
     with jax.enable_x64(True):

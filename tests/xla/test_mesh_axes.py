@@ -12,6 +12,7 @@ import effattn
 from effattn.patterns import Causal
 from tests.laws.battery import assert_close
 from tests.laws.sharding import mesh, shard
+from tests.marks import slow_but_for
 
 IDS = np.repeat([[1, 2, 0]], [5, 7, 4], axis=1).repeat(4, 0)
 
@@ -45,7 +46,7 @@ def on_mesh(function):
         return gradient(placed), gradient, query
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", slow_but_for(["a score_mod", "documents read both ways"], CALLS))
 def test_explicit_axes_change_nothing(name):
     placed, gradient, query = on_mesh(CALLS[name])
     assert_close(placed, gradient(query), 1e-6)
