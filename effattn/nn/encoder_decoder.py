@@ -11,6 +11,7 @@ from effattn.decode.state import check_state, new_lengths
 from effattn.nn import initializers
 from effattn.nn.attention import CrossAttention, check_tokens
 from effattn.nn.dropout import dropout_key
+from effattn.nn.equality import same_fields
 from effattn.nn.transformer import (
     Layer,
     Mixer,
@@ -20,7 +21,6 @@ from effattn.nn.transformer import (
     TransformerLM,
     TransformerState,
     dtypes_of,
-    same_fields,
 )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -16,6 +15,7 @@ from effattn.decode.state import check_capacity, check_state, new_lengths
 from effattn.nn import initializers
 from effattn.nn.alibi import Alibi
 from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
+from effattn.nn.equality import same_fields
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.rotary import RotaryEmbedding
@@ -175,28 +175,6 @@ class TransformerConfig:
         return tuple(
             {**registry.get(group["name"]).options_in_layer(layer), **group} for group in groups
         )
-
-
-def same_fields(one: Any, other: Any) -> bool:
-    """Whether two configurations are equal, arrays among the options of their mixers by value."""
-    return all(
-        _same(getattr(one, field.name), getattr(other, field.name))
-        for field in dataclasses.fields(one)
-    )
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (tuple, list)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, nnx.Variable) and isinstance(other, nnx.Variable):
-        # Its value is the model's, which learns it.
-        return (type(one), one.shape, one.dtype) == (type(other), other.shape, other.dtype)
-    of_arrays = [isinstance(x, (jax.Array, np.ndarray, nnx.Variable)) for x in (one, other)]
-    if any(of_arrays):
-        return all(of_arrays) and one.dtype == other.dtype and np.array_equal(one, other)
-    return bool(one == other)
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,31 @@
+"""When two configurations are the same, whose options may hold arrays."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+
+def same_fields(one: Any, other: Any) -> bool:
+    """Whether two configurations are equal, arrays among the options of their mixers by value."""
+    return all(
+        _same(getattr(one, field.name), getattr(other, field.name))
+        for field in dataclasses.fields(one)
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (tuple, list)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, nnx.Variable) and isinstance(other, nnx.Variable):
+        # Its value is the model's, which learns it.
+        return (type(one), one.shape, one.dtype) == (type(other), other.shape, other.dtype)
+    of_arrays = [isinstance(x, (jax.Array, np.ndarray, nnx.Variable)) for x in (one, other)]
+    if any(of_arrays):
+        return all(of_arrays) and one.dtype == other.dtype and np.array_equal(one, other)
+    return bool(one == other)
