@@ -51,7 +51,10 @@ def python(tmp_path):
 
 
 def run(checkout, *command, python):
-    environment = {**os.environ, "PYTHON": str(python)}
+    # under `make test PYTHON=...` a make below would take that one's variables before these
+    above = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
+    environment = {name: value for name, value in os.environ.items() if name not in above}
+    environment["PYTHON"] = str(python)
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
 
 
