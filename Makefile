@@ -18,7 +18,7 @@ pytest = $(python) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo mlm seq2seq gallery test test-all test-gpu bench bench-gpu lint format clean
+.PHONY: help demo mlm seq2seq gallery test test-all test-gpu bench bench-gpu docs lint format clean
 
 help: ## show this
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
@@ -61,6 +61,10 @@ bench-gpu: ## measure the kernels on a CUDA GPU, in under eight minutes
 	$(setup) analysis,gpu
 	$(python) -m benchmarks.gpu $(ARGS)
 
+docs: ## write the reference of all public names, from their docstrings, to docs/api
+	$(setup) docs
+	$(python) -m pdoc --docformat google -o docs/api effattn
+
 lint: ## check style, format and types
 	$(setup) dev,experiments
 	$(python) -m ruff check
@@ -73,5 +77,5 @@ format: ## fix style and format
 	$(python) -m ruff format
 
 clean: ## remove the environment, builds and caches; results stay
-	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist docs/api .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
