@@ -10,7 +10,7 @@ from flax import nnx
 from effattn import registry
 from effattn.decode.state import new_lengths
 from effattn.nn import initializers
-from effattn.nn.hybrid import HybridState
+from effattn.nn.hybrid import HybridState, check_groups
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.short_convolution import ShortConvolution
 
@@ -115,9 +115,8 @@ class ConvolutionAttention(CausalMixer):
         )
         return HybridState(groups, jnp.zeros((batch,), jnp.int32))
 
-    def _fixed(self, shape):
-        # Caches of attention have their tokens there.
-        return shape[:1] + shape[2:]
+    def _check_shapes(self, state, batch):
+        check_groups(state, 2)
 
     def _extend(self, x, state, lengths):
         far, near = jnp.split(x, 2, -1)

@@ -30,6 +30,15 @@ class HybridState:
     length: jax.Array
 
 
+def check_groups(state: HybridState, number: int) -> None:
+    """`ValueError` if the state is of another number of parts; each looks at its own."""
+    if len(state.groups) != number:
+        raise ValueError(
+            f"state is of {len(state.groups)} parts, and this module has {number}; it is the state "
+            "of another layer"
+        )
+
+
 class HybridHeads(nnx.Module):
     """A mixer whose heads attend in different ways.
 
@@ -44,7 +53,7 @@ class HybridHeads(nnx.Module):
       groups: one mapping for each group of heads, in their order: "name", a registered mechanism,
         "num_heads", how many heads it has, and options of its mixer:
         `[{"name": "softmax", "num_heads": 2}, {"name": "sliding_window", "num_heads": 6}]`.
-      num_kv_heads: K, a divisor of N; each group has its share.
+      num_kv_heads: K, a divisor of N; each group has its share. Default: what its mixer has.
       head_dim: H; default D / N.
       kernel_init: of the projections.
       out_kernel_init: of the output projection; default `kernel_init`.
@@ -95,11 +104,12 @@ class HybridHeads(nnx.Module):
             of_group = {k: v for k, v in group.items() if k not in ("name", "num_heads")}
             if score_mod is not None:
                 of_group = {"score_mod": OfHeads(score_mod, first), **of_group}
+            if num_kv_heads is not None:
+                of_group = {"num_kv_heads": size // shared, **of_group}
             mechanism = registry.get(group["name"])
             mixer = mechanism.build(
                 in_features,
                 size,
-                num_kv_heads=size // shared,
                 head_dim=head_dim,
                 kernel_init=kernel_init,
                 # The sum of the groups starts with the variance of one projection of all heads.
@@ -144,6 +154,7 @@ class HybridHeads(nnx.Module):
     ) -> tuple[jax.Array, HybridState]:
         """Mixes T >= 1 more tokens, given all before them; arguments as in `SelfAttention`."""
         check_state(state, HybridState, x.shape[0])
+        check_groups(state, len(self.mixers))
         lengths = new_lengths(lengths, *x.shape[:2])
         pairs = zip(self.mixers, state.groups, strict=True)
         parts, groups = zip(*(m.extend(x, s, lengths=lengths) for m, s in pairs), strict=True)

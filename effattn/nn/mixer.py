@@ -107,16 +107,12 @@ class CausalMixer(Mixer):
         """`ValueError` if it is the state of a layer of other sizes."""
         capacity = self._capacity(state)
         empty = jax.eval_shape(lambda: self._empty(batch, capacity, self._kept_in(None)))
-        got, needed = ([self._fixed(x.shape) for x in jax.tree.leaves(s)] for s in (state, empty))
+        got, needed = ([x.shape for x in jax.tree.leaves(s)] for s in (state, empty))
         if got != needed:
             raise ValueError(
                 f"state has arrays of shapes {got}, and this {type(self).__name__} needs {needed}; "
                 "it is the state of another layer"
             )
-
-    def _fixed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What of a shape is the same for all states of `_capacity` tokens."""
-        return shape
 
     def _capacity(self, state: Any) -> int:
         """How many tokens a row of the state may hold; any number where it does not grow."""

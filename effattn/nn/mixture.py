@@ -10,7 +10,7 @@ from flax import nnx
 from effattn import registry
 from effattn.decode.state import new_lengths
 from effattn.nn import initializers
-from effattn.nn.hybrid import HybridState
+from effattn.nn.hybrid import HybridState, check_groups
 from effattn.nn.mixer import CausalMixer
 
 
@@ -162,9 +162,8 @@ class MixtureOfMechanisms(CausalMixer):
         states = tuple(mixer.init_state(batch, max_length, dtype) for mixer in self.mixers)
         return HybridState(states, jnp.zeros((batch,), jnp.int32))
 
-    def _fixed(self, shape):
-        # Caches of attention have their tokens there.
-        return shape[:1] + shape[2:]
+    def _check_shapes(self, state, batch):
+        check_groups(state, len(self.mixers))
 
     def _extend(self, x, state, lengths):
         both = [

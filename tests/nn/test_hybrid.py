@@ -111,6 +111,14 @@ def test_groups_drop_apart(x):
     close(dropped, apart)
 
 
+def test_heads_that_cannot_share_keys_stand_beside_others(x):
+    groups = [{"name": "lsh", "num_heads": 2}, {"name": "softmax", "num_heads": 4}]
+    hybrid = jax.eval_shape(lambda: make(groups))
+    assert jax.eval_shape(lambda hybrid: hybrid(x), hybrid).shape == x.shape
+    with pytest.raises(ValueError, match="'lsh' has no option num_kv_heads"):
+        make(groups, num_kv_heads=3)
+
+
 def test_a_state_may_be_donated(x):
     extend = jax.jit(lambda hybrid, x, state: hybrid.extend(x, state), donate_argnums=2)
     hybrid = made()

@@ -6,7 +6,12 @@ import optax
 import pytest
 from flax import nnx
 
-from effattn.nn import MixtureOfMechanisms, TransformerConfig, TransformerLM
+from effattn.nn import (
+    ConvolutionAttention,
+    MixtureOfMechanisms,
+    TransformerConfig,
+    TransformerLM,
+)
 from tests.nn.build import filled
 
 X = np.random.default_rng(0).normal(size=(2, 7, 8)).astype(np.float32)
@@ -75,6 +80,35 @@ def test_a_model_takes_it_as_a_mixer():
     model = filled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
     assert model.blocks[0].mixer.mixers[0].rotary is not None
     assert np.isfinite(jax.jit(lambda model: model(np.arange(4)[None]))(model)).all()
+
+
+@pytest.mark.parametrize("layer", [MixtureOfMechanisms, ConvolutionAttention])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"name": "hyena"},
+        {"name": "hierarchical", "segment_size": 2, "num_levels": 3, "num_summaries": 1},
+    ],
+    ids=lambda part: part["name"],
+)
+def test_mechanisms_decode_in_it_whose_states_grow_in_ways_of_their_own(layer, part):
+    parts = {"mechanisms": (part, LOCAL)} if layer is MixtureOfMechanisms else {"attention": part}
+
+    def run():
+        mixer = layer(8, 2, max_length=7, rngs=nnx.Rngs(0), **parts)
+        state = mixer.init_state(2, 7)
+        return state, *mixer.extend(X, state)
+
+    state, y, after = jax.eval_shape(run)
+    assert y.shape == X.shape and state == after
+
+
+def test_the_state_of_another_mixture_is_refused():
+    state = make(mechanisms=("linear", LOCAL, "softmax")).init_state(2, 7)
+    with pytest.raises(ValueError, match="of 3 parts, and this module has 2; .* another layer"):
+        make().extend(X, state)
+    with pytest.raises(ValueError, match="state must be the RecurrentState"):
+        make(mechanisms=("linear", "softmax")).extend(X, make().init_state(2, 7))
 
 
 @pytest.mark.slow
