@@ -79,5 +79,5 @@ class BasedSelfAttention(SelfAttention):
         """The empty decode state; arguments as in `SelfAttention.init_state`."""
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
-        sizes = self.num_kv_heads, self.feature_dim, self.head_dim
+        sizes = self.num_kv_heads, self.feature_dim, self.value_dim
         return self._decoder().init(batch, max_length, *sizes, jnp.dtype(dtype))

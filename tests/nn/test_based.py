@@ -43,6 +43,15 @@ def test_a_based_model_alternates_with_windows_and_decodes():
     np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, rtol=1e-4, atol=1e-5)
 
 
+def test_values_may_have_a_size_of_their_own():
+    def run():
+        mixer = BasedSelfAttention(16, 4, feature_dim=3, value_dim=6, rngs=nnx.Rngs(0))
+        return mixer(X), mixer.extend(X, mixer.init_state(2, 11))[0]
+
+    whole, extended = jax.eval_shape(run)
+    assert whole.shape == extended.shape == X.shape
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
