@@ -391,7 +391,8 @@ class CrossAttention(_Attention):
         q = x Wq;   k, v = c Wk, c Wv;   y = attention(norm(q), norm(k), v) Wo
 
     It is never causal and carries no state: in a decoder, call it on the new tokens, or
-    `project_context` once and `attend` with each of them.
+    `project_context` once and `attend` with each of them, and say where they stand by
+    `query_offset`.
 
     Args:
       in_features: D.
@@ -450,6 +451,7 @@ class CrossAttention(_Attention):
         context_lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         context_segment_ids: jax.Array | None = None,
+        query_offset: jax.Array | int | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
         """Attends from x to the context.
@@ -461,6 +463,8 @@ class CrossAttention(_Attention):
           context_lengths: `(B,)` int, valid tokens of the context.
           segment_ids: `(B, T)` int, attending to equal ids of the context; 0 is padding.
           context_segment_ids: `(B, S)` int; given together with `segment_ids`.
+          query_offset: int or `(B,)`, tokens before the first of x, for a mechanism to which
+            positions matter; default none.
           rngs: for the dropout of attention weights: `nnx.Rngs`, or a key; None has no dropout.
 
         Returns:
@@ -479,6 +483,7 @@ class CrossAttention(_Attention):
             context_lengths=context_lengths,
             segment_ids=segment_ids,
             context_segment_ids=context_segment_ids,
+            query_offset=query_offset,
             rngs=rngs,
         )
 
@@ -511,6 +516,7 @@ class CrossAttention(_Attention):
         context_lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         context_segment_ids: jax.Array | None = None,
+        query_offset: jax.Array | int | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
         """`(B, T, D)`, from x to the keys and values that `project_context` made of a context."""
@@ -527,11 +533,30 @@ class CrossAttention(_Attention):
         keywords = {name: array for name, array in keywords.items() if array is not None}
         if segment_ids is not None:
             keywords["segment_ids"] = (segment_ids, context_segment_ids)
+        if query_offset is not None:
+            keywords.update(self._placed(jnp.asarray(query_offset), x, key))
         query = self._project_queries(zero_padding(x, valid))
         keywords = {**self._options(), **keywords, **self._dropout(rngs)}
         self.binding.check_complete(keywords)
         out = self.attention(query, key, value, **keywords)
         return self.out(out)
+
+    def _placed(self, offset: jax.Array, x: jax.Array, key: jax.Array) -> dict[str, Any]:
+        """Keywords that say where the tokens of x stand, if it matters to the mechanism."""
+        if self.binding.places_tokens:
+            pair = offset[..., None] + jnp.arange(x.shape[1]), jnp.arange(key.shape[1])
+            lengths = x.shape[1], key.shape[1]
+            return {
+                "positions": tuple(
+                    jnp.broadcast_to(positions, (x.shape[0], length))
+                    for positions, length in zip(pair, lengths, strict=True)
+                )
+            }
+        # What reads its keys from a state reads them from anywhere alike.
+        if self.binding.registered and self.binding.has("state"):
+            return {}
+        self.binding.require("offset", "query_offset")
+        return {"query_offset": offset}
 
 
 def default_head_dim(in_features: int, num_heads: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from effattn import registry
 from effattn.decode.state import check_state, new_lengths
 from effattn.nn import initializers
 from effattn.nn.attention import CrossAttention, check_tokens
@@ -32,7 +33,8 @@ class EncoderDecoderConfig:
       encoder: with `is_causal=False`, and so any bidirectional mixers.
       decoder: with any causal mixers; of other sizes than the encoder if need be.
       cross_attention: from the decoder to the encoder's output: a registered name, or a mapping of
-        a name and options, of a mechanism whose queries and keys may differ in length.
+        a name and options, of a mechanism whose queries and keys may differ in length, and in which
+        each query asks by itself, from where it stands: one that has "offset" or "state".
     """
 
     encoder: TransformerConfig
@@ -89,6 +91,10 @@ class EncoderDecoderState:
         return self.decoder.length
 
 
+# What a mechanism has, one or the other, in which no query bears on what another one gets.
+_ALONE = frozenset({"offset", "state"})
+
+
 class DecoderBlock(Layer):
     """A layer with cross-attention between its mixer and its SwiGLU layer, normalised likewise."""
 
@@ -119,6 +125,12 @@ class DecoderBlock(Layer):
             },
             rngs=rngs,
         )
+        if not any(map(self.cross.binding.has, _ALONE)):
+            able = [n for n in registry.names("cross") if _ALONE & registry.get(n).capabilities]
+            raise ValueError(
+                f"cross_attention {named['name']!r} cannot follow a decoder token by token: it "
+                f"has neither 'offset' nor 'state'; mechanisms that can: {', '.join(able)}"
+            )
         self.cross_norm = (
             None if config.parallel else nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
         )
@@ -139,21 +151,23 @@ class DecoderBlock(Layer):
             return self.mixer(h, lengths=lengths, segment_ids=segment_ids, rngs=mixer_key), None
 
         cross_key, keys = (None, None) if keys is None else (keys[0], keys[1:])
-        return self._sublayers(x, mix, self._with_cross(context, lengths, cross_key), keys)[0]
+        others = self._with_cross(context, lengths, rngs=cross_key)
+        return self._sublayers(x, mix, others, keys)[0]
 
     def extend(
         self, x: jax.Array, state: Any, context: Context, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """The same for T more tokens, given the mixer's state of those before."""
-        others = self._with_cross(context, lengths, None)
+        others = self._with_cross(context, lengths, query_offset=state.length)
         return self._sublayers(
             x, lambda h: self.mixer.extend(h, state, lengths=lengths), others, None
         )
 
-    def _with_cross(self, context, lengths, key) -> tuple[Sublayer, ...]:
+    def _with_cross(self, context, lengths, **given) -> tuple[Sublayer, ...]:
+        given = {"lengths": lengths, "context_lengths": context.lengths, **given}
+        given = {name: array for name, array in given.items() if array is not None}
+
         def attend(h):
-            given = {"lengths": lengths, "context_lengths": context.lengths, "rngs": key}
-            given = {name: array for name, array in given.items() if array is not None}
             return self.cross.attend(h, context.key, context.value, **given)
 
         return ((self.cross_norm, attend), *self._others())
@@ -163,14 +177,12 @@ class _Decoder(TransformerLM):
     """A language model whose blocks are given contexts."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
-        self.cross_attention = config.cross_attention
-        self.context_features = config.encoder.features
+        self.sides = config
         super().__init__(config.decoder, rngs=rngs)
 
     def _make_block(self, layer: int, rngs: nnx.Rngs) -> DecoderBlock:
-        return DecoderBlock(
-            self.config, layer, self.cross_attention, self.context_features, rngs=rngs
-        )
+        options, context_features = self.sides.cross_attention, self.sides.encoder.features
+        return DecoderBlock(self.config, layer, options, context_features, rngs=rngs)
 
 
 class EncoderDecoder(nnx.Module):

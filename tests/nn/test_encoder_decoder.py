@@ -131,10 +131,43 @@ def test_dropout_and_remat():
 
 
 def test_cross_attention_may_have_options():
-    named = {"name": "nystrom", "num_landmarks": 4}
+    named = {"name": "softmax", "logits_soft_cap": 4.0, "sink": nnx.Param(jnp.zeros(4))}
     model = make(cross_attention=named)
-    assert dict(model.decoder.blocks[0].cross.options)["num_landmarks"] == 4
+    assert dict(model.decoder.blocks[0].cross.options)["logits_soft_cap"] == 4
     assert jax.eval_shape(model, SOURCE, TARGET).shape == (2, 6, 5)
+
+
+NEAR = {"name": "sliding_window", "local_window_size": 1}
+
+
+def test_a_window_on_the_source_follows_the_target():
+    model = make(cross_attention=NEAR)
+
+    @jax.jit
+    def run(model):
+        state, parts = model.init_state(model.encode(SOURCE), 6), []
+        for piece in (TARGET[:, :4], TARGET[:, 4:]):
+            logits, state = model.extend(piece, state)
+            parts.append(logits)
+        return model(SOURCE, TARGET), jnp.concatenate(parts, 1)
+
+    whole, pieces = run(model)
+    np.testing.assert_allclose(pieces, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", [NEAR, {"name": "cosformer", "max_length": 9}], ids=str)
+def test_queries_may_stand_after_others(attention):
+    name, options = attention["name"], {k: v for k, v in attention.items() if k != "name"}
+    layer = filled(lambda: CrossAttention(16, 4, name, rngs=nnx.Rngs(0), **options))
+    x, context, before = floats(2, 6, 16), floats(2, 9, 16, seed=1), np.array([2, 4])
+
+    @jax.jit
+    def run(layer):
+        later = jnp.stack([x[0, 2:4], x[1, 4:]])
+        return layer(x, context), layer(later, context, query_offset=before)
+
+    whole, later = run(layer)
+    np.testing.assert_allclose(later, [whole[0, 2:4], whole[1, 4:]], rtol=1e-5, atol=1e-6)
 
 
 def test_a_context_is_projected_once():
@@ -161,6 +194,11 @@ def test_refusals():
         config(cross_attention={"num_landmarks": 4})
     with pytest.raises(ValueError, match="lacks 'cross'"):
         make(cross_attention="retention")
+    with pytest.raises(ValueError, match="'nystrom' cannot follow a decoder .* can: softmax"):
+        make(cross_attention="nystrom")
+    with pytest.raises(ValueError, match="query_offset was given, but attention 'nystrom' lacks"):
+        layer = CrossAttention(16, 4, "nystrom", rngs=nnx.Rngs(0))
+        layer(np.ones((2, 3, 16)), np.ones((2, 3, 16)), query_offset=1)
     with pytest.raises(ValueError, match="there are 2 sources, and 3 rows"):
         jax.eval_shape(lambda: make().given(SOURCE).init_state(3, 4))
     with pytest.raises(ValueError, match=r"encoded must have shape \(batch, length, 16\)"):
