@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from effattn import registry
-from effattn.decode.state import check_capacity, check_state, new_lengths
+from effattn.decode.state import check_capacity, check_state, is_concrete, new_lengths
 from effattn.nn import initializers
 from effattn.nn.alibi import Alibi
 from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
@@ -384,6 +385,8 @@ class Transformer(nnx.Module):
             lengths = new_lengths(lengths, batch, time)
             within = jnp.arange(time) < lengths[:, None]
             valid = within if valid is None else valid & within
+        if valid is not None and self.positions is not None:
+            _check_documents(jnp.where(valid, positions, 0), self.positions.num_embeddings)
 
         key = dropout_key(rngs)
         x = self._embed(tokens, positions, valid)
@@ -589,6 +592,17 @@ def _check_tokens(tokens: jax.Array) -> None:
         raise ValueError(
             f"tokens must be integers of shape (B, T), got {tokens.dtype} of shape {tokens.shape}"
         )
+
+
+def _check_documents(positions: jax.Array, learned: int) -> None:
+    """`ValueError` for positions that have no vector, where they are known before running."""
+    if is_concrete(positions):
+        longest = int(np.max(np.asarray(positions), initial=0)) + 1
+        if longest > learned:
+            raise ValueError(
+                f"segment_ids have a document of {longest} tokens, and there are only {learned} "
+                "learned positions (max_length)"
+            )
 
 
 def _fold_in(key: jax.Array | None, number: int) -> jax.Array | None:

@@ -390,6 +390,10 @@ def test_learned_positions_end():
     model = made(positions="learned", max_length=4)
     with pytest.raises(ValueError, match="length 9, and there are only 4 learned positions"):
         model(TOKENS)
+    ids = np.array([[1, 1, 1, 1, 2, 2, 0, 0, 0], [3, 4, 4, 4, 4, 4, 5, 5, 5]])
+    with pytest.raises(ValueError, match="a document of 5 tokens, .* only 4 learned positions"):
+        model(TOKENS, segment_ids=ids)
+    assert np.isfinite(call(model, TOKENS, lengths=np.array([9, 5]), segment_ids=ids)[1, :5]).all()
     with pytest.raises(ValueError, match="max_length=5"):
         model.init_state(2, 5)
     linear = made(positions="learned", max_length=4, mixer="linear")
