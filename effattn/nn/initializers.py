@@ -23,6 +23,14 @@ def residual_init(num_layers: int) -> Callable[..., Any]:
     return nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
 
 
+def orthogonal_init(
+    key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32, scale: float = 1.0
+) -> jax.Array:
+    """Orthogonal matrices times `scale`, rounded to the dtype: of 16 bits JAX has no QR."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return nnx.initializers.orthogonal(scale)(key, shape, wide).astype(dtype)
+
+
 def log_rate_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
     """Of rates uniform in [1, 16), the logarithm; Dao and Gu 2024, "Transformers are SSMs"."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 1, 16))

@@ -115,6 +115,7 @@ class RecurrentMemoryAttention(CausalMixer):
             in_features,
             gate_fn=sigmoid,
             activation_fn=tanh,
+            recurrent_kernel_init=initializers.orthogonal_init,
             dtype=dtype,
             param_dtype=param_dtype,
             rngs=rngs,

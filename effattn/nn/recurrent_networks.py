@@ -48,6 +48,7 @@ class _CellMixer(RecurrentMixer):
             dtype=dtype,
             param_dtype=param_dtype,
             kernel_init=kernel_init,
+            recurrent_kernel_init=initializers.orthogonal_init,
             rngs=rngs,
         )
 

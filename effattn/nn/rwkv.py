@@ -1,5 +1,6 @@
 """The time mixing of RWKV-6 and RWKV-7 as layers."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -318,7 +319,7 @@ class RWKV7(_TimeMixing):
         rate_rank = _checks.at_least("rate_rank", rate_rank, 1, "features")
         gate_rank = _checks.at_least("gate_rank", gate_rank, 1, "features")
         inner, of_keys = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        small = nnx.initializers.orthogonal(0.1)
+        small = functools.partial(initializers.orthogonal_init, scale=0.1)
         # As in the authors' code.
         place = np.arange(in_features) / in_features
         powers = np.array([0.2, 0.9, 0.7, 0.7, 0.9, 0.2]) * (1 - depth)

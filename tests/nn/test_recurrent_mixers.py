@@ -24,6 +24,7 @@ from effattn.nn import (
     TransformerLM,
     generate,
 )
+from effattn.nn.initializers import orthogonal_init
 from tests.marks import slow, slow_but_for
 from tests.nn.build import filled
 
@@ -299,3 +300,21 @@ def test_copies_and_pickles_are_the_same_to_jax(name):
     structure = jax.tree.structure(made)
     for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert jax.tree.structure(twin) == structure
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "recurrent_memory", "lstm", "gru"])
+def test_orthogonal_parameters_may_have_16_bits(name):
+    def run(x):
+        mixer = registry.get(name).build(16, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        y, state = mixer.extend(x, mixer.init_state(2, LENGTH))
+        return mixer, mixer(x), y, state
+
+    mixer, whole, y, _ = jax.eval_shape(run, X.astype(jnp.bfloat16))
+    assert all(p.dtype == jnp.bfloat16 for p in jax.tree.leaves(nnx.state(mixer, nnx.Param)))
+    assert whole.dtype == y.dtype == jnp.bfloat16
+
+
+def test_orthogonal_parameters_of_16_bits_are_rounded():
+    draw = functools.partial(orthogonal_init, jax.random.key(0), (5, 3))
+    np.testing.assert_array_equal(draw(jnp.bfloat16), draw(jnp.float32).astype(jnp.bfloat16))
+    np.testing.assert_allclose(draw(scale=0.1).T @ draw(scale=0.1), 0.01 * np.eye(3), atol=1e-7)
