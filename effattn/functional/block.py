@@ -306,7 +306,15 @@ def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
     def with_constants(constants, *args):
         return jax.core.eval_jaxpr(traced.jaxpr, constants, *args)[0]
 
-    return with_constants, tuple(jnp.asarray(c) for c in traced.consts)
+    constants = tuple(jnp.asarray(c) for c in traced.consts)
+    # A program is kept with its score_mod, which must not keep the arrays as `traced` does.
+    with mesh_axes.within_placed(example, "score_mod"):
+        free = jax.make_jaxpr(with_constants)(constants, logit, index, index, index, index)
+
+    def without_arrays(constants, *args):
+        return jax.core.eval_jaxpr(free.jaxpr, free.consts, *constants, *args)[0]
+
+    return without_arrays, constants
 
 
 @dataclasses.dataclass(frozen=True)

@@ -269,6 +269,20 @@ def test_a_score_mod_that_returns_no_logit_is_refused(score_mod, got):
         dot_product_attention(query, query, query, score_mod=score_mod)
 
 
+def test_what_a_score_mod_closes_over_does_not_outlive_the_call():
+    """Programs are kept, and the arrays are none of theirs."""
+    query = jnp.ones((3, 2, 4))
+
+    def total(slope):
+        out = dot_product_attention(
+            query, query, query, score_mod=lambda logit, b, h, i, j: logit - slope[h]
+        )
+        return out.sum()
+
+    with jax.checking_leaks():
+        jax.eval_shape(jax.grad(total), jnp.ones(2))
+
+
 # Positions
 
 
