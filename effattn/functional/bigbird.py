@@ -134,6 +134,8 @@ def _attend(query, key, value, given: block.Arguments, size, side, ends, random)
     """The global blocks attend to all keys, those between them to the blocks that they list."""
     length, (first, last) = query.shape[-3], ends
     blocks = -(-length // size)
+    if not blocks:
+        return block.attend(query, key, value, given)
     start = min(first, blocks)
     stop = max(start, blocks - last)
     parts = []

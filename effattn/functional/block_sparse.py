@@ -99,6 +99,8 @@ def block_sparse_attention(
     mask = _check_mask(block_mask, block_size, query, key)
 
     def attend():
+        if not mask.size:  # without queries or keys
+            return block.attend(query, key, value, given)
         if not isinstance(mask, np.ndarray):
             indices = jnp.where(mask, jnp.arange(mask.shape[-1]), -1)
             return attend_blocks(query, key, value, given, indices, block_size)

@@ -227,7 +227,7 @@ _means.defvjp(_means_fwd, _means_bwd)
 
 def _take(x, index):
     """Tokens of `x (*B, L, K, H)` at `index (*B, ...)`."""
-    flat = index.reshape(*x.shape[:-3], -1, 1, 1)
+    flat = lax.collapse(index, x.ndim - 3)[..., None, None]
     return jnp.take_along_axis(x, flat, -3).reshape(*index.shape, *x.shape[-2:])
 
 

@@ -114,7 +114,10 @@ def random_attention(
     own = np.arange(random.shape[-2])[:, None]
     listed = bigbird.joined(own, random)
     with jax.named_scope("random_attention"):
-        out, lse = attend_blocks(query, key, value, given, listed, block_size)
+        if length:
+            out, lse = attend_blocks(query, key, value, given, listed, block_size)
+        else:
+            out, lse = block.attend(query, key, value, given)
     return (out, lse) if return_residual else out
 
 

@@ -68,7 +68,7 @@ def _recurrence(rule, rate, state, query, keys, tokens):
     def in_chunks(x):
         x = jnp.moveaxis(x, axis, 0)
         x = jnp.pad(x, [(0, -length % chunk), *[(0, 0)] * (x.ndim - 1)])
-        return x.reshape(-1, chunk, *x.shape[1:])
+        return x.reshape(x.shape[0] // chunk, chunk, *x.shape[1:])
 
     def of_chunk(state, tokens):
         query, key, value, step, starts = tokens
@@ -78,13 +78,14 @@ def _recurrence(rule, rate, state, query, keys, tokens):
             decay = clear(decay, ~starts)
         written = _einsum("...f,...d->...fd", key, step * value)
         state, states = _states(state, decay, written)
-        of_heads = query.reshape(*key.shape[:-1], -1, key.shape[-1])
+        group = query.shape[-2] // key.shape[-2]
+        of_heads = query.reshape(*key.shape[:-1], group, key.shape[-1])
         out = jnp.matmul(of_heads, states, precision=lax.Precision.HIGHEST)
         return state, out.reshape(*query.shape[:-1], value.shape[-1]).astype(rule.dtype)
 
     chunks = jax.tree.map(in_chunks, (query, key, value, step, tokens.starts))
     state, out = lax.scan(jax.checkpoint(of_chunk, prevent_cse=False), state, chunks)
-    out = out.reshape(-1, *out.shape[2:])[:length]
+    out = lax.collapse(out, 0, 2)[:length]
     return jnp.moveaxis(out, 0, axis), state
 
 

@@ -172,6 +172,26 @@ def test_a_rule_of_blocks_holds_at_any_length():
         assert_close(of_rule(**arrays), of_mask(**arrays), 1e-15)
 
 
+@pytest.mark.parametrize(
+    "function, options",
+    [
+        (bigbird_attention, {"is_causal": True}),
+        (random_attention, {"is_causal": True}),
+        (block_sparse_attention, {"block_mask": lambda m, n: m >= n}),
+    ],
+)
+def test_without_tokens_there_is_nothing(function, options):
+    attend = functools.partial(function, block_size=SIZE, return_residual=True, **options)
+    out, lse = jax.jit(attend)(**draw(0, 0))
+    assert out.shape == (2, 0, 4, 5) and lse.shape == (2, 0, 4)
+
+
+def test_without_keys_there_are_zeros():
+    options = {"block_size": SIZE, "block_mask": np.zeros((2, 0), bool)}
+    out = jax.jit(functools.partial(block_sparse_attention, **options))(**draw(5, 0))
+    np.testing.assert_array_equal(out, np.zeros((2, 5, 4, 5)))
+
+
 def arguments(**given):
     return {**draw(32, 32), "block_size": 4, **given}
 

@@ -240,6 +240,16 @@ def test_without_queries_or_keys_there_are_zeros():
     np.testing.assert_array_equal(out, np.zeros((2, 3, 4, 5)))
 
 
+def test_there_may_be_no_examples():
+    arrays = draw(6, 5, batch=(0, 2), dtype=np.float32)
+
+    def total(arrays):
+        return nystrom_attention(**arrays, num_landmarks=2).sum()
+
+    gradients = jax.eval_shape(jax.grad(total), arrays)
+    assert gradients["key"].shape == arrays["key"].shape
+
+
 @pytest.mark.parametrize(
     "given, message",
     [

@@ -34,6 +34,14 @@ def test_with_steps_and_rates_that_all_values_share_it_is_that_of_mamba_2():
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+def test_there_may_be_no_examples():
+    query, key, value = (x[:0] for x in arrays())
+    out, state = selective_scan(
+        query, key, value, step_size=value, rate=-np.ones((1, 4, 3), np.float32), return_state=True
+    )
+    assert out.shape == (0, 20, 1, 4) and state.shape == (0, 1, 3, 4)
+
+
 def test_states_within_chunks_are_not_kept():
     """Of 16 features and 64 values a state is 16 times the token that makes it."""
     length, features, values = 8192, 16, 64
