@@ -159,7 +159,8 @@ def _recurrence(u, decay, written, output, state, valid, starts):
         if array is None:
             return None
         array = jnp.pad(array, ((0, 0), (0, -time % chunk), *[(0, 0)] * (array.ndim - 2)))
-        return jnp.moveaxis(array.reshape(batch, -1, chunk, *array.shape[2:]), 1, 0)
+        array = array.reshape(batch, -(-time // chunk), chunk, *array.shape[2:])
+        return jnp.moveaxis(array, 1, 0)
 
     @jax.checkpoint
     def step(before, of_chunk):
@@ -175,7 +176,7 @@ def _recurrence(u, decay, written, output, state, valid, starts):
 
     valid = jnp.ones((batch, time), bool) if valid is None else valid
     state, y = lax.scan(step, state, tuple(map(chunks, (u, valid, starts))))
-    return jnp.moveaxis(y, 0, 1).reshape(batch, -1, features)[:, :time], state
+    return lax.collapse(jnp.moveaxis(y, 0, 1), 1, 3)[:, :time], state
 
 
 def low_rank_kernel(

@@ -127,7 +127,7 @@ def factorized_synthesizer_attention(
     wide = jnp.promote_types(value.dtype, jnp.float32)
     blocks = -(-keys // size)
     padded = jnp.pad(value, ((0, 0), (0, blocks * size - keys), (0, 0), (0, 0)))
-    values = jnp.moveaxis(padded.reshape(batch, blocks, size, heads, -1), 1, 0)
+    values = jnp.moveaxis(padded.reshape(batch, blocks, size, *value.shape[2:]), 1, 0)
     seen_keys = jnp.full((batch,), keys) if lengths is None else lengths
 
     @jax.checkpoint
@@ -156,15 +156,16 @@ def factorized_synthesizer_attention(
         (out, total, _), _ = jax.lax.scan(add, start, per_block)
         return out / jnp.where(total > 0, total, 1)[..., None]
 
-    tile = min(_TILE, time)
+    tile = max(1, min(_TILE, time))
     firsts = jnp.arange(0, time, tile)
 
     def tiles(array):
         array = jnp.pad(array, ((0, 0), (0, -time % tile), (0, 0), (0, 0)))
-        return jnp.moveaxis(array.reshape(batch, -1, tile, heads, array.shape[-1]), 1, 0)
+        array = array.reshape(batch, firsts.size, tile, *array.shape[2:])
+        return jnp.moveaxis(array, 1, 0)
 
     out = jax.lax.map(lambda of: of_tile(*of), (firsts, tiles(coarse), tiles(fine)))
-    out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, value.shape[-1])[:, :time]
+    out = jax.lax.collapse(jnp.moveaxis(out, 0, 1), 1, 3)[:, :time]
     if lengths is not None and time == keys:
         out = jnp.where((jnp.arange(time) < lengths[:, None])[..., None, None], out, 0)
     return out.astype(value.dtype)

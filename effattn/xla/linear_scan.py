@@ -84,7 +84,7 @@ def _states(ring, decay, added, initial):
 
     def chunks(array):
         array = jnp.pad(array, ((0, 0), (0, rest), *[(0, 0)] * (array.ndim - 2)))
-        array = array.reshape(batch, -1, chunk, *array.shape[2:])
+        array = array.reshape(batch, (time + rest) // chunk, chunk, *array.shape[2:])
         return jnp.moveaxis(array, 1, 0)
 
     def step(before, of_chunk):
@@ -95,7 +95,7 @@ def _states(ring, decay, added, initial):
     # What is padded comes last, and nothing reads it.
     _, states = lax.scan(step, initial, (chunks(decay), chunks(added)))
     states = jnp.moveaxis(states, 0, 1)
-    return states.reshape(batch, -1, *states.shape[3:])[:, :time]
+    return lax.collapse(states, 1, 3)[:, :time]
 
 
 def _doubled(ring, decay, added):

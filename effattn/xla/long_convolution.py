@@ -25,7 +25,7 @@ def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:
     time = x.shape[-2]
     filter = filter[:time]
     dtype = jnp.promote_types(jnp.result_type(x, filter), jnp.float32)
-    size = next_fast_len(time + filter.shape[0] - 1, real=True)
+    size = next_fast_len(max(1, time + filter.shape[0] - 1), real=True)
     of_x, of_filter = (jnp.fft.rfft(a.astype(dtype), size, axis=-2) for a in (x, filter))
     return jnp.fft.irfft(of_x * of_filter, size, axis=-2)[..., :time, :]
 

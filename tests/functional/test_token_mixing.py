@@ -182,6 +182,36 @@ def test_tables_that_are_not_trained_have_no_gradient():
         assert not isinstance(layer.table, nnx.Param)
 
 
+def of_poles(method):
+    poles = -np.ones((4, 3), np.complex64)
+    return lambda x: effattn.s4_convolution(
+        x, rate=poles, output=poles, step_size=np.ones(4, np.float32), method=method
+    )
+
+
+MIXINGS = {
+    "rwkv4": lambda x: effattn.rwkv4_mixing(x, x, decay=jnp.ones(4), bonus=jnp.ones(4)),
+    "aft": lambda x: effattn.attention_free(x, x, x, is_causal=True),
+    "hyena": lambda x: effattn.hyena_convolution(x[None], x, jnp.ones((1, *x.shape[1:]))),
+    "s4": of_poles("convolution"),
+    "s4 in steps": of_poles("recurrence"),
+    "factorized synthesizer": lambda x: effattn.factorized_synthesizer_attention(
+        x[:, :, None], x[:, :, None], x[:, :, None]
+    ),
+}
+CONVOLUTIONS_AND_ATTENTION = "hyena", "s4", "factorized synthesizer"
+
+
+@pytest.mark.parametrize(
+    "name, batch, length",
+    [(name, 0, 7) for name in MIXINGS] + [(name, 2, 0) for name in CONVOLUTIONS_AND_ATTENTION],
+)
+def test_there_may_be_no_examples_or_no_tokens(name, batch, length):
+    x = jnp.ones((batch, length, 4))
+    gradient = jax.eval_shape(jax.grad(lambda x: MIXINGS[name](x).sum()), x)
+    assert gradient.shape == x.shape
+
+
 def test_spatial_gating_starts_from_the_token_itself():
     weights, bias = np.zeros((9, 9), np.float32), np.ones(9, np.float32)
     close(jax.jit(effattn.spatial_gating)(X, X, weights, bias), X)
