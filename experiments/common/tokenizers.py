@@ -10,6 +10,9 @@ from experiments.common.corpora import SEPARATOR
 from experiments.common.errors import UserError
 from experiments.common.metrics import write_atomically
 
+# Bytes of a word that byte pairs are sought in. The time that it takes grows with the square.
+LONGEST_WORD = 1024
+
 
 class Tokenizer(Protocol):
     """Text to token ids and back.
@@ -61,15 +64,25 @@ class BytePairTokenizer:
 
     @classmethod
     def train(cls, documents: Sequence[bytes], vocab_size: int) -> "BytePairTokenizer":
-        """Merges the most frequent pairs of `documents` until there are `vocab_size` tokens."""
+        """Merges the most frequent pairs of `documents` until there are `vocab_size` tokens.
+
+        Words of over `LONGEST_WORD` bytes are cut, as those of text without spaces.
+        """
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         backend = tokenizers.Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        # Once their bytes are characters, these are what is counted.
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+                pre_tokenizers.FixedLength(LONGEST_WORD),
+            ]
+        )
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
+            # The trainer makes room for as many tokens, and each merge needs a byte of text.
+            vocab_size=min(vocab_size, 256 + sum(map(len, documents))),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             special_tokens=[],
             show_progress=False,

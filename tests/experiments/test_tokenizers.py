@@ -2,7 +2,13 @@ import numpy as np
 import pytest
 
 from experiments.common.errors import UserError
-from experiments.common.tokenizers import BytePairTokenizer, ByteTokenizer, load, save
+from experiments.common.tokenizers import (
+    LONGEST_WORD,
+    BytePairTokenizer,
+    ByteTokenizer,
+    load,
+    save,
+)
 
 TEXTS = [b"State of the Union", "naïve café \U0001f600\t\r\n  x".encode(), bytes(range(1, 128))]
 
@@ -33,6 +39,20 @@ def test_byte_pairs_know_how_many_bytes_they_stand_for(byte_pairs, documents):
 def test_training_byte_pairs_is_deterministic(byte_pairs, documents):
     again = BytePairTokenizer.train(documents, 300)
     np.testing.assert_array_equal(again.encode(documents), byte_pairs.encode(documents))
+
+
+def test_text_without_spaces_is_cut_to_words_that_are_soon_merged():
+    text = "é".encode() * 3000
+    tokenizer = BytePairTokenizer.train([text], 300)
+    assert tokenizer.token_bytes.max() == LONGEST_WORD
+    tokens = tokenizer.encode([text])
+    assert tokenizer.token_bytes[tokens].sum() == len(text)
+    assert tokenizer.decode(tokens).encode() == text
+
+
+def test_no_room_is_made_for_more_tokens_than_the_text_has():
+    # So much room would be 140 GB.
+    assert BytePairTokenizer.train([b"ab ab"], 2**31 - 1).vocab_size == 258
 
 
 def test_a_cached_vocabulary_is_read_not_trained_again(tmp_path, documents):
