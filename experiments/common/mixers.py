@@ -7,11 +7,15 @@ softmax+sliding_window         each has its share of the heads
 """
 
 import ast
+import hashlib
 import re
 from typing import Any
 
 from effattn import registry
 from effattn.nn.binding import Binding, bind
+
+# Names of folders have at most 255 bytes: the rest is for what else a name says.
+LONGEST_NAME = 160
 
 
 def parse(
@@ -46,8 +50,11 @@ def parse(
 
 
 def folder_name(text: str) -> str:
-    """The text, as a name of a folder."""
-    return text.replace("/", "--").replace("*", "x")
+    """The text, as a name of a folder; a long one is cut, and has its hash at the end."""
+    name = text.replace("/", "--").replace("*", "x")
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _layer(text: str, heads: int, window: int, context: int, is_causal: bool) -> dict[str, Any]:
@@ -96,6 +103,6 @@ def _mechanism(text: str, window: int, context: int, is_causal: bool) -> dict[st
     elif others:
         raise ValueError(
             f"{name!r} has no option {', '.join(others)}; its options are "
-            f"{', '.join(sorted(entry.mixer_options()))}"
+            f"{', '.join(sorted(of_mixer)) or 'none'}"
         )
     return mixer | options

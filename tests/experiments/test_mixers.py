@@ -37,6 +37,14 @@ def test_options_turns_and_shares():
     assert not {"/", "*"} & set(folder_name("softmax*2/linear"))
 
 
+def test_a_long_name_of_a_folder_is_cut_and_stays_its_own(tmp_path):
+    windows = [f"sliding_window,local_window_size=({2**n - 1},0)" for n in range(12)]
+    long, other = "/".join(windows), "/".join([*windows[:-1], "softmax"])
+    assert folder_name(long) != folder_name(other)
+    for text in (long, other):
+        (tmp_path / f"{folder_name(text)}-rate0.0006180339887498949-seed2147483647").mkdir()
+
+
 @pytest.mark.parametrize("name", registry.names("bidirectional"))
 def test_windows_of_bidirectional_ones_are_half_on_each_side(name):
     (found,) = mixers(name, layers=1, is_causal=False)
@@ -81,6 +89,7 @@ def test_the_wrong_direction_gets_the_advice_of_the_registry(text, is_causal, me
         ("sotfmax", "unknown mechanism 'sotfmax'; causal ones are softmax, "),
         ("softmax/", "unknown mechanism ''"),
         ("bigbird,blocksize=8", "'bigbird' has no option blocksize; its options are block_size, "),
+        ("lstm,hidden=8", "'lstm' has no option hidden; its options are none"),
         ("bigbird,block_size=", "block_size='' is not a number"),
         ("bigbird,block_size=eight", "block_size='eight' is not a number"),
         ("softmax/linear/softmax/linear", "is of 4 layers in turns, and there are 3 layers"),
