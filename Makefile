@@ -39,7 +39,7 @@ seq2seq: ## one small encoder-decoder a mechanism, on pairs of texts
 
 gallery: ## draw the pictures of patterns and of attention in docs/images
 	$(setup) experiments
-	$(python) -m experiments.gallery
+	$(python) -m experiments.gallery $(ARGS)
 
 test: ## run the tests in parallel, without those marked slow
 	$(setup) experiments,test

