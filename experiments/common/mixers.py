@@ -79,7 +79,7 @@ def _mechanism(text: str, window: int, context: int, is_causal: bool) -> dict[st
     entry = registry.get(name)
     Binding.of(name).require(direction, f"is_causal={is_causal}")
     mixer: dict[str, Any] = {"name": name}
-    if "local_window_size" in entry.options:
+    if entry.options.get("local_window_size") is not None:
         after = 0 if is_causal else (window - 1) // 2
         mixer["local_window_size"] = tuple(
             min(reach, context - 1) for reach in (window - 1 - after, after)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import lm, mlm
-from experiments.common import training
+from experiments.common import checks, training
 from experiments.common.objectives import NOTHING, PARTS
 from experiments.common.training import train
 from tests.experiments.test_lm import arguments, assert_refused, parameters, untimed
@@ -43,6 +43,11 @@ def finished(tmp_path_factory, documents):
         patch.setattr("experiments.common.trials.train", recorded)
         assert mlm.main(command) == 0
     return command, output, seen
+
+
+def test_the_window_is_of_mechanisms_that_have_one_by_themselves():
+    # Based takes one in causal calls alone.
+    checks.check(mlm.parse(["--mechanisms", "based", "longformer"]), is_causal=False)
 
 
 @pytest.mark.slow
