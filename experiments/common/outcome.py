@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import signal
 import sys
 import threading
@@ -15,7 +16,8 @@ def exit_status(work: Callable[[], None], stopped: str) -> int:
     """Does the work of a command; returns its exit status.
 
     Args:
-      work: raises `UserError` or `OSError` if something is wrong.
+      work: raises `UserError` or `OSError` if something is wrong, and what NumPy and JAX raise
+        where memory is short.
       stopped: what to say after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -26,10 +28,24 @@ def exit_status(work: Callable[[], None], stopped: str) -> int:
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except (MemoryError, RuntimeError) as error:
+        reason = _out_of_memory(error)
+        if reason is None:
+            raise
+        print(f"error: {reason}; choose smaller sizes", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(stopped, file=sys.stderr)
         return 130
     return 0
+
+
+def _out_of_memory(error: MemoryError | RuntimeError) -> str | None:
+    """What the error says if it is that; JAX's is a `RuntimeError` as others are."""
+    if isinstance(error, MemoryError):
+        return f"out of memory ({error})"
+    found = re.search(r"out of memory[^.;\n]*", str(error), re.IGNORECASE)
+    return found and found[0].lower()
 
 
 @contextlib.contextmanager

@@ -10,12 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 from experiments import lm
-from experiments.common import corpora, folders, metrics, report, training
+from experiments.common import corpora, folders, metrics, outcome, report, training
 from experiments.common.data import batches
 from experiments.common.errors import UserError
 from experiments.common.objectives import NextToken
@@ -248,6 +249,25 @@ sys.exit(outcome.exit_status(lambda: print(path.read_text(encoding="utf-8"), chr
     assert done.returncode == 0, done.stderr
     assert done.stdout == b"?? ?\n"
     assert (tmp_path / "summary.md").read_bytes() == "\xb1?".encode()
+
+
+def test_too_little_memory_is_one_sentence(capsys):
+    # More bytes than any machine has.
+    for module in (np, jnp):
+
+        def work(module=module):
+            module.ones((2**28, 2**28))
+
+        assert outcome.exit_status(work, "") == 1
+        assert re.fullmatch(
+            r"error: out of memory.*; choose smaller sizes\n", capsys.readouterr().err
+        )
+
+    def other():
+        raise RuntimeError("another reason")
+
+    with pytest.raises(RuntimeError, match="another reason"):
+        outcome.exit_status(other, "")
 
 
 def test_interrupts_end_the_work_in_order_and_then_at_once():
