@@ -14,6 +14,7 @@ from effattn import _checks, registry
 from effattn.cores.linear_recurrence import Terms
 from effattn.functional import kernels, recurrence
 from effattn.xla import mesh_axes
+from effattn.xla.linear_scan import max_plus_scan
 
 KERNELS = ("softmax", "relu")
 BLOCK = 512  # tokens whose exponents are held at a time, where only their maximum is wanted
@@ -300,13 +301,13 @@ def _running_maxima(first, x, starts):
 
 def _maxima_since(x, starts, reverse=False):
     """The running maximum of `x (*B, S, K)` since the last of `starts (*B, S)`."""
-
-    def join(before, after):
-        (_, so_far), (starts, here) = before, after
-        return before[0] | starts, jnp.where(starts, here, jnp.maximum(so_far, here))
-
-    starts = jnp.broadcast_to(starts[..., None], x.shape)
-    return lax.associative_scan(join, (starts, x), reverse, axis=x.ndim - 2)[1]
+    x, starts = (jnp.moveaxis(a, axis, 0) for a, axis in ((x, -2), (starts, -1)))
+    if reverse:
+        x, starts = x[::-1], starts[::-1]
+    change = jnp.where(starts, -jnp.inf, 0).astype(x.dtype)[..., None]
+    change, initial = jnp.broadcast_to(change, x.shape), jnp.full(x.shape[1:], -jnp.inf, x.dtype)
+    (largest,) = max_plus_scan(change[None], x[None], initial[None])
+    return jnp.moveaxis(largest[::-1] if reverse else largest, 0, -2)
 
 
 def _maxima_of_documents(x, ids):

@@ -79,7 +79,7 @@ _linear.defvjp(_forward, _backward)
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _states(ring, decay, added, initial):
     batch, time = added.shape[:2]
-    chunk = min(_CHUNK, time)
+    chunk = max(1, min(_CHUNK, time))
     rest = -time % chunk
 
     def chunks(array):

@@ -11,6 +11,7 @@ import effattn
 from effattn import performer_attention, performer_features
 from effattn.functional.performer import PerformerState, exponents
 from effattn.xla.linear_recurrence import BLOCK
+from tests.laws import cost
 from tests.marks import slow
 
 DRAWS = 200
@@ -214,6 +215,20 @@ def test_the_features_of_all_tokens_are_never_held():
 
     memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*args).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * length * features / 2
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_program_for_packed_documents_is_no_larger_for_longer_sequences(is_causal):
+    def equations(length):
+        x = jax.ShapeDtypeStruct((1, length, 2, 4), jnp.float32)
+        ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        attend = functools.partial(
+            performer_attention, projection=jnp.ones((1, 8, 4)), is_causal=is_causal
+        )
+        run = jax.jit(lambda x, ids: attend(x, x, x, segment_ids=ids))
+        return cost.equations(run.trace(x, ids).jaxpr)
+
+    assert equations(2048) == equations(65536)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
