@@ -459,6 +459,22 @@ def test_rows_that_a_finite_bias_masks_have_the_gradients_of_jax_nn(least):
     assert_close(ours, theirs, 1e-5)
 
 
+def test_the_log_sum_exp_of_such_rows_has_a_gradient_that_sums_to_one():
+    arrays = draw(4, 64, dtype=np.float32)
+
+    def total(bias):
+        return dot_product_attention(**arrays, bias=bias, return_residual=True)[1].sum()
+
+    gradient = jax.grad(total)(jnp.full((2, 4, 4, 64), -1e9))
+    np.testing.assert_allclose(gradient.sum(-1), 1, rtol=1e-5)
+
+
+def test_a_scale_is_not_rounded_to_16_bits():
+    query = key = value = jnp.ones((1, 1, 1), jnp.bfloat16)
+    _, lse = dot_product_attention(query, key, value, scale=1 + 2**-9, return_residual=True)
+    assert lse == 1 + 2**-9
+
+
 def test_gradients_of_what_all_tiles_share_are_added_in_float32():
     """In bfloat16 those of many tiles stop growing."""
     arrays = draw(512, 512, (1,), dtype=np.float32)

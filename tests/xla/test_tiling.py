@@ -95,6 +95,25 @@ def test_stairs_meet_every_pair_once(tile, left, offset, right, monkeypatch):
             )
 
 
+@pytest.mark.parametrize("left, right", [(3, 1), (6, 0), (0, 0)])
+def test_a_window_is_met_wherever_each_example_begins(left, right, monkeypatch):
+    monkeypatch.setattr(tiling, "_WIDEST_BAND", 0)
+    lengths, offsets = (11, 34), np.arange(-8, 40)
+    walk = make_walk(lengths, (4, 5), left, right, offsets)
+    met = np.zeros((len(offsets), *lengths), int)
+
+    def key_tile(patch, _):
+        first = max(int(patch.query_start), int(patch.new_query))
+        rows = slice(first, int(patch.query_start) + patch.queries)
+        begins = np.maximum(patch.key_start, patch.new_key).ravel()
+        for example, begin, start in zip(met, begins, np.ravel(patch.key_start), strict=True):
+            example[rows, begin : start + patch.keys] += 1
+
+    walk.over_queries(lambda n, _: walk.over_keys(n, key_tile, None), None)
+    for example, offset in zip(met, offsets, strict=True):
+        assert (example[allowed(lengths, left, right, offset)] == 1).all()
+
+
 @pytest.mark.parametrize("right", [None, 2])
 def test_offsets_that_differ_by_example_leave_no_tile_out(right):
     met, unmasked = visits(make_walk((11, 14), (4, 5), 3, right, offset=None))
