@@ -246,6 +246,15 @@ def test_nothing_to_attend_to(is_causal):
     np.testing.assert_array_equal(jax.jit(run)(query, key, value, segment_ids=ids), 0)
 
 
+def test_a_state_of_nothing_stays_so_where_there_are_no_keys():
+    run = functools.partial(performer_attention, projection=jnp.ones((1, 6, 8)), return_state=True)
+    empty = PerformerState(jnp.zeros((2, 2, 6, 6)), jnp.zeros((2, 2)))
+    lengths = jnp.zeros(2, int)
+    out, state = jax.jit(run)(*draw(length=3), key_value_seq_lengths=lengths, initial_state=empty)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(state.sums, 0)
+
+
 def state_like(maximum):
     return PerformerState(jnp.zeros((2, 2, 6, 6)), maximum)
 

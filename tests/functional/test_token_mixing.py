@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import effattn
+from effattn.functional.rwkv4 import Sums
 from effattn.functional.s4 import hippo, low_rank_kernel
 from effattn.nn import GRU, LSTM, S4D, ConvolutionalClassifier, FNet, Hyena, Synthesizer
 from tests.marks import slow
@@ -57,6 +58,14 @@ def test_rwkv4_mixing_takes_keys_of_any_size():
     y = np.asarray(run(X, X, decay=far, bonus=zeros))
     pair = (weights * X)[:, 1:] + (weights * X)[:, :-1]
     close(y[:, 1:], pair / (weights[:, 1:] + weights[:, :-1]))
+
+
+def test_rwkv4_mixing_takes_zeros_for_the_state_of_no_token():
+    """Also before keys of which exp(k) is nothing."""
+    key, value = np.full((1, 3, 2), -200, np.float32), np.ones((1, 3, 2), np.float32)
+    zeros = Sums(*np.zeros((3, 1, 2), np.float32))
+    mix = functools.partial(effattn.rwkv4_mixing, decay=np.ones(2), bonus=np.ones(2))
+    np.testing.assert_allclose(mix(key, value, initial_state=zeros), 1, rtol=1e-6)
 
 
 @pytest.mark.parametrize("is_causal", [True, slow(False)])

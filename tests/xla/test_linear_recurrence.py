@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from effattn import rwkv6_attention
 from effattn.cores.linear_recurrence import (
     Rule,
     Terms,
@@ -324,3 +325,16 @@ def test_forward_mode_says_what_to_use():
     args = terms, draw_state(terms)
     with pytest.raises(TypeError, match=r"reverse mode only .*use jax\.grad"):
         jax.jvp(recurrence, args, args)
+
+
+def test_gradients_of_what_all_blocks_share_are_added_in_float32():
+    """In bfloat16 those of small blocks would not count beside a large one."""
+    ones = jnp.ones((33 * 64, 1, 1))
+    value = ones.at[-64:].set(1000.0)
+
+    def total(bonus):
+        out = rwkv6_attention(ones, ones, value, log_decay=-ones, bonus=bonus, chunk_size=8)
+        return out.sum()
+
+    gradient = jax.grad(total)(jnp.ones((1, 1), jnp.bfloat16))
+    np.testing.assert_allclose(np.float32(gradient), value.sum(), rtol=5e-3)
