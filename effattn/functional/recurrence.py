@@ -44,6 +44,7 @@ class Arguments:
       batch: the batch dimensions, `*B`.
       query, key, value: as given, as arrays.
       tokens: padding and, in causal calls, packed documents.
+      precision: of the matrix products.
       chunk: tokens of one masked product; None for the core's own.
       dtype: of sums and states.
     """
