@@ -211,3 +211,16 @@ def test_a_narrow_window_has_narrow_tiles():
     assert choose_tile((4096, 4096), 4, 100, 0) == (128, 128)
     assert choose_tile((4096, 4096), 4, 3, 3) == (64, 64)
     assert choose_tile((4096, 4096), 4, 5000, 0) == choose_tile((4096, 4096), 4, None, None)
+
+
+def test_steps_without_a_mask_hold_full_tiles_of_every_head():
+    full = np.array([[[1, 1, 1, 1]], [[0, 1, 1, 1]]], bool)
+    tile, lengths = (4, 5), (4, 20)
+    layout = BlockLayout.from_block_mask(np.ones_like(full), full=full, tile=tile, lengths=lengths)
+    walk = Listed(tile, lengths, False, layout, 1)
+    steps = [patch(m) for low, high, patch in walk.runs(0) for m in range(int(low), int(high))]
+    assert len(steps) == 4
+    unmasked = [patch for patch in steps if not patch.masked]
+    assert len(unmasked) == 3
+    for patch in unmasked:
+        assert all(full[head, 0, start // 5] for head, (start,) in enumerate(patch.key_start))
