@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
 from effattn.functional import block
-from effattn.xla import mesh_axes
+from effattn.xla import mesh_axes, reverse_mode
 
 
 def nystrom_attention(
@@ -109,7 +109,8 @@ def nystrom_attention(
         _checks.self_attention("nystrom_attention with skip_kernel", query, key)
         skip_kernel = _skip_kernel(skip_kernel, query.shape[-2], key.shape[-2])
     run = functools.partial(_attend, num_landmarks, num_iterations, given)
-    with jax.named_scope("nystrom_attention"):
+    scope = jax.named_scope("nystrom_attention")
+    with scope, reverse_mode.only("Nystrom attention", "a dense form of it"):
         out = run(query, key, value, skip_kernel)
     return checkpoint_name(out, "nystrom_attention")
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
 from effattn.functional import block
-from effattn.xla import mesh_axes
+from effattn.xla import mesh_axes, reverse_mode
 
 # Clusters whose scores are held at once.
 _AT_ONCE = 16
@@ -123,7 +123,8 @@ def routing_attention(
                 f"{name} must be at most the {query.shape[-3]} tokens given, got {number}; give "
                 "fewer, or longer inputs"
             )
-    with jax.named_scope("routing_attention"):
+    scope = jax.named_scope("routing_attention")
+    with scope, reverse_mode.only("routing attention", "a dense form of it"):
         *axes, _ = mesh_axes.spec(query)
         specs = PartitionSpec(*axes, None), PartitionSpec(*axes)
         traced = {name: getattr(given, name) for name in _TRACED}

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn.xla import reverse_mode
+
 _CHUNK = 64
 
 
@@ -41,8 +43,12 @@ def linear_scan(decay: jax.Array, added: jax.Array, initial: jax.Array) -> jax.A
 
     Returns:
       `(B, T, *F)`.
+
+    Raises:
+      TypeError: in forward-mode differentiation.
     """
-    return _linear(decay, added, initial)
+    with reverse_mode.only("a scan in chunks", "a step-by-step jax.lax.scan of it"):
+        return _linear(decay, added, initial)
 
 
 def max_plus_scan(change: jax.Array, floor: jax.Array, initial: jax.Array) -> jax.Array:

@@ -60,6 +60,14 @@ def test_rwkv4_mixing_takes_keys_of_any_size():
     close(y[:, 1:], pair / (weights[:, 1:] + weights[:, :-1]))
 
 
+def test_forward_mode_through_a_scan_says_what_to_use():
+    """Eagerly, as what is said does not pass `jax.jit`."""
+    key = jnp.ones((1, 2, 3))
+    mix = functools.partial(effattn.rwkv4_mixing, key, decay=jnp.ones(3), bonus=jnp.ones(3))
+    with pytest.raises(TypeError, match="reverse mode only"):
+        jax.jvp(mix, (key,), (key,))
+
+
 def test_rwkv4_mixing_takes_zeros_for_the_state_of_no_token():
     """Also before keys of which exp(k) is nothing."""
     key, value = np.full((1, 3, 2), -200, np.float32), np.ones((1, 3, 2), np.float32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.laws import battery
-from tests.laws.battery import FIRST_OF_FAMILY, OF_CORES, SQUARE
+from tests.laws.battery import CALLED, FIRST_OF_FAMILY, OF_CORES, SQUARE
 
 # XLA fuses products on the CPU for a library that ends the process at those of eight axes.
 UNFUSED = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -60,3 +60,14 @@ def test_vmap_over_any_argument(mechanism):
             here = jax.tree.map(lambda x, at=(outer, middle, inner): x[at], got)
             alone = one(program, *values)
             battery.assert_close(here, alone, 1e-12 if all_claimed else 1e-5)
+
+
+@pytest.mark.parametrize("mechanism", CALLED, ids=str)
+def test_forward_mode_works_or_says_what_to_use(mechanism):
+    """Eagerly, as what is said does not pass `jax.jit`."""
+    arrays = battery.draw_plain(mechanism, 0)
+    call = functools.partial(battery.call, mechanism, battery.plain(mechanism), known={})
+    try:
+        jax.jvp(call, (arrays,), (arrays,))
+    except TypeError as error:
+        assert "reverse mode only" in str(error)
