@@ -54,7 +54,8 @@ def cosformer_attention(
       segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
         equal ids, which are one contiguous run; 0 is padding.
       positions: int `(*B, T)`, or a pair `((*B, T), (*B, S))`: where the tokens stand; default
-        their order, from 0 on in each document. No two that meet may be more than M apart.
+        their order, from 0 on in each document. No two that meet may be more than M apart. After a
+        state, 0 is the position that follows the last key in it.
       initial_state: the state before the first token, as returned by an earlier call. With
         `segment_ids` it belongs to the first document.
       return_state: also return the state after the last valid token. With `segment_ids` it is that
@@ -142,13 +143,10 @@ def _positions(given, segment_ids, positions):
     of_query = jnp.broadcast_to(of_query, (*batch, queries))
     of_key = jnp.broadcast_to(of_key, (*batch, keys))
     present = given.tokens.key_mask
-    if present is None:
-        of_next = jnp.asarray(keys)
-    else:
-        last = jnp.max(jnp.where(present, jnp.arange(keys), -1), -1, initial=-1)
-        # The last valid key of a document is the one that is furthest from its start.
-        here = present & (jnp.arange(keys) == last[..., None])
-        of_next = jnp.max(jnp.where(here, of_key + 1, 0), -1, initial=0)
+    present = jnp.ones_like(of_key, bool) if present is None else present
+    last = jnp.max(jnp.where(present, jnp.arange(keys), -1), -1, keepdims=True, initial=-1)
+    # One key alone, or none; then the state stays as it was seen.
+    of_next = jnp.sum(jnp.where(jnp.arange(keys) == last, of_key + 1, 0), -1)
     return (
         of_query[..., None, None].astype(given.dtype),
         of_key[..., None, None].astype(given.dtype),

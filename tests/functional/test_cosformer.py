@@ -85,6 +85,20 @@ def test_a_state_continues_after_padding_and_in_pieces():
         close(state, after)
 
 
+def test_a_state_of_given_positions_is_seen_from_the_next_one():
+    """The rest stands 0, 2 and 5 after the position that follows the third key."""
+    positions = np.asarray([[5, 6, 9, 10, 12, 15], [1, 2, 3, 4, 6, 9]])
+    with jax.enable_x64(True):
+        args = draw(6, 6)
+        run = compiled(cosformer_attention, max_length=20, is_causal=True, return_state=True)
+        whole, after = run(*args, positions=positions)
+        _, state = run(*(x[:, :3] for x in args), positions=positions[:, :3])
+        distances = np.asarray([[0, 2, 5]] * 2)
+        rest, final = run(*(x[:, 3:] for x in args), positions=distances, initial_state=state)
+        np.testing.assert_allclose(rest, whole[:, 3:], rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(final, after, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("max_length", "message"),
     [
