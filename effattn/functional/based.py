@@ -185,7 +185,10 @@ def _with_window(given, window, scale, padding, state: Any, implementation):
             "initial_state must be the BasedState that an earlier call with local_window_size "
             f"returned, got {type(state).__name__}"
         )
+    values = given.value.shape[-1]
     _checks.shaped("initial_state.key", state.key, (*batch, window, heads, size))
+    _checks.shaped("initial_state.value", state.value, (*batch, window, heads, values))
+    _checks.lengths("initial_state.length", state.length, batch)
     # Key s of these is token s - w of the call: those before the first one come with the state.
     key, value = (
         jnp.concatenate([old.astype(new.dtype), new], -3)

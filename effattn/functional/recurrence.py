@@ -202,6 +202,11 @@ def run(
     shape = (*given.batch, value_heads, shapes.key.shape[-1], value_size + normalized)
     if initial_state is None:
         state = jnp.zeros(shape, given.dtype)
+    elif isinstance(initial_state, tuple):
+        raise ValueError(
+            f"initial_state must be an array of shape {shape}, as an earlier {name} with the same "
+            f"options returned it, got {type(initial_state).__name__}"
+        )
     else:
         state = _checks.shaped("initial_state", initial_state, shape).astype(given.dtype)
     *rows, _ = mesh_axes.spec(given.query if shapes.query.shape[-2] > value_heads else given.value)

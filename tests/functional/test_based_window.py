@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import effattn
+from effattn.functional.based import BasedState
 from tests.marks import slow
 
 WINDOW = 3
@@ -119,12 +120,25 @@ def test_the_future_changes_no_bit_of_the_past():
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
 
 
+def state(window=3, values=5, examples=2):
+    return BasedState(
+        sums=jnp.zeros((2, 2, 10, values + 1)),
+        key=jnp.zeros((2, window, 2, 3)),
+        value=jnp.zeros((2, window, 2, values)),
+        length=jnp.zeros(examples, int),
+    )
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"is_causal": False}, "needs is_causal=True"),
         ({"local_window_size": (3, 1)}, r"w or \(w, 0\)"),
         ({"initial_state": jnp.zeros((2, 2, 10, 6))}, "BasedState"),
+        ({"initial_state": state(window=2)}, r"initial_state.key must .*\(2, 3, 2, 3\)"),
+        ({"initial_state": state(values=4)}, r"initial_state.value must .*\(2, 3, 2, 5\)"),
+        ({"initial_state": state(examples=3)}, r"initial_state.length must .*shape \(2,\)"),
+        ({"initial_state": state(), "local_window_size": None}, "array of .*, got BasedState"),
         ({"segment_ids": jnp.ones((2, 5), int), "return_state": True}, "one document a row"),
     ],
 )
