@@ -375,7 +375,12 @@ def _loop(low, high, step, carry):
     """`lax.fori_loop` over int32 counters, without a loop where there is one step."""
     if isinstance(low, int) and isinstance(high, int) and high - low <= 1:
         return step(np.int32(low), carry) if high > low else carry
-    return lax.fori_loop(_int32(low), _int32(high), step, carry)
+
+    def one(n, carry):
+        # Under `jax.disable_jit` it is one of Python's.
+        return step(jnp.asarray(n, jnp.int32), carry)
+
+    return lax.fori_loop(_int32(low), _int32(high), one, carry)
 
 
 def _int32(bound):

@@ -224,3 +224,13 @@ def test_bfloat16_runs_at_every_size(batch, length):
     out, gradients = with_gradients(x, x, x)
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
     assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in gradients)
+
+
+def test_without_jit_it_is_the_same():
+    """The last tile of keys covers one of the tile before it."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(5, 1, 2)).astype(np.float32) for _ in range(3)]
+    attend = functools.partial(dot_product_attention, is_causal=True, tile=(5, 2))
+    with jax.disable_jit():
+        plain = attend(*arrays)
+    np.testing.assert_allclose(plain, jax.jit(attend)(*arrays), rtol=1e-5, atol=1e-6)
