@@ -80,7 +80,7 @@ def attention_free(
     time, features = key.shape[1:]
     dtype, wide = value.dtype, jnp.promote_types(value.dtype, jnp.float32)
     key, values = key.astype(wide), value.astype(wide)
-    bias = _check_bias(position_bias, local_window_size, is_causal, time, features, wide)
+    bias = check_bias(position_bias, local_window_size, is_causal, time, features, wide)
     if starts is not None and bias is not None:
         raise ValueError(
             "segment_ids are for calls without position_bias, which reaches across documents"
@@ -92,10 +92,8 @@ def attention_free(
         )
     if valid is not None:
         key = jnp.where(valid[..., None], key, -jnp.inf)
-    if bias is not None and local_window_size is None:
-        average = _full(key, values, bias, is_causal)
-    elif bias is not None:
-        average = _local(key, values, valid, bias, int(local_window_size or 0), is_causal)
+    if bias is not None:
+        average = biased_average(key, values, valid, bias, local_window_size, is_causal)
     elif is_causal:
         sums = _running(key, values, valid, starts, initial_state)
         average = sums.average()
@@ -108,7 +106,9 @@ def attention_free(
     return (y, jax.tree.map(lambda x: x[:, -1], sums)) if return_state else y
 
 
-def _check_bias(bias: Any, window: Any, is_causal: bool, time: int, features: int, dtype: Any):
+def check_bias(
+    bias: Any, window: Any, is_causal: bool, time: int, features: int, dtype: Any
+) -> Any:
     """None, a pair of factors `(T, R)`, or taps `(2 W + 1 or W + 1, D)`."""
     if window is not None and (not _checks.is_integer(window) or window < 0):
         raise ValueError(f"local_window_size must be an int, 0 or more tokens, got {window!r}")
@@ -134,6 +134,20 @@ def _check_bias(bias: Any, window: Any, is_causal: bool, time: int, features: in
             f"{features} features, got {taps.shape}"
         )
     return jnp.repeat(taps.astype(dtype), features // taps.shape[0], 0).T
+
+
+def biased_average(
+    key: jax.Array,
+    value: jax.Array,
+    valid: jax.Array | None,
+    bias: Any,
+    window: int | None,
+    is_causal: bool,
+) -> jax.Array:
+    """`(B, T, D)`, what the gates of the queries multiply; `bias` as `check_bias` returns it."""
+    if window is None:
+        return _full(key, value, bias, is_causal)
+    return _local(key, value, valid, bias, int(window), is_causal)
 
 
 def _running(key, value, valid=None, starts=None, initial=None):

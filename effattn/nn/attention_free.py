@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from effattn import _checks
-from effattn.functional.attention_free import attention_free
+from effattn.functional.attention_free import attention_free, biased_average, check_bias
 from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
 from effattn.nn.mixer import CausalMixer
@@ -97,7 +97,10 @@ class AFTSimple(_AFT, RecurrentMixer):
 
 
 class _BiasedAFT(_AFT, CachedMixer):
-    """With biases of pairs; decoding keeps all keys and values, and a step costs O(S D)."""
+    """With biases of pairs; decoding keeps all keys and values, and a step costs O(S D).
+
+    Many tokens at once, as of a prompt, cost what a whole sequence of S does.
+    """
 
     window: int | None = None
 
@@ -125,16 +128,24 @@ class _BiasedAFT(_AFT, CachedMixer):
     def _mix_at(self, tokens, own, positions):
         dtype = own.dtype
         key, value = (x.astype(jnp.promote_types(dtype, jnp.float32)) for x in tokens)
-        slots = jnp.arange(key.shape[1])
+        capacity, features = key.shape[1:]
+        slots = jnp.arange(capacity)
 
         def of_token(at):
             """`(B, D)`: a token at a time, as its weights are of all slots and features."""
             seen = (slots <= at[:, None])[..., None]
-            bias = self._bias_at(at, key.shape[1]).astype(key.dtype)
+            bias = self._bias_at(at, capacity).astype(key.dtype)
             weights = jax.nn.softmax(jnp.where(seen, key + bias, -jnp.inf), 1)
             return (weights * value).sum(1)
 
-        average = jnp.moveaxis(lax.map(of_token, positions.T), 0, 1)
+        # A pair costs several times less in the form of whole sequences, which has all of them.
+        few = capacity // 8 if self.window is None else 2 * (self.window + 1)
+        if positions.shape[1] <= few:
+            average = jnp.moveaxis(lax.map(of_token, positions.T), 0, 1)
+        else:
+            bias = check_bias(self._bias(), self.window, True, capacity, features, key.dtype)
+            whole = biased_average(key, value, None, bias, self.window, True)
+            average = jnp.take_along_axis(whole, positions[..., None], 1, mode="clip")
         return self.out((jax.nn.sigmoid(own.astype(key.dtype)) * average).astype(dtype))
 
 
@@ -193,6 +204,14 @@ class AFTFull(_BiasedAFT):
         self.row_bias, self.column_bias = (
             nnx.Param(bias_init(rngs.params(), shape, param_dtype)) for _ in range(2)
         )
+
+    def _empty(self, batch, max_length, dtype):
+        if max_length > self.max_length:
+            raise ValueError(
+                f"max_length={max_length} was asked for, and there are biases for "
+                f"max_length={self.max_length}"
+            )
+        return super()._empty(batch, max_length, dtype)
 
     def _bias(self):
         return self.row_bias[...], self.column_bias[...]
