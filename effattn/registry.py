@@ -108,11 +108,15 @@ class Mechanism:
         """The options that its mixer has beside those of every `SelfAttention`."""
         return _parameters(self.builder) - _parameters(_ANY_FUNCTION)
 
-    def takes_rotary(self) -> bool:
-        """Whether its mixer, or those that it is made of, may turn something by its position."""
+    def mixer_takes(self, option: str) -> bool:
+        """Whether its mixer, or those that it is made of, may have such an option."""
         parameters = _signature(self.builder)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        return not self.knows_order and (open_ended or "rotary" in parameters)
+        return open_ended or option in parameters
+
+    def takes_rotary(self) -> bool:
+        """Whether its mixer may turn something by its position."""
+        return not self.knows_order and self.mixer_takes("rotary")
 
     def options_of_model(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Of what a model says to all its mixers, what this mechanism's is given.

@@ -38,11 +38,11 @@ def generate(
       lengths: `(B,)` int, how many tokens of `prompt` each row has, right padded, at least 1;
         default all.
       max_new_tokens: at least 1.
-      temperature: divides the logits; 0 takes the likeliest token.
+      temperature: divides the logits; 0 takes the likeliest token. A traced one must be positive.
       top_k: draw from the `top_k` likeliest tokens only.
       top_p: draw from the likeliest tokens that together reach this probability only.
       rng: a `jax.random` key; needed unless `temperature` is 0.
-      eos_id: a row that has drawn it gets nothing else from then on.
+      eos_id: a token; a row that has drawn it gets nothing else from then on.
 
     Returns:
       `(B, max_new_tokens)` int32, the new tokens only.
@@ -68,31 +68,38 @@ def generate(
             raise ValueError(f"{name} must be one number for all rows, got {number}")
     if eos_id is not None and not jnp.issubdtype(jnp.result_type(eos_id), jnp.integer):
         raise ValueError(f"eos_id must be an int, the token that ends a row, got {eos_id!r}")
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be 0 (greedy) or positive, got {temperature}")
-    if temperature == 0 and (top_k is not None or top_p is not None):
+    if is_concrete(temperature) and not 0 <= temperature < np.inf:
+        raise ValueError(
+            f"temperature must be 0 (greedy), or positive and finite, got {temperature}"
+        )
+    greedy = is_concrete(temperature) and temperature == 0
+    if greedy and (top_k is not None or top_p is not None):
         raise ValueError(
             "temperature=0 takes the likeliest token, which top_k and top_p cannot change; "
             f"leave them out or give a positive temperature, got top_k={top_k}, top_p={top_p}"
         )
-    if temperature > 0:
+    if not greedy:
         check_draw(rng, temperature, top_k, top_p)
     leaves, structure = jax.tree.flatten(model)
     arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
     statics = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
-    return _generate(
+    tokens, empty = _generate(
         arrays,
         prompt,
         lengths,
-        None if temperature == 0 else jnp.asarray(temperature, jnp.float32),
+        None if greedy else jnp.asarray(temperature, jnp.float32),
         None if top_p is None else jnp.asarray(top_p, jnp.float32),
-        None if temperature == 0 else rng,
+        None if greedy else rng,
         None if eos_id is None else jnp.asarray(eos_id, jnp.int32),
         statics=statics,
         structure=structure,
         max_new_tokens=max_new_tokens,
         top_k=top_k,
     )
+    vocabulary = empty.shape[-1]
+    if eos_id is not None and is_concrete(eos_id) and not 0 <= eos_id < vocabulary:
+        raise ValueError(f"eos_id must be a token, 0 to {vocabulary - 1}, got {eos_id}")
+    return tokens
 
 
 def _is_array(leaf: Any) -> bool:
@@ -138,4 +145,5 @@ def _generate(
 
     token, done = draw(last, 0, jnp.zeros((batch,), bool))
     _, rest = jax.lax.scan(advance, (token, done, state), jnp.arange(1, max_new_tokens))
-    return jnp.concatenate([token[None], rest]).T
+    # The size of the vocabulary, which nothing but the model's logits tells.
+    return jnp.concatenate([token[None], rest]).T, jnp.zeros((0, logits.shape[-1]))

@@ -28,7 +28,7 @@ def sample_token(
     Args:
       logits: `(..., V)`.
       rng: a `jax.random` key; needed with a temperature.
-      temperature: positive; None takes the likeliest token.
+      temperature: positive and finite; None takes the likeliest token.
       top_k: between 1 and V.
       top_p: in (0, 1].
 
@@ -67,8 +67,12 @@ def check_draw(rng: Any, temperature: Any, top_k: Any, top_p: Any) -> jax.Array:
             f"temperature={temperature} draws tokens and needs rng, a jax.random key, got {rng!r}; "
             "to take the likeliest one pass temperature=0 to generate, or None to sample_token"
         )
-    if is_concrete(temperature) and not np.all(np.asarray(temperature) > 0):
-        raise ValueError(f"temperature must be positive to draw tokens, got {temperature}")
+    if is_concrete(temperature):
+        divisor = np.asarray(temperature)
+        if not np.all((divisor > 0) & (divisor < np.inf)):
+            raise ValueError(
+                f"temperature must be positive and finite to draw tokens, got {temperature}"
+            )
     if top_k is not None and (not _checks.is_integer(top_k) or top_k < 1):
         raise ValueError(
             f"top_k must be an int between 1 and the vocabulary size, or None, got {top_k!r}"

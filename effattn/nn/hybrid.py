@@ -107,6 +107,11 @@ class HybridHeads(nnx.Module):
             if num_kv_heads is not None:
                 of_group = {"num_kv_heads": size // shared, **of_group}
             mechanism = registry.get(group["name"])
+            if not mechanism.mixer_takes("head_dim"):
+                raise ValueError(
+                    f"groups share out the heads of a layer, and the mixer of {mechanism.name!r} "
+                    "has no heads of head_dim features: give it a layer of its own"
+                )
             mixer = mechanism.build(
                 in_features,
                 size,

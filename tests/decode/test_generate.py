@@ -129,6 +129,18 @@ def test_the_same_key_draws_the_same_and_steps_draw_anew():
     assert len(set(np.asarray(first[0]).tolist())) > 4
 
 
+def test_numbers_may_be_traced():
+    model, rng, prompt = Counting(), jax.random.key(0), jnp.array([[3], [8]])
+
+    def draw(temperature, top_p, eos_id):
+        given = {"temperature": temperature, "top_p": top_p, "eos_id": eos_id}
+        return generate(model, prompt, max_new_tokens=5, rng=rng, **given)
+
+    drawn = draw(2.0, 0.9, 5)
+    assert not np.array_equal(drawn, draw(0.1, 0.9, 5))
+    np.testing.assert_array_equal(jax.jit(draw)(2.0, 0.9, 5), drawn)
+
+
 LOGITS = np.log(np.float32([0.4, 0.1, 0.3, 0.2]))
 
 
@@ -172,6 +184,7 @@ def test_draws_follow_the_cut_distribution(options, expected):
         ({"max_new_tokens": 2.0}, "max_new_tokens must be an int"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature must be 0 .* positive and finite, got inf"),
         ({"temperature": jnp.array([0.5, 1.0, 2.0])}, "one number for all rows"),
         ({"temperature": 1.0}, "needs rng"),
         ({"temperature": 1.0, "rng": 0}, "needs rng, a jax.random key, got 0"),
@@ -183,6 +196,8 @@ def test_draws_follow_the_cut_distribution(options, expected):
         ({"top_k": 3}, "temperature=0 takes the likeliest"),
         ({"eos_id": 1.5}, "eos_id must be an int"),
         ({"eos_id": [1, 2]}, "eos_id must be one number"),
+        ({"eos_id": 10}, "eos_id must be a token, 0 to 9, got 10"),
+        ({"eos_id": -1}, "eos_id must be a token, 0 to 9, got -1"),
     ],
 )
 def test_bad_arguments_are_named(changes, message):
@@ -201,6 +216,7 @@ def test_sampling_without_a_key_is_refused():
     [
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"temperature": -1.0}, "temperature must be positive"),
+        ({"temperature": float("inf")}, "temperature must be positive and finite"),
         ({"top_k": 5}, "vocabulary size 4"),
         ({"top_k": 2.5}, "top_k must be an int"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),

@@ -184,6 +184,10 @@ def test_dilation_and_windows_grow_with_depth():
         ),
         (lambda: make([{"name": "sotfmax", "num_heads": 6}]), "unknown mechanism 'sotfmax'"),
         (lambda: make(window=3), "'softmax' has no option window"),
+        (
+            lambda: make([{"name": "softmax", "num_heads": 2}, {"name": "hyena", "num_heads": 4}]),
+            "mixer of 'hyena' has no heads of head_dim features: give it a layer of its own",
+        ),
         (lambda: config(mixer={"heads": [{"num_heads": 6}]}), 'needs the mechanism\'s "name"'),
     ],
 )
