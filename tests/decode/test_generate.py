@@ -65,6 +65,7 @@ class Counting:
         self.traces = 0
 
     def init_state(self, batch, max_length):
+        self.room = max_length
         return jnp.zeros((batch,), jnp.int32)
 
     def extend(self, tokens, state, *, lengths=None):
@@ -75,6 +76,12 @@ class Counting:
 def test_any_object_with_init_state_and_extend_generates():
     tokens = generate(Counting(), jnp.array([[3], [8]]), max_new_tokens=3, temperature=0)
     np.testing.assert_array_equal(tokens, [[4, 5, 6], [9, 0, 1]])
+
+
+def test_the_state_has_room_for_all_tokens_but_the_last():
+    model = Counting()
+    generate(model, PROMPT, max_new_tokens=4, temperature=0)
+    assert model.room == 5 + 4 - 1
 
 
 def test_the_same_shapes_compile_once():
@@ -129,6 +136,16 @@ def test_the_same_key_draws_the_same_and_steps_draw_anew():
     assert len(set(np.asarray(first[0]).tolist())) > 4
 
 
+def test_each_token_is_drawn_with_noise_of_its_own():
+    """Also the first, of the prompt; of a thousand independent pairs of ten a tenth are equal."""
+    prompt = jnp.zeros((1000, 1), jnp.int32)
+    options = {"max_new_tokens": 3, "temperature": 1e4, "rng": jax.random.key(0)}
+    tokens = np.asarray(generate(Counting(), prompt, **options))
+    for first, second in [(0, 1), (1, 2), (0, 2)]:
+        # Four standard errors.
+        assert abs((tokens[:, first] == tokens[:, second]).mean() - 0.1) < 0.04
+
+
 def test_numbers_may_be_traced():
     model, rng, prompt = Counting(), jax.random.key(0), jnp.array([[3], [8]])
 
@@ -162,6 +179,9 @@ def draws(count=4000, **options):
         ({"temperature": 1.0, "top_p": 1e-6}, [1, 0, 0, 0]),
         ({"temperature": 1.0, "top_p": 1.0}, [0.4, 0.1, 0.3, 0.2]),
         ({"temperature": 1.0, "top_k": 3, "top_p": 0.5}, [4 / 7, 0, 3 / 7, 0]),
+        # The probability to reach is of what the temperature and top_k left.
+        ({"temperature": 0.5, "top_p": 0.8}, [0.64, 0, 0.36, 0]),
+        ({"temperature": 1.0, "top_k": 2, "top_p": 0.55}, [1, 0, 0, 0]),
     ],
     ids=str,
 )

@@ -104,6 +104,14 @@ def test_a_window_equals_its_mask_under_any_padding(padding):
     close(np.asarray(out)[some], np.asarray(call(nnx_layer(), X, mask))[some])
 
 
+def test_a_query_that_decodes_sits_at_the_last_key_that_is_not_masked():
+    query, key, value = floats(3, 2, 6, 4, 8)
+    attention_fn = as_attention_fn("sliding_window", local_window_size=(2, 0))
+    reached = np.array([[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]])[:, None, None, :]
+    out = attention_fn(query[:, :1], key, value, mask=PADDING)
+    close(out, nnx.dot_product_attention(query[:, :1], key, value, mask=reached))
+
+
 @pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_linear_attention_skips_padded_keys_wherever_they_are(is_causal):
     layer = nnx_layer(as_attention_fn("linear", is_causal=is_causal))

@@ -68,14 +68,20 @@ def mixer(request):
     return made(**MIXERS[request.param])
 
 
-def test_it_is_attention_between_projections():
-    mixer = made(use_bias=True)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_it_is_attention_between_projections(qk_norm):
+    mixer = made(use_bias=True, qk_norm=qk_norm)
     x = floats(2, 5, 16)
     query, key, value = (
         np.einsum("btd,dnh->btnh", x, layer.kernel[...]) + layer.bias[...]
         for layer in (mixer.query, mixer.key, mixer.value)
     )
     assert key.shape == (2, 5, 2, 4)
+    if qk_norm:
+        query, key = (
+            x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * norm.scale[...]
+            for x, norm in ((query, mixer.query_norm), (key, mixer.key_norm))
+        )
     heads = jax.jit(functools.partial(effattn.dot_product_attention, is_causal=True))
     y = np.einsum("btnh,nhd->btd", heads(query, key, value), mixer.out.kernel[...])
     close(call(mixer, x), y + mixer.out.bias[...])

@@ -105,7 +105,7 @@ def test_any_split_equals_the_whole(name):
 
 
 def test_unequal_prompts_continue_as_each_would_alone():
-    mixer = made(**MIXERS["own, rotary"])
+    mixer = made(**MIXERS["own, rotary"], score_mod=Alibi(4))
     x = floats(2, LENGTH, 16)
     lengths = np.array([7, 2])
     rows = np.arange(2)[:, None]

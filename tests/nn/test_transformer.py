@@ -282,6 +282,27 @@ def test_dropout_needs_rngs_and_is_off_without():
     np.testing.assert_array_equal(run(plain, jax.random.key(0)), call(plain, TOKENS))
 
 
+def test_all_that_drops_has_a_key_of_its_own(monkeypatch):
+    """The embeddings, what each sublayer adds, and the weights of the mixers."""
+    model = made(**{**PLAIN, "num_layers": 2}, mixer={"name": "softmax", "dropout_rate": 0.5})
+
+    @jax.jit
+    def run(model, key):
+        keys = []
+
+        def recorded(x, rate, key):
+            keys.append(jax.random.key_data(key))
+            return x
+
+        with monkeypatch.context() as patch:
+            patch.setattr("effattn.nn.transformer.dropout", recorded)
+            return model(TOKENS, rngs=key), jnp.stack(keys)
+
+    logits, keys = run(model, jax.random.key(0))
+    assert len(np.unique(keys, axis=0)) == len(keys) == 1 + 2 * 2
+    assert not np.allclose(logits, call(model, TOKENS))
+
+
 def test_dropout_keeps_the_mean_of_what_a_layer_adds():
     block, x = made(num_layers=1, dropout_rate=0.5).blocks[0], floats(1, 3, 16)
     # With the mixer's path alone, what is added is linear in the dropped elements.
@@ -364,6 +385,13 @@ def test_options_change_the_parameters_that_they_should():
     assert parameters(qk_norm=False) == expected - 2 * 8
     assert parameters(hidden_features=8) == expected - 2 * 3 * 16 * 40
     assert parameters(head_dim=8) == expected + 2 * (2 * 256 + 2 * 128 + 2 * 4)
+
+
+def test_logits_are_of_the_head_where_embeddings_are_not_tied():
+    model = made(**PLAIN, tie_embeddings=False)
+    logits = call(model, TOKENS)
+    model.head.kernel[...] *= 2
+    close(call(model, TOKENS), 2 * logits)
 
 
 def test_parallel_layers_read_the_same_input():
