@@ -372,6 +372,16 @@ def test_cross_attention_ignores_padding_and_other_segments(attention):
     first, second = (call_cross(mixer, x, context[:, keys]) for keys in (slice(2), slice(2, 4)))
     close(out[0], first[0])
     close(out[1, :3], call_cross(mixer, x, context)[1, :3])
+
+    @jax.jit
+    @jax.grad
+    def gradient(mixer, context):
+        return jnp.sum(mixer(x, context, context_lengths=context_lengths))
+
+    for of_nan, of_numbers in zip(
+        *(jax.tree.leaves(gradient(mixer, c)) for c in (nan, context)), strict=True
+    ):
+        close(of_nan, of_numbers)
     ids, context_ids = np.tile([1, 1, 2, 2, 0], (2, 1)), np.tile([1, 1, 2, 2, 0, 0, 0], (2, 1))
     packed = call_cross(mixer, x, context, segment_ids=ids, context_segment_ids=context_ids)
     close(packed[:, :2], first[:, :2])

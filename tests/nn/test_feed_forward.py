@@ -49,7 +49,8 @@ def test_chunks_change_nothing(chunk_size):
 
 def test_each_chunk_has_its_own_dropout():
     module = filled(lambda: Dropped(0.5))
-    x = np.ones((1, 12, FEATURES), np.float32)
+    # Three chunks, and the rest.
+    x = np.ones((1, 14, FEATURES), np.float32)
 
     @jax.jit
     def run(module, key):
@@ -58,6 +59,7 @@ def test_each_chunk_has_its_own_dropout():
 
     whole, chunked, y = map(np.asarray, run(module, jax.random.key(0)))
     assert not np.array_equal(y[:, :4] == 0, y[:, 4:8] == 0)
+    assert not np.array_equal(y[:, :2] == 0, y[:, 12:] == 0)
     np.testing.assert_allclose(y[y != 0], 2 * whole[y != 0], rtol=1e-6)
     assert not np.any(chunked == 0)
 

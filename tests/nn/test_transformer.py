@@ -16,6 +16,7 @@ from effattn.decode import ContiguousState, RecurrentState, RingState, generate
 from effattn.nn import (
     Block,
     EncoderDecoderConfig,
+    RotaryEmbedding,
     Transformer,
     TransformerConfig,
     TransformerLM,
@@ -507,6 +508,11 @@ def test_configurations_are_equal_by_the_values_of_arrays():
 def test_options_of_rotary_positions_need_these(option):
     with pytest.raises(ValueError, match=f"{option} is for rotary positions, .* 'alibi'"):
         make(positions="alibi", **{option: 2.0})
+
+
+def test_options_of_rotary_positions_reach_the_mixers():
+    model = made(**{**PLAIN, "positions": None}, rotary_theta=500.0, rotary_scaling=2.0)
+    assert model.blocks[0].mixer.rotary == RotaryEmbedding(500.0, 2.0)
 
 
 def test_a_mixer_that_cannot_do_what_the_model_asks_is_named():
