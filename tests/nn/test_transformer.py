@@ -14,6 +14,7 @@ import effattn
 from effattn import registry
 from effattn.decode import ContiguousState, RecurrentState, RingState, generate
 from effattn.nn import (
+    Alibi,
     Block,
     EncoderDecoderConfig,
     RotaryEmbedding,
@@ -510,9 +511,11 @@ def test_options_of_rotary_positions_need_these(option):
         make(positions="alibi", **{option: 2.0})
 
 
-def test_options_of_rotary_positions_reach_the_mixers():
+def test_positions_reach_the_mixers():
     model = made(**{**PLAIN, "positions": None}, rotary_theta=500.0, rotary_scaling=2.0)
     assert model.blocks[0].mixer.rotary == RotaryEmbedding(500.0, 2.0)
+    model = made(**{**PLAIN, "positions": "alibi"})
+    assert dict(model.blocks[0].mixer.options)["score_mod"] == Alibi(CONFIG.num_heads)
 
 
 def test_a_mixer_that_cannot_do_what_the_model_asks_is_named():
