@@ -68,6 +68,8 @@ def generate(
             raise ValueError(f"{name} must be one number for all rows, got {number}")
     if eos_id is not None and not jnp.issubdtype(jnp.result_type(eos_id), jnp.integer):
         raise ValueError(f"eos_id must be an int, the token that ends a row, got {eos_id!r}")
+    if eos_id is not None and is_concrete(eos_id) and eos_id < 0:
+        raise ValueError(f"eos_id must be a token, or None for no end, got {eos_id}")
     if is_concrete(temperature) and not 0 <= temperature < np.inf:
         raise ValueError(
             f"temperature must be 0 (greedy), or positive and finite, got {temperature}"
@@ -83,7 +85,7 @@ def generate(
     leaves, structure = jax.tree.flatten(model)
     arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
     statics = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
-    tokens, empty = _generate(
+    return _generate(
         arrays,
         prompt,
         lengths,
@@ -96,10 +98,6 @@ def generate(
         max_new_tokens=max_new_tokens,
         top_k=top_k,
     )
-    vocabulary = empty.shape[-1]
-    if eos_id is not None and is_concrete(eos_id) and not 0 <= eos_id < vocabulary:
-        raise ValueError(f"eos_id must be a token, 0 to {vocabulary - 1}, got {eos_id}")
-    return tokens
 
 
 def _is_array(leaf: Any) -> bool:
@@ -145,5 +143,4 @@ def _generate(
 
     token, done = draw(last, 0, jnp.zeros((batch,), bool))
     _, rest = jax.lax.scan(advance, (token, done, state), jnp.arange(1, max_new_tokens))
-    # The size of the vocabulary, which nothing but the model's logits tells.
-    return jnp.concatenate([token[None], rest]).T, jnp.zeros((0, logits.shape[-1]))
+    return jnp.concatenate([token[None], rest]).T
