@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from tests.laws import battery
-from tests.laws.battery import CALLED, FIRST_OF_FAMILY, OF_CORES, SQUARE
+from tests.laws.battery import FIRST_OF_FAMILY, MECHANISMS, OF_CORES, SQUARE
+from tests.marks import slow_but_for
 
 # XLA fuses products on the CPU for a library that ends the process at those of eight axes.
 UNFUSED = {"xla_cpu_experimental_ynn_fusion_type": ""}
+# One of each that refuses forward mode.
+REFUSING = [m for m in MECHANISMS if m.name in ("softmax", "linear", "nystrom", "routing")]
 
 
 @pytest.mark.parametrize("mechanism", OF_CORES, ids=str)
@@ -62,7 +65,7 @@ def test_vmap_over_any_argument(mechanism):
             battery.assert_close(here, alone, 1e-12 if all_claimed else 1e-5)
 
 
-@pytest.mark.parametrize("mechanism", CALLED, ids=str)
+@pytest.mark.parametrize("mechanism", slow_but_for(REFUSING, MECHANISMS), ids=str)
 def test_forward_mode_works_or_says_what_to_use(mechanism):
     """Eagerly, as what is said does not pass `jax.jit`."""
     arrays = battery.draw_plain(mechanism, 0)
