@@ -168,7 +168,7 @@ def scale(value: Any, head_size: int) -> float | jax.Array:
     if value is None:
         return float(head_size**-0.5)
     if not isinstance(value, jax.Array):
-        return _real("scale", value, "a number or an array of shape ()")
+        return real("scale", value, "a number or an array of shape ()")
     if value.shape != () or not jnp.isrealobj(value):
         raise ValueError(
             f"scale must be a number or an array of shape (), got {value.dtype} of shape "
@@ -177,17 +177,15 @@ def scale(value: Any, head_size: int) -> float | jax.Array:
     return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(jnp.float32)
 
 
-def positive(name: str, value: Any) -> float | None:
-    """A finite number above zero, or None."""
-    if value is None:
-        return None
-    number = _real(name, value, "a finite number above 0")
+def positive(name: str, value: Any) -> float:
+    """A finite number above zero."""
+    number = real(name, value, "a finite number above 0")
     if not 0 < number < float("inf"):
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
     return number
 
 
-def _real(name, value, needs):
+def real(name, value, needs):
     """A float of a number that is known, Python's or NumPy's."""
     scalar = isinstance(value, np.ndarray) and value.ndim == 0 and np.isrealobj(value)
     if isinstance(value, bool) or not (scalar or isinstance(value, numbers.Real)):
@@ -208,11 +206,17 @@ def shaped(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
 
 def dropout_rate(rate: Any, rng: Any) -> float:
     """A rate in [0, 1), with a key if it is above 0."""
-    number = _real("dropout_rate", rate, "a number in [0, 1)")
-    if not 0 <= number < 1:
-        raise ValueError(f"dropout_rate must be a number in [0, 1), got {rate!r}")
+    number = share("dropout_rate", rate)
     if number > 0 and not _is_key(rng):
         raise ValueError(f"dropout_rate={number} needs dropout_rng, a jax.random key, got {rng!r}")
+    return number
+
+
+def share(name: str, value: Any) -> float:
+    """A number in [0, 1)."""
+    number = real(name, value, "a number in [0, 1)")
+    if not 0 <= number < 1:
+        raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
     return number
 
 

@@ -14,6 +14,7 @@ def segment_ids_from_lengths(lengths: jax.Array, max_length: int) -> jax.Array:
     """One document a row, `lengths` `(*B)` tokens long: int32 ids `(*B, max_length)`, 1, then 0."""
     lengths = jnp.asarray(lengths)
     _check_integers("lengths", lengths)
+    max_length = _checks.at_least("max_length", max_length, 0, "tokens")
     return (jnp.arange(max_length) < lengths[..., None]).astype(jnp.int32)
 
 
@@ -34,6 +35,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total_length: int) -> jax
         raise ValueError(
             f"cu_seqlens must be one-dimensional with at least 2 entries, got {cu_seqlens.shape}"
         )
+    total_length = _checks.at_least("total_length", total_length, 0, "tokens")
     cu_seqlens = _checks.counts(cu_seqlens)
     token = jnp.arange(total_length, dtype=jnp.int32)
     ids = jnp.searchsorted(cu_seqlens, token, side="right").astype(jnp.int32)
@@ -42,6 +44,10 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total_length: int) -> jax
 
 def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     """Each token's position within its own run of ids: int32 `(*B, T)`, 0 at a document's start."""
+    segment_ids = jnp.asarray(segment_ids)
+    _check_integers("segment_ids", segment_ids)
+    if segment_ids.ndim < 1:
+        raise ValueError(f"segment_ids must have shape (*batch, length), got {segment_ids.shape}")
     index = jnp.broadcast_to(jnp.arange(segment_ids.shape[-1], dtype=jnp.int32), segment_ids.shape)
     border = segment_ids[..., 1:] != segment_ids[..., :-1]
     starts = jnp.where(border, index[..., 1:], 0)

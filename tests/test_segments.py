@@ -74,6 +74,22 @@ def test_all_take_traced_arrays():
             lambda: effattn.segment_ids_from_cu_seqlens(np.array([0]), 3),
             r"at least 2 entries, got \(1,\)",
         ),
+        (
+            lambda: effattn.segment_ids_from_lengths(np.array([1]), 1.5),
+            "max_length must be an int, 0 or more tokens, got 1.5",
+        ),
+        (
+            lambda: effattn.segment_ids_from_cu_seqlens(np.array([0, 1]), -1),
+            "total_length must be an int, 0 or more tokens, got -1",
+        ),
+        (
+            lambda: effattn.positions_from_segment_ids(np.ones((2, 3))),
+            "segment_ids must be integers, got dtype float",
+        ),
+        (
+            lambda: effattn.positions_from_segment_ids(1),
+            r"segment_ids must have shape \(\*batch, length\), got \(\)",
+        ),
     ],
 )
 def test_says_what_it_got_and_needs(call, message):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks
-from effattn.decode.sampling import check_draw, sample_token
+from effattn.decode.sampling import check_draw, is_number, sample_token
 from effattn.decode.state import is_concrete, new_lengths
 
 
@@ -63,9 +63,11 @@ def generate(
             f"got lengths {np.asarray(lengths).tolist()}"
         )
     max_new_tokens = _checks.at_least("max_new_tokens", max_new_tokens, 1, "tokens")
-    for name, number in (("temperature", temperature), ("top_p", top_p), ("eos_id", eos_id)):
-        if number is not None and np.ndim(number):
-            raise ValueError(f"{name} must be one number for all rows, got {number}")
+    optional = {"top_p": top_p, "eos_id": eos_id}
+    given = {name: number for name, number in optional.items() if number is not None}
+    for name, number in {"temperature": temperature, **given}.items():
+        if np.ndim(number) or not is_number(number):
+            raise ValueError(f"{name} must be one number for all rows, got {number!r}")
     if eos_id is not None and not jnp.issubdtype(jnp.result_type(eos_id), jnp.integer):
         raise ValueError(f"eos_id must be an int, the token that ends a row, got {eos_id!r}")
     if eos_id is not None and is_concrete(eos_id) and eos_id < 0:

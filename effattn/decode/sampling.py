@@ -1,5 +1,6 @@
 """Choosing the next token from logits."""
 
+import numbers
 from typing import Any
 
 import jax
@@ -60,6 +61,11 @@ def sample_token(
     return jax.random.categorical(rng, logits, axis=-1).astype(jnp.int32)
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a number, or an array of them."""
+    return isinstance(value, jax.Array | np.ndarray | numbers.Real)
+
+
 def check_draw(rng: Any, temperature: Any, top_k: Any, top_p: Any) -> jax.Array:
     """The key; `ValueError` for what no token can be drawn with, where its value is known."""
     if not isinstance(rng, jax.Array | np.ndarray):
@@ -67,6 +73,9 @@ def check_draw(rng: Any, temperature: Any, top_k: Any, top_p: Any) -> jax.Array:
             f"temperature={temperature} draws tokens and needs rng, a jax.random key, got {rng!r}; "
             "to take the likeliest one pass temperature=0 to generate, or None to sample_token"
         )
+    for name, number in (("temperature", temperature), ("top_p", top_p)):
+        if number is not None and not is_number(number):
+            raise ValueError(f"{name} must be a number, got {number!r}")
     if is_concrete(temperature):
         divisor = np.asarray(temperature)
         if not np.all((divisor > 0) & (divisor < np.inf)):

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from effattn import _checks
+
 
 class State(Protocol):
     """What every decode state has: a pytree that says how many tokens each row has seen."""
@@ -87,6 +89,12 @@ def check_capacity(length: jax.Array, lengths: jax.Array, capacity: int) -> None
             )
 
 
+def check_sizes(batch: Any, max_length: Any) -> None:
+    """`ValueError` unless there can be a state of so many rows and tokens."""
+    _checks.at_least("batch", batch, 0, "rows")
+    _checks.at_least("max_length", max_length, 0, "tokens")
+
+
 def check_state(state: Any, kind: type[Any], batch: int) -> None:
     """`ValueError` unless `state` is of that kind and for that many rows."""
     if not isinstance(state, kind):
@@ -94,6 +102,11 @@ def check_state(state: Any, kind: type[Any], batch: int) -> None:
             f"state must be the {kind.__name__} that init_state returned, "
             f"got {type(state).__name__}"
         )
+    check_rows(state, batch)
+
+
+def check_rows(state: Any, batch: int) -> None:
+    """`ValueError` unless `state` is for that many rows."""
     if state.length.shape != (batch,):
         raise ValueError(
             f"state has length of shape {state.length.shape} and cannot be extended by {batch} "

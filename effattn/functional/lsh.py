@@ -142,8 +142,11 @@ def lsh_rotations(
       `(num_heads, num_rounds, head_dim, sum of the factors of num_buckets / 2)`, standard normal.
 
     Raises:
-      ValueError: a number of buckets that is odd, and not 1.
+      ValueError: a number of buckets that is odd, and not 1, or another that is no number.
     """
+    num_rounds = _checks.at_least("num_rounds", num_rounds, 1)
+    head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
+    num_heads = _checks.at_least("num_heads", num_heads, 1)
     columns = sum(factors_of(num_buckets)) // 2
     return jax.random.normal(rng, (num_heads, num_rounds, head_dim, columns), dtype)
 

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.functional import block
 
 
@@ -97,9 +97,10 @@ def sigmoid_attention(
     )
     if logit_bias is None:
         logit_bias = -math.log(max(key.shape[-3], 1))
-    if not math.isfinite(logit_bias):
+    added = _checks.real("logit_bias", logit_bias, "a finite number")
+    if not math.isfinite(added):
         raise ValueError(f"logit_bias must be a finite number, got {logit_bias}")
-    score = block.Then(score_mod, add=float(logit_bias))
+    score = block.Then(score_mod, add=added)
     given = dataclasses.replace(given, score_mod=score, activation="sigmoid")
     with jax.named_scope("sigmoid_attention"):
         return block.attend(query, key, value, given)[0]

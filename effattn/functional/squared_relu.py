@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.functional import block
 
 
@@ -96,9 +96,7 @@ def squared_relu_attention(
     )
     if divisor is None:
         divisor = max(key.shape[-3], 1)
-    if not divisor > 0:
-        raise ValueError(f"divisor must be positive, got {divisor}")
-    score = block.Then(score_mod, multiply=float(divisor) ** -0.5)
+    score = block.Then(score_mod, multiply=_checks.positive("divisor", divisor) ** -0.5)
     given = dataclasses.replace(given, score_mod=score, activation="squared_relu")
     with jax.named_scope("squared_relu_attention"):
         return block.attend(query, key, value, given)[0]

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import _checks, registry
-from effattn.decode.state import new_lengths
+from effattn.decode.state import check_rows, check_sizes, new_lengths
 from effattn.nn import initializers
 from effattn.nn.binding import Binding, bind
 from effattn.nn.dropout import check_dropout_rate, dropout_key
@@ -259,7 +259,7 @@ class SelfAttention(_Attention):
         self, x: jax.Array, lengths: jax.Array | None, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, dict[str, Any]]:
         """Whole sequences: x, zero in the padding; positions; keywords of the function."""
-        check_tokens("x", x, self.in_features)
+        x = tokens_of("x", x, self.in_features)
         batch, time = x.shape[:2]
         padding, valid = padding_of(self.binding, batch, time, lengths, segment_ids)
         if self.is_causal and self.binding.takes("is_causal"):
@@ -277,12 +277,13 @@ class SelfAttention(_Attention):
         self, x: jax.Array, state: Any, lengths: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Tokens after those of the state: x, zero in the padding; positions; lengths."""
-        check_tokens("x", x, self.in_features)
+        x = tokens_of("x", x, self.in_features)
         batch, time = x.shape[:2]
         if not hasattr(state, "length"):
             raise ValueError(
                 f"state must be one that init_state returned, got {type(state).__name__}"
             )
+        check_rows(state, batch)
         self._check_shapes(state, batch)
         if lengths is not None:
             lengths = new_lengths(lengths, batch, time)
@@ -298,7 +299,7 @@ class SelfAttention(_Attention):
 
         small = jax.eval_shape(lambda: self.init_state(batch, 1))
         got, least = shapes(state), shapes(small)
-        if got == least or state.length.shape != (batch,):
+        if got == least:
             return
         # What differs between these is as large as the state has room for.
         large = jax.eval_shape(lambda: self.init_state(batch, _MANY_TOKENS))
@@ -332,6 +333,7 @@ class SelfAttention(_Attention):
             are not bound by it.
           dtype: of cached keys and values; default the module's.
         """
+        check_sizes(batch, max_length)
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
         token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
@@ -366,6 +368,7 @@ class SelfAttention(_Attention):
 
     def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """`extend` by one token, x `(B, 1, D)`."""
+        x = tokens_of("x", x, self.in_features)
         if x.shape[1] != 1:
             raise ValueError(f"step takes one token, x (B, 1, D), got x of shape {x.shape}")
         return self.extend(x, state)
@@ -501,7 +504,7 @@ class CrossAttention(_Attention):
           lengths: `(B,)` int, its valid tokens.
           segment_ids: `(B, S)` int; 0 is padding.
         """
-        check_tokens("context", context, self.context_features)
+        context = tokens_of("context", context, self.context_features)
         batch, size = context.shape[:2]
         _, valid = padding_of(self.binding, batch, size, lengths, segment_ids, "context_")
         return self._project_keys(zero_padding(context, valid))
@@ -520,8 +523,9 @@ class CrossAttention(_Attention):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
         """`(B, T, D)`, from x to the keys and values that `project_context` made of a context."""
-        check_tokens("x", x, self.in_features)
+        x = tokens_of("x", x, self.in_features)
         batch, time = x.shape[:2]
+        self._check_projected(key, value)
         padding, valid = padding_of(self.binding, batch, time, lengths, segment_ids)
         of_context, _ = padding_of(
             self.binding, batch, key.shape[1], context_lengths, context_segment_ids, "context_"
@@ -540,6 +544,16 @@ class CrossAttention(_Attention):
         self.binding.check_complete(keywords)
         out = self.attention(query, key, value, **keywords)
         return self.out(out)
+
+    def _check_projected(self, key, value):
+        heads = (self.num_kv_heads, self.head_dim)
+        for name, array in (("key", key), ("value", value)):
+            shape = np.shape(array)
+            if len(shape) != 4 or shape[2:] != heads:
+                raise ValueError(
+                    f"{name} must be what project_context returned, (B, S, {heads[0]}, {heads[1]}),"
+                    f" got shape {shape}"
+                )
 
     def _placed(self, offset: jax.Array, x: jax.Array, key: jax.Array) -> dict[str, Any]:
         """Keywords that say where the tokens of x stand, if it matters to the mechanism."""
@@ -579,10 +593,12 @@ def key_heads(num_heads: int, num_kv_heads: int | None) -> int:
     return num_kv_heads
 
 
-def check_tokens(name: str, x: jax.Array, features: int) -> None:
-    """`ValueError` unless x is `(batch, length, features)`."""
+def tokens_of(name: str, x: Any, features: int) -> jax.Array:
+    """x as an array; `ValueError` unless it is `(batch, length, features)`."""
+    x = jnp.asarray(x)
     if x.ndim != 3 or x.shape[-1] != features:
         raise ValueError(f"{name} must have shape (batch, length, {features}), got {x.shape}")
+    return x
 
 
 def padding_of(
@@ -599,21 +615,24 @@ def padding_of(
     if lengths is not None:
         binding.require("lengths", f"{prefix}lengths")
         lengths = jnp.asarray(lengths)
-        if lengths.shape != (batch,):
-            raise ValueError(f"{prefix}lengths must have shape ({batch},), got {lengths.shape}")
+        _check_integers(f"{prefix}lengths", lengths, (batch,))
         keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
         valid = jnp.arange(time) < lengths[:, None]
     if segment_ids is not None:
         binding.require("segments", f"{prefix}segment_ids")
         segment_ids = jnp.asarray(segment_ids)
-        if segment_ids.shape != (batch, time):
-            raise ValueError(
-                f"{prefix}segment_ids must have shape ({batch}, {time}), got {segment_ids.shape}"
-            )
+        _check_integers(f"{prefix}segment_ids", segment_ids, (batch, time))
         keywords["segment_ids"] = segment_ids
         nonzero = segment_ids != 0
         valid = nonzero if valid is None else valid & nonzero
     return keywords, valid
+
+
+def _check_integers(name, array, shape):
+    if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} must be integers of shape {shape}, got {array.dtype} of shape {array.shape}"
+        )
 
 
 def zero_padding(x: jax.Array, valid: jax.Array | None) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn import _checks
+from effattn.decode.state import check_sizes
 from effattn.nn import initializers
 from effattn.nn.attention import SelfAttention
 
@@ -77,6 +78,7 @@ class BasedSelfAttention(SelfAttention):
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
         """The empty decode state; arguments as in `SelfAttention.init_state`."""
+        check_sizes(batch, max_length)
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
         sizes = self.num_kv_heads, self.feature_dim, self.value_dim

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from effattn import _checks
+
 
 def dropout_key(rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> jax.Array | None:
     """One key from what a caller passes as `rngs`: `nnx.Rngs`, a stream, a key, or nothing."""
@@ -24,5 +26,4 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 def check_dropout_rate(rate: float) -> None:
     """`ValueError` unless the rate is in [0, 1)."""
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+    _checks.share("dropout_rate", rate)

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from effattn import registry
 from effattn.decode.state import check_state, new_lengths
 from effattn.nn import initializers
-from effattn.nn.attention import CrossAttention, check_tokens
+from effattn.nn.attention import CrossAttention, tokens_of
 from effattn.nn.dropout import dropout_key
 from effattn.nn.equality import same_fields
 from effattn.nn.transformer import (
@@ -268,7 +269,7 @@ class EncoderDecoder(nnx.Module):
           dtype: of the decoder's caches; default the decoder's.
           lengths: `(B,)` int, valid tokens of the source; default all.
         """
-        check_tokens("encoded", encoded, self.config.encoder.features)
+        encoded = tokens_of("encoded", encoded, self.config.encoder.features)
         return EncoderDecoderState(
             contexts=self._contexts(encoded, lengths),
             decoder=self.decoder.init_state(encoded.shape[0], max_length, dtype),
@@ -287,6 +288,7 @@ class EncoderDecoder(nnx.Module):
         Returns:
           `(logits (B, T, V), state)`.
         """
+        tokens = jnp.asarray(tokens)
         check_state(state, EncoderDecoderState, tokens.shape[0])
         features, decoder = self.decoder._extend(tokens, state.decoder, lengths, state.contexts)
         return self.decoder._logits(features), dataclasses.replace(state, decoder=decoder)
@@ -295,6 +297,7 @@ class EncoderDecoder(nnx.Module):
         self, tokens: jax.Array, state: EncoderDecoderState
     ) -> tuple[jax.Array, EncoderDecoderState]:
         """`extend` by one token, `(B, 1)`."""
+        tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or tokens.shape[1] != 1:
             raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
         return self.extend(tokens, state)

@@ -56,8 +56,7 @@ class GatedLinearAttention(SelfAttention):
                 "GatedLinearAttention has no option log_decay; it makes the decays of each token"
             )
         rank = _checks.at_least("gate_rank", gate_rank, 1, "features")
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
+        temperature = _checks.positive("temperature", temperature)
         if head_dim is None:
             share = default_head_dim(in_features, num_heads)
             head_dim, value_dim = max(share // 2, 1), share if value_dim is None else value_dim

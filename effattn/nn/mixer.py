@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn.decode.state import check_state, new_lengths
-from effattn.nn.attention import check_tokens, padding_of, zero_padding
+from effattn.decode.state import check_sizes, check_state, new_lengths
+from effattn.nn.attention import padding_of, tokens_of, zero_padding
 from effattn.nn.binding import Binding
 
 
@@ -68,7 +68,7 @@ class Mixer(nnx.Module):
         Returns:
           `(B, T, D)`. Nothing in the padding reaches the other tokens.
         """
-        check_tokens("x", x, self.in_features)
+        x = tokens_of("x", x, self.in_features)
         batch, time = x.shape[:2]
         _, valid = padding_of(self.binding, batch, time, lengths, segment_ids)
         return self._mix_all(zero_padding(x, valid), lengths, segment_ids)
@@ -97,6 +97,7 @@ class CausalMixer(Mixer):
           dtype: of what is kept of tokens themselves; default the module's.
         """
         self._check_causal()
+        check_sizes(batch, max_length)
         return self._empty(batch, max_length, self._kept_in(dtype))
 
     def _empty(self, batch: int, max_length: int, dtype: Any) -> Any:
@@ -141,7 +142,7 @@ class CausalMixer(Mixer):
         Returns:
           `(y (B, T, D), state)`.
         """
-        check_tokens("x", x, self.in_features)
+        x = tokens_of("x", x, self.in_features)
         batch, time = x.shape[:2]
         self._check_causal()
         check_state(state, self._state, batch)
@@ -153,6 +154,7 @@ class CausalMixer(Mixer):
 
     def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """`extend` by one token, x `(B, 1, D)`."""
+        x = tokens_of("x", x, self.in_features)
         if x.shape[1] != 1:
             raise ValueError(f"step takes one token, x (B, 1, D), got x of shape {x.shape}")
         return self.extend(x, state)

@@ -13,7 +13,7 @@ from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import new_lengths
 from effattn.nn import initializers
 from effattn.nn.activations import sigmoid, tanh
-from effattn.nn.attention import default_head_dim
+from effattn.nn.attention import default_head_dim, tokens_of
 from effattn.nn.mixer import CausalMixer
 
 
@@ -138,6 +138,7 @@ class RecurrentMemoryAttention(CausalMixer):
         Raises:
           ValueError: shapes that do not fit.
         """
+        x = tokens_of("x", x, self.in_features)
         batch, time, features = x.shape
         if time % self.segment_size or not time:
             raise ValueError(

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from effattn import _checks
+
 
 @dataclasses.dataclass(frozen=True)
 class RotaryEmbedding:
@@ -26,8 +28,7 @@ class RotaryEmbedding:
 
     def __post_init__(self):
         for name in ("theta", "scaling"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"rotary {name} must be positive, got {getattr(self, name)}")
+            _checks.positive(f"rotary {name}", getattr(self, name))
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Rotates queries or keys.

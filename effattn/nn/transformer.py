@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from effattn import registry
-from effattn.decode.state import check_capacity, check_state, is_concrete, new_lengths
+from effattn import _checks, registry
+from effattn.decode.state import check_capacity, check_sizes, check_state, is_concrete, new_lengths
 from effattn.nn import initializers
 from effattn.nn.alibi import Alibi
 from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
@@ -101,12 +101,10 @@ class TransformerConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "features", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            _checks.at_least(name, getattr(self, name), 1)
         for name in ("num_kv_heads", "head_dim", "hidden_features", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or None, got {value}")
+            if getattr(self, name) is not None:
+                _checks.at_least(name, getattr(self, name), 1, "or None")
         if self.positions not in (None, *_POSITIONS):
             raise ValueError(
                 f"positions must be one of {', '.join(_POSITIONS)}, got {self.positions!r}"
@@ -363,7 +361,7 @@ class Transformer(nnx.Module):
 
         `before` is called with each block and what it is about to be called with.
         """
-        _check_tokens(tokens)
+        tokens = _tokens_of(tokens)
         batch, time = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(time), tokens.shape)
         valid = None
@@ -399,7 +397,7 @@ class Transformer(nnx.Module):
 
     def _extend(self, tokens, state, lengths, *contexts):
         """The features of more tokens, and the state after them."""
-        _check_tokens(tokens)
+        tokens = _tokens_of(tokens)
         batch, time = tokens.shape
         check_state(state, TransformerState, batch)
         if len(state.layers) != len(self.blocks):
@@ -492,6 +490,7 @@ class TransformerLM(Transformer):
             raise ValueError(
                 "a bidirectional TransformerLM cannot decode; configure it with is_causal=True"
             )
+        check_sizes(batch, max_length)
         if self.positions is not None and max_length > self.positions.num_embeddings:
             raise ValueError(
                 f"max_length={max_length} was asked for, and there are only "
@@ -522,6 +521,7 @@ class TransformerLM(Transformer):
         self, tokens: jax.Array, state: TransformerState
     ) -> tuple[jax.Array, TransformerState]:
         """`extend` by one token, `(B, 1)`."""
+        tokens = jnp.asarray(tokens)
         if tokens.ndim != 2 or tokens.shape[1] != 1:
             raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
         return self.extend(tokens, state)
@@ -587,11 +587,13 @@ def _logits_dtype(config: TransformerConfig) -> Any:
     return jnp.promote_types(dtypes_of(config)["dtype"], jnp.float32)
 
 
-def _check_tokens(tokens: jax.Array) -> None:
+def _tokens_of(tokens: Any) -> jax.Array:
+    tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"tokens must be integers of shape (B, T), got {tokens.dtype} of shape {tokens.shape}"
         )
+    return tokens
 
 
 def _check_documents(positions: jax.Array, learned: int) -> None:

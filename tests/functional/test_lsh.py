@@ -386,6 +386,11 @@ def test_wrong_arguments_are_named(given, message):
         jax.eval_shape(lambda: lsh_attention(**arguments))
 
 
+def test_rotations_of_wrong_sizes_are_named():
+    with pytest.raises(ValueError, match="num_rounds must be an int, 1 or more, got 2.5"):
+        lsh_rotations(jax.random.key(0), 2.5, 4, 6)
+
+
 @pytest.mark.slow
 def test_forward_mode_says_what_to_use():
     """Eagerly, as what is said does not pass `jax.jit`."""

@@ -415,6 +415,11 @@ def test_what_is_not_claimed_is_refused_with_advice(mixer):
     for capability, call in refusals.items():
         if not mixer.has(capability):
             refused(call, f"was given, but .* lacks '{capability}'")
+    if mixer.has("lengths"):
+        refused(lambda: made()(x, lengths=np.full(ROWS, 1.5)), "lengths must be integers")
+    if mixer.has("segments"):
+        ids = np.ones((ROWS, LENGTH), bool)
+        refused(lambda: made()(x, segment_ids=ids), "segment_ids must be integers")
     refused(lambda: made()(x[..., :3]), r"x must have shape \(batch, length, 8\)")
     refused(
         lambda: SelfAttention(FEATURES, mixers.HEADS, mixer.name, rngs=nnx.Rngs(0)),
@@ -432,6 +437,8 @@ def test_what_is_not_claimed_is_refused_with_advice(mixer):
         refused(lambda: made().extend(x, ()), "state must be the .* that init_state returned")
         refused(lambda: extend(x[:2]), "cannot be extended by 2 rows")
         refused(lambda: made().step(x, made().init_state(ROWS, LENGTH)), "step takes one token")
+        refused(lambda: made().init_state(-1, LENGTH), "batch must be an int, 0 or more rows")
+        refused(lambda: made().init_state(ROWS, None), "max_length must be an int, 0 or more")
         refused(extend_another, "shape")
         if mixer.has("bidirectional"):
             refused(lambda: extend(x, is_causal=False), "cannot decode")

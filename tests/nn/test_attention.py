@@ -274,7 +274,7 @@ def test_bfloat16_computes_with_float32_parameters_and_gradients():
             "is_causal cannot be an option",
         ),
         ({"attention": "linear", "dropout_rate": 0.1}, "'linear' lacks 'dropout'.*softmax"),
-        ({"dropout_rate": 1.0}, r"dropout_rate must be in \[0, 1\), got 1.0"),
+        ({"dropout_rate": 1.0}, r"dropout_rate must be a number in \[0, 1\), got 1.0"),
         ({"rotary": 10000.0}, "rotary must be a RotaryEmbedding"),
         ({"rotary": RotaryEmbedding(), "head_dim": 3}, "even head size, got 3"),
     ],
@@ -343,12 +343,15 @@ def test_bad_inputs_are_named():
     mixer = made()
     with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 16\)"):
         mixer(floats(2, 4, 8))
-    with pytest.raises(ValueError, match=r"lengths must have shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"lengths must be integers of shape \(2,\)"):
         mixer(floats(2, 4, 16), lengths=np.array([1]))
-    with pytest.raises(ValueError, match=r"segment_ids must have shape \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"segment_ids must be integers of shape \(2, 4\)"):
         mixer(floats(2, 4, 16), segment_ids=np.ones((2, 3), np.int32))
     with pytest.raises(ValueError, match="is_causal=True"):
         made(is_causal=False).init_state(2, 4)
+    rotating = made(rotary=RotaryEmbedding())
+    with pytest.raises(ValueError, match="cannot be extended by 1 rows"):
+        rotating.extend(floats(1, 4, 16), rotating.init_state(2, 4))
 
 
 def make_cross(**options):
@@ -397,5 +400,9 @@ def test_cross_attention_drops_out_and_names_bad_inputs():
         mixer(x, x)
     with pytest.raises(ValueError, match="given together"):
         mixer(x, context, segment_ids=np.ones((2, 5), np.int32))
-    with pytest.raises(ValueError, match="context_lengths must have shape"):
+    with pytest.raises(ValueError, match="context_lengths must be integers of shape"):
         mixer(x, context, context_lengths=np.array([1, 2, 3]))
+    key, value = mixer.project_context(context)
+    for wrong in ((context, value), (key, value[..., :3])):
+        with pytest.raises(ValueError, match=r"must be what project_context returned, .* \(2, 7"):
+            mixer.attend(x, *wrong)

@@ -66,6 +66,8 @@ def test_gradients_pass_within_a_call():
 def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="whole segments of 4 tokens, got 7 tokens"):
         made().mix_segments(X[:, :7])
+    with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 8\), got \(12, 8\)"):
+        made().mix_segments(X[0])
     with pytest.raises(ValueError, match=r"memory must be floating point of shape \(2, 3, 8\)"):
         made().mix_segments(X, np.ones((2, 4, 8)))
     with pytest.raises(ValueError, match="num_slots must be an int, 1 or more slots, got 0"):

@@ -265,7 +265,7 @@ def test_wrong_options_of_the_decays_are_named():
         make(GatedLinearAttention, log_decay=np.zeros(2))
     with pytest.raises(ValueError, match="gate_rank must be an int, 1 or more features, got 0"):
         make(GatedLinearAttention, gate_rank=0)
-    with pytest.raises(ValueError, match="temperature must be positive, got 0"):
+    with pytest.raises(ValueError, match="temperature must be a finite number above 0, got 0"):
         make(GatedLinearAttention, temperature=0)
 
 

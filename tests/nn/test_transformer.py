@@ -427,6 +427,8 @@ def test_learned_positions_end():
     assert np.isfinite(call(model, TOKENS, lengths=np.array([9, 5]), segment_ids=ids)[1, :5]).all()
     with pytest.raises(ValueError, match="max_length=5"):
         model.init_state(2, 5)
+    with pytest.raises(ValueError, match="max_length must be an int, 0 or more tokens, got None"):
+        model.init_state(2, None)
     linear = made(positions="learned", max_length=4, mixer="linear")
     with pytest.raises(ValueError, match="holds 4 tokens a row and 5 are needed"):
         linear.extend(TOKENS[:, :5], linear.init_state(2, 4))
@@ -439,6 +441,8 @@ def test_step_is_extend_by_one():
     np.testing.assert_array_equal(
         step(model, TOKENS[:, :1], state)[0], extend(model, TOKENS[:, :1], state)[0]
     )
+    from_list = step(model, TOKENS[:, :1].tolist(), state)[0]
+    np.testing.assert_array_equal(from_list, step(model, TOKENS[:, :1], state)[0])
     with pytest.raises(ValueError, match="one token"):
         model.step(TOKENS, state)
 
@@ -464,8 +468,8 @@ def test_bad_inputs_are_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
-        ({"hidden_features": 0}, "hidden_features must be at least 1 or None"),
+        ({"vocab_size": 0}, "vocab_size must be an int, 1 or more, got 0"),
+        ({"hidden_features": 0}, "hidden_features must be an int, 1 or more or None, got 0"),
         ({"positions": "sinusoidal"}, "positions must be one of rotary"),
         ({"positions": "learned"}, "learned positions need max_length"),
         ({"mixer": "sofmax"}, "unknown mechanism 'sofmax'"),
@@ -476,7 +480,9 @@ def test_bad_inputs_are_named():
         ({"mixer": ("softmax", None)}, "mixer must be a registered name, .* got None"),
         ({"mixer": {"heads": []}}, "mixer .* one or more mappings"),
         ({"mixer": {"heads": {"name": "softmax"}}}, "mixer .* one or more mappings"),
-        ({"dropout_rate": 1.5}, r"dropout_rate must be in \[0, 1\)"),
+        ({"max_length": 1.5}, "max_length must be an int, 1 or more or None, got 1.5"),
+        ({"dropout_rate": 1.5}, r"dropout_rate must be a number in \[0, 1\), got 1.5"),
+        ({"dropout_rate": None}, r"dropout_rate must be a number in \[0, 1\), got None"),
         ({"remat": True, "remat_policy": "save_only_these_names"}, "remat_policy must be one of"),
         ({"remat_policy": "dots_saveable"}, "needs remat=True"),
     ],
