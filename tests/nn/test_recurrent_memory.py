@@ -1,5 +1,7 @@
 """The memory between calls, and where gradients stop."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,17 @@ def test_gradients_stop_between_calls_where_asked(stop, second):
     mixer = made(stop_gradient=stop)
     of_x = jax.jit(jax.grad(lambda x: jnp.sum(second(mixer, x) ** 2)))(X[:, :8])
     assert np.any(of_x[:, :4]) != stop and np.any(of_x[:, 4:])
+
+
+def test_gradients_stop_at_a_state_that_is_given():
+    mixer = made(stop_gradient=True)
+    state = mixer.init_state(2, 0)
+
+    def total(carried):
+        return jnp.sum(mixer.extend(X[:, :1], dataclasses.replace(state, state=carried))[0])
+
+    for gradient in jax.jit(jax.grad(total))(state.state):
+        assert not np.any(gradient)
 
 
 def test_gradients_pass_within_a_call():

@@ -55,6 +55,13 @@ def plainly(stack, x1, x2, key=None, **padding):
     return x1, x2
 
 
+class Noise(nnx.Module):
+    """As cheap as what draws can be."""
+
+    def __call__(self, x, *, rngs):
+        return x * jax.random.normal(rngs, x.shape)
+
+
 def draw(seed, length=LENGTH):
     return floats(2, length, FEATURES, seed=seed)
 
@@ -87,6 +94,20 @@ def test_it_is_the_plain_stack(depth, rate):
     if rate:
         other = run(reversibly, jax.random.key(4))
         assert np.abs(other[0][0] - ours[0][0]).max() > 0.1
+
+
+def test_each_layer_draws_with_a_key_of_its_own():
+    """The same forward and backward."""
+    layers = ReversibleStack((Noise(), Noise()))
+    streams, key = (draw(0), draw(1)), jax.random.key(3)
+
+    @jax.jit
+    def run(*streams):
+        ours = jax.vjp(lambda *xs: layers(*xs, rngs=key), *streams)
+        expected = jax.vjp(lambda *xs: plainly(layers, *xs, key), *streams)
+        return [(results, pull_back((draw(7), draw(8)))) for results, pull_back in (ours, expected)]
+
+    close(*run(*streams))
 
 
 @pytest.mark.slow
