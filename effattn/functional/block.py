@@ -111,6 +111,8 @@ def check(
     pairs = (*batch, heads, queries, keys)
     if bias is not None:
         bias = _checks.broadcastable("bias", bias, pairs)
+        if jnp.issubdtype(bias.dtype, jnp.integer):
+            bias = bias.astype(jnp.promote_types(query.dtype, jnp.float32))
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise ValueError(f"bias must be floating point, got dtype {bias.dtype}")
     if mask is not None:

@@ -105,9 +105,9 @@ def test_in_half_precision_is_as_near_the_truth_as_the_definition(dtype, x64):
         assert errors[0] <= 2 * errors[1]
 
 
-def test_bias_and_mask_are_positional_as_in_jax_nn():
+def test_bias_and_mask_are_positional_and_a_bias_may_be_of_integers_as_in_jax_nn():
     arrays = draw(key_heads=4, value_size=3, dtype=np.float32)
-    args = (*arrays.values(), BIAS, MASK)
+    args = (*arrays.values(), np.round(BIAS).astype(np.int32), MASK)
     ours, expected = jax.jit(dot_product_attention), jax.jit(jax.nn.dot_product_attention)
     assert_close(ours(*args), expected(*args), 5e-6)
 
