@@ -110,6 +110,8 @@ def train(
     rng, seconds = np.random.default_rng(seed), 0.0
     curve: list[dict[str, Any]] = []
     written = np.zeros(0)
+    # Compiling is no time of training.
+    jax.block_until_ready(step(params, state, pairs.train.take(np.zeros(batch, int))))
     started = time.perf_counter()
     for number in range(1, steps + 1):
         rows = pairs.train.take(rng.integers(len(pairs.train.source), size=batch))

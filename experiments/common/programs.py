@@ -116,6 +116,7 @@ def compile_programs(
     def evaluate(params: Params, examples: Examples) -> jax.Array:
         return jax.lax.map(lambda batch: nats(params, batch).sum(-1), examples)
 
+    compiled_init = jax.jit(init)
     params, optimiser_state = jax.eval_shape(init, 0)
     batch, context = schedule.batch // schedule.accumulate, data.train.context
     tokens = jax.ShapeDtypeStruct((schedule.accumulate, batch, context), jnp.int32)
@@ -124,11 +125,14 @@ def compile_programs(
         jax.jit(step, donate_argnums=(0, 1)).lower(params, optimiser_state, 0.0, examples).compile()
     )
     compiled_evaluate = jax.jit(evaluate).lower(params, data.valid_batches(batch)[0]).compile()
+    # The first call of a compiled program prepares it, which is no time of training.
+    zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), examples)
+    jax.block_until_ready(compiled_step(*compiled_init(0), 0.0, zeros))
     memory = compiled_step.memory_analysis()
     assert memory is not None  # CPU, GPU and TPU all give it
     is_causal = data.objective.is_causal
     return Programs(
-        init=jax.jit(init),
+        init=compiled_init,
         step=compiled_step,
         evaluate=compiled_evaluate,
         model=model,

@@ -202,6 +202,18 @@ def test_centroids_move_with_each_step_and_are_no_parameters(data):
     assert routing.parameters == sum(x.size for x in jax.tree.leaves(after["trained"]))
 
 
+def test_a_step_is_called_before_it_is_timed(data, monkeypatch):
+    calls, call = [], jax.stages.Compiled.__call__
+
+    def record(*arguments):
+        calls.append(arguments[0])
+        return call(*arguments)
+
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", record)
+    programs = compile_programs(Bigram, optimiser(), SCHEDULE, data)
+    assert calls == [programs.step]
+
+
 def test_programs_know_their_sizes(programs):
     assert programs.parameters == 256 * 8 + 8 * 256 + 256
     assert programs.state_bytes == CONTEXT * 4
