@@ -1,6 +1,7 @@
 """What the command lines of the benchmarks share."""
 
 import argparse
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,11 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return whole_number
+
+
+def output_folder(text: str) -> Path:
+    """The type of an argument that is a folder; shells leave the ~ of --output=~/run to it."""
+    return Path(os.path.expanduser(text))
 
 
 def reason_against(folder: Path) -> str | None:

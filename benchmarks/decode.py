@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine
-from benchmarks.arguments import at_least, reason_against
+from benchmarks.arguments import at_least, output_folder, reason_against
 from benchmarks.mixers import FEATURES, HEADS, mixer_of
 from effattn import registry
 
@@ -109,7 +109,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=registry.names("decode"),
         help="default: softmax, and all whose state does not grow with the length",
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
+    parser.add_argument("--output", type=output_folder, default=Path("runs/benchmarks"))
     return parser.parse_args(argv)
 
 

@@ -17,7 +17,7 @@ import jax
 from flax import nnx
 
 from benchmarks import machine
-from benchmarks.arguments import at_least, reason_against
+from benchmarks.arguments import at_least, output_folder, reason_against
 from benchmarks.measure import ENOUGH_SECONDS, FEWEST_ROUNDS, MOST_BYTES, PAUSE, in_turn
 from benchmarks.mixers import FEATURES, HEADS, mixer_of
 from effattn import registry
@@ -145,7 +145,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least(1), default=5, help="default %(default)s")
     parser.add_argument("--only", nargs="+", choices=registry.names(), help="default: all")
     parser.add_argument("--backward", action="store_true", help="forward + backward")
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
+    parser.add_argument("--output", type=output_folder, default=Path("runs/benchmarks"))
     return parser.parse_args(argv)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from benchmarks import machine, measure, report
-from benchmarks.arguments import at_least, reason_against
+from benchmarks.arguments import at_least, output_folder, reason_against
 from benchmarks.contenders import COMPARISONS, over_devices
 from benchmarks.workloads import HEADS, PASSES, draw
 
@@ -46,7 +46,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="short lengths and few rounds, to see that it works"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/benchmarks"), help="folder, default %(default)s"
+        "--output",
+        type=output_folder,
+        default=Path("runs/benchmarks"),
+        help="folder, default %(default)s",
     )
     options = parser.parse_args(argv)
     options.lengths = options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)

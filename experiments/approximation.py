@@ -329,8 +329,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "encoder": encoder.PACKAGE if encoder.is_installed() else None,
             "corpus_sha256": corpus.sha256(),
         }
-        default = Path("runs") / f"approximation-{folders.fingerprint(settings)}"
-        folder = config.output or default
+        name = f"approximation-{folders.fingerprint(settings)}"
+        folder = folders.path_of(config.output, name)
         corpora.check_output(config.corpus, folder)
         folders.check_folder(folder, settings)
         if report.finished(folder):

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import io
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -269,7 +270,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     config = tyro.cli(Config, prog="python -m experiments.gallery", args=argv)
     return outcome.exit_status(
-        lambda: write_pictures(config.output), "stopped; the same command begins anew"
+        lambda: write_pictures(Path(os.path.expanduser(config.output))),
+        "stopped; the same command begins anew",
     )
 
 

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = {"experiment": "seq2seq", **given, "pairs_sha256": data.sha256}
         task = Path(config.task).stem
         name = f"seq2seq-{task}-{folders.fingerprint(settings)}"
-        folder = config.output or Path("runs") / name
+        folder = folders.path_of(config.output, name)
         folders.check_folder(folder, settings)
         if report.finished(folder):
             print(f"This ran before; to run it again, delete {folder} or give another --output.")
@@ -87,8 +87,7 @@ def check(config: Config) -> None:
         raise UserError(
             f"--heads must divide --width {config.width} into even head sizes, got {config.heads}"
         )
-    if not 0 < config.learning_rate < float("inf"):
-        raise UserError(f"--learning-rate must be positive, got {config.learning_rate}")
+    checks.check_positive(config, "learning_rate")
 
 
 def train_all(config: Config, folder: Path, data: pairs.Pairs, settings: dict[str, Any]) -> None:

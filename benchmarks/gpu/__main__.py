@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from benchmarks import machine
-from benchmarks.arguments import at_least, reason_against
+from benchmarks.arguments import at_least, output_folder, reason_against
 from benchmarks.gpu import measure, report
 from benchmarks.gpu.cases import DTYPE, FULL, TINY, cases
 from benchmarks.gpu.contenders import OURS, contenders
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--platform", choices=("cuda", "cpu"), default="cuda", help="cpu needs --quick"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/gpu"), help="folder, default %(default)s"
+        "--output", type=output_folder, default=Path("runs/gpu"), help="folder, default %(default)s"
     )
     options = parser.parse_args(argv)
     if options.platform == "cpu" and not options.quick:

@@ -1,6 +1,5 @@
 """Checks of a configuration, before anything is read or written."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,9 @@ from experiments.common.errors import UserError
 
 # Steps are counted, and seeds given, as int32.
 MOST = 2**31 - 1
+
+# Less than the one is 0 in float32, and more than the other infinite.
+LEAST_FLOAT, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def check(config: Any, is_causal: bool = True) -> None:
@@ -38,16 +40,15 @@ def check(config: Any, is_causal: bool = True) -> None:
         f"must divide --width {config.width} into even head sizes, for rotary positions",
     )
     _require(config.batch % config.accumulate == 0, config, "batch", "must split by --accumulate")
-    for name in ("learning_rate", "clip"):
-        value = getattr(config, name)
-        good = value is None or 0 < value < math.inf
-        _require(good, config, name, "must be positive and finite")
-    _require(all(0 < r < math.inf for r in config.sweep), config, "sweep", "must be positive rates")
+    check_positive(config, "clip", "sweep")
+    if config.learning_rate is not None:
+        check_positive(config, "learning_rate")
     _require(len(set(config.sweep)) == len(config.sweep), config, "sweep", "must not repeat a rate")
     both = config.sweep and config.learning_rate is not None
     _require(not both, config, "sweep", "finds the learning rate: leave out --learning-rate")
     _require(0 <= config.warmup < 1, config, "warmup", "must be a fraction of the steps, below 1")
-    _require(0 <= config.weight_decay < math.inf, config, "weight_decay", "must be 0 or positive")
+    good = 0 <= config.weight_decay <= MOST_FLOAT
+    _require(good, config, "weight_decay", "must be 0 or positive, and finite in float32")
     if config.tokenizer == "bpe":
         _require(config.vocabulary > 256, config, "vocabulary", "must exceed the 256 bytes")
     _check_mechanisms(config, is_causal)
@@ -58,6 +59,15 @@ def check_counts(config: Any, *names: str) -> None:
     for name in names:
         _require(getattr(config, name) >= 1, config, name, "must be at least 1")
         _require(getattr(config, name) <= MOST, config, name, f"must be at most {MOST}")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raises `UserError` unless these settings, or all values of them, are so in float32."""
+    for name in names:
+        value = getattr(config, name)
+        values = value if isinstance(value, tuple) else (value,)
+        good = all(LEAST_FLOAT <= each <= MOST_FLOAT for each in values)
+        _require(good, config, name, "must be positive and finite in float32")
 
 
 def check_seeds(config: Any) -> None:

@@ -112,7 +112,7 @@ def run(experiment: str, config: Options, objective: type[Objective]) -> int:
             "corpus_sha256": corpus.sha256(),
         }
         name = f"{experiment}-{config.preset}-{folders.fingerprint(settings)}"
-        folder = config.output or Path("runs") / name
+        folder = folders.path_of(config.output, name)
         corpora.check_output(config.corpus, folder)
         folders.check_folder(folder, settings)
         if report.finished(folder):

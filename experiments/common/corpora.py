@@ -3,9 +3,11 @@
 Documents, never windows, are held out, so no validation window overlaps a training document.
 """
 
+import codecs
 import dataclasses
 import hashlib
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,7 +53,8 @@ def load(name: str) -> Corpus:
         Hugging Face hub with a column `text`.
 
     Raises:
-      UserError: the text is missing, empty, binary, or not what its checksum says.
+      UserError: the text is missing, empty, binary, or not what its checksum says; or a folder has
+        links to folders in it.
     """
     if name == "sotu":
         return _sotu()
@@ -59,7 +62,7 @@ def load(name: str) -> Corpus:
         return _hugging_face(name)
     if not name:
         raise UserError("--corpus must name a corpus, a file or a folder, got ''")
-    path = Path(name)
+    path = _path_of(name)
     if path.is_file():
         return _split(_nonempty([_read(path)], path))
     if not path.is_dir():
@@ -70,15 +73,12 @@ def load(name: str) -> Corpus:
     suffix = _wikitext_suffix(path)
     if suffix is not None:
         return _wikitext(path, suffix)
-    files = sorted(
-        file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path)
-    )
-    return _split(_nonempty([_read(file) for file in files], path))
+    return _split(_nonempty([_read(file) for file in _files(path)], path))
 
 
 def check_output(name: str, output: Path) -> None:
     """Raises `UserError` if what is written to a folder would be read as the corpus next time."""
-    corpus, output = Path(name).resolve(), output.resolve()
+    corpus, output = _path_of(name).resolve(), output.resolve()
     if name == "sotu" or not corpus.is_dir() or _wikitext_suffix(corpus) is not None:
         return
     if output.is_relative_to(corpus) and not _is_hidden(output, corpus):
@@ -86,6 +86,32 @@ def check_output(name: str, output: Path) -> None:
             f"the output folder {output} lies in the corpus {corpus}, whose files are all read as "
             "text; choose another --output"
         )
+
+
+def _path_of(name: str) -> Path:
+    # Shells leave the ~ of --corpus=~/text to the program.
+    return Path(os.path.expanduser(name))
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder and of the folders in it, in order, without hidden ones."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}")
+
+    found = []
+    for name, folders, files in os.walk(folder, onerror=refuse):
+        parent = Path(name)
+        folders[:] = [inner for inner in folders if not _is_hidden(parent / inner, folder)]
+        for inner in folders:
+            if (parent / inner).is_symlink():
+                # What is linked twice would be trained on and held out, and loops have no end.
+                raise UserError(
+                    f"{parent / inner} is a link to a folder, which no corpus may hold; give a "
+                    "folder with the files themselves"
+                )
+        found += [parent / file for file in files if not _is_hidden(parent / file, folder)]
+    return sorted(file for file in found if file.is_file())
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
@@ -180,7 +206,7 @@ def _read(path: Path) -> bytes:
         raise UserError(
             f"{path} is binary (a NUL byte at offset {content.index(0)}); give a text file"
         )
-    return content
+    return content.removeprefix(codecs.BOM_UTF8)
 
 
 def _nonempty(documents: Sequence[bytes], where: Path | str) -> list[bytes]:

@@ -25,6 +25,12 @@ def fingerprint(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def path_of(output: Path | None, name: str) -> Path:
+    """The run folder: the one that was asked for, or one of this name in `runs`."""
+    # Shells leave the ~ of --output=~/run to the program.
+    return Path(os.path.expanduser(output or Path("runs") / name))
+
+
 def check_folder(folder: Path, settings: dict[str, Any]) -> None:
     """Checks that a run with these settings may go into this folder; changes nothing.
 

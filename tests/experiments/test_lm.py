@@ -263,6 +263,13 @@ def test_too_little_memory_is_one_sentence(capsys):
             r"error: out of memory.*; choose smaller sizes\n", capsys.readouterr().err
         )
 
+    def too_many():
+        raise RuntimeError("Bad StatusOr access: overflow in static extent product: dimensions=[]")
+
+    assert outcome.exit_status(too_many, "") == 1
+    said = "error: overflow in static extent product; choose smaller sizes\n"
+    assert capsys.readouterr().err == said
+
     def other():
         raise RuntimeError("another reason")
 
@@ -296,6 +303,13 @@ def test_a_folder_that_a_kill_left_unmade_is_used(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     folders.check_folder(tmp_path, {"steps": 3})
+
+
+def test_a_run_folder_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folders.path_of(Path("~/run"), "lm") == tmp_path / "run"
+    assert folders.path_of(Path("run~"), "lm") == Path("run~")
+    assert folders.path_of(None, "lm") == Path("runs/lm")
 
 
 def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, folder_of_text, capsys):
@@ -334,11 +348,14 @@ def test_a_folder_without_permission_is_refused(tmp_path, folder_of_text, capsys
         (["--mechanisms", "softmax,implementation='cudnn'"], "cannot be run here .implementation="),
         (["--corpus", ""], "--corpus must name a corpus, a file or a folder, got ''"),
         (["--accumulate", "3"], "--batch must split by --accumulate, got 4"),
-        (["--learning-rate", "nan"], "--learning-rate must be positive and finite, got nan"),
-        (["--clip", "0"], "--clip must be positive and finite, got 0"),
+        (["--learning-rate", "nan"], "--learning-rate must be positive and finite .*, got nan"),
+        (["--learning-rate", "1e300"], "must be positive and finite in float32, got 1e.300"),
+        (["--clip", "1e-300"], "--clip must be positive and finite in float32, got 1e-300"),
+        (["--clip", "0"], "--clip must be positive and finite in float32, got 0"),
         (["--warmup", "1"], "--warmup must be a fraction"),
         (["--weight-decay", "-1"], "--weight-decay must be 0 or positive"),
-        (["--sweep", "0.1", "inf"], "--sweep must be positive rates, got 0.1 inf"),
+        (["--weight-decay", "1e39"], "must be 0 or positive, and finite in float32, got 1e.39"),
+        (["--sweep", "0.1", "inf"], "--sweep must be positive and finite in float32, got 0.1 inf"),
         (["--sweep", "0.1", "--learning-rate", "0.1"], "leave out --learning-rate"),
         (["--tokenizer", "bpe", "--vocabulary", "256"], "--vocabulary must exceed the 256 bytes"),
     ],

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import types
 
 import numpy as np
 import pytest
@@ -91,10 +92,12 @@ def test_no_more_dates_are_made_than_there_are():
         pairs.load("dates", 500_000, 8)
 
 
-def test_a_line_of_a_file_ends_where_files_end_lines(tmp_path):
+def test_a_line_of_a_file_ends_where_files_end_lines(tmp_path, monkeypatch):
     path = tmp_path / "pairs.tsv"
-    path.write_bytes("".join(f"a\u2028{i}\tb\x0c{i}\r\n" for i in range(20)).encode())
-    made = pairs.load(str(path), 100, 1)
+    lines = "".join(f"a\u2028{i}\tb\x0c{i}\r\n" for i in range(20))
+    path.write_bytes(lines.encode("utf-8-sig"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = pairs.load("~/pairs.tsv", 100, 1)
     assert pairs.text_of(made.held_out.source[0]) == "a\u20280"
     assert pairs.text_of(made.held_out.wanted[0]) == "b\x0c0"
     assert len(made.train.source) == 19
@@ -115,13 +118,26 @@ def test_other_pairs_are_another_configuration(tmp_path, capsys, monkeypatch):
     assert "another configuration (pairs_sha256 was" in capsys.readouterr().err
 
 
-def test_a_run_that_diverges_is_told_what_it_can_change():
+def test_a_run_that_diverges_is_told_what_it_can_change(monkeypatch):
+    done, logits = [], pair_training._logits
+
+    def compiling(*arguments):
+        done.append("compiling")
+        return logits(*arguments)
+
+    def clock():
+        done.append("clock")
+        return 0.0
+
+    monkeypatch.setattr(pair_training, "_logits", compiling)
+    monkeypatch.setattr(pair_training, "time", types.SimpleNamespace(perf_counter=clock))
     data = pairs.load("reverse", 24, 5)
     sizes = pair_training.Sizes(1, 8, 2, 5)
     build = pair_training.model_of("softmax", sizes, 12)
     rates = {"steps": 2, "batch": 4, "learning_rate": 1e38, "evaluate_every": 2}
     with pytest.raises(Diverged, match="at step 2; try a lower --learning-rate$"):
         pair_training.train("run", build, data, **rates, seed=0, say=print)
+    assert done[0] == "compiling"
 
 
 def test_what_is_held_out_is_not_trained_on():
@@ -166,7 +182,7 @@ def test_files_that_are_no_pairs(tmp_path, capsys, text, message):
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--seeds", "1", "1"], "--seeds needs at least one, none of them twice"),
         (["--seeds", "99999999999"], "--seeds must be at most 2147483647, got 99999999999"),
-        (["--learning-rate", "-1"], "--learning-rate must be positive, got -1"),
+        (["--learning-rate", "-1"], "--learning-rate must be positive and finite in float32, got"),
         (["--encoders", "retention"], "--encoders: is_causal=False was given, but"),
         (["--encoders", "fnet"], "--encoders: "),
     ],
