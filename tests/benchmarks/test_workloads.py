@@ -58,3 +58,9 @@ def test_relative_error_sees_one_wrong_element_of_a_gradient():
     assert relative_error(right, wanted, rows) == 0.5
     right[2][0, 1, 1, 1] = np.nan
     assert not relative_error(right, wanted, rows) <= 1e-4
+
+
+@pytest.mark.parametrize("length", [16, 17, 100])
+def test_no_row_is_checked_twice(length):
+    rows = checked_rows(length)
+    assert len(set(rows)) == len(rows) and rows[-1] == length - 1
