@@ -25,12 +25,12 @@ class HyenaState:
     """What a `Hyena` keeps to decode.
 
     Attributes:
-      inputs: `(N, B, S, D)`, of each convolution, zeros where no token is yet.
+      inputs: `(B, S, D)` for each of the N convolutions, zeros where no token is yet.
       last: the last inputs of the short convolution.
       length: `(B,)` int32, tokens seen.
     """
 
-    inputs: jax.Array
+    inputs: tuple[jax.Array, ...]
     last: jax.Array
     length: jax.Array
 
@@ -174,19 +174,20 @@ class Hyena(CausalMixer):
                 f"max_length={max_length} was asked for, and the filters are for "
                 f"max_length={self.max_length}"
             )
+        shape = (batch, max_length, self.in_features)
         return HyenaState(
-            inputs=jnp.zeros((self.order, batch, max_length, self.in_features), dtype),
+            inputs=tuple(jnp.zeros(shape, dtype) for _ in range(self.order)),
             last=self.convolution.init_state(batch, dtype),
             length=jnp.zeros((batch,), jnp.int32),
         )
 
     def _capacity(self, state):
-        return state.inputs.shape[2]
+        return state.inputs[0].shape[1]
 
     def _extend(self, x, state, lengths):
         batch, time = x.shape[:2]
         more = new_lengths(lengths, batch, time)
-        check_capacity(state.length, more, state.inputs.shape[2])
+        check_capacity(state.length, more, self._capacity(state))
         projected, last = self.convolution.extend(self.project(x), state.last, lengths)
         gates, z = self._streams(projected)
         positions = state.length[:, None] + jnp.arange(time, dtype=jnp.int32)
@@ -195,4 +196,4 @@ class Hyena(CausalMixer):
             inputs.append(stored(state.inputs[n], z, state.length, more))
             convolved = long_convolution_at(inputs[n].astype(z.dtype), taps, positions)
             z = gated(gates[n], convolved, z, self.skip[...][n])
-        return self.out(z), HyenaState(jnp.stack(inputs), last, state.length + more)
+        return self.out(z), HyenaState(tuple(inputs), last, state.length + more)
