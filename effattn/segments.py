@@ -48,10 +48,11 @@ def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     _check_integers("segment_ids", segment_ids)
     if segment_ids.ndim < 1:
         raise ValueError(f"segment_ids must have shape (*batch, length), got {segment_ids.shape}")
-    index = jnp.broadcast_to(jnp.arange(segment_ids.shape[-1], dtype=jnp.int32), segment_ids.shape)
+    index = jnp.arange(segment_ids.shape[-1], dtype=jnp.int32)
     border = segment_ids[..., 1:] != segment_ids[..., :-1]
-    starts = jnp.where(border, index[..., 1:], 0)
-    starts = jnp.concatenate([jnp.zeros_like(index[..., :1]), starts], axis=-1)
+    starts = jnp.where(border, index[1:], 0)
+    first = jnp.zeros_like(segment_ids[..., :1], jnp.int32)
+    starts = jnp.concatenate([first, starts], axis=-1)
     return index - jax.lax.cummax(starts, axis=starts.ndim - 1)
 
 

@@ -11,6 +11,7 @@ from effattn import _checks, registry
 from effattn.functional import block, sliding_window
 from effattn.functional.block import ScoreMod
 from effattn.functional.combine import combine
+from effattn.xla import mesh_axes
 
 
 def longformer_attention(
@@ -223,7 +224,8 @@ def gather(array: jax.Array, where: jax.Array) -> jax.Array:
 
     for _ in range(where.ndim - 1):
         at = jax.vmap(at)
-    return at(array, where)
+    # The mask of global tokens may lie elsewhere.
+    return mesh_axes.placed_like(array, at, array, where)
 
 
 def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:

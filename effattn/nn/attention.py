@@ -16,6 +16,7 @@ from effattn.nn.binding import Binding, bind
 from effattn.nn.dropout import check_dropout_rate, dropout_key
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.segments import positions_from_segment_ids
+from effattn.xla import mesh_axes
 
 # More than any segment or block of a decode state.
 _MANY_TOKENS = 2**20
@@ -360,6 +361,9 @@ class SelfAttention(_Attention):
         Returns:
           `(y (B, T, D), state)`.
         """
+        return mesh_axes.extended(type(self)._extend, self, x, state, lengths)
+
+    def _extend(self, x: jax.Array, state: Any, lengths: jax.Array | None) -> tuple[jax.Array, Any]:
         decoder = self._decoder()
         x, positions, lengths = self._new(x, state, lengths)
         heads = self._heads(x, positions)

@@ -129,10 +129,7 @@ class DeltaNet(SelfAttention):
         query, key, value = (c.init_state(batch, dtype) for c in self._convolutions)
         return DeltaNetState((query, key, value), empty.state, empty.length)
 
-    def extend(
-        self, x: jax.Array, state: DeltaNetState, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, DeltaNetState]:
-        """Mixes T >= 1 more tokens, given all before them; arguments as in `SelfAttention`."""
+    def _extend(self, x, state, lengths):
         check_state(state, DeltaNetState, x.shape[0])
         x, positions, lengths = self._new(x, state, lengths)
         convolved, inputs = zip(

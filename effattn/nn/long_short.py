@@ -90,10 +90,7 @@ class LongShortSelfAttention(SelfAttention):
         heads = self._heads(x, positions)
         return self.out(self.attention(*heads, **keywords, **self._dropout(rngs)))
 
-    def extend(
-        self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Mixes T >= 1 more tokens, given all before them; arguments as in `SelfAttention`."""
+    def _extend(self, x, state, lengths):
         decoder = self._decoder()
         x, positions, lengths = self._new(x, state, lengths)
         heads = self._heads(x, positions)

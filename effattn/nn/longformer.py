@@ -9,6 +9,7 @@ from flax import nnx
 from effattn import _checks
 from effattn.decode.longformer import LongformerDecoder
 from effattn.nn.attention import SelfAttention
+from effattn.xla import mesh_axes
 
 
 class LongformerSelfAttention(SelfAttention):
@@ -121,11 +122,14 @@ class LongformerSelfAttention(SelfAttention):
         Returns:
           `(y (B, T, D), state)`.
         """
+        return mesh_axes.extended(type(self)._extend, self, x, state, lengths, global_mask)
+
+    def _extend(self, x, state, lengths, global_mask=None):
         if global_mask is not None:
             global_mask = self._checked(global_mask, x.shape[:2])
         decoder = self._decoder()
         if not isinstance(decoder, LongformerDecoder):
-            return super().extend(x, state, lengths=lengths)
+            return super()._extend(x, state, lengths)
         x, positions, lengths = self._new(x, state, lengths)
         heads, layers = self._heads(x, positions), self._global_layers()
         global_heads = heads if layers is None else self._heads(x, positions, layers)

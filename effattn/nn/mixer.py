@@ -9,6 +9,7 @@ from flax import nnx
 from effattn.decode.state import check_sizes, check_state, new_lengths
 from effattn.nn.attention import padding_of, tokens_of, zero_padding
 from effattn.nn.binding import Binding
+from effattn.xla import mesh_axes
 
 
 class Mixer(nnx.Module):
@@ -69,9 +70,13 @@ class Mixer(nnx.Module):
           `(B, T, D)`. Nothing in the padding reaches the other tokens.
         """
         x = tokens_of("x", x, self.in_features)
-        batch, time = x.shape[:2]
-        _, valid = padding_of(self.binding, batch, time, lengths, segment_ids)
-        return self._mix_all(zero_padding(x, valid), lengths, segment_ids)
+
+        def mix(mixer, x, lengths, segment_ids):
+            batch, time = x.shape[:2]
+            _, valid = padding_of(mixer.binding, batch, time, lengths, segment_ids)
+            return mixer._mix_all(zero_padding(x, valid), lengths, segment_ids)
+
+        return mesh_axes.placed_like(x, mix, self, x, lengths, segment_ids)
 
     def _computed_in(self, x: jax.Array) -> Any:
         """The dtype of the computation."""
@@ -147,10 +152,14 @@ class CausalMixer(Mixer):
         self._check_causal()
         check_state(state, self._state, batch)
         self._check_shapes(state, batch)
-        if lengths is not None:
-            lengths = new_lengths(lengths, batch, time)
-            x = zero_padding(x, jnp.arange(time) < lengths[:, None])
-        return self._extend(x, state, lengths)
+
+        def extend(mixer, x, state, lengths):
+            if lengths is not None:
+                lengths = new_lengths(lengths, batch, time)
+                x = zero_padding(x, jnp.arange(time) < lengths[:, None])
+            return mixer._extend(x, state, lengths)
+
+        return mesh_axes.extended(extend, self, x, state, lengths)
 
     def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """`extend` by one token, x `(B, 1, D)`."""

@@ -412,7 +412,7 @@ class Transformer(nnx.Module):
         x = self._embed(tokens, state.length[:, None] + steps, steps < lengths[:, None])
         layers = []
         for block, layer, *context in zip(self.blocks, state.layers, *contexts, strict=True):
-            x, layer = block.extend(x, layer, *context, lengths=lengths)
+            x, layer = mesh_axes.extended(_extend_block, block, x, layer, lengths, *context)
             layers.append(layer)
         return self.norm(x), TransformerState(tuple(layers), state.length + lengths)
 
@@ -427,7 +427,7 @@ class Transformer(nnx.Module):
         # bits the sum of a frequent token's would stop growing.
         return x.astype(dtypes_of(self.config)["dtype"])
 
-    def _block(self, block, *args):
+    def _block(self, block, x, *args):
         def call(block, x, lengths, segment_ids, key, *context):
             return block(x, *context, lengths=lengths, segment_ids=segment_ids, rngs=key)
 
@@ -436,7 +436,7 @@ class Transformer(nnx.Module):
             if isinstance(policy, str):
                 policy = getattr(jax.checkpoint_policies, policy)
             call = jax.checkpoint(call, policy=policy)
-        return call(block, *args)
+        return mesh_axes.placed_like(x, call, block, x, *args)
 
 
 class TransformerLM(Transformer):
@@ -532,6 +532,10 @@ class TransformerLM(Transformer):
             return self.head(x).astype(dtype)
         embedding = self.embed.embedding[...].astype(x.dtype)
         return jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=dtype)
+
+
+def _extend_block(block, x, state, lengths, *context):
+    return block.extend(x, state, *context, lengths=lengths)
 
 
 def _rows(table: nnx.Embed, indices: jax.Array) -> jax.Array:

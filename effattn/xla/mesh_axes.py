@@ -25,6 +25,31 @@ def placed(function: Callable[..., Any], like: jax.Array, *specs: PartitionSpec)
     return auto_axes(function, out_sharding=specs) if explicit(like) else function
 
 
+def placed_like(x: jax.Array, function: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
+    """The function of the arguments, free of explicit mesh axes inside, and placed as x is."""
+    (y,) = placed(lambda *given: (function(*given),), x, PartitionSpec(*spec(x)))(*arguments)
+    return y
+
+
+def extended(
+    function: Callable[..., tuple[jax.Array, Any]],
+    module: Any,
+    x: jax.Array,
+    state: Any,
+    *more: Any,
+) -> tuple[jax.Array, Any]:
+    """`function(module, x, state, *more)`, free of explicit mesh axes inside.
+
+    Of `(y, state)`, y is placed as x is, and the state as it was, with its rows where those of x
+    are.
+    """
+    if not explicit(x):
+        return function(module, x, state, *more)
+    rows, *_ = spec(x)
+    specs = jax.tree.map(lambda leaf: PartitionSpec(rows, *spec(leaf)[1:]), state)
+    return placed(function, x, PartitionSpec(*spec(x)), specs)(module, x, state, *more)
+
+
 @contextlib.contextmanager
 def within_placed(like: jax.Array, traced: str) -> Iterator[None]:
     """The mesh as what is `placed` like this finds it, for what is traced ahead of that.

@@ -7,10 +7,12 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from effattn.nn import RotaryEmbedding
 from tests.laws import battery
 from tests.laws.battery import LAST, MECHANISMS, SQUARE
+from tests.laws.sharding import mesh
 from tests.marks import slow_but_for
 from tests.nn.build import filled
 
@@ -45,6 +47,7 @@ def build(subject, options):
     )
 
 
+ALSO_PLACED = [s for s in MECHANISMS if s.name in ("hierarchical", "delta_net", "long_short")]
 DECODING = [s for s in dict.fromkeys([*MECHANISMS, *LAST]) if s.has("decode")]
 
 
@@ -71,6 +74,22 @@ def test_an_empty_state_can_be_donated(subject):
     leaves = jax.tree.leaves(mixer_of(subject).init_state(ROWS, LENGTH, jnp.float32))
     buffers = [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
     assert len({*buffers}) == len(buffers)
+
+
+@pytest.mark.parametrize("subject", slow_but_for(ALSO_PLACED, DECODING), ids=str)
+def test_rows_stay_where_explicit_axes_have_them(subject):
+    """By the types of arrays; nothing is computed."""
+    devices = mesh(AxisType.Explicit)
+    x = np.zeros((4, 3, FEATURES), np.float32)
+    x = jax.device_put(x, NamedSharding(devices, PartitionSpec("batch")))
+
+    def run(mixer, x):
+        y, state = mixer.extend(x, mixer.init_state(4, LENGTH), lengths=jnp.arange(4) % 4)
+        return y, state, mixer.extend(x, state)
+
+    with jax.set_mesh(devices):
+        placed = jax.eval_shape(run, mixer_of(subject), x)
+    assert {leaf.sharding.spec[0] for leaf in jax.tree.leaves(placed)} == {"batch"}
 
 
 @pytest.mark.parametrize("subject", [s for s in MECHANISMS if s.reference.per_token], ids=str)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from effattn import registry
 from effattn.nn import SelfAttention
@@ -363,6 +363,26 @@ def test_sharded_by_rows(mixer):
     assert set(found) <= {"all-reduce"}, found
     assert len(found) <= len(jax.tree.leaves(module)), found
     close(compiled(*args), mixers.run_in_float32(mixer, x, cotangent), 40 * EPS)
+
+
+@called
+def test_rows_stay_where_explicit_axes_have_them(mixer):
+    """By the types of outputs, of gradients and of states; nothing is computed."""
+    devices = mesh(AxisType.Explicit)
+    x = jax.device_put(
+        mixers.tokens(1).astype(np.float32), NamedSharding(devices, PartitionSpec("batch"))
+    )
+
+    def run(module, x):
+        _, (_, gradient) = mixers.both(lambda m, x: m(x, **mixers.padding(mixer)), module, x, x)
+        if not mixer.has("decode"):
+            return gradient
+        y, state = module.extend(x[:, :2], module.init_state(ROWS, LENGTH))
+        return gradient, y, state, module.extend(x[:, 2:], state)
+
+    with jax.set_mesh(devices):
+        placed = jax.eval_shape(run, mixers.cast(mixers.made(mixer), np.float32), x)
+    assert {leaf.sharding.spec[0] for leaf in jax.tree.leaves(placed)} == {"batch"}
 
 
 @called

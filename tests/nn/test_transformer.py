@@ -320,38 +320,48 @@ def test_dropout_keeps_the_mean_of_what_a_layer_adds():
     assert 0.45 < np.mean(added == 0) < 0.55
 
 
-@pytest.mark.slow
 def on_explicit_axes():
-    """A model of three mixers, a mesh, and tokens whose rows are on four devices."""
-    mesh = jax.make_mesh((4,), ("rows",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    """A model of three mixers, a mesh, and the model and tokens on it, by heads and by rows."""
+    axes = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axes, devices=jax.devices()[:4])
     model = made(num_layers=3, mixer=("softmax", WINDOW, "linear"), positions="none")
+    by_head, from_heads = PartitionSpec(None, "heads"), PartitionSpec("heads")
+    specs = {".query": by_head, ".out": from_heads, ".up": by_head, ".down": from_heads}
+
+    def place(path, leaf):
+        spec = specs.get(str(path[-3]), PartitionSpec())
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
     tokens = np.concatenate([TOKENS, TOKENS[::-1]])
-    return model, mesh, jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("rows")))
+    placed = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("rows")))
+    return model, mesh, jax.tree.map_with_path(place, model), placed
 
 
 def test_explicit_axes_of_a_mesh_suit_training_and_decoding():
-    model, mesh, tokens = on_explicit_axes()
+    _, mesh, model, tokens = on_explicit_axes()
     with jax.set_mesh(mesh):
         jax.eval_shape(jax.grad(loss), model, tokens)
+        jax.eval_shape(lambda model, ids: model(ids, segment_ids=ids), model, tokens)
         logits, state = jax.eval_shape(model.extend, tokens, model.init_state(4, 11))
         more, _ = jax.eval_shape(model.extend, tokens, state)
     assert logits.sharding.spec == more.sharding.spec == PartitionSpec("rows", None, None)
 
 
 @pytest.mark.slow
-def test_rows_on_explicit_axes_are_as_on_one_device():
-    model, mesh, tokens = on_explicit_axes()
+def test_rows_and_heads_on_explicit_axes_are_as_on_one_device():
+    model, mesh, placed, tokens = on_explicit_axes()
 
-    def run(tokens):
+    def run(model, tokens):
         value, gradient = jax.jit(jax.value_and_grad(loss))(model, tokens)
         return value, gradient, generate(model, tokens, max_new_tokens=2, temperature=0)
 
-    alone = run(np.asarray(tokens))
+    alone = run(model, np.asarray(tokens))
     with jax.set_mesh(mesh):
-        together = run(tokens)
+        together = run(placed, tokens)
     jax.tree.map(close, together, alone)
 
 
+@pytest.mark.slow
 def test_nnx_and_plain_jax_transformations_agree():
     model = made(**PLAIN)
     value, gradient = nnx.jit(nnx.value_and_grad(loss))(model, TOKENS)

@@ -27,6 +27,12 @@ CALLS = {
         score_mod=lambda logit, b, h, i, j: logit - 0.1 * (i - j),
     ),
     "documents read both ways": functools.partial(effattn.linear_attention, segment_ids=IDS),
+    "global tokens that lie elsewhere": functools.partial(
+        effattn.longformer_attention,
+        local_window_size=2,
+        global_mask=IDS % 3 == 2,
+        max_global=7,
+    ),
     "a dilated window with offsets that lie elsewhere": functools.partial(
         effattn.sliding_window_attention,
         local_window_size=2,
