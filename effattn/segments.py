@@ -8,6 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks
+from effattn.axes import lead
+
+
+def within(lengths: jax.Array, size: int) -> jax.Array:
+    """Which of `size` tokens lie before lengths `(*B)`: bool `(*B, size)`."""
+    return lead(jnp.arange(size), lengths.ndim + 1) < lengths[..., None]
+
+
+def positions_from(first: jax.Array, size: int) -> jax.Array:
+    """`size` tokens' positions, `(*B, size)`, the first of them at `first (*B)`."""
+    return first[..., None] + lead(jnp.arange(size, dtype=jnp.int32), first.ndim + 1)
 
 
 def segment_ids_from_lengths(lengths: jax.Array, max_length: int) -> jax.Array:
@@ -15,7 +26,7 @@ def segment_ids_from_lengths(lengths: jax.Array, max_length: int) -> jax.Array:
     lengths = jnp.asarray(lengths)
     _check_integers("lengths", lengths)
     max_length = _checks.at_least("max_length", max_length, 0, "tokens")
-    return (jnp.arange(max_length) < lengths[..., None]).astype(jnp.int32)
+    return within(lengths, max_length).astype(jnp.int32)
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total_length: int) -> jax.Array:

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import _checks, registry
+from effattn.axes import lead
 from effattn.functional.rwkv4 import (
     Sums,
     check_tokens_by_feature,
     nothing,
     one_token,
     running_sums,
+    with_initial,
 )
 
 # Queries of a tile of the full form. Those of a causal tile see each other pair by pair.
@@ -103,7 +105,9 @@ def attention_free(
     if valid is not None:
         y = jnp.where(valid[..., None], y, 0)
     y = y.astype(dtype)
-    return (y, jax.tree.map(lambda x: x[:, -1], sums)) if return_state else y
+    if not return_state:
+        return y
+    return y, jax.tree.map(lambda x: x[:, -1], with_initial(initial_state, sums))
 
 
 def check_bias(
@@ -145,6 +149,8 @@ def biased_average(
     is_causal: bool,
 ) -> jax.Array:
     """`(B, T, D)`, what the gates of the queries multiply; `bias` as `check_bias` returns it."""
+    if key.shape[1] == 0:
+        return value
     if window is None:
         return _full(key, value, bias, is_causal)
     return _local(key, value, valid, bias, int(window), is_causal)
@@ -158,13 +164,13 @@ def _running(key, value, valid=None, starts=None, initial=None):
 def _both_sides(key, value, valid, starts):
     """The sums over all tokens, or over those of the token's document."""
     if starts is not None:
-        ends = jnp.pad(starts[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+        ends = jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], 1)
         flipped = (jnp.flip(x, 1) for x in (key, value, valid, ends))
         after = jax.tree.map(lambda x: jnp.flip(x, 1), _beyond(_running(*flipped), 0))
         kept = ~ends[..., None]
         after = Sums(after.values * kept, after.weights * kept, after.largest)
         return _running(key, value, valid, starts).plus(after)
-    largest = lax.stop_gradient(jnp.maximum(key.max(1, keepdims=True), -1e30))
+    largest = lax.stop_gradient(key.max(1, keepdims=True, initial=-1e30))
     weight = jnp.exp(key - largest)
     return Sums((weight * value).sum(1, keepdims=True), weight.sum(1, keepdims=True), largest)
 
@@ -184,7 +190,7 @@ def _full(key, value, factors, is_causal):
         """`(B, C, D)`."""
         of_rows = lax.dynamic_slice_in_dim(row, first, tile, 0)
         seen = token < (first if is_causal else time)
-        sums = _product(jnp.where(seen, of_rows @ column.T, -jnp.inf), key, value, seen)
+        sums = _product(jnp.where(seen[None], of_rows @ column.T, -jnp.inf), key, value, seen)
         if is_causal:
             parts = (lax.dynamic_slice_in_dim(x, first, tile, 1) for x in (key, value))
             of_columns = lax.dynamic_slice_in_dim(column, first, tile, 0)
@@ -198,19 +204,19 @@ def _full(key, value, factors, is_causal):
 
 def _product(bias, key, value, seen):
     """Sums over the keys that are seen, biases `(C, S)`, -inf for those that are not."""
-    key = jnp.where(seen[:, None], key, -jnp.inf)
+    key = jnp.where(seen[None, :, None], key, -jnp.inf)
     of_keys, of_rows = (
         lax.stop_gradient(jnp.maximum(x.max(axis, keepdims=True), -1e30))
         for x, axis in ((key, 1), (bias, 1))
     )
     share, weight = jnp.exp(bias - of_rows), jnp.exp(key - of_keys)
     values, weights = share @ (weight * value), share @ weight
-    return Sums(values, weights, jnp.broadcast_to(of_rows + of_keys, values.shape))
+    return Sums(values, weights, jnp.broadcast_to(of_rows[None] + of_keys, values.shape))
 
 
 def _pairs(bias, key, value):
     """The same pair by pair, `(B, C, C, D)` of them, each row over its own largest exponent."""
-    exponent = bias[..., None] + key[:, None]
+    exponent = bias[None, ..., None] + key[:, None]
     largest = lax.stop_gradient(jnp.maximum(exponent.max(2), -1e30))
     weight = jnp.exp(exponent - largest[:, :, None])
     return Sums((weight * value[:, None]).sum(2), weight.sum(2), largest)
@@ -241,7 +247,7 @@ def _local(key, value, valid, bias, window, is_causal):
             of_pairs = bias[distance + (0 if is_causal else window)]
         else:
             of_pairs = (bias[0] * there(columns, 0)).sum(-1, keepdims=True)
-        exponent = there(padded_key, 1) + of_pairs
+        exponent = there(padded_key, 1) + lead(of_pairs, 3)
         one = one_token(jnp.maximum(exponent, -1e30), there(padded_value, 1))
         values, weights = (jnp.where(exponent > -jnp.inf, x, 0) for x in one[:2])
         return sums.plus(Sums(values, weights, one.largest)), None

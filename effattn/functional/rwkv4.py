@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import _checks, registry
+from effattn.axes import lead
+from effattn.segments import within
 from effattn.xla.linear_scan import linear_scan, max_plus_scan
 
 # Below any key, and far from overflow when it is subtracted.
@@ -56,8 +58,13 @@ def nothing(shape: tuple[int, ...], dtype: Any) -> Sums:
     return Sums(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.full(shape, _NOTHING, dtype))
 
 
-def begun(initial: Sums, like: jax.Array) -> Sums:
-    """The sums in the dtype of `like`, and over nothing's exponent where there are no weights."""
+def begun(initial: Sums | None, like: jax.Array) -> Sums:
+    """The sums `(B, D)` before `like (B, T, D)`, in its dtype; zeros and None are those of nothing.
+
+    Where there are no weights, they are over nothing's exponent.
+    """
+    if initial is None:
+        return nothing((like.shape[0], like.shape[2]), like.dtype)
     values, weights, largest = (jnp.asarray(x).astype(like.dtype) for x in initial)
     return Sums(values, weights, jnp.where(weights > 0, largest, _NOTHING))
 
@@ -83,12 +90,11 @@ def running_sums(
     Returns:
       `(B, T, D)` each.
     """
-    batch, _, features = key.shape
-    initial = nothing((batch, features), key.dtype) if initial is None else begun(initial, key)
+    initial = begun(initial, key)
     if valid is not None:
         # Padding changes nothing, and does not age what was before it.
         key = jnp.where(valid[..., None], key, _NOTHING)
-        fall = jnp.where(valid[..., None], decay, 0)
+        fall = jnp.where(valid[..., None], lead(decay, 3), 0)
     else:
         fall = jnp.broadcast_to(decay, key.shape)
     if starts is not None:
@@ -110,6 +116,12 @@ def running_sums(
     )
     values, weights = jnp.split(both, 2, -1)
     return Sums(values, weights, largest)
+
+
+def with_initial(initial: Sums | None, sums: Sums) -> Sums:
+    """The sums before the first token, and up to each one: `(B, 1 + T, D)`."""
+    initial = begun(initial, sums.values)
+    return jax.tree.map(lambda first, x: jnp.concatenate([first[:, None], x], 1), initial, sums)
 
 
 @jax.named_scope("rwkv4_mixing")
@@ -161,15 +173,12 @@ def rwkv4_mixing(
     decay = _checks.shaped("decay", decay, size).astype(wide)
     bonus = _checks.shaped("bonus", bonus, size).astype(wide)
     sums = running_sums(key, values, decay, valid, starts, initial_state)
-    shape = key[:, 0].shape
-    initial = nothing(shape, wide) if initial_state is None else begun(initial_state, key)
-    before = jax.tree.map(
-        lambda first, x: jnp.concatenate([first[:, None], x[:, :-1]], 1), initial, sums
-    )
+    sums = with_initial(initial_state, sums)
+    before = jax.tree.map(lambda x: x[:, :-1], sums)
     if starts is not None:
         values_before, weights = (jnp.where(starts[..., None], 0, x) for x in before[:2])
         before = Sums(values_before, weights, before.largest)
-    y = before.plus(one_token(key + bonus, values)).average()
+    y = before.plus(one_token(key + lead(bonus, 3), values)).average()
     if valid is not None:
         y = jnp.where(valid[..., None], y, 0)
     y = y.astype(dtype)
@@ -202,7 +211,7 @@ def check_tokens_by_feature(
     valid = starts = None
     lengths = _checks.lengths("lengths", lengths, (batch,))
     if lengths is not None:
-        valid = jnp.arange(time) < lengths[:, None]
+        valid = within(lengths, time)
     pair = _checks.segment_ids(segment_ids, (batch,), time, time)
     if pair is not None:
         if initial_state is not None:
@@ -211,7 +220,8 @@ def check_tokens_by_feature(
             )
         ids = pair[0]
         valid = (ids != 0) if valid is None else (ids != 0) & valid
-        starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        changes = ids[:, 1:] != ids[:, :-1]
+        starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), changes], 1)
     if valid is not None:
         arrays = {k: jnp.where(valid[..., None], x, 0) for k, x in arrays.items()}
     return (*arrays.values(), valid, starts)

@@ -9,7 +9,9 @@ import numpy as np
 from jax import lax
 
 from effattn import _checks, registry
+from effattn.axes import lead
 from effattn.functional.rwkv4 import check_tokens_by_feature
+from effattn.segments import positions_from, within
 from effattn.xla.linear_scan import linear_scan
 from effattn.xla.long_convolution import long_convolution
 
@@ -87,7 +89,7 @@ def s4_convolution(
             y = y + _seen(logs, output, state, time)
         state = _last(u, logs, written, state, lengths)
     if skip is not None:
-        y = y + _checks.shaped("skip", skip, (features,)).astype(wide) * u
+        y = y + lead(_checks.shaped("skip", skip, (features,)).astype(wide), 3) * u
     if valid is not None:
         y = jnp.where(valid[..., None], y, 0)
     y = y.astype(dtype)
@@ -112,7 +114,7 @@ def _split(time):
 
 def _powers(logs, count, stride=1, first=0):
     """exp(logs (first + stride n)) for n < count, `(..., count)`."""
-    return jnp.exp(logs[..., None] * (first + stride * np.arange(count)))
+    return jnp.exp(logs[..., None] * lead(first + stride * jnp.arange(count), logs.ndim + 1))
 
 
 def _kernel(logs, weights, time):
@@ -126,7 +128,7 @@ def _kernel(logs, weights, time):
 def _seen(logs, output, state, time):
     """What the initial state gives to all tokens, `(B, T, D)`."""
     blocks, size = _split(time)
-    of_blocks = (state * output)[..., None] * _powers(logs, blocks, size, first=1)
+    of_blocks = (state * output[None])[..., None] * _powers(logs, blocks, size, first=1)[None]
     seen = jnp.einsum("rdma,dmb->rabd", of_blocks, _powers(logs, size))
     return 2 * seen.real.reshape(state.shape[0], -1, logs.shape[0])[:, :time]
 
@@ -139,21 +141,21 @@ def _last(u, logs, written, state, lengths):
     count = jnp.full((batch,), time) if lengths is None else lengths
     if lengths is not None:
         # To the right, so that a token's power is that of its place.
-        at = jnp.arange(blocks * size) + (blocks * size - time) - (blocks * size - count)[:, None]
+        at = positions_from(count - time, blocks * size)
         moved = jnp.take_along_axis(u, at[..., None], 1, mode="clip")
-        fits = jnp.arange(blocks * size) >= blocks * size - count[:, None]
+        fits = ~within(blocks * size - count, blocks * size)
         u = jnp.where(fits[..., None], moved, 0)
     u = u.reshape(batch, blocks, size, features)
-    within, between = _powers(logs, size)[..., ::-1], _powers(logs, blocks, size)[..., ::-1]
-    of_blocks = jnp.einsum("rabd,dmb->radm", u.astype(logs.dtype), within)
+    inside, between = _powers(logs, size)[..., ::-1], _powers(logs, blocks, size)[..., ::-1]
+    of_blocks = jnp.einsum("rabd,dmb->radm", u.astype(logs.dtype), inside)
     added = jnp.einsum("radm,dma->rdm", of_blocks, between)
-    return jnp.exp(logs * count[:, None, None]) * state + added * written
+    return jnp.exp(logs[None] * count[:, None, None]) * state + added * written[None]
 
 
 def _recurrence(u, decay, written, output, state, valid, starts):
     """A chunk at a time; states are computed again in the backward pass."""
     batch, time, features = u.shape
-    chunk = min(_CHUNK, time)
+    chunk = max(1, min(_CHUNK, time))
 
     def chunks(array):
         if array is None:
@@ -170,7 +172,7 @@ def _recurrence(u, decay, written, output, state, valid, starts):
         if starts is not None:
             kept = jnp.where(starts[..., None, None], 0, kept)
         kept = jnp.where(valid[..., None, None], kept, 1)
-        added = jnp.where(valid[..., None, None], u[..., None] * written, 0)
+        added = jnp.where(valid[..., None, None], u[..., None] * lead(written, 4), 0)
         states = linear_scan(kept, added, before)
         return states[:, -1], 2 * jnp.einsum("rtdm,dm->rtd", states, output).real
 
@@ -221,7 +223,8 @@ def low_rank_kernel(
     @jax.checkpoint
     def of_block(z):
         """`(D, frequencies)`."""
-        turn, rest = (2 / step_size)[:, None, None] * (1 - z)[:, None], (1 + z)[:, None]
+        turn = (2 / step_size)[:, None, None] * (1 - z)[None, :, None]
+        rest = (1 + z)[None, :, None]
         w = 1 / (turn - rate[:, None] * rest)
         w_conjugate = 1 / (turn - conjugate(rate)[:, None] * rest)
 
@@ -231,7 +234,7 @@ def low_rank_kernel(
 
         both = conjugate(low_rank)
         through = product(truncated_output, low_rank) * product(both, input)
-        rank_one = (1 + z) * through / (1 + (1 + z) * product(both, low_rank))
+        rank_one = (1 + z)[None] * through / (1 + (1 + z)[None] * product(both, low_rank))
         return 2 * (product(truncated_output, input) - rank_one)
 
     spectrum = lax.map(of_block, jnp.asarray(roots, rate.dtype))

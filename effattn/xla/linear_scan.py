@@ -76,7 +76,8 @@ def _backward(kept, cotangent):
     backwards = (jnp.flip(array, 1) for array in (after, cotangent))
     of_added = jnp.flip(_states(_LINEAR, *backwards, jnp.zeros_like(initial)), 1)
     before = jnp.concatenate([initial[:, None], states[:, :-1]], 1)
-    return of_added * before, of_added, decay[:, 0] * of_added[:, 0]
+    of_initial = (decay[:, :1] * of_added[:, :1]).sum(1)
+    return of_added * before, of_added, of_initial
 
 
 _linear.defvjp(_forward, _backward)

@@ -209,6 +209,10 @@ def of_poles(method):
 MIXINGS = {
     "rwkv4": lambda x: effattn.rwkv4_mixing(x, x, decay=jnp.ones(4), bonus=jnp.ones(4)),
     "aft": lambda x: effattn.attention_free(x, x, x, is_causal=True),
+    "bidirectional aft": lambda x: effattn.attention_free(x, x, x),
+    "biased aft": lambda x: effattn.attention_free(
+        x, x, x, position_bias=(jnp.ones((9, 2)), jnp.ones((9, 2)))
+    ),
     "hyena": lambda x: effattn.hyena_convolution(x[None], x, jnp.ones((1, *x.shape[1:]))),
     "s4": of_poles("convolution"),
     "s4 in steps": of_poles("recurrence"),
@@ -216,17 +220,31 @@ MIXINGS = {
         x[:, :, None], x[:, :, None], x[:, :, None]
     ),
 }
-CONVOLUTIONS_AND_ATTENTION = "hyena", "s4", "factorized synthesizer"
 
 
-@pytest.mark.parametrize(
-    "name, batch, length",
-    [(name, 0, 7) for name in MIXINGS] + [(name, 2, 0) for name in CONVOLUTIONS_AND_ATTENTION],
-)
+@pytest.mark.parametrize("name", MIXINGS)
+@pytest.mark.parametrize("batch, length", [(0, 7), (2, 0)])
 def test_there_may_be_no_examples_or_no_tokens(name, batch, length):
     x = jnp.ones((batch, length, 4))
     gradient = jax.eval_shape(jax.grad(lambda x: MIXINGS[name](x).sum()), x)
     assert gradient.shape == x.shape
+
+
+def test_no_tokens_leave_the_state_as_it_was():
+    none, one = np.zeros((2, 0, D), np.float32), np.ones(D, np.float32)
+    sums = Sums(*(np.full((2, D), size, np.float32) for size in (0.3, 0.7, 0.2)))
+    rate = np.full((D, 3), -1 + 1j, np.complex64)
+    states = np.full((2, D, 3), 2j, np.complex64)
+    poles = functools.partial(effattn.s4_convolution, rate=rate, output=rate, step_size=one)
+    for function, state in (
+        (lambda x, **given: effattn.rwkv4_mixing(x, x, decay=one, bonus=one, **given), sums),
+        (lambda x, **given: effattn.attention_free(x, x, x, is_causal=True, **given), sums),
+        (functools.partial(poles, method="convolution"), states),
+        (functools.partial(poles, method="recurrence"), states),
+    ):
+        y, after = jax.jit(lambda s, f=function: f(none, initial_state=s, return_state=True))(state)
+        assert y.shape == none.shape
+        jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
 def test_spatial_gating_starts_from_the_token_itself():
