@@ -11,6 +11,7 @@ from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import check_capacity, check_state, new_lengths
 from effattn.functional import block
 from effattn.functional.block_linformer import check_projections, project_blocks
+from effattn.segments import positions_from, within
 
 _SHARED = ("scale", "logits_soft_cap", "sink", "precision", "tile", "implementation")
 _OPTIONS = frozenset((*_SHARED, "key_projection", "value_projection"))
@@ -134,9 +135,10 @@ class BlockLinformerDecoder:
         batch, time = query.shape[:2]
         projections = self._projections(key.shape[-2])
         slots, size = projections[0].shape[-2:]
-        steps, rows = jnp.arange(time, dtype=jnp.int32), jnp.arange(batch)[:, None]
+        rows = jnp.arange(batch)[:, None]
         # Padding is sent to a place that does not exist, and so is dropped.
-        places = jnp.where(steps < lengths[:, None], state.length[:, None] % size + steps, size)
+        places = positions_from(state.length % size, time)
+        places = jnp.where(within(lengths, time), places, size)
         present_key, present_value = (
             old.at[rows, places].set(new.astype(old.dtype), mode="drop")
             for old, new in ((state.key, key), (state.value, value))
@@ -146,7 +148,7 @@ class BlockLinformerDecoder:
 
         length = state.length + lengths
         is_finished = (lengths > 0) & (length % size == 0)
-        at = (length // size - 1)[:, None] * slots + jnp.arange(slots, dtype=jnp.int32)
+        at = positions_from((length // size - 1) * slots, slots)
         at = jnp.where(is_finished[:, None], at, state.slot_key.shape[1])
         precision = self.options.get("precision")
         slot_key, slot_value = (
@@ -163,7 +165,7 @@ class BlockLinformerDecoder:
             for both, new in zip(zip(of_slots, present, strict=True), (key, value), strict=True)
         )
         stored = of_slots[0].shape[1]
-        is_before = jnp.arange(stored, dtype=jnp.int32) < slots * (length // size)[:, None]
+        is_before = within(slots * (length // size), stored)
         seen = jnp.concatenate([is_before, jnp.ones((batch, size), bool)], 1)
         given = block.check(
             "block_linformer_attention",

@@ -16,6 +16,7 @@ from effattn.decode import contiguous
 from effattn.decode.contiguous import ContiguousState
 from effattn.decode.state import check_state, new_lengths
 from effattn.functional import block
+from effattn.segments import positions_from, within
 from effattn.xla import mesh_axes
 
 # Options that any mechanism may have, and those that only say how its parallel form is computed.
@@ -103,8 +104,7 @@ class GatheredDecoder:
             keys, values = keys.astype(key.dtype), values.astype(value.dtype)
             return _attend(query, keys, values, (position, reached), present, seen, shared)
 
-        steps = jnp.arange(time, dtype=jnp.int32)
-        tokens = (query, state.length[:, None] + steps, steps < lengths[:, None])
+        tokens = (query, positions_from(state.length, time), within(lengths, time))
         *lists, each = jax.eval_shape(reach, jnp.int32(0)).shape
         numbers = batch * max([key_heads, *lists]) * each * (key.shape[-1] + value.shape[-1])
         name = self.function.__name__

@@ -12,6 +12,7 @@ from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import check_capacity, check_state, new_lengths
 from effattn.functional import block
 from effattn.functional.hierarchical import Hierarchy, Runs, pool, tokens
+from effattn.segments import positions_from, within
 
 _OPTIONS = frozenset(
     "segment_size num_levels num_summaries summary_query scale logits_soft_cap sink precision tile "
@@ -158,9 +159,10 @@ class HierarchicalDecoder:
         query, key, value = arrays
         hierarchy, (batch, time) = self.hierarchy, query.shape[:2]
         fill = state.length % hierarchy.segment
-        steps, rows = jnp.arange(time, dtype=jnp.int32), jnp.arange(batch)[:, None]
+        rows = jnp.arange(batch)[:, None]
         # Padding is sent to a slot that does not exist, and so is dropped.
-        slots = jnp.where(steps < lengths[:, None], fill[:, None] + steps, hierarchy.segment)
+        slots = positions_from(fill, time)
+        slots = jnp.where(within(lengths, time), slots, hierarchy.segment)
         state = dataclasses.replace(
             state,
             key=state.key.at[rows, slots].set(key.astype(state.key.dtype), mode="drop"),
@@ -176,8 +178,8 @@ class HierarchicalDecoder:
         hierarchy, batch = self.hierarchy, query.shape[0]
         segment = (state.length // hierarchy.segment)[:, None]
         units, siblings = state.summary_key.shape[1], len(state.siblings)
-        finished = jnp.arange(units, dtype=jnp.int32) // hierarchy.pieces
-        levels = jnp.repeat(jnp.arange(siblings, dtype=jnp.int32), hierarchy.pieces)
+        finished = jnp.arange(units, dtype=jnp.int32)[None] // hierarchy.pieces
+        levels = jnp.repeat(jnp.arange(siblings, dtype=jnp.int32), hierarchy.pieces)[None]
         seen = (
             finished < segment >> siblings,
             (segment >> levels) % 2 == 1,
@@ -187,7 +189,7 @@ class HierarchicalDecoder:
         values = (state.summary_value, *(runs.value for runs in state.siblings), state.value)
         key = jnp.concatenate([x.astype(key_dtype) for x in keys], 1)
         value = jnp.concatenate([x.astype(value_dtype) for x in values], 1)
-        weight = _LogTokens(hierarchy, siblings + 1, units, len(levels))
+        weight = _LogTokens(hierarchy, siblings + 1, units, levels.size)
         given = block.check(
             "hierarchical_attention",
             query,
@@ -196,7 +198,7 @@ class HierarchicalDecoder:
             mask=jnp.concatenate(seen, 1)[:, None, None, :],
             scale=self.options.get("scale"),
             is_causal=True,
-            query_offset=units + len(levels) + state.length % hierarchy.segment,
+            query_offset=units + levels.size + state.length % hierarchy.segment,
             query_seq_lengths=lengths,
             key_value_seq_lengths=None,
             segment_ids=None,
@@ -226,7 +228,7 @@ class HierarchicalDecoder:
             siblings.append(_where(is_finished & ~is_second, unit, kept))
             is_finished, number = is_finished & is_second, number // 2
             unit = pool(jax.tree.map(lambda *both: jnp.concatenate(both, 1), kept, unit), 2)
-        slots = number[:, None] * pieces + jnp.arange(pieces, dtype=jnp.int32)
+        slots = positions_from(number * pieces, pieces)
         slots = jnp.where(is_finished[:, None], slots, state.summary_key.shape[1])
         rows = jnp.arange(len(slots))[:, None]
 

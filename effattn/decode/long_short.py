@@ -14,6 +14,7 @@ from effattn.decode.state import check_capacity, check_state, new_lengths
 from effattn.functional import block
 from effattn.functional.combine import combine
 from effattn.functional.long_short import Options, check_projection, normalise, score
+from effattn.segments import positions_from, within
 
 _SHARED = ("scale", "logits_soft_cap", "precision", "tile", "implementation")
 _OWN = ("window_size", "segment_size", "window_norm", "slot_norm")
@@ -179,7 +180,7 @@ class LongShortDecoder:
     def _extend_inside(self, options: Options, arrays, state: LongShortState, lengths):
         """By tokens that lie in one segment of each row."""
         query, key, value, scores = arrays
-        present = (jnp.arange(key.shape[1]) < lengths[:, None])[..., None, None]
+        present = within(lengths, key.shape[1])[..., None, None]
         key, value, scores = (jnp.where(present, x, 0) for x in (key, value, scores))
         keys, values = (normalise(x, options.window_norm) for x in (key, value))
         keys, values, filled, after = ring.append(state.ring, keys, values, lengths)
@@ -188,7 +189,7 @@ class LongShortDecoder:
         sums = _add(state.sums, key, value, jnp.where(present, scores, -jnp.inf))
         is_finished = (lengths > 0) & (after.length % options.segment == 0)
         slots, stored = sums.weight.shape[1], state.slot_key.shape[1]
-        at = (after.length // options.segment - 1)[:, None] * slots + jnp.arange(slots)
+        at = positions_from((after.length // options.segment - 1) * slots, slots)
         # Of a segment that is not finished, to a place that does not exist.
         at, rows = jnp.where(is_finished[:, None], at, stored), jnp.arange(len(at))[:, None]
         weight = jnp.where(sums.weight == 0, 1, sums.weight)[..., None]

@@ -15,6 +15,7 @@ from effattn.functional.combine import combine
 from effattn.functional.longformer import gather, locate
 from effattn.functional.sliding_window import sliding_window_attention
 from effattn.functional.softmax import dot_product_attention
+from effattn.segments import positions_from, within
 
 Heads = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -103,9 +104,9 @@ class LongformerDecoder:
         batch, time = query.shape[:2]
         check_state(state, LongformerState, batch)
         lengths = new_lengths(lengths, batch, time)
-        positions = state.length[:, None] + jnp.arange(time, dtype=jnp.int32)
+        positions = positions_from(state.length, time)
         global_query, global_key, global_value = global_heads
-        is_valid = jnp.arange(time) < lengths[:, None]
+        is_valid = within(lengths, time)
         is_global = None if global_mask is None else global_mask & is_valid
         if is_global is not None:
             state, is_global = _with_new_global_tokens(state, key, value, positions, is_global)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import _checks
 from effattn.decode.state import check_state, new_lengths
+from effattn.segments import within
 from effattn.xla import mesh_axes
 
 
@@ -131,8 +132,8 @@ def append(
         for new, kept in ((key, state.key), (value, state.value))
     )
     # Slots [0, span) are the ring, filled from its end; slots from `span` on are new.
-    slots = jnp.arange(span + time, dtype=jnp.int32)
-    filled = (slots >= span - state.length[:, None]) & (slots < span + lengths[:, None])
+    slots = span + time
+    filled = ~within(span - state.length, slots) & within(span + lengths, slots)
 
     def kept(arrays, taken):
         """A row that took n tokens keeps slots [n, n + span)."""

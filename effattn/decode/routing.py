@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn.axes import lead
 from effattn.decode.state import check_state, new_lengths
 from effattn.functional import block
 from effattn.functional.routing import Tokens, check_centroids, nearest
+from effattn.segments import within
 
 _SHARED = ("scale", "precision", "implementation")
 _OPTIONS = frozenset((*_SHARED, "tile", "centroids", "cluster_size"))
@@ -101,7 +103,7 @@ class RoutingDecoder:
         lengths = new_lengths(lengths, batch, time)
         centroids, _ = self._own()
         centroids = check_centroids(centroids, query)
-        present = jnp.arange(time) < lengths[:, None]
+        present = within(lengths, time)
         query, key, value = (jnp.where(present[..., None, None], x, 0) for x in (query, key, value))
         tokens = Tokens.of(query, key, value)
         cluster = nearest(tokens.query_route + tokens.key_route, centroids)
@@ -130,7 +132,7 @@ class RoutingDecoder:
         """Of one token: it is stored, and its cluster read."""
         size = state.key.shape[3]
         batch, heads = (jnp.arange(n) for n in cluster.shape[:2])
-        mine = batch[:, None], heads, cluster[..., 0]
+        mine = batch[:, None], heads[None], cluster[..., 0]
         count = state.count[mine]
         # Padding goes to a slot that does not exist, and so is dropped.
         slot = jnp.where(present, count % size, size)
@@ -140,7 +142,7 @@ class RoutingDecoder:
 
         key, value = stored(state.key, tokens.key), stored(state.value, tokens.value)
         count = count + present
-        seen = jnp.arange(size) < count[..., None]
+        seen = within(count, size)
         out = self._attend(
             tokens.query,
             key[mine].astype(tokens.key.dtype),
@@ -155,12 +157,13 @@ class RoutingDecoder:
         """Of more: sorted by cluster with those that are kept, which come first, oldest first."""
         batch, heads, clusters, size, _ = state.key.shape
         kept, time = clusters * size, cluster.shape[-1]
-        slots = jnp.arange(size, dtype=jnp.int32)
+        slots = lead(jnp.arange(size, dtype=jnp.int32), 4)
         count = state.count[..., None]
         age = jnp.where(count > size, (slots - count) % size, slots)
         # What is not there is of a cluster after all others.
         none = jnp.int32(clusters)
-        of_kept = jnp.where(slots < count, jnp.arange(clusters, dtype=jnp.int32)[:, None], none)
+        clusters_of = jnp.arange(clusters, dtype=jnp.int32)[None, None, :, None]
+        of_kept = jnp.where(slots < count, clusters_of, none)
         later = jnp.broadcast_to(size + jnp.arange(time, dtype=jnp.int32), (batch, heads, time))
 
         def joined(of_clusters, new):

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn.segments import positions_from, within
+
 
 def extend_by_segment(
     extend_inside: Callable[..., tuple[jax.Array, Any]],
@@ -34,20 +36,20 @@ def extend_by_segment(
     if time == 1:
         return extend_inside(arrays, state, lengths)
     size = min(time, segment)
-    rows, steps = jnp.arange(batch)[:, None], jnp.arange(size, dtype=jnp.int32)
+    rows = jnp.arange(batch)[:, None]
 
     def part(carry, _):
         """The tokens of each row up to the end of its segment."""
         outs, state, start = carry
         left = segment - state.length % segment
         taken = jnp.minimum(jnp.minimum(lengths - start, left), size)
-        at = start[:, None] + steps
+        at = positions_from(start, size)
         new = tuple(
             jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), 1, mode="clip")
             for x in arrays
         )
         of_part, state = extend_inside(new, state, taken)
-        at = jnp.where(steps < taken[:, None], at, time)
+        at = jnp.where(within(taken, size), at, time)
         return (outs.at[rows, at].set(of_part, mode="drop"), state, start + taken), None
 
     carry = jnp.zeros(out.shape, out.dtype), state, jnp.zeros((batch,), jnp.int32)

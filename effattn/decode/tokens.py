@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn.decode.state import check_capacity
+from effattn.segments import positions_from, within
 from effattn.xla import mesh_axes
 
 
@@ -38,9 +39,9 @@ def append(state: TokenState, new: Any, lengths: jax.Array) -> TokenState:
 def stored(kept: jax.Array, new: jax.Array, length: jax.Array, lengths: jax.Array) -> jax.Array:
     """`kept (B, S, ...)` with the first `lengths[b]` of `new (B, T, ...)` from slot `length[b]`."""
     capacity = kept.shape[1]
-    steps = jnp.arange(new.shape[1], dtype=jnp.int32)
     # Padding is sent to slot `capacity`, which does not exist, and so is dropped.
-    slots = jnp.where(steps < lengths[:, None], length[:, None] + steps, capacity)
+    time = new.shape[1]
+    slots = jnp.where(within(lengths, time), positions_from(length, time), capacity)
 
     @jax.vmap
     def of_row(kept, slots, new):

@@ -15,6 +15,7 @@ from effattn.cores import block_attention
 from effattn.cores.block_attention import Operands, Origin, Rule
 from effattn.functional.combine import combine
 from effattn.layouts import BlockLayout
+from effattn.segments import within
 from effattn.xla import mesh_axes, reverse_mode, tiling
 
 ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -263,7 +264,7 @@ def _all_of(one, other):
 
 def _valid(lengths, size):
     """bool `(*B, size)`, True before each length."""
-    return None if lengths is None else jnp.arange(size) < lengths[..., None]
+    return None if lengths is None else within(lengths, size)
 
 
 def _zero_where_absent(array, present):

@@ -144,9 +144,10 @@ def _positions(given, segment_ids, positions):
     of_key = jnp.broadcast_to(of_key, (*batch, keys))
     present = given.tokens.key_mask
     present = jnp.ones_like(of_key, bool) if present is None else present
-    last = jnp.max(jnp.where(present, jnp.arange(keys), -1), -1, keepdims=True, initial=-1)
+    index = jnp.broadcast_to(jnp.arange(keys), (*batch, keys))
+    last = jnp.max(jnp.where(present, index, -1), -1, keepdims=True, initial=-1)
     # One key alone, or none; then the state stays as it was seen.
-    of_next = jnp.sum(jnp.where(jnp.arange(keys) == last, of_key + 1, 0), -1)
+    of_next = jnp.sum(jnp.where(index == last, of_key + 1, 0), -1)
     return (
         of_query[..., None, None].astype(given.dtype),
         of_key[..., None, None].astype(given.dtype),

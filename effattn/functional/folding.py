@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from effattn.axes import lead
 from effattn.functional import block
 
 
@@ -30,7 +31,7 @@ def fold_lengths(lengths: jax.Array | None, blocks: int, size: int) -> jax.Array
     """`(*B)` to `(*B, blocks)`, how many tokens of each block lie before the lengths."""
     if lengths is None:
         return None
-    return jnp.clip(lengths[..., None] - size * jnp.arange(blocks), 0, size)
+    return jnp.clip(lengths[..., None] - size * lead(jnp.arange(blocks), lengths.ndim + 1), 0, size)
 
 
 def attend_inside(size: int, query, key, value, given: block.Arguments):

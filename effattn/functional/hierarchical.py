@@ -11,8 +11,10 @@ import numpy as np
 from jax import lax
 
 from effattn import _checks, registry
+from effattn.axes import lead
 from effattn.functional import block, folding
 from effattn.functional.combine import combine
+from effattn.segments import within
 
 
 def hierarchical_attention(
@@ -238,14 +240,14 @@ def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: block
         return block.attend(query, key, value, given)
     siblings = hierarchy.siblings(length)
     has_others = hierarchy.segments(length) > 2**siblings
-    end = length if given.key_lengths is None else given.key_lengths[..., None]
-    present = jnp.broadcast_to(jnp.arange(length) < end, (*batch, length))
+    lengths = jnp.full(batch, length) if given.key_lengths is None else given.key_lengths
+    present = within(lengths, length)
     runs = tokens(key, value, present, summary_query, given.scale)
     levels = []
     for level in range(1, siblings + has_others + 1):
         runs = pool(runs, hierarchy.piece(1) if level == 1 else 2)
         start = jnp.arange(runs.present.shape[-1], dtype=jnp.int32) * hierarchy.piece(level)
-        last = start + jnp.maximum(runs.present, 1) - 1
+        last = lead(start, runs.present.ndim) + jnp.maximum(runs.present, 1) - 1
         keys, values = runs.key.astype(key.dtype), runs.value.astype(value.dtype)
         levels.append(_Keys(keys, values, runs.present > 0, last))
 
@@ -282,7 +284,7 @@ def _siblings(hierarchy: Hierarchy, levels: list[_Keys], length: int, is_causal:
         keys = _Keys(*(other_half(level, array) for array in keys))
         if is_causal:
             is_second = (np.arange(segments) >> (level - 1)) % 2 == 1
-            keys = keys._replace(seen=keys.seen & is_second[:, None])
+            keys = keys._replace(seen=keys.seen & lead(is_second[:, None], axis + 2))
         each_level.append(keys)
     return _Keys(*(jnp.concatenate(arrays, axis + 1) for arrays in zip(*each_level, strict=True)))
 

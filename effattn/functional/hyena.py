@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks, registry
+from effattn.axes import lead
+from effattn.segments import within
 from effattn.xla.long_convolution import long_convolution
 
 
@@ -54,8 +56,8 @@ def hyena_convolution(
     lengths = _checks.lengths("lengths", lengths, (batch,))
     z, valid = value, None
     if lengths is not None:
-        valid = (jnp.arange(time) < lengths[:, None])[..., None]
-        z, gates = jnp.where(valid, z, 0), jnp.where(valid, gates, 0)
+        valid = within(lengths, time)[..., None]
+        z, gates = jnp.where(valid, z, 0), jnp.where(valid[None], gates, 0)
     for n in range(order):
         z = gated(gates[n], long_convolution(z, filters[n]), z, None if skip is None else skip[n])
     return z
@@ -64,7 +66,7 @@ def hyena_convolution(
 def gated(gate: jax.Array, convolved: jax.Array, z: jax.Array, skip: jax.Array | None) -> jax.Array:
     """One turn, x (h * z + d z), in the dtype of z."""
     if skip is not None:
-        convolved = convolved + skip.astype(convolved.dtype) * z
+        convolved = convolved + lead(skip.astype(convolved.dtype), z.ndim) * z
     return (gate * convolved).astype(z.dtype)
 
 

@@ -11,6 +11,7 @@ from jax.tree_util import Partial
 from effattn import _checks
 from effattn.cores.linear_recurrence import Tokens, linear_recurrence, packed
 from effattn.functional import recurrence
+from effattn.segments import within
 from effattn.xla import mesh_axes
 from effattn.xla.linear_recurrence import linear_sum
 
@@ -121,8 +122,8 @@ def _mask(lengths, segment_ids, length):
     mask = None if segment_ids is None else segment_ids != 0
     if lengths is None:
         return mask
-    within = jnp.arange(length) < lengths[..., None]
-    return within if mask is None else mask & within
+    before_end = within(lengths, length)
+    return before_end if mask is None else mask & before_end
 
 
 def within_documents(query_ids, key_ids, rule, parameters, state, query, key_value, tokens):

@@ -10,6 +10,7 @@ import numpy as np
 
 from effattn import registry
 from effattn.functional import block
+from effattn.segments import within
 
 NOT_CAUSAL = (
     "each projected row is a sum over the whole sequence, so that every query sees later tokens"
@@ -128,7 +129,7 @@ def project(projection, array, lengths, precision):
     """`(*B, S, K, H)` to `(*B, r, K, H)`, summed in at least float32."""
     length = array.shape[-3]
     if lengths is not None:
-        present = jnp.arange(length) < lengths[..., None]
+        present = within(lengths, length)
         array = jnp.where(present[..., None, None], array, 0)
     projected = jnp.einsum(
         "...skh,rs->...rkh" if projection.ndim == 2 else "...skh,krs->...rkh",

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
+from effattn.axes import lead
 from effattn.functional import block, folding
 from effattn.functional.block_linformer import EarlierBlocks
 from effattn.functional.combine import combine
+from effattn.segments import positions_from, within
 
 Norm = tuple[jax.Array, jax.Array]
 
@@ -199,8 +201,8 @@ def _check_scores(scores: Any, key: jax.Array) -> jax.Array:
 def _attend(options: Options, projection, scores, query, key, value, given: block.Arguments):
     """The window and the slots, combined."""
     batch, length = key.shape[:-3], key.shape[-3]
-    end = length if given.key_lengths is None else given.key_lengths[..., None]
-    present = jnp.broadcast_to(jnp.arange(length) < end, (*batch, length))
+    lengths = jnp.full(batch, length) if given.key_lengths is None else given.key_lengths
+    present = within(lengths, length)
     key, value = (jnp.where(present[..., None, None], x, 0) for x in (key, value))
     if scores is None:
         scores = score(projection, key, given.precision)
@@ -248,8 +250,8 @@ def _attend_windows(size: int, query, key, value, given: block.Arguments):
         after = jax.lax.slice_in_dim(own, 0, half, axis=axis + 1)
         return jnp.concatenate([_move(before, 1, axis), own, _move(after, -1, axis)], axis + 1)
 
-    start = size * np.arange(stretches)[:, None] - half
-    at = start + np.arange(half + size + half)
+    start = size * jnp.arange(stretches) - half
+    at = lead(positions_from(start, half + size + half), axis + 2)
     end = length if given.key_lengths is None else given.key_lengths[..., None, None]
     folded = dataclasses.replace(
         given,
@@ -308,7 +310,7 @@ def normalise(x: jax.Array, norm: Norm | None) -> jax.Array:
     """A layer norm over the last axis, computed in at least float32."""
     if norm is None:
         return x
-    scale, bias = norm
+    scale, bias = (lead(jnp.asarray(part), x.ndim) for part in norm)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     centred = wide - wide.mean(-1, keepdims=True)
     inverse = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5)

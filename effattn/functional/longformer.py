@@ -11,6 +11,7 @@ from effattn import _checks, registry
 from effattn.functional import block, sliding_window
 from effattn.functional.block import ScoreMod
 from effattn.functional.combine import combine
+from effattn.segments import within
 from effattn.xla import mesh_axes
 
 
@@ -152,7 +153,7 @@ def _attend(dilation, arrays, global_arrays, is_global, max_global, given):
     query, key, value = arrays
     batch, length = query.shape[:-3], query.shape[-3]
     is_global, slot, where = locate(is_global, max_global)
-    there = jnp.arange(max_global) < is_global.sum(-1, keepdims=True)
+    there = within(is_global.sum(-1), max_global)
     everywhere = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (*batch, length))
 
     local = dataclasses.replace(given, mask=~is_global[..., None, None, :])

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import _checks, registry
-from effattn.segments import positions_from_segment_ids
+from effattn.axes import lead
+from effattn.segments import positions_from, positions_from_segment_ids, within
 from effattn.xla import reverse_mode
 from effattn.xla.products import widened
 
@@ -202,7 +203,7 @@ def attend(
     with jax.named_scope("lsh_attention"), reverse_mode.only("LSH attention", "a dense form of it"):
         out, lse = head(query_key, value, buckets, documents)
     if query_lengths is not None:
-        present = jnp.arange(length) < query_lengths[..., None]
+        present = within(query_lengths, length)
         out = jnp.where(present[..., None, None], out, 0)
         lse = jnp.where(present[..., None], lse, -jnp.inf)
     return out, lse
@@ -225,10 +226,10 @@ def attend_at(
     @functools.partial(jax.vmap, in_axes=(0, 0, 0, 0, 0))
     @functools.partial(jax.vmap, in_axes=(-2, -2, -2, -2, None), out_axes=-2)
     def head(query_key, value, buckets, query, positions):
-        past = jnp.arange(query_key.shape[0]) < positions[:, None]
+        past = within(positions, query_key.shape[0])
         sees = jnp.zeros(past.shape, bool)
         for of_round in buckets.T:
-            same = past & (of_round == of_round[positions][:, None])
+            same = past & (of_round[None] == of_round[positions][:, None])
             # How many of the bucket there are from each on.
             sees |= same & (
                 lax.cumsum(same.astype(jnp.int32), axis=1, reverse=True) <= chunk_length
@@ -276,11 +277,13 @@ def or_itself(out, lse, value, valid=None):
 def _documents(batch, length, lengths, segment_ids) -> jax.Array:
     """int32 `(*B, T)`: where each token's document starts, and T in the padding."""
     time = jnp.arange(length, dtype=jnp.int32)
-    start, valid = jnp.zeros((*batch, length), jnp.int32), True
+    start = jnp.zeros((*batch, length), jnp.int32)
+    valid = jnp.ones((*batch, length), bool)
     if segment_ids is not None:
-        start, valid = time - positions_from_segment_ids(segment_ids), segment_ids != 0
+        start = lead(time, segment_ids.ndim) - positions_from_segment_ids(segment_ids)
+        valid = segment_ids != 0
     if lengths is not None:
-        valid = valid & (time < lengths[..., None])
+        valid = valid & within(lengths, length)
     return jnp.where(valid, start, length)
 
 
@@ -334,7 +337,7 @@ def _attend_head(query, value, buckets, documents, *, chunk_length, is_causal, i
     own = sorted_.order, sorted_.place, sorted_.sees, sorted_.is_at
     _, (outs, lses) = lax.scan(step, None, own)
     largest = lax.stop_gradient(lses.max(0))
-    weights = jnp.exp(lses - jnp.where(largest == -jnp.inf, 0, largest))
+    weights = jnp.exp(lses - jnp.where(largest == -jnp.inf, 0, largest)[None])
     total = weights.sum(0)
     total_or_one = jnp.where(total == 0, 1, total)
     out = (weights[..., None] * outs).sum(0) / total_or_one[:, None]
@@ -368,7 +371,7 @@ def _sort(buckets, documents, size, is_causal) -> tuple[_Sorted, _Spans]:
         bucket_start = lax.cummax(
             jnp.pad(jnp.where(change, index[1:], 0), ((0, 0), (1, 0))), axis=1
         )
-        bucket_start = jnp.maximum(bucket_start, spans.start)
+        bucket_start = jnp.maximum(bucket_start, spans.start[None])
         sees = jnp.maximum(place - size, of_tokens(bucket_start)), place
         is_at = place
     else:
@@ -444,14 +447,14 @@ def _runs_packed(spans, length, size) -> _Runs:
     """
     tiles = _tiles(length, size)
     tile = jnp.arange(tiles, dtype=jnp.int32)
-    steps = jnp.arange(-2, 2, dtype=jnp.int32)
+    steps = jnp.arange(-2, 2, dtype=jnp.int32)[None]
     near = _whole_tiles(tile[:, None] + steps, tile[:, None] - steps, length, size)
     last = spans.start + (spans.end - 1 - spans.start) // size * size
 
     after = (tile + 2) * size
     goes_on = after < length
     chunk = last[jnp.minimum(after, length - 1)]
-    far = chunk[:, None] + jnp.arange(size, dtype=jnp.int32)
+    far = positions_from(chunk, size)
     is_read = goes_on[:, None] & (far >= after[:, None]) & (far < length)
     places = jnp.concatenate([near.places, jnp.where(is_read, far, -1)[:, None]], 1)
 
@@ -461,7 +464,7 @@ def _runs_packed(spans, length, size) -> _Runs:
         near.readers < 0, -1, near.readers + near.readers // (4 * size) * (runs - 4) * size
     )
     index = jnp.arange(length, dtype=jnp.int32)
-    first = (spans.start // size)[:, None] + jnp.arange(2, dtype=jnp.int32)
+    first = positions_from(spans.start // size, 2)
     begin = (first + 2) * size
     reads = (index >= last)[:, None] & (begin < spans.end[:, None]) & (index[:, None] >= begin)
     more = (first * runs + 4) * size + (index - last)[:, None]
@@ -471,12 +474,12 @@ def _runs_packed(spans, length, size) -> _Runs:
 def _whole_tiles(reads, read_by, length, size) -> _Runs:
     """Of the tiles that each tile reads `(tiles, r)`, and those that read it, in the same runs."""
     tiles, runs = reads.shape
-    offset = jnp.arange(size, dtype=jnp.int32)
-    places = reads[..., None] * size + offset
+    places = positions_from(reads * size, size)
     places = jnp.where((reads[..., None] >= 0) & (places < length), places, -1)
     index = jnp.arange(length, dtype=jnp.int32)
     reader = read_by[index // size]
-    flat = (reader * runs + jnp.arange(runs, dtype=jnp.int32)) * size + (index % size)[:, None]
+    run = jnp.arange(runs, dtype=jnp.int32)[None]
+    flat = (reader * runs + run) * size + (index % size)[:, None]
     return _Runs(places, jnp.where((reader >= 0) & (reader < tiles), flat, -1))
 
 
@@ -514,7 +517,7 @@ def _attend_round(query, key, value, sorted_, runs, each, is_causal):
         which = _meets(seen["own"], is_causal)
         if not is_causal:
             of_query, of_key = seen["tokens"]
-            which = which & (of_query[:, None] != of_key)
+            which = which & (of_query[:, None] != of_key[None])
         times = _meets(seen["all"], is_causal).sum(0) if rounds > 1 else None
         return _softmax(queries, keys, values, which, times)
 

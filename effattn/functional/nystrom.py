@@ -11,7 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
+from effattn.axes import lead
 from effattn.functional import block
+from effattn.segments import positions_from, within
 from effattn.xla import mesh_axes, reverse_mode
 
 
@@ -196,12 +198,12 @@ def segment_means(x: jax.Array, lengths: jax.Array, count: int) -> tuple[jax.Arr
 def _means(count, x, lengths):
     length = x.shape[-3]
     at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
-    segment = jnp.arange(count, dtype=lengths.dtype)
+    segment = lead(jnp.arange(count, dtype=lengths.dtype), lengths.ndim + 1)
     start = segment * at_least + jnp.minimum(segment, longer)
     size = at_least + (segment < longer)
-    step = jnp.arange(-(-length // count), dtype=lengths.dtype)
-    tokens = _take(x, jnp.minimum(start[..., None] + step, length - 1))
-    tokens = jnp.where((step < size[..., None])[..., None, None], tokens, 0)
+    largest = -(-length // count)
+    tokens = _take(x, jnp.minimum(positions_from(start, largest), length - 1))
+    tokens = jnp.where(within(size, largest)[..., None, None], tokens, 0)
     return tokens.sum(-3) / jnp.maximum(size, 1)[..., None, None].astype(x.dtype)
 
 
@@ -213,7 +215,7 @@ def _means_bwd(count, saved, cotangent):
     """Each token takes its share of its segment's: a gather, where autodiff would scatter."""
     lengths, length = saved
     at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
-    token = jnp.arange(length, dtype=lengths.dtype)
+    token = lead(jnp.arange(length, dtype=lengths.dtype), lengths.ndim + 1)
     later = token - longer * (at_least + 1)
     is_longer = later < 0
     after = longer + later // jnp.maximum(at_least, 1)
@@ -234,15 +236,14 @@ def _take(x, index):
 
 def _clear(x, lengths):
     """`(*B, L, K, H)` with zeros from the lengths on."""
-    return jnp.where((jnp.arange(x.shape[-3]) < lengths[..., None])[..., None, None], x, 0)
+    return jnp.where(within(lengths, x.shape[-3])[..., None, None], x, 0)
 
 
 def _softmax(query, key, queries, keys):
     """The weights `(*B, N, i, j)` among landmarks; zeros for those after the first so many."""
     logits = jnp.einsum("...inh,...jnh->...nij", query, key, precision="highest")
     exists, seen = (
-        jnp.arange(x.shape[-3]) < count[..., None, None]
-        for x, count in ((query, queries), (key, keys))
+        within(count[..., None], x.shape[-3]) for x, count in ((query, queries), (key, keys))
     )
     weights = jax.nn.softmax(jnp.where(seen[..., None, :], logits, -jnp.inf))
     return jnp.where(exists[..., None], weights, 0)
@@ -254,7 +255,7 @@ def pseudo_inverse(weights: jax.Array, iterations: int) -> jax.Array:
     Rows and columns of zeros are those of the inverse too, and do not change the rest of it.
     """
     multiply = functools.partial(jnp.matmul, precision="highest")
-    one = jnp.eye(weights.shape[-2], dtype=weights.dtype)
+    one = lead(jnp.eye(weights.shape[-2], dtype=weights.dtype), weights.ndim)
 
     def improve(_, inverse):
         product = multiply(weights, inverse)
@@ -270,7 +271,7 @@ def pseudo_inverse(weights: jax.Array, iterations: int) -> jax.Array:
 def convolve(value: jax.Array, kernel: jax.Array) -> jax.Array:
     """Depthwise, of `value (*B, L, N, Hv)` with `kernel (N, width)`, zeros past the ends."""
     taps = _taps(value, kernel.shape[-1])
-    return sum(kernel[:, w, None] * taps(w) for w in range(kernel.shape[-1]))
+    return sum(lead(kernel[:, w, None], value.ndim) * taps(w) for w in range(kernel.shape[-1]))
 
 
 def _convolve_bwd(saved, cotangent):

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from effattn.segments import positions_from
+
 
 def decoder_of(reach: Callable[..., jax.Array]) -> Callable[..., Any]:
     """What an entry of the registry names as `decoder`; `reach` is that of `GatheredDecoder`."""
@@ -27,5 +29,5 @@ def positions_of_blocks(blocks: jax.Array, block_size: int) -> jax.Array:
     blocks = jnp.sort(blocks, axis=-1)
     again = jnp.pad(blocks[..., 1:] == blocks[..., :-1], [(0, 0)] * (blocks.ndim - 1) + [(1, 0)])
     first = block_size * jnp.where(again, -1, blocks)
-    tokens = first[..., None] + jnp.arange(block_size, dtype=jnp.int32)
+    tokens = positions_from(first, block_size)
     return tokens.reshape(*blocks.shape[:-1], -1)

@@ -28,6 +28,7 @@ from effattn.cores.linear_recurrence import (
     own_chunk,
     packed,
 )
+from effattn.segments import within
 from effattn.xla import mesh_axes
 from effattn.xla.diagonal_recurrence import diagonal_recurrence
 from effattn.xla.linear_recurrence import linear_sum
@@ -160,7 +161,7 @@ def check_scale(value: Any, query: jax.Array) -> jax.Array:
 
 
 def _within(lengths: jax.Array | None, length: int) -> jax.Array | None:
-    return None if lengths is None else jnp.arange(length) < lengths[..., None]
+    return None if lengths is None else within(lengths, length)
 
 
 def run(

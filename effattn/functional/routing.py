@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
 from effattn.functional import block
+from effattn.segments import within
 from effattn.xla import mesh_axes, reverse_mode
 
 # Clusters whose scores are held at once.
@@ -158,7 +159,7 @@ def _attend(query, key, value, centroids, size, is_causal, given: block.Argument
 
 def _present(lengths, segments, size):
     """Which tokens are not padding, bool `(*B, T)`; None for all."""
-    present = None if lengths is None else jnp.arange(size) < lengths[..., None]
+    present = None if lengths is None else within(lengths, size)
     if segments is None:
         return present
     return segments[0] != 0 if present is None else present & (segments[0] != 0)

@@ -3,6 +3,7 @@
 import jax
 
 from effattn import _checks, registry
+from effattn.axes import lead
 from effattn.cores.linear_recurrence import Terms, clear
 from effattn.functional import recurrence
 from effattn.xla.diagonal_recurrence import CHUNK, diagonal_recurrence
@@ -91,7 +92,7 @@ def selective_scan(
             )
         weight = _checks.shaped("skip", skip, (heads, size)).astype(given.dtype)
         present = clear(clear(value, given.tokens.key_mask), given.tokens.query_mask)
-        out = (out + weight * present).astype(value.dtype)
+        out = (out + lead(weight, value.ndim) * present).astype(value.dtype)
     return (out, state) if return_state else out
 
 

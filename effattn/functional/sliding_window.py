@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
+from effattn.axes import lead
 from effattn.cores.block_attention import Origin
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
@@ -244,7 +245,7 @@ def _per_class(value, batch, dilation: int):
 def _class_lengths(lengths, batch, dilation: int):
     """How many positions below each length are in each class: `(*B, d)`."""
     lengths = jnp.broadcast_to(jnp.asarray(lengths), batch)[..., None]
-    return (lengths - jnp.arange(dilation) + dilation - 1) // dilation
+    return (lengths - lead(jnp.arange(dilation), lengths.ndim) + dilation - 1) // dilation
 
 
 registry.register(

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks, registry
+from effattn.axes import lead
+from effattn.segments import within
 
 
 @jax.named_scope("spatial_gating")
@@ -52,7 +54,7 @@ def spatial_gating(
         raise ValueError(f"weights are for {size} tokens, got {time}")
     lengths = _checks.lengths("lengths", lengths, (batch,))
     if lengths is not None:
-        valid = (jnp.arange(time) < lengths[:, None])[..., None]
+        valid = within(lengths, time)[..., None]
         gate, value = jnp.where(valid, gate, 0), jnp.where(valid, value, 0)
     weights = weights[:time, :time]
     return gated(gate, value, jnp.tril(weights) if is_causal else weights, bias[:time])
@@ -63,7 +65,7 @@ def gated(gate: jax.Array, value: jax.Array, weights: jax.Array, bias: jax.Array
     wide = jnp.promote_types(value.dtype, jnp.float32)
     weights = weights.astype(value.dtype)
     mixed = jnp.matmul(weights, value, preferred_element_type=wide)
-    return (gate.astype(wide) * (mixed + bias.astype(wide)[..., None])).astype(value.dtype)
+    return (gate.astype(wide) * (mixed + lead(bias.astype(wide)[..., None], 3))).astype(value.dtype)
 
 
 registry.register(

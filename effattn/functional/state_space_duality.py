@@ -3,6 +3,7 @@
 import jax
 
 from effattn import _checks, registry
+from effattn.axes import lead
 from effattn.cores.linear_recurrence import Terms, clear
 from effattn.functional import recurrence
 
@@ -95,7 +96,7 @@ def state_space_duality(
                 f"query heads, got {heads} and {given.query.shape[-2]}"
             )
         weight = _checks.shaped("skip", skip, (heads,)).astype(given.dtype)
-        direct = weight[:, None] * clear(
+        direct = lead(weight[:, None], value.ndim) * clear(
             clear(value, given.tokens.key_mask), given.tokens.query_mask
         )
         out = (out + direct).astype(value.dtype)
@@ -104,7 +105,8 @@ def state_space_duality(
 
 def _terms(rate, query, keys) -> Terms:
     key, value, step_size = keys
-    return Terms(query, key, value * step_size[..., None], log_decay=step_size * rate)
+    log_decay = step_size * lead(rate, step_size.ndim)
+    return Terms(query, key, value * step_size[..., None], log_decay=log_decay)
 
 
 registry.register(

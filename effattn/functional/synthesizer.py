@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks, registry
+from effattn.axes import lead
 from effattn.functional.softmax import dot_product_attention
+from effattn.segments import positions_from, within
 
 
 def synthesizer_attention(
@@ -133,12 +135,12 @@ def factorized_synthesizer_attention(
     @jax.checkpoint
     def of_tile(first, a, b):
         """`(B, C, N, Hv)` of the queries from `first` on."""
-        positions = offset[:, None] + first + jnp.arange(a.shape[1])
+        positions = positions_from(offset + first, a.shape[1])
 
         def add(sums, of_block):
             out, total, largest = sums
             block, value, coarse = of_block
-            key = block * size + jnp.arange(size)
+            key = lead(block * size + jnp.arange(size), 3)
             seen = jnp.broadcast_to(key < seen_keys[:, None, None], (batch, a.shape[1], size))
             if is_causal:
                 seen = seen & (key <= positions[..., None])
@@ -167,7 +169,7 @@ def factorized_synthesizer_attention(
     out = jax.lax.map(lambda of: of_tile(*of), (firsts, tiles(coarse), tiles(fine)))
     out = jax.lax.collapse(jnp.moveaxis(out, 0, 1), 1, 3)[:, :time]
     if lengths is not None and time == keys:
-        out = jnp.where((jnp.arange(time) < lengths[:, None])[..., None, None], out, 0)
+        out = jnp.where(within(lengths, time)[..., None, None], out, 0)
     return out.astype(value.dtype)
 
 

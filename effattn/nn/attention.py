@@ -15,7 +15,7 @@ from effattn.nn import initializers
 from effattn.nn.binding import Binding, bind
 from effattn.nn.dropout import check_dropout_rate, dropout_key
 from effattn.nn.rotary import RotaryEmbedding
-from effattn.segments import positions_from_segment_ids
+from effattn.segments import positions_from, positions_from_segment_ids, within
 from effattn.xla import mesh_axes
 
 # More than any segment or block of a decode state.
@@ -288,8 +288,8 @@ class SelfAttention(_Attention):
         self._check_shapes(state, batch)
         if lengths is not None:
             lengths = new_lengths(lengths, batch, time)
-            x = zero_padding(x, jnp.arange(time) < lengths[:, None])
-        positions = None if self.rotary is None else state.length[:, None] + jnp.arange(time)
+            x = zero_padding(x, within(lengths, time))
+        positions = None if self.rotary is None else positions_from(state.length, time)
         return x, positions, lengths
 
     def _check_shapes(self, state: Any, batch: int) -> None:
@@ -562,7 +562,7 @@ class CrossAttention(_Attention):
     def _placed(self, offset: jax.Array, x: jax.Array, key: jax.Array) -> dict[str, Any]:
         """Keywords that say where the tokens of x stand, if it matters to the mechanism."""
         if self.binding.places_tokens:
-            pair = offset[..., None] + jnp.arange(x.shape[1]), jnp.arange(key.shape[1])
+            pair = positions_from(offset, x.shape[1]), jnp.arange(key.shape[1])
             lengths = x.shape[1], key.shape[1]
             return {
                 "positions": tuple(
@@ -621,7 +621,7 @@ def padding_of(
         lengths = jnp.asarray(lengths)
         _check_integers(f"{prefix}lengths", lengths, (batch,))
         keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
-        valid = jnp.arange(time) < lengths[:, None]
+        valid = within(lengths, time)
     if segment_ids is not None:
         binding.require("segments", f"{prefix}segment_ids")
         segment_ids = jnp.asarray(segment_ids)

@@ -14,6 +14,7 @@ from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.recurrent import RecurrentMixer
+from effattn.segments import within
 
 # As in the paper, section 4.
 bias_init = nnx.initializers.normal(0.01)
@@ -129,11 +130,10 @@ class _BiasedAFT(_AFT, CachedMixer):
         dtype = own.dtype
         key, value = (x.astype(jnp.promote_types(dtype, jnp.float32)) for x in tokens)
         capacity, features = key.shape[1:]
-        slots = jnp.arange(capacity)
 
         def of_token(at):
             """`(B, D)`: a token at a time, as its weights are of all slots and features."""
-            seen = (slots <= at[:, None])[..., None]
+            seen = within(at + 1, capacity)[..., None]
             bias = self._bias_at(at, capacity).astype(key.dtype)
             weights = jax.nn.softmax(jnp.where(seen, key + bias, -jnp.inf), 1)
             return (weights * value).sum(1)
@@ -221,7 +221,7 @@ class AFTFull(_BiasedAFT):
         slots = jnp.arange(capacity)
         bias = jnp.take(row, position, 0, mode="clip") @ jnp.take(column, slots, 0, mode="clip").T
         if self.window is not None:
-            bias = jnp.where(position[:, None] - slots <= self.window, bias, 0)
+            bias = jnp.where(position[:, None] - slots[None] <= self.window, bias, 0)
         return bias[..., None]
 
 
@@ -340,7 +340,7 @@ class AFTConv(_BiasedAFT):
         return self.taps[...]
 
     def _bias_at(self, position, capacity):
-        distance = position[:, None] - jnp.arange(capacity)
+        distance = position[:, None] - jnp.arange(capacity)[None]
         taps = jnp.take(self.taps[...], distance, 1, mode="clip")
         taps = jnp.where(distance <= self.window, taps, 0)
         return jnp.repeat(jnp.moveaxis(taps, 0, -1), self.in_features // len(self.taps[...]), -1)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from effattn.decode.state import new_lengths
 from effattn.decode.tokens import TokenState, append
 from effattn.nn.mixer import CausalMixer
+from effattn.segments import positions_from
 
 
 class CachedMixer(CausalMixer):
@@ -49,7 +50,7 @@ class CachedMixer(CausalMixer):
 
     def _extend(self, x, state, lengths):
         batch, time = x.shape[:2]
-        positions = state.length[:, None] + jnp.arange(time, dtype=jnp.int32)
+        positions = positions_from(state.length, time)
         tokens, own = self._prepare(x, positions)
         new = append(state, tokens, new_lengths(lengths, batch, time))
         cached = jax.tree.map(lambda kept, x: kept.astype(x.dtype), new.tokens, tokens)

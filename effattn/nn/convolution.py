@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn import _checks
+from effattn.axes import lead
 from effattn.decode.state import new_lengths
 from effattn.nn import initializers
 from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
 from effattn.nn.recurrent import RecurrentMixer
+from effattn.segments import positions_from, within
 
 
 class DilatedConvolution(RecurrentMixer):
@@ -91,11 +93,11 @@ class DilatedConvolution(RecurrentMixer):
                 same = jax.lax.slice_in_dim(ids, start, start + time, axis=1) == ids[:, reach:]
                 tokens = jnp.where(same[..., None], tokens, 0)
             y = y + jnp.matmul(tokens, kernel, preferred_element_type=y.dtype)
-        value, gate = jnp.split((y + self.bias[...].astype(y.dtype)).astype(dtype), 2, -1)
+        value, gate = jnp.split((y + lead(self.bias[...], 3).astype(y.dtype)).astype(dtype), 2, -1)
         if lengths is None:
             last = read[:, time:]
         else:
-            kept = new_lengths(lengths, batch, time)[:, None] + jnp.arange(reach)
+            kept = positions_from(new_lengths(lengths, batch, time), reach)
             last = jnp.take_along_axis(read, kept[..., None], 1, mode="clip")
         return self.out(value * jax.nn.sigmoid(gate)), last.astype(before.dtype)
 
@@ -182,13 +184,13 @@ class ConvolutionalClassifier(nnx.Module):
             )
         batch, time = tokens.shape
         lengths = new_lengths(lengths, batch, time)
-        valid = jnp.arange(time) < lengths[:, None]
+        valid = within(lengths, time)
         x = jnp.where(valid[..., None], self.embed(jnp.where(valid, tokens, 0)), 0)
         x = jnp.pad(x, ((0, 0), (0, max(self.widths) - 1), (0, 0)))
         found = []
         for width, convolution in zip(self.widths, self.convolutions, strict=True):
             y = jax.nn.relu(convolution(x))
             # Those that begin early enough to end within the text, or the first alone.
-            within = jnp.arange(y.shape[1]) < jnp.maximum(lengths[:, None] - width + 1, 1)
-            found.append(jnp.where(within[..., None], y, 0).max(1))
+            begun = within(jnp.maximum(lengths - width + 1, 1), y.shape[1])
+            found.append(jnp.where(begun[..., None], y, 0).max(1))
         return self.out(dropout(jnp.concatenate(found, -1), self.dropout_rate, dropout_key(rngs)))

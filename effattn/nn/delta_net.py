@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn import _checks
+from effattn.axes import lead
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import check_state
 from effattn.nn import initializers
@@ -248,8 +249,8 @@ class GatedDeltaNet(DeltaNet):
         )
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
-        steps = jax.nn.softplus(_wide(self.step_size(x)) + _wide(self.step_bias[...]))
-        log_decay = -jnp.exp(_wide(self.log_rate[...])) * steps
+        steps = jax.nn.softplus(_wide(self.step_size(x)) + lead(_wide(self.step_bias[...]), 3))
+        log_decay = -jnp.exp(lead(_wide(self.log_rate[...]), 3)) * steps
         return {**super()._per_token(x), "log_decay": log_decay}
 
     def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:

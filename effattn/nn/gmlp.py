@@ -11,6 +11,7 @@ from effattn import _checks
 from effattn.functional.spatial_gating import gated, spatial_gating
 from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
+from effattn.segments import within
 
 
 class GatedMLP(CachedMixer):
@@ -95,9 +96,9 @@ class GatedMLP(CachedMixer):
         return self.out(y)
 
     def _mix_at(self, tokens, own, positions):
-        slots = jnp.arange(tokens.shape[1])
-        weights = jnp.take(self.weights[...], positions, 0, mode="clip")[..., : len(slots)]
-        weights = jnp.where(slots <= positions[..., None], weights, 0)
+        slots = tokens.shape[1]
+        weights = jnp.take(self.weights[...], positions, 0, mode="clip")[..., :slots]
+        weights = jnp.where(within(positions + 1, slots), weights, 0)
         bias = jnp.take(self.bias[...], positions, 0, mode="clip")
         return self.out(gated(own, tokens, weights, bias))
 

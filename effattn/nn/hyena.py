@@ -16,6 +16,7 @@ from effattn.functional.hyena import gated, hyena_convolution
 from effattn.nn import initializers
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.short_convolution import ShortConvolution
+from effattn.segments import positions_from
 from effattn.xla.long_convolution import long_convolution_at
 
 
@@ -147,7 +148,7 @@ class Hyena(CausalMixer):
         turns = 2 * np.pi * np.outer(place, np.arange(1, self.num_harmonics + 1))
         hidden = jnp.asarray(np.column_stack([place, np.cos(turns), -np.sin(turns)]), wide)
         for layer, frequency in zip(self.filter_layers, self.frequency[...], strict=True):
-            hidden = jnp.sin(frequency.astype(wide) * layer(hidden))
+            hidden = jnp.sin(frequency.astype(wide)[None] * layer(hidden))
         taps = self.filter_out(hidden).reshape(self.max_length, self.order, self.in_features)
         # From what is gone after 0.3 of the length to what is gone after 1.5 of it.
         rates = np.linspace(np.log(100) / 0.3, np.log(100) / 1.5, self.in_features)
@@ -190,7 +191,7 @@ class Hyena(CausalMixer):
         check_capacity(state.length, more, self._capacity(state))
         projected, last = self.convolution.extend(self.project(x), state.last, lengths)
         gates, z = self._streams(projected)
-        positions = state.length[:, None] + jnp.arange(time, dtype=jnp.int32)
+        positions = positions_from(state.length, time)
         inputs = []
         for n, taps in enumerate(self.filters()):
             inputs.append(stored(state.inputs[n], z, state.length, more))

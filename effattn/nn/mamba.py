@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import _checks
+from effattn.axes import lead
 from effattn.functional.selective_scan import selective_scan
 from effattn.nn import initializers
 from effattn.nn.recurrent import RecurrentMixer
@@ -133,7 +134,7 @@ class Mamba(RecurrentMixer):
         sizes = self.step_rank, self.step_rank + shared
         step, key, query = jnp.split(self.select(read), sizes, -1)
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        step = self.step_projection(step).astype(wide) + self.step_bias[...].astype(wide)
+        step = self.step_projection(step).astype(wide) + lead(self.step_bias[...], 3).astype(wide)
 
         def of_groups(array):
             return array.reshape(batch, time, self.num_kv_heads, -1)

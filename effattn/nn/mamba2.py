@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn import _checks
+from effattn.axes import lead
 from effattn.functional.state_space_duality import state_space_duality
 from effattn.nn import initializers
 from effattn.nn.recurrent import RecurrentMixer
@@ -131,7 +132,7 @@ class Mamba2(RecurrentMixer):
             read = self.convolution(read, lengths=lengths, segment_ids=segment_ids)
         value, key, query = jnp.split(read, [inner, inner + shared], -1)
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        steps = jax.nn.softplus(steps.astype(wide) + self.step_bias[...].astype(wide))
+        steps = jax.nn.softplus(steps.astype(wide) + lead(self.step_bias[...], 3).astype(wide))
         of_groups = (batch, time, self.num_kv_heads, self.state_size)
         out, sums = state_space_duality(
             query.reshape(of_groups),
@@ -150,4 +151,4 @@ class Mamba2(RecurrentMixer):
         )
         out = out.reshape(batch, time, inner) * jax.nn.silu(gate)
         out = self.norm(out.reshape(batch, time, self.num_kv_heads, -1)).reshape(out.shape)
-        return self.out(out * self.norm_scale[...].astype(out.dtype)), (sums, last)
+        return self.out(out * lead(self.norm_scale[...], 3).astype(out.dtype)), (sums, last)

@@ -9,6 +9,7 @@ from flax import nnx
 from effattn.decode.state import check_sizes, check_state, new_lengths
 from effattn.nn.attention import padding_of, tokens_of, zero_padding
 from effattn.nn.binding import Binding
+from effattn.segments import within
 from effattn.xla import mesh_axes
 
 
@@ -156,7 +157,7 @@ class CausalMixer(Mixer):
         def extend(mixer, x, state, lengths):
             if lengths is not None:
                 lengths = new_lengths(lengths, batch, time)
-                x = zero_padding(x, jnp.arange(time) < lengths[:, None])
+                x = zero_padding(x, within(lengths, time))
             return mixer._extend(x, state, lengths)
 
         return mesh_axes.extended(extend, self, x, state, lengths)

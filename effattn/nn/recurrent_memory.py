@@ -15,6 +15,7 @@ from effattn.nn import initializers
 from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.attention import default_head_dim, tokens_of
 from effattn.nn.mixer import CausalMixer
+from effattn.segments import within
 
 
 class RecurrentMemoryAttention(CausalMixer):
@@ -180,7 +181,7 @@ class RecurrentMemoryAttention(CausalMixer):
         start = jax.tree.map(lambda s: s.astype(dtype), state.state)
         if self.stop_gradient:
             start = lax.stop_gradient(start)
-        slots = jnp.arange(self.segment_size)
+        slots = jnp.arange(self.segment_size)[None]
 
         def step(carry, of_token):
             """A token at a time, as rows are at different places of their segments."""
@@ -198,7 +199,7 @@ class RecurrentMemoryAttention(CausalMixer):
             return ((memory, keys, values), length + valid), y[:, 0]
 
         by_token = jnp.moveaxis(x.astype(dtype), 1, 0)[:, :, None]
-        valid = jnp.arange(x.shape[1])[:, None] < more
+        valid = within(more, x.shape[1]).T
         (carried, length), y = lax.scan(step, (start, state.length), (by_token, valid))
         carried = jax.tree.map(lambda s, to: s.astype(to), carried, kept)
         return jnp.moveaxis(y, 0, 1), RecurrentState(state=carried, length=length)
@@ -214,7 +215,7 @@ class RecurrentMemoryAttention(CausalMixer):
 
     def _attended(self, unturned, query, key, value, memory, places):
         """`(B, T, D)`, of tokens at some places of a segment, whose keys and values these are."""
-        seen = jnp.arange(self.segment_size) <= places[..., None]
+        seen = within(places + 1, self.segment_size)
         near = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=self._wide(key))
         near = jnp.where(seen if seen.ndim == 2 else seen[:, None], near, -jnp.inf)
         far = jnp.einsum(

@@ -12,6 +12,7 @@ from effattn import _checks
 from effattn.nn import initializers
 from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.recurrent import RecurrentMixer
+from effattn.segments import within
 
 
 class _CellMixer(RecurrentMixer):
@@ -65,7 +66,7 @@ class _CellMixer(RecurrentMixer):
             new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
             new = new.T
         if lengths is not None:
-            valid = (jnp.arange(time) < jnp.asarray(lengths)[:, None]).T
+            valid = within(jnp.asarray(lengths), time).T
 
         def where(flags, these, those):
             return jax.tree.map(lambda a, b: jnp.where(flags[:, None], a, b), these, those)

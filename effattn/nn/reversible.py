@@ -12,6 +12,7 @@ from jax import lax
 
 from effattn.nn.attention import zero_padding
 from effattn.nn.dropout import dropout_key
+from effattn.segments import within
 from effattn.xla import reverse_mode
 
 
@@ -101,7 +102,7 @@ def _valid(x, given):
     """Which tokens are not padding, `(B, T)`; None for all."""
     valid = None
     if "lengths" in given:
-        valid = jnp.arange(x.shape[1]) < given["lengths"][:, None]
+        valid = within(given["lengths"], x.shape[1])
     if "segment_ids" in given:
         nonzero = given["segment_ids"] != 0
         valid = nonzero if valid is None else valid & nonzero

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks
+from effattn.axes import lead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +46,9 @@ class RotaryEmbedding:
             raise ValueError(f"rotary embedding needs an even head size, got {head_dim}")
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         frequency = self.theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
-        angle = (positions.astype(dtype) / self.scaling)[..., None, None] * frequency
-        cos, sin = jnp.cos(angle), jnp.sin(angle)  # (*B, T, 1, H / 2)
+        place = (positions.astype(dtype) / self.scaling)[..., None, None]
+        angle = lead(place, x.ndim) * lead(frequency, x.ndim)  # (*#B, T, 1, H / 2)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
         first, second = jnp.split(x.astype(dtype), 2, axis=-1)
         rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
         return rotated.astype(x.dtype)

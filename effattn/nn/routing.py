@@ -17,6 +17,7 @@ from effattn.functional.routing import Tokens, routing_attention, summed_by_clus
 from effattn.functional.sliding_window import sliding_window_attention
 from effattn.nn.attention import SelfAttention
 from effattn.nn.hybrid import HybridState
+from effattn.segments import within
 
 
 class Centroids(nnx.Variable):
@@ -124,7 +125,7 @@ class RoutingSelfAttention(SelfAttention):
         tokens = Tokens.of(query, key, value)
         present = jnp.ones(x.shape[:2], bool)
         if lengths is not None:
-            present = jnp.arange(x.shape[1]) < given["query_seq_lengths"][:, None]
+            present = within(given["query_seq_lengths"], x.shape[1])
         if segment_ids is not None:
             present = present & (given["segment_ids"] != 0)
         centroids = self.centroids[...]

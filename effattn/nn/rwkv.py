@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import _checks
+from effattn.axes import lead
 from effattn.functional.rwkv6 import rwkv6_attention
 from effattn.functional.rwkv7 import rwkv7_attention
 from effattn.nn import initializers
@@ -108,7 +109,7 @@ class _TimeMixing(RecurrentMixer):
     def _normalised(self, out):
         """`(B, T, N, H)` to `(B, T, N H)`."""
         out = self.norm(out).reshape(*out.shape[:2], -1)
-        scale, bias = (p[...].astype(out.dtype) for p in (self.norm_scale, self.norm_bias))
+        scale, bias = (lead(p[...], 3).astype(out.dtype) for p in (self.norm_scale, self.norm_bias))
         return out * scale + bias
 
     def _options(self, sums, lengths, segment_ids):
@@ -219,14 +220,14 @@ class RWKV6(_TimeMixing):
     def _mix(self, x, state, lengths, segment_ids):
         sums, before = (None, None) if state is None else state
         x, change, last = self._shifted(x, before, lengths, segment_ids)
-        low = jnp.tanh(self.mixing_in(x + change * self.shift[...].astype(x.dtype)))
+        low = jnp.tanh(self.mixing_in(x + change * lead(self.shift[...], 3).astype(x.dtype)))
         low = low.reshape(*x.shape[:2], 5, -1)
         amounts = jnp.einsum("btcr,crd->cbtd", low, self.mixing_out[...].astype(x.dtype))
         amounts = amounts + self.shifts[...].astype(x.dtype)[:, None, None]
-        of_decay, of_key, of_value, of_receptance, of_gate = x + change * amounts
+        of_decay, of_key, of_value, of_receptance, of_gate = x[None] + change[None] * amounts
         wide = jnp.promote_types(x.dtype, jnp.float32)
         decay = self.decay_out(jnp.tanh(self.decay_in(of_decay))).astype(wide)
-        log_decay = -jnp.exp(decay + self.decay[...].astype(wide))
+        log_decay = -jnp.exp(decay + lead(self.decay[...], 3).astype(wide))
         out, sums = rwkv6_attention(
             self._heads(self.receptance(of_receptance), self.num_heads),
             self._heads(self.key(of_key), self.num_kv_heads),
@@ -341,16 +342,18 @@ class RWKV7(_TimeMixing):
         sums, before = (None, None) if state is None else state
         x, change, last = self._shifted(x, before, lengths, segment_ids)
         shifts = self.shifts[...].astype(x.dtype)[:, None, None]
-        of_receptance, of_decay, of_key, of_value, of_rate, of_gate = x + change * shifts
+        mixed = x[None] + change[None] * shifts
+        of_receptance, of_decay, of_key, of_value, of_rate, of_gate = mixed
         wide = jnp.promote_types(x.dtype, jnp.float32)
         decay = self.decay_out(jnp.tanh(self.decay_in(of_decay))).astype(wide)
-        log_decay = -np.exp(-0.5) * jax.nn.sigmoid(decay + self.decay[...].astype(wide))
-        rate = self.rate_out(self.rate_in(of_rate)) + self.rate[...].astype(x.dtype)
+        log_decay = -np.exp(-0.5) * jax.nn.sigmoid(decay + lead(self.decay[...], 3).astype(wide))
+        rate = self.rate_out(self.rate_in(of_rate)) + lead(self.rate[...], 3).astype(x.dtype)
         rate = jax.nn.sigmoid(rate)
         gate = self.gate_out(jax.nn.sigmoid(self.gate_in(of_gate)))
         key = self.key(of_key)
-        removal = self._heads(key * self.removal_scale[...].astype(x.dtype), self.num_kv_heads)
-        key = key * (1 + (rate - 1) * self.rate_scale[...].astype(x.dtype))
+        removal = key * lead(self.removal_scale[...], 3).astype(x.dtype)
+        removal = self._heads(removal, self.num_kv_heads)
+        key = key * (1 + (rate - 1) * lead(self.rate_scale[...], 3).astype(x.dtype))
         key, value, rate, log_decay = (
             self._heads(each, self.num_kv_heads)
             for each in (key, self.value(of_value), rate, log_decay)
@@ -368,7 +371,7 @@ class RWKV7(_TimeMixing):
         key, value = (
             jnp.repeat(each, self.num_heads // self.num_kv_heads, 2) for each in (key, value)
         )
-        products = receptance * self.bonus[...].astype(x.dtype) * key
+        products = receptance * lead(self.bonus[...], 4).astype(x.dtype) * key
         itself = (products.sum(-1, keepdims=True) * value).reshape(gate.shape)
         return self.out((self._normalised(out) + itself) * gate), (sums, last)
 

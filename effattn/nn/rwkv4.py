@@ -195,4 +195,4 @@ class RWKV4ChannelMix(nnx.Module):
 def mixed_with_last(x: jax.Array, shifted: jax.Array, amounts: jax.Array) -> jax.Array:
     """`(C, B, T, D)`: for each of C inputs, that share of the token and the rest of the last."""
     shifted = shifted.astype(x.dtype)
-    return amounts * x + (1 - amounts) * shifted
+    return amounts * x[None] + (1 - amounts) * shifted[None]

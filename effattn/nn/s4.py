@@ -10,10 +10,12 @@ from flax import nnx
 from jax import lax
 
 from effattn import _checks
+from effattn.axes import lead
 from effattn.decode.recurrent import RecurrentState
 from effattn.functional.s4 import hippo, low_rank_kernel, s4_convolution
 from effattn.nn import initializers
 from effattn.nn.recurrent import RecurrentMixer
+from effattn.segments import within
 from effattn.xla.long_convolution import long_convolution
 
 
@@ -233,7 +235,7 @@ class S4(_StateSpace):
         wide = jnp.promote_types(x.dtype, jnp.float32)
         rate, low_rank, written, output, step = self._arrays(wide)
         kernel = low_rank_kernel(rate, low_rank, written, output, step, self.max_length)
-        y = long_convolution(x, kernel) + self.skip[...].astype(wide) * x
+        y = long_convolution(x, kernel) + lead(self.skip[...].astype(wide), 3) * x
         return self._finish(y.astype(x.dtype))
 
     def _empty(self, batch, max_length, dtype):
@@ -251,7 +253,7 @@ class S4(_StateSpace):
         turned = _advance(units[:, None], rate, low_rank, step)
         matrix = jnp.moveaxis(jnp.concatenate([turned.real, turned.imag], -1), 0, -1)
         power = jnp.linalg.matrix_power(matrix, self.max_length)
-        rest = jnp.eye(2 * modes, dtype=matrix.dtype) - power
+        rest = jnp.eye(2 * modes, dtype=matrix.dtype)[None] - power
         # 2 Re(C . s) of s = a + i b is a row (2 Re C, -2 Im C) times (a, b).
         row = jnp.concatenate([output.real, -output.imag], -1)
         solved = jnp.linalg.solve(jnp.swapaxes(rest, -1, -2), row[..., None])[..., 0]
@@ -268,14 +270,14 @@ class S4(_StateSpace):
 
         def turn(before, of_token):
             token, valid = of_token
-            added = 2 * written * token[..., None]
+            added = 2 * written[None] * token[..., None]
             after = _advance(before, rate, low_rank, step, added)
             after = jnp.where(valid[:, None, None], after, before)
-            return after, 2 * (after * output).sum(-1).real
+            return after, 2 * (after * output[None]).sum(-1).real
 
-        valid = jnp.arange(time)[:, None] < count
+        valid = within(count, time).T
         states, y = lax.scan(turn, states, (jnp.moveaxis(x.astype(wide), 1, 0), valid))
-        y = jnp.moveaxis(y, 0, 1) + self.skip[...].astype(wide) * x
+        y = jnp.moveaxis(y, 0, 1) + lead(self.skip[...].astype(wide), 3) * x
         return self._finish(y.astype(x.dtype)), RecurrentState(
             state=(states, output), length=state.length + count
         )
@@ -283,7 +285,7 @@ class S4(_StateSpace):
 
 def _advance(state, rate, low_rank, step, added=0.0):
     """(2/d - A)^-1 ((2/d + A) s + added), of states `(..., D, M)`, A = diag(L) - P P^*."""
-    twice = (2 / step)[:, None]
+    rate, low_rank, twice = (lead(x, state.ndim) for x in (rate, low_rank, (2 / step)[:, None]))
 
     def over_low_rank(array):
         """P^* a, of modes and their conjugates."""

@@ -10,6 +10,7 @@ from flax import nnx
 from effattn import _checks
 from effattn.decode.state import new_lengths
 from effattn.nn.activations import silu
+from effattn.segments import positions_from, within
 
 # Uniform in +-1 / sqrt(width), the fan-in of a channel.
 taps_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -117,7 +118,7 @@ class ShortConvolution(nnx.Module):
         if lengths is None:
             last = read[:, time:]
         else:
-            kept = new_lengths(lengths, batch, time)[:, None] + jnp.arange(self.width - 1)
+            kept = positions_from(new_lengths(lengths, batch, time), self.width - 1)
             last = jnp.take_along_axis(read, kept[..., None], 1, mode="clip")
         return self._convolve(read, valid, None), last.astype(state.dtype)
 
@@ -125,7 +126,7 @@ class ShortConvolution(nnx.Module):
         """Which tokens are not padding, bool `(B, T)`; None for all."""
         if lengths is None:
             return None
-        return jnp.arange(time) < new_lengths(lengths, batch, time)[:, None]
+        return within(new_lengths(lengths, batch, time), time)
 
     def _before(self, x: jax.Array) -> jax.Array:
         """With the zeros that are before the first token."""
@@ -142,12 +143,12 @@ class ShortConvolution(nnx.Module):
         taps, read = taps.astype(dtype).astype(wide), read.astype(dtype).astype(wide)
         time = read.shape[1] - self.width + 1
         ids_read = None if ids is None else self._before(ids)
-        y = jnp.zeros((), wide) if bias is None else bias.astype(dtype).astype(wide)
+        y = jnp.zeros((), wide) if bias is None else bias.astype(dtype).astype(wide)[None, None]
         for token, tap in enumerate(taps):
             x = read[:, token : token + time]
             if ids is not None and ids_read is not None:
                 x = _clear(x, jnp.equal(ids_read[:, token : token + time], ids))
-            y = y + tap * x
+            y = y + tap[None, None] * x
         y = y if self.activation is None else self.activation(y)
         return _clear(y, valid).astype(dtype)
 

@@ -209,7 +209,7 @@ class Synthesizer(CachedMixer):
             hidden = jnp.broadcast_to(hidden, (batch, *hidden.shape[-3:]))
             out = synthesizer_attention(hidden, rows(self.table, of_keys), value, **options)
         elif self.kind == "mixture":
-            share = jax.nn.sigmoid(self.mixture[...]).astype(dtype)[:, None]
+            share = jax.nn.sigmoid(self.mixture[...]).astype(dtype)[None, None, :, None]
             query = (1 - share) * own["query"] * self.head_dim**-0.5
             of_places = rows(self.table, of_keys)
             of_places = jnp.broadcast_to(of_places, (batch, keys, *of_places.shape[-2:]))

@@ -21,7 +21,7 @@ from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.routing import routing_mixers
-from effattn.segments import positions_from_segment_ids
+from effattn.segments import positions_from_segment_ids, within
 from effattn.xla import mesh_axes
 
 Mixer = str | Mapping[str, Any]
@@ -381,8 +381,8 @@ class Transformer(nnx.Module):
             )
         if lengths is not None:
             lengths = new_lengths(lengths, batch, time)
-            within = jnp.arange(time) < lengths[:, None]
-            valid = within if valid is None else valid & within
+            before_end = within(lengths, time)
+            valid = before_end if valid is None else valid & before_end
         if valid is not None and self.positions is not None:
             _check_documents(jnp.where(valid, positions, 0), self.positions.num_embeddings)
 

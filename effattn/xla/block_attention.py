@@ -28,7 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import dispatch, dropout
+from effattn.axes import lead
 from effattn.cores.block_attention import Operands, Rule, softmax_dtype
+from effattn.segments import positions_from
 from effattn.xla import mesh_axes, tiling
 from effattn.xla.products import widened
 from effattn.xla.tiling import Listed, Window
@@ -481,8 +483,7 @@ class _Tiles:
 
     def query_positions(self, patch):
         """`(t)`, or `(*B, t)` if the offset differs by example."""
-        index = patch.query_start + jnp.arange(patch.queries, dtype=jnp.int32)
-        return self.offset[..., None] + index
+        return positions_from(self.offset + patch.query_start, patch.queries)
 
     def key_positions(self, patch):
         """`(s)`, or `(*L, 1, 1, s)` in a layout that differs by head or example."""
@@ -491,15 +492,13 @@ class _Tiles:
     def _along_keys(self, patch, first, ahead=0):
         """Of a number for each run of keys, one for each key, greater by `ahead` at each step."""
         size = patch.keys // (first.shape[-1] if first.ndim else 1)
-        each = first[..., None] + ahead * jnp.arange(size, dtype=jnp.int32)
+        index = lead(jnp.arange(size, dtype=jnp.int32), first.ndim + 1)
+        each = first[..., None] + ahead * index
         each = each.reshape(*first.shape[:-1], patch.keys)
         return each if each.ndim == 1 else each[..., None, None, :]
 
     def _indices(self, patch):
-        """b `(*B, 1, 1, 1, 1)`, h `(K, G, 1, 1)`, i `(t, 1)` or `(*B, 1, 1, t, 1)`, and j.
-
-        j is `(s)`, or `(*#B, #K, 1, 1, s)` where it differs by head or example.
-        """
+        """b, h, i and j, `(*#B, #K, #G, #t, #s)` each."""
         batch = self.x.key.shape[:-3]
         b = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(*batch, 1, 1, 1, 1)
         h = jnp.arange(math.prod(self.by_group), dtype=jnp.int32).reshape(*self.by_group, 1, 1)
@@ -509,8 +508,8 @@ class _Tiles:
             of_query, of_key = self.x.positions
             i = self._slice(of_query, patch.query_start, patch.queries)
             j = self.of_keys(patch, of_key)
-        i = i[..., None]
-        return b, h, jnp.expand_dims(i, (-4, -3)) if i.ndim > 2 else i, j
+        i = i[..., None, None, :, None]
+        return tuple(lead(array, b.ndim) for array in (b, h, i, j))
 
     def _heads_apart(self, array):
         """`(*B, K, r, s)` to `(*B, K, G, t, s)`."""
@@ -532,7 +531,7 @@ class _Tiles:
         if self.rule.score_mod is not None:
             logits = self._heads_apart(logits)
             score = functools.partial(self._score_at_origin, constants)
-            at = (a.reshape(*(1,) * (logits.ndim - a.ndim), *a.shape) for a in self._indices(patch))
+            at = self._indices(patch)
             logits = self._heads_together(_over_leading(score, logits.ndim, logits, *at))
         return logits.astype(products.dtype)
 
@@ -560,7 +559,7 @@ class _Tiles:
         """The logits with -inf where a pair may not attend."""
         if not patch.masked:
             return logits
-        x, rule = self.x, self.rule
+        x, rule, axes = self.x, self.rule, self.batch_axes + 4
         _, h, i, j = self._indices(patch)
         allowed = []
         if rule.right is not None:
@@ -571,7 +570,8 @@ class _Tiles:
             allowed.append(rule.pattern.allows(i, j, h))
         if self.walk.keys_overlap or x.layout is not None:
             index = self._along_keys(patch, patch.key_start, ahead=1)
-            allowed.append(index >= self._along_keys(patch, patch.new_key))
+            of_new = self._along_keys(patch, patch.new_key)
+            allowed.append(lead(index, axes) >= lead(of_new, axes))
         if self.rows_differ:
             index = patch.query_start + jnp.arange(patch.queries, dtype=jnp.int32)
             allowed.append((index >= patch.new_query)[:, None])
@@ -585,7 +585,7 @@ class _Tiles:
             allowed.append(self.pairs(patch, x.mask))
         if not allowed:
             return logits
-        all_allow = functools.reduce(operator.and_, allowed)
+        all_allow = functools.reduce(operator.and_, (lead(each, axes) for each in allowed))
         if rule.pattern is not None:
             # Once for all heads, not again wherever the logits are read.
             all_allow = lax.optimization_barrier(all_allow)

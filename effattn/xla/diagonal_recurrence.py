@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import dispatch
+from effattn.axes import lead
 from effattn.cores.linear_recurrence import Rule, Tokens, clear
 from effattn.xla import mesh_axes, reverse_mode
 
@@ -130,7 +131,7 @@ def _log_decay(rate, step):
 
     Its rule says in which form the two sums are taken; see above.
     """
-    return rate * step[..., None, :]
+    return lead(rate, step.ndim + 1) * step[..., None, :]
 
 
 def _log_decay_forward(rate, step):
@@ -146,7 +147,7 @@ def _log_decay_backward(residuals, changes):
 
     of_rates, _ = lax.scan(of_token, jnp.zeros_like(changes[0]), (changes, step))
     ones = jnp.ones(changes.shape[:-1], changes.dtype)
-    of_steps = _einsum("...f,...fd->...d", ones, changes * rate)
+    of_steps = _einsum("...f,...fd->...d", ones, changes * lead(rate, changes.ndim))
     return of_rates.sum(range(of_rates.ndim - rate.ndim)), of_steps
 
 

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from effattn.axes import lead
+
 
 def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:
     """y_t = sum_(s <= t) filter_(t - s) * x_s, each feature by itself.
@@ -27,7 +29,7 @@ def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:
     dtype = jnp.promote_types(jnp.result_type(x, filter), jnp.float32)
     size = next_fast_len(max(1, time + filter.shape[0] - 1), real=True)
     of_x, of_filter = (jnp.fft.rfft(a.astype(dtype), size, axis=-2) for a in (x, filter))
-    return jnp.fft.irfft(of_x * of_filter, size, axis=-2)[..., :time, :]
+    return jnp.fft.irfft(of_x * lead(of_filter, x.ndim), size, axis=-2)[..., :time, :]
 
 
 def long_convolution_at(cached: jax.Array, filter: jax.Array, positions: jax.Array) -> jax.Array:
@@ -48,7 +50,7 @@ def long_convolution_at(cached: jax.Array, filter: jax.Array, positions: jax.Arr
         y = long_convolution(cached, filter)
         return jnp.take_along_axis(y, positions[..., None], 1, mode="clip")
     dtype = jnp.promote_types(jnp.result_type(cached, filter), jnp.float32)
-    age = positions - jnp.arange(capacity)
+    age = positions - jnp.arange(capacity)[None]
     taps = jnp.take(filter.astype(dtype), age, 0, mode="clip")
     taps = jnp.where((age >= 0)[..., None], taps, 0)
     return (taps * cached.astype(dtype)).sum(1, keepdims=True)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import dispatch
+from effattn.segments import positions_from
 from effattn.xla.products import widened
 
 KEYS = 512  # read in a step
@@ -85,7 +86,7 @@ def paged(
     table = jnp.clip(table, 0, pages - 1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
     lengths = lengths.astype(jnp.int32)
-    position = lengths[:, None] - queries + jnp.arange(queries, dtype=jnp.int32)
+    position = positions_from(lengths - queries, queries)
 
     def matrix(left, right, contract):
         """One product a sequence and key head, over the last axis of `left`."""
@@ -112,11 +113,12 @@ def paged(
         largest, total, mixed = carry
         which = lax.dynamic_slice_in_dim(table, n * width, width, 1)
         at = n * step + jnp.arange(step, dtype=jnp.int32)
-        present = at < lengths[:, None]
+        present = at[None] < lengths[:, None]
         key, value = read(keys, which, present), read(values, which, present)
         logits = matrix(grouped, key, 3) * scale
         if rule.soft_cap is not None:
             logits = rule.soft_cap * jnp.tanh(logits / rule.soft_cap)
+        at = at[None, None]
         allowed = at <= position[..., None]  # (B, T, s)
         if rule.left is not None:
             allowed &= at >= position[..., None] - rule.left

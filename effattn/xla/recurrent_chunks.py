@@ -97,7 +97,7 @@ def _alike(log_decay, first, dot) -> Reader:
     if first is not None:
         sums += jnp.pad(first, ((0, 0), (0, 1), (0, 0)))
     decays = jnp.exp(sums)
-    weights = visible[:length] * decays[:, :length, 1:]
+    weights = visible[None, :length] * decays[:, :length, 1:]
     return Reader(
         lambda query, key: dot(query, _transposed(key)) * weights,
         decays[:, :length, :1],

@@ -101,6 +101,7 @@ def test_scale_and_bfloat16():
     np.testing.assert_allclose(np.asarray(out, np.float32), true, rtol=0.02, atol=0.02)
 
 
+@jax.numpy_rank_promotion("raise")
 def test_int8_pages_are_those_that_they_stand_for():
     paged, given, _ = draw([13, 6, 30], queries=2, dtype=np.float32)
     query, *pages = (np.nan_to_num(x) for x in paged)

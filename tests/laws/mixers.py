@@ -119,8 +119,9 @@ def both(call, mixer, x, cotangent):
 
 @jax.jit
 def run(mixer, x, cotangent, padding):
-    """The mixer itself."""
-    return both(lambda m, x: m(x, **padding), mixer, x, cotangent)
+    """The mixer itself, with the ranks of arrays as they are."""
+    with jax.numpy_rank_promotion("raise"):
+        return both(lambda m, x: m(x, **padding), mixer, x, cotangent)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -56,10 +56,18 @@ def test_any_split_equals_the_whole(subject):
     """Pieces of 0 to 4 tokens, other ones for each row, with NaN after each row's own."""
     mixer = mixer_of(subject)
     x = np.random.default_rng(0).normal(size=(ROWS, LENGTH, FEATURES)).astype(np.float32)
-    whole, empty = jax.jit(lambda m, x: (m(x), m.init_state(ROWS, LENGTH, jnp.float32)))(mixer, x)
-    extend = jax.jit(
-        lambda m, x, state, lengths: m.extend(x, state, lengths=lengths),
-    )
+
+    @jax.jit
+    @jax.numpy_rank_promotion("raise")
+    def begin(m, x):
+        return m(x), m.init_state(ROWS, LENGTH, jnp.float32)
+
+    @jax.jit
+    @jax.numpy_rank_promotion("raise")
+    def extend(m, x, state, lengths):
+        return m.extend(x, state, lengths=lengths)
+
+    whole, empty = begin(mixer, x)
     assert_splits_equal(
         np.asarray(whole),
         x,

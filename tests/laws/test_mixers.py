@@ -156,9 +156,14 @@ def test_any_split_equals_the_whole(mixer):
     tokens = mixers.tokens(1)
     whole = mixers.run_in_float32(mixer, tokens, mixers.tokens(2))[0]
     x = tokens[:rows].astype(np.float32)
-    extend = jax.jit(lambda m, x, state, lengths: m.extend(x, state, lengths=lengths))
 
     @jax.jit
+    @jax.numpy_rank_promotion("raise")
+    def extend(m, x, state, lengths):
+        return m.extend(x, state, lengths=lengths)
+
+    @jax.jit
+    @jax.numpy_rank_promotion("raise")
     def begin(m, x):
         empty = m.init_state(rows, LENGTH, jnp.float32)
         return empty, m.step(x, empty)
