@@ -185,9 +185,15 @@ def positive(name: str, value: Any) -> float:
     return number
 
 
+def soft_cap(value: Any) -> float | None:
+    """A finite number above zero, or None."""
+    return None if value is None else positive("logits_soft_cap", value)
+
+
 def real(name, value, needs):
-    """A float of a number that is known, Python's or NumPy's."""
-    scalar = isinstance(value, np.ndarray) and value.ndim == 0 and np.isrealobj(value)
+    """A float of a number that is known, Python's, NumPy's or JAX's."""
+    known = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
+    scalar = known and value.ndim == 0 and jnp.isrealobj(value)
     if isinstance(value, bool) or not (scalar or isinstance(value, numbers.Real)):
         raise ValueError(f"{name} must be {needs}, got {value!r}")
     return float(value)

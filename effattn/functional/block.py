@@ -133,9 +133,7 @@ def check(
         key_lengths=_checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
         segments=_checks.segment_ids(segment_ids, batch, queries, keys),
         window=None if local_window_size is None else _checks.window(local_window_size),
-        soft_cap=None
-        if logits_soft_cap is None
-        else _checks.positive("logits_soft_cap", logits_soft_cap),
+        soft_cap=_checks.soft_cap(logits_soft_cap),
         score_mod=score_mod,
         sink=None if sink is None else _checks.shaped("sink", sink, (heads,)),
         dropout_rate=_checks.dropout_rate(dropout_rate, dropout_rng),

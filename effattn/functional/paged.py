@@ -104,9 +104,7 @@ def paged_attention(
         )
     rule = Rule(
         left=None if window is None else window[0],
-        soft_cap=None
-        if logits_soft_cap is None
-        else _checks.positive("logits_soft_cap", logits_soft_cap),
+        soft_cap=_checks.soft_cap(logits_soft_cap),
         precision=precision,
     )
     keys = _check_scales("key", key_pages, key_scales, query.dtype)

@@ -67,3 +67,11 @@ def test_wrong_options_are_named():
         effattn.sigmoid_attention(X, X, X, logit_bias="two")
     with pytest.raises(ValueError, match="divisor must be a finite number above 0, got 0"):
         effattn.squared_relu_attention(X, X, X, divisor=0)
+    with pytest.raises(ValueError, match="logit_bias must be a finite number, got Jit"):
+        jax.jit(lambda b: effattn.sigmoid_attention(X, X, X, logit_bias=b))(0.0)
+
+
+@pytest.mark.parametrize("number", [np.float32(2.0), np.array(2.0), jnp.float32(2.0)])
+def test_options_may_be_numbers_of_arrays(number):
+    got = effattn.sigmoid_attention(X, X, X, logit_bias=number)
+    np.testing.assert_array_equal(got, effattn.sigmoid_attention(X, X, X, logit_bias=2.0))
