@@ -59,9 +59,9 @@ def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     _check_integers("segment_ids", segment_ids)
     if segment_ids.ndim < 1:
         raise ValueError(f"segment_ids must have shape (*batch, length), got {segment_ids.shape}")
-    index = jnp.arange(segment_ids.shape[-1], dtype=jnp.int32)
+    index = lead(jnp.arange(segment_ids.shape[-1], dtype=jnp.int32), segment_ids.ndim)
     border = segment_ids[..., 1:] != segment_ids[..., :-1]
-    starts = jnp.where(border, index[1:], 0)
+    starts = jnp.where(border, index[..., 1:], 0)
     first = jnp.zeros_like(segment_ids[..., :1], jnp.int32)
     starts = jnp.concatenate([first, starts], axis=-1)
     return index - jax.lax.cummax(starts, axis=starts.ndim - 1)
