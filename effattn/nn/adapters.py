@@ -26,8 +26,9 @@ def as_attention_fn(
 
     - `mask` `(*B, 1, 1, S)` is read as padding of the keys, whatever its pattern. Other masks go to
       mechanisms that take them. A row with nothing to attend to gives zeros.
-    - One query and several keys under such a mask is how the layers decode (`decode=True`): the
-      query then sits at the last valid key, so that windows and `score_mod` see its position.
+    - One query and several keys under such a mask, or one of each head's, is how the layers decode
+      (`decode=True`): the query then sits at the last valid key, so that windows and `score_mod`
+      see its position.
       A mechanism takes such steps if it has "cross" and, with `local_window_size`, "offset".
     - `is_causal` is also an option here, as Linen's layer does not pass it. Prefer it to a mask.
     - Dropout draws every weight on its own, which takes `broadcast_dropout=False` in the layer.
@@ -89,22 +90,24 @@ def as_attention_fn(
         decoding = False
         if mask is not None:
             mask = _as_boolean(mask, query.ndim)
-            if mask.shape[-3:] == (1, 1, key.shape[-3]):
-                decoding = query.shape[-3] == 1 and key.shape[-3] > 1
-                if decoding:
-                    what = f"one query and {key.shape[-3]} keys (decode=True)"
-                    binding.require("cross", what)
-                    if options.get("local_window_size") is not None:
-                        binding.require("offset", f"local_window_size with {what}")
-                keywords.update(_padding_keywords(binding, mask, query, key, is_causal, decoding))
-            elif binding.has("mask"):
-                keywords["mask"] = mask
-            else:
+            of_keys = mask.shape[-2:] == (1, key.shape[-3])
+            padding = of_keys and mask.shape[-3] == 1
+            if not padding:
                 binding.require(
                     "mask",
                     f"a mask of shape {mask.shape} (not padding, (*B, 1, 1, S); a causal mask is "
                     "better asked for by is_causal=True)",
                 )
+            decoding = of_keys and query.shape[-3] == 1 and key.shape[-3] > 1
+            if decoding:
+                what = f"one query and {key.shape[-3]} keys (decode=True)"
+                binding.require("cross", what)
+                if options.get("local_window_size") is not None:
+                    binding.require("offset", f"local_window_size with {what}")
+            if padding or decoding:
+                keywords.update(_key_mask_keywords(binding, mask, query, key, is_causal, decoding))
+            else:
+                keywords["mask"] = mask
         # A decoding step may look at every valid key.
         if is_causal and not decoding:
             binding.require("causal", "is_causal=True")
@@ -147,7 +150,7 @@ def _as_boolean(mask: jax.Array, ndim: int) -> jax.Array:
     return mask.reshape((1,) * (ndim - mask.ndim) + mask.shape)
 
 
-def _padding_keywords(
+def _key_mask_keywords(
     binding: Binding,
     mask: jax.Array,
     query: jax.Array,
@@ -155,10 +158,10 @@ def _padding_keywords(
     is_causal: bool,
     decoding: bool,
 ) -> dict[str, Any]:
-    """Keywords for a mask `(*#B, 1, 1, S)` over the keys."""
+    """Keywords for a mask `(*#B, #N, 1, S)` over the keys."""
     keywords: dict[str, Any] = {}
     batch = key.shape[:-3]
-    valid = jnp.broadcast_to(mask[..., 0, 0, :], (*batch, key.shape[-3]))
+    valid = jnp.broadcast_to(mask.any((-3, -2)), (*batch, key.shape[-3]))
     if binding.has("mask"):
         keywords["mask"] = mask
     else:

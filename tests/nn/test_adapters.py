@@ -104,6 +104,14 @@ def test_a_window_equals_its_mask_under_any_padding(padding):
     close(np.asarray(out)[some], np.asarray(call(nnx_layer(), X, mask))[some])
 
 
+def test_a_causal_query_that_decodes_reads_what_each_head_may():
+    query, key, value = floats(3, 2, 6, 4, 8)
+    mask = np.repeat(PADDING, 4, axis=1)
+    mask[:, ::2, :, 1:3] = 0
+    causal = as_attention_fn("softmax", is_causal=True)(query[:, :1], key, value, mask=mask)
+    close(causal, nnx.dot_product_attention(query[:, :1], key, value, mask=mask))
+
+
 def test_a_query_that_decodes_sits_at_the_last_key_that_is_not_masked():
     query, key, value = floats(3, 2, 6, 4, 8)
     attention_fn = as_attention_fn("sliding_window", local_window_size=(2, 0))
