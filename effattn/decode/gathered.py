@@ -17,7 +17,7 @@ from effattn.decode.contiguous import ContiguousState
 from effattn.decode.state import check_state, new_lengths
 from effattn.functional import block
 from effattn.segments import positions_from, within
-from effattn.xla import mesh_axes
+from effattn.xla import mesh_axes, tiling
 
 # Options that any mechanism may have, and those that only say how its parallel form is computed.
 _SHARED = ("scale", "logits_soft_cap", "score_mod", "sink", "precision")
@@ -106,7 +106,8 @@ class GatheredDecoder:
 
         tokens = (query, positions_from(state.length, time), within(lengths, time))
         *lists, each = jax.eval_shape(reach, jnp.int32(0)).shape
-        numbers = batch * max([key_heads, *lists]) * each * (key.shape[-1] + value.shape[-1])
+        of_a_token = max([key_heads, *lists]) * each * (key.shape[-1] + value.shape[-1])
+        numbers = tiling.known_product(query.shape[:1]) * of_a_token
         name = self.function.__name__
         implementation = self.options.get("implementation")
         dispatch.choose(implementation, dispatch.Call(f"decoding {name}", {"xla": lambda: None}))

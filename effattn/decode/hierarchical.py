@@ -230,7 +230,7 @@ class HierarchicalDecoder:
             unit = pool(jax.tree.map(lambda *both: jnp.concatenate(both, 1), kept, unit), 2)
         slots = positions_from(number * pieces, pieces)
         slots = jnp.where(is_finished[:, None], slots, state.summary_key.shape[1])
-        rows = jnp.arange(len(slots))[:, None]
+        rows = jnp.arange(slots.shape[0])[:, None]
 
         def put(table, new):
             return table.at[rows, slots].set(new.astype(table.dtype), mode="drop")

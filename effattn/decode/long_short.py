@@ -191,7 +191,7 @@ class LongShortDecoder:
         slots, stored = sums.weight.shape[1], state.slot_key.shape[1]
         at = positions_from((after.length // options.segment - 1) * slots, slots)
         # Of a segment that is not finished, to a place that does not exist.
-        at, rows = jnp.where(is_finished[:, None], at, stored), jnp.arange(len(at))[:, None]
+        at, rows = jnp.where(is_finished[:, None], at, stored), jnp.arange(at.shape[0])[:, None]
         weight = jnp.where(sums.weight == 0, 1, sums.weight)[..., None]
 
         def put(table, total):

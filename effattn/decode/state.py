@@ -91,7 +91,9 @@ def check_capacity(length: jax.Array, lengths: jax.Array, capacity: int) -> None
 
 def check_sizes(batch: Any, max_length: Any) -> None:
     """`ValueError` unless there can be a state of so many rows and tokens."""
-    _checks.at_least("batch", batch, 0, "rows")
+    # An exported program may leave it open.
+    if not jax.export.is_symbolic_dim(batch):
+        _checks.at_least("batch", batch, 0, "rows")
     _checks.at_least("max_length", max_length, 0, "tokens")
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -166,7 +165,7 @@ def attend(
     score_mod, constants = None, ()
     if given.score_mod is not None:
         score_mod, constants = _without_closure(given.score_mod, (query, key, value))
-    rows, layout = math.prod(batch) * heads, given.layout
+    rows, layout = tiling.known_product(batch) * heads, given.layout
     rule = Rule(
         tile=given.tile if layout is None else layout.tile,
         scale=scale if isinstance(scale, float) else None,

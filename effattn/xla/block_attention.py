@@ -61,9 +61,7 @@ def _tile(rule, x, kernel):
     lengths = x.query.shape[-3], x.key.shape[-3]
     if tuned := rule.implementations.tile("xla", kernel):
         return min(tuned[0], lengths[0]), min(tuned[1], lengths[1])
-    # Of a batch that an exported program leaves open it counts one example.
-    batch = (size for size in x.query.shape[:-3] if isinstance(size, int))
-    rows, smallest = math.prod(batch) * x.query.shape[-2], 64
+    rows, smallest = tiling.known_product(x.query.shape[:-3]) * x.query.shape[-2], 64
     if x.additive is not None:
         # A tile has as many hidden numbers as features for each logit.
         rows, smallest = rows * x.additive.shape[-1], 16

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,11 @@ _MOST_TILES = 2**23
 
 # Smaller steps multiply too slowly, and more of them are more to compile.
 _SMALLEST_STAIR, _MOST_STAIRS = 64, 4
+
+
+def known_product(sizes: Iterable[Any]) -> int:
+    """Of sizes of a batch; those that an exported program leaves open count as one example."""
+    return math.prod(size for size in sizes if isinstance(size, int))
 
 
 def choose_tile(

@@ -47,6 +47,7 @@ def build(subject, options):
     )
 
 
+LEFT_OPEN = [s for s in MECHANISMS if s.name == "random"]
 ALSO_PLACED = [s for s in MECHANISMS if s.name in ("hierarchical", "delta_net", "long_short")]
 DECODING = [s for s in dict.fromkeys([*MECHANISMS, *LAST]) if s.has("decode")]
 
@@ -82,6 +83,20 @@ def test_an_empty_state_can_be_donated(subject):
     leaves = jax.tree.leaves(mixer_of(subject).init_state(ROWS, LENGTH, jnp.float32))
     buffers = [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
     assert len({*buffers}) == len(buffers)
+
+
+@pytest.mark.parametrize("subject", slow_but_for(LEFT_OPEN, DECODING), ids=str)
+def test_an_exported_program_may_leave_its_rows_open(subject):
+    """That of a whole sequence and that of its pieces; nothing is computed."""
+    mixer, (rows,) = mixer_of(subject), jax.export.symbolic_shape("b")
+
+    def run(x):
+        y, state = mixer.extend(x, mixer.init_state(x.shape[0], LENGTH))
+        return y, state, mixer.extend(x[:, :1], state), mixer(jnp.tile(x, (1, 5, 1))[:, :LENGTH])
+
+    x = jax.ShapeDtypeStruct((rows, 3, FEATURES), jnp.float32)
+    exported = jax.export.export(jax.jit(run))(x)
+    assert all(str(out.shape[0]) == "b" for out in exported.out_avals)
 
 
 @pytest.mark.parametrize("subject", slow_but_for(ALSO_PLACED, DECODING), ids=str)
