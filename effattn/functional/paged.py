@@ -79,6 +79,7 @@ def paged_attention(
       ValueError: wrong shapes, dtypes or options; int8 without scales, or scales without int8.
       NotImplementedError: an implementation that there is not, or that does not take these
         arguments; when the program is lowered, one that does not run there.
+      TypeError: in reverse-mode differentiation.
     """
     query, key_pages, value_pages = (jnp.asarray(x) for x in (query, key_pages, value_pages))
     batch, rows = _check_shapes(query, key_pages, value_pages)

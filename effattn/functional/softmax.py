@@ -49,7 +49,7 @@ def dot_product_attention(
 
     Time O(T S (H + Hv)) over the tiles that causality and the window leave; memory O(T + S),
     forward and backward, besides `bias` and `mask` as given. Differentiable in reverse mode, the
-    residual included.
+    residual included; of the gradient there are derivatives in forward mode (`jax.hessian`).
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
@@ -95,7 +95,7 @@ def dot_product_attention(
     Raises:
       ValueError: wrong shapes, dtypes or values.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
+      TypeError: in forward-mode differentiation, or of most gradients in reverse mode again.
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(

@@ -14,9 +14,15 @@ from jax import lax
 
 from effattn import dispatch
 from effattn.segments import positions_from
+from effattn.xla import reverse_mode
 from effattn.xla.products import widened
 
 KEYS = 512  # read in a step
+
+_NO_GRADIENTS = (
+    "paged attention is for decoding and has no gradients: for those gather the pages by "
+    "block_table, and call dot_product_attention"
+)
 
 
 class Rule(NamedTuple):
@@ -140,7 +146,8 @@ def paged(
     if rule.left is not None:
         first = jnp.maximum(jnp.min(position, initial=2**30) - rule.left, 0) // step
     first, last = jnp.minimum(first, last), jnp.minimum(last, table.shape[1] // width)
-    largest, total, mixed = lax.fori_loop(first, last, attend, carry)
+    carry = lax.fori_loop(first, last, attend, carry)
+    largest, total, mixed = reverse_mode.forward_only(carry, _NO_GRADIENTS)
     total_or_one = jnp.where(total == 0, 1, total)
     lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
     out = (mixed / total_or_one[..., None]).astype(query.dtype)

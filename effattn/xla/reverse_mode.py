@@ -1,7 +1,10 @@
-"""What to say where a custom rule leaves no forward-mode derivative."""
+"""What to say where custom rules and loops leave no derivative."""
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+
+import jax
 
 
 @contextlib.contextmanager
@@ -13,11 +16,19 @@ def only(mechanism: str, alternative: str) -> Iterator[None]:
     """
     try:
         yield
-    except TypeError as error:
-        if "forward-mode" not in str(error):
+    except (TypeError, NotImplementedError) as error:
+        # The second where what is differentiated forward is to be differentiated again.
+        if not any(sign in str(error) for sign in ("forward-mode", "'custom_lin'")):
             raise
         raise TypeError(
             f"{mechanism} has a derivative in reverse mode only (its backward recomputes, and "
             "keeps memory linear): use jax.grad, jax.vjp or jax.jacrev; for a derivative along a "
             f"tangent take jax.jvp of {alternative}"
         ) from error
+
+
+def forward_only(results: Any, message: str) -> Any:
+    """The arrays as they are, but differentiating them in reverse mode is a TypeError."""
+    from effattn.xla.forward_only import identity  # it loads much
+
+    return jax.tree.map(lambda x: identity.bind(x, message=message), results)

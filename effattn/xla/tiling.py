@@ -12,12 +12,20 @@ import numpy as np
 from jax import lax
 
 from effattn.layouts import BlockLayout
+from effattn.xla import reverse_mode
 
 # A window whose keys, with a tile of queries, number no more than this is read as one slice.
 _WIDEST_BAND = 1024
 
 # Tiles of a pattern, of all queries and keys: 4 bytes each for a pattern with a full row.
 _MOST_TILES = 2**23
+
+_NO_SECOND_REVERSE = (
+    "the gradient of attention in tiles has a derivative in forward mode only (how many tiles it "
+    "visits is known as it runs): use jax.jvp of jax.grad, jax.jacfwd of jax.grad or jax.hessian; "
+    "for jax.grad of jax.grad take a dense form of it, as jax.nn.dot_product_attention is of "
+    "softmax attention"
+)
 
 # Smaller steps multiply too slowly, and more of them are more to compile.
 _SMALLEST_STAIR, _MOST_STAIRS = 64, 4
@@ -385,7 +393,11 @@ def _loop(low, high, step, carry):
         # Under `jax.disable_jit` it is one of Python's.
         return step(jnp.asarray(n, jnp.int32), carry)
 
-    return lax.fori_loop(_int32(low), _int32(high), one, carry)
+    results = lax.fori_loop(_int32(low), _int32(high), one, carry)
+    if any(isinstance(bound, jax.core.Tracer) for bound in (low, high)):
+        # Such a loop cannot say how much it would have to save.
+        return reverse_mode.forward_only(results, _NO_SECOND_REVERSE)
+    return results
 
 
 def _int32(bound):

@@ -193,3 +193,9 @@ def test_the_output_has_the_dtype_of_the_values():
     (query, keys, values), given, _ = draw([13, 6], dtype=np.float32)
     out = effattn.paged_attention(query, keys, values.astype(jnp.bfloat16), **given)
     assert out.dtype == jnp.bfloat16
+
+
+def test_gradients_are_refused_in_a_sentence():
+    (query, *pages), given, _ = draw([13], dtype=np.float32)
+    with pytest.raises(TypeError, match="is for decoding and has no gradients"):
+        jax.grad(lambda query: effattn.paged_attention(query, *pages, **given).sum())(query)

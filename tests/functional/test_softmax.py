@@ -529,3 +529,36 @@ def test_forward_mode_is_refused():
     query = jnp.ones((3, 2, 4))
     with pytest.raises(TypeError, match="use jax.grad"):
         jax.jvp(lambda q: dot_product_attention(q, query, query), (query,), (query,))
+
+
+@pytest.mark.slow
+def test_the_hessian_is_that_of_a_dense_form():
+    query, weights = np.random.default_rng(0).normal(size=(2, 5, 1, 2))
+
+    def ours(query):
+        out = dot_product_attention(query, query, query, is_causal=True, tile=(2, 2))
+        return jnp.sum(weights * out**2)
+
+    def dense(query):
+        logits = query[:, 0] @ query[:, 0].T / np.sqrt(2)
+        shares = jax.nn.softmax(jnp.where(np.tri(5, dtype=bool), logits, -jnp.inf))
+        return jnp.sum(weights * (shares @ query[:, 0])[:, None] ** 2)
+
+    with jax.enable_x64(True):
+        got, expected = (jax.jit(jax.hessian(f))(jnp.asarray(query)) for f in (ours, dense))
+    np.testing.assert_allclose(got, expected, atol=1e-12)
+
+
+def test_second_derivatives_that_there_are_not_say_what_to_use():
+    def attend(query):
+        return dot_product_attention(query, query, query, is_causal=True, tile=(2, 2)).sum()
+
+    query = jnp.ones((3, 1, 2))
+    of_gradient = jax.grad(lambda query: jax.grad(attend)(query).sum())
+    of_tangent = jax.grad(lambda query: jax.jvp(attend, (query,), (query,))[1])
+    for function, message in (
+        (of_gradient, "use jax.jvp of jax.grad"),
+        (of_tangent, "use jax.grad"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            jax.eval_shape(function, query)
