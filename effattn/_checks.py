@@ -10,6 +10,7 @@ import numpy as np
 
 # Positions are int32, and no sequence has as many tokens.
 _FAR = 2**30
+_MOST = 2**31 - 1
 
 
 def query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
@@ -52,11 +53,29 @@ def query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple
     return tuple(batch)
 
 
+def as_array(name: str, value: Any) -> jax.Array:
+    """What JAX makes of it, unless it would silently drop the upper bits of NumPy's integers."""
+    if isinstance(value, np.ndarray | list | tuple | int):
+        try:
+            known = np.asarray(value)
+        except jax.errors.TracerArrayConversionError:
+            return jnp.asarray(value)
+        if known.dtype.kind in "iu":
+            fits = np.iinfo(jax.dtypes.canonicalize_dtype(known.dtype))
+            low, high = (int(edge(known, initial=0)) for edge in (np.min, np.max))
+            if low < fits.min or high > fits.max:
+                raise ValueError(
+                    f"{name} must fit in {fits.dtype}, which JAX makes of {known.dtype} unless "
+                    f"jax_enable_x64 is set; got values from {low} to {high}"
+                )
+    return jnp.asarray(value)
+
+
 def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
     """`(*B)` integers; for no batch dimensions also `(1,)`, which is what `jax.nn` takes there."""
     if value is None:
         return None
-    value = jnp.asarray(value)
+    value = as_array(name, value)
     if not batch and value.shape == (1,):
         value = value[0]
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != tuple(batch):
@@ -84,14 +103,14 @@ def segment_ids(
                 f"segment_ids must be one array or a pair (query, key), got {len(value)} items"
                 f"{' of which one is None' if len(value) == 2 else ''}"
             )
-        pair = jnp.asarray(value[0]), jnp.asarray(value[1])
+        pair = as_array("segment_ids", value[0]), as_array("segment_ids", value[1])
     else:
         if query_length != key_length:
             raise ValueError(
                 f"segment_ids must be a pair (query ids, key ids) where query length "
                 f"{query_length} and key length {key_length} differ, got one array"
             )
-        pair = jnp.asarray(value), jnp.asarray(value)
+        pair = (as_array("segment_ids", value),) * 2
     for name, ids, length in zip(("query", "key"), pair, (query_length, key_length), strict=True):
         shape = (*batch, length)
         if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape != shape:
@@ -154,7 +173,7 @@ def offset(value: Any, batch: Sequence[int]) -> int | jax.Array:
         if abs(value) > _FAR:
             raise ValueError(f"query_offset must be a position, up to 2**30, got {value!r}")
         return int(value)
-    array = jnp.asarray(value)
+    array = as_array("query_offset", value)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape not in ((), tuple(batch)):
         raise ValueError(
             f"query_offset must be an int, or integers of shape () or {tuple(batch)}, got "
@@ -244,6 +263,8 @@ def at_least(name: str, value: Any, least: int, of: str = "") -> int:
     """The value, if it is an int and large enough; `of` says what it counts."""
     if not is_integer(value) or value < least:
         raise ValueError(f"{name} must be an int, {least} or more{of and ' ' + of}, got {value!r}")
+    if value > _MOST:
+        raise ValueError(f"{name} must be at most {_MOST}, as int32 counts it, got {value!r}")
     return int(value)
 
 

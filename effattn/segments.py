@@ -23,7 +23,7 @@ def positions_from(first: jax.Array, size: int) -> jax.Array:
 
 def segment_ids_from_lengths(lengths: jax.Array, max_length: int) -> jax.Array:
     """One document a row, `lengths` `(*B)` tokens long: int32 ids `(*B, max_length)`, 1, then 0."""
-    lengths = jnp.asarray(lengths)
+    lengths = _checks.as_array("lengths", lengths)
     _check_integers("lengths", lengths)
     max_length = _checks.at_least("max_length", max_length, 0, "tokens")
     return within(lengths, max_length).astype(jnp.int32)
@@ -40,7 +40,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total_length: int) -> jax
     Returns:
       int32 `(total_length,)`: d + 1 in document d, 0 in padding.
     """
-    cu_seqlens = jnp.asarray(cu_seqlens)
+    cu_seqlens = _checks.as_array("cu_seqlens", cu_seqlens)
     _check_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
@@ -55,7 +55,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total_length: int) -> jax
 
 def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     """Each token's position within its own run of ids: int32 `(*B, T)`, 0 at a document's start."""
-    segment_ids = jnp.asarray(segment_ids)
+    segment_ids = _checks.as_array("segment_ids", segment_ids)
     _check_integers("segment_ids", segment_ids)
     if segment_ids.ndim < 1:
         raise ValueError(f"segment_ids must have shape (*batch, length), got {segment_ids.shape}")

@@ -2,8 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import effattn
+from effattn.nn import SelfAttention
 
 
 def test_ids_from_lengths_are_one_up_to_the_length():
@@ -94,4 +96,26 @@ def test_all_take_traced_arrays():
 )
 def test_says_what_it_got_and_needs(call, message):
     with pytest.raises(ValueError, match=message):
+        call()
+
+
+X, FAR = jnp.ones((1, 3, 1, 2)), np.array([[1, 2**32 + 1, 2**32 + 1]])
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda: effattn.positions_from_segment_ids(FAR), "segment_ids"),
+        (lambda: effattn.segment_ids_from_lengths(FAR, 3), "lengths"),
+        (lambda: effattn.dot_product_attention(X, X, X, segment_ids=FAR), "segment_ids"),
+        (lambda: effattn.dot_product_attention(X, X, X, query_seq_lengths=FAR[:, 1]), "lengths"),
+        (lambda: effattn.dot_product_attention(X, X, X, query_seq_lengths=[2**32 + 1]), "lengths"),
+        (
+            lambda: SelfAttention(4, 2, rngs=nnx.Rngs(0))(jnp.ones((1, 3, 4)), segment_ids=FAR),
+            "ids",
+        ),
+    ],
+)
+def test_bits_that_jax_would_drop_are_not_lost_in_silence(call, name):
+    with pytest.raises(ValueError, match=f"{name} must fit in int32, .* to 4294967297"):
         call()

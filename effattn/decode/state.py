@@ -63,7 +63,7 @@ def new_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
         raise ValueError("there must be at least one token, got a sequence of length 0")
     if lengths is None:
         return jnp.full((batch,), time, jnp.int32)
-    lengths = jnp.asarray(lengths)
+    lengths = _checks.as_array("lengths", lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"lengths must be integers of shape ({batch},), one for each row, "

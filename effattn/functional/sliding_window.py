@@ -118,6 +118,10 @@ def attend(dilation: int | tuple[int, ...], query, key, value, given: block.Argu
     """The output and the log-sum-exp; of masks, only one of keys, `(*B, 1, 1, S)`."""
     if isinstance(dilation, tuple):
         return _attend_by_head(dilation, query, key, value, given)
+    if _checks.is_integer(given.query_offset):
+        # A step beyond the farthest key leads nowhere, and would pad the tokens to its length.
+        after, before = given.query_offset + query.shape[-3], key.shape[-3] - given.query_offset
+        dilation = min(dilation, max(after, before, 1))
     if dilation == 1:
         return block.attend(query, key, value, given)
     return _attend_dilated(dilation, query, key, value, given)

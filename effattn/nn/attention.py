@@ -618,13 +618,13 @@ def padding_of(
     valid = None
     if lengths is not None:
         binding.require("lengths", f"{prefix}lengths")
-        lengths = jnp.asarray(lengths)
+        lengths = _checks.as_array(f"{prefix}lengths", lengths)
         _check_integers(f"{prefix}lengths", lengths, (batch,))
         keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
         valid = within(lengths, time)
     if segment_ids is not None:
         binding.require("segments", f"{prefix}segment_ids")
-        segment_ids = jnp.asarray(segment_ids)
+        segment_ids = _checks.as_array(f"{prefix}segment_ids", segment_ids)
         _check_integers(f"{prefix}segment_ids", segment_ids, (batch, time))
         keywords["segment_ids"] = segment_ids
         nonzero = segment_ids != 0

@@ -366,7 +366,7 @@ class Transformer(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(time), tokens.shape)
         valid = None
         if segment_ids is not None:
-            segment_ids = jnp.asarray(segment_ids)
+            segment_ids = _checks.as_array("segment_ids", segment_ids)
             if segment_ids.shape != tokens.shape:
                 raise ValueError(
                     f"segment_ids must have the shape {tokens.shape} of tokens, "

@@ -151,6 +151,17 @@ def test_the_work_of_a_dilated_window_is_that_of_a_window(dilation, monkeypatch)
     assert pairs[1] <= 262144 * (64 + 64 + 1)
 
 
+@pytest.mark.parametrize("offset", [0, 2])
+def test_a_step_beyond_all_keys_reaches_none(offset):
+    """And takes no memory for the tokens that are not there."""
+    query, key = jnp.ones((4, 1, 2)), jnp.ones((6, 1, 2))
+    value = jnp.arange(6.0)[:, None, None]
+    out = sliding_window_attention(
+        query, key, value, local_window_size=1, dilation=2**31 - 1, query_offset=offset
+    )
+    np.testing.assert_array_equal(out[..., 0, 0], np.arange(4.0) + offset)
+
+
 @pytest.mark.parametrize("dilation", [0, -1, 1.5, True, np.float32(2), None])
 def test_a_wrong_dilation_is_named(dilation):
     query = jnp.ones((4, 1, 2))

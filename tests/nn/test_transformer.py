@@ -465,6 +465,8 @@ def test_bad_inputs_are_named():
         model(TOKENS[0])
     with pytest.raises(ValueError, match="segment_ids must have the shape"):
         model(TOKENS, segment_ids=np.ones((2, 3), np.int32))
+    with pytest.raises(ValueError, match="segment_ids must fit in int32"):
+        model(TOKENS, segment_ids=np.full(TOKENS.shape, 2**32))
     with pytest.raises(ValueError, match="lengths must be integers of shape"):
         model(TOKENS, lengths=np.array([1]))
     with pytest.raises(ValueError, match="must be at least one token"):
