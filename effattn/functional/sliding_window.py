@@ -120,8 +120,10 @@ def attend(dilation: int | tuple[int, ...], query, key, value, given: block.Argu
         return _attend_by_head(dilation, query, key, value, given)
     if _checks.is_integer(given.query_offset):
         # A step beyond the farthest key leads nowhere, and would pad the tokens to its length.
-        after, before = given.query_offset + query.shape[-3], key.shape[-3] - given.query_offset
-        dilation = min(dilation, max(after, before, 1))
+        offset = int(given.query_offset)
+        after, before = offset + query.shape[-3], key.shape[-3] - offset
+        apart: int = max(after, before, 1)
+        dilation = min(dilation, apart)
     if dilation == 1:
         return block.attend(query, key, value, given)
     return _attend_dilated(dilation, query, key, value, given)
