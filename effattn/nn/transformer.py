@@ -21,7 +21,7 @@ from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.routing import routing_mixers
-from effattn.segments import positions_from_segment_ids, within
+from effattn.segments import positions_from, positions_from_segment_ids, within
 from effattn.xla import mesh_axes
 
 Mixer = str | Mapping[str, Any]
@@ -408,8 +408,7 @@ class Transformer(nnx.Module):
         lengths = new_lengths(lengths, batch, time)
         if self.positions is not None:
             check_capacity(state.length, lengths, self.positions.num_embeddings)
-        steps = jnp.arange(time)
-        x = self._embed(tokens, state.length[:, None] + steps, steps < lengths[:, None])
+        x = self._embed(tokens, positions_from(state.length, time), within(lengths, time))
         layers = []
         for block, layer, *context in zip(self.blocks, state.layers, *contexts, strict=True):
             x, layer = mesh_axes.extended(_extend_block, block, x, layer, lengths, *context)

@@ -52,7 +52,8 @@ def by_full_forward_passes(model, prompt, lengths, new_tokens):
 )
 def test_greedy_equals_argmax_of_full_forward_passes(changes):
     model = make_model(**changes)
-    tokens = generate(model, PROMPT, lengths=LENGTHS, max_new_tokens=4, temperature=0)
+    with jax.numpy_rank_promotion("raise"):
+        tokens = generate(model, PROMPT, lengths=LENGTHS, max_new_tokens=4, temperature=0)
     assert tokens.dtype == jnp.int32
     np.testing.assert_array_equal(tokens, by_full_forward_passes(model, PROMPT, LENGTHS, 4))
 
