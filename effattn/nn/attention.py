@@ -12,9 +12,11 @@ from flax import nnx
 from effattn import _checks, registry
 from effattn.decode.state import check_rows, check_sizes, new_lengths
 from effattn.nn import initializers
-from effattn.nn.binding import Binding, bind
+from effattn.nn.binding import bind
 from effattn.nn.dropout import check_dropout_rate, dropout_key
+from effattn.nn.heads import default_head_dim, key_heads
 from effattn.nn.rotary import RotaryEmbedding
+from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 from effattn.segments import positions_from, positions_from_segment_ids, within
 from effattn.xla import mesh_axes
 
@@ -575,70 +577,3 @@ class CrossAttention(_Attention):
             return {}
         self.binding.require("offset", "query_offset")
         return {"query_offset": offset}
-
-
-def default_head_dim(in_features: int, num_heads: int) -> int:
-    """D / N."""
-    if num_heads < 1 or in_features % num_heads:
-        raise ValueError(
-            f"in_features ({in_features}) must be a multiple of num_heads ({num_heads}) "
-            "when head_dim is not given"
-        )
-    return in_features // num_heads
-
-
-def key_heads(num_heads: int, num_kv_heads: int | None) -> int:
-    """K, which is N if it is not given; `ValueError` unless it divides N."""
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads ({num_kv_heads})"
-        )
-    return num_kv_heads
-
-
-def tokens_of(name: str, x: Any, features: int) -> jax.Array:
-    """x as an array; `ValueError` unless it is `(batch, length, features)`."""
-    x = jnp.asarray(x)
-    if x.ndim != 3 or x.shape[-1] != features:
-        raise ValueError(f"{name} must have shape (batch, length, {features}), got {x.shape}")
-    return x
-
-
-def padding_of(
-    binding: Binding,
-    batch: int,
-    time: int,
-    lengths: jax.Array | None,
-    segment_ids: jax.Array | None,
-    prefix: str = "",
-) -> tuple[dict[str, Any], jax.Array | None]:
-    """Keywords of the attention function, and which tokens are valid `(B, T)`, None for all."""
-    keywords: dict[str, Any] = {}
-    valid = None
-    if lengths is not None:
-        binding.require("lengths", f"{prefix}lengths")
-        lengths = _checks.as_array(f"{prefix}lengths", lengths)
-        _check_integers(f"{prefix}lengths", lengths, (batch,))
-        keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
-        valid = within(lengths, time)
-    if segment_ids is not None:
-        binding.require("segments", f"{prefix}segment_ids")
-        segment_ids = _checks.as_array(f"{prefix}segment_ids", segment_ids)
-        _check_integers(f"{prefix}segment_ids", segment_ids, (batch, time))
-        keywords["segment_ids"] = segment_ids
-        nonzero = segment_ids != 0
-        valid = nonzero if valid is None else valid & nonzero
-    return keywords, valid
-
-
-def _check_integers(name, array, shape):
-    if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(
-            f"{name} must be integers of shape {shape}, got {array.dtype} of shape {array.shape}"
-        )
-
-
-def zero_padding(x: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """Zeros in the padding, so that a NaN there reaches no gradient of a projection."""
-    return x if valid is None else jnp.where(valid[..., None], x, 0)

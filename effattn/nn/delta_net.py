@@ -13,7 +13,8 @@ from effattn.axes import lead
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import check_state
 from effattn.nn import initializers
-from effattn.nn.attention import SelfAttention, default_head_dim
+from effattn.nn.attention import SelfAttention
+from effattn.nn.heads import default_head_dim
 from effattn.nn.short_convolution import ShortConvolution
 
 EPSILON = 1e-5  # of the norm of the heads' outputs

@@ -11,9 +11,10 @@ from flax import nnx
 from effattn import registry
 from effattn.decode.state import check_state, new_lengths
 from effattn.nn import initializers
-from effattn.nn.attention import CrossAttention, tokens_of
+from effattn.nn.attention import CrossAttention
 from effattn.nn.dropout import dropout_key
 from effattn.nn.equality import same_fields
+from effattn.nn.tokens import tokens_of
 from effattn.nn.transformer import (
     Layer,
     Mixer,

@@ -9,7 +9,8 @@ from flax import nnx
 
 from effattn import _checks
 from effattn.nn import initializers
-from effattn.nn.attention import SelfAttention, default_head_dim
+from effattn.nn.attention import SelfAttention
+from effattn.nn.heads import default_head_dim
 
 
 class GatedLinearAttention(SelfAttention):

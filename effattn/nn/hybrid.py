@@ -12,8 +12,8 @@ from flax import nnx
 from effattn import _checks, registry
 from effattn.decode.state import check_state, new_lengths
 from effattn.nn import initializers
-from effattn.nn.attention import default_head_dim, key_heads
 from effattn.nn.dropout import dropout_key
+from effattn.nn.heads import default_head_dim, key_heads
 
 
 @jax.tree_util.register_dataclass

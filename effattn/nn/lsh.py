@@ -11,8 +11,8 @@ from flax import nnx
 from effattn import _checks
 from effattn.functional import lsh
 from effattn.nn import initializers
-from effattn.nn.attention import default_head_dim
 from effattn.nn.cached import CachedMixer
+from effattn.nn.heads import default_head_dim
 from effattn.segments import positions_from_segment_ids
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn.decode.state import check_sizes, check_state, new_lengths
-from effattn.nn.attention import padding_of, tokens_of, zero_padding
 from effattn.nn.binding import Binding
+from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 from effattn.segments import within
 from effattn.xla import mesh_axes
 

@@ -13,8 +13,9 @@ from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import new_lengths
 from effattn.nn import initializers
 from effattn.nn.activations import sigmoid, tanh
-from effattn.nn.attention import default_head_dim, tokens_of
+from effattn.nn.heads import default_head_dim
 from effattn.nn.mixer import CausalMixer
+from effattn.nn.tokens import tokens_of
 from effattn.segments import within
 
 

@@ -7,7 +7,8 @@ import jax
 from flax import nnx
 
 from effattn.nn import initializers
-from effattn.nn.attention import SelfAttention, default_head_dim
+from effattn.nn.attention import SelfAttention
+from effattn.nn.heads import default_head_dim
 from effattn.nn.rotary import RotaryEmbedding
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from effattn.nn.attention import zero_padding
 from effattn.nn.dropout import dropout_key
+from effattn.nn.tokens import zero_padding
 from effattn.segments import within
 from effattn.xla import reverse_mode
 

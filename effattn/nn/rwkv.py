@@ -14,7 +14,7 @@ from effattn.axes import lead
 from effattn.functional.rwkv6 import rwkv6_attention
 from effattn.functional.rwkv7 import rwkv7_attention
 from effattn.nn import initializers
-from effattn.nn.attention import default_head_dim
+from effattn.nn.heads import default_head_dim
 from effattn.nn.recurrent import RecurrentMixer
 from effattn.nn.token_shift import token_shift
 

@@ -15,8 +15,8 @@ from effattn.functional.synthesizer import (
     synthesizer_attention,
 )
 from effattn.nn import initializers
-from effattn.nn.attention import default_head_dim
 from effattn.nn.cached import CachedMixer
+from effattn.nn.heads import default_head_dim
 from effattn.segments import positions_from_segment_ids
 
 _KINDS = {

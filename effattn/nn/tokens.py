@@ -1,0 +1,57 @@
+"""A module's input: its shape, and which of its tokens are padding."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn import _checks
+from effattn.nn.binding import Binding
+from effattn.segments import within
+
+
+def tokens_of(name: str, x: Any, features: int) -> jax.Array:
+    """x as an array; `ValueError` unless it is `(batch, length, features)`."""
+    x = jnp.asarray(x)
+    if x.ndim != 3 or x.shape[-1] != features:
+        raise ValueError(f"{name} must have shape (batch, length, {features}), got {x.shape}")
+    return x
+
+
+def padding_of(
+    binding: Binding,
+    batch: int,
+    time: int,
+    lengths: jax.Array | None,
+    segment_ids: jax.Array | None,
+    prefix: str = "",
+) -> tuple[dict[str, Any], jax.Array | None]:
+    """Keywords of the attention function, and which tokens are valid `(B, T)`, None for all."""
+    keywords: dict[str, Any] = {}
+    valid = None
+    if lengths is not None:
+        binding.require("lengths", f"{prefix}lengths")
+        lengths = _checks.as_array(f"{prefix}lengths", lengths)
+        _check_integers(f"{prefix}lengths", lengths, (batch,))
+        keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+        valid = within(lengths, time)
+    if segment_ids is not None:
+        binding.require("segments", f"{prefix}segment_ids")
+        segment_ids = _checks.as_array(f"{prefix}segment_ids", segment_ids)
+        _check_integers(f"{prefix}segment_ids", segment_ids, (batch, time))
+        keywords["segment_ids"] = segment_ids
+        nonzero = segment_ids != 0
+        valid = nonzero if valid is None else valid & nonzero
+    return keywords, valid
+
+
+def _check_integers(name, array, shape):
+    if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} must be integers of shape {shape}, got {array.dtype} of shape {array.shape}"
+        )
+
+
+def zero_padding(x: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Zeros in the padding, so that a NaN there reaches no gradient of a projection."""
+    return x if valid is None else jnp.where(valid[..., None], x, 0)
