@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from effattn import _checks, dispatch, tuned
+from effattn.xla import mesh_axes
 from effattn.xla.paged_attention import Pages, Rule
 
 # Imported on use: most programs have no kernels.
@@ -113,7 +115,7 @@ def paged_attention(
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     multiplier = jnp.asarray(_checks.scale(scale, query.shape[-1]), dtype)
 
-    operands = query, keys, values, table, counts, multiplier
+    operands = mesh_axes.vary_alike((query, keys, values, table, counts, multiplier))
 
     def module(name):
         return importlib.import_module(MODULES[name])
@@ -133,8 +135,11 @@ def paged_attention(
         name: functools.partial(module(name).paged, rule, chosen.interpreted)
         for name in chosen.names
     }
+    attend = functools.partial(dispatch.on_platform, chosen, "paged_attention", forms)
+    *axes, _ = mesh_axes.spec(query)
+    placed = mesh_axes.placed(attend, query, PartitionSpec(*axes, None), PartitionSpec(*axes))
     with jax.named_scope("paged_attention"):
-        out, lse = dispatch.on_platform(chosen, "paged_attention", forms, *operands)
+        out, lse = placed(*operands)
     out = out.astype(query.dtype if value_pages.dtype == jnp.int8 else value_pages.dtype)
     return (out, lse) if return_residual else out
 

@@ -81,6 +81,7 @@ def paged(
 
     pools = jax.tree.leaves((keys, values))
     semantics: Any = ("parallel", "arbitrary")
+    varying = jax.typeof(query).manual_axis_type
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -108,8 +109,11 @@ def paged(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, key_heads, rows, value_size), query.dtype),
-            jax.ShapeDtypeStruct((batch, key_heads, rows, LANES), jnp.float32),
+            jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+            for shape, dtype in (
+                ((batch, key_heads, rows, value_size), query.dtype),
+                ((batch, key_heads, rows, LANES), jnp.float32),
+            )
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         interpret=interpreted,

@@ -71,6 +71,7 @@ def paged(
     width, value_width = pl.next_power_of_2(size), pl.next_power_of_2(value_size)
     widths = ((0, 0), (0, 0), (0, rows - group * queries), (0, width - size))
     whole = pl.BlockSpec(memory_space=pl.ANY)
+    varying = jax.typeof(query).manual_axis_type
 
     def of_run(*block):
         return pl.BlockSpec(
@@ -96,8 +97,11 @@ def paged(
         ],
         out_specs=[of_run(rows, value_width), of_run(rows)],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, key_heads, runs, rows, value_width), jnp.float32),
-            jax.ShapeDtypeStruct((batch, key_heads, runs, rows), jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying)
+            for shape in (
+                (batch, key_heads, runs, rows, value_width),
+                (batch, key_heads, runs, rows),
+            )
         ],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpreted,

@@ -14,7 +14,7 @@ from jax import lax
 
 from effattn import dispatch
 from effattn.segments import positions_from
-from effattn.xla import reverse_mode
+from effattn.xla import mesh_axes, reverse_mode
 from effattn.xla.products import widened
 
 KEYS = 512  # read in a step
@@ -136,11 +136,12 @@ def paged(
         return new, total * decay + weights.sum(-1), mixed
 
     # Finite, so that a row which has seen nothing yet subtracts no infinities.
-    carry = (
+    empty = (
         jnp.full(grouped.shape[:-1], jnp.finfo(dtype).min, dtype),
         jnp.zeros(grouped.shape[:-1], dtype),
         jnp.zeros((*grouped.shape[:-1], values.array.shape[-1]), dtype),
     )
+    carry = tuple(mesh_axes.vary_like(grouped, x) for x in empty)
     last = -(-jnp.max(lengths, initial=0) // step)
     first = jnp.int32(0)
     if rule.left is not None:

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import effattn
 from effattn.xla import paged_attention as xla
 from tests.dense import dense_with_gradients
 from tests.laws import cost
 from tests.laws.battery import assert_close
+from tests.laws.sharding import BY_HEAD, BY_ROW, mesh, shard
 from tests.marks import slow
 
 PAGE, PAGES, HEADS, KEY_HEADS, SIZE, VALUE_SIZE = 4, 9, 4, 2, 6, 5
@@ -199,3 +201,21 @@ def test_gradients_are_refused_in_a_sentence():
     (query, *pages), given, _ = draw([13], dtype=np.float32)
     with pytest.raises(TypeError, match="is for decoding and has no gradients"):
         jax.grad(lambda query: effattn.paged_attention(query, *pages, **given).sum())(query)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sequences_and_heads_on_several_devices_are_those_on_one(axis_type):
+    """By `shard_map`, and where types carry the sharding."""
+    (query, *pages), given, _ = draw([13, 6, 30, 1], queries=2, dtype=np.float32)
+    pages = [np.nan_to_num(x) for x in pages]
+    arrays = {"query": query, "key_pages": pages[0], "value_pages": pages[1], **given}
+    pool = PartitionSpec(None, None, "heads")
+    specs = dict(zip(arrays, (BY_HEAD, pool, pool, BY_ROW, BY_ROW), strict=True))
+    devices, run = mesh(axis_type, rows=2), lambda arrays: attend(**arrays)
+    if axis_type == AxisType.Auto:
+        run = jax.shard_map(run, mesh=devices, in_specs=(specs,), out_specs=BY_HEAD)
+    with jax.set_mesh(devices):
+        found = jax.jit(run)(shard(devices, arrays, **specs))
+    assert_close(found, attend(**arrays), 1e-6)
+    for x in found:
+        assert tuple(x.sharding.spec)[:3] == tuple(BY_HEAD)

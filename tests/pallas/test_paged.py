@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import effattn
 from effattn import dispatch
@@ -19,6 +20,7 @@ from tests.pallas.lowering import (
     TRITON,
     compile_triton,
     kernels_of,
+    mesh_of,
 )
 
 LENGTHS = [0, 1, 13, 100, 37]
@@ -111,6 +113,22 @@ def test_it_is_lowered(kernel, dtype, sizes):
         platform=platform,
     )
     assert found == {name}
+
+
+def test_under_shard_map_it_is_lowered(kernel):
+    platform, name = KERNELS[kernel]
+    mesh, spec = mesh_of((2,), ("batch",), platform), PartitionSpec("batch")
+    (query, *pages), given, _ = draw([13, 6], dtype=np.float32, page_size=16, sizes=(16, 16))
+
+    def attend(query, table, lengths):
+        return effattn.paged_attention(
+            query, *pages, block_table=table, lengths=lengths, implementation=kernel
+        )
+
+    function = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(function).trace(query, *given.values())
+        assert name in traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_elsewhere_it_says_who_takes_the_arguments(kernel):
