@@ -200,7 +200,7 @@ def _means(count, x, lengths):
     at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
     segment = lead(jnp.arange(count, dtype=lengths.dtype), lengths.ndim + 1)
     start = segment * at_least + jnp.minimum(segment, longer)
-    size = at_least + (segment < longer)
+    size = at_least + (segment < longer).astype(lengths.dtype)
     largest = -(-length // count)
     tokens = _take(x, jnp.minimum(positions_from(start, largest), length - 1))
     tokens = jnp.where(within(size, largest)[..., None, None], tokens, 0)
@@ -221,7 +221,8 @@ def _means_bwd(count, saved, cotangent):
     after = longer + later // jnp.maximum(at_least, 1)
     segment = jnp.where(is_longer, token // (at_least + 1), after)
     share = _take(cotangent, jnp.minimum(segment, count - 1))
-    size = jnp.maximum(at_least + is_longer, 1)[..., None, None].astype(share.dtype)
+    size = at_least + is_longer.astype(lengths.dtype)
+    size = jnp.maximum(size, 1)[..., None, None].astype(share.dtype)
     return _clear(share / size, lengths), None
 
 

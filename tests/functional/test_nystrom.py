@@ -279,3 +279,12 @@ def test_a_skip_kernel_needs_one_sequence():
     arrays = draw(dtype=np.float32)
     with pytest.raises(ValueError, match="with skip_kernel is self-attention: .* got 11 and 14"):
         nystrom_attention(**arrays, num_landmarks=4, skip_kernel=np.zeros((4, 3), np.float32))
+
+
+@jax.numpy_dtype_promotion("strict")
+def test_no_types_are_promoted_unasked():
+    x = np.ones((2, 13, 2, 4), np.float32)
+    attend = functools.partial(
+        nystrom_attention, num_landmarks=4, key_value_seq_lengths=np.array([5, 13])
+    )
+    jax.eval_shape(jax.grad(lambda x: attend(x, x, x).sum()), x)
