@@ -45,10 +45,10 @@ def query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple
             f"value must have the length and heads of key, {(length, key_heads)}, got "
             f"{value.shape[-3:-1]} in value {value.shape}"
         )
-    if key_heads == 0 or heads % key_heads:
+    if 0 in (heads, key_heads) or heads % key_heads:
         raise ValueError(
-            "the number of query heads must be a multiple of the number of key heads, got "
-            f"{heads} query heads and {key_heads} key heads"
+            "the number of query heads must be a multiple of the number of key heads, "
+            f"got {heads} query heads and {key_heads} key heads; 1 or more of each"
         )
     return tuple(batch)
 
@@ -188,7 +188,7 @@ def scale(value: Any, head_size: int) -> float | jax.Array:
         return float(head_size**-0.5)
     if not isinstance(value, jax.Array):
         return real("scale", value, "a number or an array of shape ()")
-    if value.shape != () or not jnp.isrealobj(value):
+    if value.shape != () or value.dtype == bool or not jnp.isrealobj(value):
         raise ValueError(
             f"scale must be a number or an array of shape (), got {value.dtype} of shape "
             f"{value.shape}"

@@ -178,7 +178,7 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 
 def append_one(value: jax.Array) -> jax.Array:
     """Gives each value `(..., D)` a last entry of 1, which sums the weights."""
-    return jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
+    return jnp.concatenate([value, jnp.ones_like(value, shape=(*value.shape[:-1], 1))], axis=-1)
 
 
 def clear(tree, mask):

@@ -121,23 +121,28 @@ def check_bias(
             raise ValueError("local_window_size is where position_bias ends, and needs one")
         return None
     if isinstance(bias, tuple | list):
+        if len(bias) != 2:
+            raise ValueError(f"position_bias must be taps or two factors, got {len(bias)} of them")
         row, column = (jnp.asarray(factor) for factor in bias)
         if row.ndim != 2 or row.shape != column.shape or row.shape[0] < time:
             raise ValueError(
                 "the factors of position_bias must both have shape (T', R) with T' at least the "
                 f"{time} tokens, got {row.shape} and {column.shape}"
             )
+        row, column = (_checks.shaped("position_bias", x, row.shape) for x in (row, column))
         return row[:time].astype(dtype), column[:time].astype(dtype)
     if window is None:
         raise ValueError("position_bias of taps needs local_window_size, how many there are")
     taps, width = jnp.asarray(bias), (1 if is_causal else 2) * window + 1
-    if taps.ndim != 2 or taps.shape[1] != width or features % taps.shape[0]:
+    groups = taps.shape[0] if taps.ndim else 0
+    if taps.ndim != 2 or taps.shape[1] != width or groups == 0 or features % groups:
         raise ValueError(
             f"position_bias must have shape (G, {width}), taps for local_window_size={window} in "
             f"a {'causal' if is_causal else 'bidirectional'} call and G a divisor of the "
             f"{features} features, got {taps.shape}"
         )
-    return jnp.repeat(taps.astype(dtype), features // taps.shape[0], 0).T
+    taps = _checks.shaped("position_bias", taps, taps.shape).astype(dtype)
+    return jnp.repeat(taps, features // groups, 0).T
 
 
 def biased_average(

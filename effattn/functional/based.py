@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks, registry
-from effattn.cores.linear_recurrence import Terms, Tokens, normalize
+from effattn.cores.linear_recurrence import Terms, Tokens, append_one, normalize
 from effattn.functional import kernels, recurrence
 from effattn.functional.combine import combine
 from effattn.functional.feature_maps import taylor
@@ -265,7 +265,7 @@ class _FarTerms:
     def __call__(self, root, queries, keys) -> Terms:
         key, value = keys
         features = taylor(key * root)
-        value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1)
+        value = append_one(value)
         unread = jnp.zeros(features.shape[-2:], features.dtype)
         return Terms(taylor(queries * root), features, value, bonus=unread)
 

@@ -72,7 +72,8 @@ def gated_linear_attention(
         precision=precision,
         chunk_size=chunk_size,
     )
-    shape = given.key.shape if jnp.ndim(log_decay) == given.key.ndim else given.key.shape[:-1]
+    log_decay = jnp.asarray(log_decay)
+    shape = given.key.shape if log_decay.ndim == given.key.ndim else given.key.shape[:-1]
     out, state = recurrence.run(
         "gated_linear_attention",
         _terms,

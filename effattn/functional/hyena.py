@@ -71,13 +71,14 @@ def gated(gate: jax.Array, convolved: jax.Array, z: jax.Array, skip: jax.Array |
 
 
 def check_filters(filters: jax.Array, order: int, time: int, features: int) -> None:
-    """`ValueError` unless they are `(order, L, features)` with L at least `time`."""
+    """`ValueError` unless they are real `(order, L, features)` with L at least `time`."""
     shape: tuple[Any, ...] = filters.shape
     if len(shape) != 3 or (shape[0], shape[2]) != (order, features) or shape[1] < time:
         raise ValueError(
             f"filters must have shape ({order}, L, {features}) with L at least the {time} tokens, "
             f"got {shape}; make them for a greater max_length"
         )
+    _checks.shaped("filters", filters, shape)
 
 
 registry.register(

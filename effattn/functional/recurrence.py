@@ -79,7 +79,7 @@ def check(
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     of_key_heads = value
-    if value_heads and value.ndim > 2 and key.ndim > 2:
+    if value_heads and min(query.ndim, key.ndim, value.ndim) > 2:
         heads, key_heads, values = query.shape[-2], key.shape[-2], value.shape[-2]
         if key_heads and values != key_heads:
             if values % key_heads or heads != key_heads:
@@ -155,8 +155,8 @@ def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay")
 def check_scale(value: Any, query: jax.Array) -> jax.Array:
     """The multiplier of q . k, `()`; H**-0.5 for None."""
     scale = jnp.asarray(query.shape[-1] ** -0.5 if value is None else value)
-    if scale.ndim or not jnp.issubdtype(scale.dtype, jnp.number):
-        raise ValueError(f"scale must be a number, got {scale.dtype} of shape {scale.shape}")
+    if scale.ndim or scale.dtype == bool or not jnp.isrealobj(scale):
+        raise ValueError(f"scale must be a real number, got {scale.dtype} of shape {scale.shape}")
     return scale
 
 

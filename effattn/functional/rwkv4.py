@@ -63,9 +63,17 @@ def begun(initial: Sums | None, like: jax.Array) -> Sums:
 
     Where there are no weights, they are over nothing's exponent.
     """
+    shape = like.shape[0], like.shape[2]
     if initial is None:
-        return nothing((like.shape[0], like.shape[2]), like.dtype)
-    values, weights, largest = (jnp.asarray(x).astype(like.dtype) for x in initial)
+        return nothing(shape, like.dtype)
+    if not isinstance(initial, Sums):
+        raise ValueError(
+            f"initial_state must be the Sums that an earlier call returned, got {initial!r:.80}"
+        )
+    values, weights, largest = (
+        _checks.shaped(f"initial_state.{name}", x, shape).astype(like.dtype)
+        for name, x in initial._asdict().items()
+    )
     return Sums(values, weights, jnp.where(weights > 0, largest, _NOTHING))
 
 

@@ -78,8 +78,11 @@ def s4_convolution(
     written = jnp.expm1(logs) / rate
     given, u = (batch, *rate.shape), x.astype(wide)
     state = jnp.zeros(given, rate.dtype) if initial_state is None else jnp.asarray(initial_state)
-    if state.shape != given:
-        raise ValueError(f"initial_state must have shape {given}, got {state.shape}")
+    if state.shape != given or not jnp.iscomplexobj(state):
+        raise ValueError(
+            f"initial_state must be complex of shape {given}, got {state.dtype} of shape "
+            f"{state.shape}"
+        )
     state = state.astype(rate.dtype)
     if starts is not None or method == "recurrence":
         y, state = _recurrence(u, jnp.exp(logs), written, output, state, valid, starts)

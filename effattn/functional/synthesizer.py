@@ -58,7 +58,9 @@ def synthesizer_attention(
             "table must have shape (S, N, A) for hidden (*B, T, N, A) and value (*B, S, N, Hv), "
             f"got {table.shape} for {hidden.shape} and {value.shape}"
         )
-    keys = jnp.broadcast_to(table, (*value.shape[:-3], *heads)).astype(hidden.dtype)
+    shape = (*value.shape[:-3], *heads)
+    _checks.shaped("table", table, heads if table.ndim == 3 else shape)
+    keys = jnp.broadcast_to(table, shape).astype(hidden.dtype)
     return dot_product_attention(
         hidden,
         keys,
@@ -110,12 +112,13 @@ def factorized_synthesizer_attention(
       ValueError: shapes or dtypes that do not fit.
     """
     coarse, fine, value = map(jnp.asarray, (coarse, fine, value))
-    if coarse.ndim != 4 or value.ndim != 4:
+    if not coarse.ndim == fine.ndim == value.ndim == 4:
         raise ValueError(
-            "coarse must have shape (B, T, N, l) and value (B, S, N, Hv), got "
-            f"{coarse.shape} and {value.shape}"
+            "coarse must have shape (B, T, N, l), fine (B, T, N, m) and value (B, S, N, Hv), got "
+            f"{coarse.shape}, {fine.shape} and {value.shape}"
         )
     batch, time, heads, blocks = coarse.shape
+    _checks.shaped("coarse", coarse, coarse.shape)
     size, keys = fine.shape[-1], value.shape[1]
     _checks.shaped("fine", fine, (batch, time, heads, size))
     _checks.shaped("value", value, (batch, keys, heads, value.shape[-1]))

@@ -315,12 +315,42 @@ IDS = np.ones((2, 9), int)
             "position_bias of taps needs local_window_size",
         ),
         (
+            lambda: effattn.attention_free(X, X, X, position_bias=(FACTORS[0],)),
+            "taps or two factors, got 1",
+        ),
+        (
+            lambda: effattn.attention_free(X, X, X, position_bias=(FACTORS[0].astype(int),) * 2),
+            "position_bias must be floating point",
+        ),
+        (
+            lambda: effattn.attention_free(
+                X, X, X, position_bias=np.ones((2, 3), complex), local_window_size=1
+            ),
+            "position_bias must be floating point",
+        ),
+        (
+            lambda: effattn.attention_free(
+                X, X, X, position_bias=np.ones((0, 3)), local_window_size=1
+            ),
+            r"\(G, 3\), taps .*, got \(0, 3\)",
+        ),
+        (
             lambda: effattn.attention_free(
                 X, X, X, position_bias=np.ones((4, 3)), local_window_size=1
             ),
             r"\(G, 3\), taps for local_window_size=1 in a bidirectional call and G a divisor",
         ),
         (lambda: effattn.attention_free(X, X, X, local_window_size=1), "needs one"),
+        (
+            lambda: effattn.attention_free(X, X, X, is_causal=True, initial_state=X[:, 0]),
+            "initial_state must be the Sums that an earlier call returned",
+        ),
+        (
+            lambda: effattn.rwkv4_mixing(
+                X, X, decay=np.ones(D), bonus=np.ones(D), initial_state=Sums(X, X, X)
+            ),
+            r"initial_state.values must be floating point of shape \(2, 6\), got .* \(2, 9, 6\)",
+        ),
         (
             lambda: effattn.attention_free(X, X, X, position_bias=FACTORS, segment_ids=IDS),
             "segment_ids are for calls without position_bias",
@@ -332,6 +362,10 @@ IDS = np.ones((2, 9), int)
         (
             lambda: effattn.hyena_convolution(np.zeros((2, 2, 9, D)), X, FILTERS[:, :5]),
             r"filters must have shape \(2, L, 6\) with L at least the 9 tokens, .* max_length",
+        ),
+        (
+            lambda: effattn.hyena_convolution(np.zeros((2, 2, 9, D)), X, FILTERS.astype(int)),
+            r"filters must be floating point of shape \(2, 9, 6\), got int",
         ),
         (lambda: Hyena(D, max_length=5, rngs=nnx.Rngs(0))(X), "9 tokens, .* max_length=5"),
         (
@@ -348,7 +382,11 @@ IDS = np.ones((2, 9), int)
         ),
         (
             lambda: effattn.s4_convolution(X, **STATE_SPACE, initial_state=COMPLEX),
-            r"initial_state must have shape \(2, 6, 2\), got \(6, 2\)",
+            r"initial_state must be complex of shape \(2, 6, 2\), got complex64 of shape \(6, 2\)",
+        ),
+        (
+            lambda: effattn.s4_convolution(X, **STATE_SPACE, initial_state=np.ones((2, D, 2))),
+            r"initial_state must be complex of shape \(2, 6, 2\), got float",
         ),
         (lambda: S4D(D, state_size=3, rngs=nnx.Rngs(0)), "state_size must be even"),
         (
@@ -360,6 +398,30 @@ IDS = np.ones((2, 9), int)
                 np.ones((2, 9, 2, 3)), np.ones((9, 2, 4)), np.ones((2, 9, 2, 3))
             ),
             r"table must have shape \(S, N, A\) for hidden",
+        ),
+        (
+            lambda: effattn.synthesizer_attention(
+                np.ones((2, 9, 2, 3)), np.ones((9, 2, 3), int), np.ones((2, 9, 2, 3))
+            ),
+            "table must be floating point",
+        ),
+        (
+            lambda: effattn.synthesizer_attention(
+                np.ones((2, 9, 2, 3)), np.ones((3, 9, 2, 3)), np.ones((2, 9, 2, 3))
+            ),
+            r"table must be floating point of shape \(2, 9, 2, 3\), got .* \(3, 9, 2, 3\)",
+        ),
+        (
+            lambda: effattn.factorized_synthesizer_attention(
+                np.ones((2, 9, 2, 3), int), np.ones((2, 9, 2, 4)), np.ones((2, 9, 2, 3))
+            ),
+            "coarse must be floating point",
+        ),
+        (
+            lambda: effattn.factorized_synthesizer_attention(
+                np.ones((2, 9, 2, 3)), 1.0, np.ones((2, 9, 2, 3))
+            ),
+            r"fine \(B, T, N, m\) and value .*, got \(2, 9, 2, 3\), \(\) and",
         ),
         (
             lambda: effattn.factorized_synthesizer_attention(
