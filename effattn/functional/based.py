@@ -200,9 +200,9 @@ def _with_window(given, window, scale, padding, state: Any, implementation):
         ids if lengths is None else jnp.where(token < jnp.asarray(lengths)[..., None], ids, 0)
         for lengths in (query_lengths, key_lengths)
     )
-    first = jnp.max(ids[..., :1], -1, keepdims=True)
+    # Keys come with a state only where ids are not given, and so all are 1.
     kept = jnp.arange(window) >= window - state.length[..., None]
-    key_ids = jnp.concatenate([jnp.where(kept, first, 0), key_ids], -1)
+    key_ids = jnp.concatenate([kept.astype(key_ids.dtype), key_ids], -1)
     near, near_lse = sliding_window_attention(
         query,
         key,

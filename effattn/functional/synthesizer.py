@@ -129,6 +129,11 @@ def factorized_synthesizer_attention(
         )
     lengths = _checks.lengths("lengths", lengths, (batch,))
     offset = jnp.broadcast_to(jnp.asarray(_checks.offset(query_offset, (batch,))), (batch,))
+    if lengths is not None:
+        value = jnp.where(within(lengths, keys)[..., None, None], value, 0)
+        if time == keys:
+            valid = within(lengths, time)[..., None, None]
+            coarse, fine = jnp.where(valid, coarse, 0), jnp.where(valid, fine, 0)
     wide = jnp.promote_types(value.dtype, jnp.float32)
     blocks = -(-keys // size)
     padded = jnp.pad(value, ((0, 0), (0, blocks * size - keys), (0, 0), (0, 0)))
@@ -172,7 +177,7 @@ def factorized_synthesizer_attention(
     out = jax.lax.map(lambda of: of_tile(*of), (firsts, tiles(coarse), tiles(fine)))
     out = jax.lax.collapse(jnp.moveaxis(out, 0, 1), 1, 3)[:, :time]
     if lengths is not None and time == keys:
-        out = jnp.where(within(lengths, time)[..., None, None], out, 0)
+        out = jnp.where(valid, out, 0)
     return out.astype(value.dtype)
 
 

@@ -146,3 +146,20 @@ def test_bad_input_is_named(options, message):
     given = {"local_window_size": 3, "is_causal": True, **options}
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: effattn.based_attention(*draw(5), **given))
+
+
+def test_no_tokens_leave_the_state_as_it_was():
+    x, none = (jnp.ones((length, 1, 2)) for length in (3, 0))
+    run = functools.partial(
+        effattn.based_attention, local_window_size=2, is_causal=True, return_state=True
+    )
+
+    @jax.jit
+    def twice():
+        _, before = run(x, x, x)
+        y, after = run(none, none, none, initial_state=before)
+        return y, before, after
+
+    y, before, after = twice()
+    assert y.shape == none.shape
+    jax.tree.map(np.testing.assert_array_equal, after, before)

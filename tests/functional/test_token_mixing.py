@@ -178,6 +178,23 @@ def test_a_factorised_synthesizer_is_one_of_its_products():
         close(y, np.einsum("btns,bsnh->btnh", weights, value))
 
 
+def test_what_is_in_the_padding_of_a_factorised_synthesizer_reaches_nothing():
+    shown = np.arange(9)[:, None, None] < np.array([4, 0])[:, None, None, None]
+    arrays = [RNG.normal(size=(2, 9, 2, 3)).astype(np.float32) for _ in range(3)]
+
+    @jax.jit
+    def run(arrays):
+        def mix(*arrays):
+            return effattn.factorized_synthesizer_attention(*arrays, lengths=np.array([4, 0]))
+
+        y, pull_back = jax.vjp(mix, *arrays)
+        return y, pull_back(y)
+
+    clean = run([np.where(shown, x, 0) for x in arrays])
+    dirty = run([np.where(shown, x, np.nan) for x in arrays])
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+
+
 def test_a_dense_synthesizer_is_attention_to_learned_keys():
     hidden, value = (RNG.normal(size=(2, 9, 2, 4)).astype(np.float32) for _ in range(2))
     table = RNG.normal(size=(9, 2, 4)).astype(np.float32)
