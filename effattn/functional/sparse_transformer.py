@@ -61,7 +61,7 @@ def sparse_transformer_attention(
       value: `(*B, T, K, Hv)`.
       stride: l, tokens, 1 or more.
       kind: "strided" or "fixed".
-      summary: c, the last tokens of a block that later blocks see, 1 to l; for "fixed".
+      summary: c, the last tokens of a block that later blocks see, 1 to l; of "fixed" alone.
       factor: "merged", "first" or "second".
       scale: default H**-0.5. May be an array, with a gradient.
       query_seq_lengths: int `(*B)`; rows from there on give zeros.
@@ -133,6 +133,8 @@ def _check(stride, kind, summary, factor):
             f"summary must be an int from 1 to the stride {stride}, tokens at the end of a block, "
             f"got {summary!r}"
         )
+    if kind == "strided" and summary != 1:
+        raise ValueError(f"summary is for kind='fixed', got {summary} with kind='strided'")
 
 
 def _strided(stride: int, factor: str, query, key, value, given: block.Arguments):

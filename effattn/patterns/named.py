@@ -77,6 +77,8 @@ def sparse_transformer(
     the query's own block of `stride`, and the last `summary` positions of every block. Causal.
     """
     if kind == "strided":
+        if summary != 1:
+            raise ValueError(f"summary is for kind='fixed', got {summary!r} with kind='strided'")
         return Causal() & (SlidingWindow(at_least("stride", stride, 1), 0) | Strided(stride))
     if kind == "fixed":
         return Causal() & (SlidingWindow(0, 0, stride) | Fixed(stride, summary))

@@ -563,6 +563,7 @@ def test_rows_that_see_nothing_are_legal():
         (lambda: jax.jit(lambda x: BlockMask(x, 8))(BLOCKS), "array must be known when"),
         (lambda: Grid(0, 4, 1), "height must be an int, 1 or more, got 0"),
         (lambda: sparse_transformer(4, "other"), "kind must be 'strided' or 'fixed', got 'other'"),
+        (lambda: sparse_transformer(4, summary=2), "summary is for kind='fixed', got 2"),
         (lambda: Causal().layout(0), "T must be an int, 1 or more, got 0"),
         (lambda: Causal().layout(8, tile=(4, 0)), "tile must be a pair .* got"),
         (lambda: Causal().layout(8, offset=-1), "offset must be an int, 0 or more, got -1"),
