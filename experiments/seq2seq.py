@@ -46,7 +46,7 @@ class Config:
     evaluate_every: int = 150  # steps between evaluations
     seeds: tuple[int, ...] = (0,)  # of the initial parameters and of the order of the pairs
     examples: int = 20000  # pairs that are made, or read at most
-    held_out: int = 256  # of them, not trained on and the same for all models
+    held_out: int = 256  # of them, not trained on; of a file at most every tenth
     output: Path | None = None  # run folder; None is one in runs, with a hash of the options
 
 

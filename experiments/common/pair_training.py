@@ -78,7 +78,7 @@ def train(
       "seconds" of training; and what the model writes for the first held-out sources.
 
     Raises:
-      Diverged: the loss became NaN or infinite.
+      Diverged: the loss of a step became NaN or infinite.
     """
     optimiser = optimisers.make_optimiser("adamw", steps, 0.1, 1.0, 0.0)
     parts: Any = nnx.split(build(nnx.Rngs(seed)), nnx.Param, ...)
@@ -110,16 +110,22 @@ def train(
     rng, seconds = np.random.default_rng(seed), 0.0
     curve: list[dict[str, Any]] = []
     written = np.zeros(0)
+    # Losses, which are read at evaluations: the device never waits for the host.
+    unread: list[jax.Array] = []
     # Compiling is no time of training.
     jax.block_until_ready(step(params, state, pairs.train.take(np.zeros(batch, int))))
     started = time.perf_counter()
     for number in range(1, steps + 1):
         rows = pairs.train.take(rng.integers(len(pairs.train.source), size=batch))
         params, state, loss = step(params, state, rows)
+        unread.append(loss)
         if number % evaluate_every and number < steps:
             continue
-        if not math.isfinite(float(loss)):
-            raise Diverged(name, number, "try a lower --learning-rate")
+        first = number - len(unread) + 1
+        for at, each in enumerate(jax.device_get(unread), first):
+            if not math.isfinite(each):
+                raise Diverged(name, at, "try a lower --learning-rate")
+        unread.clear()
         seconds += time.perf_counter() - started
         written = write(model(params), pairs.held_out)
         record = {

@@ -62,7 +62,7 @@ def load(task: str, examples: int, held_out: int) -> Pairs:
     Args:
       task: a name of `TASKS`, or a path of a file with a source, a tab and a target a line.
       examples: how many a task makes, all of different sources; of a file, the most that are read.
-      held_out: how many of them are not trained on.
+      held_out: how many of them are not trained on; of a file at most every tenth.
 
     Raises:
       UserError: no such task or file, a line that is no pair, or too few pairs.

@@ -134,7 +134,7 @@ def test_a_run_that_diverges_is_told_what_it_can_change(monkeypatch):
     data = pairs.load("reverse", 24, 5)
     sizes = pair_training.Sizes(1, 8, 2, 5)
     build = pair_training.model_of("softmax", sizes, 12)
-    rates = {"steps": 2, "batch": 4, "learning_rate": 1e38, "evaluate_every": 2}
+    rates = {"steps": 4, "batch": 4, "learning_rate": 1e38, "evaluate_every": 4}
     with pytest.raises(Diverged, match="at step 2; try a lower --learning-rate$"):
         pair_training.train("run", build, data, **rates, seed=0, say=print)
     assert done[0] == "compiling"
