@@ -59,6 +59,7 @@ from experiments.common import (
     programs,
     tokenizers,
 )
+from experiments.common.errors import UserError
 from experiments.common.schedules import Schedule
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -247,7 +248,10 @@ def save(figure: Any, path: Path) -> None:
 
 def write_pictures(folder: Path) -> None:
     """Writes all pictures."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write the output folder {folder}: {error.strerror}") from None
     patterns = [
         functools.partial(analysis.draw, pattern, LENGTH, name=name)
         for name, pattern in PATTERNS.items()

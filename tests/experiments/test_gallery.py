@@ -35,6 +35,14 @@ def test_help_and_unknown_options_draw_nothing(capsys, monkeypatch):
     assert "--output PATH" in capsys.readouterr().out
 
 
+def test_an_output_that_cannot_be_a_folder_is_named(tmp_path, capsys):
+    path = tmp_path / "file"
+    path.touch()
+    assert gallery.main(["--output", str(path)]) == 1
+    expected = f"error: cannot write the output folder {path}: File exists\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_a_missing_corpus_is_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gallery, "draw_all", lambda path, draws: None)
     monkeypatch.setattr(gallery, "save", lambda figure, path: plt.close(figure))
