@@ -207,7 +207,7 @@ def performer_attention(
     packed_ids = attend.args[1] if isinstance(attend, Partial) else None  # of the keys
     units, log_decay, last = _units(parameters, given, first, is_causal, packed_ids)
     if sums is not None and not is_causal:
-        sums = sums * _decay(first, last)[..., None, None]
+        sums = sums * jnp.exp(_log_decay(first, last))[..., None, None]
     out, sums = run(keys=(key, value, units, *log_decay), initial_state=sums)
     # Where the largest is that of before, with its gradient.
     maximum = jnp.where(last == first, jnp.zeros_like(last) if maximum is None else maximum, last)
@@ -259,7 +259,7 @@ def _units(parameters, given, first, is_causal, ids):
         if is_causal:
             before, after = _running_maxima(first, largest, starts)
             last = first if after.shape[-2] == 0 else after[..., -1, :]
-            return after, before - after, last
+            return after, _log_decay(before, after), last
         if ids is None:
             last = jnp.maximum(first, jnp.max(largest, -2, initial=-jnp.inf))
             return jnp.broadcast_to(last[..., None, :], largest.shape), largest, last
@@ -319,9 +319,10 @@ def _maxima_of_documents(x, ids):
     return _maxima_since(so_far, ends, reverse=True)
 
 
-def _decay(before, after):
-    """exp(before - after), and 1 where both are -inf."""
-    return jnp.exp(jnp.where(before == after, 0, before - after))
+def _log_decay(before, after):
+    """before - after, and 0 where both are -inf, of which no difference is taken."""
+    same = before == after
+    return jnp.where(same, 0, before) - jnp.where(same, 0, after)
 
 
 def _check_state(state, given, features, kernel):

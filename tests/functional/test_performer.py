@@ -255,6 +255,24 @@ def test_a_state_of_nothing_stays_so_where_there_are_no_keys():
     np.testing.assert_array_equal(state.sums, 0)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padding_before_the_first_token_makes_no_nan_on_the_way(is_causal):
+    """Where it has no largest exponent yet; with a state of nothing, and one row that is empty."""
+    query, key, value = draw(length=3)
+    empty = PerformerState(jnp.zeros((2, 2, 6, 6)), jnp.zeros((2, 2)))
+    run = functools.partial(
+        performer_attention,
+        projection=jnp.ones((1, 6, 8)),
+        is_causal=is_causal,
+        key_value_seq_lengths=jnp.array([2, 0]),
+        initial_state=empty,
+    )
+    with jax.debug_nans(True):
+        out = run(query, key, value)
+    assert np.all(out[0] != 0)
+    np.testing.assert_array_equal(out[1], 0)
+
+
 def state_like(maximum):
     return PerformerState(jnp.zeros((2, 2, 6, 6)), maximum)
 
