@@ -233,6 +233,9 @@ class HierarchicalDecoder:
         rows = jnp.arange(slots.shape[0])[:, None]
 
         def put(table, new):
+            # JAX has no gradient of what is set in an array without slots.
+            if not table.shape[1]:
+                return table
             return table.at[rows, slots].set(new.astype(table.dtype), mode="drop")
 
         return dataclasses.replace(

@@ -261,6 +261,15 @@ def test_a_hierarchy_keeps_one_segment_and_summaries():
     assert len(state.siblings) == 10 and state.summary_key.size == 0
 
 
+def test_a_hierarchy_with_no_units_to_keep_has_gradients():
+    decoder = decoder_of("hierarchical", {"segment_size": 2})
+    tokens, state = heads(2), decoder.init(2, 2, 2, 8, 6, jnp.float32)
+    assert state.summary_key.size == 0
+    gradients = jax.grad(lambda *tokens: jnp.sum(decoder.extend(*tokens, state)[0]), (0, 1, 2))
+    found = jax.eval_shape(gradients, *tokens)
+    assert [x.shape for x in found] == [x.shape for x in tokens]
+
+
 def test_a_hierarchy_is_told_its_options():
     decoder = decoder_of("hierarchical", {"segment_size": 4, "dropout_rate": 0.5})
     with pytest.raises(ValueError, match="got also dropout_rate"):
