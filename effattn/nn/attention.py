@@ -57,8 +57,10 @@ class _Attention(nnx.Module):
         if dropout_rate:
             binding.require("dropout", f"dropout_rate={dropout_rate}")
 
-        self.in_features = in_features
-        self.context_features = context_features
+        self.in_features = _checks.at_least("in_features", in_features, 1, "features")
+        self.context_features = _checks.at_least(
+            "context_features", context_features, 1, "features"
+        )
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim = _checks.at_least("head_dim", head_dim, 1, "features")

@@ -328,7 +328,8 @@ class AFTConv(_BiasedAFT):
             out_kernel_init=out_kernel_init,
             rngs=rngs,
         )
-        if num_heads < 1 or in_features % num_heads:
+        _checks.at_least("num_heads", num_heads, 1, "heads")
+        if in_features % num_heads:
             raise ValueError(
                 f"in_features ({in_features}) must be a multiple of num_heads ({num_heads})"
             )

@@ -183,6 +183,8 @@ def resolve(
 def _entry(attention: Any) -> registry.Mechanism | None:
     if isinstance(attention, str):
         return registry.get(attention)
+    if not callable(attention):
+        return None
     for name in registry.names():
         if registry.get(name).function is attention:
             return registry.get(name)

@@ -139,8 +139,13 @@ class ConvolutionalClassifier(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        if not widths or min(widths) < 1:
-            raise ValueError(f"widths must be one or more of 1 token or more, got {widths}")
+        if not isinstance(widths, Sequence) or not widths:
+            raise ValueError(f"widths must be one or more ints, got {widths!r}")
+        for width in widths:
+            _checks.at_least("each of widths", width, 1, "tokens")
+        _checks.at_least("vocab_size", vocab_size, 1, "tokens")
+        _checks.at_least("num_classes", num_classes, 1, "classes")
+        _checks.at_least("features", features, 1, "features")
         _checks.at_least("filters", filters, 1, "filters")
         check_dropout_rate(dropout_rate)
         self.widths, self.dropout_rate = tuple(widths), dropout_rate

@@ -74,8 +74,8 @@ class ConvolutionAttention(CausalMixer):
         )
         if in_features % 2:
             raise ValueError(f"in_features must be even, to be halved, got {in_features}")
-        given = {"name": attention} if isinstance(attention, str) else dict(attention)
-        if "name" not in given:
+        given = {"name": attention} if isinstance(attention, str) else attention
+        if not isinstance(given, Mapping) or "name" not in given:
             raise ValueError(
                 f'attention must be a name, or a mapping with a "name", got {attention!r}'
             )
@@ -89,8 +89,9 @@ class ConvolutionAttention(CausalMixer):
             "kernel_init": kernel_init,
             "out_kernel_init": out_init,
         }
-        entry = registry.get(given.pop("name"))
-        common = {**entry.options_of_model(common), **given}
+        own = {**given}
+        entry = registry.get(own.pop("name"))
+        common = {**entry.options_of_model(common), **own}
         self.attention = entry.build(half, num_heads, rngs=rngs, **common)
         self.project = nnx.Linear(
             half, 2 * half, use_bias=False, kernel_init=kernel_init, rngs=rngs, **dtypes

@@ -37,6 +37,8 @@ class SwiGLU(nnx.Module):
         out_kernel_init: Callable[..., Any] = initializers.kernel_init,
         rngs: nnx.Rngs,
     ):
+        _checks.at_least("in_features", in_features, 1, "features")
+        _checks.at_least("hidden_features", hidden_features, 1, "features")
         linear = functools.partial(
             nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )

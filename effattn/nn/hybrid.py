@@ -79,11 +79,14 @@ class HybridHeads(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ):
+        if not isinstance(groups, Sequence):
+            raise ValueError(f"groups must be a sequence of mappings, got {groups!r}")
         for group in groups:
-            if "name" not in group or not _checks.is_integer(group.get("num_heads")):
+            named = isinstance(group, Mapping) and "name" in group
+            if not named or not _checks.is_integer(group.get("num_heads")):
                 raise ValueError(
-                    'each group of heads needs the mechanism\'s "name" and its "num_heads", an '
-                    f"int, got {dict(group)}"
+                    'each of groups needs the mechanism\'s "name" and its "num_heads", an int, '
+                    f"got {group!r}"
                 )
         sizes = [group["num_heads"] for group in groups]
         shared = num_heads // key_heads(num_heads, num_kv_heads)

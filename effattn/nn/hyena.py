@@ -102,7 +102,8 @@ class Hyena(CausalMixer):
         self.order = _checks.at_least("order", order, 1, "convolutions")
         self.num_harmonics = _checks.at_least("num_harmonics", num_harmonics, 1, "harmonics")
         hidden = _checks.at_least("filter_features", filter_features, 1, "features")
-        self.window_shift = window_shift
+        self.window_shift = _checks.real("window_shift", window_shift, "a number")
+        frequency = _checks.real("frequency", frequency, "a number")
         streams = (order + 1) * in_features
 
         def linear(features_in, features_out, init, **options):

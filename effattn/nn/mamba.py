@@ -85,8 +85,12 @@ class Mamba(RecurrentMixer):
                 )
             head_dim = 2 * in_features // num_heads
         inner = num_heads * _checks.at_least("head_dim", head_dim, 1, "features")
-        self.num_kv_heads = 1 if num_kv_heads is None else num_kv_heads
-        if self.num_kv_heads < 1 or inner % self.num_kv_heads:
+        self.num_kv_heads = (
+            1
+            if num_kv_heads is None
+            else _checks.at_least("num_kv_heads", num_kv_heads, 1, "heads, or None")
+        )
+        if inner % self.num_kv_heads:
             raise ValueError(
                 f"the inner features ({inner}, num_heads times head_dim) must be a positive "
                 f"multiple of num_kv_heads ({self.num_kv_heads})"

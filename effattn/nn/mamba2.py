@@ -11,6 +11,7 @@ from effattn import _checks
 from effattn.axes import lead
 from effattn.functional.state_space_duality import state_space_duality
 from effattn.nn import initializers
+from effattn.nn.heads import key_heads
 from effattn.nn.recurrent import RecurrentMixer
 from effattn.nn.short_convolution import ShortConvolution
 
@@ -80,12 +81,7 @@ class Mamba2(RecurrentMixer):
                     f"({num_heads}) when head_dim is not given"
                 )
             head_dim = 2 * in_features // num_heads
-        self.num_kv_heads = 1 if num_kv_heads is None else num_kv_heads
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads "
-                f"({self.num_kv_heads})"
-            )
+        self.num_kv_heads = key_heads(num_heads, 1 if num_kv_heads is None else num_kv_heads)
         self.head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
         self.state_size = _checks.at_least("state_size", state_size, 1, "features")
         self.chunk_size = chunk_size

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from effattn import _checks
 from effattn.decode.state import check_sizes, check_state, new_lengths
 from effattn.nn.binding import Binding
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
@@ -39,7 +40,7 @@ class Mixer(nnx.Module):
         binding.require("causal" if is_causal else "bidirectional", f"is_causal={is_causal}")
         if dropout_rate:
             binding.require("dropout", f"dropout_rate={dropout_rate}")
-        self.in_features = in_features
+        self.in_features = _checks.at_least("in_features", in_features, 1, "features")
         self.binding: Binding = binding
         self.is_causal = is_causal
         self.dtype = dtype

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.decode.state import new_lengths
 from effattn.nn import initializers
 from effattn.nn.hybrid import HybridState, check_groups
@@ -79,17 +80,18 @@ class MixtureOfMechanisms(CausalMixer):
         )
         if gate not in ("soft", "top1"):
             raise ValueError(f'gate must be "soft" or "top1", got {gate!r}')
-        given = [{"name": m} if isinstance(m, str) else dict(m) for m in mechanisms]
-        if len(given) < 2 or any("name" not in one for one in given):
+        several = mechanisms if isinstance(mechanisms, Sequence) else ()
+        given = [{"name": m} if isinstance(m, str) else m for m in several]
+        if len(given) < 2 or any(not isinstance(m, Mapping) or "name" not in m for m in given):
             raise ValueError(
                 'mechanisms must be two or more names, or mappings with a "name", got '
                 f"{mechanisms!r}"
             )
-        costs = tuple(range(len(given))) if costs is None else tuple(costs)
-        if len(costs) != len(given) or min(costs) < 0:
-            raise ValueError(
-                f"costs must be {len(given)} numbers, 0 or more, one a mechanism, got {costs}"
-            )
+        costs = range(len(given)) if costs is None else costs
+        costs = tuple(costs) if np.iterable(costs) else (costs,)
+        needs = f"{len(given)} numbers, 0 or more, one a mechanism"
+        if len(costs) != len(given) or min(_checks.real("costs", c, needs) for c in costs) < 0:
+            raise ValueError(f"costs must be {needs}, got {costs}")
         self.gate, self.costs = gate, costs
         self.names = tuple(one["name"] for one in given)
         common = {
@@ -103,13 +105,14 @@ class MixtureOfMechanisms(CausalMixer):
         }
         mixers = []
         for one in given:
-            entry = registry.get(one.pop("name"))
+            own = {**one}
+            entry = registry.get(own.pop("name"))
             mixers.append(
                 entry.build(
                     in_features,
                     num_heads,
                     rngs=rngs,
-                    **{**entry.options_of_model(common), **one},
+                    **{**entry.options_of_model(common), **own},
                 )
             )
         self.mixers = nnx.List(mixers)

@@ -14,9 +14,9 @@ from effattn.axes import lead
 from effattn.functional.rwkv6 import rwkv6_attention
 from effattn.functional.rwkv7 import rwkv7_attention
 from effattn.nn import initializers
-from effattn.nn.heads import default_head_dim
+from effattn.nn.heads import default_head_dim, key_heads
 from effattn.nn.recurrent import RecurrentMixer
-from effattn.nn.token_shift import token_shift
+from effattn.nn.token_shift import check_depth, token_shift
 
 
 class _TimeMixing(RecurrentMixer):
@@ -53,14 +53,8 @@ class _TimeMixing(RecurrentMixer):
             head_dim = default_head_dim(in_features, num_heads)
         self.num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
         self.head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads "
-                f"({self.num_kv_heads})"
-            )
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth must be in [0, 1], the first layer to the last, got {depth}")
+        self.num_kv_heads = key_heads(num_heads, num_kv_heads)
+        check_depth(depth)
         self.chunk_size = chunk_size
         self.implementation = implementation
         inner, of_keys = num_heads * self.head_dim, self.num_kv_heads * self.head_dim

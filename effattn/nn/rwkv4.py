@@ -12,7 +12,7 @@ from effattn import _checks
 from effattn.functional.rwkv4 import rwkv4_mixing
 from effattn.nn import initializers
 from effattn.nn.recurrent import RecurrentMixer
-from effattn.nn.token_shift import token_shift
+from effattn.nn.token_shift import check_depth, token_shift
 
 
 class RWKV4(RecurrentMixer):
@@ -61,8 +61,7 @@ class RWKV4(RecurrentMixer):
             dtype=dtype,
             param_dtype=param_dtype,
         )
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth must be in [0, 1], the first layer to the last, got {depth}")
+        check_depth(depth)
         features = _checks.at_least("in_features", in_features, 1, "features")
 
         def linear(init):
@@ -138,10 +137,9 @@ class RWKV4ChannelMix(nnx.Module):
         kernel_init: Callable[..., Any] = initializers.kernel_init,
         rngs: nnx.Rngs,
     ):
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth must be in [0, 1], the first layer to the last, got {depth}")
-        hidden = 4 * in_features if hidden_features is None else hidden_features
+        check_depth(depth)
         self.in_features = _checks.at_least("in_features", in_features, 1, "features")
+        hidden = 4 * in_features if hidden_features is None else hidden_features
         self.dtype, self.param_dtype = dtype, param_dtype
 
         def linear(features_in, features_out):

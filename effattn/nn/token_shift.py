@@ -1,9 +1,17 @@
-"""The token before each one, as RWKV mixes it in."""
+"""What RWKV's layers share: the token before each one, and where in the depth they stand."""
 
 import jax
 import jax.numpy as jnp
 
+from effattn import _checks
 from effattn.decode.state import new_lengths
+
+
+def check_depth(depth: float) -> None:
+    """`ValueError` unless it is a share of the depth."""
+    needs = "a number in [0, 1], the first layer to the last"
+    if not 0 <= _checks.real("depth", depth, needs) <= 1:
+        raise ValueError(f"depth must be {needs}, got {depth}")
 
 
 def token_shift(

@@ -12,7 +12,16 @@ from flax import nnx
 import effattn
 from effattn.functional.rwkv4 import Sums
 from effattn.functional.s4 import hippo, low_rank_kernel
-from effattn.nn import GRU, LSTM, S4D, ConvolutionalClassifier, FNet, Hyena, Synthesizer
+from effattn.nn import (
+    GRU,
+    LSTM,
+    S4D,
+    AFTConv,
+    ConvolutionalClassifier,
+    FNet,
+    Hyena,
+    Synthesizer,
+)
 from tests.marks import slow
 from tests.nn.build import filled
 
@@ -466,7 +475,31 @@ IDS = np.ones((2, 9), int)
         ),
         (
             lambda: ConvolutionalClassifier(5, 2, widths=(), rngs=nnx.Rngs(0)),
-            "widths must be one or more of 1 token or more",
+            "widths must be one or more ints",
+        ),
+        (
+            lambda: ConvolutionalClassifier(5, 2, widths=(3, 0), rngs=nnx.Rngs(0)),
+            "each of widths must be an int, 1 or more tokens, got 0",
+        ),
+        (
+            lambda: ConvolutionalClassifier(0, 2, rngs=nnx.Rngs(0)),
+            "vocab_size must be an int, 1 or more tokens, got 0",
+        ),
+        (
+            lambda: ConvolutionalClassifier(5, 2.0, rngs=nnx.Rngs(0)),
+            "num_classes must be an int, 1 or more classes, got 2.0",
+        ),
+        (
+            lambda: AFTConv(D, "2", rngs=nnx.Rngs(0)),
+            "num_heads must be an int, 1 or more heads, got '2'",
+        ),
+        (
+            lambda: Hyena(D, max_length=9, window_shift=None, rngs=nnx.Rngs(0)),
+            "window_shift must be a number, got None",
+        ),
+        (
+            lambda: Hyena(D, max_length=9, frequency="10", rngs=nnx.Rngs(0)),
+            "frequency must be a number, got '10'",
         ),
     ],
 )

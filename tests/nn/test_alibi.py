@@ -38,5 +38,7 @@ def test_equal_numbers_of_heads_are_equal_so_traces_are_shared():
 
 
 def test_no_heads_is_refused():
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_heads must be an int, 1 or more heads, got 0"):
         alibi_slopes(0)
+    with pytest.raises(ValueError, match="num_heads must be an int, 1 or more heads, got 1.5"):
+        Alibi(1.5)

@@ -275,6 +275,7 @@ def test_bfloat16_computes_with_float32_parameters_and_gradients():
         ),
         ({"attention": "linear", "dropout_rate": 0.1}, "'linear' lacks 'dropout'.*softmax"),
         ({"dropout_rate": 1.0}, r"dropout_rate must be a number in \[0, 1\), got 1.0"),
+        ({"attention": None}, "attention must be a registered name or a function .* got None"),
         ({"rotary": 10000.0}, "rotary must be a RotaryEmbedding"),
         ({"rotary": RotaryEmbedding(), "head_dim": 3}, "even head size, got 3"),
     ],
@@ -296,7 +297,14 @@ def test_what_an_unregistered_function_lacks_is_named():
 
 @pytest.mark.parametrize(
     ("in_features", "num_heads", "num_kv_heads", "message"),
-    [(16, 3, None, "multiple of num_heads"), (16, 4, 3, "multiple of num_kv_heads")],
+    [
+        (16, 3, None, "multiple of num_heads"),
+        (16, 4, 3, "multiple of num_kv_heads"),
+        (16.0, 4, None, "in_features must be an int, 1 or more features, got 16.0"),
+        (16, "4", None, "num_heads must be an int, 1 or more heads, got '4'"),
+        (16, True, None, "num_heads must be an int, 1 or more heads, got True"),
+        (16, 4, 2.0, "num_kv_heads must be an int, 1 or more heads, or None, got 2.0"),
+    ],
 )
 def test_sizes_that_do_not_fit_are_named(in_features, num_heads, num_kv_heads, message):
     with pytest.raises(ValueError, match=message):

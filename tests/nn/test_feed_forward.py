@@ -83,6 +83,11 @@ def test_memory_falls_with_the_chunk():
     assert some < 0.45 * whole and few < 0.5 * some, (whole, some, few)
 
 
+def test_there_are_hidden_features():
+    with pytest.raises(ValueError, match="hidden_features must be an int, 1 or more .*, got 0"):
+        SwiGLU(8, 0, rngs=nnx.Rngs(0))
+
+
 def test_chunks_have_a_token():
     with pytest.raises(ValueError, match="chunk_size must be an int, 1 or more tokens, got 0"):
         ChunkedFeedForward(lambda x: x, chunk_size=0)

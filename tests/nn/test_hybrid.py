@@ -174,6 +174,8 @@ def test_dilation_and_windows_grow_with_depth():
             lambda: make([{"name": "softmax", "num_heads": "6"}]),
             '"name" and its "num_heads", an int, got',
         ),
+        (lambda: make([1, 5]), '"name" and its "num_heads", an int, got 1'),
+        (lambda: make(None), "groups must be a sequence of mappings, got None"),
         (lambda: make(num_kv_heads=4), r"\(6\) must be a positive multiple of num_kv_heads \(4\)"),
         (lambda: make(num_kv_heads=12), r"a positive multiple of num_kv_heads \(12\)"),
         (lambda: make(GROUPS, num_heads=8), r"must have the 8 heads between them, .* got \[2, 4\]"),

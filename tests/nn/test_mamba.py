@@ -83,6 +83,7 @@ def test_it_starts_with_the_rates_and_steps_of_the_authors():
     [
         ({"num_kv_heads": 3}, r"inner features \(32, .*\) must be a .* of num_kv_heads \(3\)"),
         ({"head_dim": 0}, "head_dim must be an int, 1 or more features, got 0"),
+        ({"num_kv_heads": "2"}, "num_kv_heads must be an int, 1 or more heads, or None, got '2'"),
         ({"num_heads": 5}, r"twice in_features \(32\) must be a multiple of num_heads \(5\)"),
         ({"state_size": 0}, "state_size must be an int, 1 or more features, got 0"),
         ({"step_rank": 0}, "step_rank must be an int, 1 or more features, got 0"),

@@ -60,6 +60,10 @@ def test_the_penalty_is_the_mean_cost_of_valid_tokens():
         ({"mechanisms": ("softmax",)}, "mechanisms must be two or more names"),
         ({"mechanisms": ({"local_window_size": 3}, "softmax")}, 'mappings with a "name"'),
         ({"mechanisms": ("softmax", "sofmax")}, "unknown mechanism 'sofmax'"),
+        ({"mechanisms": (1, 2)}, r"two or more names, or mappings .* got \(1, 2\)"),
+        ({"mechanisms": None}, "two or more names, or mappings .* got None"),
+        ({"costs": (1, None)}, "costs must be 2 numbers, 0 or more, one a mechanism, got None"),
+        ({"costs": 1}, "costs must be 2 numbers, 0 or more, one a mechanism"),
         ({"costs": (1,)}, "costs must be 2 numbers, 0 or more, one a mechanism"),
         ({"costs": (1, -1)}, "costs must be 2 numbers, 0 or more, one a mechanism"),
     ],
@@ -80,6 +84,11 @@ def test_a_model_takes_it_as_a_mixer():
     model = filled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
     assert model.blocks[0].mixer.mixers[0].rotary is not None
     assert np.isfinite(jax.jit(lambda model: model(np.arange(4)[None]))(model)).all()
+
+
+def test_what_attends_beside_a_convolution_is_named():
+    with pytest.raises(ValueError, match="attention must be a name, or a mapping .* got None"):
+        ConvolutionAttention(8, 2, attention=None, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("layer", [MixtureOfMechanisms, ConvolutionAttention])

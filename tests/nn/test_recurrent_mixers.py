@@ -249,7 +249,7 @@ def test_a_model_trains():
     [
         ({"window": 3}, "has no option window"),
         ({"num_kv_heads": 3}, r"num_heads \(4\) must be a .* multiple of num_kv_heads \(3\)"),
-        ({"num_heads": 0}, r"in_features \(16\) must be a multiple of num_heads \(0\)"),
+        ({"num_heads": 0}, "num_heads must be an int, 1 or more heads, got 0"),
         ({"num_heads": 3}, r"in_features \(16\) must be a multiple of num_heads \(3\)"),
         ({"head_dim": 0}, "head_dim must be an int, 1 or more features, got 0"),
         ({"value_dim": 0}, "value_dim must be an int, 1 or more features, got 0"),

@@ -124,7 +124,8 @@ def test_features_start_with_longer_and_shorter_memories(layer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"depth": 1.5}, r"depth must be in \[0, 1\], .* got 1.5"),
+        ({"depth": None}, r"depth must be a number in \[0, 1\], .* got None"),
+        ({"depth": 1.5}, r"depth must be a number in \[0, 1\], .* got 1.5"),
         ({"num_kv_heads": 2}, r"num_heads \(3\) must be a positive multiple of num_kv_heads"),
         ({"decay_rank": 0}, "decay_rank must be an int, 1 or more features, got 0"),
         ({"dropout_rate": 0.1}, "dropout_rate=0.1 was given, but .* lacks 'dropout'"),

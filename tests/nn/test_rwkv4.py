@@ -76,7 +76,7 @@ def test_the_channel_mixing_continues_from_its_state_and_keeps_documents_apart()
 
 def test_wrong_options_are_named():
     for layer in (RWKV4, RWKV4ChannelMix):
-        with pytest.raises(ValueError, match=r"depth must be in \[0, 1\], .* got 2"):
+        with pytest.raises(ValueError, match=r"depth must be a number in \[0, 1\], .* got 2"):
             layer(6, depth=2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="hidden_features must be an int, 1 or more features"):
         RWKV4ChannelMix(6, 0, rngs=nnx.Rngs(0))
