@@ -239,7 +239,8 @@ def nearest(tokens: jax.Array, centroids: jax.Array) -> jax.Array:
         return (jnp.maximum(largest, here), jnp.where(here > largest, some[0] + at, cluster)), None
 
     shape = tokens.shape[:-1]
-    empty = jnp.full(shape, -jnp.inf, tokens.dtype), jnp.zeros(shape, jnp.int32)
+    wide = jnp.result_type(tokens, centroids)
+    empty = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, jnp.int32)
     start = tuple(mesh_axes.vary_like(tokens, x) for x in empty)
     (_, cluster), _ = lax.scan(step, start, _in_parts(centroids))
     return cluster

@@ -40,6 +40,13 @@ def test_causal_tokens_see_the_last_of_their_cluster():
     np.testing.assert_allclose(np.ravel(out), [0, 1, 1, 2.5, 2.5, 5, 4.5], rtol=1e-6)
 
 
+def test_centroids_may_be_wider_than_the_tokens():
+    run = functools.partial(effattn.routing_attention, cluster_size=4, is_causal=True)
+    with jax.enable_x64(True):
+        out = jax.eval_shape(run, *heads(), centroids=CENTROIDS.astype(np.float64))
+    assert out.dtype == np.float32
+
+
 def test_what_is_in_no_cluster_gives_zeros():
     tokens, centroids = one_hot_tokens([0, 0, 1, 0])
     ones = np.ones((1, 4, 1, 1), np.float32)
