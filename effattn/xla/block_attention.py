@@ -180,12 +180,13 @@ def backward(
         d_query_tile = (d_query_tile * tiles.query_scale).astype(d_query.dtype)
         return (tiles.add_rows(d_query, n, d_query_tile), *others)
 
+    wide = None if x.bias is None else jnp.promote_types(tiles.dtype, x.bias.dtype)
     # Keys last: a product streams through its larger operand, the weights, by rows.
     start = (
         tiles.full(x.query.shape, 0, x.query.dtype),
         tiles.full((*batch, heads, size, keys), 0),
         tiles.full((*batch, heads, x.value.shape[-1], keys), 0),
-        None if x.bias is None else tiles.full(x.bias.shape, 0),
+        None if x.bias is None else tiles.full(x.bias.shape, 0, wide),
         None if x.additive is None else tiles.full(x.additive.shape, 0),
         jax.tree.map(_sum_of, [x.scale, floating]),
     )

@@ -112,6 +112,13 @@ def test_bias_and_mask_are_positional_and_a_bias_may_be_of_integers_as_in_jax_nn
     assert_close(ours(*args), expected(*args), 5e-6)
 
 
+def test_a_bias_may_be_wider_than_the_tokens(x64):
+    arrays = draw(key_heads=4, dtype=np.float32) | {"bias": BIAS.astype(np.float64)}
+    gradients = jax.grad(lambda arrays: jnp.sum(dot_product_attention(**arrays)))
+    found = jax.eval_shape(gradients, arrays)
+    assert {name: x.dtype for name, x in found.items()} == {n: x.dtype for n, x in arrays.items()}
+
+
 def test_takes_arrays_of_numpy():
     arrays = draw(4, 4, batch=(), dtype=np.float64)
     expected = dot_product_attention(**{k: jnp.asarray(v) for k, v in arrays.items()})
