@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
 from effattn.functional import block
+from effattn.functional.combine import combine
 from effattn.segments import within
 from effattn.xla import mesh_axes, reverse_mode
 
@@ -62,7 +63,8 @@ def routing_attention(
     Time O(T C H + T w (H + Hv)) causal and O(T C H + C w^2 (H + Hv)) bidirectional, so
     O(T sqrt(T)) for C and w near sqrt(T); memory O(T) causal and O(T + C w) bidirectional, forward
     and backward. Bidirectional with `segment_ids` a cluster has w tokens of each document, and may
-    come to hold them all: time O(C T w), memory O(C T). There, padding costs less than packing.
+    come to hold them all: one cluster after the other, time O(C T w), memory O(T). There, padding
+    costs less time than packing.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
@@ -147,7 +149,10 @@ _TRACED = ("scale", "query_lengths", "key_lengths", "segments")
 def _attend(query, key, value, centroids, size, is_causal, given: block.Arguments):
     query, key, value = block.without_padding(query, key, value, given)
     tokens = Tokens.of(query, key, value)
-    by_cluster = _attend_causal if is_causal else _attend_clusters
+    if is_causal:
+        by_cluster = _attend_causal
+    else:
+        by_cluster = _attend_clusters if given.segments is None else _attend_packed
     out, lse = by_cluster(tokens, centroids, size, given)
     out, lse = jnp.swapaxes(out, -3, -2), jnp.swapaxes(lse, -2, -1)
     present = _present(given.query_lengths, given.segments, query.shape[-3])
@@ -279,24 +284,18 @@ class Members(NamedTuple):
     counts: jax.Array
 
 
-def members(tokens, centroids, size, present, documents) -> Members:
+def members(tokens, centroids, size, present) -> Members:
     """The `size` tokens `(*B, N, T, H)` of the largest products with each centroid.
 
-    `present (*B, T)` says which tokens may be any. With `documents (*B, T)` they are so many of
-    each document, and M is T: first comes what the first document has.
+    `present (*B, T)` says which tokens may be any.
     """
 
     def of_some(some):
         products = _products(tokens, some, centroids.shape[1])
         if present is not None:
             products = jnp.where(present[..., None, None, :], products, -jnp.inf)
-        if documents is None:
-            products, at = lax.top_k(products, size)
-            return at.astype(jnp.int32), products > -jnp.inf
-        ids = jnp.broadcast_to(documents[..., None, None, :], products.shape)
-        ids, products, at = _sort((ids, -products, _positions(products)), num_keys=2)
-        start = lax.cummax(jnp.where(_is_first(ids), _positions(ids), 0), axis=ids.ndim - 1)
-        return at, (_positions(ids) - start < size) & (products < jnp.inf)
+        products, at = lax.top_k(products, size)
+        return at.astype(jnp.int32), products > -jnp.inf
 
     def joined(parts):
         """`(parts, *B, N, some, M)` to `(*B, N, C, M)`."""
@@ -305,6 +304,31 @@ def members(tokens, centroids, size, present, documents) -> Members:
         return parts[..., : centroids.shape[1], :]
 
     return Members(*map(joined, lax.map(of_some, _in_parts(centroids))))
+
+
+class _Ranked(NamedTuple):
+    """Tokens by document, first by first, and in each as near as they are to a centroid.
+
+    Attributes:
+      order: int32 `(*B, N, T)`, their places.
+      inverse: int32 `(*B, N, T)`, that back.
+      counts: bool `(*B, N, T)`, in that order, whether it is one of the nearest of its document.
+    """
+
+    order: jax.Array
+    inverse: jax.Array
+    counts: jax.Array
+
+
+def _ranked(tokens, centroid, size, present, documents) -> _Ranked:
+    """Of tokens `(*B, N, T, H)`, `centroid (N, H)`, and `present` and `documents (*B, T)`."""
+    products = jnp.einsum("...nth,nh->...nt", tokens, centroid, precision="highest")
+    far = jnp.where(present[..., None, :], -products, jnp.inf)
+    ids = jnp.broadcast_to(documents[..., None, :], far.shape)
+    ids, far, order = _sort((ids, far, _positions(far)), num_keys=2)
+    start = lax.cummax(jnp.where(_is_first(ids), _positions(ids), 0), axis=ids.ndim - 1)
+    _, inverse = _sort((order, _positions(order)), num_keys=1)
+    return _Ranked(order, inverse, (_positions(ids) - start < size) & (far < jnp.inf))
 
 
 def _in_parts(centroids):
@@ -375,27 +399,19 @@ def _attend_causal(tokens: Tokens, centroids, size: int, given: block.Arguments)
 def _attend_clusters(tokens: Tokens, centroids, size: int, given: block.Arguments):
     """Each cluster by itself, then one softmax over the clusters of a query."""
     length = tokens.query.shape[-2]
-    documents = None if given.segments is None else given.segments[0]
     queries, keys = (
-        members(route, centroids, size, _present(lengths, given.segments, length), documents)
+        members(route, centroids, size, _present(lengths, None, length))
         for route, lengths in (
             (tokens.query_route, given.query_lengths),
             (tokens.key_route, given.key_lengths),
         )
     )
-    within: dict[str, Any] = {}
-    if documents is not None:
-        # The members of a document are at its start, those of queries where those of keys are.
-        ids = _sort((documents,), num_keys=1)[0][..., None, None, :]
-        ids = jnp.broadcast_to(ids, keys.at.shape)
-        within = {"segments": (ids, ids), "window": (size - 1, size - 1)}
     out, lse = _attend_examples(
         _pick(tokens.query, queries.at),
         _pick(tokens.key, keys.at),
         _pick(tokens.value, keys.at),
         given,
         mask=keys.counts[..., None, None, :],
-        **within,
     )
 
     lse = jnp.where(queries.counts, lse, -jnp.inf)
@@ -407,6 +423,87 @@ def _attend_clusters(tokens: Tokens, centroids, size: int, given: block.Argument
     total_or_one = jnp.where(total == 0, 1, total)
     out = (mixed / total_or_one[..., None]).astype(out.dtype)
     return out, jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
+
+
+def _attend_packed(tokens: Tokens, centroids, size: int, given: block.Arguments):
+    """As `_attend_clusters`, where all documents together may fill a cluster."""
+    length, (documents, _) = tokens.query.shape[-2], given.segments
+    present = tuple(
+        _present(lengths, given.segments, length)
+        for lengths in (given.query_lengths, given.key_lengths)
+    )
+    learnt: dict[str, Any] = {n: getattr(tokens, n) for n in ("query", "key", "value")}
+    if isinstance(given.scale, jax.Array):
+        learnt["scale"] = given.scale
+    routes = tokens.query_route, tokens.key_route
+    arrays = learnt, (routes, present, documents, jnp.moveaxis(centroids, -2, 0))
+
+    def attend(learnt, fixed, centroid):
+        routes, present, documents, _ = fixed
+        queries, keys = (
+            _ranked(route, centroid, size, one, documents)
+            for route, one in zip(routes, present, strict=True)
+        )
+        # The members of a document are at its start, those of queries where those of keys are.
+        ids = jnp.broadcast_to(_sort((documents,), num_keys=1)[0][..., None, :], keys.order.shape)
+        out, lse = _attend_examples(
+            _permute(learnt["query"], queries.order, queries.inverse),
+            _permute(learnt["key"], keys.order, keys.inverse),
+            _permute(learnt["value"], keys.order, keys.inverse),
+            dataclasses.replace(given, scale=learnt.get("scale", given.scale)),
+            mask=keys.counts[..., None, None, :],
+            segments=(ids, ids),
+            window=(size - 1, size - 1),
+        )
+        lse = jnp.where(queries.counts, lse, -jnp.inf)
+        out = out.astype(lse.dtype)
+        return tuple(_permute(x, queries.inverse, queries.order) for x in (out, lse))
+
+    out, lse = _over_clusters(attend, *mesh_axes.vary_alike(arrays))
+    return out.astype(tokens.value.dtype), lse
+
+
+# A scan of its own would keep the results of all clusters for the backward pass.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _over_clusters(attend, learnt, fixed):
+    """One softmax over the clusters of a query, of which one is held at a time.
+
+    `attend(learnt, fixed, centroid)` is of one cluster, `(*B, N, T, Hv)` and the log-sum-exp
+    `(*B, N, T)`, -inf where a token is not in it. The centroids are the last of `fixed`.
+    """
+
+    def step(so_far, centroid):
+        return combine(*zip(so_far, attend(learnt, fixed, centroid), strict=True)), None
+
+    *_, centroids = fixed
+    so_far, _ = lax.scan(step, attend(learnt, fixed, centroids[0]), centroids[1:])
+    return so_far
+
+
+def _over_clusters_fwd(attend, learnt, fixed):
+    out, lse = _over_clusters(attend, learnt, fixed)
+    return (out, lse), (learnt, fixed, out, lse)
+
+
+def _over_clusters_bwd(attend, saved, cotangents):
+    learnt, fixed, out, lse = saved
+    d_out, d_lse = cotangents
+    beside = d_lse - (d_out * out).sum(-1)
+
+    def step(total, centroid):
+        (own, own_lse), pull = jax.vjp(lambda x: attend(x, fixed, centroid), learnt)
+        weight = jnp.where(own_lse == -jnp.inf, 0, jnp.exp(own_lse - lse))
+        d_own = weight[..., None] * d_out, weight * ((d_out * own).sum(-1) + beside)
+        return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, pull(d_own)[0]), None
+
+    def nothing(x):
+        return mesh_axes.vary_like(x, jnp.zeros(x.shape, jnp.promote_types(x.dtype, lse.dtype)))
+
+    total, _ = lax.scan(step, jax.tree.map(nothing, learnt), fixed[-1])
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, learnt), None
+
+
+_over_clusters.defvjp(_over_clusters_fwd, _over_clusters_bwd)
 
 
 def _attend_examples(query, key, value, given: block.Arguments, **within):

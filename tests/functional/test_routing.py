@@ -108,3 +108,21 @@ def test_it_is_self_attention():
     query, key, value = heads()
     with pytest.raises(ValueError, match="need the same length, got 11 and 5"):
         attend(query, key[:, :5], value[:, :5])
+
+
+def test_packed_documents_in_both_directions_take_linear_memory():
+    """Though each cluster may come to hold all tokens, and there are more in longer inputs."""
+
+    def largest(time):
+        size = int(time**0.5)
+        centroids = np.ones((4, size, 8), np.float32)
+
+        def total(query, key, value):
+            given = {"centroids": centroids, "cluster_size": size}
+            ids = np.ones((2, time), int)
+            return effattn.routing_attention(query, key, value, segment_ids=ids, **given).sum()
+
+        return cost.largest(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(*heads(time)))
+
+    lengths = (1024, 4096)
+    assert cost.exponent(lengths, [largest(time) for time in lengths]) <= 1.1
