@@ -240,7 +240,7 @@ def test_wrong_arguments_are_named(layer, mixer):
     with pytest.raises(ValueError, match="convolution_width must be an int, 1 or more"):
         make(layer, convolution_width=0)
     with pytest.raises(ValueError, match=r"in_features \(\d+\) must be a multiple of num_heads"):
-        layer(FEATURES, 0, rngs=nnx.Rngs(0))
+        layer(FEATURES, 5, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="state must be the DeltaNetState"):
         mixer.extend(X, X)
     with pytest.raises(ValueError, match="step takes one token"):
