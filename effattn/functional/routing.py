@@ -427,6 +427,7 @@ def _attend_clusters(tokens: Tokens, centroids, size: int, given: block.Argument
 
 def _attend_packed(tokens: Tokens, centroids, size: int, given: block.Arguments):
     """As `_attend_clusters`, where all documents together may fill a cluster."""
+    assert given.segments is not None
     length, (documents, _) = tokens.query.shape[-2], given.segments
     present = tuple(
         _present(lengths, given.segments, length)
