@@ -156,7 +156,7 @@ def check_scale(value: Any, query: jax.Array) -> jax.Array:
     """The multiplier of q . k, `()`; H**-0.5 for None."""
     scale = jnp.asarray(query.shape[-1] ** -0.5 if value is None else value)
     if scale.ndim or scale.dtype == bool or not jnp.isrealobj(scale):
-        raise ValueError(f"scale must be a number, got {scale.dtype} of shape {scale.shape}")
+        raise ValueError(f"scale must be a real number, got {scale.dtype} of shape {scale.shape}")
     return scale
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from effattn import _checks, registry
 from effattn.functional import block
 from effattn.functional.combine import combine
+from effattn.functional.moving import largest_of, permute, pick, spread
 from effattn.segments import within
 from effattn.xla import mesh_axes, reverse_mode
 
@@ -382,7 +383,7 @@ def _attend_causal(tokens: Tokens, centroids, size: int, given: block.Arguments)
     if given.key_lengths is not None:
         present = (order < given.key_lengths[..., None, None])[..., None, None, :]
 
-    query, key, value = (_permute(x, order, inverse) for x in tokens[:3])
+    query, key, value = (permute(x, order, inverse) for x in tokens[:3])
     out, lse = _attend_examples(
         query,
         key,
@@ -393,7 +394,7 @@ def _attend_causal(tokens: Tokens, centroids, size: int, given: block.Arguments)
         window=(size - 1, 0),
         segments=(runs, runs),
     )
-    return _permute(out, inverse, order), _permute(lse, inverse, order)
+    return permute(out, inverse, order), permute(lse, inverse, order)
 
 
 def _attend_clusters(tokens: Tokens, centroids, size: int, given: block.Arguments):
@@ -407,19 +408,19 @@ def _attend_clusters(tokens: Tokens, centroids, size: int, given: block.Argument
         )
     )
     out, lse = _attend_examples(
-        _pick(tokens.query, queries.at),
-        _pick(tokens.key, keys.at),
-        _pick(tokens.value, keys.at),
+        pick(tokens.query, queries.at),
+        pick(tokens.key, keys.at),
+        pick(tokens.value, keys.at),
         given,
         mask=keys.counts[..., None, None, :],
     )
 
     lse = jnp.where(queries.counts, lse, -jnp.inf)
-    largest = _largest(lax.stop_gradient(lse), queries.at, length)
+    largest = largest_of(lax.stop_gradient(lse), queries.at, length)
     largest = jnp.where(largest == -jnp.inf, 0, largest)
-    weights = jnp.exp(lse - _pick(largest, queries.at))
-    total = _spread(weights, queries.at, length)
-    mixed = _spread(weights[..., None] * out, queries.at, length)
+    weights = jnp.exp(lse - pick(largest, queries.at))
+    total = spread(weights, queries.at, length)
+    mixed = spread(weights[..., None] * out, queries.at, length)
     total_or_one = jnp.where(total == 0, 1, total)
     out = (mixed / total_or_one[..., None]).astype(out.dtype)
     return out, jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
@@ -448,9 +449,9 @@ def _attend_packed(tokens: Tokens, centroids, size: int, given: block.Arguments)
         # The members of a document are at its start, those of queries where those of keys are.
         ids = jnp.broadcast_to(_sort((documents,), num_keys=1)[0][..., None, :], keys.order.shape)
         out, lse = _attend_examples(
-            _permute(learnt["query"], queries.order, queries.inverse),
-            _permute(learnt["key"], keys.order, keys.inverse),
-            _permute(learnt["value"], keys.order, keys.inverse),
+            permute(learnt["query"], queries.order, queries.inverse),
+            permute(learnt["key"], keys.order, keys.inverse),
+            permute(learnt["value"], keys.order, keys.inverse),
             dataclasses.replace(given, scale=learnt.get("scale", given.scale)),
             mask=keys.counts[..., None, None, :],
             segments=(ids, ids),
@@ -458,7 +459,7 @@ def _attend_packed(tokens: Tokens, centroids, size: int, given: block.Arguments)
         )
         lse = jnp.where(queries.counts, lse, -jnp.inf)
         out = out.astype(lse.dtype)
-        return tuple(_permute(x, queries.inverse, queries.order) for x in (out, lse))
+        return tuple(permute(x, queries.inverse, queries.order) for x in (out, lse))
 
     out, lse = _over_clusters(attend, *mesh_axes.vary_alike(arrays))
     return out.astype(tokens.value.dtype), lse
@@ -515,90 +516,6 @@ def _attend_examples(query, key, value, given: block.Arguments, **within):
     query, key, value = (x[..., None, :] for x in (query, key, value))
     out, lse = block.attend(query, key, value, given)
     return out[..., 0, :], lse[..., 0]
-
-
-# Moving tokens, with gradients that are moved back and never added up in any order
-
-
-@jax.custom_vjp
-def _permute(x, order, inverse):
-    """`x (*B, N, T, ...)` in another order, `(*B, N, T)`; `inverse` is that back."""
-    return _take(x, order)
-
-
-def _permute_fwd(x, order, inverse):
-    return _take(x, order), inverse
-
-
-def _permute_bwd(inverse, d_out):
-    return _take(d_out, inverse), None, None
-
-
-_permute.defvjp(_permute_fwd, _permute_bwd)
-
-
-def _take(x, at):
-    return _over(at.ndim - 1, lambda x, at: x.at[at].get(mode="clip"))(x, at)
-
-
-def _over(axes: int, function):
-    """Mapped over leading axes, which stay axes."""
-    for _ in range(axes):
-        function = jax.vmap(function)
-    return function
-
-
-def _pick(x, at):
-    """`x (*B, N, T, ...)` at the members `(*B, N, C, M)` of each cluster."""
-    return _picked(x.shape[at.ndim - 2], x, at)
-
-
-def _spread(x, at, length: int):
-    """The members `x (*B, N, C, M, ...)` of all clusters, summed by token `(*B, N, T, ...)`."""
-    return _summed(length, x, at)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _picked(length, x, at):
-    return _over(at.ndim - 2, lambda x, at: x.at[at].get(mode="clip"))(x, at)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summed(length, x, at):
-    start = jnp.zeros(length, jnp.promote_types(x.dtype, jnp.float32))
-    return _by_cluster(jnp.add, start, x, at).astype(x.dtype)
-
-
-_picked.defvjp(
-    lambda length, x, at: (_picked(length, x, at), at),
-    lambda length, at, d_out: (_summed(length, d_out, at), None),
-)
-_summed.defvjp(
-    lambda length, x, at: (_summed(length, x, at), at),
-    lambda length, at, d_out: (_picked(length, d_out, at), None),
-)
-
-
-def _largest(x, at, length: int):
-    """As `_spread`, the largest, or -inf for a token of no cluster."""
-    start = jnp.full(length, -jnp.inf, x.dtype)
-    return _by_cluster(jnp.maximum, start, x, at)
-
-
-def _by_cluster(operation, start, x, at):
-    """From `start (T)`, one cluster after the other: in each, a token is met once."""
-
-    def of_one(x, at):
-        def step(carry, members):
-            x, at = members
-            new = operation(carry[at], x.astype(carry.dtype))
-            return carry.at[at].set(new, unique_indices=True), None
-
-        first = start.reshape(-1, *(1,) * (x.ndim - 2))
-        first = jnp.broadcast_to(first, (len(start), *x.shape[2:]))
-        return lax.scan(step, mesh_axes.vary_like(x, first), (x, at))[0]
-
-    return _over(at.ndim - 2, of_one)(x, at)
 
 
 registry.register(
