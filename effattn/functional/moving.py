@@ -26,6 +26,16 @@ def _permute_bwd(inverse, d_out):
 permute.defvjp(_permute_fwd, _permute_bwd)
 
 
+def inverse_of(order):
+    """int32 `(*B, N, T)`, where each token is in that order."""
+
+    def of_one(order):
+        token = jnp.arange(len(order), dtype=order.dtype)
+        return jnp.zeros_like(order).at[order].set(token, unique_indices=True)
+
+    return _over(order.ndim - 1, of_one)(order)
+
+
 def _take(x, at):
     return _over(at.ndim - 1, lambda x, at: x.at[at].get(mode="clip"))(x, at)
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from effattn import _checks, registry
 from effattn.functional import block
 from effattn.functional.combine import combine
-from effattn.functional.moving import largest_of, permute, pick, spread
+from effattn.functional.moving import inverse_of, largest_of, permute, pick, spread
 from effattn.segments import within
 from effattn.xla import mesh_axes, reverse_mode
 
@@ -328,7 +328,7 @@ def _ranked(tokens, centroid, size, present, documents) -> _Ranked:
     ids = jnp.broadcast_to(documents[..., None, :], far.shape)
     ids, far, order = _sort((ids, far, _positions(far)), num_keys=2)
     start = lax.cummax(jnp.where(_is_first(ids), _positions(ids), 0), axis=ids.ndim - 1)
-    _, inverse = _sort((order, _positions(order)), num_keys=1)
+    inverse = inverse_of(order)
     return _Ranked(order, inverse, (_positions(ids) - start < size) & (far < jnp.inf))
 
 
@@ -374,7 +374,7 @@ def _attend_causal(tokens: Tokens, centroids, size: int, given: block.Arguments)
     if given.segments is not None:
         by = (jnp.broadcast_to(given.segments[0][..., None, :], cluster.shape), cluster)
     *by, order = _sort((*by, _positions(cluster)), num_keys=len(by))
-    _, inverse = _sort((order, _positions(order)), num_keys=1)
+    inverse = inverse_of(order)
     is_first = functools.reduce(jnp.logical_or, map(_is_first, by))
     runs = jnp.cumsum(is_first, -1, dtype=jnp.int32)
     if given.segments is not None:
@@ -438,16 +438,17 @@ def _attend_packed(tokens: Tokens, centroids, size: int, given: block.Arguments)
     if isinstance(given.scale, jax.Array):
         learnt["scale"] = given.scale
     routes = tokens.query_route, tokens.key_route
-    arrays = learnt, (routes, present, documents, jnp.moveaxis(centroids, -2, 0))
+    # The members of a document are at its start, those of queries where those of keys are.
+    (ids,) = _sort((documents,), num_keys=1)
+    arrays = learnt, (routes, present, documents, ids, jnp.moveaxis(centroids, -2, 0))
 
     def attend(learnt, fixed, centroid):
-        routes, present, documents, _ = fixed
+        routes, present, documents, ids, _ = fixed
         queries, keys = (
             _ranked(route, centroid, size, one, documents)
             for route, one in zip(routes, present, strict=True)
         )
-        # The members of a document are at its start, those of queries where those of keys are.
-        ids = jnp.broadcast_to(_sort((documents,), num_keys=1)[0][..., None, :], keys.order.shape)
+        ids = jnp.broadcast_to(ids[..., None, :], keys.order.shape)
         out, lse = _attend_examples(
             permute(learnt["query"], queries.order, queries.inverse),
             permute(learnt["key"], keys.order, keys.inverse),
