@@ -60,7 +60,8 @@ def test_each_chunk_has_its_own_dropout():
     whole, chunked, y = map(np.asarray, run(module, jax.random.key(0)))
     assert not np.array_equal(y[:, :4] == 0, y[:, 4:8] == 0)
     assert not np.array_equal(y[:, :2] == 0, y[:, 12:] == 0)
-    np.testing.assert_allclose(y[y != 0], 2 * whole[y != 0], rtol=1e-6)
+    # A product of other shapes rounds by the size of its terms, not of a sum that cancels.
+    np.testing.assert_allclose(y[y != 0], 2 * whole[y != 0], rtol=1e-6, atol=1e-6)
     assert not np.any(chunked == 0)
 
 
