@@ -6,6 +6,7 @@ is known only when the program is lowered; `on_platform` leaves the choice until
 
 import contextlib
 import contextvars
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,11 +20,13 @@ from effattn import tuned
 PLATFORMS = {
     "xla": None,
     "cudnn": None,
+    "llvm": "cpu",
     "mosaic_gpu": "cuda",
     "triton": "cuda",
     "mosaic_tpu": "tpu",
 }
-_FOR_KERNELS = 128  # tokens: of fewer, tiles of kernels are partly empty
+# Tokens from which on kernels are faster: of fewer, too much of their tiles is empty.
+_FOR_GPU, _FOR_CPU = 128, 16
 PALLAS = "mosaic_gpu", "triton", "mosaic_tpu"  # the first that takes the arguments is the fastest
 
 _interpreted: contextvars.ContextVar[Any] = contextvars.ContextVar(
@@ -110,20 +113,26 @@ def requested(value: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def asks_for_kernels(value: Any, for_kernels: bool) -> bool:
-    """Whether an argument `implementation` names a kernel, or nothing where one is taken.
+def asks_for_gpu_kernels(value: Any, suited: tuple[str, ...]) -> bool:
+    """Whether an argument `implementation` names a kernel of Pallas, or nothing where one is taken.
 
-    `for_kernels` is what the call says of itself: see `Call`.
+    `suited` is what the call says of itself: see `Call`.
     """
     names = requested(value)
     if names is None:
-        return for_kernels and _kernels_are_faster()
-    return any(PLATFORMS.get(name, "pallas") is not None for name in names)
+        return "cuda" in suited and _gpu_kernels_are_faster()
+    return any(name in ("pallas", *PALLAS) for name in names)
 
 
-def suits_kernels(dtype: Any, tokens: int) -> bool:
-    """Whether arrays of so many tokens are such as kernels are faster for: see `Call`."""
-    return jnp.dtype(dtype).itemsize == 2 and tokens >= _FOR_KERNELS
+def suited(dtype: Any, tokens: int) -> tuple[str, ...]:
+    """The platforms whose kernels are faster for arrays of so many tokens: see `Call`."""
+    if not isinstance(tokens, int):  # an exported program may leave them open
+        return ()
+    if jnp.dtype(dtype).itemsize == 2 and tokens >= _FOR_GPU:
+        return ("cuda",)
+    if dtype == jnp.float32 and tokens >= _FOR_CPU:
+        return ("cpu",)
+    return ()
 
 
 class Call(NamedTuple):
@@ -136,8 +145,8 @@ class Call(NamedTuple):
       signature: gives what `effattn.tune` tells calls apart by; None if it does not tune them.
       tilings: of an implementation, the tiles that it could have beside its own choice, by kernel.
       differentiable: it has gradients.
-      for_kernels: its arrays have 16 bits and, unless it decodes, tokens for a tile: such calls
-        were measured to be faster by kernels, at 8192 tokens.
+      suited: the platforms on which such calls were measured to be faster by kernels: GPUs, in 16
+        bits and, unless it decodes, of tokens for a tile; CPUs, in float32.
     """
 
     mechanism: str
@@ -145,7 +154,7 @@ class Call(NamedTuple):
     signature: Callable[[], str] | None = None
     tilings: Callable[[str], Mapping[str, tuple[tuple[int, ...], ...]]] = lambda _: {}
     differentiable: bool = True
-    for_kernels: bool = False
+    suited: tuple[str, ...] = ()
 
     def candidates(self) -> dict[str, Mapping[str, tuple[tuple[int, ...], ...]]]:
         """The implementations that take it, on whatever platform, with their tilings."""
@@ -195,15 +204,23 @@ def choose(value: Any, call: Call) -> Chosen:
 def untuned(call: Call) -> tuple[str, ...]:
     """What a call takes that names nothing and was never tuned: the fastest where it was measured.
 
-    That is a kernel on Hopper GPUs, where its program is for one device: compilers do not split
-    kernels over several.
+    That is a kernel on Hopper GPUs and on x86-64, where its program is for one device: compilers
+    do not split kernels over several.
     """
-    if call.for_kernels and _kernels_are_faster():
-        return (*(name for name in PALLAS if PLATFORMS[name] == "cuda"), "xla")
-    return ("xla",)
+    kernels: tuple[str, ...] = ()
+    if "cuda" in call.suited and _gpu_kernels_are_faster():
+        kernels = tuple(name for name in PALLAS if PLATFORMS[name] == "cuda")
+    elif "cpu" in call.suited and _cpu_kernels_are_faster():
+        kernels = ("llvm",)
+    return (*(name for name in kernels if name in call.refusals), "xla")
 
 
-def _kernels_are_faster():
+def _cpu_kernels_are_faster():
+    is_measured = platform.machine() in ("x86_64", "AMD64")
+    return jax.default_backend() == "cpu" and is_measured and _for_one_device()
+
+
+def _gpu_kernels_are_faster():
     if jax.default_backend() != "gpu" or not _for_one_device():
         return False
     from effattn.pallas import device  # most programs have no kernels

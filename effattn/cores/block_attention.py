@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from effattn import dispatch, tuned
@@ -28,10 +29,13 @@ from effattn.xla import mesh_axes
 # Imported on use: most programs have no kernels.
 MODULES = {
     "xla": "effattn.xla.block_attention",
+    "llvm": "effattn.llvm.block_attention",
     "mosaic_gpu": "effattn.pallas.block_mosaic_gpu",
     "triton": "effattn.pallas.block_triton",
     "mosaic_tpu": "effattn.pallas.block_mosaic_tpu",
 }
+
+NO_KEY = np.iinfo(np.int32).min  # the id of a key that nobody may attend to
 
 Origin = Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
 
@@ -114,6 +118,22 @@ class Operands(NamedTuple):
     layout: BlockLayout | None = None
 
 
+def ids(x: Operands) -> tuple[jax.Array | None, jax.Array | None]:
+    """int32 of the queries `(*B, T)` and of the keys `(*B, S)`, of which equal ones may attend.
+
+    They are what segments and the mask of keys say together. None of queries is 1 of all of them,
+    and None of keys is no restriction.
+    """
+    query_ids: Any = None
+    key_ids: Any = None
+    if x.segments is not None:
+        query_ids, key_ids = (ids.astype(jnp.int32) for ids in x.segments)
+        key_ids = jnp.where(key_ids == 0, NO_KEY, key_ids)
+    if x.key_mask is not None:
+        key_ids = jnp.where(x.key_mask, 1 if key_ids is None else key_ids, NO_KEY)
+    return query_ids, key_ids
+
+
 def call(mechanism: str, rule: Rule, x: Operands) -> dispatch.Call:
     """What `dispatch.choose` takes."""
 
@@ -132,7 +152,7 @@ def call(mechanism: str, rule: Rule, x: Operands) -> dispatch.Call:
         {name: functools.partial(refusal, name) for name in MODULES},
         functools.partial(signature, rule, x),
         tilings,
-        for_kernels=dispatch.suits_kernels(x.query.dtype, x.query.shape[-3]),
+        suited=dispatch.suited(x.query.dtype, x.query.shape[-3]),
     )
 
 

@@ -231,7 +231,7 @@ def call(mechanism: str, rule: Rule, x: Operands) -> dispatch.Call:
         mechanism,
         {name: functools.partial(refusal, name) for name in MODULES},
         functools.partial(signature, rule, x),
-        for_kernels=dispatch.suits_kernels(dtype, length),
+        suited=dispatch.suited(dtype, length),
     )
 
 

@@ -128,7 +128,7 @@ def paged_attention(
         {name: functools.partial(refusal, name) for name in MODULES},
         functools.partial(_signature, *operands),
         differentiable=False,
-        for_kernels=query.dtype.itemsize == 2,
+        suited=("cuda",) if query.dtype.itemsize == 2 else (),
     )
     chosen = dispatch.choose(implementation, call)
     forms = {

@@ -168,8 +168,8 @@ def with_pattern(query, key, given: block.Arguments, pattern: "Pattern") -> bloc
         return given  # no pairs, so no tiles either
     pattern = pattern & Causal() if given.is_causal else pattern
     pattern = pattern.sized(queries, keys, offset=given.query_offset)
-    for_kernels = dispatch.asks_for_kernels(
-        given.implementation, dispatch.suits_kernels(query.dtype, queries)
+    for_kernels = dispatch.asks_for_gpu_kernels(
+        given.implementation, dispatch.suited(query.dtype, queries)
     )
     layout = pattern.layout(
         queries,

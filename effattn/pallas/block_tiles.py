@@ -21,11 +21,11 @@ import numpy as np
 from jax import lax
 
 from effattn import dispatch, dropout
-from effattn.cores.block_attention import Operands, Rule
+from effattn.cores import block_attention
+from effattn.cores.block_attention import NO_KEY, Operands, Rule
 from effattn.pallas.elements import Program, Unsupported
 
 _AT_ONCE = 128  # rows of tiles that are compared with all tiles of the other side
-NO_KEY = np.iinfo(np.int32).min  # the id of a key that nobody may attend to
 
 
 class Arrays(NamedTuple):
@@ -206,13 +206,7 @@ def arrange(rule: Rule, x: Operands, tile: tuple[int, int]) -> tuple[Plan, Array
         **programs_of(rule, x, jnp.float32),
     )
     offset = x.offset if rule.offset is None else jnp.int32(rule.offset)
-    query_ids: Any = None
-    key_ids: Any = None
-    if x.segments is not None:
-        query_ids, key_ids = (ids.astype(jnp.int32) for ids in x.segments)
-        key_ids = jnp.where(key_ids == 0, NO_KEY, key_ids)
-    if x.key_mask is not None:
-        key_ids = jnp.where(x.key_mask, 1 if key_ids is None else key_ids, NO_KEY)
+    query_ids, key_ids = block_attention.ids(x)
     of_query, of_key = x.positions or (None, None)
     mask = None if x.mask is None else x.mask.astype(jnp.int8)
     tables = [table for program in plan.programs.values() for table in program.tables]

@@ -1,0 +1,6 @@
+"""Kernels for CPUs: LLVM's intermediate code, written by `llvmlite` and compiled when first used.
+
+XLA's products and its passes over logits are parallel operations of their own, each of which waits
+for all threads. Here a thread has a task of its own, from logits to outputs, whose arrays stay in
+its nearest memory.
+"""
