@@ -124,7 +124,7 @@ def asks_for_gpu_kernels(value: Any, suited: tuple[str, ...]) -> bool:
     return any(name in ("pallas", *PALLAS) for name in names)
 
 
-def suited(dtype: Any, tokens: int) -> tuple[str, ...]:
+def suited(dtype: Any, tokens: Any) -> tuple[str, ...]:
     """The platforms whose kernels are faster for arrays of so many tokens: see `Call`."""
     if not isinstance(tokens, int):  # an exported program may leave them open
         return ()

@@ -13,6 +13,10 @@ from effattn.functional import paged
 # The modules that dispatch takes implementations from.
 CORES: Mapping[str, Mapping[str, str]] = {
     "block_attention": block_attention.MODULES,
+    # Pairs by a layout, or by a rule for each.
+    "patterned_attention": {
+        name: module for name, module in block_attention.MODULES.items() if name != "llvm"
+    },
     "additive_attention": {"xla": block_attention.MODULES["xla"]},
     "activated_attention": {"xla": block_attention.MODULES["xla"]},
     "linear_recurrence": linear_recurrence.MODULES,

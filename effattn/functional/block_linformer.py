@@ -193,6 +193,7 @@ registry.register(
         family="low rank",
         paper="a causal variation of Wang et al. 2020, Linformer",
         function=block_linformer_attention,
+        cores=("patterned_attention",),
         capabilities=frozenset(
             {
                 "causal",

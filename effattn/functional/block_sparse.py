@@ -206,6 +206,7 @@ registry.register(
         family="sparse",
         paper="Gray et al. 2017, GPU Kernels for Block-Sparse Weights",
         function=block_sparse_attention,
+        cores=("patterned_attention",),
         capabilities=frozenset(registry.CAPABILITIES)
         - {"offset", "segments", "window", "bias", "mask", "state"},
         decoder="effattn.functional.block_sparse:decoder",

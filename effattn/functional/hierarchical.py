@@ -356,6 +356,7 @@ registry.register(
         family="sparse",
         paper="Zhu and Soricut 2021, H-Transformer-1D",
         function=hierarchical_attention,
+        cores=("patterned_attention",),
         capabilities=frozenset(
             {
                 "bidirectional",

@@ -340,6 +340,7 @@ registry.register(
         family="low rank",
         paper="Zhu et al. 2021, Long-Short Transformer",
         function=long_short_attention,
+        cores=("patterned_attention",),
         capabilities=frozenset(
             {
                 "bidirectional",

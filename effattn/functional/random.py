@@ -155,6 +155,7 @@ registry.register(
         family="sparse",
         paper="Zaheer et al. 2020, Big Bird",
         function=random_attention,
+        cores=("patterned_attention",),
         capabilities=frozenset(registry.CAPABILITIES)
         - {"cross", "offset", "segments", "window", "bias", "mask", "state"},
         decoder="effattn.functional.random:decoder",

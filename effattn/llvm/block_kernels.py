@@ -91,7 +91,9 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
         with walk.chunks() as chunk, walk.tiles() as tile, walk.seen(tile, chunk) as keys:
             logits = at["logits"]
             queries = tile["query"], TILE
-            code.call(multiply, keys, TILE, size, at["key"], size, 1, *queries, logits, TILE, logits)
+            code.call(
+                multiply, keys, TILE, size, at["key"], size, 1, *queries, logits, TILE, logits
+            )
             walk.hide(logits, tile, chunk, keys)
             steps.soften(logits, keys, tile["largest"], tile["total"], at["decay"])
             values = at["value"], 1, value_size
@@ -159,7 +161,10 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
         width, value_width = _whole(code, size), _whole(code, value_size)
         gradients = ("d_key", width, size), ("d_value", value_width, value_size)
         with walk.tiles() as tile:
-            for array, count, features in (("query", size, width), ("d_out", value_size, value_width)):
+            for array, count, features in (
+                ("query", size, width),
+                ("d_out", value_size, value_width),
+            ):
                 source = walk.rows(array, tile.first)
                 factor = scale if array == "query" else one
                 steps.fill(tile[array], code.mul(count, TILE))
@@ -206,7 +211,7 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
 
 
 def _write(module, name, lanes, arrays, begin, task):
-    kinds = {entry: INT for entry in (*_SIZES, *LIMITS, "together")} | {"scale": FLOAT}
+    kinds = dict.fromkeys((*_SIZES, *LIMITS, "together"), INT) | {"scale": FLOAT}
     write_handler(module, name, lanes, kinds | dict.fromkeys(arrays, POINTER), begin, task)
 
 
@@ -307,8 +312,11 @@ class _Walk:
         """Of this head of an array, from a token on."""
         code, job = self.code, self.job
         of_keys = name in ("key", "value", "d_key", "d_value")
-        length, heads = job["keys" if of_keys else "queries"], job["key_heads" if of_keys else "heads"]
-        head, size = self.key_head if of_keys else self.head, code.int(1)
+        length, heads = (
+            job["keys" if of_keys else "queries"],
+            job["key_heads" if of_keys else "heads"],
+        )
+        head, size = self.key_head if of_keys else self.head, code.integer(1)
         if name in ("query", "key", "d_query", "d_key"):
             size = job["size"]
         elif name in ("value", "out", "d_out", "d_value"):
@@ -317,7 +325,9 @@ class _Walk:
         if name in ("d_key", "d_value"):
             example = code.add(code.mul(self.split, job["batch"]), example)
         step = code.mul(heads, size)
-        start = code.add(code.mul(code.add(code.mul(example, length), first), step), code.mul(head, size))
+        start = code.add(
+            code.mul(code.add(code.mul(example, length), first), step), code.mul(head, size)
+        )
         return Rows(code.place(job[name], start), step)
 
     @contextlib.contextmanager
@@ -345,7 +355,7 @@ class _Walk:
     @contextlib.contextmanager
     def seen(self, tile: _Tile, chunk: _Chunk) -> Iterator[Any]:
         """What is written within runs if the tile sees the chunk, for so many of its keys."""
-        code, job, builder = self.code, self.job, self.code.builder
+        code, builder = self.code, self.code.builder
         start, stop = self._range(tile.first, tile.rows)
         after = code.less(chunk.first, start)
         near = builder.and_(code.less(chunk.first, stop), builder.not_(after))

@@ -55,31 +55,31 @@ class Code:
 
     # Integers
 
-    def int(self, value: Any) -> Any:
+    def integer(self, value: Any) -> Any:
         """As LLVM takes it."""
         return INT(value) if isinstance(value, int) else value
 
     def add(self, *values: Any) -> Any:
         """Their sum."""
-        total, *others = map(self.int, values)
+        total, *others = map(self.integer, values)
         for other in others:
             total = self.builder.add(total, other)
         return total
 
     def sub(self, a: Any, b: Any) -> Any:
         """a - b."""
-        return self.builder.sub(self.int(a), self.int(b))
+        return self.builder.sub(self.integer(a), self.integer(b))
 
     def mul(self, *values: Any) -> Any:
         """Their product."""
-        product, *others = map(self.int, values)
+        product, *others = map(self.integer, values)
         for other in others:
             product = self.builder.mul(product, other)
         return product
 
     def div(self, a: Any, b: Any) -> Any:
         """a // b, neither negative."""
-        return self.builder.udiv(self.int(a), self.int(b))
+        return self.builder.udiv(self.integer(a), self.integer(b))
 
     def ceil(self, a: Any, b: Any) -> Any:
         """a / b rounded up, neither negative."""
@@ -87,19 +87,19 @@ class Code:
 
     def rem(self, a: Any, b: Any) -> Any:
         """a % b, neither negative."""
-        return self.builder.urem(self.int(a), self.int(b))
+        return self.builder.urem(self.integer(a), self.integer(b))
 
     def less(self, a: Any, b: Any) -> Any:
         """Whether a < b."""
-        return self.builder.icmp_signed("<", self.int(a), self.int(b))
+        return self.builder.icmp_signed("<", self.integer(a), self.integer(b))
 
     def min(self, a: Any, b: Any) -> Any:
         """The smaller."""
-        return self.builder.select(self.less(a, b), self.int(a), self.int(b))
+        return self.builder.select(self.less(a, b), self.integer(a), self.integer(b))
 
     def max(self, a: Any, b: Any) -> Any:
         """The larger."""
-        return self.builder.select(self.less(a, b), self.int(b), self.int(a))
+        return self.builder.select(self.less(a, b), self.integer(b), self.integer(a))
 
     # What runs, and how often
 
@@ -111,7 +111,7 @@ class Code:
         builder.branch(head)
         builder.position_at_end(head)
         index = builder.phi(INT)
-        index.add_incoming(self.int(start), before)
+        index.add_incoming(self.integer(start), before)
         builder.cbranch(self.less(index, stop), body, after)
         builder.position_at_end(body)
         yield index
@@ -127,7 +127,7 @@ class Code:
         """The function of the arguments; by name, of the C library."""
         if isinstance(function, str):
             function = self._declared(function, _OF_LIBC[function])
-        return self.builder.call(function, [self.int(each) for each in arguments])
+        return self.builder.call(function, [self.integer(each) for each in arguments])
 
     def _declared(self, name, kind):
         found = self.module.globals.get(name)
@@ -137,7 +137,7 @@ class Code:
 
     def place(self, array: Any, index: Any, kind: Any = FLOAT) -> Any:
         """Where number `index` of the array lies."""
-        return self.builder.gep(array, [self.int(index)], source_etype=kind)
+        return self.builder.gep(array, [self.integer(index)], source_etype=kind)
 
     def load(self, array: Any, index: Any = 0, kind: Any = FLOAT) -> Any:
         """Number `index` of the array."""
@@ -146,7 +146,7 @@ class Code:
 
     def store(self, value: Any, array: Any, index: Any = 0) -> None:
         """Makes it number `index` of the array."""
-        value = self.int(value)
+        value = self.integer(value)
         align = 8 if value.type in (INT, POINTER) else 4
         self.builder.store(value, self.place(array, index, value.type), align=align)
 
@@ -166,7 +166,7 @@ class Code:
 
     def variable(self, start: Any) -> Any:
         """A place for a value that changes: LLVM keeps it in a register."""
-        start = self.int(start)
+        start = self.integer(start)
         with self.builder.goto_entry_block():
             slot = self.builder.alloca(start.type)
         self.builder.store(start, slot)
@@ -224,7 +224,13 @@ class Code:
         r = self.multiply_add(n, number(-0.693359375), x)
         r = self.multiply_add(n, number(2.12194440e-4), r)
         power = number(1.9875691500e-4)
-        for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
+        for coefficient in (
+            1.3981999507e-3,
+            8.3334519073e-3,
+            4.1665795894e-2,
+            1.6666665459e-1,
+            0.5,
+        ):
             power = self.multiply_add(power, r, number(coefficient))
         power = self.multiply_add(power, builder.fmul(r, r), builder.fadd(r, number(1.0)))
         bits = builder.bitcast(shifted, self.integers)

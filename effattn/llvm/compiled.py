@@ -22,7 +22,7 @@ def refusal() -> str | None:
         return f"runs on POSIX systems, not on {platform.system()}"
     if importlib.util.find_spec("llvmlite") is None:
         return "needs llvmlite"
-    if not _lanes():
+    if not lanes():
         return f"needs vectors with AVX2 and FMA, or NEON, which this {platform.machine()} has not"
     return None
 
@@ -37,7 +37,7 @@ def _features() -> dict[str, bool]:
 
 
 @functools.cache
-def _lanes() -> int:
+def lanes() -> int:
     """Numbers of float32 in a vector; 0 where products are not added to as they are made."""
     features = _features()
     if platform.machine() in ("arm64", "aarch64"):
@@ -48,23 +48,23 @@ def _lanes() -> int:
 
 
 def handler(name: str, write: Callable[..., None]) -> str:
-    """The name of a handler that XLA knows, which `write(module, name, lanes)` wrote.
+    """The name, or one that begins so, of a handler that `write(module, name, lanes)` wrote.
 
-    It is compiled by the first who asks for it.
+    It is compiled, and registered with XLA, by the first who asks for it.
     """
     with _lock:
-        return _handler(name, write)
+        return _handler(f"{name}_{lanes()}", write, lanes())
 
 
 @functools.cache
-def _handler(name, write):
+def _handler(name, write, lanes):
     from llvmlite import binding, ir
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     module = ir.Module(name)
     module.triple = binding.get_process_triple()
-    write(module, name, _lanes())
+    write(module, name, lanes)
     compiled = binding.parse_assembly(str(module))
     compiled.verify()
     # Code for some processors with vectors of 512 bits would use half of each.

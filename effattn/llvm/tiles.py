@@ -86,7 +86,9 @@ class Steps:
 
     # Which pairs may attend
 
-    def hide_far(self, logits: Any, keys: Any, ahead: Any, rows: Any, left: Any, right: Any) -> None:
+    def hide_far(
+        self, logits: Any, keys: Any, ahead: Any, rows: Any, left: Any, right: Any
+    ) -> None:
         """-inf for keys out of a query's window.
 
         Key j of the chunk is `ahead + j` positions ahead of the first query, and i less ahead of
@@ -194,7 +196,7 @@ class Steps:
 
 
 def _transposed(code: Code, block: Sequence[Any]) -> list[Any]:
-    """Vectors whose lane i is lane n of vector i, in order of n: halves are exchanged, and so on."""
+    """Vector n of the result is lane n of each: neighbours are exchanged, then pairs, and so on."""
     vectors, lanes, distance = list(block), code.lanes, 1
     while distance < lanes:
         low = [j if not j & distance else lanes + j - distance for j in range(lanes)]
