@@ -10,16 +10,19 @@ from effattn import dispatch, registry
 from effattn.cores import block_attention, linear_recurrence
 from effattn.functional import paged
 
+
+def _without_llvm(modules: Mapping[str, str]) -> Mapping[str, str]:
+    return {name: module for name, module in modules.items() if name != "llvm"}
+
+
 # The modules that dispatch takes implementations from.
 CORES: Mapping[str, Mapping[str, str]] = {
     "block_attention": block_attention.MODULES,
-    # Pairs by a layout, or by a rule for each.
-    "patterned_attention": {
-        name: module for name, module in block_attention.MODULES.items() if name != "llvm"
-    },
+    "patterned_attention": _without_llvm(block_attention.MODULES),  # a layout, or a rule for each
     "additive_attention": {"xla": block_attention.MODULES["xla"]},
     "activated_attention": {"xla": block_attention.MODULES["xla"]},
     "linear_recurrence": linear_recurrence.MODULES,
+    "decaying_recurrence": _without_llvm(linear_recurrence.MODULES),
     "removal_recurrence": {"xla": linear_recurrence.MODULES["xla"]},
     "diagonal_recurrence": {"xla": "effattn.xla.diagonal_recurrence"},
     "paged_attention": paged.MODULES,

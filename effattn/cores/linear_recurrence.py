@@ -38,6 +38,7 @@ CHUNK, CHUNK_BY_FEATURE = 64, 32
 # Imported on use: most programs have no kernels.
 MODULES = {
     "xla": "effattn.xla.linear_recurrence",
+    "llvm": "effattn.llvm.linear_recurrence",
     "triton": "effattn.pallas.recurrence_triton",
     "mosaic_tpu": "effattn.pallas.recurrence_mosaic_tpu",
 }

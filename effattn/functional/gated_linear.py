@@ -97,7 +97,7 @@ registry.register(
         family="recurrent",
         paper="Yang et al. 2023, Gated Linear Attention Transformers",
         function=gated_linear_attention,
-        cores=("linear_recurrence",),
+        cores=("decaying_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.gated_linear:GatedLinearAttention",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

@@ -352,7 +352,7 @@ registry.register(
         family="linear",
         paper="Choromanski et al. 2020, Rethinking Attention with Performers",
         function=performer_attention,
-        cores=("linear_recurrence",),
+        cores=("decaying_recurrence",),
         capabilities=frozenset(
             {
                 "bidirectional",

@@ -109,7 +109,7 @@ registry.register(
         family="recurrent",
         paper="Sun et al. 2023, Retentive Network",
         function=retention,
-        cores=("linear_recurrence",),
+        cores=("decaying_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.retention:RetNet",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

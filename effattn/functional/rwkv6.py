@@ -95,7 +95,7 @@ registry.register(
         family="recurrent",
         paper="Peng et al. 2024, Eagle and Finch: RWKV with Matrix-Valued States",
         function=rwkv6_attention,
-        cores=("linear_recurrence",),
+        cores=("decaying_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.rwkv:RWKV6",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

@@ -115,7 +115,7 @@ registry.register(
         family="recurrent",
         paper="Dao and Gu 2024, Transformers are SSMs",
         function=state_space_duality,
-        cores=("linear_recurrence",),
+        cores=("decaying_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.mamba2:Mamba2",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

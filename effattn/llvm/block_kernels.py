@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from effattn.llvm.code import FLOAT, INT, POINTER, Code
-from effattn.llvm.products import write_product
+from effattn.llvm.products import vectors_at_once, write_product
 from effattn.llvm.threads import Frame, Job, write_handler
-from effattn.llvm.tiles import LOWEST, TILE, Rows, Steps
+from effattn.llvm.tiles import LOWEST, TILE, Rows, Steps, places
 
 # The entries of the attribute `limits`: how far a query sees, the position of the first, whether
 # ids are given, and by how many tasks the work of a key head is shared.
@@ -46,7 +46,7 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     Arrays are `(*B, L, heads, size)`, ids `(*B, L)`, and the largest logit and the sum of the
     exponentials of what is left of it `(*B, T, N)`. Attributes are `limits` and `scale`.
     """
-    widest = _widths(lanes)[:1]
+    widest = vectors_at_once(lanes)[:1]
     multiply = write_product(module, f"{name}_multiply", lanes, widest, "set")
     mix = write_product(module, f"{name}_mix", lanes, widest, "decay")
     arguments, results = ("query", "key", "value", *_IDS), ("out", "largest", "total")
@@ -114,7 +114,7 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
     `lse` and `shared` are `(*B, T, N)`; d_key and d_value have an axis before the others, over
     which they are to be added up. Attributes are `limits` and `scale`.
     """
-    widths = _widths(lanes)
+    widths = vectors_at_once(lanes)
     multiply = write_product(module, f"{name}_multiply", lanes, widths[:1], "set")
     accumulate = write_product(module, f"{name}_accumulate", lanes, widths, "add")
     arguments = "query", "key", "value", *_IDS, "lse", "d_out", "shared"
@@ -124,12 +124,12 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
         found: dict[str, Any] = {"ids": TILE, "lse": TILE, "shared": TILE}
         for array, size in (("query", job["size"]), ("d_out", job["value_size"])):
             found[array] = code.mul(size, TILE)
-            found[f"{array}_rows"] = code.mul(_whole(code, size), TILE)
+            found[f"{array}_rows"] = code.mul(code.whole(size), TILE)
         return found | {"d_query": code.mul(job["size"], TILE)}
 
     def of_task(code: Code, job: Job) -> Mapping[str, Any]:
         gradients = {
-            f"d_{array}": code.mul(_whole(code, job[size]), TILE)
+            f"d_{array}": code.mul(code.whole(job[size]), TILE)
             for array, size in (("key", "size"), ("value", "value_size"))
         }
         pairs = {"logits": TILE * TILE, "d_weights": TILE * TILE}
@@ -158,7 +158,7 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
     def differentiate(walk: "_Walk") -> None:
         code, job, steps, at = walk.code, walk.job, walk.steps, walk.at
         size, value_size, scale, one = job["size"], job["value_size"], job["scale"], FLOAT(1.0)
-        width, value_width = _whole(code, size), _whole(code, value_size)
+        width, value_width = code.whole(size), code.whole(value_size)
         gradients = ("d_key", width, size), ("d_value", value_width, value_size)
         with walk.tiles() as tile:
             for array, count, features in (
@@ -213,16 +213,6 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
 def _write(module, name, lanes, arrays, begin, task):
     kinds = dict.fromkeys((*_SIZES, *LIMITS, "together"), INT) | {"scale": FLOAT}
     write_handler(module, name, lanes, kinds | dict.fromkeys(arrays, POINTER), begin, task)
-
-
-def _widths(lanes: int) -> list[int]:
-    """How many vectors of a product are kept at once: with six rows, in 16 or 32 registers."""
-    return [2, 1] if lanes == 8 else [4, 2, 1]
-
-
-def _whole(code: Code, size: Any) -> Any:
-    """A size, rounded up to whole vectors."""
-    return code.mul(code.ceil(size, code.lanes), code.lanes)
 
 
 def _of_chunk(code: Code, job: Job) -> Mapping[str, Any]:
@@ -305,7 +295,7 @@ class _Walk:
         self.first = code.mul(group, job["together"], TILE)
         left = code.sub(job["queries"], self.first)
         self.rows_of_all = code.min(left, code.mul(job["together"], TILE))
-        self.at, self.of_tiles = _places(code, memory, of_task(code, job))
+        self.at, self.of_tiles = places(code, memory, of_task(code, job))
         self.of_tile = of_tile(code, job)
 
     def rows(self, name: str, first: Any) -> Rows:
@@ -337,7 +327,7 @@ class _Walk:
         numbers = code.add(*self.of_tile.values())
         with code.loop(0, self.rows_of_all, TILE) as start:
             memory = code.place(self.of_tiles, code.mul(code.div(start, TILE), numbers))
-            arrays, _ = _places(code, memory, self.of_tile)
+            arrays, _ = places(code, memory, self.of_tile)
             rows = code.min(code.sub(self.rows_of_all, start), TILE)
             yield _Tile(arrays, code.add(self.first, start), rows)
 
@@ -396,12 +386,3 @@ class _Walk:
     def _key_ids(self, chunk):
         start = self.code.add(self.code.mul(self.example, self.job["keys"]), chunk.first)
         return self.code.place(self.job["key_ids"], start)
-
-
-def _places(code: Code, start: Any, sizes: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Where arrays of these sizes lie, one after the other, and what follows."""
-    found = {}
-    for name, size in sizes.items():
-        found[name] = start
-        start = code.place(start, size)
-    return found, start

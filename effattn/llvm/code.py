@@ -85,6 +85,10 @@ class Code:
         """a / b rounded up, neither negative."""
         return self.div(self.add(a, self.sub(b, 1)), b)
 
+    def whole(self, size: Any) -> Any:
+        """A size in numbers, rounded up to whole vectors."""
+        return self.mul(self.ceil(size, self.lanes), self.lanes)
+
     def rem(self, a: Any, b: Any) -> Any:
         """a % b, neither negative."""
         return self.builder.urem(self.integer(a), self.integer(b))

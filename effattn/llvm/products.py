@@ -17,6 +17,11 @@ from effattn.llvm.code import INT, POINTER, Code
 ROWS = 6
 
 
+def vectors_at_once(lanes: int) -> list[int]:
+    """How many vectors of a row are kept, in 16 or 32 registers, and then where fewer are left."""
+    return [2, 1] if lanes == 8 else [4, 2, 1]
+
+
 def write_product(
     module: ir.Module, name: str, lanes: int, widths: Sequence[int], how: str
 ) -> ir.Function:

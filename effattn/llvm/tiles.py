@@ -4,7 +4,7 @@ A tile has up to `TILE` queries, the lanes of as many vectors as that takes, and
 to `TILE` keys: what it has for pairs is an array of `TILE` numbers for each key, one a query.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -12,7 +12,7 @@ from llvmlite import ir
 from effattn.llvm.code import INT32, Code
 
 TILE = 64
-LOWEST = -3.4028234663852886e38  # of float32
+LOWEST, SMALLEST = -3.4028234663852886e38, 2.0**-126  # normal numbers of float32
 
 
 class Rows(NamedTuple):
@@ -29,6 +29,15 @@ class Rows(NamedTuple):
     def at(self, code: Code, row: Any) -> Any:
         """The first number of a row."""
         return code.place(self.start, code.mul(row, self.step))
+
+
+def places(code: Code, start: Any, sizes: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Where arrays of these sizes lie, one after the other, and what follows."""
+    found = {}
+    for name, size in sizes.items():
+        found[name] = start
+        start = code.place(start, size)
+    return found, start
 
 
 class Steps:
@@ -138,6 +147,18 @@ class Steps:
         shown = code.builder.select(sees, code.load_vector(logits, at), hidden)
         code.store_vector(shown, logits, at)
 
+    def clear_ahead(self, pairs: Any, keys: Any) -> None:
+        """Zeros for keys of the same tokens that come after the query."""
+        code, builder = self.code, self.code.builder
+        with code.loop(0, keys) as j:
+            key = code.all_lanes(builder.trunc(j, INT32))
+            for v in self.vectors:
+                at = code.add(code.mul(j, TILE), v)
+                query = ir.Constant(code.integers, list(range(v, v + self.lanes)))
+                sees = builder.icmp_signed("<=", key, query)
+                shown = builder.select(sees, code.load_vector(pairs, at), code.number(0.0))
+                code.store_vector(shown, pairs, at)
+
     # Softmax
 
     def soften(self, logits: Any, keys: Any, largest: Any, total: Any, decay: Any) -> None:
@@ -193,6 +214,53 @@ class Steps:
                 change = builder.fsub(code.load_vector(d_weights, at), same)
                 code.store_vector(weights, logits, at)
                 code.store_vector(builder.fmul(weights, change), d_weights, at)
+
+    # Quotients
+
+    def multiply(self, array: Any, rows: Any, factors: Any) -> None:
+        """Multiplies the numbers of each query by its factor."""
+        code = self.code
+        of_queries = [code.load_vector(factors, v) for v in self.vectors]
+        with code.loop(0, rows) as row:
+            for factor, v in zip(of_queries, self.vectors, strict=True):
+                at = code.add(code.mul(row, TILE), v)
+                code.store_vector(code.builder.fmul(code.load_vector(array, at), factor), array, at)
+
+    def divide_by_row(self, array: Any, rows: Any) -> None:
+        """Divides rows by the row after them, which becomes its inverse: see `normalize`."""
+        last = self.code.place(array, self.code.mul(rows, TILE))
+        self._invert(last)
+        self.multiply(array, rows, last)
+
+    def differentiate_quotient(self, out: Any, d_out: Any, rows: Any) -> None:
+        """Of y = u / z, u being rows of `out` and z the row after, makes dy du, and adds dz to it.
+
+        du = dy / z is in `d_out`, dz = -(dy . y) / z in the row after, and 1 / z in that of `out`.
+        """
+        code, builder = self.code, self.code.builder
+        last, d_last = (code.place(a, code.mul(rows, TILE)) for a in (out, d_out))
+        self._invert(last)
+        self.multiply(d_out, rows, last)
+        totals = [code.variable(code.number(0.0)) for _ in self.vectors]
+        with code.loop(0, rows) as row:
+            for total, v in zip(totals, self.vectors, strict=True):
+                at = code.add(code.mul(row, TILE), v)
+                factors = code.load_vector(out, at), code.load_vector(d_out, at)
+                code.set(total, code.multiply_add(*factors, code.get(total)))
+        for total, v in zip(totals, self.vectors, strict=True):
+            change = builder.fmul(code.get(total), code.load_vector(last, v))
+            code.store_vector(builder.fsub(code.number(0.0), change), d_last, v)
+
+    def _invert(self, array):
+        """Of what is as small as a subnormal number, zero: it has too few bits to divide by."""
+        code, builder = self.code, self.code.builder
+        zero, one = code.number(0.0), code.number(1.0)
+        for v in self.vectors:
+            number = code.load_vector(array, v)
+            size = code.larger(number, builder.fsub(zero, number))
+            small = builder.fcmp_ordered("<", size, code.number(SMALLEST))
+            inverse = builder.fdiv(one, builder.select(small, one, number))
+            code.store_vector(builder.select(small, zero, inverse), array, v)
 
 
 def _transposed(code: Code, block: Sequence[Any]) -> list[Any]:

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from effattn.xla import mesh_axes
 
@@ -55,5 +56,12 @@ def _batched(arrays, axes, *, shapes, message):
     return results, (0,) * len(results)
 
 
+def _differentiated(arrays, tangents, *, shapes, message):
+    """Where a program has this at all, it is not lowered, so its derivative is never seen."""
+    results = _refused.bind(*arrays, shapes=shapes, message=message)
+    return results, [jnp.zeros_like(x) for x in results]
+
+
+ad.primitive_jvps[_refused] = _differentiated
 mlir.register_lowering(_refused, _lowering)
 batching.primitive_batchers[_refused] = _batched

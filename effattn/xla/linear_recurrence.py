@@ -10,6 +10,7 @@ block, and never rebuilds a state by subtraction or division.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,10 +44,11 @@ class _Span(NamedTuple):
     chunk: int
 
 
-def _spans(length: int, chunk: int) -> list[_Span]:
+def _spans(length: int, chunk: int, block: int | None) -> list[_Span]:
     """Whole blocks, then the tokens left: each span is one more program to compile."""
     chunk = min(chunk, max(length, 1))
-    block = min(max(BLOCK // chunk, 1), CHUNKS_OF_BLOCK) * chunk
+    if block is None:
+        block = min(max(BLOCK // chunk, 1), CHUNKS_OF_BLOCK) * chunk
     in_blocks = length // block * block
     rest = length - in_blocks
     spans = [
@@ -138,7 +140,33 @@ def refusal(rule: Rule, x: Operands) -> str | None:
     return None
 
 
-def forward(rule: Rule, x: Operands) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array]]:
+def _pull_back(cotangents, rule, chunk, parameters, state, queries, keys, tokens):
+    run = functools.partial(_block, rule, chunk, tokens=tokens)
+    return jax.vjp(run, parameters, state, queries, keys)[1](cotangents)
+
+
+class Blocks(NamedTuple):
+    """How blocks of tokens are done, which follow each other.
+
+    Attributes:
+      run: `(rule, chunk, parameters, state, queries, keys, tokens)` to the state after and the
+        outputs `(*B, L, N, D)`.
+      pull_back: `((d_after, d_outputs), rule, ...)`, with the arguments of `run`, to the gradients
+        of its parameters, state, queries and keys.
+      length: of a block; None is that of whole chunks which suits XLA.
+    """
+
+    run: Callable[..., tuple[jax.Array, jax.Array]] = _block
+    pull_back: Callable[..., tuple[Any, Any, Any, Any]] = _pull_back
+    length: int | None = None
+
+
+_IN_CHUNKS = Blocks()
+
+
+def forward(
+    rule: Rule, x: Operands, blocks: Blocks = _IN_CHUNKS
+) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array]]:
     """`((output, state), saved)`: the state at the start of every block."""
     inputs, state, axis = (x.queries, x.keys, x.tokens), x.state, x.state.ndim - 3
     first = jax.tree.leaves(x.queries)[0]
@@ -148,12 +176,12 @@ def forward(rule: Rule, x: Operands) -> tuple[tuple[jax.Array, jax.Array], list[
     shape = (*first.shape[:axis], length, heads, terms.value.shape[-1])
     output = jnp.zeros_like(first, shape=shape, dtype=rule.dtype)
     saved = []
-    for span in _spans(length, rule.chunk):
+    for span in _spans(length, rule.chunk, blocks.length):
 
         def step(carry, index, span=span):
             state, output = carry
             block = _take(span, index, inputs, axis)
-            after, block = _block(rule, span.chunk, x.parameters, state, *block)
+            after, block = blocks.run(rule, span.chunk, x.parameters, state, *block)
             return (after, _put(span, index, output, block.astype(output.dtype), axis)), state
 
         (state, output), starts = lax.scan(step, (state, output), jnp.arange(span.blocks))
@@ -167,27 +195,28 @@ def backward(
     saved: list[jax.Array] | None,
     d_output: jax.Array,
     d_state: jax.Array,
+    blocks: Blocks = _IN_CHUNKS,
 ) -> Operands:
     """One sweep from the last block to the first, each recomputed from the state at its start."""
     if saved is None:
-        _, saved = forward(rule, x)
+        _, saved = forward(rule, x, blocks)
     axis, inputs = x.state.ndim - 3, (x.queries, x.keys)
     # In 16 bits the gradient of a block would soon be too small to count.
     d_parameters = jax.tree.map(
         lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32)), x.parameters
     )
     carry: Any = d_state, d_parameters, jax.tree.map(jnp.zeros_like, inputs)
-    spans = _spans(d_output.shape[axis], rule.chunk)
+    spans = _spans(d_output.shape[axis], rule.chunk, blocks.length)
     for span, starts in reversed(list(zip(spans, saved, strict=True))):
 
         def step(carry, start, span=span):
             d_state, d_parameters, d_inputs = carry
             index, state = start
-            *block, known = _take(span, index, (*inputs, x.tokens), axis)
-            run = functools.partial(_block, rule, span.chunk, tokens=known)
-            _, pull_back = jax.vjp(run, x.parameters, state, *block)
-            d_block = _take(span, index, d_output, axis).astype(state.dtype)
-            more, d_state, *d_block = pull_back((d_state, d_block))
+            block = _take(span, index, (*inputs, x.tokens), axis)
+            cotangents = d_state, _take(span, index, d_output, axis).astype(state.dtype)
+            more, d_state, *d_block = blocks.pull_back(
+                cotangents, rule, span.chunk, x.parameters, state, *block
+            )
             d_parameters = jax.tree.map(jnp.add, d_parameters, more)
             return (d_state, d_parameters, _put(span, index, d_inputs, tuple(d_block), axis)), None
 
