@@ -93,7 +93,8 @@ class Limits(NamedTuple):
         """Why it does not take a dtype and head sizes, if so."""
         if str(dtype) not in self.dtypes:
             *most, last = self.dtypes
-            return f"takes {', '.join(most)} and {last}, got {dtype}"
+            names = f"{', '.join(most)} and {last}" if most else last
+            return f"takes {names}, got {dtype}"
         if self.size is not None and max(sizes) > self.size:
             return f"takes head sizes up to {self.size}, got {' and '.join(map(str, sizes))}"
         return None

@@ -1,0 +1,268 @@
+"""Block attention by the kernels for CPUs: against float64, and what else they promise."""
+
+import dataclasses
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import effattn
+from effattn import dispatch
+from effattn.llvm import block_attention as kernels
+from effattn.llvm import compiled
+from tests.dense import draw, with_gradients
+from tests.laws.battery import as_float64, assert_close
+from tests.pallas import block_cases
+from tests.pallas.block_cases import IDS, Case, square
+
+pytestmark = pytest.mark.skipif(
+    compiled.refusal() is not None, reason=f"the kernels are not here: {compiled.refusal()}"
+)
+attend = functools.partial(effattn.dot_product_attention, implementation="llvm")
+LENGTHS = {"query_seq_lengths": np.array([70, 40]), "key_value_seq_lengths": np.array([61, 0])}
+
+CASES = {
+    "tails": Case(),
+    "one token": Case(square(1)),
+    "one query": Case({"queries": 1}, lambda: {"is_causal": True, "query_offset": 149}),
+    "batch axes": Case({"batch": (2, 1, 3), "queries": 20, "keys": 20, "key_heads": 1}),
+    "no batch axis": Case({"batch": ()}),
+    "sizes off a vector": Case(square(130, size=37, value_size=3), lambda: {"is_causal": True}),
+    "heads of 200 and 40": Case(square(40, size=200, value_size=40), lambda: {"is_causal": True}),
+    "window": Case(square(300), lambda: {"local_window_size": (37, 5)}),
+    "window and offset": Case(
+        {"queries": 200, "keys": 300}, lambda: {"local_window_size": (90, 0), "query_offset": 70}
+    ),
+    "nothing to see": Case(square(), lambda: {"is_causal": True, "query_offset": -40}),
+    "more tiles than go together": Case(square(900, batch=(1,)), lambda: {"is_causal": True}),
+    "documents": Case(square(), lambda: {"segment_ids": jnp.asarray(IDS), "is_causal": True}),
+    "documents and lengths": Case(
+        square(),
+        lambda: {
+            "segment_ids": (jnp.asarray(IDS), jnp.asarray(IDS[::-1])),
+            "key_value_seq_lengths": jnp.array([100, 61]),
+        },
+    ),
+    "lengths": Case({}, lambda: LENGTHS),
+    "a mask of keys": Case(
+        {}, lambda: {"mask": np.random.default_rng(1).random((2, 1, 1, 150)) < 0.6}
+    ),
+    "a sink": Case(square(), lambda: {"is_causal": True}, more={"sink": (4,)}),
+    "dilated": Case(
+        square(),
+        lambda: {"local_window_size": (9, 0), "dilation": 3},
+        effattn.sliding_window_attention,
+    ),
+    "vmap": Case(square(), lambda: {"is_causal": True}, block_cases.mapped),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_agrees_with_float64(name):
+    """Outputs, log-sum-exps and every gradient."""
+    case = CASES[name]
+    assert_close(case.run("llvm", np.float32), block_cases.exact(case), 2e-6)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_vectors_of_every_width_agree(lanes, monkeypatch):
+    """Of those that this processor has."""
+    if lanes > compiled.lanes():
+        pytest.skip(f"this processor has vectors of {compiled.lanes()} numbers")
+    monkeypatch.setattr(compiled, "lanes", lambda: lanes)
+    jax.clear_caches()
+    case = CASES["documents and lengths"]
+    assert_close(case.run("llvm", np.float32), block_cases.exact(case), 2e-6)
+
+
+def rms(x):
+    return np.sqrt(np.mean(np.square(x[np.isfinite(x)])))
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_errors_are_at_most_twice_those_of_the_plain_form(size):
+    """Of logits of usual size, and of a thousand times that."""
+
+    def plain(query, key, value, **_):
+        key, value = (jnp.repeat(x, 2, 2) for x in (key, value))
+        logits = jnp.einsum("btnh,bsnh->bnts", query * size, key * size) * query.shape[-1] ** -0.5
+        logits = jnp.where(jnp.tri(500, dtype=bool), logits, -jnp.inf)
+        lse = jax.nn.logsumexp(logits, -1)
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), value)
+        return out, jnp.moveaxis(lse, 1, 2)
+
+    def ours(query, key, value, **options):
+        return effattn.dot_product_attention(query * size, key * size, value, **options)
+
+    sizes = square(500, size=64, value_size=64)
+    case = Case(sizes, lambda: {"is_causal": True}, ours)
+    results = (
+        case.run("llvm", np.float32),
+        dataclasses.replace(case, function=plain).run(None, np.float32),
+    )
+    trees = (jax.tree.leaves(as_float64(tree)) for tree in (*results, block_cases.exact(case)))
+    for a, b, exact in zip(*trees, strict=True):
+        assert rms(a - exact) <= 2 * rms(b - exact)
+
+
+def test_padding_reaches_nothing():
+    """NaN where no token is."""
+    arrays = draw(70, 70, size=16, value_size=16, dtype=np.float32)
+    lengths = np.array([70, 33])
+    known = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+
+    def function(arrays, known):
+        return attend(**arrays, **known, is_causal=True, return_residual=True)
+
+    padded = {name: np.array(x) for name, x in arrays.items()}
+    for x in padded.values():
+        x[1, 33:] = np.nan
+    (out, lse), gradients = with_gradients(function, padded, known)
+    (wanted, wanted_lse), wanted_gradients = with_gradients(function, arrays, known)
+    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(lse, wanted_lse)
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient, wanted_gradients[name])
+
+
+def test_no_token_before_a_change_notices_it():
+    """Bit for bit, on either side of a tile's edge."""
+    arrays = draw(200, 200, size=16, value_size=16, dtype=np.float32)
+    before = attend(**arrays, is_causal=True)
+    for token in (63, 64, 130, 199):
+        changed = {name: np.array(x) for name, x in arrays.items()}
+        for x in changed.values():
+            x[:, token:] += 1
+        after = attend(**changed, is_causal=True)
+        np.testing.assert_array_equal(before[:, :token], after[:, :token])
+        assert (before[:, token] != after[:, token]).any()
+
+
+def test_examples_and_documents_are_alone():
+    """Bit for bit where they begin with a tile, as their sums then do."""
+    arrays = draw(192, 192, size=16, value_size=16, dtype=np.float32)
+    together = attend(**arrays, is_causal=True)
+    packed = {name: np.concatenate(x, 0)[None] for name, x in arrays.items()}
+    ids = np.repeat([[1, 2]], 192, 1)
+    in_one = attend(**packed, is_causal=True, segment_ids=ids)
+    for n in range(2):
+        alone = attend(**{name: x[n] for name, x in arrays.items()}, is_causal=True)
+        np.testing.assert_array_equal(together[n], alone)
+        np.testing.assert_array_equal(in_one[0, 192 * n : 192 * (n + 1)], alone)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 50])
+def test_tasks_that_share_a_key_head_add_up(threads, monkeypatch):
+    """However many threads there are, the same to rounding, and twice the same to the bit."""
+    monkeypatch.setattr(kernels, "threads", lambda: threads)
+    jax.clear_caches()
+    case = Case(square(400, batch=(1,), key_heads=1), lambda: {"is_causal": True})
+    once = case.run("llvm", np.float32)
+    assert_close(once, block_cases.exact(case), 2e-6)
+    for a, b in zip(*map(jax.tree.leaves, (once, case.run("llvm", np.float32))), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_many_may_call_at_once():
+    """Each has a job of its own, which all threads of the pool share."""
+    arrays = draw(300, 300, size=16, value_size=16, dtype=np.float32)
+    run = jax.jit(functools.partial(attend, is_causal=True))
+    wanted = run(**arrays)
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: run(**arrays), range(64)):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def test_inside_shard_map_each_device_has_its_own():
+    arrays = draw(100, 100, batch=(4,), size=16, value_size=16, dtype=np.float32)
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), (AxisType.Auto,) * 2)
+    spec = PartitionSpec("rows", None, "heads")
+
+    def gradients(query, key, value):
+        out, pull_back = jax.vjp(functools.partial(attend, is_causal=True), query, key, value)
+        return out, *pull_back(value.repeat(2, -2))
+
+    sharded = jax.shard_map(gradients, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 4)
+    found = jax.jit(sharded)(*arrays.values())
+    assert_close(found, jax.jit(gradients)(*arrays.values()), 1e-6)
+
+
+def test_hessians_are_those_of_xla():
+    arrays = draw(17, 17, batch=(), heads=1, key_heads=1, dtype=np.float32)
+
+    def loss(query, implementation):
+        given = arrays | {"query": query}
+        return jnp.sum(
+            effattn.dot_product_attention(**given, is_causal=True, implementation=implementation)
+            ** 2
+        )
+
+    ours, theirs = (jax.hessian(loss)(arrays["query"], name) for name in ("llvm", "xla"))
+    assert_close(ours, theirs, 1e-6)
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def kernels_of(function, *arguments):
+    text = jax.jit(function).lower(*arguments).as_text()
+    return "effattn_block_attention_forward" in text
+
+
+def test_calls_that_name_nothing_take_them_where_there_is_one_device(one_device, monkeypatch):
+    """In float32, of tokens for a part of a tile; other calls are XLA's."""
+    monkeypatch.setattr(dispatch.platform, "machine", lambda: "x86_64")
+    query = np.zeros((1, 16, 2, 8), np.float32)
+    call = functools.partial(effattn.dot_product_attention, is_causal=True)
+    assert kernels_of(call, query, query, query)
+    window = functools.partial(effattn.sliding_window_attention, local_window_size=3)
+    assert kernels_of(window, query, query, query)
+    assert not kernels_of(functools.partial(call, logits_soft_cap=3.0), query, query, query)
+    assert not kernels_of(functools.partial(call, implementation="xla"), query, query, query)
+    assert not kernels_of(call, query[:, 1:], query[:, 1:], query[:, 1:])
+    half = jnp.bfloat16(query)
+    assert not kernels_of(call, half, half, half)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    jax.clear_caches()
+    assert not kernels_of(call, query, query, query)
+
+
+def test_exported_programs_have_none(one_device):
+    """They may run where no kernel is; rows may be left open."""
+    query = draw(40, 40, size=8, value_size=8, key_heads=4, dtype=np.float32)
+    call = jax.jit(functools.partial(attend, is_causal=True))
+    rows = jax.export.symbolic_shape("rows")
+    shapes = [jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype) for x in query.values()]
+    exported = jax.export.export(call)(*shapes)
+    assert "effattn_block_attention" not in exported.mlir_module()
+    np.testing.assert_allclose(exported.call(*query.values()), call(*query.values()), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logits_soft_cap": 2.0, "tile": (16, 16)}, "does not take soft_cap and tile"),
+        ({"bias": np.zeros((1, 1, 1, 1))}, "does not take bias"),
+        ({"scale": jnp.float32(2)}, "does not take a traced scale"),
+        ({"query_offset": jnp.int32(2)}, "does not take a traced query_offset"),
+    ],
+)
+def test_it_says_what_it_does_not_take(options, message):
+    arrays = draw(dtype=np.float32)
+    with pytest.raises(NotImplementedError, match=f"{message}; implementation='xla' takes these"):
+        attend(**arrays, **options)
+
+
+def test_it_says_which_dtypes_and_machines_it_takes(monkeypatch):
+    arrays = {name: jnp.bfloat16(x) for name, x in draw(dtype=np.float32).items()}
+    with pytest.raises(NotImplementedError, match="takes float32, got bfloat16"):
+        attend(**arrays)
+    monkeypatch.setattr(compiled, "lanes", lambda: 0)
+    with pytest.raises(NotImplementedError, match="needs vectors with AVX2 and FMA, or NEON"):
+        attend(**draw(dtype=np.float32))
