@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import effattn
 from benchmarks import machine
@@ -92,30 +91,6 @@ def in_jax(function: Callable, **options: Any) -> Callable[[Arrays, bool], Progr
         )
 
     return compile_program
-
-
-def over_devices(first: Contender, devices: int) -> Contender:
-    """A contender of JAX's with its heads sharded over the first devices."""
-
-    def compile_program(arrays, backward):
-        mesh = jax.make_mesh(
-            (devices,), ("heads",), (AxisType.Auto,), devices=jax.devices()[:devices]
-        )
-        heads = NamedSharding(mesh, PartitionSpec(None, None, "heads"))
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=heads) for x in arrays]
-        program = first.compile(shapes, backward)
-        # What the compiler tells is of one device.
-        temporary, peak = (
-            None if each is None else devices * each
-            for each in (program.temporary_bytes, program.peak_bytes)
-        )
-        return program._replace(
-            place=lambda arrays: jax.device_put(program.place(arrays), heads),
-            temporary_bytes=temporary,
-            peak_bytes=peak,
-        )
-
-    return Contender(f"{first.name}, {devices} devices", first.computes, compile_program)
 
 
 def in_torch(
@@ -270,11 +245,13 @@ def _recurrences(computes: str, ours: Callable, peer: tuple | None = None):
 COMPARISONS: dict[str, tuple[Contender, ...]] = {
     "causal": (
         Contender("effattn", "causal", in_jax(_exact, is_causal=True)),
+        Contender("effattn, XLA", "causal", in_jax(_exact, is_causal=True, implementation="xla")),
         *_softmax_peers("causal", is_causal=True),
         Contender("PyTorch SDPA", "causal", in_torch(_causal_sdpa), "torch"),
     ),
     "bidirectional": (
         Contender("effattn", "bidirectional", in_jax(_exact)),
+        Contender("effattn, XLA", "bidirectional", in_jax(_exact, implementation="xla")),
         *_softmax_peers("bidirectional"),
         Contender("PyTorch SDPA", "bidirectional", in_torch(_sdpa), "torch"),
     ),
@@ -283,6 +260,13 @@ COMPARISONS: dict[str, tuple[Contender, ...]] = {
             "effattn",
             "window",
             in_jax(effattn.sliding_window_attention, local_window_size=WINDOW),
+        ),
+        Contender(
+            "effattn, XLA",
+            "window",
+            in_jax(
+                effattn.sliding_window_attention, local_window_size=WINDOW, implementation="xla"
+            ),
         ),
         *_softmax_peers("window", local_window_size=WINDOW),
         Contender(
@@ -302,6 +286,11 @@ COMPARISONS: dict[str, tuple[Contender, ...]] = {
     ),
     "linear": (
         Contender("effattn", "linear", in_jax(effattn.linear_attention, is_causal=True)),
+        Contender(
+            "effattn, XLA",
+            "linear",
+            in_jax(effattn.linear_attention, is_causal=True, implementation="xla"),
+        ),
         Contender("effattn, exact", "causal", in_jax(_exact, is_causal=True)),
         Contender("PyTorch SDPA", "causal", in_torch(_causal_sdpa), "torch"),
     ),

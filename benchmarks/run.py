@@ -13,8 +13,8 @@ import jax
 
 from benchmarks import machine, measure, report
 from benchmarks.arguments import at_least, output_folder, reason_against
-from benchmarks.contenders import COMPARISONS, over_devices
-from benchmarks.workloads import HEADS, PASSES, draw
+from benchmarks.contenders import COMPARISONS
+from benchmarks.workloads import PASSES, draw
 
 LENGTHS, ROUNDS, RATE_SECONDS = (1024, 4096, 8192, 16384), 9, 2.0
 QUICK_LENGTHS, QUICK_ROUNDS, QUICK_RATE_SECONDS = (512, 1024), 3, 0.2
@@ -34,13 +34,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least(1), help=f"calls of each, default {ROUNDS}")
     parser.add_argument(
         "--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS), help="default all"
-    )
-    parser.add_argument(
-        "--devices",
-        type=int,
-        choices=[n for n in range(1, HEADS + 1) if HEADS % n == 0],
-        default=1,
-        help="above 1, effattn runs also with its heads over so many virtual devices",
     )
     parser.add_argument(
         "--quick", action="store_true", help="short lengths and few rounds, to see that it works"
@@ -65,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         return 2
     jax.config.update("jax_platforms", "cpu")
-    if options.devices > 1:
-        jax.config.update("jax_num_cpu_devices", options.devices)
     about = machine.describe()
     print(f"{about['cpu']}, {about['cores']} cores, load average {about['load_average'][0]}")
     rates = machine.rates(QUICK_RATE_SECONDS if options.quick else RATE_SECONDS)
@@ -78,8 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arrays = draw(length)
         for comparison in options.only:
             ours, *others = COMPARISONS[comparison]
-            if options.devices > 1:
-                others.insert(0, over_devices(ours, options.devices))
             for which in PASSES:
                 print(f"{length} {comparison}, {which}:", end=" ", flush=True)
                 done = measure.compare(
@@ -93,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 print("; ".join(map(_brief, done)), flush=True)
                 rows += done
-    chosen = ("lengths", "rounds", "only", "devices")
+    chosen = ("lengths", "rounds", "only")
     settings = {name: getattr(options, name) for name in chosen}
     print(f"\n{report.write(folder, about, settings, rates, rows)}\nwritten to {folder}")
     wrong = [row for row in rows if row.contender.startswith("effattn") and row.seconds is None]

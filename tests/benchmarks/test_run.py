@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import decode, layers, machine, measure, report, run
-from benchmarks.contenders import COMPARISONS, Contender, in_jax, over_devices
+from benchmarks.contenders import COMPARISONS, Contender, in_jax
 from benchmarks.workloads import PASSES, draw
 
 RATES = (machine.Rate("product", "", 1e9), machine.Rate("exponential", "", 1e9))
@@ -67,22 +67,6 @@ def test_one_that_computes_something_else_is_not_timed():
         assert one.skipped.startswith("disagrees")
         assert one.seconds is None
         assert one.rounds == []
-
-
-def test_heads_over_devices_agree_and_need_what_all_devices_need():
-    one, *_ = COMPARISONS["causal"]
-    spread = over_devices(one, 2)
-    rows = measure.compare("causal", (one, spread), draw(40), PASSES[1], 1, RATES, {})
-    assert [row.contender for row in rows] == ["effattn", "effattn, 2 devices"]
-    assert all(row.seconds is not None and row.error < 1e-5 for row in rows)
-    arrays = draw(40)
-    program = spread.compile(arrays, False)
-    query, *_ = program.place(arrays)
-    assert {piece.data.shape for piece in query.addressable_shards} == {(1, 40, 2, 64)}
-    alone = one.compile(arrays, False)
-    # Operands and results alone are all the same.
-    kept = alone.peak_bytes - alone.temporary_bytes
-    assert program.peak_bytes - program.temporary_bytes == kept
 
 
 def test_one_that_raises_says_why_and_the_others_are_timed():
