@@ -7,8 +7,17 @@ import subprocess
 import sys
 import zipfile
 
-# Importing effattn must load none of these, and none but the first two come with it.
-LAZY = ("flax", "chex", "matplotlib", "jax.experimental.pallas", "triton", "jax_triton", "torch")
+# Importing effattn must load none of these, and none but the first three come with it.
+LAZY = (
+    "flax",
+    "chex",
+    "llvmlite",
+    "matplotlib",
+    "jax.experimental.pallas",
+    "triton",
+    "jax_triton",
+    "torch",
+)
 
 
 def check(condition, problem):

@@ -15,7 +15,8 @@ def main():
     project = tomllib.loads(text)["project"]
     extras = project["optional-dependencies"]
     needs = project["dependencies"] + extras["analysis"] + extras["experiments"]
-    oldest = dict(re.split(">=|==", need) for need in needs if not need.startswith("effattn["))
+    needs = [need.partition(";")[0] for need in needs if not need.startswith("effattn[")]
+    oldest = dict(re.split(">=|==", need) for need in needs)
     oldest["jaxlib"] = oldest["jax"]
     for name, version in oldest.items():
         if "--oldest" not in sys.argv:

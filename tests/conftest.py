@@ -13,7 +13,7 @@ import platformdirs
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from effattn import tuned
+from effattn import dispatch, tuned
 
 pytest_plugins = ["tests.laws.seconds"]
 
@@ -49,6 +49,22 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_compilation_cache_dir", _CACHE["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--kernels",
+        action="store_true",
+        help="calls that name no implementation take the kernels for CPUs where these take them, "
+        "however many devices there are, and few tokens",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--kernels"):
+        dispatch._for_one_device = lambda: True
+        dispatch._FOR_CPU = 1
+
 
 settings.register_profile(
     "effattn",

@@ -109,8 +109,8 @@ class Steps:
         with code.when(builder.or_(beyond, before)), code.loop(0, keys) as j:
             # Query i sees key j where ahead + j - right <= i <= ahead + j + left.
             of_key = code.add(ahead, j)
-            first = code.max(code.sub(of_key, right), -1)
-            last = code.min(code.add(of_key, left), TILE)
+            ends = code.sub(of_key, right), code.add(of_key, left)
+            first, last = (code.max(code.min(end, TILE), -1) for end in ends)
             first, last = (code.all_lanes(builder.trunc(each, INT32)) for each in (first, last))
             for v in self.vectors:
                 query = ir.Constant(code.integers, list(range(v, v + self.lanes)))
