@@ -378,6 +378,7 @@ class _Walk:
         with code.when(self._has_ids()):
             start = code.add(code.mul(self.example, job["queries"]), tile.first)
             ids = Rows(code.place(job["query_ids"], start), 0)
+            self.steps.fill(tile["ids"], TILE)  # 0, which no key has, where there is no query
             self.steps.copy(ids, Rows(tile["ids"], 0), 1, tile.rows)
 
     def _has_ids(self):
