@@ -1,4 +1,9 @@
-"""What all tests share: eight virtual devices, quick compilation, hypothesis that draws alike."""
+"""Settings of the whole suite: one CPU device, quick compilation, reproducible hypothesis draws.
+
+Tests run on one device, as most users' programs do, so that the default implementation is the one
+that is tested. Tests of sharding are marked `devices` and run in a process of their own, with
+`pytest --devices 8 -m devices`.
+"""
 
 import gc
 import hashlib
@@ -13,12 +18,9 @@ import platformdirs
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from effattn import dispatch, tuned
+from effattn import tuned
 
 pytest_plugins = ["tests.laws.seconds"]
-
-# Before any test asks for a device. All but the tests of sharding run on the first.
-jax.config.update("jax_num_cpu_devices", 8)
 
 # Most programs run once or twice: the same fusions and buffers, with less work on the code of each.
 jax.config.update("jax_disable_most_optimizations", True)
@@ -53,17 +55,25 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--kernels",
-        action="store_true",
-        help="calls that name no implementation take the kernels for CPUs where these take them, "
-        "however many devices there are, and few tokens",
+        "--devices",
+        type=int,
+        default=1,
+        help="number of virtual CPU devices; tests marked `devices` need 8, and are skipped below",
     )
 
 
 def pytest_configure(config):
-    if config.getoption("--kernels"):
-        dispatch._for_one_device = lambda: True
-        dispatch._FOR_CPU = 1
+    # Before any test, or the collection of tests, asks for a device.
+    jax.config.update("jax_num_cpu_devices", config.getoption("--devices"))
+
+
+def pytest_collection_modifyitems(config, items):
+    count = config.getoption("--devices")
+    if count < 8:
+        skip = pytest.mark.skip(reason=f"needs 8 devices, not {count}: pytest --devices 8")
+        for item in items:
+            if "devices" in item.keywords:
+                item.add_marker(skip)
 
 
 settings.register_profile(
