@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config, items):
     if count < 8:
         skip = pytest.mark.skip(reason=f"needs 8 devices, not {count}: pytest --devices 8")
         for item in items:
-            if "devices" in item.keywords:
+            if item.get_closest_marker("devices"):
                 item.add_marker(skip)
 
 
