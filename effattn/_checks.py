@@ -1,5 +1,6 @@
 """The one place where arguments of the contract are validated, at trace time."""
 
+import contextlib
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -87,30 +88,34 @@ def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
 
 
 def counts(value: jax.Array) -> jax.Array:
-    """int32: sums of smaller integers go round."""
-    return jnp.minimum(value, min(_FAR, jnp.iinfo(value.dtype).max)).astype(jnp.int32)
+    """Counts as int32, whose sums do not overflow: from 0 to 2**30, which is beyond any sequence."""
+    return jnp.clip(value, 0, min(_FAR, jnp.iinfo(value.dtype).max)).astype(jnp.int32)
 
 
 def segment_ids(
     value: Any, batch: Sequence[int], query_length: int, key_length: int
 ) -> tuple[jax.Array, jax.Array] | None:
-    """The ids of queries `(*B, T)` and of keys `(*B, S)`, from one array or a pair."""
+    """int32 ids of queries `(*B, T)` and of keys `(*B, S)`, from one array or a pair.
+
+    They are equal, and 0, where those given are: wider integers are numbered anew, not cut. The one
+    id that int32 arrays may not hold is -2**31, which masked keys have.
+    """
     if value is None:
         return None
-    if isinstance(value, tuple | list):
+    if _is_pair(value, (*batch, key_length)):
         if len(value) != 2 or any(ids is None for ids in value):
             raise ValueError(
                 f"segment_ids must be one array or a pair (query, key), got {len(value)} items"
                 f"{' of which one is None' if len(value) == 2 else ''}"
             )
-        pair = as_array("segment_ids", value[0]), as_array("segment_ids", value[1])
+        pair = _ids(value[0]), _ids(value[1])
     else:
         if query_length != key_length:
             raise ValueError(
                 f"segment_ids must be a pair (query ids, key ids) where query length "
                 f"{query_length} and key length {key_length} differ, got one array"
             )
-        pair = (as_array("segment_ids", value),) * 2
+        pair = (_ids(value),) * 2
     for name, ids, length in zip(("query", "key"), pair, (query_length, key_length), strict=True):
         shape = (*batch, length)
         if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape != shape:
@@ -118,7 +123,55 @@ def segment_ids(
                 f"segment_ids of the {name} must be integers of shape {shape}, got {ids.dtype} of "
                 f"shape {ids.shape}"
             )
-    return pair
+    return _ids_in_32_bits(*pair)
+
+
+def _is_pair(value, shape):
+    """Whether the value is (query ids, key ids). A list of ids of that shape is one array."""
+    if isinstance(value, list):
+        with contextlib.suppress(ValueError, TypeError):  # ragged, or traced
+            return np.shape(value) != shape
+    return isinstance(value, tuple | list)
+
+
+def _ids(value):
+    """Ids as an array, of int32 where they are known, as NumPy's and Python's are, and fit."""
+    if isinstance(value, np.ndarray | list):
+        with contextlib.suppress(ValueError, TypeError, jax.errors.TracerArrayConversionError):
+            known = np.asarray(value)
+            if known.dtype.kind in "iu" and known.size:
+                if -_MOST <= known.min() and known.max() <= _MOST:
+                    return jnp.asarray(known.astype(np.int32))
+    return as_array("segment_ids", value)
+
+
+def _ids_in_32_bits(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int32 ids, equal and 0 where those given are."""
+    if all(jnp.can_cast(ids.dtype, jnp.int32) for ids in (queries, keys)):
+        return queries.astype(jnp.int32), keys.astype(jnp.int32)
+    dtype = jnp.promote_types(queries.dtype, keys.dtype)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            "segment_ids of queries and keys must have dtypes of which one holds the other's ids, "
+            f"got {queries.dtype} and {keys.dtype}; pass both as int64"
+        )
+    if queries is keys:
+        ranks = _ranks(keys)
+        return ranks, ranks
+    ranks = _ranks(jnp.concatenate([queries.astype(dtype), keys.astype(dtype)], -1))
+    return ranks[..., : queries.shape[-1]], ranks[..., queries.shape[-1] :]
+
+
+def _ranks(ids: jax.Array) -> jax.Array:
+    """Distinct ids of each row numbered from 1 in ascending order: int32; 0 stays 0."""
+    order = jnp.argsort(ids, -1, stable=True)
+    ordered = jnp.take_along_axis(ids, order, -1)
+    is_new = jnp.concatenate(
+        [jnp.ones_like(ids[..., :1], bool), ordered[..., 1:] != ordered[..., :-1]], -1
+    )
+    ranks = jnp.cumsum(is_new, -1, dtype=jnp.int32)
+    ranks = jnp.take_along_axis(ranks, jnp.argsort(order, -1), -1)
+    return jnp.where(ids == 0, 0, ranks)
 
 
 def window(value: Any) -> tuple[int, int]:
@@ -179,7 +232,9 @@ def offset(value: Any, batch: Sequence[int]) -> int | jax.Array:
             f"query_offset must be an int, or integers of shape () or {tuple(batch)}, got "
             f"{array.dtype} of shape {array.shape}"
         )
-    return array.astype(jnp.int32)
+    limit = min(_FAR, jnp.iinfo(array.dtype).max)
+    low = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -limit
+    return jnp.clip(array, low, limit).astype(jnp.int32)
 
 
 def scale(value: Any, head_size: int) -> float | jax.Array:

@@ -128,9 +128,10 @@ def ids(x: Operands) -> tuple[jax.Array | None, jax.Array | None]:
     key_ids: Any = None
     if x.segments is not None:
         query_ids, key_ids = (ids.astype(jnp.int32) for ids in x.segments)
-        key_ids = jnp.where(key_ids == 0, NO_KEY, key_ids)
+        key_ids = jnp.where(key_ids == 0, jnp.int32(NO_KEY), key_ids)
     if x.key_mask is not None:
-        key_ids = jnp.where(x.key_mask, 1 if key_ids is None else key_ids, NO_KEY)
+        present = jnp.int32(1) if key_ids is None else key_ids
+        key_ids = jnp.where(x.key_mask, present, jnp.int32(NO_KEY))
     return query_ids, key_ids
 
 

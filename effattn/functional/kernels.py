@@ -6,13 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import Partial
 
 from effattn import _checks
 from effattn.cores.linear_recurrence import Tokens, linear_recurrence, packed
 from effattn.functional import recurrence
 from effattn.segments import within
-from effattn.xla import mesh_axes
 from effattn.xla.linear_recurrence import linear_sum
 
 Attend = Callable[..., Any]
@@ -45,7 +43,7 @@ def check(
     if ids is not None and is_causal:
         tokens = packed(ids[1], tokens)
     elif ids is not None:
-        attend = Partial(within_documents, *ids)
+        attend = linear_recurrence  # of the documents one after the other
     given = recurrence.Arguments(
         batch=batch,
         query=query,
@@ -55,6 +53,7 @@ def check(
         precision=precision,
         chunk=recurrence.check_chunk_size(chunk_size),
         dtype=recurrence.sum_dtype(query, key, value),
+        documents=None if is_causal else ids,
     )
     return given, attend
 
@@ -124,57 +123,3 @@ def _mask(lengths, segment_ids, length):
         return mask
     before_end = within(lengths, length)
     return before_end if mask is None else mask & before_end
-
-
-def within_documents(query_ids, key_ids, rule, parameters, state, query, key_value, tokens):
-    """Bidirectional attention inside packed documents.
-
-    The tokens are reordered, each document's keys first and then its queries, and read by one
-    causal recurrence. That is linear in T + S, whatever the documents are. After the ids it takes
-    and returns what `linear_recurrence` does; keys are `(*B, S, K, ...)`.
-    """
-    query_ids, key_ids, query, key_value, tokens = mesh_axes.vary_alike(
-        (query_ids, key_ids, query, key_value, tokens)
-    )
-    queries, keys = query_ids.shape[-1], key_ids.shape[-1]
-    order = jnp.argsort(jnp.concatenate([key_ids, query_ids], -1), -1, stable=True)
-    place = jnp.argsort(order, -1)
-
-    def merge(of_keys, of_queries):
-        return _permute(jnp.concatenate([of_keys, of_queries], -3), order, place)
-
-    def merge_known(of_keys, of_queries):
-        return jnp.take_along_axis(jnp.concatenate([of_keys, of_queries], -1), order, -1)
-
-    def none(x, length):
-        return jnp.zeros_like(x, shape=(*x.shape[:-3], length, *x.shape[-2:]))
-
-    merged = Tokens(
-        merge_known(jnp.zeros_like(tokens.key_mask), tokens.query_mask),
-        merge_known(tokens.key_mask, jnp.zeros_like(tokens.query_mask)),
-    )
-    ids = merge_known(key_ids, query_ids)
-    starts = ids != jnp.concatenate([ids[..., :1], ids[..., :-1]], -1)
-    out, state = linear_recurrence(
-        rule,
-        parameters,
-        state,
-        jax.tree.map(lambda x: merge(none(x, keys), x), query),
-        tuple(merge(x, none(x, queries)) for x in key_value),
-        merged._replace(starts=starts),
-    )
-    return _permute(out, place, order)[..., keys:, :, :], state
-
-
-@jax.custom_vjp
-def _permute(x, order, place):
-    """The tokens of `x (*B, L, K, H)` in a new order, of which `place` is the inverse."""
-    return jnp.take_along_axis(x, order[..., None, None], -3)
-
-
-def _permute_bwd(inverse, cotangent):
-    place, order = inverse
-    return _permute(cotangent, place, order), None, None
-
-
-_permute.defvjp(lambda x, order, place: (_permute(x, order, place), (place, order)), _permute_bwd)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jax.tree_util import Partial
 
 from effattn import _checks, registry
 from effattn.cores.linear_recurrence import Terms
@@ -204,7 +203,7 @@ def performer_attention(
         first = jnp.where(empty, -jnp.inf, lax.stop_gradient(maximum))
     else:
         first = jnp.full((*given.batch, key.shape[-2]), -jnp.inf, given.dtype)
-    packed_ids = attend.args[1] if isinstance(attend, Partial) else None  # of the keys
+    packed_ids = None if given.documents is None else given.documents[1]
     units, log_decay, last = _units(parameters, given, first, is_causal, packed_ids)
     if sums is not None and not is_causal:
         sums = sums * jnp.exp(_log_decay(first, last))[..., None, None]

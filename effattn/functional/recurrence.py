@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jax.tree_util import Partial
 
 from effattn import _checks, dispatch
 from effattn.cores.linear_recurrence import (
@@ -28,6 +27,7 @@ from effattn.cores.linear_recurrence import (
     own_chunk,
     packed,
 )
+from effattn.functional.documents import within_documents
 from effattn.segments import within
 from effattn.xla import mesh_axes
 from effattn.xla.diagonal_recurrence import diagonal_recurrence
@@ -48,6 +48,7 @@ class Arguments:
       precision: of the matrix products.
       chunk: tokens of one masked product; None for the core's own.
       dtype: of sums and states.
+      documents: segment ids of queries and keys, of packed bidirectional calls; None elsewhere.
     """
 
     batch: tuple[int, ...]
@@ -58,6 +59,7 @@ class Arguments:
     precision: Any
     chunk: int | None
     dtype: Any
+    documents: tuple[jax.Array, jax.Array] | None = None
 
 
 def check(
@@ -188,7 +190,7 @@ def run(
       parameters: arrays for `terms` that all tokens share.
       initial_state: `(*B, V, F, D)`, with D + 1 in place of D if normalised; None is zero.
       normalized: divide by the sum of the weights.
-      attend: the form of the core; a `jax.tree_util.Partial` where it has arrays of its own.
+      attend: the form of the core.
       implementation: what the user asked for.
     """
     shapes = jax.eval_shape(terms, parameters, queries, keys)
@@ -214,17 +216,21 @@ def run(
     *examples, _, heads, _ = mesh_axes.spec(given.value)
     specs = PartitionSpec(*rows, None), PartitionSpec(*examples, heads, None, None)
 
+    def core(*operands):
+        # Chosen for the operands that the core gets: packing adds some of them on the way.
+        with_kernels = attend not in _WITHOUT_KERNELS
+        its_call = call(name, rule, Operands(*operands)) if with_kernels else _without_kernels(name)
+        chosen = dispatch.choose(implementation, its_call)
+        return attend(rule._replace(implementations=chosen), *operands)
+
+    def run(documents, *operands):
+        if documents is None:
+            return core(*operands)
+        return within_documents(core, documents, *operands)
+
     operands = Operands(parameters, state, queries, keys, given.tokens)
-    alone = attend in _WITHOUT_KERNELS
-    its_call = _without_kernels(name) if alone else call(name, rule, operands)
-    implementations = dispatch.choose(implementation, its_call)
-    rule = rule._replace(implementations=implementations)
     with jax.named_scope(name):
-        placed = mesh_axes.placed(
-            lambda attend, *operands: attend(rule, *operands), given.query, *specs
-        )
-        form = attend if isinstance(attend, Partial) else Partial(attend)
-        out, state = placed(form, *operands)
+        out, state = mesh_axes.placed(run, given.query, *specs)(given.documents, *operands)
     return checkpoint_name(out, name), state
 
 
