@@ -152,6 +152,7 @@ def test_untuned_calls_take_kernels_on_one_hopper_gpu(beside):
     assert taken(CALL, *half(128)) == [dispatch.XLA]
 
 
+@pytest.mark.devices
 def test_untuned_calls_take_kernels_on_several_gpus_where_each_has_its_own(beside):
     """Inside `shard_map`; compilers do not split them."""
     beside("9.0", 2)

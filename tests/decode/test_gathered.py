@@ -283,6 +283,7 @@ def test_a_prefill_needs_time_and_memory_linear_in_its_length():
     assert found[-1][1] < length * 33 * KEY_HEADS * (16 + 16) * 4
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("time", [1, 6])
 def test_rows_and_heads_on_eight_devices_need_no_collective(time):
     decoder = decoder_of("sparse_transformer", stride=4)

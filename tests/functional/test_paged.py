@@ -203,6 +203,7 @@ def test_gradients_are_refused_in_a_sentence():
         jax.grad(lambda query: effattn.paged_attention(query, *pages, **given).sum())(query)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sequences_and_heads_on_several_devices_are_those_on_one(axis_type):
     """By `shard_map`, and where types carry the sharding."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+import effattn
 from effattn import dropout, registry
 from tests.marks import slow_but_for
 from tests.references import REFERENCES
@@ -26,10 +27,11 @@ DROPOUT_RATE = 0.25
 
 
 class Subject(NamedTuple):
-    """A mechanism with one set of options."""
+    """A mechanism with one set of options, by the default implementation or by a named one."""
 
     name: str
     variant: str
+    implementation: str | None = None
 
     @property
     def entry(self) -> registry.Mechanism:
@@ -41,7 +43,10 @@ class Subject(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {**self.entry.options, **self.reference.variants[self.variant]}
+        options = {**self.entry.options, **self.reference.variants[self.variant]}
+        if self.implementation is not None:
+            options["implementation"] = self.implementation
+        return options
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -56,7 +61,7 @@ class Subject(NamedTuple):
         return capability in self.entry.capabilities
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.variant}" if self.variant else self.name
+        return "-".join(filter(None, self))
 
 
 # All variants; the first of each mechanism, for every law; the last, for bidirectional calls.
@@ -65,6 +70,14 @@ NAMES = [name for name in registry.names() if registry.get(name).takes_heads]
 SUBJECTS = [Subject(n, v) for n in NAMES for v in REFERENCES[n].variants]
 MECHANISMS = [Subject(n, next(iter(REFERENCES[n].variants))) for n in NAMES]
 LAST = [Subject(n, list(REFERENCES[n].variants)[-1]) for n in NAMES]
+
+# Mechanisms of which some float32 calls take kernels for CPUs unless they name an implementation.
+# Laws on float32 values are put to the default and to XLA's form of these.
+WITH_KERNELS = {row.mechanism for row in effattn.support() if row.implementation == "llvm"}
+IN_FLOAT32 = [
+    *MECHANISMS,
+    *(s._replace(implementation="xla") for s in MECHANISMS if s.name in WITH_KERNELS),
+]
 
 
 def first_of_families(subjects: Sequence[Any]) -> list[Any]:
@@ -76,6 +89,9 @@ FIRST_OF_FAMILY = first_of_families(MECHANISMS)
 FIRST_NAMES = [subject.name for subject in FIRST_OF_FAMILY]
 # For laws that are not about values alone.
 CALLED = slow_but_for(FIRST_OF_FAMILY, MECHANISMS)
+CALLED_IN_FLOAT32 = slow_but_for(
+    [s for s in IN_FLOAT32 if s.name in (*FIRST_NAMES, *WITH_KERNELS)], IN_FLOAT32
+)
 # For those that a core answers for: the other families run on those of these two.
 WITH_CORES = [s for s in FIRST_OF_FAMILY if s.entry.family in ("exact", "recurrent")]
 OF_CORES = slow_but_for(WITH_CORES, MECHANISMS)
@@ -86,7 +102,10 @@ ALSO_OF_CORES = slow_but_for(
 
 
 class Sizes(NamedTuple):
-    """Shapes of a call: batch and lengths, then heads and features."""
+    """Shapes of a call: batch and lengths, then heads and features.
+
+    Kernels for CPUs take calls of 16 tokens and more.
+    """
 
     batch: tuple[int, ...]
     queries: int
@@ -97,7 +116,7 @@ class Sizes(NamedTuple):
     value_size: int = 5
 
 
-SQUARE = Sizes((4,), 13, 13)
+SQUARE = Sizes((4,), 17, 17)
 CROSS = Sizes((2, 1), 7, 13)
 
 
@@ -461,7 +480,9 @@ def draw_plain(subject: Subject, seed: int) -> dict[str, np.ndarray]:
 
 
 def plain(subject: Subject) -> Extent:
-    return Extent(is_causal=subject.has("causal"))
+    # Kernels have tiles of their own: a call that names tiles is XLA's.
+    by_kernel = subject.implementation is None and subject.name in WITH_KERNELS
+    return Extent(is_causal=subject.has("causal"), tuning=not by_kernel)
 
 
 def run(subject: Subject, arrays: Mapping[str, Any], cotangents: Any = None) -> Any:

@@ -3,12 +3,12 @@
 import gc
 
 from effattn import registry
-from tests.laws.battery import MECHANISMS, SUBJECTS
+from tests.laws.battery import IN_FLOAT32, SUBJECTS
 from tests.laws.seconds import name_of
 
 
 def pytest_generate_tests(metafunc):
-    for fixture, subjects in (("mechanism", MECHANISMS), ("subject", SUBJECTS)):
+    for fixture, subjects in (("mechanism", IN_FLOAT32), ("subject", SUBJECTS)):
         if fixture in metafunc.fixturenames and not _is_parametrized(metafunc, fixture):
             metafunc.parametrize(fixture, subjects, ids=str)
 

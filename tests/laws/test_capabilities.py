@@ -9,7 +9,7 @@ from flax import nnx
 from effattn import registry
 from effattn.nn import CrossAttention, SelfAttention, as_attention_fn
 from tests.laws import battery
-from tests.laws.battery import CALLED, SQUARE
+from tests.laws.battery import CALLED_IN_FLOAT32, SQUARE
 
 ROWS, LENGTH = SQUARE.batch[0], SQUARE.keys
 
@@ -122,7 +122,7 @@ def test_any_number_of_batch_dimensions_and_mixed_dtypes(mechanism, batch, narro
         assert results["lse"].shape == (*batch, LENGTH, SQUARE.heads)
 
 
-@pytest.mark.parametrize("mechanism", CALLED, ids=str)
+@pytest.mark.parametrize("mechanism", CALLED_IN_FLOAT32, ids=str)
 def test_float32_stays_float32_where_float64_is_enabled(mechanism):
     """Constants of the default dtype would meet it in a loop's carry."""
     results, gradients = battery.run(mechanism, battery.draw_plain(mechanism, 0))

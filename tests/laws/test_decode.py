@@ -99,6 +99,7 @@ def test_an_exported_program_may_leave_its_rows_open(subject):
     assert all(str(out.shape[0]) == "b" for out in exported.out_avals)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("subject", slow_but_for(ALSO_PLACED, DECODING), ids=str)
 def test_rows_stay_where_explicit_axes_have_them(subject):
     """By the types of arrays; nothing is computed."""

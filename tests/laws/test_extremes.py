@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.laws import battery
-from tests.laws.battery import CALLED, MECHANISMS, SQUARE
+from tests.laws.battery import CALLED_IN_FLOAT32, MECHANISMS, SQUARE
 
 
 def assert_finite(tree):
@@ -53,6 +53,7 @@ def test_equal_keys_share_their_weight(mechanism):
         np.testing.assert_allclose(results["out"], 3.0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_nothing_is_left_after_padding(mechanism):
     if not mechanism.has("lengths"):
         pytest.skip("takes no lengths")
@@ -75,7 +76,7 @@ def test_nothing_is_left_after_padding(mechanism):
         assert (gradient == 0).all()
 
 
-@pytest.mark.parametrize("mechanism", CALLED, ids=str)
+@pytest.mark.parametrize("mechanism", CALLED_IN_FLOAT32, ids=str)
 def test_one_token(mechanism):
     """Attends to itself alone, and it weighs nothing where weights are relative.
 

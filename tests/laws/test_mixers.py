@@ -347,6 +347,7 @@ def test_twice_the_same(mixer):
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
+@pytest.mark.devices
 @sharded
 def test_sharded_by_rows(mixer):
     """Only the gradients of the parameters are summed, and the numbers are those of one device."""
@@ -370,6 +371,7 @@ def test_sharded_by_rows(mixer):
     close(compiled(*args), mixers.run_in_float32(mixer, x, cotangent), 40 * EPS)
 
 
+@pytest.mark.devices
 @called
 def test_rows_stay_where_explicit_axes_have_them(mixer):
     """By the types of outputs, of gradients and of states; nothing is computed."""

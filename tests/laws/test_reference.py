@@ -71,6 +71,7 @@ def draw_extents(draw, mechanism):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_float64_agrees_in_any_shape(mechanism):
     """Of the smallest shapes, and of random ones: batch, lengths, heads, groups and features."""
 
@@ -121,6 +122,7 @@ def test_float32_errs_at_most_twice_as_much_as_the_plain_form(mechanism):
     assert_errors_are_at_most_twice_those_of(refer, mechanism, draw)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("mechanism", OF_CORES, ids=str)
 def test_bfloat16_errs_at_most_twice_as_much_as_the_plain_form(mechanism):
     """Of all that is claimed, and on eight devices: the program of law 9, in its dtype."""

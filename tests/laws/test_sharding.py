@@ -13,6 +13,8 @@ from tests.laws import battery
 from tests.laws.battery import ALSO_OF_CORES, CALLED
 from tests.laws.sharding import collectives, draw_shared, mesh, shard, shared_program, specs_of
 
+pytestmark = pytest.mark.devices
+
 
 @pytest.mark.parametrize("mechanism", CALLED, ids=str)
 def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):

@@ -177,6 +177,7 @@ def test_many_may_call_at_once():
             np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.devices
 def test_inside_shard_map_each_device_has_its_own():
     arrays = draw(100, 100, batch=(4,), size=16, value_size=16, dtype=np.float32)
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), (AxisType.Auto,) * 2)

@@ -126,6 +126,7 @@ def test_a_state_may_be_donated(x):
     close(y, jax.jit(lambda hybrid: hybrid(x))(hybrid))
 
 
+@pytest.mark.devices
 def test_initial_values_may_say_how_they_are_sharded():
     init = nnx.initializers.lecun_normal()
     placed_init = nnx.with_partitioning(init, (None, "model"))

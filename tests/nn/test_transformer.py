@@ -337,6 +337,7 @@ def on_explicit_axes():
     return model, mesh, jax.tree.map_with_path(place, model), placed
 
 
+@pytest.mark.devices
 def test_explicit_axes_of_a_mesh_suit_training_and_decoding():
     _, mesh, model, tokens = on_explicit_axes()
     with jax.set_mesh(mesh):

@@ -40,6 +40,6 @@ def projections(rows, length):
 
 LINFORMER = Reference(
     attend=linformer,
-    variants={"": projections((7,), 13), "by head": projections((2, 6), 15)},
+    variants={"": projections((7,), 17), "by head": projections((2, 6), 19)},
     tuning={"tile": (5, 4)},
 )

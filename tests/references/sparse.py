@@ -56,8 +56,8 @@ BLOCK_SPARSE = Reference(
     tuning={},
 )
 
-# Of the 5 blocks of 13 tokens; some are in the window or global too, and one is named twice.
-RANDOM_BLOCKS = np.array([[3, 1], [4, -1], [0, 2], [1, 1], [0, 3]], np.int32)
+# Of the 6 blocks of 17 tokens; some are in the window or global too, and one is named twice.
+RANDOM_BLOCKS = np.array([[3, 1], [4, -1], [0, 2], [1, 1], [0, 3], [2, 4]], np.int32)
 
 BIGBIRD = Reference(
     attend=functools.partial(bigbird, ends=(1, 1)),

@@ -14,6 +14,8 @@ from tests.laws.battery import assert_close
 from tests.laws.sharding import mesh, shard
 from tests.marks import slow_but_for
 
+pytestmark = pytest.mark.devices
+
 IDS = np.repeat([[1, 2, 0]], [5, 7, 4], axis=1).repeat(4, 0)
 
 CALLS = {
