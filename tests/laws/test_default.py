@@ -1,0 +1,84 @@
+"""Law 1 for calls that name no implementation, in float32: lengths, packing, direction and x64.
+
+The default takes kernels for CPUs where it can. The numbers are those of the float64 reference,
+whatever integers lengths, ids and offsets are, and in whatever container they come.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.laws import battery
+from tests.laws.battery import MECHANISMS, SQUARE, WITH_KERNELS, Extent, Sizes
+
+LONG = Sizes((2,), 80, 80)  # more than one tile
+QUICK = "softmax", "sliding_window", "linear"  # without x64, the others show the same again
+GIVEN = [(), ("lengths",), ("segments",), ("lengths", "segments")]
+CONTAINERS = [
+    np.int32,
+    np.int64,
+    np.uint8,
+    lambda x: np.asarray(x).tolist(),
+    jnp.int16,
+    np.uint32,
+    jnp.int32,
+    np.uint64,
+]
+
+
+def cases():
+    number = itertools.count()
+    for subject in MECHANISMS:
+        ways = [way for way in ("causal", "bidirectional") if subject.has(way)]
+        for way, given, x64 in itertools.product(ways, GIVEN, (False, True)):
+            if subject.name in WITH_KERNELS and all(map(subject.has, given)):
+                container = CONTAINERS[next(number) % len(CONTAINERS)]
+                label = "-".join([str(subject), way, *given, *["x64"] * x64])
+                marks = [] if x64 or subject.name in QUICK else pytest.mark.slow
+                yield pytest.param(subject, way, given, x64, container, id=label, marks=marks)
+
+
+def draw_known(sizes, given):
+    """Lengths and ids of both rows; one example has documents on both sides of a tile's edge."""
+    length, known = sizes.keys, {}
+    if "lengths" in given:
+        known["query_seq_lengths"] = [length - 3, length // 2]
+        known["key_value_seq_lengths"] = [length - 6, length // 3]
+    if "segments" in given:
+        parts = np.array([0.25, 0.25, 0.25, 0.25]), np.array([0.1, 0.75, 0.15, 0])
+        ends = (np.cumsum(part)[:-1] * length for part in parts)
+        ids = ([1, 2, 3, 4], [7, 0, 5, 5])
+        token = np.arange(length)
+        rows = [
+            np.take(i, np.searchsorted(end, token, "right"))
+            for i, end in zip(ids, ends, strict=True)
+        ]
+        known["segment_ids"] = np.stack(rows)
+    return known
+
+
+@pytest.mark.parametrize(("subject", "way", "given", "x64", "container"), list(cases()))
+def test_the_default_agrees_with_float64(subject, way, given, x64, container):
+    options = subject.options
+    is_bound = any(np.ndim(option) for option in options.values()) or "max_length" in options
+    sizes = SQUARE._replace(batch=(2,)) if is_bound else LONG
+    extent = Extent(way == "causal", tuning=False)
+    known = draw_known(sizes, given)
+    arrays = battery.draw_arrays(subject, sizes, everything=False)
+    single = battery.cast(subject, arrays, jnp.float32)
+    cotangents = battery.cotangents_of(subject, extent, single, known)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(np.float64), (single, cotangents))
+        expected = battery.run_reference(subject, sizes, extent, wide[0], known, wide[1])
+
+    def run(arrays, cotangents):
+        given = {name: container(x) for name, x in known.items()}
+        results, pull_back = jax.vjp(lambda a: battery.call(subject, extent, a, given), arrays)
+        return results, pull_back(cotangents)[0]
+
+    with jax.enable_x64(x64):
+        ours = battery.to_numpy(jax.jit(run)(single, cotangents))
+    battery.assert_close(ours, expected, 2e-5)
