@@ -18,7 +18,7 @@ pytest = $(python) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo mlm seq2seq gallery test test-all test-gpu bench bench-gpu docs lint format clean
+.PHONY: help demo mlm seq2seq gallery test test-slow test-all test-gpu bench bench-gpu docs lint format clean
 
 help: ## show this
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
@@ -43,11 +43,18 @@ gallery: ## draw the pictures of patterns and of attention in docs/images
 
 test: ## run the tests in parallel, without those marked slow
 	$(setup) experiments,test
-	$(pytest) -m "not slow" $(ARGS)
+	$(pytest) -m "not slow and not devices" $(ARGS)
+	$(pytest) --devices 8 -m "not slow and devices" $(ARGS)
+
+test-slow: ## run the tests marked slow
+	$(setup) experiments,test
+	$(pytest) -m "slow and not devices" $(ARGS)
+	$(pytest) --devices 8 -m "slow and devices" $(ARGS)
 
 test-all: ## run all tests
 	$(setup) experiments,test
-	$(pytest) $(ARGS)
+	$(pytest) -m "not devices" $(ARGS)
+	$(pytest) --devices 8 -m devices $(ARGS)
 
 test-gpu: ## compile the kernels for a CUDA GPU, run them there and compare with float64
 	$(setup) test,gpu

@@ -206,17 +206,12 @@ def test_hessians_are_those_of_xla():
     assert_close(ours, theirs, 1e-6)
 
 
-@pytest.fixture
-def one_device(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-
-
 def kernels_of(function, *arguments):
     text = jax.jit(function).lower(*arguments).as_text()
     return "effattn_block_attention_forward" in text
 
 
-def test_calls_that_name_nothing_take_them_where_there_is_one_device(one_device, monkeypatch):
+def test_calls_that_name_nothing_take_them_where_there_is_one_device(monkeypatch):
     """In float32, of tokens for a part of a tile; other calls are XLA's."""
     monkeypatch.setattr(dispatch.platform, "machine", lambda: "x86_64")
     query = np.zeros((1, 16, 2, 8), np.float32)
@@ -229,12 +224,30 @@ def test_calls_that_name_nothing_take_them_where_there_is_one_device(one_device,
     assert not kernels_of(call, query[:, 1:], query[:, 1:], query[:, 1:])
     half = jnp.bfloat16(query)
     assert not kernels_of(call, half, half, half)
-    monkeypatch.setattr(jax, "device_count", lambda: 2)
-    jax.clear_caches()
-    assert not kernels_of(call, query, query, query)
 
 
-def test_exported_programs_have_none(one_device):
+@pytest.mark.devices
+def test_calls_that_name_nothing_are_those_of_xla_where_there_are_several_devices():
+    query = np.zeros((1, 16, 2, 8), np.float32)
+    assert not kernels_of(effattn.dot_product_attention, query, query, query)
+
+
+def test_its_memory_is_linear_in_length():
+    """Forward and backward, beside arguments and results."""
+
+    def temporaries(tokens):
+        shapes = [jax.ShapeDtypeStruct((1, tokens, 2, 64), jnp.float32)] * 3
+
+        def gradients(*arrays):
+            out, pull_back = jax.vjp(functools.partial(attend, is_causal=True), *arrays)
+            return pull_back(out)
+
+        return jax.jit(gradients).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(32768) <= 4.01 * temporaries(8192)
+
+
+def test_exported_programs_have_none():
     """They may run where no kernel is; rows may be left open."""
     query = draw(40, 40, size=8, value_size=8, key_heads=4, dtype=np.float32)
     call = jax.jit(functools.partial(attend, is_causal=True))
