@@ -53,7 +53,8 @@ from effattn.functional.hyena import hyena_convolution  # isort: skip
 from effattn.functional.synthesizer import factorized_synthesizer_attention, synthesizer_attention  # isort: skip
 from effattn.functional.spatial_gating import spatial_gating  # isort: skip
 import effattn.functional.hybrids  # isort: skip
-import effattn.functional.recurrent_networks  # noqa: F401  # isort: skip
+import effattn.functional.recurrent_networks  # isort: skip
+import effattn.llvm  # noqa: F401  # isort: skip
 from effattn.functional.s4 import s4_convolution  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.implementations import support

@@ -73,7 +73,8 @@ def _arrays(x: Operands) -> tuple[jax.Array, ...]:
     if key_ids is None:
         return x.query, x.key, x.value
     if query_ids is None:
-        query_ids = jnp.ones(x.query.shape[:-2], jnp.int32)
+        batch = (1,) * (x.query.ndim - 3)
+        query_ids = jnp.ones((*batch, x.query.shape[-3]), jnp.int32)
     return x.query, x.key, x.value, query_ids, key_ids
 
 
@@ -101,12 +102,16 @@ def _by_xla(static, *arrays):
     return found.query, found.key, found.value
 
 
-def _by_kernel(static, *arrays):
+def _axes(static, *arrays):
+    ids = (1, 1) if len(arrays) > 3 + _ROWS[static[0]] else ()
+    return (3, 3, 3, *ids, *(2, 3, 2)[: _ROWS[static[0]]])
+
+
+def _by_kernel(static, shapes, *arrays):
     direction, rule = static
     x, rows = _split(direction, arrays)
-    none = (jnp.zeros(0, jnp.int32),) * 2
+    none = (jnp.zeros((*(1,) * (x.query.ndim - 3), 0), jnp.int32),) * 2
     operands = (x.query, x.key, x.value, *(x.segments or none))
-    shapes = _shapes(static, *arrays)
     if direction == "forward":
         out, largest, total = _call(rule, x, direction, shapes, operands)
         log_total = jnp.log(jnp.where(total == 0, 1, total))
@@ -114,22 +119,19 @@ def _by_kernel(static, *arrays):
         return out, jnp.where(total == 0, -jnp.inf, lse), log_total - (lse - largest)
     lse, d_out, shared = rows
     lse = jnp.where(lse == -jnp.inf, 0, lse)  # of rows that see nothing
-    splits = _splits(x)
+    splits = _splits(shapes[1], x.query.shape[-3])
     shapes = shapes[0], *((splits, *shape) for shape in shapes[1:])
     with_rows = (*operands, lse, d_out, shared)
     d_query, d_key, d_value = _call(rule, x, direction, shapes, with_rows, splits)
     return d_query, d_key.sum(0), d_value.sum(0)
 
 
-_attention = kernel("effattn_block_attention", _by_kernel, _by_xla, _shapes)
+_attention = kernel("effattn_block_attention", _by_kernel, _by_xla, _shapes, _axes)
 
 
 def _call(rule, x, direction, shapes, operands, splits=1):
     from effattn.llvm import block_kernels  # where llvmlite is not, XLA is
 
-    name = f"effattn_block_attention_{direction}"
-    write = getattr(block_kernels, f"write_{direction}")
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     limits: dict[str, Any] = {
         "left": block_kernels.UNLIMITED if rule.left is None else rule.left,
         "right": block_kernels.UNLIMITED if rule.right is None else rule.right,
@@ -138,17 +140,19 @@ def _call(rule, x, direction, shapes, operands, splits=1):
         "splits": splits,
     }
     in_order = np.array([limits[each] for each in block_kernels.LIMITS], np.int64)
-    call = jax.ffi.ffi_call(compiled.handler(name, write), results)
-    return call(*operands, limits=in_order, scale=np.float32(rule.scale))
+    attributes = {"limits": in_order, "scale": np.float32(rule.scale)}
+    return compiled.call(f"effattn_block_attention_{direction}", shapes, operands, **attributes)
 
 
-def _splits(x: Operands) -> int:
-    """How many tasks share a key head, so that each thread has one; their gradients are added."""
+def _splits(shape: tuple[int, ...], queries: int) -> int:
+    """The number of tasks that share a key head, of keys of that shape; their gradients are added.
+
+    Each thread has one.
+    """
     from effattn.llvm.tiles import TILE
 
-    heads = tiling.known_product(x.key.shape[:-3]) * x.key.shape[-2]
-    tiles = -(-x.query.shape[-3] // TILE)
-    return max(1, min(-(-threads() // heads), tiles))
+    heads = tiling.known_product(shape[:-3]) * shape[-2]
+    return max(1, min(-(-threads() // heads), -(-queries // TILE)))
 
 
 @functools.cache

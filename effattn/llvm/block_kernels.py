@@ -17,14 +17,16 @@ values is copied for all of them at once, to lie together in the nearest memory.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from effattn.llvm.code import FLOAT, INT, POINTER, Code
+from effattn.llvm.code import FLOAT, INT, Code
+from effattn.llvm.frame import Frame
+from effattn.llvm.interface import Array, Signature
 from effattn.llvm.products import vectors_at_once, write_product
-from effattn.llvm.threads import Frame, Job, write_handler
+from effattn.llvm.threads import Job, write_handler
 from effattn.llvm.tiles import LOWEST, TILE, Rows, Steps, places
 
 # The entries of the attribute `limits`: how far a query sees, the position of the first, whether
@@ -32,8 +34,22 @@ from effattn.llvm.tiles import LOWEST, TILE, Rows, Steps, places
 LIMITS = "left", "right", "offset", "has_ids", "splits"
 UNLIMITED = 2**40
 
-_SIZES = "batch", "queries", "heads", "size", "keys", "key_heads", "value_size"
-_IDS = "query_ids", "key_ids"
+_SIZES = "queries", "heads", "size", "keys", "key_heads", "value_size"
+_OPERANDS = (
+    Array("query", 3),
+    Array("key", 3),
+    Array("value", 3),
+    Array("query_ids", 1, "int32"),
+    Array("key_ids", 1, "int32"),
+)
+_FORWARD = Signature(
+    _OPERANDS, (Array("out", 3), Array("largest", 2), Array("total", 2)), len(LIMITS)
+)
+_BACKWARD = Signature(
+    (*_OPERANDS, Array("lse", 2), Array("d_out", 3), Array("shared", 2)),
+    (Array("d_query", 3), Array("d_key", 4), Array("d_value", 4)),
+    len(LIMITS),
+)
 _TOGETHER = 8  # tiles, at most,
 _NUMBERS = 2**17  # and numbers of theirs: 512 KB
 
@@ -44,12 +60,12 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     """The handler (query, key, value, ids, ids) -> (out, largest, total).
 
     Arrays are `(*B, L, heads, size)`, ids `(*B, L)`, and the largest logit and the sum of the
-    exponentials of what is left of it `(*B, T, N)`. Attributes are `limits` and `scale`.
+    exponentials of what is left of it `(*B, T, N)`. A batch axis of an argument may have length 1,
+    for all examples. Attributes are `limits` and `scale`.
     """
     widest = vectors_at_once(lanes)[:1]
     multiply = write_product(module, f"{name}_multiply", lanes, widest, "set")
     mix = write_product(module, f"{name}_mix", lanes, widest, "decay")
-    arguments, results = ("query", "key", "value", *_IDS), ("out", "largest", "total")
 
     def of_tile(code: Code, job: Job) -> Mapping[str, Any]:
         query, out = (code.mul(job[size], TILE) for size in ("size", "value_size"))
@@ -59,7 +75,7 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
         return {**_of_chunk(code, job), "logits": TILE * TILE, "decay": TILE}
 
     def begin(code: Code, frame: Frame, job: Job) -> tuple[Any, Any]:
-        _read(code, frame, job, arguments, results)
+        _read(frame, job)
         rows = code.mul(job["batch"], job["heads"])
         # A few tasks for each thread, where there are so many tiles.
         tiles = code.mul(rows, code.ceil(job["queries"], TILE))
@@ -74,7 +90,7 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
         # Of causal attention the last tiles have the most to do, and come first.
         group = code.sub(code.sub(groups, 1), code.rem(number, groups))
         example, head = code.div(row, job["heads"]), code.rem(row, job["heads"])
-        walk = _Walk(code, job, example, head, group, memory, of_tile, of_task)
+        walk = _Walk(code, job, example, head, group, memory, of_tile, of_task, _FORWARD)
         steps, at, size, value_size = walk.steps, walk.at, job["size"], job["value_size"]
         one = FLOAT(1.0)
         with walk.tiles() as tile:
@@ -105,7 +121,7 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
                 result = walk.rows(array, tile.first)
                 steps.transpose(Rows(tile[array], TILE), result, count, tile.rows, one)
 
-    _write(module, name, lanes, (*arguments, *results), begin, task)
+    _write(module, name, lanes, _FORWARD, begin, task)
 
 
 def write_backward(module: ir.Module, name: str, lanes: int) -> None:
@@ -117,8 +133,6 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
     widths = vectors_at_once(lanes)
     multiply = write_product(module, f"{name}_multiply", lanes, widths[:1], "set")
     accumulate = write_product(module, f"{name}_accumulate", lanes, widths, "add")
-    arguments = "query", "key", "value", *_IDS, "lse", "d_out", "shared"
-    results = "d_query", "d_key", "d_value"
 
     def of_tile(code: Code, job: Job) -> Mapping[str, Any]:
         found: dict[str, Any] = {"ids": TILE, "lse": TILE, "shared": TILE}
@@ -136,7 +150,7 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
         return {**_of_chunk(code, job), **gradients, **pairs}
 
     def begin(code: Code, frame: Frame, job: Job) -> tuple[Any, Any]:
-        _read(code, frame, job, arguments, results)
+        _read(frame, job)
         job["together"] = code.max(_together(code, of_tile(code, job)), 1)
         count = code.mul(job["batch"], job["key_heads"], job["splits"])
         return count, _numbers(code, job, of_tile, of_task)
@@ -146,14 +160,15 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
         example, key_head = code.div(row, job["key_heads"]), code.rem(row, job["key_heads"])
         together = code.div(job["heads"], job["key_heads"])
         head = code.mul(key_head, together)
-        of_key_head = _Walk(code, job, example, head, 0, memory, of_tile, of_task, split)
+        of_all = memory, of_tile, of_task, _BACKWARD, split
+        of_key_head = _Walk(code, job, example, head, 0, *of_all)
         for array, size in (("d_key", "size"), ("d_value", "value_size")):
             of_key_head.steps.clear(of_key_head.rows(array, 0), job["keys"], job[size])
         with (
             code.loop(head, code.add(head, together)) as h,
             code.loop(split, _groups(code, job), job["splits"]) as group,
         ):
-            differentiate(_Walk(code, job, example, h, group, memory, of_tile, of_task, split))
+            differentiate(_Walk(code, job, example, h, group, *of_all))
 
     def differentiate(walk: "_Walk") -> None:
         code, job, steps, at = walk.code, walk.job, walk.steps, walk.at
@@ -207,12 +222,12 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
             target = walk.rows("d_query", tile.first)
             steps.transpose(Rows(tile["d_query"], TILE), target, size, tile.rows, scale)
 
-    _write(module, name, lanes, (*arguments, *results), begin, task)
+    _write(module, name, lanes, _BACKWARD, begin, task)
 
 
-def _write(module, name, lanes, arrays, begin, task):
+def _write(module, name, lanes, signature, begin, task):
     kinds = dict.fromkeys((*_SIZES, *LIMITS, "together"), INT) | {"scale": FLOAT}
-    write_handler(module, name, lanes, kinds | dict.fromkeys(arrays, POINTER), begin, task)
+    write_handler(module, name, lanes, signature, kinds, begin, task)
 
 
 def _of_chunk(code: Code, job: Job) -> Mapping[str, Any]:
@@ -233,21 +248,14 @@ def _numbers(code: Code, job: Job, of_tile: _Sizes, of_task: _Sizes) -> Any:
     return code.add(tiles, *of_task(code, job).values())
 
 
-def _read(
-    code: Code, frame: Frame, job: Job, arguments: Sequence[str], results: Sequence[str]
-) -> None:
-    """Fills in what a frame says."""
-    batch, queries, heads, size = frame.sizes(0, 3)
-    _, keys, key_heads, _ = frame.sizes(1, 3)
-    *_, value_size = frame.sizes(2, 3)
-    sizes = batch, queries, heads, size, keys, key_heads, value_size
-    job["scale"] = frame.number(1)
-    for names, values in (
-        (_SIZES, sizes),
-        (LIMITS, frame.integers(0, len(LIMITS))),
-        (arguments, (frame.data("arguments", n) for n in range(len(arguments)))),
-        (results, (frame.data("results", n) for n in range(len(results)))),
-    ):
+def _read(frame: Frame, job: Job) -> None:
+    """Fills in the sizes and attributes of a frame."""
+    queries, heads, size = frame.last_sizes(0, 3)
+    keys, key_heads, _ = frame.last_sizes(1, 3)
+    (value_size,) = frame.last_sizes(2, 1)
+    sizes = queries, heads, size, keys, key_heads, value_size
+    job["scale"] = frame.scale()
+    for names, values in ((_SIZES, sizes), (LIMITS, frame.integers(len(LIMITS)))):
         for name, value in zip(names, values, strict=True):
             job[name] = value
 
@@ -287,10 +295,14 @@ class _Walk:
         memory: Any,
         of_tile: _Sizes,
         of_task: _Sizes,
+        signature: Signature,
         split: Any = 0,
     ):
         self.code, self.job, self.steps = code, job, Steps(code)
         self.example, self.head, self.split = example, head, split
+        self.examples = {
+            array.name: job.example_of(array.name, example) for array in signature.arguments
+        }
         self.key_head = code.div(head, code.div(job["heads"], job["key_heads"]))
         self.first = code.mul(group, job["together"], TILE)
         left = code.sub(job["queries"], self.first)
@@ -311,7 +323,7 @@ class _Walk:
             size = job["size"]
         elif name in ("value", "out", "d_out", "d_value"):
             size = job["value_size"]
-        example = self.example
+        example = self.examples.get(name, self.example)
         if name in ("d_key", "d_value"):
             example = code.add(code.mul(self.split, job["batch"]), example)
         step = code.mul(heads, size)
@@ -376,7 +388,7 @@ class _Walk:
         """Ids of the tile's queries, if there are any."""
         code, job = self.code, self.job
         with code.when(self._has_ids()):
-            start = code.add(code.mul(self.example, job["queries"]), tile.first)
+            start = code.add(code.mul(self.examples["query_ids"], job["queries"]), tile.first)
             ids = Rows(code.place(job["query_ids"], start), 0)
             self.steps.fill(tile["ids"], TILE)  # 0, which no key has, where there is no query
             self.steps.copy(ids, Rows(tile["ids"], 0), 1, tile.rows)
@@ -385,5 +397,6 @@ class _Walk:
         return self.code.less(0, self.job["has_ids"])
 
     def _key_ids(self, chunk):
-        start = self.code.add(self.code.mul(self.example, self.job["keys"]), chunk.first)
+        example = self.examples["key_ids"]
+        start = self.code.add(self.code.mul(example, self.job["keys"]), chunk.first)
         return self.code.place(self.job["key_ids"], start)

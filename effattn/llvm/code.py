@@ -168,6 +168,16 @@ class Code:
             typed = self.builder.alloca(ir.ArrayType(INT, count))
             return self.builder.inttoptr(self.builder.ptrtoint(typed, INT), POINTER)
 
+    def text(self, message: str) -> Any:
+        """A constant C string."""
+        characters = bytearray(message.encode() + b"\0")
+        kind = ir.ArrayType(BYTE, len(characters))
+        name = self.module.get_unique_name("text")
+        constant = ir.GlobalVariable(self.module, kind, name)
+        constant.global_constant, constant.linkage = True, "internal"
+        constant.initializer = ir.Constant(kind, characters)
+        return constant.bitcast(POINTER)
+
     def variable(self, start: Any) -> Any:
         """A place for a value that changes: LLVM keeps it in a register."""
         start = self.integer(start)

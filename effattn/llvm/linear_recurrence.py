@@ -98,19 +98,16 @@ def _by_xla(static, query, key, value, state, *cotangents):
     return found.queries, *found.keys, found.state
 
 
-def _by_kernel(static, *arrays: Any):
-    from effattn.llvm import recurrence_kernels  # where llvmlite is not, XLA is
+def _axes(static, *arrays):
+    return (3,) * len(arrays)
 
+
+def _by_kernel(static, shapes, *arrays: Any):
     direction, _ = static
-    query = arrays[0]
-    shapes = _shapes(static, *arrays)
     if direction == "backward":
-        shapes = (*shapes, (2, *query.shape[:-1]))
-    name = f"effattn_linear_recurrence_{direction}"
-    write = getattr(recurrence_kernels, f"write_{direction}")
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    found = jax.ffi.ffi_call(compiled.handler(name, write), results)(*arrays)
-    return found[:4]
+        rows = shapes[0][:-1]
+        shapes = (*shapes, (2, *rows))
+    return compiled.call(f"effattn_linear_recurrence_{direction}", shapes, arrays)[:4]
 
 
-_kernel = kernel("effattn_linear_recurrence", _by_kernel, _by_xla, _shapes)
+_kernel = kernel("effattn_linear_recurrence", _by_kernel, _by_xla, _shapes, _axes)

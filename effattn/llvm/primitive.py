@@ -15,22 +15,47 @@ Form = Callable[..., Sequence[jax.Array]]
 
 
 def kernel(
-    name: str, by_kernel: Form, by_xla: Form, shapes: Callable[..., Sequence[tuple[int, ...]]]
+    name: str,
+    by_kernel: Form,
+    by_xla: Form,
+    shapes: Callable[..., Sequence[tuple[int, ...]]],
+    axes: Callable[..., Sequence[int]],
 ) -> Form:
-    """The function `(static, *arrays) -> tuple of arrays`.
+    """The function `(static, *arrays) -> tuple of float32 arrays`.
 
     When a program is lowered to run here it becomes the kernel. One that is exported, to be run who
-    knows where, has XLA's form, and so have derivatives in forward mode. Under `vmap` arrays get
-    one more axis in front, all of them.
+    knows where, has XLA's form, and so have derivatives in forward mode.
+
+    Arrays have batch axes in front, as many each, of length 1 where an array has one entry for all
+    examples. Under `vmap` arrays that are not mapped get such an axis, and are not copied.
 
     Args:
       name: of the primitive.
-      by_kernel: `(static, *arrays)` to the results, in float32.
-      by_xla: the same, in XLA.
-      shapes: `(static, *arrays)` to the shapes of the results.
+      by_kernel: `(static, *arrays)` to the results.
+      by_xla: the same in XLA, of arrays with all batch axes at full length.
+      shapes: `(static, *arrays)`, of arrays with all batch axes at full length, to the shapes of
+        the results.
+      axes: `(static, *arrays)` to the number of axes that each array has beside the batch axes.
     """
     made = Primitive(name)
     made.multiple_results = True
+
+    def full_shapes(static, arrays):
+        counts = axes(static, *arrays)
+        leading = [x.shape[: x.ndim - count] for x, count in zip(arrays, counts, strict=True)]
+        batch = jnp.broadcast_shapes(*leading)
+        return [(*batch, *x.shape[x.ndim - n :]) for x, n in zip(arrays, counts, strict=True)]
+
+    def in_xla(static, *arrays):
+        full = full_shapes(static, arrays)
+        return by_xla(static, *map(jnp.broadcast_to, arrays, full))
+
+    def result_shapes(static, *arrays):
+        full = full_shapes(static, arrays)
+        return shapes(static, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in full))
+
+    def in_kernel(static, *arrays):
+        return by_kernel(static, result_shapes(static, *arrays), *arrays)
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     def run(static, *arrays):
@@ -40,36 +65,32 @@ def kernel(
 
     @run.defjvp
     def jvp(static, primals, tangents):
-        return jax.jvp(lambda *arrays: tuple(by_xla(static, *arrays)), primals, tangents)
+        return jax.jvp(lambda *arrays: tuple(in_xla(static, *arrays)), primals, tangents)
 
     @made.def_abstract_eval
     def abstract(*arrays, static):
-        return [jax.core.ShapedArray(shape, jnp.float32) for shape in shapes(static, *arrays)]
+        found = result_shapes(static, *arrays)
+        return [jax.core.ShapedArray(shape, jnp.float32) for shape in found]
 
     def lowering_of(form: Form) -> Callable[..., Any]:
         return mlir.lower_fun(lambda *arrays, static: form(static, *arrays), multiple_results=True)
 
-    in_xla, in_kernel = lowering_of(by_xla), lowering_of(by_kernel)
+    lower_xla, lower_kernel = lowering_of(in_xla), lowering_of(in_kernel)
 
-    def lowering_here(context, *arrays, static):
+    def lower_here(context, *arrays, static):
         exported = context.module_context.lowering_parameters.for_export
-        return (in_xla if exported else in_kernel)(context, *arrays, static=static)
+        return (lower_xla if exported else lower_kernel)(context, *arrays, static=static)
 
-    def batched(arrays, axes, *, static):
-        (size,) = {
-            array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None
-        }
+    def batched(arrays, mapped, *, static):
         in_front = [
-            jnp.broadcast_to(array, (size, *array.shape))
-            if axis is None
-            else jnp.moveaxis(array, axis, 0)
-            for array, axis in zip(arrays, axes, strict=True)
+            x[None] if axis is None else jnp.moveaxis(x, axis, 0)
+            for x, axis in zip(arrays, mapped, strict=True)
         ]
         results = made.bind(*in_front, static=static)
         return results, (0,) * len(results)
 
-    made.def_impl(lambda *arrays, static: by_kernel(static, *arrays))
-    mlir.register_lowering(made, in_xla)
-    mlir.register_lowering(made, lowering_here, platform="cpu")
+    made.def_impl(lambda *arrays, static: in_kernel(static, *arrays))
+    mlir.register_lowering(made, lower_xla)
+    mlir.register_lowering(made, lower_here, platform="cpu")
     batching.primitive_batchers[made] = batched
     return run

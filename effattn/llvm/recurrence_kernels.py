@@ -23,24 +23,39 @@ from typing import Any
 
 from llvmlite import ir
 
-from effattn.llvm.code import FLOAT, INT, POINTER, Code
+from effattn.llvm.code import FLOAT, INT, Code
+from effattn.llvm.frame import Frame
+from effattn.llvm.interface import Array, Signature
 from effattn.llvm.products import vectors_at_once, write_product
-from effattn.llvm.threads import Frame, Job, write_handler
+from effattn.llvm.threads import Job, write_handler
 from effattn.llvm.tiles import TILE, Rows, Steps, places
 
-_SIZES = "batch", "tokens", "heads", "features", "key_heads", "values", "all_values"
+_SIZES = "tokens", "heads", "features", "key_heads", "values", "all_values"
+_OPERANDS = Array("query", 3), Array("key", 3), Array("value", 3), Array("state", 3)
+_FORWARD = Signature(_OPERANDS, (Array("out", 3), Array("state_after", 3)))
+_BACKWARD = Signature(
+    (*_OPERANDS, Array("d_out", 3), Array("d_after", 3)),
+    (
+        Array("d_query", 3),
+        Array("d_key", 3),
+        Array("d_value", 3),
+        Array("d_state", 3),
+        Array("factors", 3),
+    ),
+)
 
 
 def write_forward(module: ir.Module, name: str, lanes: int) -> None:
     """The handler (query, key, value, state) -> (out, state after).
 
     Arrays are `(*B, T, heads, size)`, states `(*B, K, F, D)`; where D is one more than the size of
-    values, outputs are divided by that entry.
+    values, outputs are divided by that entry. A batch axis of an argument may have length 1, for
+    all examples.
     """
     products = _write_products(module, name, lanes)
 
     def task(code: Code, job: Job, memory: Any, number: Any) -> None:
-        walk = _Walk(code, job, products, memory, number)
+        walk = _Walk(code, job, products, memory, number, _FORWARD)
         walk.read_state("state")
         with walk.chunks(), walk.heads_then(walk.update_state):
             walk.read("query", "features")
@@ -50,8 +65,7 @@ def write_forward(module: ir.Module, name: str, lanes: int) -> None:
             walk.write("out", "values")
         walk.write_state("state_after")
 
-    arguments, results = ("query", "key", "value", "state"), ("out", "state_after")
-    _write(module, name, lanes, arguments, results, task)
+    _write(module, name, lanes, _FORWARD, task)
 
 
 def write_backward(module: ir.Module, name: str, lanes: int) -> None:
@@ -127,13 +141,11 @@ def write_backward(module: ir.Module, name: str, lanes: int) -> None:
         walk.write_state("d_state")
 
     def task(code: Code, job: Job, memory: Any, number: Any) -> None:
-        walk = _Walk(code, job, products, memory, number)
+        walk = _Walk(code, job, products, memory, number, _BACKWARD)
         forward_in_time(code, walk)
         backward_in_time(code, walk)
 
-    arguments = "query", "key", "value", "state", "d_out", "d_after"
-    results = "d_query", "d_key", "d_value", "d_state", "factors"
-    _write(module, name, lanes, arguments, results, task)
+    _write(module, name, lanes, _BACKWARD, task)
 
 
 def _write_products(module: ir.Module, name: str, lanes: int) -> tuple[ir.Function, ir.Function]:
@@ -145,22 +157,18 @@ def _write_products(module: ir.Module, name: str, lanes: int) -> tuple[ir.Functi
     )
 
 
-def _write(module, name, lanes, arguments, results, task):
+def _write(module, name, lanes, signature, task):
     def begin(code: Code, frame: Frame, job: Job) -> tuple[Any, Any]:
-        batch, tokens, heads, features = frame.sizes(0, 3)
-        _, key_heads, _ = frame.sizes(1, 2)
-        *_, values = frame.sizes(2, 1)
-        *_, all_values = frame.sizes(3, 1)
-        sizes = batch, tokens, heads, features, key_heads, values, all_values
+        tokens, heads, features = frame.last_sizes(0, 3)
+        key_heads, _ = frame.last_sizes(1, 2)
+        (values,) = frame.last_sizes(2, 1)
+        (all_values,) = frame.last_sizes(3, 1)
+        sizes = tokens, heads, features, key_heads, values, all_values
         for each, size in zip(_SIZES, sizes, strict=True):
             job[each] = size
-        for kind, names in (("arguments", arguments), ("results", results)):
-            for number, each in enumerate(names):
-                job[each] = frame.data(kind, number)
-        return code.mul(batch, key_heads), code.add(*_memory(code, job).values())
+        return code.mul(job["batch"], key_heads), code.add(*_memory(code, job).values())
 
-    kinds = dict.fromkeys(_SIZES, INT) | dict.fromkeys((*arguments, *results), POINTER)
-    write_handler(module, name, lanes, kinds, begin, task)
+    write_handler(module, name, lanes, signature, dict.fromkeys(_SIZES, INT), begin, task)
 
 
 def _memory(code: Code, job: Job) -> dict[str, Any]:
@@ -186,11 +194,22 @@ class _Walk:
       tokens: of the chunk.
     """
 
-    def __init__(self, code: Code, job: Job, products: Sequence[Any], memory: Any, number: Any):
+    def __init__(
+        self,
+        code: Code,
+        job: Job,
+        products: Sequence[Any],
+        memory: Any,
+        number: Any,
+        signature: Signature,
+    ):
         self.code, self.job, self.products, self.number = code, job, products, number
         self.steps = Steps(code)
         self.at, _ = places(code, memory, _memory(code, job))
         self.example = code.div(number, job["key_heads"])
+        self.examples = {
+            array.name: job.example_of(array.name, self.example) for array in signature.arguments
+        }
         self.key_head = code.rem(number, job["key_heads"])
         self.width, self.value_width = (code.whole(job[s]) for s in ("features", "all_values"))
         self.is_normalized = code.less(job["values"], job["all_values"])
@@ -299,7 +318,8 @@ class _Walk:
 
     def _rows(self, name, heads, head, size):
         code, job = self.code, self.job
-        token = code.add(code.mul(self.example, job["tokens"]), self.first)
+        example = self.examples.get(name, self.example)
+        token = code.add(code.mul(example, job["tokens"]), self.first)
         start = code.add(code.mul(token, heads, size), code.mul(head, size))
         return Rows(code.place(job[name], start), code.mul(heads, size))
 
@@ -314,5 +334,7 @@ class _Walk:
 
     def _states(self, name: str) -> tuple[Rows, Rows]:
         code, (features, size) = self.code, (self.job["features"], self.job["all_values"])
-        of_xla = code.place(self.job[name], code.mul(self.number, features, size))
+        example = self.examples.get(name, self.example)
+        number = code.add(code.mul(example, self.job["key_heads"]), self.key_head)
+        of_xla = code.place(self.job[name], code.mul(number, features, size))
         return Rows(of_xla, size), Rows(self.at["state"], self.value_width)

@@ -4,8 +4,8 @@ A job is an array of 64-bit slots: how far it has come, and what its tasks read.
 takes the next task, the thread that XLA called among them, so that it ends even where no other
 comes to help. The last to leave the job frees it.
 
-What is read of XLA is its C interface for foreign functions, `xla/ffi/api/c_api.h`. Within a major
-version structures only grow, at their ends.
+The thread that XLA called gets its memory before it asks others to help, and returns an error where
+there is none. A helper that gets none takes no task.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,32 +13,15 @@ from typing import Any
 
 from llvmlite import ir
 
-from effattn.llvm.code import BYTE, INT, INT32, NULL, POINTER, Code
-
-VERSION = 0, 3  # of the interface, as it is in jaxlib 0.10.2
-
-# Offsets in bytes. A structure begins with its size and its extensions, 8 bytes each.
-_FRAME = {
-    "extension": 8,
-    "api": 16,
-    "context": 24,
-    "stage": 32,
-    "arguments": 72,
-    "results": 112,
-    "attributes": 160,
-}
-_BUFFER = {"data": 24, "rank": 32, "sizes": 40}
-_ATTRIBUTE = {"value": 8, "data": 16}  # of one number, and of an array
-_EXTENSION = {"kind": 8, "metadata": 24}
-_METADATA = {"major": 24, "minor": 28, "traits": 32}
-_API = {"destroy error": 64, "schedule": 136, "count threads": 144}
-_IS_METADATA, _IS_EXECUTION = 1, 3
+from effattn.llvm.code import INT, INT32, NULL, POINTER, Code
+from effattn.llvm.frame import Frame
+from effattn.llvm.interface import FRAME, IS_EXECUTION, RESOURCE_EXHAUSTED, Signature
 
 _NEXT, _COUNT, _HOLDERS, _DONE, _FIRST = range(5)
 
 
 class Job:
-    """What a job's tasks read, by name: `job["scale"]`."""
+    """The values that a job's tasks read, by name: `job["scale"]`."""
 
     def __init__(self, code: Code, slots: Any, kinds: Mapping[str, Any]):
         self.code, self.slots, self.kinds = code, slots, kinds
@@ -52,77 +35,34 @@ class Job:
     def _place(self, name):
         return self.code.place(self.slots, _FIRST + list(self.kinds).index(name), INT)
 
+    def example_of(self, argument: str, example: Any) -> Any:
+        """The example that an argument has for `example` of the first result.
 
-class Frame:
-    """What XLA calls a handler with."""
+        Batch axes of length 1 have one entry for all.
+        """
+        code, builder = self.code, self.code.builder
+        found, stride, rest = code.variable(0), code.variable(1), code.variable(example)
+        with code.loop(0, self["batch_axes"]) as n:
+            axis = code.sub(code.sub(self["batch_axes"], 1), n)
+            own = code.load(self[_sizes_of(argument)], axis, INT)
+            length = code.load(self["batch_sizes"], axis, INT)
+            place = code.rem(code.get(rest), length)
+            place = builder.select(code.less(1, own), place, INT(0))
+            code.set(found, code.add(code.get(found), code.mul(place, code.get(stride))))
+            code.set(stride, code.mul(code.get(stride), own))
+            code.set(rest, code.div(code.get(rest), length))
+        return code.get(found)
 
-    def __init__(self, code: Code, pointer: Any):
-        self.code, self.pointer = code, pointer
 
-    def of(self, structure: Any, offset: int, kind: Any = POINTER) -> Any:
-        """What lies so many bytes into a structure."""
-        return self.code.load(self.code.place(structure, offset, BYTE), kind=kind)
-
-    def own(self, name: str, number: int | None = None) -> Any:
-        """One of its own entries, or number `number` of those that this one lists."""
-        found = self.of(self.pointer, _FRAME[name])
-        return found if number is None else self.code.load(found, number, POINTER)
-
-    def data(self, name: str, number: int) -> Any:
-        """The numbers of one of the "arguments" or "results"."""
-        return self.of(self.own(name, number), _BUFFER["data"])
-
-    def sizes(self, argument: int, count: int) -> list[Any]:
-        """Of the last `count` axes of an argument, after the product of those before."""
-        code, buffer = self.code, self.own("arguments", argument)
-        leading = code.sub(self.of(buffer, _BUFFER["rank"], INT), count)
-        sizes = self.of(buffer, _BUFFER["sizes"])
-        product = code.variable(1)
-        with code.loop(0, leading) as axis:
-            code.set(product, code.mul(code.get(product), code.load(sizes, axis, INT)))
-        last = (code.load(sizes, code.add(leading, axis), INT) for axis in range(count))
-        return [code.get(product), *last]
-
-    def integers(self, attribute: int, count: int) -> list[Any]:
-        """The entries of an attribute that is an array of 64-bit integers."""
-        data = self.of(self.own("attributes", attribute), _ATTRIBUTE["data"])
-        return [self.code.load(data, number, INT) for number in range(count)]
-
-    def number(self, attribute: int) -> Any:
-        """An attribute that is one float32."""
-        return self.code.load(self.of(self.own("attributes", attribute), _ATTRIBUTE["value"]))
-
-    def threads(self) -> Any:
-        """How many the pool has; one where there is no pool."""
-        count = self.code.slots(1)
-        well = self._went_well(self._call("count threads", self.own("context"), count))
-        return self.code.builder.select(well, self.code.load(count, kind=INT), INT(1))
-
-    def schedule(self, function: ir.Function, data: Any) -> Any:
-        """Has a thread of the pool call the function of the data; whether one will."""
-        return self._went_well(self._call("schedule", self.own("context"), function, data))
-
-    def _call(self, name, *fields):
-        """XLA's function of a structure with these fields; an error, or null."""
-        code = self.code
-        structure = code.slots(2 + len(fields))
-        for number, field in enumerate((8 * (2 + len(fields)), 0, *fields)):
-            code.store(field, code.place(structure, number, INT))
-        kind = ir.FunctionType(POINTER, [POINTER])
-        function = self.of(self.own("api"), _API[name], kind.as_pointer())
-        return code.builder.call(function, [structure])
-
-    def _went_well(self, error):
-        failed = self.code.builder.icmp_unsigned("!=", error, NULL)
-        with self.code.when(failed):
-            self._call("destroy error", error)
-        return self.code.builder.not_(failed)
+def _sizes_of(argument):
+    return f"sizes of {argument}"
 
 
 def write_handler(
     module: ir.Module,
     name: str,
     lanes: int,
+    signature: Signature,
     kinds: Mapping[str, Any],
     begin: Callable[[Code, Frame, Job], tuple[Any, Any]],
     task: Callable[[Code, Job, Any, Any], None],
@@ -130,32 +70,48 @@ def write_handler(
     """Writes the handler of that name.
 
     Args:
-      module: that gets it.
+      module: gets the handler.
       name: of the handler.
       lanes: of a vector.
-      kinds: of what a job holds, by name.
-      begin: writes what fills in the job from a frame; gives how many tasks there are, and how many
-        numbers of memory each thread needs.
-      task: writes what a task does, from its job, that memory, and its number.
+      signature: of the handler. A job has its arrays by name, and as "batch" the number of examples
+        of the first result.
+      kinds: of the other values that a job holds, by name.
+      begin: writes the code that fills in these values from a frame; returns the number of tasks,
+        and how many float32 numbers of memory each thread needs.
+      task: writes the code of a task, from its job, that memory, and its number.
     """
-    kinds = {"bytes": INT, **kinds}
+    arrays = *signature.arguments, *signature.results
+    kinds = {
+        "bytes": INT,
+        "batch": INT,
+        "batch_axes": INT,
+        "batch_sizes": POINTER,
+        **{array.name: POINTER for array in arrays},
+        **{_sizes_of(array.name): POINTER for array in signature.arguments},
+        **kinds,
+    }
     do = Code(module, f"{name}_task", [POINTER, POINTER, INT], lanes)
     slots, memory, number = do.arguments
     task(do, Job(do, slots, kinds), memory, number)
     do.builder.ret_void()
-    work = _write_work(module, name, lanes, kinds, do.function)
-    help_with = _write_help(module, name, lanes, work)
+    work = _write_work(module, name, lanes, do.function)
+    help_with = _write_help(module, name, lanes, kinds, work)
 
     code = Code(module, name, [POINTER], lanes, POINTER)
     builder, frame = code.builder, Frame(code, code.arguments[0])
-    _answer_which_version(code, frame)
-    stage = frame.of(frame.pointer, _FRAME["stage"], INT32)
-    with code.when(builder.icmp_signed("!=", stage, INT32(_IS_EXECUTION))):
+    frame.answer_version()
+    stage = frame.of(frame.pointer, FRAME["stage"], INT32)
+    with code.when(builder.icmp_signed("!=", stage, INT32(IS_EXECUTION))):
         builder.ret(NULL)
+    frame.check(name, signature)
     slots = code.call("malloc", 8 * (_FIRST + len(kinds)))
+    _refuse_without(code, frame, name, slots)
     job = Job(code, slots, kinds)
+    _read_arrays(code, frame, job, signature)
     count, numbers = begin(code, frame, job)
     job["bytes"] = code.mul(code.ceil(numbers, 16), 64)
+    memory = code.call("aligned_alloc", 64, job["bytes"])
+    _refuse_without(code, frame, name, memory, slots)
     helpers = code.sub(code.max(code.min(frame.threads(), count), 1), 1)
     entries = {_NEXT: 0, _COUNT: count, _HOLDERS: code.add(helpers, 1), _DONE: 0}
     for slot, value in entries.items():
@@ -164,29 +120,40 @@ def write_handler(
         scheduled = frame.schedule(help_with, slots)
         with code.when(builder.not_(scheduled)):
             _leave(code, slots)
-    code.call(work, slots)
+    code.call(work, slots, memory)
+    code.call("free", memory)
     _wait(code, slots, count)
     _leave(code, slots)
     builder.ret(NULL)
 
 
-def _answer_which_version(code, frame):
-    """XLA asks a handler that it registers for which version of the interface it was made."""
-    builder, extension = code.builder, frame.own("extension")
-    with code.when(builder.icmp_unsigned("!=", extension, NULL)):
-        kind = frame.of(extension, _EXTENSION["kind"], INT32)
-        with code.when(builder.icmp_signed("==", kind, INT32(_IS_METADATA))):
-            metadata = frame.of(extension, _EXTENSION["metadata"])
-            for offset, value in zip(_METADATA.values(), (*VERSION, 0), strict=True):
-                code.store(INT32(value), code.place(metadata, offset, BYTE))
-            builder.ret(NULL)
+def _refuse_without(code, frame, name, memory, *others):
+    """Returns an error where no memory was got, and frees what was got before."""
+    with code.when(code.builder.icmp_unsigned("==", memory, NULL)):
+        for other in others:
+            code.call("free", other)
+        frame.refuse(RESOURCE_EXHAUSTED, f"{name}: out of memory")
 
 
-def _write_work(module, name, lanes, kinds, task):
-    """The function that does tasks of a job until none is left."""
-    code = Code(module, f"{name}_work", [POINTER], lanes)
-    (slots,), builder = code.arguments, code.builder
-    memory = code.call("aligned_alloc", 64, Job(code, slots, kinds)["bytes"])
+def _read_arrays(code, frame, job, signature):
+    """Fills in where the arrays lie, and how long the batch axes are."""
+    job["batch_axes"] = code.sub(frame.rank("results", 0), signature.results[0].axes)
+    job["batch_sizes"] = frame.sizes("results", 0)
+    batch = code.variable(1)
+    with code.loop(0, job["batch_axes"]) as axis:
+        code.set(batch, code.mul(code.get(batch), code.load(job["batch_sizes"], axis, INT)))
+    job["batch"] = code.get(batch)
+    for kind in ("arguments", "results"):
+        for number, array in enumerate(getattr(signature, kind)):
+            job[array.name] = frame.data(kind, number)
+            if kind == "arguments":
+                job[_sizes_of(array.name)] = frame.sizes(kind, number)
+
+
+def _write_work(module, name, lanes, task):
+    """The function that does tasks of a job, in the memory given, until none is left."""
+    code = Code(module, f"{name}_work", [POINTER, POINTER], lanes)
+    (slots, memory), builder = code.arguments, code.builder
     count = code.load(slots, _COUNT, INT)
     head, body, after = (builder.append_basic_block(each) for each in ("head", "body", "after"))
     builder.branch(head)
@@ -198,22 +165,25 @@ def _write_work(module, name, lanes, kinds, task):
     builder.atomic_rmw("add", code.place(slots, _DONE, INT), INT(1), "release")
     builder.branch(head)
     builder.position_at_end(after)
-    code.call("free", memory)
     builder.ret_void()
     return code.function
 
 
-def _write_help(module, name, lanes, work):
-    """What another thread of the pool runs."""
+def _write_help(module, name, lanes, kinds, work):
+    """The function that another thread of the pool runs."""
     code = Code(module, f"{name}_help", [POINTER], lanes)
-    code.call(work, code.arguments[0])
-    _leave(code, code.arguments[0])
+    (slots,) = code.arguments
+    memory = code.call("aligned_alloc", 64, Job(code, slots, kinds)["bytes"])
+    with code.when(code.builder.icmp_unsigned("!=", memory, NULL)):
+        code.call(work, slots, memory)
+        code.call("free", memory)
+    _leave(code, slots)
     code.builder.ret_void()
     return code.function
 
 
 def _wait(code, slots, count):
-    """For tasks that other threads have begun."""
+    """Waits for tasks that other threads have begun."""
     builder = code.builder
     wait, done = (builder.append_basic_block(each) for each in ("wait", "done"))
     builder.branch(wait)
