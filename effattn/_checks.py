@@ -88,7 +88,7 @@ def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
 
 
 def counts(value: jax.Array) -> jax.Array:
-    """Counts as int32, whose sums do not overflow: from 0 to 2**30, which is beyond any sequence."""
+    """Counts as int32 from 0 to 2**30, beyond any sequence, so that their sums do not overflow."""
     return jnp.clip(value, 0, min(_FAR, jnp.iinfo(value.dtype).max)).astype(jnp.int32)
 
 

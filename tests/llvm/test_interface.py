@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import pathlib
 import re
 import subprocess
@@ -249,8 +250,10 @@ def test_vmap_copies_no_array_that_it_does_not_map():
 
 
 def run_python(code, *arguments):
+    # XLA cannot serialise a program that it has itself read from the cache of compiled programs.
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
+        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"},
         capture_output=True,
         text=True,
         timeout=300,
