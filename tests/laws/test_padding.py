@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from tests.laws import battery
 from tests.laws.battery import MECHANISMS, SQUARE
 
+# Landmarks are means of queries, and clusters choose among them.
+MIXING_QUERIES = "nystrom", "routing"
+
 
 def claiming(*capabilities):
     """The mechanisms that claim all these."""
@@ -122,3 +125,15 @@ def test_an_example_does_not_depend_on_the_others(mechanism):
         got = run({**arrays, **{k: where(kept, arrays[k], np.nan) for k in names}})
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(a[row], b[row])
+
+
+def test_a_query_that_is_not_a_number_reaches_its_own_output_alone(mechanism):
+    if mechanism.name in MIXING_QUERIES:
+        pytest.skip("mixes queries, or sorts them")
+    arrays = battery.draw_plain(mechanism, 0)
+    expected = battery.run(mechanism, arrays)[0]["out"]
+    arrays["query"][:, 5] = np.nan
+    out = battery.run(mechanism, arrays)[0]["out"]
+    others = np.arange(SQUARE.queries) != 5
+    np.testing.assert_array_equal(out[:, others], expected[:, others])
+    assert np.isnan(out[:, 5]).all()
