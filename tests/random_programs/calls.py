@@ -1,0 +1,573 @@
+"""Random calls of the functions of query, key and value, against their plain forms in float64."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.laws import battery
+from tests.laws.battery import Extent, Sizes
+from tests.random_programs.errors import compare, jittered, largest_difference
+from tests.references import REFERENCES
+from tests.references.linformer import projections
+from tests.references.reference import Reference
+
+LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 20, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 96, 100)
+LONG = (127, 128, 129, 150, 200)
+BATCHES = ((), (1,), (2,), (3,), (2, 1), (1, 2, 2))
+HEAD_SIZES = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 64)
+INTEGERS = tuple(np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
+TRANSFORMATIONS = ("jit", "jit", "jit", "constants", "eager", "forward", "remat", "vmap", "scan")
+MAPPED = 2
+
+# Which keys a query sees there follows from comparing numbers, which rounding to 16 bits decides.
+COMPARES = frozenset({"routing"})
+# Their plain form holds a state for every pair, or for every query.
+STATES = frozenset({"mamba", "delta_net", "gated_delta_net", "rwkv7"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drawn:
+    """A subject of the battery with drawn options, and with some of its capabilities unused."""
+
+    name: str
+    chosen: Mapping[str, Any]
+    reference: Reference
+    unused: frozenset[str]
+
+    entry = battery.Subject.entry
+    parameters = battery.Subject.parameters
+    of_tokens = battery.Subject.of_tokens
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.chosen)
+
+    def has(self, capability: str) -> bool:
+        return capability in self.entry.capabilities - self.unused
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """All of a call but its values.
+
+    Attributes:
+      integers: dtypes of lengths, ids and offsets, by argument.
+      container: "numpy", "jax" or "list", of the same.
+      given: names of the arguments without gradient.
+      left_out: names of the arrays that are optional and not given.
+      constant: names of the arrays that have no gradient in this call.
+      mapped: of vmap and scan, the axis of each argument that has one more.
+      dirty: padding holds NaN.
+    """
+
+    subject: Drawn
+    sizes: Sizes
+    extent: Extent
+    dtype: Any
+    value_dtype: Any
+    x64: bool
+    implementation: Any
+    transformation: str
+    integers: Mapping[str, np.dtype]
+    container: str
+    given: frozenset[str]
+    left_out: frozenset[str]
+    constant: frozenset[str]
+    mapped: Mapping[str, int]
+    pair: bool
+    wild: bool
+    dirty: bool
+    broadcast: tuple[bool, ...]
+
+    def __str__(self) -> str:
+        s = self.sizes
+        direction = "causal" if self.extent.is_causal else "bidirectional"
+        dtype = jnp.dtype(self.dtype).name
+        if self.value_dtype != self.dtype:
+            dtype += f"/{jnp.dtype(self.value_dtype).name}"
+        options = {k: v for k, v in self.subject.chosen.items() if np.ndim(v) < 2}
+        extras = sorted(
+            {"score_mod", "soft_cap", "window", "sink", "bias", "state", "scale"}
+            & {*filter(self.subject.has, self.subject.entry.capabilities), "scale"} - self.left_out
+        )
+        integers = {k: str(v) for k, v in self.integers.items() if k in self.given}
+        words = [
+            f"{self.subject.name} {direction} {options}" if options else self.subject.name,
+            f"batch {s.batch} T {s.queries} S {s.keys} N {s.heads} K {s.key_heads}",
+            f"H {s.size} Hv {s.value_size} {dtype}{' x64' if self.x64 else ''}",
+            f"implementation={self.implementation!r} {self.transformation}",
+            f"given {sorted(self.given)} {integers} {self.container}",
+            f"{extras} simple={self.extent.simple} tuning={self.extent.tuning}",
+        ]
+        if self.mapped:
+            words.append(f"mapped {dict(self.mapped)}")
+        if self.constant:
+            words.append(f"constant {sorted(self.constant)}")
+        words += [word for word in ("pair", "wild", "dirty") if getattr(self, word)]
+        return "; ".join(words)
+
+
+# What a program is.
+
+
+def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
+    """A program, or None where the mechanism drawn is not among those asked for."""
+    names = battery.NAMES
+    name = names[rng.integers(len(names))]
+    if not only.search(name):
+        return None
+    entry = battery.registry.get(name)
+
+    def coin(probability: float = 0.5) -> bool:
+        return bool(rng.random() < probability)
+
+    def one_of(choices):
+        return choices[rng.integers(len(choices))]
+
+    ways = [way for way in ("causal", "bidirectional") if way in entry.capabilities]
+    is_causal = one_of(ways) == "causal"
+    sizes = draw_sizes(rng, entry, is_causal)
+    chosen, reference = draw_options(rng, name, sizes)
+    # Part of the options at a time: all together, one may hide what another does.
+    likely = {"state": 0.5, "residual": 0.3, "window": 0.5, "lengths": 0.3, "segments": 0.3}
+    optional = {*likely, *("bias", "mask", "score_mod", "soft_cap", "sink", "dropout", "offset")}
+    unused = {c for c in sorted(optional) if coin(likely.get(c, 0.6))}
+    subject = Drawn(name, MappingProxyType(chosen), reference, frozenset(unused))
+    extent = Extent(is_causal, everything=True, simple=coin(), tuning=coin(0.3))
+    x64 = coin()
+    dtypes: list[Any] = [jnp.float32] * 6
+    if name not in COMPARES:
+        dtypes += [jnp.bfloat16, jnp.float16]
+    if x64:
+        dtypes += [jnp.float64]
+    dtype = one_of(dtypes)
+    value_dtype = one_of(dtypes) if coin(0.1) else dtype
+    implementation = one_of([None] * 5 + ["xla", "llvm", ("llvm", "xla")])
+    transformation = one_of(TRANSFORMATIONS)
+    at_once = transformation in ("constants", "eager", "forward")
+    container = one_of(("numpy", "jax", "list") if at_once else ("numpy", "jax"))
+    given = {"dropout_rng"}
+    if subject.has("lengths"):
+        sides = [side for side in ("query", "key_value") if coin(0.75)] or ["key_value"]
+        given |= {f"{side}_seq_lengths" for side in sides}
+    if subject.has("segments") and battery.takes_segments(subject, extent):
+        given |= {"segment_ids"}
+    given |= {n for n, c in (("query_offset", "offset"), ("mask", "mask")) if subject.has(c)}
+    if "global_mask" in subject.parameters:
+        given |= {"global_mask"}
+    if not (subject.has("dropout") and not extent.simple):
+        given -= {"dropout_rng"}
+    left_out = {"scale"} if coin() else set()
+    arrays = sorted({"query", "key", "value", *subject.reference.arguments(rng, sizes)})
+    constant: set[str] = set()
+    if coin(0.25) and transformation not in ("vmap", "scan"):
+        constant = {name for name in arrays if coin()}
+        constant -= {one_of(arrays)}
+    mapped = {}
+    if transformation in ("vmap", "scan"):
+        names = [*arrays, *sorted(given), "cotangents"]
+        mapped = {name: 0 for name in names if coin(0.6)} or {one_of(names): 0}
+        for name in mapped:
+            if transformation == "vmap" and name in arrays and coin(0.2):
+                mapped[name] = -1
+    # A list of ids would be read as a pair, where a pair is taken.
+    pair = sizes.queries != sizes.keys or coin(0.3) or container == "list"
+    if name == "routing" or is_causal and "state" in entry.capabilities:
+        pair, container = False, "numpy" if container == "list" else container
+    integers = {}
+    most = max(sizes.queries, sizes.keys)
+    for name in ("query_seq_lengths", "key_value_seq_lengths", "segment_ids", "query_offset"):
+        wide_enough = [d for d in INTEGERS if np.iinfo(d).max >= most]
+        integers[name] = one_of([np.dtype(np.int32), *wide_enough])
+    program = Program(
+        subject=subject,
+        sizes=sizes,
+        extent=extent,
+        dtype=dtype,
+        value_dtype=value_dtype,
+        x64=x64,
+        implementation=implementation,
+        transformation=transformation,
+        integers=integers,
+        container=container,
+        given=frozenset(given),
+        left_out=frozenset(left_out),
+        constant=frozenset(constant),
+        mapped=mapped,
+        pair=pair,
+        wild=coin(0.2),
+        dirty=coin(),
+        broadcast=tuple(coin(0.3) for _ in range(8)),
+    )
+    return Runner(program)
+
+
+def draw_length(rng: np.random.Generator) -> int:
+    """Up to 100 tokens mostly, and near the edges of tiles often."""
+    pool = LONG if rng.random() < 0.1 else LENGTHS
+    length = pool[rng.integers(len(pool))]
+    if length < 16 and rng.random() < 0.7:  # kernels begin there
+        length = int(rng.integers(16, 100))
+    return length
+
+
+def draw_sizes(rng: np.random.Generator, entry: Any, is_causal: bool) -> Sizes:
+    batch = BATCHES[rng.integers(len(BATCHES))]
+    queries = keys = draw_length(rng)
+    if entry.name in STATES:
+        queries = keys = min(queries, 65)
+    if "cross" in entry.capabilities and not is_causal and rng.random() < 0.5:
+        keys = draw_length(rng)
+    least = {"nystrom": 4, "routing": 5}.get(entry.name, 1)
+    queries, keys = max(queries, least), max(keys, least)
+    key_heads = int(rng.integers(1, 4))
+    groups = int(rng.integers(1, 4)) if "grouped" in entry.capabilities else 1
+    size, value_size = (int(HEAD_SIZES[rng.integers(len(HEAD_SIZES))]) for _ in range(2))
+    if entry.name == "based" or entry.name in STATES:  # features are the squares of these
+        size, value_size = min(size, 9), min(value_size, 9)
+    if entry.name == "retention":
+        size += size % 2
+    return Sizes(batch, queries, keys, key_heads * groups, key_heads, size, value_size)
+
+
+def draw_options(rng, name: str, sizes: Sizes) -> tuple[dict[str, Any], Reference]:
+    """A mechanism's own options for these sizes, and its reference."""
+    reference = REFERENCES[name]
+    labels = list(reference.variants)
+    options = dict(reference.variants[labels[rng.integers(len(labels))]])
+    options = {**battery.registry.get(name).options, **options}
+    length, integers = max(sizes.queries, sizes.keys), rng.integers
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    def window():
+        one, two = (int(w) for w in integers(0, (4, 20, 50)[integers(3)], size=2))
+        return one if rng.random() < 0.3 else (one, two)
+
+    if name in ("sliding_window", "longformer"):
+        options["local_window_size"] = window()
+    elif name == "dilated":
+        options |= {"local_window_size": window(), "dilation": int(integers(1, 5))}
+    elif name == "sparse_transformer":
+        options["stride"] = int(integers(1, 24))
+    elif name in ("block_sparse", "bigbird", "random"):
+        size = options["block_size"] = int((3, 5, 8, 16, 17, 32)[integers(6)])
+        if "random_blocks" in options:
+            blocks = -(-sizes.keys // size)
+            options["random_blocks"] = integers(-1, blocks, size=(blocks, 2)).astype(np.int32)
+        if name == "bigbird":
+            options["num_window_blocks"] = int((1, 3)[integers(2)])
+    elif name == "hierarchical":
+        size = int((2, 4, 8, 16)[integers(4)])
+        summaries = int(2 ** integers(0, np.log2(size) + 1))
+        levels = int(integers(1, 5))
+        options |= {"segment_size": size, "num_levels": levels, "num_summaries": summaries}
+    elif name == "cosformer":
+        options["max_length"] = 2 * length + 3
+    elif name == "linformer":
+        heads = () if rng.random() < 0.5 else (sizes.key_heads,)
+        options |= projections((*heads, int(integers(1, 9))), sizes.keys + int(integers(0, 3)))
+    elif name == "block_linformer":
+        heads = () if rng.random() < 0.5 else (sizes.key_heads,)
+        made = projections((*heads, int(integers(1, 4))), int(integers(1, 20)))
+        options |= {name: x.astype(np.float32) for name, x in made.items()}
+        slots, size = made["key_projection"].shape[-2:]
+    elif name == "long_short":
+        options = {"window_size": 2 * int(integers(1, 12))}
+        segment = options["window_size"]
+        slots = int(integers(1, 4))
+        if rng.random() < 0.5:
+            segment = options["segment_size"] = int(integers(2, 20))
+        if rng.random() < 0.5:
+            options["projection"] = normal(sizes.size, slots)
+        else:
+            options["slot_scores"] = normal(sizes.keys, sizes.key_heads, slots)
+        more = slots * (1 + -(-sizes.keys // segment))
+        reference = dataclasses.replace(reference, more_keys=more)
+    elif name == "nystrom":
+        options["num_landmarks"] = int(integers(1, 12))
+        if "skip_kernel" in options:
+            width = 2 * int(integers(1, 4)) + 1
+            options["skip_kernel"] = normal(sizes.heads, width)
+        if sizes.queries != sizes.keys:
+            options.pop("skip_kernel", None)
+    elif name == "routing":
+        options["cluster_size"] = int(integers(2, 6))
+    return options, reference
+
+
+# The values of a case.
+
+
+def draw_known(program: Program, rng: np.random.Generator) -> dict[str, Any]:
+    """The arguments without gradient, as NumPy arrays for the reference."""
+    sizes, known = program.sizes, {}
+    batch, queries, keys, heads = sizes[:4]
+    for name, most in (("query_seq_lengths", queries), ("key_value_seq_lengths", keys)):
+        if name in program.given:
+            known[name] = np.asarray(rng.integers(0, most + 1, size=batch))
+            if rng.random() < 0.3:
+                known[name] = np.maximum(known[name], most - 1)
+    if "segment_ids" in program.given:
+        pool = draw_pool(program, rng)
+        known["segment_ids"] = tuple(packing(rng, batch, n, pool) for n in (queries, keys))
+        if queries == keys and rng.random() < 0.7 or not program.pair:
+            known["segment_ids"] = known["segment_ids"][1:] * 2
+        if not program.pair:
+            known["segment_ids"] = known["segment_ids"][0]
+    if "query_offset" in program.given:
+        shape = batch if program.broadcast[0] else ()
+        signed = program.integers["query_offset"].kind == "i"
+        known["query_offset"] = np.asarray(rng.integers(-2 * signed, keys + 1, size=shape))
+    if "mask" in program.given:
+        shape = broadcast(program, (*batch, 1, queries, keys))
+        known["mask"] = rng.random(shape) < 0.8
+    if "global_mask" in program.given:
+        known["global_mask"] = rng.random((*batch, queries)) < 0.1
+    if "dropout_rng" in program.given:
+        known["dropout_rng"] = np.asarray([0, rng.integers(2**16)], np.uint32)
+    for name, dtype in program.integers.items():
+        if name in known:
+            known[name] = jax.tree.map(lambda x, d=dtype: np.asarray(x).astype(d), known[name])
+    return known
+
+
+def broadcast(program: Program, shape: tuple[int, ...]) -> tuple[int, ...]:
+    ones = program.broadcast[-len(shape) :]
+    return tuple(1 if one else n for one, n in zip(ones, shape, strict=True))
+
+
+def draw_pool(program: Program, rng: np.random.Generator) -> np.ndarray:
+    """Distinct ids, of which the first is 0: small ones, or any that the dtype has."""
+    dtype = program.integers["segment_ids"]
+    if not program.wild:
+        return np.arange(6).astype(dtype)
+    # Without x64, JAX has no integers of 64 bits.
+    limits = np.iinfo(dtype if program.x64 else np.dtype(f"{dtype.kind}{min(dtype.itemsize, 4)}"))
+    few = rng.integers(limits.min, limits.max, size=2, dtype=dtype)
+    alike = [int(few[0]) + 2**32, 2**32, 2**31, 2**63, -1, 2**16, 2**8, int(few[0]) - 2**32]
+    more = [x for x in alike if limits.min <= x <= limits.max]
+    ids = {*map(int, few), *(int(x) for x in rng.permutation(np.array(more, object))[:3])} - {0}
+    pool = sorted(ids)
+    return np.array([0, *rng.permutation(np.array(pool, object))]).astype(dtype)
+
+
+def packing(rng, batch: tuple[int, ...], length: int, pool: np.ndarray) -> np.ndarray:
+    """Ids `(*B, length)`, of contiguous runs."""
+
+    def row():
+        runs = int(rng.integers(1, min(len(pool), length) + 1))
+        borders = np.sort(rng.choice(np.arange(1, length), size=runs - 1, replace=False))
+        run = np.searchsorted(borders, np.arange(length), side="right")
+        return rng.permutation(pool)[run]
+
+    rows = [row() for _ in range(int(np.prod(batch)))]
+    return np.array(rows, pool.dtype).reshape(*batch, length)
+
+
+def draw_values(program: Program, rng: np.random.Generator) -> tuple[Any, Any, Any]:
+    """Arrays, the arguments without gradient, and cotangents, all for one call."""
+    subject, sizes = program.subject, program.sizes
+    seed = int(rng.integers(2**31))
+    arrays = battery.draw_arrays(subject, sizes, True, seed)
+    if "bias" in arrays:
+        shape = (*sizes.batch, sizes.heads, sizes.queries, sizes.keys)
+        arrays["bias"] = rng.normal(size=broadcast(program, shape))
+    for name in program.left_out & arrays.keys():
+        del arrays[name]
+    arrays = battery.to_numpy(subject.reference.bounded(arrays))
+    arrays = battery.cast(subject, arrays, program.dtype)
+    arrays["value"] = arrays["value"].astype(program.value_dtype)
+    known = draw_known(program, rng)
+    cotangents = battery.cotangents_of(subject, program.extent, arrays, known, seed + 1)
+    return arrays, known, cotangents
+
+
+def draw_case(program: Program, rng: np.random.Generator) -> list[tuple[Any, Any, Any]]:
+    """One call, or as many as are mapped, which share what is not."""
+    values = [draw_values(program, rng) for _ in range(MAPPED if program.mapped else 1)]
+    first = named(values[0])
+    for one in values[1:]:
+        for group in one[:2]:
+            group.update({k: first[k] for k in group if k not in program.mapped})
+    if program.mapped and "cotangents" not in program.mapped:
+        values = [(*one[:2], values[0][2]) for one in values]
+    return values
+
+
+def with_nan(program: Program, arrays: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
+    """The arrays, with NaN for all tokens that are padding."""
+    batch, queries, keys = program.sizes[:3]
+    ids = known.get("segment_ids", (np.ones((*batch, queries)), np.ones((*batch, keys))))
+    both = ids if isinstance(ids, tuple) else (ids, ids)
+    padding = {}
+    for side, length, of_side in zip(("query", "key_value"), (queries, keys), both, strict=True):
+        lengths = np.asarray(known.get(f"{side}_seq_lengths", np.full(batch, length)))
+        padding[side] = (of_side == 0) | (np.arange(length) >= lengths[..., None])
+    arrays = dict(arrays)
+    for name in program.subject.of_tokens:
+        x = np.array(arrays[name])
+        x[padding["query" if name == "query" else "key_value"]] = np.nan
+        arrays[name] = x
+    return arrays
+
+
+# Calls.
+
+
+def as_given(program: Program, known: Mapping[str, Any]) -> dict[str, Any]:
+    """In the containers of the call."""
+
+    def convert(name, x):
+        if name not in program.integers or program.container == "numpy":
+            return x
+        return jnp.asarray(x) if program.container == "jax" else x.tolist()
+
+    return {
+        name: tuple(convert(name, one) for one in x) if isinstance(x, tuple) else convert(name, x)
+        for name, x in known.items()
+    }
+
+
+def run(program: Program, arrays, constants, known, cotangents) -> Any:
+    """Results and gradients of the arrays."""
+
+    def call(arrays):
+        given = {**known, "implementation": program.implementation}
+        return battery.call(program.subject, program.extent, {**arrays, **constants}, given)
+
+    if program.transformation == "forward":
+        # A `score_mod` reads traced indices of it.
+        arrays = {name: jnp.asarray(x) if name == "slope" else x for name, x in arrays.items()}
+        return call(arrays), {}
+    if program.transformation == "remat":
+        call = jax.checkpoint(call)
+    results, pull_back = jax.vjp(call, arrays)
+    return results, pull_back(cotangents)[0]
+
+
+class Runner:
+    """One program with what it compiled."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.jitted = jax.jit(functools.partial(run, program))
+
+    def __str__(self) -> str:
+        return str(self.program)
+
+    def may_refuse(self) -> bool:
+        """Whether it names an implementation that need not take it."""
+        return self.program.implementation == "llvm"
+
+    def failures(self, rng: np.random.Generator) -> Iterator[str]:
+        """What is wrong with one case."""
+        program = self.program
+        with jax.enable_x64(program.x64):
+            values = draw_case(program, rng)
+            given = values
+            # Where calls share an array, padding of one is not that of another.
+            alone = not program.mapped or {*program.subject.of_tokens} <= program.mapped.keys()
+            if program.dirty and alone:
+                given = [(with_nan(program, *one[:2]), *one[1:]) for one in values]
+            found = [battery.to_numpy(result) for result in self.call(given)]
+        for results, one in zip(found, values, strict=True):
+            yield from differences(program, results, one, rng)
+
+    def call(self, values: list[tuple[Any, Any, Any]]) -> list[Any]:
+        """Results and gradients for each of the values, which are one, or as many as mapped."""
+        program = self.program
+        if program.mapped:
+            return self.mapped(values)
+        ((arrays, known, cotangents),) = values
+        constants = {name: x for name, x in arrays.items() if name in program.constant}
+        arrays = {name: x for name, x in arrays.items() if name not in program.constant}
+        given = as_given(program, known)
+        if program.transformation in ("eager", "forward"):
+            return [run(program, arrays, constants, given, cotangents)]
+        if program.transformation == "constants":
+            of_arrays = jax.jit(lambda *args: run(program, *args[:-1], given, args[-1]))
+            return [of_arrays(arrays, constants, cotangents)]
+        return [self.jitted(arrays, constants, given, cotangents)]
+
+    def mapped(self, values):
+        """vmap or scan over some of the arguments."""
+        axes = self.program.mapped
+        stacked = {
+            name: jax.tree.map(
+                lambda *xs, axis=axis: np.moveaxis(np.stack(xs), 0, axis),
+                *(named(one)[name] for one in values),
+            )
+            for name, axis in axes.items()
+            if name in named(values[0])
+        }
+        shared = {name: x for name, x in named(values[0]).items() if name not in stacked}
+        results = self.over(stacked, shared)
+        return [jax.tree.map(lambda x, j=j: x[j], results) for j in range(len(values))]
+
+    @functools.cached_property
+    def over(self):
+        program = self.program
+
+        def one(mapped, shared):
+            given = {**mapped, **shared}
+            cotangents = given.pop("cotangents")
+            known = {name: given.pop(name) for name in program.given if name in given}
+            return run(program, given, {}, known, cotangents)
+
+        def vmap(stacked, shared):
+            axes = {name: program.mapped[name] for name in stacked}
+            return jax.vmap(one, in_axes=(axes, None), axis_size=MAPPED)(stacked, shared)
+
+        def scan(stacked, shared):
+            def step(carry, mapped):
+                return carry, one(mapped, shared)
+
+            return jax.lax.scan(step, None, stacked, length=MAPPED)[1]
+
+        return jax.jit(vmap if program.transformation == "vmap" else scan)
+
+
+def named(values) -> dict[str, Any]:
+    arrays, known, cotangents = values
+    return {**arrays, **known, "cotangents": cotangents}
+
+
+# The verdict.
+
+
+def differences(program: Program, ours: Any, values: Any, rng: np.random.Generator):
+    """Between results and gradients of ours and of the plain form in float64."""
+    refer = functools.partial(battery.run_reference, program.subject, program.sizes, program.extent)
+    arrays, known, cotangents = values
+
+    def in_float64(arrays):
+        with jax.enable_x64(True):
+            wide = battery.as_float64(arrays), known, battery.as_float64(cotangents)
+            return like_ours(battery.to_numpy(refer(*wide)))
+
+    def like_ours(of_reference):
+        results, gradients = of_reference
+        return {k: results[k] for k in ours[0]}, {k: gradients[k] for k in ours[1]}
+
+    @functools.cache
+    def likely():
+        """Errors that are nobody's fault: those of the plain form, and of rounded arguments."""
+        with jax.enable_x64(jnp.float64 in (program.dtype, program.value_dtype)):
+            errors = [like_ours(battery.to_numpy(refer(*values)))]
+        for _ in range(3):
+            errors.append(in_float64(jax.tree.map(functools.partial(jittered, rng), arrays)))
+        return [jax.tree.map(largest_difference, error, true) for error in errors]
+
+    true = in_float64(arrays)
+    narrowest = max((program.dtype, program.value_dtype), key=lambda d: jnp.finfo(d).eps)
+    eps = float(jnp.finfo(narrowest).eps)
+    yield from compare(ours, true, likely, eps, program.subject.reference.decays)

@@ -1,0 +1,53 @@
+"""How much a result may differ from the truth in float64."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def jittered(rng: np.random.Generator, x: Any) -> np.ndarray:
+    """Each number moved by an eps or less."""
+    eps = float(jnp.finfo(x.dtype).eps)
+    return np.asarray(x, np.float64) * (1 + eps * rng.uniform(-1, 1, size=x.shape))
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    """Infinite where one is finite and the other is not."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(np.where(same, 0, a - b))
+    return float(np.where(np.isnan(difference), np.inf, difference).max(initial=0))
+
+
+def compare(
+    ours: Any,
+    true: Any,
+    likely: Callable[[], Any],
+    eps: float,
+    decays: frozenset[str] = frozenset(),
+) -> Iterator[str]:
+    """What differs by more than a few times the errors that are likely."""
+    paths = jax.tree.leaves_with_path(true)
+    leaves = jax.tree.leaves(ours)
+    for n, ((path, b), a) in enumerate(zip(paths, leaves, strict=True)):
+        name = jax.tree_util.keystr(path)
+        if a.shape != b.shape:
+            yield f"{name} has shape {a.shape}, not {b.shape}"
+            continue
+        finite = np.abs(b[np.isfinite(b)])
+        size = max(float(finite.max(initial=0)), 1.0)
+        # The largest of many errors is much the same in every draw; that of one number is not,
+        # and one number is often the sum of many that cancel.
+        few = 8 if b.size < 16 else 1
+        error, allowed = largest_difference(a, b), few * (2 if eps > 1e-4 else 16) * eps * size
+        if decays & {getattr(key, "key", None) for key in path}:
+            allowed = max(allowed, 1e-5 * size)
+        if error > allowed:
+            plain, *moved = (jax.tree.leaves(errors)[n] for errors in likely())
+            allowed = max(allowed, few * 4 * plain, few * 8 * max(moved))
+        if error > allowed:
+            yield f"{name} differs by {error:.2g}, where {allowed:.2g} is allowed, of {size:.2g}"
