@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tests.random_programs import calls
+from tests.random_programs import calls, modules
 
 CASES = 4  # of a program
-KINDS = (calls.draw,)
+KINDS = (calls.draw, calls.draw, modules.draw)
 
 
 class Runner(Protocol):
