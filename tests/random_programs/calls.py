@@ -99,7 +99,7 @@ class Program:
         )
         integers = {k: str(v) for k, v in self.integers.items() if k in self.given}
         words = [
-            f"{self.subject.name} {direction} {options or str()}",
+            f"{self.subject.name} {direction} {options or ''}",
             f"batch {s.batch} T {s.queries} S {s.keys} N {s.heads} K {s.key_heads}",
             f"H {s.size} Hv {s.value_size} {dtype}{' x64' if self.x64 else ''}",
             f"implementation={self.implementation!r} {self.transformation}",

@@ -1,0 +1,302 @@
+"""Mutations: small wrong changes to the library, each of which the tests must catch.
+
+    python scripts/mutations.py --jobs 2
+    python scripts/mutations.py --only 'nystrom|ring'
+
+`mutations.toml` beside this file names each mutation: a file, a text that occurs in it exactly
+once, the text that replaces it, and what that breaks. Mutations are made one at a time, in a copy
+of the repository, never in the repository itself. The tests that concern the file follow by rule:
+
+- `effattn/functional/<name>.py`: `tests/functional/test_<name>*.py`, then the laws of the
+  mechanisms whose functions the file holds.
+- `effattn/nn/<name>.py`: `tests/nn/test_<name>*.py`, then the laws of the mechanisms whose mixers
+  the file holds.
+- `effattn/decode/<name>.py`: the laws of the mechanisms that the file decodes, then `tests/decode`.
+- Files that several mechanisms share, as `effattn/llvm/*`: see `RULES`, which come first.
+
+The tests run as `make test` runs them (`-m "not slow"`) and stop at the first failure, which must
+pass again where the mutation is undone. The result is a Markdown table on standard output. The exit
+status is 1 if a mutation survives, or does not apply.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TABLE = pathlib.Path(__file__).with_suffix(".toml")
+
+# One run of pytest: paths, and the expression for `-k`, or None.
+Run = tuple[tuple[str, ...], str | None]
+
+# The tests of the files that several mechanisms share, by the path below `effattn`.
+RULES: dict[str, tuple[Run, ...]] = {
+    r"(cores|xla)/(block_attention|tiling)": (
+        (("tests/xla/test_block_attention.py", "tests/xla/test_tiling.py"), None),
+        (("tests/functional/test_softmax.py",), None),
+        (("tests/laws",), "softmax or sliding_window or bigbird"),
+    ),
+    r"cores/linear_recurrence|xla/(linear_recurrence|recurrent_chunks)": (
+        (("tests/xla/test_linear_recurrence.py", "tests/functional/test_recurrence.py"), None),
+        (("tests/laws",), "linear or rwkv6 or gated_delta_net or performer"),
+    ),
+    r"xla/diagonal_recurrence": (
+        (("tests/functional/test_selective_scan.py",), None),
+        (("tests/laws",), "mamba"),
+    ),
+    r"xla/linear_scan": ((("tests/laws",), "rwkv4 or s4d or aft_simple"),),
+    r"xla/long_convolution": ((("tests/laws",), "hyena or s4"),),
+    r"xla/paged_attention": ((("tests/functional/test_paged.py",), None),),
+    r"llvm/.*": (
+        (("tests/llvm",), None),
+        (("tests/laws",), "softmax or sliding_window or linear or cosformer"),
+    ),
+    r"dropout": (
+        (("tests/test_dropout.py",), None),
+        (("tests/laws",), "softmax or sliding_window"),
+    ),
+    r"segments": (
+        (("tests/test_segments.py",), None),
+        (("tests/laws",), "softmax or linear or mamba or lsh"),
+    ),
+    r"functional/(block|combine|folding)": (
+        (("tests/functional/test_combine.py", "tests/functional/test_softmax.py"), None),
+        (("tests/laws",), "softmax or sliding_window or longformer or hierarchical"),
+    ),
+    r"functional/feature_maps": (
+        (("tests/functional/test_feature_maps.py",), None),
+        (("tests/laws",), "linear or based"),
+    ),
+    r"functional/(kernels|recurrence)": (
+        (("tests/functional/test_linear.py", "tests/functional/test_recurrence.py"), None),
+        (("tests/laws",), "linear or performer or retention"),
+    ),
+    r"nn/(attention|tokens)": (
+        (("tests/nn/test_attention.py",), None),
+        (("tests/laws",), "softmax or lsh or recurrent_memory or gru"),
+    ),
+    r"nn/(rotary|alibi|short_convolution)": (
+        (("tests/nn/test_rotary.py", "tests/nn/test_alibi.py"), None),
+        (("tests/nn/test_short_convolution.py",), None),
+        (("tests/laws",), "mamba or lsh"),
+    ),
+    r"nn/token_shift": ((("tests/nn/test_rwkv.py", "tests/nn/test_rwkv4.py"), None),),
+    r"decode/(generate|sampling)": ((("tests/decode/test_generate.py",), None),),
+    r"decode/longformer": (
+        (("tests/nn/test_longformer.py", "tests/decode"), None),
+        (("tests/laws/test_decode.py",), "longformer"),
+    ),
+    r"decode/(gathered|segments)": (
+        (("tests/decode",), None),
+        (("tests/laws/test_decode.py",), "bigbird or hierarchical or long_short"),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One wrong change; `breaks` says in words what becomes wrong."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    breaks: str
+
+    def mutated(self, root: pathlib.Path) -> str:
+        """The file's text after the change.
+
+        Raises:
+          ValueError: the text to replace does not occur exactly once.
+        """
+        text = (root / self.file).read_text() if (root / self.file).exists() else ""
+        if (count := text.count(self.before)) != 1:
+            raise ValueError(f"its text occurs {count} times in {self.file}, not once")
+        return text.replace(self.before, self.after)
+
+
+def read(table: pathlib.Path = TABLE) -> list[Mutation]:
+    """All mutations of a table."""
+    with table.open("rb") as file:
+        return [Mutation(name, **entry) for name, entry in tomllib.load(file).items()]
+
+
+def mechanisms_of(file: str) -> list[str]:
+    """The registered mechanisms whose function, mixer or decoder a file of the library holds."""
+    sys.path[:0] = [str(ROOT)]
+    from effattn import registry  # imported on use: most of the script needs no library
+
+    module = file.removesuffix(".py").replace("/", ".")
+    found = []
+    for name in registry.names():
+        entry = registry.get(name)
+        functions = [] if entry.function is None else [entry.function.__module__]
+        named = [part.split(":")[0] for part in (entry.builder, entry.decoder) if part]
+        if module in functions + named:
+            found.append(name)
+    return found
+
+
+def runs_of(file: str, root: pathlib.Path = ROOT) -> list[Run]:
+    """The runs of pytest that concern a file of the library, the quickest first."""
+    below = file.removeprefix("effattn/")
+    for pattern, runs in RULES.items():
+        if re.fullmatch(pattern, below.removesuffix(".py")):
+            return list(runs)
+    package, _, name = below.removesuffix(".py").partition("/")
+    mechanisms = " or ".join(mechanisms_of(file))
+    own = sorted(str(p.relative_to(root)) for p in root.glob(f"tests/{package}/test_{name}*.py"))
+    runs: list[Run] = [(tuple(own), None)] if own else []
+    if mechanisms:
+        laws = "tests/laws/test_decode.py" if package == "decode" else "tests/laws"
+        runs.append(((laws,), mechanisms))
+    if package == "decode":
+        runs.append((("tests/decode",), None))
+    if not runs:
+        raise ValueError(f"no rule says which tests concern {file}; add one to RULES")
+    return runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a mutation: `caught` names what caught it, None if nothing did."""
+
+    mutation: Mutation
+    caught: str | None = None
+    error: str | None = None
+
+    def row(self) -> str:
+        """Its line of the Markdown table."""
+        result = self.error or (f"`{self.caught}`" if self.caught else "**SURVIVED**")
+        return (
+            f"| {self.mutation.name} | `{self.mutation.file}` | {self.mutation.breaks} | {result} |"
+        )
+
+
+def copy_of(root: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
+    """A copy of the files that git has, or would add, as they are now."""
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root, text=True
+    )
+    for name in filter(None, listed.split("\0")):
+        if (root / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, to / name)
+    return to
+
+
+def test(root: pathlib.Path, arguments: Sequence[str], seconds: float) -> tuple[int, str]:
+    """The exit status of pytest in a copy, and what it printed."""
+    # Compiled Python is told apart by the second: a file changed twice in one would be stale.
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+    ]
+    try:
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"no end within {seconds:.0f} s"
+    return done.returncode, done.stdout
+
+
+def catcher(status: int, output: str) -> tuple[str, bool]:
+    """What caught a mutation, and whether that is a test which can be run again by itself."""
+    found = re.search(r"^(FAILED|ERROR) (.*?)( - .*)?$", output, re.MULTILINE)
+    if found:
+        return found[2], "::" in found[2]
+    last = (output.strip().splitlines() or ["nothing was printed"])[-1]
+    return f"exit status {status}: {last}", False
+
+
+def judge(mutation: Mutation, root: pathlib.Path, runs: Sequence[Run], seconds: float) -> Verdict:
+    """Makes a mutation in a copy, tests it, and undoes it."""
+    path = root / mutation.file
+    try:
+        text = mutation.mutated(root)
+    except ValueError as error:
+        return Verdict(mutation, error=f"DOES NOT APPLY: {error}")
+    original = path.read_text()
+    caught, alone = None, False
+    path.write_text(text)
+    try:
+        for paths, selected in runs:
+            arguments = [*paths, *(["-k", selected] if selected else [])]
+            status, output = test(root, arguments, seconds)
+            if status == 5:
+                return Verdict(mutation, error=f"NO TESTS: pytest {' '.join(arguments)}")
+            if status:
+                caught, alone = catcher(status, output)
+                break
+    finally:
+        path.write_text(original)
+    if caught and alone and test(root, [caught], seconds)[0]:
+        return Verdict(mutation, error=f"FAILS ANYWAY: `{caught}`")
+    return Verdict(mutation, caught)
+
+
+def judge_all(mutations: Sequence[Mutation], jobs: int, seconds: float) -> Iterator[Verdict]:
+    """The verdicts, in the order of the table, each worker with a copy of its own."""
+    with tempfile.TemporaryDirectory(prefix="effattn-mutations-") as folder:
+        copies: queue.Queue[pathlib.Path] = queue.Queue()
+        for n in range(jobs):
+            copies.put(copy_of(ROOT, pathlib.Path(folder) / str(n)))
+
+        def one(mutation: Mutation) -> Verdict:
+            root = copies.get()
+            try:
+                return judge(mutation, root, runs_of(mutation.file), seconds)
+            finally:
+                copies.put(root)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from pool.map(one, mutations)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 1 unless each mutation was caught."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="names or files, as a regular expression")
+    parser.add_argument("--jobs", type=int, default=1, help="workers, about a gigabyte each")
+    parser.add_argument("--seconds", type=float, default=1200, help="for one run of pytest")
+    options = parser.parse_args(arguments)
+    mutations = [m for m in read() if re.search(options.only, f"{m.name} {m.file}")]
+    print("| mutation | file | what it breaks | caught by |\n| --- | --- | --- | --- |", flush=True)
+    verdicts = []
+    for verdict in judge_all(mutations, options.jobs, options.seconds):
+        print(verdict.row(), flush=True)
+        verdicts.append(verdict)
+    caught = sum(verdict.caught is not None for verdict in verdicts)
+    print(f"\n{caught} of {len(verdicts)} mutations were caught.")
+    return 0 if verdicts and caught == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
