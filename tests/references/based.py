@@ -5,9 +5,15 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from effattn.functional.feature_maps import taylor
 from tests.references.pairs import Pairs
 from tests.references.reference import Reference
+
+
+def features(x, xp=jnp):
+    """Their products are 1 + z + z^2 / 2 of z = x . y: 1, x, and each product of two entries."""
+    first, second = np.triu_indices(x.shape[-1], 1)
+    squares = x**2 * 0.5**0.5, x[..., first] * x[..., second]
+    return xp.concatenate([xp.ones_like(x[..., :1]), x, *squares], -1)
 
 
 def based(arrays, pairs: Pairs, keep, **_):
@@ -22,12 +28,12 @@ def based(arrays, pairs: Pairs, keep, **_):
     logits = jnp.einsum("...tnh,...snh->...nts", query, heads_of_keys(key))
     weights = jnp.where(pairs.allowed[..., None, :, :], 1 + logits + logits**2 / 2, 0)
     out = jnp.einsum("...nts,...snd->...tnd", weights, heads_of_keys(values))
-    reached = jnp.where(pairs.reaches_final[..., None, None], taylor(key), 0)
+    reached = jnp.where(pairs.reaches_final[..., None, None], features(key), 0)
     state = jnp.einsum("...skf,...skd->...kfd", reached, values)
     if "initial_state" in arrays:
         initial = arrays["initial_state"].astype(dtype)
         state = state + jnp.where(pairs.keeps_initial[..., None, None, None], initial, 0)
-        reading = jnp.where(pairs.reads_initial[..., None, None], taylor(query), 0)
+        reading = jnp.where(pairs.reads_initial[..., None, None], features(query), 0)
         out = out + jnp.einsum("...tnf,...nfd->...tnd", reading, jnp.repeat(initial, groups, -3))
     total = out[..., -1:]
     out = jnp.where(total == 0, 0, out[..., :-1] / jnp.where(total == 0, 1, total))
@@ -36,14 +42,11 @@ def based(arrays, pairs: Pairs, keep, **_):
 
 def after_tokens(rng, shape):
     """The state that some tokens leave: of others, queries may have no weight to divide by."""
-    *batch, features, size = shape.shape
-    head_size = next(h for h in range(features) if 1 + h + h * (h + 1) // 2 == features)
+    *batch, width, size = shape.shape
+    head_size = next(h for h in range(width) if 1 + h + h * (h + 1) // 2 == width)
     x, values = (rng.normal(size=(*batch, 4, n)) for n in (head_size, size))
     values[..., -1] = 1
-    first, second = np.triu_indices(head_size, 1)
-    squares = x**2 * 0.5**0.5, x[..., first] * x[..., second]
-    keys = np.concatenate([np.ones_like(x[..., :1]), x, *squares], -1)
-    return np.einsum("...sf,...sd->...fd", keys, values)
+    return np.einsum("...sf,...sd->...fd", features(x, np), values)
 
 
 BASED = Reference(

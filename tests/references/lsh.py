@@ -50,13 +50,23 @@ def lsh(query_key, value, rotations, factors, chunk_length, is_causal):
     return weights.astype(value.dtype) @ value, jax.nn.logsumexp(logits, -1)
 
 
+def turned(x, theta):
+    """Features m and m + H / 2 of `(T, N, H)` as a complex number, times e^(i t theta^(-2m/H))."""
+    time, _, size = x.shape
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    first, second = jnp.split(x.astype(wide), 2, -1)
+    angle = jnp.outer(jnp.arange(time), theta ** (-jnp.arange(0, size, 2, wide) / size))
+    z = (first + 1j * second) * jnp.exp(1j * angle)[:, None]
+    return jnp.concatenate([z.real, z.imag], -1).astype(x.dtype)
+
+
 def mix(mixer, x):
     def project(layer):
         return jnp.einsum("td,dnh->tnh", x, layer.kernel[...])
 
     query_key, value = project(mixer.query_key), project(mixer.value)
     if mixer.rotary is not None:
-        query_key = mixer.rotary(query_key, jnp.arange(len(x)))
+        query_key = turned(query_key, mixer.rotary.theta)
     heads = [
         lsh(
             query_key[:, n],

@@ -5,7 +5,6 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from effattn.functional.retention import retention_log_decay
 from tests.references.pairs import Pairs
 from tests.references.reference import Reference
 
@@ -54,7 +53,8 @@ def decayed(arrays, pairs: Pairs, log_decay, scale=1.0, bonus=None):
 
 def retention(arrays, pairs: Pairs, keep, **_):
     key = arrays["key"]
-    log_decay = arrays.get("log_decay", retention_log_decay(key.shape[-2]))
+    own = jnp.log(1 - 2.0 ** (-5.0 - jnp.arange(key.shape[-2])))
+    log_decay = arrays.get("log_decay", own)
     log_decay = jnp.broadcast_to(log_decay[:, None], (*key.shape[:-1], 1))
     return decayed(arrays, pairs, log_decay, arrays.get("scale", key.shape[-1] ** -0.5))
 

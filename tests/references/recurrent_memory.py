@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from tests.references.recurrent_networks import gated
 from tests.references.reference import MixerReference
 
 
@@ -29,7 +30,7 @@ def mix(mixer, x):
         read = attend(
             heads(mixer.read, memory), k[:, : len(part)], v[:, : len(part)], jnp.array(True)
         )
-        memory = mixer.update(memory, read)[0].astype(x.dtype)
+        memory = gated(mixer.update, memory, read).astype(x.dtype)
     return jnp.concatenate(outputs)
 
 
