@@ -55,6 +55,37 @@ def is_interpreted() -> bool:
     return bool(_interpreted.get())
 
 
+class _Recorder(NamedTuple):
+    """What `recorded` gives calls, and what it lists.
+
+    Attributes:
+      names: for the calls that name no implementation.
+      taken: for each call, the implementations that take it, with their limits.
+    """
+
+    names: tuple[str, ...]
+    taken: list[Mapping[str, "Limits"]]
+
+
+_recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar(
+    "effattn_recorder", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded(*names: str) -> Iterator[list[Mapping[str, "Limits"]]]:
+    """Lists which implementations take each call that is traced within, with their limits.
+
+    Calls that name no implementation name these. All of the calls run by XLA.
+    """
+    recorder = _Recorder(names, [])
+    token = _recorder.set(recorder)
+    try:
+        yield recorder.taken
+    finally:
+        _recorder.reset(token)
+
+
 class Chosen(NamedTuple):
     """Implementations to run.
 
@@ -103,7 +134,8 @@ class Limits(NamedTuple):
 def requested(value: Any) -> tuple[str, ...] | None:
     """The names to try in order, of an argument `implementation`; None means any."""
     if value is None:
-        return None
+        recorder = _recorder.get()
+        return None if recorder is None else recorder.names
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, tuple | list) or not names:
         raise ValueError(f"implementation must be None, a name or a tuple of names, got {value!r}")
@@ -148,6 +180,7 @@ class Call(NamedTuple):
       differentiable: it has gradients.
       suited: the platforms on which such calls were measured to be faster by kernels: GPUs, in 16
         bits and, unless it decodes, of tokens for a tile; CPUs, in float32.
+      limits: of an implementation, by name.
     """
 
     mechanism: str
@@ -156,6 +189,7 @@ class Call(NamedTuple):
     tilings: Callable[[str], Mapping[str, tuple[tuple[int, ...], ...]]] = lambda _: {}
     differentiable: bool = True
     suited: tuple[str, ...] = ()
+    limits: Callable[[str], Limits] = lambda _: Limits()
 
     def candidates(self) -> dict[str, Mapping[str, tuple[tuple[int, ...], ...]]]:
         """The implementations that take it, on whatever platform, with their tilings."""
@@ -176,6 +210,11 @@ def choose(value: Any, call: Call) -> Chosen:
     """
     mechanism, refusals = call.mechanism, call.refusals
     names = requested(value)
+    recorder = _recorder.get()
+    if recorder is not None:
+        takes = [name for name, refusal in refusals.items() if refusal() is None]
+        recorder.taken.append({name: call.limits(name) for name in takes})
+        return XLA
     tiles: tuned.Tiles = ()
     if names is None:
         best = tuned.look_up(call)

@@ -1,32 +1,24 @@
-"""Which implementations each mechanism has, where they run, and what they take."""
+"""Support table: which implementations each mechanism has, where they run and what they take."""
 
-import importlib
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from effattn import dispatch, registry
-from effattn.cores import block_attention, linear_recurrence
 from effattn.functional import paged
 
+# Representative calls span several tiles of every kernel: blocks have the size of the largest tile,
+# and windows are shorter than the sequence.
+_LENGTH, _HEADS, _SIZE, _BLOCK, _WINDOW, _GLOBAL = 1024, 2, 64, 128, 127, 16
+_PAGED = "paged_attention"
 
-def _without_llvm(modules: Mapping[str, str]) -> Mapping[str, str]:
-    return {name: module for name, module in modules.items() if name != "llvm"}
-
-
-# The modules that dispatch takes implementations from.
-CORES: Mapping[str, Mapping[str, str]] = {
-    "block_attention": block_attention.MODULES,
-    "patterned_attention": _without_llvm(block_attention.MODULES),  # a layout, or a rule for each
-    "additive_attention": {"xla": block_attention.MODULES["xla"]},
-    "activated_attention": {"xla": block_attention.MODULES["xla"]},
-    "linear_recurrence": linear_recurrence.MODULES,
-    "decaying_recurrence": _without_llvm(linear_recurrence.MODULES),
-    "removal_recurrence": {"xla": linear_recurrence.MODULES["xla"]},
-    "diagonal_recurrence": {"xla": "effattn.xla.diagonal_recurrence"},
-    "paged_attention": paged.MODULES,
-}
+# The names that a traced call is given. Kernels are named for GPUs, as sparse patterns then choose
+# tiles that every kernel takes; cuDNN is called by a path of its own.
+_KERNELS, _CUDNN = ("pallas", "xla"), ("cudnn",)
 
 
 class Row(NamedTuple):
@@ -38,7 +30,7 @@ class Row(NamedTuple):
       platform: that it runs on, as JAX calls it, or "any".
       dtypes: of queries, keys and values.
       size: the largest head size, or number of features; None is any.
-      others: what else it asks for.
+      others: what else it asks for, as text.
     """
 
     mechanism: str
@@ -74,11 +66,15 @@ class Support(tuple[Row, ...]):
 def support(mechanism: str | None = None) -> Support:
     """Which implementations there are of each mechanism, or of one: `print(effattn.support())`.
 
-    Mechanisms that reduce to none of the cores are plain JAX, run everywhere, and have no row.
+    The table is derived from the checks that every call makes. A call of the mechanism with the
+    options of its registry entry, on a sequence of several tiles, blocks and windows, is traced in
+    each dtype; an implementation that takes all of the call has a row. Calls with other options are
+    taken within the row's limits, and where an implementation does not take one, naming that
+    implementation is a `NotImplementedError` that gives the reason.
 
-    It is read from what dispatch itself calls. Every option of a function is taken by all of its
-    implementations, within these limits and what they ask for; a call beyond them is a
-    `NotImplementedError` that says which it was.
+    Implementations that do not run on this machine's processor or GPU have no row. Where there is
+    no GPU, or no TPU, the kernels for them are listed. Mechanisms without an argument
+    `implementation` are plain JAX, run everywhere, and have no row.
 
     Args:
       mechanism: a name in the registry, or "paged_attention"; None for all.
@@ -87,39 +83,115 @@ def support(mechanism: str | None = None) -> Support:
       ValueError: an unknown name.
     """
     if mechanism is None:
-        with_cores = (name for name in registry.names() if registry.get(name).cores)
-        names: tuple[str, ...] = (*with_cores, "paged_attention")
+        names: tuple[str, ...] = (*registry.names(), _PAGED)
     else:
         names = (mechanism,)
     return Support(row for name in names for row in _rows(name))
 
 
-def _rows(name: str) -> Iterator[Row]:
-    cores = (name,) if name == "paged_attention" else registry.get(name).cores
-    if not cores:
-        return
+@functools.cache
+def _rows(name: str) -> tuple[Row, ...]:
+    entry = None if name == _PAGED else registry.get(name)
+    if entry is not None and not _takes_implementation(entry):
+        return ()
+    whole = _call_paged if entry is None else functools.partial(_call, entry)
+    dtypes = dispatch.Limits().dtypes
+    taken = {dtype: _taken(whole, dtype, _KERNELS) for dtype in dtypes}
+    if "cudnn" in _taken(whole, "bfloat16", _CUDNN):
+        for dtype in dtypes:
+            taken[dtype] |= _only("cudnn", _taken(whole, dtype, _CUDNN))
+    rows = []
     for implementation, platform in dispatch.PLATFORMS.items():
-        modules = [CORES[core].get(implementation) for core in cores]
-        if implementation == "cudnn" and name == "softmax":
-            limits = [dispatch.Limits(("bfloat16", "float16"), others="what `jax.nn` takes")]
-        elif None in modules:
+        own = {d: takes[implementation] for d, takes in taken.items() if implementation in takes}
+        if not own:
             continue
-        else:
-            limits = [importlib.import_module(module).LIMITS for module in modules if module]
-        dtypes = [
-            dtype
-            for dtype in dispatch.Limits().dtypes
-            if all(_computed_in(name, dtype) in one.dtypes for one in limits)
-        ]
-        if not dtypes:
-            continue
-        sizes = [one.size for one in limits if one.size is not None]
-        pieces = (piece for one in limits for piece in one.others.split("; ") if piece)
-        others = "; ".join(dict.fromkeys(pieces))
+        limits = [each for of_dtype in own.values() for each in of_dtype]
+        sizes = [each.size for each in limits if each.size is not None]
+        others = [piece for each in limits for piece in each.others.split("; ") if piece]
+        if entry is not None and platform is not None:
+            others += _directions(entry, implementation, next(iter(own)))
         where = platform or ("cuda" if implementation == "cudnn" else "any")
-        yield Row(name, implementation, where, tuple(dtypes), min(sizes, default=None), others)
+        asked = "; ".join(dict.fromkeys(others))
+        rows.append(Row(name, implementation, where, (*own,), min(sizes, default=None), asked))
+    return tuple(rows)
 
 
-def _computed_in(name, dtype):
-    in_float32 = name in registry.names() and registry.get(name).in_float32
-    return str(jnp.promote_types(dtype, jnp.float32)) if in_float32 else dtype
+def _only(name: str, taken: dict[str, Any]) -> dict[str, Any]:
+    return {name: taken[name]} if name in taken else {}
+
+
+def _takes_implementation(entry: registry.Mechanism) -> bool:
+    if entry.function is None:
+        return entry.mixer_takes("implementation")
+    return "implementation" in inspect.signature(entry.function).parameters
+
+
+def _directions(entry: registry.Mechanism, implementation: str, dtype: str) -> list[str]:
+    """The direction that an implementation asks for where its mechanism has both."""
+    if not {"causal", "bidirectional"} <= entry.capabilities:
+        return []
+    if implementation in _bidirectional(entry.name, dtype, False):
+        return []
+    packed = "segments" in entry.capabilities
+    if packed and implementation in _bidirectional(entry.name, dtype, True):
+        return ["causal or packed calls"]
+    return ["causal calls"]
+
+
+@functools.cache
+def _bidirectional(name: str, dtype: str, packed: bool) -> frozenset[str]:
+    """The implementations that take a bidirectional call."""
+    call = functools.partial(_call, registry.get(name), is_causal=False, packed=packed)
+    return frozenset(_taken(call, dtype, _KERNELS))
+
+
+def _taken(
+    call: Callable[..., Any], dtype: str, names: tuple[str, ...]
+) -> dict[str, list[dispatch.Limits]]:
+    """The implementations that take all that `call(dtype)` runs, with their limits there.
+
+    The call is traced, with these names, and nothing is compiled.
+    """
+    with jax.enable_x64(dtype == "float64"), dispatch.recorded(*names) as taken:
+        try:
+            jax.eval_shape(functools.partial(call, dtype))
+        except NotImplementedError:  # from the library that the call was handed to
+            return {}
+    takes = [name for name in dispatch.PLATFORMS if all(name in limits for limits in taken)]
+    return {name: [limits[name] for limits in taken] for name in takes if taken}
+
+
+def _call(
+    entry: registry.Mechanism,
+    dtype: str,
+    is_causal: bool | None = None,
+    packed: bool = False,
+) -> Any:
+    """A new mixer, applied to tokens; causal where its mechanism can be, unless told otherwise."""
+    from flax import nnx  # importing the library imports no Flax
+
+    is_causal = "causal" in entry.capabilities if is_causal is None else is_causal
+    known = entry.mixer_options() | entry.options.keys()
+    representative = {"max_length": _LENGTH, "block_size": _BLOCK, "max_global": _GLOBAL}
+    if is_causal:  # a window that mechanisms of both directions may have is of causal calls
+        representative["local_window_size"] = _WINDOW
+    options: dict[str, Any] = {n: option for n, option in representative.items() if n in known}
+    if entry.mixer_takes("is_causal"):
+        options["is_causal"] = is_causal
+    features = _HEADS * _SIZE
+    mixer = entry.build(features, _HEADS, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0), **options)
+    keywords = {}
+    if packed:
+        keywords["segment_ids"] = jnp.arange(_LENGTH)[None] // _BLOCK + 1
+    if "max_global" in options:
+        keywords["global_mask"] = jnp.arange(_LENGTH)[None] < _GLOBAL
+    return mixer(jnp.zeros((1, _LENGTH, features), dtype), **keywords)
+
+
+def _call_paged(dtype: str) -> Any:
+    """One token, whose sequence fills several pages."""
+    pages = _LENGTH // _BLOCK
+    pool = jnp.zeros((pages, _BLOCK, _HEADS, _SIZE), dtype)
+    query = jnp.zeros((1, 1, _HEADS, _SIZE), dtype)
+    rows = {"block_table": jnp.arange(pages)[None], "lengths": jnp.full(1, _LENGTH)}
+    return paged.paged_attention(query, pool, pool, **rows)

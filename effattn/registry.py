@@ -52,7 +52,6 @@ class Mechanism:
       builder: "module:attribute" of the callable that makes its Flax mixer; imported on use. The
         default makes one of any function that takes heads; another makes this mechanism alone.
       options_at: the options at a length, where the claimed growth supposes some that follow it.
-      in_float32: it attends in float32 at least, whatever the dtype that it is given.
       knows_order: it tells positions apart by itself, so models give it no rotary embedding.
       by_layer: the options that change with the layer (from 0) in which the mixer stands.
       decoder: "module:attribute" of what makes its decoder, `(function, options) -> Decoder` (see
@@ -63,8 +62,6 @@ class Mechanism:
         used when none are given.
       time_exponent, memory_exponent: growth in length of FLOPs and of temporary bytes.
       complexity: the time, as written in the table.
-      cores: those that it reduces to, names of `effattn.implementations.CORES`; the implementations
-        that it has are those that all of them have.
       causality: "exact" (bit for bit), or "rounding" where the order of summation moves.
     """
 
@@ -83,9 +80,7 @@ class Mechanism:
     takes_heads: bool = True
     builder: str = _ANY_FUNCTION
     decoder: str | None = None
-    cores: tuple[str, ...] = ("block_attention",)
     causality: str = "exact"
-    in_float32: bool = False
     knows_order: bool = False
 
     def __post_init__(self):

@@ -154,6 +154,7 @@ def call(mechanism: str, rule: Rule, x: Operands) -> dispatch.Call:
         functools.partial(signature, rule, x),
         tilings,
         suited=dispatch.suited(x.query.dtype, x.query.shape[-3]),
+        limits=lambda name: module(name).LIMITS,
     )
 
 

@@ -233,6 +233,7 @@ def call(mechanism: str, rule: Rule, x: Operands) -> dispatch.Call:
         {name: functools.partial(refusal, name) for name in MODULES},
         functools.partial(signature, rule, x),
         suited=dispatch.suited(dtype, length),
+        limits=lambda name: importlib.import_module(MODULES[name]).LIMITS,
     )
 
 

@@ -59,7 +59,9 @@ def additive_attention(
       return_residual: also return the log-sum-exp of the scores.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("additive")` lists the names and what they
+        take.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`, zeros for a query that sees nothing; with
@@ -122,7 +124,6 @@ registry.register(
         family="exact",
         paper="Bahdanau, Cho and Bengio 2014, Neural Machine Translation by Jointly Learning",
         function=additive_attention,
-        cores=("additive_attention",),
         capabilities=frozenset(
             {
                 "bidirectional",

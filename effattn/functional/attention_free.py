@@ -276,7 +276,6 @@ _register = functools.partial(
     paper="Zhai et al. 2021, An Attention Free Transformer",
     function=attention_free,
     takes_heads=False,
-    cores=(),
 )
 _BOTH_WAYS = frozenset({"causal", "bidirectional", "lengths", "decode"})
 _REASONS = {"segments": "its biases reach across documents"}

@@ -66,10 +66,9 @@ def block_linformer_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None, "xla", "mosaic_gpu" (Hopper GPUs, 16-bit dtypes), "triton" (GPUs),
-        "mosaic_tpu" (TPUs), "pallas" (the first of these that takes the call where it runs), or a
-        tuple of names tried in order. None is what `effattn.tune` has found; untuned, a kernel in
-        16 bits on one Hopper GPU, and elsewhere "xla".
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("block_linformer")` lists the names and
+        what they take.
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -193,7 +192,6 @@ registry.register(
         family="low rank",
         paper="a causal variation of Wang et al. 2020, Linformer",
         function=block_linformer_attention,
-        cores=("patterned_attention",),
         capabilities=frozenset(
             {
                 "causal",

@@ -62,10 +62,9 @@ def block_sparse_attention(
       dropout_rate: share of the weights dropped, in [0, 1).
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: None, "xla", "mosaic_gpu" (Hopper GPUs, 16-bit dtypes), "triton" (GPUs),
-        "mosaic_tpu" (TPUs), "pallas" (the first of these that takes the call where it runs), or a
-        tuple of names tried in order. None is what `effattn.tune` has found; untuned, a kernel in
-        16 bits on one Hopper GPU, and elsewhere "xla".
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("block_sparse")` lists the names and what
+        they take.
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -206,7 +205,6 @@ registry.register(
         family="sparse",
         paper="Gray et al. 2017, GPU Kernels for Block-Sparse Weights",
         function=block_sparse_attention,
-        cores=("patterned_attention",),
         capabilities=frozenset(registry.CAPABILITIES)
         - {"offset", "segments", "window", "bias", "mask", "state"},
         decoder="effattn.functional.block_sparse:decoder",

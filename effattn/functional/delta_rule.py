@@ -60,10 +60,9 @@ def delta_rule_attention(
         of the last document.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product; tuning only.
-      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
-        take up to 256 features and values, in float32, bfloat16 and, on GPUs, float16; "pallas",
-        which is either; or a tuple of names tried in order. None is what `effattn.tune` has found;
-        untuned, a kernel in 16 bits on one Hopper GPU, and elsewhere "xla".
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("delta_net")` lists the names and what
+        they take.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -117,7 +116,6 @@ registry.register(
         family="recurrent",
         paper="Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule",
         function=delta_rule_attention,
-        cores=("decaying_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.delta_net:DeltaNet",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
@@ -133,7 +131,6 @@ registry.register(
         family="recurrent",
         paper="Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks",
         function=delta_rule_attention,
-        cores=("decaying_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.delta_net:GatedDeltaNet",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

@@ -51,7 +51,6 @@ registry.register(
         paper="Lee-Thorp et al. 2022, FNet: Mixing Tokens with Fourier Transforms",
         function=fourier_mixing,
         takes_heads=False,
-        cores=(),
         capabilities=frozenset({"bidirectional"}),
         reasons={
             "causal": "every output of a Fourier transform depends on every token",

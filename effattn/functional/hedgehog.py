@@ -57,12 +57,9 @@ def hedgehog_attention(
         of the last document.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None or "xla"; "llvm", kernels for CPUs that take causal calls in float32;
-        "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that take causal and packed calls of
-        up to 256 features and values, in float32, bfloat16 and, on GPUs, float16; "pallas", which
-        is either; or a tuple of names tried in order. None is what `effattn.tune` has found;
-        untuned, a kernel in 16 bits on one Hopper GPU, "llvm" on an x86-64 CPU, and elsewhere, or
-        of what these do not take, "xla".
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("hedgehog")` lists the names and what they
+        take.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -137,7 +134,6 @@ registry.register(
         family="linear",
         paper="Zhang et al. 2024, The Hedgehog & the Porcupine",
         function=hedgehog_attention,
-        cores=("linear_recurrence",),
         capabilities=frozenset(
             {
                 "bidirectional",

@@ -83,10 +83,9 @@ def hierarchical_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None, "xla", "mosaic_gpu" (Hopper GPUs, 16-bit dtypes), "triton" (GPUs),
-        "mosaic_tpu" (TPUs), "pallas" (the first of these that takes the call where it runs), or a
-        tuple of names tried in order. None is what `effattn.tune` has found; untuned, a kernel in
-        16 bits on one Hopper GPU, and elsewhere "xla".
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("hierarchical")` lists the names and what
+        they take. With `num_levels=1` kernels for GPUs and TPUs, "pallas", take the call as well.
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -356,7 +355,6 @@ registry.register(
         family="sparse",
         paper="Zhu and Soricut 2021, H-Transformer-1D",
         function=hierarchical_attention,
-        cores=("patterned_attention",),
         capabilities=frozenset(
             {
                 "bidirectional",

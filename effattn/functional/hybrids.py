@@ -9,7 +9,6 @@ registry.register(
         paper="Jacobs et al. 1991, Adaptive Mixtures of Local Experts",
         function=None,
         takes_heads=False,
-        cores=(),
         capabilities=frozenset({"causal", "bidirectional", "lengths", "segments", "decode"}),
         options={"mechanisms": ("sliding_window", "softmax")},
         builder="effattn.nn.mixture:MixtureOfMechanisms",
@@ -25,7 +24,6 @@ registry.register(
         paper="Wu et al. 2020, Lite Transformer with Long-Short Range Attention",
         function=None,
         takes_heads=False,
-        cores=(),
         capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
         reasons={"bidirectional": "its convolution looks back only"},
         builder="effattn.nn.convolution_attention:ConvolutionAttention",
@@ -41,7 +39,6 @@ registry.register(
         paper="Bulatov et al. 2022, Recurrent Memory Transformer",
         function=None,
         takes_heads=False,
-        cores=(),
         capabilities=frozenset({"causal", "lengths", "decode"}),
         reasons={
             "bidirectional": "its memory comes from the segments before",

@@ -88,7 +88,6 @@ registry.register(
         paper="Poli et al. 2023, Hyena Hierarchy: Towards Larger Convolutional Language Models",
         function=hyena_convolution,
         takes_heads=False,
-        cores=(),
         capabilities=frozenset({"causal", "lengths", "decode"}),
         reasons={"segments": "a Fourier transform convolves across the borders of documents"},
         builder="effattn.nn.hyena:Hyena",

@@ -68,11 +68,9 @@ def linformer_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and projected rows in a tile; tuning only.
-      implementation: None, "xla", "llvm" (CPUs, float32), "mosaic_gpu" (Hopper GPUs, 16-bit
-        dtypes), "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (the first of these three that takes
-        the call where it runs), or a tuple of names tried in order. None is what `effattn.tune` has
-        found; untuned, a kernel in 16 bits on one Hopper GPU, "llvm" on an x86-64 CPU, and
-        elsewhere, or of what these do not take, "xla".
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("linformer")` lists the names and what
+        they take.
       return_residual: also return the log-sum-exp over the projected rows.
 
     Returns:

@@ -86,10 +86,9 @@ def long_short_attention(
       dropout_rng: a `jax.random` key; needed where the rate is above 0.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None, "xla", "mosaic_gpu" (Hopper GPUs, 16-bit dtypes), "triton" (GPUs),
-        "mosaic_tpu" (TPUs), "pallas" (the first of these that takes the call where it runs), or a
-        tuple of names tried in order. None is what `effattn.tune` has found; untuned, a kernel in
-        16 bits on one Hopper GPU, and elsewhere "xla".
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("long_short")` lists the names and what
+        they take.
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -340,7 +339,6 @@ registry.register(
         family="low rank",
         paper="Zhu et al. 2021, Long-Short Transformer",
         function=long_short_attention,
-        cores=("patterned_attention",),
         capabilities=frozenset(
             {
                 "bidirectional",

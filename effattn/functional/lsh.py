@@ -589,7 +589,6 @@ registry.register(
         paper="Kitaev et al. 2020, Reformer",
         function=lsh_attention,
         takes_heads=False,
-        cores=(),
         capabilities=frozenset(
             {"bidirectional", "causal", "lengths", "segments", "residual", "decode"}
         ),

@@ -74,10 +74,9 @@ def nystrom_attention(
       precision: of the matrix products with queries, keys and values, as in `jax.lax.dot`; those of
         landmarks among themselves always have the highest.
       tile: queries and keys in a tile; tuning only.
-      implementation: None, "xla", "llvm" (CPUs, float32), "triton" (GPUs), "mosaic_tpu" (TPUs),
-        "pallas" (that of the two which runs there), or a tuple of names tried in order. None is
-        what `effattn.tune` has found; untuned, a kernel in 16 bits on one Hopper GPU, "llvm" on an
-        x86-64 CPU, and elsewhere, or of what these do not take, "xla".
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("nystrom")` lists the names and what they
+        take.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`.
@@ -307,6 +306,5 @@ registry.register(
         options={"num_landmarks": 32},
         complexity="O(N m) for m landmarks",
         time_exponent=1.0,
-        in_float32=True,
     )
 )

@@ -66,11 +66,9 @@ def paged_attention(
       logits_soft_cap: c, for c * tanh(logits / c).
       return_residual: also return the log-sum-exp of the logits.
       precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: None, "xla", "triton" (GPUs: pages of 16 to 256 tokens, a power of two),
-        "mosaic_tpu" (TPUs: pages of multiples of 16 tokens), both for head sizes up to 256,
-        "pallas" (that of the two which runs there), or a tuple of names tried in order. None is
-        what `effattn.tune` has found; untuned, a kernel in 16 bits on one Hopper GPU, and elsewhere
-        "xla".
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("paged_attention")` lists the names and
+        what they take.
 
     Returns:
       `(B, T, N, Hv)` in the dtype of the value pages, or of `query` if they are int8; with
@@ -129,6 +127,7 @@ def paged_attention(
         functools.partial(_signature, *operands),
         differentiable=False,
         suited=("cuda",) if query.dtype.itemsize == 2 else (),
+        limits=lambda name: module(name).LIMITS,
     )
     chosen = dispatch.choose(implementation, call)
     forms = {

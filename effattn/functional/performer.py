@@ -148,11 +148,9 @@ def performer_attention(
         of the last document.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
-        take causal and packed calls of up to 256 features and values, in float32, bfloat16 and, on
-        GPUs, float16; "pallas", which is either; or a tuple of names tried in order. None is what
-        `effattn.tune` has found; untuned, a kernel in 16 bits on one Hopper GPU, and elsewhere
-        "xla".
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("performer")` lists the names and what
+        they take.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, PerformerState)`, in the
@@ -351,7 +349,6 @@ registry.register(
         family="linear",
         paper="Choromanski et al. 2020, Rethinking Attention with Performers",
         function=performer_attention,
-        cores=("decaying_recurrence",),
         capabilities=frozenset(
             {
                 "bidirectional",

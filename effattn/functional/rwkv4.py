@@ -242,7 +242,6 @@ registry.register(
         paper="Peng et al. 2023, RWKV: Reinventing RNNs for the Transformer Era",
         function=rwkv4_mixing,
         takes_heads=False,
-        cores=(),
         capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
         builder="effattn.nn.rwkv4:RWKV4",
         complexity="O(N D)",

@@ -47,10 +47,9 @@ def rwkv6_attention(
       return_state: also return the state after the last valid token.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product; tuning only.
-      implementation: None or "xla"; "triton" or "mosaic_tpu", kernels for GPUs and for TPUs that
-        take up to 256 features and values, in float32, bfloat16 and, on GPUs, float16; "pallas",
-        which is either; or a tuple of names tried in order. None is what `effattn.tune` has found;
-        untuned, a kernel in 16 bits on one Hopper GPU, and elsewhere "xla".
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("rwkv6")` lists the names and what they
+        take.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -95,7 +94,6 @@ registry.register(
         family="recurrent",
         paper="Peng et al. 2024, Eagle and Finch: RWKV with Matrix-Valued States",
         function=rwkv6_attention,
-        cores=("decaying_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.rwkv:RWKV6",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

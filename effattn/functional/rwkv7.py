@@ -50,7 +50,9 @@ def rwkv7_attention(
       return_state: also return the state after the last valid token.
       precision: of the matrix products, as in `jax.lax.dot`.
       chunk_size: tokens of one masked product; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("rwkv7")` lists the names and what they
+        take.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -101,7 +103,6 @@ registry.register(
         family="recurrent",
         paper="Peng et al. 2025, RWKV-7 Goose with Expressive Dynamic State Evolution",
         function=rwkv7_attention,
-        cores=("removal_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.rwkv:RWKV7",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

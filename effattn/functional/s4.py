@@ -271,7 +271,6 @@ registry.register(
         "Space Models",
         function=s4_convolution,
         takes_heads=False,
-        cores=(),
         capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
         builder="effattn.nn.s4:S4D",
         complexity="O(N D (log N + M))",
@@ -287,7 +286,6 @@ registry.register(
         paper="Gu et al. 2022, Efficiently Modeling Long Sequences with Structured State Spaces",
         function=None,
         takes_heads=False,
-        cores=(),
         capabilities=frozenset({"causal", "lengths", "decode"}),
         reasons={
             "segments": "its kernel is of a Fourier transform, which reaches across documents"

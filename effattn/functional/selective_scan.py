@@ -52,7 +52,9 @@ def selective_scan(
         `segment_ids` it belongs to the first document.
       return_state: also return the state after the last valid token.
       chunk_size: tokens between two states that are kept; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("mamba")` lists the names and what they
+        take.
 
     Returns:
       `(*B, T, N, D)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -108,7 +110,6 @@ registry.register(
         family="recurrent",
         paper="Gu and Dao 2023, Mamba: Linear-Time Sequence Modeling with Selective State Spaces",
         function=selective_scan,
-        cores=("diagonal_recurrence",),
         capabilities=recurrence.CAPABILITIES,
         builder="effattn.nn.mamba:Mamba",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

@@ -62,7 +62,9 @@ def sigmoid_attention(
       dropout_rng: a key of `jax.random`, for the dropout.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("sigmoid")` lists the names and what they
+        take.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`, zeros for a query that sees nothing.
@@ -112,7 +114,6 @@ registry.register(
         family="exact",
         paper="Ramapuram et al. 2024, Best Practices for Sigmoid Self-Attention",
         function=sigmoid_attention,
-        cores=("activated_attention",),
         capabilities=frozenset(
             {
                 "bidirectional",

@@ -81,11 +81,11 @@ def dot_product_attention(
         depends on the key, example, head and the two positions alone.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None, "xla", "llvm" (CPUs, float32), "mosaic_gpu" (Hopper GPUs, 16-bit
-        dtypes), "triton" (GPUs), "mosaic_tpu" (TPUs), "pallas" (the first of these three that takes
-        the call where it runs), "cudnn" (passed on to `jax.nn`), or a tuple of names tried in
-        order. None is what `effattn.tune` has found; untuned, a kernel in 16 bits on one Hopper
-        GPU, "llvm" on an x86-64 CPU, and elsewhere, or of what these do not take, "xla".
+      implementation: None, a name, or a tuple of names tried in order.
+        `effattn.support("softmax")` lists the names, the device that each runs on and what it
+        takes; "pallas" is the first of "mosaic_gpu", "triton" and "mosaic_tpu" that takes the call
+        where it runs. None is what `effattn.tune` has found; untuned, a kernel that takes the call
+        in 16 bits on one Hopper GPU or in float32 on an x86-64 CPU, and elsewhere "xla".
       return_residual: also return the log-sum-exp of the logits, the sink's included.
 
     Returns:
@@ -154,6 +154,10 @@ def _by(given, implementation):
     return dataclasses.replace(given, implementation=implementation)
 
 
+# `jax.nn.dot_product_attention` says the rest when it is called.
+_CUDNN = dispatch.Limits(("bfloat16", "float16"), others="what `jax.nn` takes")
+
+
 def _attend_cudnn(query, key, value, *, given: block.Arguments, return_residual: bool):
     unsupported = {
         "query_offset": not (_checks.is_integer(given.query_offset) and given.query_offset == 0),
@@ -166,11 +170,14 @@ def _attend_cudnn(query, key, value, *, given: block.Arguments, return_residual:
         "tile": given.tile is not None,
     }
     names = [name for name, used in unsupported.items() if used]
-    if names:
-        raise NotImplementedError(
-            f"implementation='cudnn' does not take {', '.join(names)}; implementation='xla' takes "
-            "these"
-        )
+
+    def refusal():
+        return f"does not take {', '.join(names)}" if names else _CUDNN.refusal(query.dtype)
+
+    call = dispatch.Call(
+        "dot_product_attention", {"cudnn": refusal, "xla": lambda: None}, limits=lambda _: _CUDNN
+    )
+    (chosen,) = dispatch.choose("cudnn", call).names
     try:
         by_cudnn: Any = (
             jax.nn.dot_product_attention
@@ -186,7 +193,7 @@ def _attend_cudnn(query, key, value, *, given: block.Arguments, return_residual:
             query_seq_lengths=given.query_lengths,
             key_value_seq_lengths=given.key_lengths,
             local_window_size=given.window,
-            implementation="cudnn",
+            implementation=chosen,
             return_residual=return_residual,
         )
     except (RuntimeError, ValueError, NotImplementedError) as error:

@@ -75,7 +75,6 @@ registry.register(
         paper="Liu et al. 2021, Pay Attention to MLPs",
         function=spatial_gating,
         takes_heads=False,
-        cores=(),
         capabilities=frozenset({"causal", "bidirectional", "lengths", "decode"}),
         reasons={"segments": "its weights are of positions in a row, not in a document"},
         builder="effattn.nn.gmlp:GatedMLP",

@@ -61,7 +61,9 @@ def squared_relu_attention(
       dropout_rng: a key of `jax.random`, for the dropout.
       precision: of the matrix products, as in `jax.lax.dot`.
       tile: queries and keys in a tile; tuning only.
-      implementation: None or "xla", or a tuple of names tried in order.
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("squared_relu")` lists the names and what
+        they take.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`, zeros for a query that sees nothing.
@@ -108,7 +110,6 @@ registry.register(
         family="exact",
         paper="Hua et al. 2022, Transformer Quality in Linear Time",
         function=squared_relu_attention,
-        cores=("activated_attention",),
         capabilities=frozenset(
             {
                 "bidirectional",

@@ -42,7 +42,9 @@ def synthesizer_attention(
       query_seq_lengths: `(*B)` int.
       key_value_seq_lengths: `(*B)` int.
       segment_ids: int `(*B, T)`.
-      implementation: None, or a name, or a tuple of names tried in order.
+      implementation: None, a name, or a tuple of names tried in order, as in
+        `effattn.dot_product_attention`; `effattn.support("synthesizer")` lists the names and what
+        they take.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`.
@@ -188,7 +190,6 @@ _register: Any = functools.partial(
     takes_heads=False,
     builder="effattn.nn.synthesizer:Synthesizer",
     time_exponent=2.0,
-    cores=(),
 )
 _CAPABILITIES = frozenset({"causal", "bidirectional", "lengths", "segments", "decode"})
 

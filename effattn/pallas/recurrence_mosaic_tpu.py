@@ -42,7 +42,7 @@ GROUP_LANES = 8192  # of query heads together, and their gradients: 4 MB, two bl
 FORGETS = -1e30  # of which 64 have a sum, and all an exponential of zero
 
 
-LIMITS = dispatch.Limits(("float32", "bfloat16"), 256, "causal and packed calls")
+LIMITS = dispatch.Limits(("float32", "bfloat16"), 256)
 
 
 def refusal(rule: Rule, x: Operands) -> str | None:

@@ -49,9 +49,7 @@ from effattn.pallas.recurrence_triton_tiles import (
 )
 from effattn.xla import mesh_axes
 
-LIMITS = dispatch.Limits(
-    ("float32", "bfloat16", "float16"), 256, "Ampere or later; causal and packed calls"
-)
+LIMITS = dispatch.Limits(("float32", "bfloat16", "float16"), 256, "Ampere or later")
 
 
 def refusal(rule: Rule, x: Operands) -> str | None:

@@ -154,6 +154,12 @@ def test_implementations_are_tried_in_order():
         assert trace(function, implementation=("pallas", "xla")).shape == (2, 6, 4, 3)
 
 
+IN_16_BITS = {
+    name: array(*given.shape, dtype=jnp.bfloat16)
+    for name, given in (("query", QUERY), ("key", KEY), ("value", VALUE))
+}
+
+
 @pytest.fixture
 def calls_of_jax_nn(monkeypatch):
     calls = []
@@ -170,9 +176,7 @@ def calls_of_jax_nn(monkeypatch):
 @pytest.mark.parametrize("return_residual", [False, True])
 def test_cudnn_passes_the_call_on_to_jax_nn(calls_of_jax_nn, return_residual):
     arrays = {
-        "query": QUERY,
-        "key": KEY,
-        "value": VALUE,
+        **IN_16_BITS,
         "bias": array(6, 7),
         "mask": array(1, 1, 6, 7, dtype=jnp.bool_),
         "query_seq_lengths": integers(2),
@@ -226,6 +230,10 @@ def test_cudnn_refuses_what_jax_nn_lacks(option, calls_of_jax_nn):
 
 def test_cudnn_that_is_not_there_is_refused_or_passed_over():
     with pytest.raises(NotImplementedError, match="cudnn.*refused"):
+        trace(dot_product_attention, IN_16_BITS, implementation="cudnn")
+    with pytest.raises(
+        NotImplementedError, match="'cudnn'.* takes bfloat16 and float16, got float32"
+    ):
         trace(dot_product_attention, implementation="cudnn")
     out = trace(dot_product_attention, implementation=("cudnn", "xla"))
     assert out.shape == (2, 6, 4, 3)
