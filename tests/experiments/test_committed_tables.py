@@ -1,0 +1,128 @@
+"""The published tables: no two rows say the same.
+
+Two mechanisms whose figures agree to the last digit are one mechanism under two names.
+"""
+
+import itertools
+import json
+import pathlib
+import re
+
+import pytest
+
+import effattn
+
+ROOT = pathlib.Path(effattn.__file__).parents[1]
+TEXTS = [
+    *ROOT.glob("*.md"),
+    *(
+        path
+        for name in ("docs", "experiments", "benchmarks")
+        for path in (ROOT / name).rglob("*.md")
+    ),
+]
+NUMBERS = [
+    path
+    for name in ("experiments", "benchmarks")
+    for path in (ROOT / name).rglob("results/*/*.json")
+]
+
+# Times are rounded to two figures or three in texts, and may agree by chance: of these, tables of
+# what a model has learnt are compared. Their records hold all figures.
+LEARNT = re.compile("bits/byte|perplexity|loss|error|matches|accuracy")
+# Speeds differ from run to run, of one program too.
+SPEEDS = re.compile(r"/s$|per_second|seconds|^step$")
+FIGURE = re.compile(r"^[-+]?\d[\d.,]*([eE][-+]?\d+)?( ?(±.*|%|×|[kMG]?B|ms|s))?$")
+
+
+def cells_of(line):
+    return [cell.strip(" `*") for cell in line.strip().strip("|").split("|")]
+
+
+def tables_of(text):
+    """`(header, rows)` of each table in Markdown."""
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        header, rule, *rows = map(cells_of, table.splitlines())
+        if set("".join(rule)) <= set("-: "):
+            yield header, rows
+
+
+def rows_of_text(text):
+    """Of each table of what was learnt, the figures of each row by column, and the row."""
+    for header, rows in tables_of(text):
+        if not any(map(LEARNT.search, header)):
+            continue
+        yield [
+            ({h: c for h, c in zip(header, row, strict=False) if FIGURE.match(c)}, row)
+            for row in rows
+        ]
+
+
+def rows_of_numbers(value):
+    """Of each list of records, their figures that are no whole numbers, and the record."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from rows_of_numbers(inner)
+    elif isinstance(value, list):
+        records = [record for record in value if isinstance(record, dict)]
+        yield [(dict(leaves(record)), record) for record in records]
+        for record in value:
+            yield from rows_of_numbers(record)
+
+
+def leaves(value, name=""):
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, float):
+        yield name, value
+
+
+def repeated(rows):
+    """The first two rows of a table whose figures are equal, but for speeds where there are others.
+
+    Rows of fewer than two figures say too little to be told apart.
+    """
+    for (one, first), (other, second) in itertools.combinations(rows, 2):
+        named = {name for name in one if not SPEEDS.search(name)} or {*one}
+        if len(named) > 1 and one.keys() == other.keys():
+            if all(one[name] == other[name] for name in named):
+                return first, second
+    return None
+
+
+@pytest.mark.skipif(not TEXTS, reason="installed without its documents")
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_two_rows_of_a_table_are_equal(path):
+    for rows in rows_of_text(path.read_text(encoding="utf-8")):
+        assert repeated(rows) is None
+
+
+@pytest.mark.skipif(not NUMBERS, reason="installed without its results")
+@pytest.mark.parametrize("path", NUMBERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_two_records_are_equal(path):
+    for rows in rows_of_numbers(json.loads(path.read_text(encoding="utf-8"))):
+        assert repeated(rows) is None
+
+
+def test_a_window_under_two_names_is_found():
+    """As it was published: all is equal but the speed."""
+    header = "| mechanism | bits/byte | parameters | tokens/s |\n|---|---:|---:|---:|\n"
+    window = "| sliding_window | 1.993 ± 0.002 | 117,056 | 36,038 |\n"
+    longformer = "| longformer | 1.993 ± 0.002 | 117,056 | 30,639 |\n"
+    softmax = "| softmax | 2.021 ± 0.006 | 117,056 | 36,914 |\n"
+    (rows,) = rows_of_text(header + window + softmax)
+    assert repeated(rows) is None
+    (rows,) = rows_of_text(header + window + softmax + longformer)
+    assert [row[0] for row in repeated(rows)] == ["sliding_window", "longformer"]
+    records = [
+        {
+            "mechanism": "sliding_window",
+            "loss": 1.99,
+            "perplexity": 3.98,
+            "tokens_per_second": 36.1,
+        },
+        {"mechanism": "longformer", "loss": 1.99, "perplexity": 3.98, "tokens_per_second": 30.6},
+    ]
+    (rows,) = rows_of_numbers({"mechanisms": records})
+    assert repeated(rows) == tuple(records)
