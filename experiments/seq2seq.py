@@ -46,7 +46,9 @@ class Config:
     evaluate_every: int = 150  # steps between evaluations
     seeds: tuple[int, ...] = (0,)  # of the initial parameters and of the order of the pairs
     examples: int = 20000  # pairs that are made, or read at most
-    held_out: int = 256  # of them, not trained on; of a file at most every tenth
+    # Pairs not trained on; of a file at most the different pairs of every tenth source. A source is
+    # trained on or held out with all its targets, and a pair that is repeated is measured once.
+    held_out: int = 256
     output: Path | None = None  # run folder; None is one in runs, with a hash of the options
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import datetime
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from experiments.common.errors import UserError
 START, END = 256, 257
 VOCABULARY = 258
 
-# Of a file, every tenth pair is held out, up to as many as are asked for.
+# The pairs of every tenth source of a file are held out, up to as many as are asked for.
 HELD_OUT_EVERY = 10
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -59,29 +59,49 @@ class Pairs:
 def load(task: str, examples: int, held_out: int) -> Pairs:
     """The pairs of a task, always the same.
 
+    No source is both trained on and held out. A pair that a file repeats is trained on as often as
+    it stands there, or held out once.
+
     Args:
       task: a name of `TASKS`, or a path of a file with a source, a tab and a target a line.
       examples: how many a task makes, all of different sources; of a file, the most that are read.
-      held_out: how many of them are not trained on; of a file at most every tenth.
+      held_out: how many of them are not trained on; of a file, at most the different pairs of every
+        tenth source. Further pairs of a source that is held out are left out.
 
     Raises:
       UserError: no such task or file, a line that is no pair, or too few pairs.
     """
     texts = _made(task, examples) if task in TASKS else _read(task, examples)
-    is_held_out = np.zeros(len(texts), bool)
-    if task in TASKS:
-        is_held_out[:held_out] = True
-    else:
-        is_held_out[::HELD_OUT_EVERY][:held_out] = True
-    if is_held_out.all() or not is_held_out.any():
+    every = 1 if task in TASKS else HELD_OUT_EVERY
+    train, kept = _split(texts, held_out, every)
+    if not train or not kept:
+        sources = len({source for source, _ in texts})
         raise UserError(
-            f"--task {task} has {len(texts)} pairs, too few to train on and hold out {held_out}"
+            f"--task {task} has {len(texts)} pairs of {sources} different sources, too few to "
+            f"train on and hold out {held_out}"
         )
     rows = _rows(texts)
     # No text has a tab or the end of a line in it.
     lines = "\n".join(map("\t".join, texts))
     sha256 = hashlib.sha256(lines.encode()).hexdigest()
-    return Pairs(rows.take(~is_held_out), rows.take(is_held_out), sha256)
+    return Pairs(rows.take(np.array(train)), rows.take(np.array(kept)), sha256)
+
+
+def _split(
+    texts: Sequence[tuple[str, str]], held_out: int, every: int
+) -> tuple[list[int], list[int]]:
+    """The indices of the pairs to train on, and of different ones with none of these sources."""
+    of_source: dict[str, dict[tuple[str, str], int]] = {}
+    for index, pair in enumerate(texts):
+        of_source.setdefault(pair[0], {}).setdefault(pair, index)
+    kept: list[int] = []
+    apart = set()
+    for source in list(of_source)[::every]:
+        if len(kept) < held_out:
+            apart.add(source)
+            kept += of_source[source].values()
+    train = [index for index, (source, _) in enumerate(texts) if source not in apart]
+    return train, kept[:held_out]
 
 
 def text_of(tokens: np.ndarray) -> str:

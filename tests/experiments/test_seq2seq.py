@@ -148,6 +148,57 @@ def test_what_is_held_out_is_not_trained_on():
     assert not train & held_out
 
 
+def texts(rows):
+    both = zip(rows.source, rows.wanted, strict=True)
+    return [tuple(map(pairs.text_of, pair)) for pair in both]
+
+
+def load_lines(tmp_path, lines, held_out):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("\n".join(map("\t".join, lines)))
+    made = pairs.load(str(path), 10_000, held_out)
+    return texts(made.train), texts(made.held_out)
+
+
+@pytest.mark.parametrize("held_out", [1, 3, 100])
+@pytest.mark.parametrize("order", ["in turns", "one after the other", "shuffled"])
+def test_a_pair_that_a_file_repeats_is_trained_on_or_held_out(tmp_path, order, held_out):
+    different = [(f"a{i}", f"b{i}") for i in range(40)]
+    lines = different * 5 if order == "in turns" else sorted(different * 5)
+    if order == "shuffled":
+        np.random.default_rng(0).shuffle(lines)
+        lines = [tuple(line) for line in lines]
+    train, kept = load_lines(tmp_path, lines, held_out)
+    assert not set(train) & set(kept)
+    assert len(kept) == len(set(kept)) == min(held_out, 4)
+    assert sorted(train + kept * 5) == sorted(lines)  # nothing is lost
+
+
+def test_all_targets_of_a_source_are_on_one_side(tmp_path):
+    lines = [(f"a{i % 30}", f"b{i}") for i in range(90)]
+    train, kept = load_lines(tmp_path, lines, 100)
+    assert kept == [("a0", "b0"), ("a0", "b30"), ("a0", "b60")] + [
+        (f"a{i}", f"b{i + more}") for i in (10, 20) for more in (0, 30, 60)
+    ]
+    assert len(train) == 81
+    # One target of the source is enough, and the others are not trained on.
+    train, kept = load_lines(tmp_path, lines, 1)
+    assert kept == [("a0", "b0")] and len(train) == 87
+    assert "a0" not in {source for source, _ in train}
+
+
+def test_every_tenth_pair_of_different_sources_is_held_out(tmp_path):
+    lines = [(f"a{i}", "b") for i in range(35)]
+    train, kept = load_lines(tmp_path, lines, 100)
+    assert kept == lines[::10] and len(train) == 31
+
+
+def test_the_help_says_how_pairs_are_held_out(capsys):
+    with pytest.raises(SystemExit):
+        seq2seq.main(["--help"])
+    assert "every tenth source" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
 def test_targets_begin_and_end():
     rows = pairs.load("reverse", 20, 4).train
     np.testing.assert_array_equal(rows.target[:, 0], pairs.START)
@@ -161,7 +212,8 @@ def test_targets_begin_and_end():
     [
         ("a\tb\nc", "line 2 is no pair: it needs a source, a tab and a target, got 'c'"),
         ("a\tb\tc", "line 1 is no pair"),
-        ("a\tb", "has 1 pairs, too few to train on and hold out 5"),
+        ("a\tb", "has 1 pairs of 1 different sources, too few to train on and hold out 5"),
+        ("a\tb\n" * 24, "has 24 pairs of 1 different sources, too few to train on and hold out 5"),
         (None, "one of sort, reverse, dates or a file of pairs; cannot read"),
     ],
 )
