@@ -193,5 +193,5 @@ def _call_paged(dtype: str) -> Any:
     pages = _LENGTH // _BLOCK
     pool = jnp.zeros((pages, _BLOCK, _HEADS, _SIZE), dtype)
     query = jnp.zeros((1, 1, _HEADS, _SIZE), dtype)
-    rows = {"block_table": jnp.arange(pages)[None], "lengths": jnp.full(1, _LENGTH)}
-    return paged.paged_attention(query, pool, pool, **rows)
+    table, lengths = jnp.arange(pages)[None], jnp.full(1, _LENGTH)
+    return paged.paged_attention(query, pool, pool, block_table=table, lengths=lengths)
