@@ -150,9 +150,15 @@ def _taken(
 ) -> dict[str, list[dispatch.Limits]]:
     """The implementations that take all that `call(dtype)` runs, with their limits there.
 
-    The call is traced, with these names, and nothing is compiled.
+    The call is traced with these names, whatever promotion the user has configured. Nothing is
+    compiled.
     """
-    with jax.enable_x64(dtype == "float64"), dispatch.recorded(*names) as taken:
+    with (
+        jax.enable_x64(dtype == "float64"),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        dispatch.recorded(*names) as taken,
+    ):
         try:
             jax.eval_shape(functools.partial(call, dtype))
         except NotImplementedError:  # from the library that the call was handed to

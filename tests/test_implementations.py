@@ -189,6 +189,23 @@ def test_calls_before_do_not_change_the_table():
     assert effattn.support("nystrom") == first
 
 
+CONFIGURED = {
+    "x64": lambda: jax.enable_x64(True),
+    "ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+    "mesh": lambda: jax.set_mesh(jax.make_mesh((1,), ("data",))),
+    "interpreted": dispatch.interpreted,
+}
+
+
+@pytest.mark.parametrize("configured", CONFIGURED.values(), ids=CONFIGURED)
+def test_the_table_is_the_same_however_jax_is_configured(configured):
+    expected = effattn.support("bigbird")
+    effattn.implementations._rows.cache_clear()
+    with configured():
+        assert effattn.support("bigbird") == expected
+
+
 @pytest.mark.slow
 def test_all_mechanisms_that_take_an_implementation_are_in_the_table():
     listed = {row.mechanism for row in effattn.support()}
