@@ -14,7 +14,7 @@ import pytest
 from tests.laws import battery
 from tests.laws.battery import MECHANISMS, SQUARE, WITH_KERNELS, Extent, Sizes
 
-LONG = Sizes((2,), 80, 80)  # more than one tile
+LONG = Sizes((2,), 80, 80)
 QUICK = "softmax", "sliding_window", "linear"  # without x64, the others show the same again
 GIVEN = [(), ("lengths",), ("segments",), ("lengths", "segments")]
 CONTAINERS = [
@@ -41,6 +41,30 @@ def cases():
                 yield pytest.param(subject, way, given, x64, container, id=label, marks=marks)
 
 
+@pytest.mark.parametrize("subject", MECHANISMS, ids=str)
+def test_which_mechanisms_take_kernels_for_cpus(subject):
+    """So that the laws are put to both forms of these, and of no others."""
+    arrays = battery.draw_arrays(subject, sizes_of(subject), everything=False)
+    arrays = battery.cast(subject, arrays, jnp.float32)
+
+    def forward(is_causal):
+        extent = Extent(is_causal, tuning=False)
+        return jax.make_jaxpr(lambda a: battery.call(subject, extent, a, {}))(arrays)
+
+    ways = [way == "causal" for way in ("causal", "bidirectional") if subject.has(way)]
+    has_kernel = any(
+        "effattn_block_att" in str(j) or "effattn_linear_rec" in str(j) for j in map(forward, ways)
+    )
+    assert has_kernel == (subject.name in WITH_KERNELS)
+
+
+def sizes_of(subject):
+    """More than one tile, unless the subject's options hold arrays for other lengths."""
+    options = subject.options
+    is_bound = any(np.ndim(option) for option in options.values()) or "max_length" in options
+    return SQUARE._replace(batch=(2,)) if is_bound else LONG
+
+
 def draw_known(sizes, given):
     """Lengths and ids of both rows; one example has documents on both sides of a tile's edge."""
     length, known = sizes.keys, {}
@@ -62,9 +86,7 @@ def draw_known(sizes, given):
 
 @pytest.mark.parametrize(("subject", "way", "given", "x64", "container"), list(cases()))
 def test_the_default_agrees_with_float64(subject, way, given, x64, container):
-    options = subject.options
-    is_bound = any(np.ndim(option) for option in options.values()) or "max_length" in options
-    sizes = SQUARE._replace(batch=(2,)) if is_bound else LONG
+    sizes = sizes_of(subject)
     extent = Extent(way == "causal", tuning=False)
     known = draw_known(sizes, given)
     arrays = battery.draw_arrays(subject, sizes, everything=False)

@@ -68,6 +68,13 @@ def test_it_agrees_with_float64(name):
     assert_close(case.run("llvm", np.float32), block_cases.exact(case), 2e-6)
 
 
+@pytest.mark.parametrize("name", ["dilated", "lengths", "a mask of keys"])
+def test_it_agrees_with_float64_where_integers_have_64_bits(name):
+    with jax.enable_x64(True):
+        found = CASES[name].run("llvm", np.float32)
+    assert_close(found, block_cases.exact(CASES[name]), 2e-6)
+
+
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_vectors_of_every_width_agree(lanes, monkeypatch):
     """Of those that this processor has."""
