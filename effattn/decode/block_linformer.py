@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn.decode.segments import extend_by_segment
-from effattn.decode.state import check_capacity, check_state, new_lengths
+from effattn.decode.state import check_capacity, check_init, check_state, new_lengths
 from effattn.functional import block
 from effattn.functional.block_linformer import check_projections, project_blocks
 from effattn.segments import positions_from, within
@@ -62,6 +62,7 @@ class BlockLinformerDecoder:
         dtype: Any,
     ) -> BlockLinformerState:
         """An empty state for `max_length` tokens a row, rounded up to whole blocks."""
+        dtype = check_init(batch, max_length, dtype)
         of_keys, _ = self._projections(num_kv_heads)
         slots, size = of_keys.shape[-2:]
         finished = max(-(-max_length // size) - 1, 0)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn.decode.state import check_capacity, check_state, new_lengths
+from effattn.decode.state import check_capacity, check_init, check_state, new_lengths
 from effattn.decode.tokens import stored
 
 
@@ -78,6 +78,7 @@ class ContiguousDecoder:
         dtype: Any,
     ) -> ContiguousState:
         """An empty cache for `max_length` tokens a row."""
+        dtype = check_init(batch, max_length, dtype)
         return empty(batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
 
     def extend(

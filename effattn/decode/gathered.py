@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from effattn import _checks, dispatch
 from effattn.decode import contiguous
 from effattn.decode.contiguous import ContiguousState
-from effattn.decode.state import check_state, new_lengths
+from effattn.decode.state import check_init, check_state, new_lengths
 from effattn.functional import block
 from effattn.segments import positions_from, within
 from effattn.xla import mesh_axes, tiling
@@ -57,6 +57,7 @@ class GatheredDecoder:
         dtype: Any,
     ) -> ContiguousState:
         """An empty cache for `max_length` tokens a row."""
+        dtype = check_init(batch, max_length, dtype)
         return contiguous.empty(batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
 
     def extend(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from effattn import _checks
 from effattn.decode.segments import extend_by_segment
-from effattn.decode.state import check_capacity, check_state, new_lengths
+from effattn.decode.state import check_capacity, check_init, check_state, new_lengths
 from effattn.functional import block
 from effattn.functional.hierarchical import Hierarchy, Runs, pool, tokens
 from effattn.segments import positions_from, within
@@ -89,6 +89,7 @@ class HierarchicalDecoder:
         dtype: Any,
     ) -> HierarchicalState:
         """An empty state for `max_length` tokens a row, rounded up to whole units."""
+        dtype = check_init(batch, max_length, dtype)
         hierarchy = self.hierarchy
         siblings = hierarchy.siblings(max_length)
         # Level L has no units of its own where the siblings of all levels hold the sequence.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from effattn.decode import ring
 from effattn.decode.ring import RingState
 from effattn.decode.segments import extend_by_segment
-from effattn.decode.state import check_capacity, check_state, new_lengths
+from effattn.decode.state import check_capacity, check_init, check_state, new_lengths
 from effattn.functional import block
 from effattn.functional.combine import combine
 from effattn.functional.long_short import Options, check_projection, normalise, score
@@ -88,6 +88,7 @@ class LongShortDecoder:
         dtype: Any,
     ) -> LongShortState:
         """An empty state for `max_length` tokens a row, rounded up to whole segments."""
+        dtype = check_init(batch, max_length, dtype)
         key = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, head_dim), dtype)
         value = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, value_dim), dtype)
         options, slots = self._read(key, value)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from effattn.decode import contiguous, ring
 from effattn.decode.contiguous import ContiguousState
 from effattn.decode.ring import RingDecoder, RingState
-from effattn.decode.state import check_state, new_lengths
+from effattn.decode.state import check_init, check_state, new_lengths
 from effattn.functional.combine import combine
 from effattn.functional.longformer import gather, locate
 from effattn.functional.sliding_window import sliding_window_attention
@@ -68,6 +68,7 @@ class LongformerDecoder:
         dtype: Any,
     ) -> LongformerState:
         """The empty state, for `max_length` tokens a row."""
+        dtype = check_init(batch, max_length, dtype)
         most = self.options["max_global"]
         window = RingDecoder(sliding_window_attention, self.options)
         sizes = num_kv_heads, head_dim, value_dim, dtype

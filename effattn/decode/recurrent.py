@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn.decode.state import check_state, new_lengths
+from effattn.decode.state import check_init, check_state, new_lengths
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +57,7 @@ class RecurrentDecoder:
         `per_token` are the function's arrays of one token, `(B, 1, ...)`, or their
         `jax.ShapeDtypeStruct`.
         """
+        dtype = check_init(batch, max_length, dtype)
         key = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, head_dim), dtype)
         value = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, value_dim), dtype)
         _, state = jax.eval_shape(self._attend, key, key, value, **per_token)

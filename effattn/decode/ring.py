@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from effattn import _checks
-from effattn.decode.state import check_state, new_lengths
+from effattn.decode.state import check_init, check_state, new_lengths
 from effattn.segments import within
 from effattn.xla import mesh_axes
 
@@ -66,6 +66,7 @@ class RingDecoder:
         dtype: Any,
     ) -> RingState:
         """An empty ring. It has no capacity to outgrow, so `max_length` does not bound it."""
+        dtype = check_init(batch, max_length, dtype)
         return RingState(
             key=jnp.zeros((batch, self.span, num_kv_heads, head_dim), dtype),
             value=jnp.zeros((batch, self.span, num_kv_heads, value_dim), dtype),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.axes import lead
-from effattn.decode.state import check_state, new_lengths
+from effattn.decode.state import check_init, check_state, new_lengths
 from effattn.functional import block
 from effattn.functional.routing import Tokens, check_centroids, nearest
 from effattn.segments import within
@@ -62,6 +62,7 @@ class RoutingDecoder:
         dtype: Any,
     ) -> RoutingState:
         """An empty state. It has no capacity to outgrow, so `max_length` does not bound it."""
+        dtype = check_init(batch, max_length, dtype)
         centroids, size = self._own()
         heads, clusters = centroids.shape[:2]
 

@@ -89,12 +89,32 @@ def check_capacity(length: jax.Array, lengths: jax.Array, capacity: int) -> None
             )
 
 
-def check_sizes(batch: Any, max_length: Any) -> None:
-    """`ValueError` unless there can be a state of so many rows and tokens."""
-    # An exported program may leave it open.
+# A state in 8 bits or fewer would need a scale for each array, and states have none.
+_STATE_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def check_init(batch: Any, max_length: Any, dtype: Any) -> np.dtype:
+    """The dtype; `ValueError` unless there can be a state of these rows and tokens in it."""
+    # An exported program may leave the number of rows open.
     if not jax.export.is_symbolic_dim(batch):
         _checks.at_least("batch", batch, 0, "rows")
     _checks.at_least("max_length", max_length, 0, "tokens")
+    return state_dtype(dtype)
+
+
+def state_dtype(dtype: Any) -> np.dtype:
+    """The dtype; `ValueError` unless it can hold a decode state."""
+    try:
+        # To NumPy, None is float64.
+        known = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or known.name not in _STATE_DTYPES:
+        raise ValueError(
+            f"the dtype of a decode state must be one of {', '.join(_STATE_DTYPES)}, "
+            f"got {dtype if known is None else known.name!r}"
+        )
+    return known
 
 
 def check_state(state: Any, kind: type[Any], batch: int) -> None:

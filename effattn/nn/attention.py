@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import _checks, registry
-from effattn.decode.state import check_rows, check_sizes, new_lengths
+from effattn.decode.state import check_init, check_rows, new_lengths
 from effattn.nn import initializers
 from effattn.nn.binding import bind
 from effattn.nn.dropout import check_dropout_rate, dropout_key
@@ -336,11 +336,11 @@ class SelfAttention(_Attention):
           batch: B.
           max_length: tokens that a row may come to hold; mechanisms whose state does not grow
             are not bound by it.
-          dtype: of cached keys and values; default the module's.
+          dtype: of cached keys and values, a float of at least 16 bits; default the module's.
         """
-        check_sizes(batch, max_length)
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
+        dtype = check_init(batch, max_length, dtype)
         token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
         return self._decoder().init(
             batch,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn import _checks
-from effattn.decode.state import check_sizes
+from effattn.decode.state import check_init
 from effattn.nn import initializers
 from effattn.nn.attention import SelfAttention
 
@@ -78,8 +78,8 @@ class BasedSelfAttention(SelfAttention):
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
         """The empty decode state; arguments as in `SelfAttention.init_state`."""
-        check_sizes(batch, max_length)
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
+        dtype = check_init(batch, max_length, dtype)
         sizes = self.num_kv_heads, self.feature_dim, self.value_dim
-        return self._decoder().init(batch, max_length, *sizes, jnp.dtype(dtype))
+        return self._decoder().init(batch, max_length, *sizes, dtype)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn import _checks
-from effattn.decode.state import check_sizes, check_state, new_lengths
+from effattn.decode.state import check_init, check_state, new_lengths
 from effattn.nn.binding import Binding
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 from effattn.segments import within
@@ -101,11 +101,12 @@ class CausalMixer(Mixer):
           batch: B.
           max_length: the most tokens that a row may come to hold; no bound where the state does
             not grow.
-          dtype: of what is kept of tokens themselves; default the module's.
+          dtype: of what is kept of tokens themselves, a float of at least 16 bits; default the
+            module's.
         """
         self._check_causal()
-        check_sizes(batch, max_length)
-        return self._empty(batch, max_length, self._kept_in(dtype))
+        dtype = check_init(batch, max_length, self._kept_in(dtype))
+        return self._empty(batch, max_length, dtype)
 
     def _empty(self, batch: int, max_length: int, dtype: Any) -> Any:
         """The state, by a subclass."""

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import _checks
+from effattn.decode.state import state_dtype
 from effattn.functional.rwkv4 import rwkv4_mixing
 from effattn.nn import initializers
 from effattn.nn.recurrent import RecurrentMixer
@@ -173,7 +174,7 @@ class RWKV4ChannelMix(nnx.Module):
         """The last token of rows that have seen none, zeros `(B, D)`."""
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
-        return jnp.zeros((batch, self.in_features), dtype)
+        return jnp.zeros((batch, self.in_features), state_dtype(dtype))
 
     def extend(
         self, x: jax.Array, state: jax.Array, *, lengths: jax.Array | None = None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn import _checks
-from effattn.decode.state import new_lengths
+from effattn.decode.state import new_lengths, state_dtype
 from effattn.nn.activations import silu
 from effattn.segments import positions_from, within
 
@@ -95,7 +95,7 @@ class ShortConvolution(nnx.Module):
         """
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
-        return jnp.zeros((batch, self.width - 1, self.features), dtype)
+        return jnp.zeros((batch, self.width - 1, self.features), state_dtype(dtype))
 
     def extend(
         self, x: jax.Array, state: jax.Array, lengths: jax.Array | None = None

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
-from effattn.decode.state import check_capacity, check_sizes, check_state, is_concrete, new_lengths
+from effattn.decode.state import check_capacity, check_init, check_state, is_concrete, new_lengths
 from effattn.nn import initializers
 from effattn.nn.alibi import Alibi
 from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
@@ -489,7 +489,7 @@ class TransformerLM(Transformer):
             raise ValueError(
                 "a bidirectional TransformerLM cannot decode; configure it with is_causal=True"
             )
-        check_sizes(batch, max_length)
+        check_init(batch, max_length, dtypes_of(self.config)["dtype"] if dtype is None else dtype)
         if self.positions is not None and max_length > self.positions.num_embeddings:
             raise ValueError(
                 f"max_length={max_length} was asked for, and there are only "

@@ -129,6 +129,21 @@ def test_a_jitted_step_keeps_the_structure_of_the_state(decoder):
     assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), after)
 
 
+@pytest.mark.parametrize(
+    "dtype", [jnp.int8, jnp.uint32, bool, jnp.complex64, jnp.float8_e4m3fn, "floaty", None], ids=str
+)
+def test_a_state_of_a_dtype_that_cannot_hold_it_is_refused(decoder, dtype):
+    with pytest.raises(ValueError, match="dtype of a decode state must be one of float16, .* got"):
+        decoder.init(2, 4, 2, 8, 6, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, "bfloat16", np.dtype("float32")])
+def test_a_state_may_be_of_any_float_of_16_bits_or_more(decoder, dtype):
+    state = jax.eval_shape(lambda: decoder.init(2, 4, 2, 8, 6, dtype))
+    known = {jnp.dtype(d) for d in (dtype, jnp.float32, jnp.int32)}
+    assert {x.dtype for x in jax.tree.leaves(state)} <= known
+
+
 def test_a_ring_holds_its_window_and_no_more():
     decoder = decoder_of("sliding_window", {"local_window_size": (5, 0), "dilation": 2})
     state = decoder.init(1, 10**6, 2, 8, 6, jnp.float32)

@@ -166,3 +166,12 @@ def assert_splits_equal(whole, tokens, empty, extend):
             np.testing.assert_array_equal(state.length, at)
 
     holds()
+
+
+@pytest.mark.parametrize("subject", DECODING, ids=str)
+def test_a_state_of_a_dtype_that_cannot_hold_it_is_refused(subject):
+    """Nothing is computed: shapes are enough."""
+    mixer = mixer_of(subject)
+    for dtype in (np.int8, bool, np.complex64, jnp.float8_e4m3fn, "floaty"):
+        with pytest.raises(ValueError, match="dtype of a decode state must be one of float16"):
+            jax.eval_shape(lambda dtype=dtype: mixer.init_state(ROWS, LENGTH, dtype))

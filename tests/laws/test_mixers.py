@@ -466,6 +466,9 @@ def test_what_is_not_claimed_is_refused_with_advice(mixer):
         refused(lambda: made().step(x, made().init_state(ROWS, LENGTH)), "step takes one token")
         refused(lambda: made().init_state(-1, LENGTH), "batch must be an int, 0 or more rows")
         refused(lambda: made().init_state(ROWS, None), "max_length must be an int, 0 or more")
+        for dtype in (np.int8, bool, np.complex64, jnp.float8_e5m2, "floaty"):
+            begin = functools.partial(made().init_state, ROWS, LENGTH, dtype)
+            refused(begin, "dtype of a decode state must be one of")
         refused(extend_another, "shape")
         if mixer.has("bidirectional"):
             refused(lambda: extend(x, is_causal=False), "cannot decode")

@@ -203,3 +203,9 @@ def test_refusals():
         jax.eval_shape(lambda: make().given(SOURCE).init_state(3, 4))
     with pytest.raises(ValueError, match=r"encoded must have shape \(batch, length, 16\)"):
         make().init_state(np.ones((2, 3, 8)), 4)
+    for init_state in (
+        lambda: make().init_state(np.ones((2, 3, 16)), 4, bool),
+        lambda: make().given(SOURCE).init_state(2, 4, bool),
+    ):
+        with pytest.raises(ValueError, match="dtype of a decode state must be .* got 'bool'"):
+            jax.eval_shape(init_state)

@@ -80,3 +80,5 @@ def test_wrong_options_are_named():
             layer(6, depth=2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="hidden_features must be an int, 1 or more features"):
         RWKV4ChannelMix(6, 0, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="dtype of a decode state must be .* got 'complex64'"):
+        RWKV4ChannelMix(6, rngs=nnx.Rngs(0)).init_state(2, np.complex64)

@@ -140,5 +140,7 @@ def test_wrong_arguments_are_named():
         layer(X[..., 0])
     with pytest.raises(ValueError, match=r"state must .*\(2, 3, 3\)"):
         layer.extend(X, layer.init_state(1))
+    with pytest.raises(ValueError, match="dtype of a decode state must be .* got 'int32'"):
+        layer.init_state(2, jnp.int32)
     with pytest.raises(ValueError, match="lengths must lie between 0 and the 11"):
         layer(X, lengths=np.array([12, 0]))

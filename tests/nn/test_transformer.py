@@ -476,6 +476,8 @@ def test_bad_inputs_are_named():
         model.extend(TOKENS, made(num_layers=3).init_state(2, 9))
     with pytest.raises(ValueError, match="TransformerState"):
         model.extend(TOKENS, model.init_state(2, 9).layers[0])
+    with pytest.raises(ValueError, match="dtype of a decode state must be .* got 'int8'"):
+        model.init_state(2, 9, jnp.int8)
 
 
 @pytest.mark.parametrize(
