@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 from effattn import _checks

@@ -170,9 +170,13 @@ class S4(_StateSpace):
     `max_length` taps needs, and all start as HiPPO-LegS. Decoding runs the recurrence, in O(D M) a
     step; `init_state` finds C, by powers of the matrices of all features.
 
+    The state space has no end: rows of more than `max_length` tokens, whole or decoded, are mixed
+    by the same C. For a longer sequence the layer finds C and the C~ of a kernel as long as the
+    sequence, in O(D M^3 log T) time more.
+
     Args:
       in_features: D, the size of a token.
-      max_length: taps of the kernel, the most tokens of a row.
+      max_length: taps of the kernel that C~ belongs to, such as the tokens of a row in training.
       state_size: modes of a feature, conjugates counted; even.
       is_causal: only True.
       dropout_rate: only 0, as there are no attention weights to drop.
@@ -184,8 +188,7 @@ class S4(_StateSpace):
       rngs: for the initial parameters.
 
     Raises:
-      ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more
-        tokens than `max_length`.
+      ValueError: sizes that do not fit, or something asked of it that it cannot do.
     """
 
     def __init__(
@@ -227,38 +230,48 @@ class S4(_StateSpace):
         return self._rate(wide), *parts, self._step(wide)
 
     def _mix_all(self, x, lengths, segment_ids):
-        if x.shape[1] > self.max_length:
-            raise ValueError(
-                f"x has {x.shape[1]} tokens, and the kernel is of max_length={self.max_length}"
-            )
         x = x.astype(self._computed_in(x))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         rate, low_rank, written, output, step = self._arrays(wide)
-        kernel = low_rank_kernel(rate, low_rank, written, output, step, self.max_length)
+        length = max(x.shape[1], self.max_length)
+        if length > self.max_length:
+            output = self._truncated(length, wide)
+        kernel = low_rank_kernel(rate, low_rank, written, output, step, length)
         y = long_convolution(x, kernel) + lead(self.skip[...].astype(wide), 3) * x
         return self._finish(y.astype(x.dtype))
 
     def _empty(self, batch, max_length, dtype):
         wide = jnp.promote_types(dtype, jnp.float32)
-        output = self._untruncated(wide)
+        output = _complex_of_row(self._row(self._matrix(wide), wide))
         states = jnp.zeros((batch, *output.shape), output.dtype)
+        # Every array of a state has the rows first, so that rows can be reordered and dropped.
+        output = jnp.broadcast_to(output, states.shape)
         return RecurrentState(state=(states, output), length=jnp.zeros((batch,), jnp.int32))
 
-    def _untruncated(self, wide: Any) -> jax.Array:
-        """C = C~ (I - Abar^max_length)^-1, of all features."""
-        rate, low_rank, _, output, step = self._arrays(wide)
+    def _matrix(self, wide: Any) -> jax.Array:
+        """Abar of all features, real: `(D, 2 M, 2 M)`."""
+        rate, low_rank, _, _, step = self._arrays(wide)
         modes = rate.shape[1]
         # The matrix as its columns: what one turn makes of real and imaginary units.
         units = jnp.concatenate([jnp.eye(modes), 1j * jnp.eye(modes)]).astype(rate.dtype)
         turned = _advance(units[:, None], rate, low_rank, step)
-        matrix = jnp.moveaxis(jnp.concatenate([turned.real, turned.imag], -1), 0, -1)
-        power = jnp.linalg.matrix_power(matrix, self.max_length)
-        rest = jnp.eye(2 * modes, dtype=matrix.dtype)[None] - power
+        return jnp.moveaxis(jnp.concatenate([turned.real, turned.imag], -1), 0, -1)
+
+    def _row(self, matrix: jax.Array, wide: Any) -> jax.Array:
+        """C = C~ (I - Abar^max_length)^-1, real: `(D, 2 M)`."""
+        output = _complex(self.output, wide)
+        rest = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)[None]
+        rest = rest - jnp.linalg.matrix_power(matrix, self.max_length)
         # 2 Re(C . s) of s = a + i b is a row (2 Re C, -2 Im C) times (a, b).
         row = jnp.concatenate([output.real, -output.imag], -1)
-        solved = jnp.linalg.solve(jnp.swapaxes(rest, -1, -2), row[..., None])[..., 0]
-        real, imaginary = jnp.split(solved, 2, -1)
-        return lax.complex(real, -imaginary)
+        return jnp.linalg.solve(jnp.swapaxes(rest, -1, -2), row[..., None])[..., 0]
+
+    def _truncated(self, length: int, wide: Any) -> jax.Array:
+        """C (I - Abar^length), as a kernel of that many taps needs it."""
+        matrix = self._matrix(wide)
+        row = self._row(matrix, wide)
+        power = jnp.linalg.matrix_power(matrix, length)
+        return _complex_of_row(row - jnp.einsum("dm,dmn->dn", row, power, precision="highest"))
 
     def _extend(self, x, state, lengths):
         batch, time = x.shape[:2]
@@ -273,7 +286,7 @@ class S4(_StateSpace):
             added = 2 * written[None] * token[..., None]
             after = _advance(before, rate, low_rank, step, added)
             after = jnp.where(valid[:, None, None], after, before)
-            return after, 2 * (after * output[None]).sum(-1).real
+            return after, 2 * (after * output).sum(-1).real
 
         valid = within(count, time).T
         states, y = lax.scan(turn, states, (jnp.moveaxis(x.astype(wide), 1, 0), valid))
@@ -281,6 +294,11 @@ class S4(_StateSpace):
         return self._finish(y.astype(x.dtype)), RecurrentState(
             state=(states, output), length=state.length + count
         )
+
+
+def _complex_of_row(row: jax.Array) -> jax.Array:
+    real, imaginary = jnp.split(row, 2, -1)
+    return lax.complex(real, -imaginary)
 
 
 def _advance(state, rate, low_rank, step, added=0.0):

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from effattn.nn import RotaryEmbedding
 from tests.laws import battery
 from tests.laws.battery import LAST, MECHANISMS, SQUARE
+from tests.laws.rows import assert_rows_can_be_chosen
 from tests.laws.sharding import mesh
 from tests.marks import slow_but_for
 from tests.nn.build import filled
@@ -175,3 +176,10 @@ def test_a_state_of_a_dtype_that_cannot_hold_it_is_refused(subject):
     for dtype in (np.int8, bool, np.complex64, jnp.float8_e4m3fn, "floaty"):
         with pytest.raises(ValueError, match="dtype of a decode state must be one of float16"):
             jax.eval_shape(lambda dtype=dtype: mixer.init_state(ROWS, LENGTH, dtype))
+
+
+@pytest.mark.parametrize("subject", slow_but_for(MECHANISMS, DECODING), ids=str)
+def test_rows_of_a_state_can_be_repeated_reordered_and_dropped(subject):
+    """As many rows as a token has features, so that no other axis passes for that of the rows."""
+    x = np.random.default_rng(0).normal(size=(FEATURES, 6, FEATURES)).astype(np.float32)
+    assert_rows_can_be_chosen(mixer_of(subject), x)

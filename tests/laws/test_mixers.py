@@ -25,6 +25,7 @@ from tests.laws.mixers import (
     WITH_CORES,
     rms,
 )
+from tests.laws.rows import assert_rows_can_be_chosen
 from tests.laws.sharding import collectives, mesh
 from tests.marks import slow_but_for
 from tests.references import MIXERS
@@ -32,8 +33,11 @@ from tests.references import MIXERS
 EPS = float(np.finfo(np.float32).eps)
 SEEDS = 8
 
+# Sequences that are longer than the parameters of a mixer speak of.
+LONGER = [s for s in SUBJECTS if s.variant == "longer"]
 # The first variant of each, in its first direction; of one of each family, in both.
 QUICK = [s for s in SUBJECTS if s in FIRST or s._replace(is_causal=True) in FIRST_OF_FAMILY]
+QUICK += LONGER
 
 every = pytest.mark.parametrize("mixer", slow_but_for(QUICK, SUBJECTS), ids=str)
 first = pytest.mark.parametrize("mixer", FIRST, ids=str)
@@ -148,7 +152,7 @@ def test_nothing_reaches_back(mixer):
 # Law 3.
 
 
-@claiming("decode", [s for s in FIRST if s.is_causal])
+@claiming("decode", [s for s in FIRST + LONGER if s.is_causal])
 def test_any_split_equals_the_whole(mixer):
     """Pieces of 0 to 4 tokens, other ones for each row, with NaN after each row's own."""
     rows, most = 2, 4
@@ -192,6 +196,13 @@ def test_any_split_equals_the_whole(mixer):
             np.testing.assert_array_equal(state.length, at)
 
     holds()
+
+
+@causal
+def test_rows_of_a_state_can_be_repeated_reordered_and_dropped(mixer):
+    """As many rows as a token has features, so that no other axis passes for that of the rows."""
+    module = mixers.cast(mixers.made(mixer), np.float32)
+    assert_rows_can_be_chosen(module, mixers.tokens(1, FEATURES).astype(np.float32))
 
 
 # Law 5.

@@ -13,6 +13,7 @@ from effattn.nn import (
     TransformerConfig,
     generate,
 )
+from tests.laws.rows import assert_rows_first
 from tests.marks import slow
 from tests.nn.build import filled, floats
 
@@ -56,6 +57,17 @@ def test_padding_changes_nothing(mixer):
     target = np.where(np.arange(6) < 4, TARGET, 99)
     padded = call(model, source, target, **lengths)[:, :4]
     np.testing.assert_allclose(padded, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_every_array_of_a_state_has_the_rows_first():
+    model = make()
+    lengths = np.array([9, 4, 2, 1, 1])
+
+    def begin(rows):
+        encoded = model.encode(np.zeros((rows, 9), int), lengths=lengths[:rows])
+        return model.init_state(encoded, 6, lengths=lengths[:rows])
+
+    assert_rows_first(begin)
 
 
 @pytest.mark.slow

@@ -62,6 +62,10 @@ S4D = MixerReference(mix=diagonal, transforms=True, variants={"": {"state_size":
 S4 = MixerReference(
     mix=low_rank,
     transforms=True,
-    variants={"": {"state_size": 4, "max_length": 16}},
+    # A state space goes on past the kernel that its parameters are those of.
+    variants={
+        "": {"state_size": 4, "max_length": 16},
+        "longer": {"state_size": 4, "max_length": 12},
+    },
     cost=lambda length: {"max_length": length},
 )
