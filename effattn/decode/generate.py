@@ -1,6 +1,7 @@
 """Text generation with any model that has `init_state` and `extend`."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks
-from effattn.decode.sampling import check_draw, is_number, sample_token
-from effattn.decode.state import is_concrete, new_lengths
+from effattn.decode.sampling import check_draw, divisor, is_number, sample_token
+from effattn.decode.state import check_vocabulary, is_concrete, narrow, new_lengths
+from effattn.segments import within
 
 
 def generate(
@@ -22,35 +24,43 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     rng: jax.Array | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | jax.Array | None = None,
 ) -> jax.Array:
     """Continues each prompt by `max_new_tokens` tokens.
 
-    The prompt is read in one `extend`, then one token is drawn and fed back at a time, inside one
+    All of the prompt but its last token is read in one `extend`, whose logits are not computed.
+    Then one token is fed and the next one drawn at a time, until all rows have ended, inside one
     `jax.jit` that is compiled once for a model structure and a shape of prompt. A model that is a
     pytree (every `nnx.Module` is) is an argument of it: new parameters do not recompile. Of any
     other object only the attributes at the first call count, so change it by making a new one.
 
+    Tokens are drawn as by `effattn.decode.sample_token`, which says what ties, infinite logits and
+    tiny temperatures give. Nothing else is random: there is no dropout.
+
     Args:
       model: has `init_state(batch, max_length) -> state` and
-        `extend(tokens (B, T), state, *, lengths=None) -> (logits (B, T, V), state)`.
-      prompt: `(B, P)` int, P >= 1.
+        `extend(tokens (B, T), state, *, lengths=None) -> (logits (B, T, V), state)`; lengths are
+        0 for prompts of one token beside longer ones.
+      prompt: `(B, P)` int, P >= 1; any value in the padding. What traced tokens outside the
+        vocabulary give, the model says.
       lengths: `(B,)` int, how many tokens of `prompt` each row has, right padded, at least 1;
         default all.
-      max_new_tokens: at least 1.
+      max_new_tokens: 0 or more.
       temperature: divides the logits; 0 takes the likeliest token. A traced one must be positive.
       top_k: draw from the `top_k` likeliest tokens only.
       top_p: draw from the likeliest tokens that together reach this probability only.
       rng: a `jax.random` key; needed unless `temperature` is 0.
-      eos_id: a token; a row that has drawn it gets nothing else from then on.
+      eos_id: a token, or several `(E,)`, that end a row: a row that has drawn one of them repeats
+        it from then on.
 
     Returns:
       `(B, max_new_tokens)` int32, the new tokens only.
 
     Raises:
-      ValueError: an argument is out of its range or missing; the message says which.
+      ValueError: an argument is out of its range or missing, or tokens that are known are outside
+        the vocabulary; the message says which.
     """
-    prompt = jnp.asarray(prompt)
+    prompt = _checks.as_array("prompt", prompt)
     if prompt.ndim != 2 or prompt.shape[1] < 1 or not jnp.issubdtype(prompt.dtype, jnp.integer):
         raise ValueError(
             "prompt must be integers of shape (B, P) with P >= 1, "
@@ -62,16 +72,12 @@ def generate(
             "every row needs at least one prompt token (a start token will do), "
             f"got lengths {np.asarray(lengths).tolist()}"
         )
-    max_new_tokens = _checks.at_least("max_new_tokens", max_new_tokens, 1, "tokens")
-    optional = {"top_p": top_p, "eos_id": eos_id}
-    given = {name: number for name, number in optional.items() if number is not None}
+    max_new_tokens = _checks.at_least("max_new_tokens", max_new_tokens, 0, "tokens")
+    given = {} if top_p is None else {"top_p": top_p}
     for name, number in {"temperature": temperature, **given}.items():
         if np.ndim(number) or not is_number(number):
             raise ValueError(f"{name} must be one number for all rows, got {number!r}")
-    if eos_id is not None and not jnp.issubdtype(jnp.result_type(eos_id), jnp.integer):
-        raise ValueError(f"eos_id must be an int, the token that ends a row, got {eos_id!r}")
-    if eos_id is not None and is_concrete(eos_id) and eos_id < 0:
-        raise ValueError(f"eos_id must be a token, or None for no end, got {eos_id}")
+    ends = None if eos_id is None else _ends(eos_id)
     if is_concrete(temperature) and not 0 <= temperature < np.inf:
         raise ValueError(
             f"temperature must be 0 (greedy), or positive and finite, got {temperature}"
@@ -84,22 +90,53 @@ def generate(
         )
     if not greedy:
         check_draw(rng, temperature, top_k, top_p)
+    if 0 in (prompt.shape[0], max_new_tokens):
+        return jnp.zeros((prompt.shape[0], max_new_tokens), jnp.int32)
     leaves, structure = jax.tree.flatten(model)
     arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
     statics = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
-    return _generate(
-        arrays,
-        prompt,
-        lengths,
-        None if greedy else jnp.asarray(temperature, jnp.float32),
-        None if top_p is None else jnp.asarray(top_p, jnp.float32),
-        None if greedy else rng,
-        None if eos_id is None else jnp.asarray(eos_id, jnp.int32),
+    run = functools.partial(
+        _generate,
         statics=statics,
         structure=structure,
         max_new_tokens=max_new_tokens,
         top_k=top_k,
     )
+    arguments = (
+        arrays,
+        prompt,
+        lengths,
+        None if greedy else divisor(temperature, jnp.float32),
+        None if top_p is None else jnp.asarray(top_p, jnp.float32),
+        None if greedy else rng,
+        None if ends is None else narrow(ends),
+    )
+    # Traced once for both: here, and to run.
+    _, of_vocabulary = _generate.eval_shape(*arguments, **run.keywords)
+    (size,) = of_vocabulary.shape[1:]
+    check_vocabulary("prompt", prompt, within(lengths, prompt.shape[1]), size)
+    if ends is not None:
+        check_vocabulary("eos_id", ends, None, size)
+    return run(*arguments)[0]
+
+
+def _ends(eos_id: Any) -> jax.Array:
+    """The tokens that end a row, `()` or `(E,)`."""
+    try:
+        ends = _checks.as_array("eos_id", eos_id)
+    except TypeError:
+        ends = None
+    if (
+        ends is None
+        or ends.ndim > 1
+        or not ends.size
+        or not jnp.issubdtype(ends.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            "eos_id must be an int, the token that ends a row, or one or more of them in a list or "
+            f"an array, got {eos_id!r}"
+        )
+    return ends
 
 
 def _is_array(leaf: Any) -> bool:
@@ -114,7 +151,7 @@ def _generate(
     temperature,
     top_p,
     rng,
-    eos_id,
+    ends,
     *,
     statics,
     structure,
@@ -126,23 +163,39 @@ def _generate(
     batch, prompt_length = prompt.shape
     # The last new token is never fed back.
     state = model.init_state(batch, prompt_length + max_new_tokens - 1)
-    logits, state = model.extend(prompt, state, lengths=lengths)
-    last = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    before_last = jnp.maximum(lengths - 1, 0)
+    if prompt_length > 1:
+        # Nobody reads these logits, and so the compiler leaves them out.
+        _, state = model.extend(prompt[:, :-1], state, lengths=before_last)
+    last = jnp.take_along_axis(prompt, before_last[:, None], axis=1)[:, 0]
+    sizes = []
 
-    def draw(logits, step, done):
-        step_rng = None if rng is None else jax.random.fold_in(rng, step)
-        token = sample_token(logits, step_rng, temperature=temperature, top_k=top_k, top_p=top_p)
-        if eos_id is None:
-            return token, done
-        token = jnp.where(done, eos_id, token)
-        return token, done | (token == eos_id)
-
-    def advance(carry, step):
-        token, done, state = carry
+    def advance(carry):
+        step, token, done, state, tokens = carry
         logits, state = model.extend(token[:, None], state)
-        token, done = draw(logits[:, 0], step, done)
-        return (token, done, state), token
+        sizes.append(logits.shape[-1])
+        step_rng = None if rng is None else jax.random.fold_in(rng, step)
+        drawn = sample_token(
+            logits[:, 0], step_rng, temperature=temperature, top_k=top_k, top_p=top_p
+        )
+        if ends is None:
+            token = drawn
+        else:
+            token = jnp.where(done, token, drawn)
+            done = done | (token[:, None] == jnp.atleast_1d(ends)[None]).any(-1)
+        tokens = jax.lax.dynamic_update_index_in_dim(tokens, token, step, 0)
+        return step + 1, token, done, state, tokens
 
-    token, done = draw(last, 0, jnp.zeros((batch,), bool))
-    _, rest = jax.lax.scan(advance, (token, done, state), jnp.arange(1, max_new_tokens))
-    return jnp.concatenate([token[None], rest]).T
+    def goes_on(carry):
+        step, _, done, *_ = carry
+        return step < max_new_tokens if ends is None else (step < max_new_tokens) & ~done.all()
+
+    last = narrow(last)
+    tokens = jnp.broadcast_to(last, (max_new_tokens, batch))
+    carry = (jnp.int32(0), last, jnp.zeros_like(last, bool), state, tokens)
+    if prompt_length == 1:
+        # A state may have other types before its first token.
+        carry = advance(carry)
+    step, token, _, _, tokens = jax.lax.while_loop(goes_on, advance, carry)
+    ended = jnp.arange(max_new_tokens)[:, None] >= step
+    return jnp.where(ended, token[None], tokens).T, jnp.zeros((0, sizes[0]), bool)

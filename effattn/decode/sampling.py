@@ -21,15 +21,20 @@ def sample_token(
 ) -> jax.Array:
     """One token a row: the likeliest without a temperature, else a draw.
 
-    The logits are divided by the temperature, then cut to the `top_k` largest, then to the
+    The logits are cut to the `top_k` largest and divided by the temperature, then cut to the
     smallest set of likeliest tokens whose probability reaches `top_p` (nucleus sampling: Holtzman
     et al. 2020, "The Curious Case of Neural Text Degeneration"). Ties with the last one kept stay.
     Probabilities and noise are at least float32.
 
+    Of several likeliest tokens the first is taken without a temperature, and with one each is
+    equally likely. A logit of +inf is certain, and one of -inf or NaN is never chosen unless all
+    are. Then all tokens count as equal.
+
     Args:
       logits: `(..., V)`.
       rng: a `jax.random` key; needed with a temperature.
-      temperature: positive and finite; None takes the likeliest token.
+      temperature: positive and finite; None takes the likeliest token. One below the smallest
+        normal number of the dtype counts as that number.
       top_k: between 1 and V.
       top_p: in (0, 1].
 
@@ -39,11 +44,14 @@ def sample_token(
     Raises:
       ValueError: an argument is missing, or known to be out of its range.
     """
+    logits = jnp.asarray(logits)
+    if jnp.issubdtype(logits.dtype, jnp.inexact):
+        logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
     if temperature is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     rng = check_draw(rng, temperature, top_k, top_p)
     # In 16 bits, the noise that decides a draw has too few values.
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
+    logits = _below_best(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     if top_k is not None:
         if top_k > logits.shape[-1]:
             raise ValueError(
@@ -51,14 +59,35 @@ def sample_token(
             )
         smallest = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    logits = logits / divisor(temperature, logits.dtype)
     if top_p is not None:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probability = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(probability, axis=-1) - probability
-        # The likeliest token has nothing before it and always stays.
-        smallest = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        top_p = jnp.asarray(top_p, logits.dtype)
+        kept = (before < top_p) | (top_p >= 1)
+        smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+        # The likeliest token, at 0, always stays.
+        logits = jnp.where(logits < jnp.minimum(smallest, 0), -jnp.inf, logits)
     return jax.random.categorical(rng, logits, axis=-1).astype(jnp.int32)
+
+
+def _below_best(logits: jax.Array) -> jax.Array:
+    """The logits less the largest, which are 0 even if they are infinite."""
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    is_best = logits == best
+    # Of two infinities the difference would be NaN.
+    return jnp.where(is_best, 0, jnp.where(is_best, 0, logits) - best)
+
+
+def divisor(temperature: Any, dtype: Any) -> jax.Array:
+    """The temperature as a number of that dtype that is normal, and whose reciprocal is.
+
+    Processors may take a subnormal number for zero, and divide by multiplying.
+    """
+    least = jnp.finfo(dtype).tiny
+    clip = jnp.clip if isinstance(temperature, jax.Array) else np.clip
+    return jnp.asarray(clip(temperature, float(least), float(1 / least)), dtype)
 
 
 def is_number(value: Any) -> bool:

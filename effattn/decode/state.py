@@ -53,8 +53,35 @@ class Decoder(Protocol):
 
 
 def is_concrete(*arrays: Any) -> bool:
-    """Whether all values are known now, outside of any trace."""
-    return not any(isinstance(array, Tracer) for array in arrays)
+    """Whether all values are known now: outside of any trace, and to this process."""
+    return not any(
+        isinstance(array, Tracer) or not getattr(array, "is_fully_addressable", True)
+        for array in arrays
+    )
+
+
+def check_vocabulary(name: str, tokens: Any, valid: Any, size: int) -> None:
+    """`ValueError` for a token outside the vocabulary, where tokens and padding are known.
+
+    `valid` is bool, of the shape of the tokens, and False in the padding; None has no padding.
+    """
+    if is_concrete(tokens, valid):
+        known = np.asarray(tokens)
+        wrong = (known < 0) | (known >= size)
+        if valid is not None:
+            wrong &= np.asarray(valid)
+        if wrong.any():
+            raise ValueError(
+                f"{name} must be tokens of the vocabulary, from 0 to {size - 1}, got "
+                f"{known[wrong][0]}"
+            )
+
+
+def narrow(tokens: jax.Array) -> jax.Array:
+    """int32 tokens; one outside the range of int32 becomes another number that is no token."""
+    most = min(2**31 - 1, jnp.iinfo(tokens.dtype).max)
+    least = max(-1, jnp.iinfo(tokens.dtype).min)
+    return jnp.clip(tokens, least, most).astype(jnp.int32)
 
 
 def new_lengths(lengths: Any, batch: int, time: int) -> jax.Array:

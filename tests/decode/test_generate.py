@@ -80,7 +80,7 @@ def test_any_object_with_init_state_and_extend_generates():
 
 
 def test_the_state_has_room_for_all_tokens_but_the_last():
-    model = Counting()
+    model = Counting(13)
     generate(model, PROMPT, max_new_tokens=4, temperature=0)
     assert model.room == 5 + 4 - 1
 
@@ -97,7 +97,7 @@ def test_the_same_shapes_compile_once():
             rng=jax.random.key(seed),
             eos_id=seed,
         )
-    assert model.traces == 2  # the prompt, and the step inside the scan
+    assert model.traces == 2  # the prompt, and the step inside the loop
 
 
 def test_new_parameters_do_not_compile_again():
@@ -112,7 +112,7 @@ def test_new_parameters_do_not_compile_again():
         generate(Traced(CONFIG, rngs=nnx.Rngs(seed)), PROMPT, max_new_tokens=6, temperature=0)
         for seed in range(3)
     ]
-    assert traces == [(3, 5), (3, 1)]
+    assert traces == [(3, 4), (3, 1)]
     assert not np.array_equal(outs[0], outs[1])
 
 
@@ -120,6 +120,83 @@ def test_after_eos_a_row_holds_nothing_else():
     prompt = jnp.array([[3], [8]])
     tokens = generate(Counting(), prompt, max_new_tokens=5, temperature=0, eos_id=5)
     np.testing.assert_array_equal(tokens, [[4, 5, 5, 5, 5], [9, 0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize("ends", [[5, 1], (1, 5), np.array([5, 1]), jnp.array([1, 5, 5], jnp.int8)])
+def test_each_of_several_tokens_ends_a_row(ends):
+    prompt = jnp.array([[3], [8], [5]])
+    tokens = generate(Counting(), prompt, max_new_tokens=4, temperature=0, eos_id=ends)
+    np.testing.assert_array_equal(tokens, [[4, 5, 5, 5], [9, 0, 1, 1], [6, 7, 8, 9]])
+
+
+class Noting(Counting):
+    """Notes each time that a step runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs = []
+
+    def extend(self, tokens, state, *, lengths=None):
+        if tokens.shape[1] == 1:
+            jax.debug.callback(lambda state: self.runs.append(state), state)
+        return super().extend(tokens, state, lengths=lengths)
+
+
+@pytest.mark.parametrize("ends", [5, [5, 0], [4, 5], None], ids=str)
+@pytest.mark.parametrize("prompt", [[[3], [9]], [[3, 3, 3], [3, 3, 9]]])
+def test_nothing_runs_after_all_rows_have_ended(ends, prompt):
+    """Rows end with a token that one of them, or each, comes to, or go on to the last step."""
+    model = Noting()
+    tokens = generate(model, jnp.array(prompt), max_new_tokens=9, temperature=0, eos_id=ends)
+    jax.effects_barrier()
+    plain = (np.array(prompt)[:, -1:] + 1 + np.arange(9)) % 10
+    ended = np.cumsum(np.isin(plain, [] if ends is None else ends), 1) > 0
+    first = np.argmax(ended, 1)
+    of_row = np.where(ended, plain[np.arange(2), first][:, None], plain)
+    np.testing.assert_array_equal(tokens, of_row)
+    expected = 9 if not ended.any(1).all() else first.max() + 1
+    assert len(model.runs) == expected
+
+
+@pytest.mark.parametrize("lengths", [None, np.array([64, 1])])
+def test_logits_are_made_of_the_last_token_of_a_prompt_alone(lengths):
+    """Those of all 64 of both rows would be 64 MB, by the compiled program."""
+    vocabulary, prompt = 2**17, jnp.ones((2, 64), jnp.int32)
+    model = jax.eval_shape(lambda: make_model(vocab_size=vocabulary))
+
+    def run(model):
+        return generate(model, prompt, lengths=lengths, max_new_tokens=2, temperature=0)
+
+    memory = jax.jit(run).lower(model).compile().memory_analysis()
+    of_two_steps = 4 * 2 * 2 * vocabulary
+    assert memory.temp_size_in_bytes < 4 * of_two_steps
+
+
+def test_no_rows_and_no_new_tokens_give_empty_arrays():
+    model = make_model()
+    none = generate(model, PROMPT, max_new_tokens=0, temperature=0)
+    assert none.shape == (3, 0) and none.dtype == jnp.int32
+    for length in (1, 40):
+        prompt = np.zeros((0, length), int)
+        empty = generate(model, prompt, max_new_tokens=2, rng=jax.random.key(0), eos_id=1)
+        assert empty.shape == (0, 2) and empty.dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lengths"),
+    [([[0, 13]], None), ([[-1, 0]], None), (np.array([[2**32, 1]]), None), ([[1, 13, 99]], [2])],
+)
+def test_a_prompt_outside_the_vocabulary_is_refused(prompt, lengths):
+    """Also by models of others, whose vocabulary their logits tell."""
+    for model in (make_model(), Counting(13)):
+        with pytest.raises(ValueError, match="prompt must (be tokens of the vocab|fit in int32)"):
+            generate(model, prompt, lengths=lengths, max_new_tokens=2, temperature=0)
+
+
+def test_padding_of_a_prompt_may_hold_anything():
+    prompt = np.array([[3, 99, -7], [3, 4, 5]])
+    tokens = generate(Counting(), prompt, lengths=[1, 3], max_new_tokens=2, temperature=0)
+    np.testing.assert_array_equal(tokens, [[4, 5], [6, 7]])
 
 
 def test_one_new_token_needs_no_step():
@@ -201,7 +278,7 @@ def test_draws_follow_the_cut_distribution(options, expected):
         ({"prompt": jnp.zeros((2, 0), jnp.int32)}, "P >= 1"),
         ({"lengths": jnp.array([1, 0, 2])}, "at least one prompt token"),
         ({"lengths": jnp.array([1, 6, 2])}, "between 0 and the 5 tokens"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be an int, 1 or more tokens, got 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be an int, 0 or more tokens, got -1"),
         ({"max_new_tokens": 2.0}, "max_new_tokens must be an int"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
@@ -211,20 +288,95 @@ def test_draws_follow_the_cut_distribution(options, expected):
         ({"temperature": 1.0}, "needs rng"),
         ({"temperature": 1.0, "rng": 0}, "needs rng, a jax.random key, got 0"),
         ({"temperature": 1.0, "rng": jax.random.key(0), "top_k": 2.5}, "top_k must be an int"),
-        ({"temperature": 1.0, "rng": jax.random.key(0), "top_k": 11}, "vocabulary size 10"),
+        ({"temperature": 1.0, "rng": jax.random.key(0), "top_k": 14}, "vocabulary size 13"),
         ({"temperature": 1.0, "rng": jax.random.key(0), "top_k": 0}, "top_k"),
         ({"temperature": 1.0, "rng": jax.random.key(0), "top_p": 0.0}, "top_p"),
         ({"temperature": 1.0, "rng": jax.random.key(0), "top_p": 1.5}, "top_p"),
         ({"top_k": 3}, "temperature=0 takes the likeliest"),
         ({"eos_id": 1.5}, "eos_id must be an int"),
-        ({"eos_id": [1, 2]}, "eos_id must be one number"),
-        ({"eos_id": -1}, "eos_id must be a token, or None for no end, got -1"),
+        ({"eos_id": []}, r"one or more of them in a list or an array, got \[\]"),
+        ({"eos_id": [[1, 2]]}, "eos_id must be an int"),
+        ({"eos_id": True}, "eos_id must be an int"),
+        ({"eos_id": "</s>"}, "eos_id must be an int, .* got '</s>'"),
+        ({"eos_id": -1}, "eos_id must be tokens of the vocabulary, from 0 to 12, got -1"),
+        ({"eos_id": [1, 13]}, "eos_id must be tokens of the vocabulary, from 0 to 12, got 13"),
+        ({"eos_id": 2**40}, "eos_id must fit in int32"),
     ],
 )
 def test_bad_arguments_are_named(changes, message):
     arguments = {"prompt": PROMPT, "max_new_tokens": 2, "temperature": 0, **changes}
     with pytest.raises(ValueError, match=message):
-        generate(Counting(), arguments.pop("prompt"), **arguments)
+        generate(Counting(13), arguments.pop("prompt"), **arguments)
+
+
+def sampled(logits, count=400, **options):
+    """How often each token is drawn, the same by a compiled program that is told the temperature."""
+    logits = np.broadcast_to(np.float32(logits), (count, len(logits)))
+    rng = jax.random.key(0)
+    tokens = np.asarray(sample_token(logits, rng, **options))
+    temperature = np.float32(options.pop("temperature"))
+    traced = jax.jit(lambda t: sample_token(logits, rng, temperature=t, **options))(temperature)
+    np.testing.assert_array_equal(traced, tokens)
+    return np.bincount(tokens, minlength=logits.shape[1]) / count
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-37, 1e-38, 1e-40, 1e-45, 1e-300])
+def test_a_tiny_temperature_takes_the_best(temperature, options):
+    """Normal or subnormal in float32, or zero there."""
+    for logits in ([0, 1, 3, 2], [-70, -80, -69.9999, -75], [1e-30, 0, 2e-30, -np.inf]):
+        drawn = sampled(logits, temperature=temperature, **options)
+        np.testing.assert_array_equal(drawn, [0, 0, 1, 0])
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1.0])
+def test_generate_takes_the_best_at_a_tiny_temperature_and_draws_at_others(temperature):
+    prompt, options = jnp.array([[3], [8]]), {"max_new_tokens": 5, "rng": jax.random.key(0)}
+    best = generate(Counting(), prompt, max_new_tokens=5, temperature=0)
+    drawn = generate(Counting(), prompt, temperature=temperature, **options)
+    assert np.array_equal(drawn, best) == (temperature < 1)
+
+
+def test_a_huge_temperature_draws_evenly_but_never_what_is_excluded():
+    for temperature in (1e30, 3e38):
+        drawn = sampled([0, 5, -np.inf, 9], count=4000, temperature=temperature)
+        np.testing.assert_allclose(drawn, [1 / 3, 1 / 3, 0, 1 / 3], atol=0.03)
+        # Cut before the division, by which all would be ties.
+        drawn = sampled([1, 1.0000001, 0], temperature=temperature, top_k=1)
+        np.testing.assert_array_equal(drawn, [0, 1, 0])
+
+
+INF, NAN = np.inf, np.nan
+
+
+@pytest.mark.parametrize(
+    ("logits", "first", "likely"),
+    [
+        ([1, 5, 5, -INF], 1, [1, 2]),
+        ([-INF, -INF, -3, -INF], 2, [2]),
+        ([0, INF, 3, INF], 1, [1, 3]),
+        ([-INF, -INF, -INF], 0, [0, 1, 2]),
+        ([NAN, 2, 1, -INF], 1, [1]),
+        ([NAN, -INF, INF, 7], 2, [2]),
+        ([NAN, NAN], 0, [0, 1]),
+        ([-0.0, 0.0], 0, [0, 1]),
+    ],
+    ids=str,
+)
+def test_ties_and_infinities(logits, first, likely):
+    """Greedy, the first of the best; in a draw at a tiny temperature each of them alike."""
+    assert sample_token(np.float32(logits)) == first
+    assert jax.jit(sample_token)(np.float32(logits)) == first
+    for options in ({}, {"top_k": 1}, {"top_p": 1e-40}):
+        drawn = sampled(logits, count=4000, temperature=1e-39, **options)
+        expected = np.isin(np.arange(len(logits)), likely) / len(likely)
+        np.testing.assert_allclose(drawn, expected, atol=0.04 if len(likely) > 1 else 0)
+
+
+def test_infinite_logits_pass_the_check_for_nan():
+    with jax.debug_nans(True):
+        for logits in ([-INF, 1, -INF], [INF, 0, INF], [-INF, -INF, -INF]):
+            sampled(logits, temperature=0.5, top_k=2, top_p=0.9)
 
 
 def test_sampling_without_a_key_is_refused():
