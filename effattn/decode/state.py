@@ -72,7 +72,7 @@ def check_vocabulary(name: str, tokens: Any, valid: Any, size: int) -> None:
             wrong &= np.asarray(valid)
         if wrong.any():
             raise ValueError(
-                f"{name} must be tokens of the vocabulary, from 0 to {size - 1}, got "
+                f"{name} must hold tokens of the vocabulary, from 0 to {size - 1}, got "
                 f"{known[wrong][0]}"
             )
 

@@ -157,7 +157,7 @@ class SelfAttention(_Attention):
       is_causal: attend to the past and the present only. False leaves a function that is not
         registered as it is.
       dropout_rate: of the attention weights, where the function has dropout; active in calls
-        that get `rngs`.
+        that get `rngs`, whether or not the module was told `train()` or `eval()`.
       use_bias: biases in the four projections.
       dtype: of the computation; default that of the input and the parameters together.
       param_dtype: of the parameters.

@@ -13,6 +13,7 @@ from effattn.decode.state import new_lengths
 from effattn.nn import initializers
 from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
 from effattn.nn.recurrent import RecurrentMixer
+from effattn.nn.tokens import indices_of, token_ids
 from effattn.segments import positions_from, within
 
 
@@ -176,21 +177,20 @@ class ConvolutionalClassifier(nnx.Module):
         """The logits of the classes.
 
         Args:
-          tokens: `(B, T)` int; any value in the padding.
+          tokens: `(B, T)` int, from 0 to V - 1, checked where they are known; traced ones outside
+            give NaN. Any value in the padding.
           lengths: `(B,)` int, valid tokens of each right-padded row; default all.
           rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
 
         Returns:
           `(B, C)`.
         """
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(
-                f"tokens must be integers of shape (B, T), got {tokens.dtype} of {tokens.shape}"
-            )
+        tokens = token_ids(tokens)
         batch, time = tokens.shape
         lengths = new_lengths(lengths, batch, time)
         valid = within(lengths, time)
-        x = jnp.where(valid[..., None], self.embed(jnp.where(valid, tokens, 0)), 0)
+        indices = indices_of(tokens, valid, self.embed.num_embeddings)
+        x = jnp.where(valid[..., None], self.embed(indices), 0)
         x = jnp.pad(x, ((0, 0), (0, max(self.widths) - 1), (0, 0)))
         found = []
         for width, convolution in zip(self.widths, self.convolutions, strict=True):

@@ -1,4 +1,8 @@
-"""Dropout, and the random keys for it: modules keep no random state of their own."""
+"""Dropout, and the random keys for it: modules keep no random state of their own.
+
+A call has dropout where it is given `rngs`, and none without. `train()` and `eval()` of Flax set
+attributes that no module here has, and so change nothing.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from effattn import registry
@@ -14,7 +13,7 @@ from effattn.nn import initializers
 from effattn.nn.attention import CrossAttention
 from effattn.nn.dropout import dropout_key
 from effattn.nn.equality import same_fields
-from effattn.nn.tokens import tokens_of
+from effattn.nn.tokens import token_ids, tokens_of
 from effattn.nn.transformer import (
     Layer,
     Mixer,
@@ -200,6 +199,8 @@ class EncoderDecoder(nnx.Module):
 
         generate(model.given(source), start, max_new_tokens=n, temperature=0.0, eos_id=end)
 
+    As in a `Transformer`, `rngs` alone switch dropout; decoding has none.
+
     Args:
       config: sizes and options.
       rngs: for the initial parameters.
@@ -222,7 +223,7 @@ class EncoderDecoder(nnx.Module):
         """The logits of the token after each of the target, given the source.
 
         Args:
-          source: `(B, S)` int; any value in the padding.
+          source: `(B, S)` int, tokens as in a call of a `Transformer`.
           target: `(B, T)` int, a start token first.
           source_lengths: `(B,)` int, valid tokens of each right-padded row.
           target_lengths: `(B,)` int.
@@ -235,7 +236,9 @@ class EncoderDecoder(nnx.Module):
         keys = (None, None) if key is None else jax.random.split(key)
         encoded = self.encode(source, lengths=source_lengths, rngs=keys[0])
         contexts = self._contexts(encoded, source_lengths)
-        features = self.decoder._features(target, target_lengths, None, keys[1], contexts)
+        features = self.decoder._features(
+            target, target_lengths, None, keys[1], contexts, name="target"
+        )
         return self.decoder._logits(features)
 
     def encode(
@@ -246,7 +249,7 @@ class EncoderDecoder(nnx.Module):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
         """`(B, S, D)` of source tokens `(B, S)`."""
-        return self.encoder(source, lengths=lengths, rngs=rngs)
+        return self.encoder._features(source, lengths, None, rngs, name="source")
 
     def given(self, source: jax.Array, *, lengths: jax.Array | None = None) -> "Given":
         """The model with its source encoded: a model of the target, for `effattn.nn.generate`."""
@@ -289,7 +292,7 @@ class EncoderDecoder(nnx.Module):
         Returns:
           `(logits (B, T, V), state)`.
         """
-        tokens = jnp.asarray(tokens)
+        tokens = token_ids(tokens)
         check_state(state, EncoderDecoderState, tokens.shape[0])
         features, decoder = self.decoder._extend(tokens, state.decoder, lengths, state.contexts)
         return self.decoder._logits(features), dataclasses.replace(state, decoder=decoder)
@@ -298,8 +301,8 @@ class EncoderDecoder(nnx.Module):
         self, tokens: jax.Array, state: EncoderDecoderState
     ) -> tuple[jax.Array, EncoderDecoderState]:
         """`extend` by one token, `(B, 1)`."""
-        tokens = jnp.asarray(tokens)
-        if tokens.ndim != 2 or tokens.shape[1] != 1:
+        tokens = token_ids(tokens)
+        if tokens.shape[1] != 1:
             raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
         return self.extend(tokens, state)
 

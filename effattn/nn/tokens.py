@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks
+from effattn.decode.state import check_vocabulary, narrow
 from effattn.nn.binding import Binding
 from effattn.segments import within
 
@@ -16,6 +17,31 @@ def tokens_of(name: str, x: Any, features: int) -> jax.Array:
     if x.ndim != 3 or x.shape[-1] != features:
         raise ValueError(f"{name} must have shape (batch, length, {features}), got {x.shape}")
     return x
+
+
+def token_ids(tokens: Any, name: str = "tokens") -> jax.Array:
+    """Tokens as an array; `ValueError` unless they are integers `(batch, length)`."""
+    tokens = _checks.as_array(name, tokens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} must be integers of shape (B, T), got {tokens.dtype} of shape {tokens.shape}"
+        )
+    return tokens
+
+
+def indices_of(
+    tokens: jax.Array, valid: jax.Array | None, vocab_size: int, name: str = "tokens"
+) -> jax.Array:
+    """Indices into a table of the vocabulary: of padding 0, and of what is no token past the end.
+
+    There JAX reads NaN. `ValueError` where tokens and padding are known.
+    """
+    check_vocabulary(name, tokens, valid, vocab_size)
+    tokens = narrow(tokens)
+    if valid is not None:
+        tokens = jnp.where(valid, tokens, 0)
+    # A negative index would count from the end.
+    return jnp.where(tokens < 0, vocab_size, tokens)
 
 
 def padding_of(

@@ -21,6 +21,7 @@ from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.routing import routing_mixers
+from effattn.nn.tokens import indices_of, token_ids
 from effattn.segments import positions_from, positions_from_segment_ids, within
 from effattn.xla import mesh_axes
 
@@ -276,6 +277,9 @@ class Transformer(nnx.Module):
     Vaswani et al. 2017, with RMSNorm (Zhang and Sennrich 2019) before each sublayer and SwiGLU
     (Shazeer 2020). Projections into the residual stream start smaller by sqrt(2 L).
 
+    A call has dropout where it is given `rngs`, and none without. Nothing else switches dropout:
+    `model.train()` and `model.eval()` of Flax change nothing.
+
     Args:
       config: sizes and options.
       rngs: for the initial parameters.
@@ -316,7 +320,8 @@ class Transformer(nnx.Module):
         """The features of each token.
 
         Args:
-          tokens: `(B, T)` int; any value in the padding.
+          tokens: `(B, T)` int, from 0 to V - 1, checked where they are known; traced ones outside
+            give NaN. Any value in the padding.
           lengths: `(B,)` int, valid tokens of each right-padded row.
           segment_ids: `(B, T)` int, packed documents: equal ids are one, 0 is padding.
           rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
@@ -356,12 +361,13 @@ class Transformer(nnx.Module):
 
         self._features(tokens, lengths, segment_ids, None, before=move)
 
-    def _features(self, tokens, lengths, segment_ids, rngs, *contexts, before=None):
+    def _features(self, tokens, lengths, segment_ids, rngs, *contexts, before=None, name="tokens"):
         """`(B, T, D)`; `contexts` are sequences of what each block is given besides.
 
-        `before` is called with each block and what it is about to be called with.
+        `before` is called with each block and what it is about to be called with; `name` is the
+        caller's name of the tokens.
         """
-        tokens = _tokens_of(tokens)
+        tokens = token_ids(tokens, name)
         batch, time = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(time), tokens.shape)
         valid = None
@@ -387,7 +393,7 @@ class Transformer(nnx.Module):
             _check_documents(jnp.where(valid, positions, 0), self.positions.num_embeddings)
 
         key = dropout_key(rngs)
-        x = self._embed(tokens, positions, valid)
+        x = self._embed(tokens, positions, valid, name)
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
         for layer, (block, *context) in enumerate(zip(self.blocks, *contexts, strict=True)):
             if before is not None:
@@ -397,7 +403,7 @@ class Transformer(nnx.Module):
 
     def _extend(self, tokens, state, lengths, *contexts):
         """The features of more tokens, and the state after them."""
-        tokens = _tokens_of(tokens)
+        tokens = token_ids(tokens)
         batch, time = tokens.shape
         check_state(state, TransformerState, batch)
         if len(state.layers) != len(self.blocks):
@@ -415,11 +421,11 @@ class Transformer(nnx.Module):
             layers.append(layer)
         return self.norm(x), TransformerState(tuple(layers), state.length + lengths)
 
-    def _embed(self, tokens, positions, valid):
+    def _embed(self, tokens, positions, valid, name="tokens"):
         if valid is not None:
-            # Whatever number fills the padding, it may not index past the tables: that gives NaN.
-            tokens, positions = jnp.where(valid, tokens, 0), jnp.where(valid, positions, 0)
-        x = _rows(self.embed, tokens)
+            # Past the end of a table there is NaN, which may not come from padding.
+            positions = jnp.where(valid, positions, 0)
+        x = _rows(self.embed, indices_of(tokens, valid, self.config.vocab_size, name))
         if self.positions is not None:
             x = x + _rows(self.positions, positions)
         # Rounded after the rows are taken, so that their gradients are added up unrounded: in 16
@@ -440,6 +446,8 @@ class Transformer(nnx.Module):
 
 class TransformerLM(Transformer):
     """A language model, causal or not: a `Transformer` and its logits.
+
+    As in a `Transformer`, `rngs` alone switch dropout; decoding has none.
 
     Args:
       config: sizes and options.
@@ -473,7 +481,8 @@ class TransformerLM(Transformer):
         """The logits of each next token; of each token itself if the model is not causal.
 
         Args:
-          tokens: `(B, T)` int; any value in the padding.
+          tokens: `(B, T)` int, from 0 to V - 1, checked where they are known; traced ones outside
+            give NaN. Any value in the padding.
           lengths: `(B,)` int, valid tokens of each right-padded row.
           segment_ids: `(B, T)` int, packed documents: equal ids are one, 0 is padding.
           rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
@@ -506,7 +515,7 @@ class TransformerLM(Transformer):
         """The logits of T >= 1 more tokens, given all before them.
 
         Args:
-          tokens: `(B, T)` int.
+          tokens: `(B, T)` int, as in a call.
           state: from `init_state` or an earlier call.
           lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
 
@@ -520,8 +529,8 @@ class TransformerLM(Transformer):
         self, tokens: jax.Array, state: TransformerState
     ) -> tuple[jax.Array, TransformerState]:
         """`extend` by one token, `(B, 1)`."""
-        tokens = jnp.asarray(tokens)
-        if tokens.ndim != 2 or tokens.shape[1] != 1:
+        tokens = token_ids(tokens)
+        if tokens.shape[1] != 1:
             raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
         return self.extend(tokens, state)
 
@@ -588,15 +597,6 @@ def dtypes_of(config: TransformerConfig) -> dict[str, Any]:
 
 def _logits_dtype(config: TransformerConfig) -> Any:
     return jnp.promote_types(dtypes_of(config)["dtype"], jnp.float32)
-
-
-def _tokens_of(tokens: Any) -> jax.Array:
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"tokens must be integers of shape (B, T), got {tokens.dtype} of shape {tokens.shape}"
-        )
-    return tokens
 
 
 def _check_documents(positions: jax.Array, learned: int) -> None:

@@ -189,7 +189,7 @@ def test_no_rows_and_no_new_tokens_give_empty_arrays():
 def test_a_prompt_outside_the_vocabulary_is_refused(prompt, lengths):
     """Also by models of others, whose vocabulary their logits tell."""
     for model in (make_model(), Counting(13)):
-        with pytest.raises(ValueError, match="prompt must (be tokens of the vocab|fit in int32)"):
+        with pytest.raises(ValueError, match="prompt must (hold tokens of the vocab|fit in int32)"):
             generate(model, prompt, lengths=lengths, max_new_tokens=2, temperature=0)
 
 
@@ -298,8 +298,8 @@ def test_draws_follow_the_cut_distribution(options, expected):
         ({"eos_id": [[1, 2]]}, "eos_id must be an int"),
         ({"eos_id": True}, "eos_id must be an int"),
         ({"eos_id": "</s>"}, "eos_id must be an int, .* got '</s>'"),
-        ({"eos_id": -1}, "eos_id must be tokens of the vocabulary, from 0 to 12, got -1"),
-        ({"eos_id": [1, 13]}, "eos_id must be tokens of the vocabulary, from 0 to 12, got 13"),
+        ({"eos_id": -1}, "eos_id must hold tokens of the vocabulary, from 0 to 12, got -1"),
+        ({"eos_id": [1, 13]}, "eos_id must hold tokens of the vocabulary, from 0 to 12, got 13"),
         ({"eos_id": 2**40}, "eos_id must fit in int32"),
     ],
 )
@@ -310,7 +310,7 @@ def test_bad_arguments_are_named(changes, message):
 
 
 def sampled(logits, count=400, **options):
-    """How often each token is drawn, the same by a compiled program that is told the temperature."""
+    """How often each token is drawn, the same where the temperature is traced."""
     logits = np.broadcast_to(np.float32(logits), (count, len(logits)))
     rng = jax.random.key(0)
     tokens = np.asarray(sample_token(logits, rng, **options))

@@ -486,6 +486,10 @@ IDS = np.ones((2, 9), int)
             "vocab_size must be an int, 1 or more tokens, got 0",
         ),
         (
+            lambda: ConvolutionalClassifier(5, 2, rngs=nnx.Rngs(0))(np.array([[0, 4, 5]])),
+            "tokens must hold tokens of the vocabulary, from 0 to 4, got 5",
+        ),
+        (
             lambda: ConvolutionalClassifier(5, 2.0, rngs=nnx.Rngs(0)),
             "num_classes must be an int, 1 or more classes, got 2.0",
         ),

@@ -59,6 +59,18 @@ def test_padding_changes_nothing(mixer):
     np.testing.assert_allclose(padded, whole, rtol=1e-4, atol=1e-5)
 
 
+def test_tokens_outside_a_vocabulary_are_named():
+    model = make()
+    for source, target, name in ((SOURCE + 99, TARGET, "source"), (SOURCE, TARGET - 99, "target")):
+        with pytest.raises(ValueError, match=f"{name} must hold tokens of the vocabulary, from 0"):
+            model(source, target)
+    state = model.init_state(model.encode(SOURCE), 6)
+    with pytest.raises(ValueError, match="tokens must hold tokens of the vocabulary, from 0"):
+        model.step(TARGET[:, :1] + 99, state)
+    with pytest.raises(ValueError, match="tokens must fit in int32"):
+        model.extend(TARGET.astype(np.int64) + 2**32, state)
+
+
 def test_every_array_of_a_state_has_the_rows_first():
     model = make()
     lengths = np.array([9, 4, 2, 1, 1])

@@ -453,6 +453,51 @@ def test_learned_positions_end():
         linear.extend(TOKENS[:, :5], linear.init_state(2, 4))
 
 
+def test_tokens_outside_the_vocabulary_are_refused_where_they_are_known():
+    model, wrong = made(num_layers=1), TOKENS.copy()
+    for token in (13, -1, 2**31 - 1):
+        wrong[1, 3] = token
+        message = f"tokens must hold tokens of the vocabulary, from 0 to 12, got {token}"
+        for call_it in (
+            lambda: model(wrong),
+            lambda: model(wrong, lengths=np.array([9, 4])),
+            lambda: model.extend(wrong, model.init_state(2, 9)),
+            lambda: model.step(wrong[:, 3:4], model.init_state(2, 9)),
+            lambda: model.update_centroids(wrong),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call_it()
+        # Padding holds anything.
+        assert np.isfinite(model(wrong, lengths=np.array([9, 3]))[1, :3]).all()
+        model.extend(wrong, model.init_state(2, 9), lengths=np.array([9, 3]))
+    with pytest.raises(ValueError, match="tokens must fit in int32"):
+        model(np.full((1, 2), 2**32 + 1))
+    with pytest.raises(ValueError, match="tokens must fit in int32"):
+        model.step(np.full((1, 1), 2**32 + 1), model.init_state(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32])
+def test_traced_tokens_outside_the_vocabulary_give_nan(dtype):
+    """In their own row; one below zero is not the last one of the table."""
+    model, tokens = made(num_layers=1), np.array([[1, 2, 3], [1, 0, 3]], dtype)
+    for token in (13, np.iinfo(dtype).max, -1):
+        if token < 0 and np.iinfo(dtype).min == 0:
+            continue
+        tokens[1, 1] = token
+        is_nan = np.isnan(call(model, tokens))
+        assert not is_nan[0].any() and is_nan[1, 1:].all()
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_rngs_alone_switch_dropout(mode):
+    model = made(num_layers=1, dropout_rate=0.5)
+    run = jax.jit(lambda model: (model(TOKENS), model(TOKENS, rngs=jax.random.key(0))))
+    without, dropped = run(model)
+    assert not np.allclose(dropped, without)
+    getattr(model, mode)()
+    jax.tree.map(np.testing.assert_array_equal, run(model), (without, dropped))
+
+
 def test_step_is_extend_by_one():
     model = made(num_layers=1)
     state = model.init_state(2, 4)
