@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from effattn.decode.segments import extend_by_segment
-from effattn.decode.state import check_capacity, check_init, check_state, new_lengths
+from effattn.decode.state import (
+    bounded,
+    check_bound,
+    check_capacity,
+    check_init,
+    check_state,
+    new_lengths,
+)
 from effattn.functional import block
 from effattn.functional.block_linformer import check_projections, project_blocks
 from effattn.segments import positions_from, within
@@ -23,11 +30,13 @@ class BlockLinformerState:
     """What later tokens can still see, of each row.
 
     Attributes:
-      key: `(B, b, K, H)`, the present block, at places `[0, length % b)`.
+      key: `(B, b, K, H)`, the present block, at places `[0, length % b)`; fewer than b places where
+        a row may hold no more tokens.
       value: `(B, b, K, Hv)`.
       slot_key: `(B, M r, K, H)`, of finished blocks, up to M of them.
       slot_value: `(B, M r, K, Hv)`.
       length: `(B,)` int32, tokens seen.
+      max_length: static; how many tokens a row may hold, if fewer than b, else None.
     """
 
     key: jax.Array
@@ -35,6 +44,7 @@ class BlockLinformerState:
     slot_key: jax.Array
     slot_value: jax.Array
     length: jax.Array
+    max_length: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,21 +71,23 @@ class BlockLinformerDecoder:
         value_dim: int,
         dtype: Any,
     ) -> BlockLinformerState:
-        """An empty state for `max_length` tokens a row, rounded up to whole blocks."""
+        """An empty state for `max_length` tokens a row; more than a block, in whole blocks."""
         dtype = check_init(batch, max_length, dtype)
         of_keys, _ = self._projections(num_kv_heads)
         slots, size = of_keys.shape[-2:]
         finished = max(-(-max_length // size) - 1, 0)
+        places, bound = bounded(size, max_length)
 
         def zeros(tokens, features):
             return jnp.zeros((batch, tokens, num_kv_heads, features), dtype)
 
         return BlockLinformerState(
-            key=zeros(size, head_dim),
-            value=zeros(size, value_dim),
+            key=zeros(places, head_dim),
+            value=zeros(places, value_dim),
             slot_key=zeros(finished * slots, head_dim),
             slot_value=zeros(finished * slots, value_dim),
             length=jnp.zeros((batch,), jnp.int32),
+            max_length=bound,
         )
 
     def extend(
@@ -107,6 +119,7 @@ class BlockLinformerDecoder:
         check_state(state, BlockLinformerState, batch)
         lengths = new_lengths(lengths, batch, time)
         slots, size = self._projections(key.shape[-2])[0].shape[-2:]
+        check_bound(state, lengths, state.key.shape[1], size)
         check_capacity(state.length, lengths, (state.slot_key.shape[1] // slots + 1) * size)
         out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
         return extend_by_segment(
@@ -145,9 +158,14 @@ class BlockLinformerDecoder:
             for old, new in ((state.key, key), (state.value, value))
         )
         present, of_slots = (present_key, present_value), (state.slot_key, state.slot_value)
-        out = self._attend(query, key, value, of_slots, present, state.length, slots, lengths)
+        out = self._attend(query, key, value, of_slots, present, state.length, projections, lengths)
 
         length = state.length + lengths
+        if state.max_length is not None:
+            # There is no end of a block.
+            return out, dataclasses.replace(
+                state, key=present_key, value=present_value, length=length
+            )
         is_finished = (lengths > 0) & (length % size == 0)
         at = positions_from((length // size - 1) * slots, slots)
         at = jnp.where(is_finished[:, None], at, state.slot_key.shape[1])
@@ -158,16 +176,17 @@ class BlockLinformerDecoder:
         )
         return out, BlockLinformerState(present_key, present_value, slot_key, slot_value, length)
 
-    def _attend(self, query, key, value, of_slots, present, length, slots, lengths):
+    def _attend(self, query, key, value, of_slots, present, length, projections, lengths):
         """To the slots, then to the present block: causal, whatever the slots are."""
-        size, batch = present[0].shape[1], query.shape[0]
+        slots, size = projections[0].shape[-2:]
+        batch, places = query.shape[0], present[0].shape[1]
         keys, values = (
             jnp.concatenate([x.astype(new.dtype) for x in both], 1)
             for both, new in zip(zip(of_slots, present, strict=True), (key, value), strict=True)
         )
         stored = of_slots[0].shape[1]
         is_before = within(slots * (length // size), stored)
-        seen = jnp.concatenate([is_before, jnp.ones((batch, size), bool)], 1)
+        seen = jnp.concatenate([is_before, jnp.ones((batch, places), bool)], 1)
         given = block.check(
             "block_linformer_attention",
             query,

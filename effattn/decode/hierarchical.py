@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from effattn import _checks
 from effattn.decode.segments import extend_by_segment
-from effattn.decode.state import check_capacity, check_init, check_state, new_lengths
+from effattn.decode.state import (
+    bounded,
+    check_bound,
+    check_capacity,
+    check_init,
+    check_state,
+    new_lengths,
+)
 from effattn.functional import block
 from effattn.functional.hierarchical import Hierarchy, Runs, pool, tokens
 from effattn.segments import positions_from, within
@@ -30,12 +37,14 @@ class HierarchicalState:
     of the next level's.
 
     Attributes:
-      key: `(B, m, K, H)`, the present segment, at slots `[0, length % m)`.
+      key: `(B, m, K, H)`, the present segment, at slots `[0, length % m)`; fewer than m slots where
+        a row may hold no more tokens.
       value: `(B, m, K, Hv)`.
       siblings: for each of those levels `Runs` of `(B, r, ...)`, at least float32.
       summary_key: `(B, U r, K, H)`, the finished units of level L, up to U of them.
       summary_value: `(B, U r, K, Hv)`.
       length: `(B,)` int32, tokens seen.
+      max_length: static; how many tokens a row may hold, if fewer than m, else None.
     """
 
     key: jax.Array
@@ -44,6 +53,7 @@ class HierarchicalState:
     summary_key: jax.Array
     summary_value: jax.Array
     length: jax.Array
+    max_length: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +98,7 @@ class HierarchicalDecoder:
         value_dim: int,
         dtype: Any,
     ) -> HierarchicalState:
-        """An empty state for `max_length` tokens a row, rounded up to whole units."""
+        """An empty state for `max_length` tokens a row; more than a segment, in whole units."""
         dtype = check_init(batch, max_length, dtype)
         hierarchy = self.hierarchy
         siblings = hierarchy.siblings(max_length)
@@ -106,7 +116,8 @@ class HierarchicalDecoder:
             key, value = arrays(hierarchy.pieces, wide)
             return Runs(logit, key, value, present)
 
-        key, value = arrays(hierarchy.segment, dtype)
+        slots, bound = bounded(hierarchy.segment, max_length)
+        key, value = arrays(slots, dtype)
         summary_key, summary_value = arrays(max(units - 1, 0) * hierarchy.pieces, dtype)
         return HierarchicalState(
             key=key,
@@ -115,6 +126,7 @@ class HierarchicalDecoder:
             summary_key=summary_key,
             summary_value=summary_value,
             length=jnp.zeros((batch,), jnp.int32),
+            max_length=bound,
         )
 
     def extend(
@@ -148,6 +160,7 @@ class HierarchicalDecoder:
         hierarchy = self.hierarchy
         level = len(state.siblings) + 1
         units = state.summary_key.shape[1] // hierarchy.pieces + 1
+        check_bound(state, lengths, state.key.shape[1], hierarchy.segment)
         check_capacity(state.length, lengths, units * hierarchy.unit(level))
         out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
         arrays = (query, key, value)
@@ -184,7 +197,7 @@ class HierarchicalDecoder:
         seen = (
             finished < segment >> siblings,
             (segment >> levels) % 2 == 1,
-            jnp.ones((batch, hierarchy.segment), bool),
+            jnp.ones((batch, state.key.shape[1]), bool),
         )
         keys = (state.summary_key, *(runs.key for runs in state.siblings), state.key)
         values = (state.summary_value, *(runs.value for runs in state.siblings), state.value)
@@ -218,6 +231,9 @@ class HierarchicalDecoder:
 
     def _summarise(self, state: HierarchicalState, is_finished) -> HierarchicalState:
         """Of rows whose segment is full: it is one unit, or completes those of several levels."""
+        if state.max_length is not None:
+            # No segment is ever full.
+            return state
         hierarchy, pieces = self.hierarchy, self.hierarchy.pieces
         query = self.options.get("summary_query")
         scale = _checks.scale(self.options.get("scale"), state.key.shape[-1])

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from effattn.decode import ring
 from effattn.decode.ring import RingState
 from effattn.decode.segments import extend_by_segment
-from effattn.decode.state import check_capacity, check_init, check_state, new_lengths
+from effattn.decode.state import (
+    check_bound,
+    check_capacity,
+    check_init,
+    check_state,
+    new_lengths,
+)
 from effattn.functional import block
 from effattn.functional.combine import combine
 from effattn.functional.long_short import Options, check_projection, normalise, score
@@ -99,10 +105,8 @@ class LongShortDecoder:
             return jnp.zeros((batch, tokens, num_kv_heads, *features), dtype)
 
         return LongShortState(
-            ring=RingState(
-                key=zeros(options.window - 1, head_dim),
-                value=zeros(options.window - 1, value_dim),
-                length=jnp.zeros((batch,), jnp.int32),
+            ring=ring.empty(
+                options.window - 1, batch, max_length, num_kv_heads, head_dim, value_dim, dtype
             ),
             sums=Sums(
                 largest=zeros(slots, dtype=wide) - jnp.inf,
@@ -147,6 +151,7 @@ class LongShortDecoder:
         options, slots = self._read(key, value)
         capacity = (state.slot_key.shape[1] // slots + 1) * options.segment
         check_capacity(state.length, lengths, capacity)
+        check_bound(state.ring, lengths, state.ring.key.shape[1], options.window - 1)
         if slot_scores is None:
             projection = check_projection(self.options["projection"], key)
             slot_scores = score(projection, key, self.options.get("precision"))
@@ -184,7 +189,9 @@ class LongShortDecoder:
         present = within(lengths, key.shape[1])[..., None, None]
         key, value, scores = (jnp.where(present, x, 0) for x in (key, value, scores))
         keys, values = (normalise(x, options.window_norm) for x in (key, value))
-        keys, values, filled, after = ring.append(state.ring, keys, values, lengths)
+        keys, values, filled, after = ring.append(
+            state.ring, keys, values, lengths, options.window - 1
+        )
         out = self._attend(options, (query, keys, values), filled, state, lengths)
 
         sums = _add(state.sums, key, value, jnp.where(present, scores, -jnp.inf))
@@ -210,7 +217,7 @@ class LongShortDecoder:
         """To the window and to the slots, combined."""
         query, keys, values = heads
         shared = {name: self.options[name] for name in _SHARED if name in self.options}
-        span, slots = options.window - 1, state.sums.weight.shape[1]
+        kept, slots = state.ring.key.shape[1], state.sums.weight.shape[1]
         ids = filled.astype(jnp.int32)
         windows = block.check(
             "long_short_attention",
@@ -218,9 +225,9 @@ class LongShortDecoder:
             keys,
             values,
             is_causal=True,
-            local_window_size=(span, 0),
-            query_offset=span,
-            segment_ids=(ids[:, span:], ids),
+            local_window_size=(options.window - 1, 0),
+            query_offset=kept,
+            segment_ids=(ids[:, kept:], ids),
             sink=self.options.get("sink"),
             **shared,
         )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from effattn.decode import contiguous, ring
 from effattn.decode.contiguous import ContiguousState
 from effattn.decode.ring import RingDecoder, RingState
-from effattn.decode.state import check_init, check_state, new_lengths
+from effattn.decode.state import bounded, check_init, check_state, new_lengths
 from effattn.functional.combine import combine
 from effattn.functional.longformer import gather, locate
 from effattn.functional.sliding_window import sliding_window_attention
@@ -31,6 +31,7 @@ class LongformerState:
       value: `(B, G, K, Hv)`.
       position: `(B, G)` int32, where these tokens stand; -1 where there is none yet.
       prefix: the keys and values of all tokens, for queries of global tokens.
+      max_length: static; how many tokens a row may hold, if fewer than `max_global`, else None.
     """
 
     ring: RingState
@@ -38,6 +39,7 @@ class LongformerState:
     value: jax.Array
     position: jax.Array
     prefix: ContiguousState
+    max_length: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def length(self) -> jax.Array:
@@ -69,7 +71,7 @@ class LongformerDecoder:
     ) -> LongformerState:
         """The empty state, for `max_length` tokens a row."""
         dtype = check_init(batch, max_length, dtype)
-        most = self.options["max_global"]
+        most, bound = bounded(self.options["max_global"], max_length)
         window = RingDecoder(sliding_window_attention, self.options)
         sizes = num_kv_heads, head_dim, value_dim, dtype
         return LongformerState(
@@ -78,6 +80,7 @@ class LongformerDecoder:
             value=jnp.zeros((batch, most, num_kv_heads, value_dim), dtype),
             position=jnp.full((batch, most), -1, jnp.int32),
             prefix=contiguous.empty(batch, max_length, *sizes),
+            max_length=bound,
         )
 
     def extend(
@@ -111,7 +114,8 @@ class LongformerDecoder:
         is_global = None if global_mask is None else global_mask & is_valid
         if is_global is not None:
             state, is_global = _with_new_global_tokens(state, key, value, positions, is_global)
-        keys, values, filled, after = ring.append(state.ring, key, value, lengths)
+        reach = RingDecoder(sliding_window_attention, self.options).span
+        keys, values, filled, after = ring.append(state.ring, key, value, lengths, reach)
         prefix = contiguous.append(state.prefix, global_key, global_value, lengths)
 
         span = state.ring.key.shape[1]

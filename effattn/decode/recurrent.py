@@ -19,10 +19,13 @@ class RecurrentState:
     Attributes:
       state: the pytree that the function takes as `initial_state`, batch first; at least float32.
       length: `(B,)` int32, tokens seen.
+      max_length: static; how many tokens a row may hold, where the state keeps the last tokens and
+        would have room for more, else None.
     """
 
     state: Any
     length: jax.Array
+    max_length: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +103,7 @@ class RecurrentDecoder:
             key_value_seq_lengths=lengths,
             **per_token,
         )
-        return out, RecurrentState(state=carried, length=state.length + lengths)
+        return out, dataclasses.replace(state, state=carried, length=state.length + lengths)
 
     def _attend(self, query, key, value, **kwargs):
         if "is_causal" in inspect.signature(self.function).parameters:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from effattn import _checks
-from effattn.decode.state import check_init, check_state, new_lengths
+from effattn.decode.state import bounded, check_bound, check_init, check_state, new_lengths
 from effattn.segments import within
 from effattn.xla import mesh_axes
 
@@ -21,15 +21,19 @@ from effattn.xla import mesh_axes
 class RingState:
     """The last W keys and values of each row, oldest first; the newest sits at slot W - 1.
 
+    W is the span of the window, or the most tokens that a row may hold, if fewer.
+
     Attributes:
       key: `(B, W, K, H)`; of a row that has seen fewer than W tokens, the last `length` slots.
       value: `(B, W, K, Hv)`.
       length: `(B,)` int32, tokens seen.
+      max_length: static; how many tokens a row may hold, if fewer than the span, else None.
     """
 
     key: jax.Array
     value: jax.Array
     length: jax.Array
+    max_length: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +51,7 @@ class RingDecoder:
 
     @property
     def span(self) -> int:
-        """W, the number of past tokens that a token reaches back over."""
+        """The number of past tokens that a token reaches back over."""
         if "local_window_size" not in self.options:
             raise ValueError(
                 "decoding with a ring cache needs local_window_size among the options, "
@@ -65,13 +69,9 @@ class RingDecoder:
         value_dim: int,
         dtype: Any,
     ) -> RingState:
-        """An empty ring. It has no capacity to outgrow, so `max_length` does not bound it."""
+        """An empty ring. Rows may outgrow `max_length` if the ring has room for the whole span."""
         dtype = check_init(batch, max_length, dtype)
-        return RingState(
-            key=jnp.zeros((batch, self.span, num_kv_heads, head_dim), dtype),
-            value=jnp.zeros((batch, self.span, num_kv_heads, value_dim), dtype),
-            length=jnp.zeros((batch,), jnp.int32),
-        )
+        return empty(self.span, batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
 
     def extend(
         self,
@@ -94,56 +94,82 @@ class RingDecoder:
 
         Returns:
           `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
+
+        Raises:
+          ValueError: a row outgrows the `max_length` of a state that it bounds, and the lengths are
+            concrete. Under a trace the window is then that of the last `max_length` tokens.
         """
         batch, time = query.shape[:2]
         check_state(state, RingState, batch)
         lengths = new_lengths(lengths, batch, time)
-        span = self.span
-        keys, values, filled, after = append(state, key, value, lengths)
+        keys, values, filled, after = append(state, key, value, lengths, self.span)
+        kept = state.key.shape[1]
         key_ids = filled.astype(jnp.int32)
-        query_ids, options, step = key_ids[:, span:], self.options, 1
+        query_ids, options, step, first = key_ids[:, kept:], self.options, 1, 0
         dilation = options.get("dilation", 1)
         if time == 1 and _checks.is_integer(dilation) and dilation > 1:
             # One token reads every so many slots, itself the last: a plain window over those.
             step, options = int(dilation), {**options, "dilation": 1}
-            keys, values, key_ids = (x[:, ::step] for x in (keys, values, key_ids))
+            first = kept % step
+            keys, values, key_ids = (x[:, first::step] for x in (keys, values, key_ids))
         out = self.function(
             query,
             keys,
             values,
             is_causal=True,
-            query_offset=span // step,
+            query_offset=kept // step,
             segment_ids=(query_ids, key_ids),
-            **shift(options, state.length - span, step),
+            **shift(options, state.length - kept + first, step),
         )
         return out, after
 
 
+def empty(
+    span: int,
+    batch: int,
+    max_length: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: Any,
+) -> RingState:
+    """An empty ring for a window that reaches back over `span` tokens."""
+    slots, bound = bounded(span, max_length)
+    return RingState(
+        key=jnp.zeros((batch, slots, num_kv_heads, head_dim), dtype),
+        value=jnp.zeros((batch, slots, num_kv_heads, value_dim), dtype),
+        length=jnp.zeros((batch,), jnp.int32),
+        max_length=bound,
+    )
+
+
 def append(
-    state: RingState, key: jax.Array, value: jax.Array, lengths: jax.Array
+    state: RingState, key: jax.Array, value: jax.Array, lengths: jax.Array, span: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, RingState]:
-    """The ring with T new tokens after it, `(B, W + T, ...)`, and what it keeps of them.
+    """The ring of a window's `span` with T new tokens after it, `(B, W + T, ...)`.
 
     Returns:
       Keys, values, which slots `(B, W + T)` hold a token, and the ring after the new tokens.
     """
-    time, span = key.shape[1], state.key.shape[1]
+    time, kept_slots = key.shape[1], state.key.shape[1]
+    check_bound(state, lengths, kept_slots, span)
     keys, values = (
         jnp.concatenate([mesh_axes.beside(new, kept).astype(new.dtype), new], axis=1)
         for new, kept in ((key, state.key), (value, state.value))
     )
-    # Slots [0, span) are the ring, filled from its end; slots from `span` on are new.
-    slots = span + time
-    filled = ~within(span - state.length, slots) & within(span + lengths, slots)
+    # Slots [0, W) are the ring, filled from its end; slots from W on are new.
+    slots = kept_slots + time
+    filled = ~within(kept_slots - state.length, slots) & within(kept_slots + lengths, slots)
 
     def kept(arrays, taken):
-        """A row that took n tokens keeps slots [n, n + span)."""
-        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=span)
+        """A row that took n tokens keeps slots [n, n + W)."""
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=kept_slots)
         return tuple(jax.vmap(cut)(array, taken) for array in arrays)
 
     specs = (PartitionSpec(*mesh_axes.spec(array)) for array in (keys, values))
     new_key, new_value = mesh_axes.placed(kept, keys, *specs)((keys, values), lengths)
-    after = RingState(
+    after = dataclasses.replace(
+        state,
         key=new_key.astype(state.key.dtype),
         value=new_value.astype(state.value.dtype),
         length=state.length + lengths,

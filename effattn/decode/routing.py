@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.axes import lead
-from effattn.decode.state import check_init, check_state, new_lengths
+from effattn.decode.state import bounded, check_bound, check_init, check_state, new_lengths
 from effattn.functional import block
 from effattn.functional.routing import Tokens, check_centroids, nearest
 from effattn.segments import within
@@ -24,17 +24,21 @@ _OPTIONS = frozenset((*_SHARED, "tile", "centroids", "cluster_size"))
 class RoutingState:
     """The last w tokens of each cluster, token n of a cluster (from 0) at slot n % w.
 
+    w is the size of a cluster, or the most tokens that a row may hold, if fewer.
+
     Attributes:
       key: `(B, N, C, w, H)`, normalised.
       value: `(B, N, C, w, Hv)`.
       count: `(B, N, C)` int32, tokens that each cluster has had.
       length: `(B,)` int32, tokens seen.
+      max_length: static; how many tokens a row may hold, if fewer than a cluster, else None.
     """
 
     key: jax.Array
     value: jax.Array
     count: jax.Array
     length: jax.Array
+    max_length: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +65,11 @@ class RoutingDecoder:
         value_dim: int,
         dtype: Any,
     ) -> RoutingState:
-        """An empty state. It has no capacity to outgrow, so `max_length` does not bound it."""
+        """An empty state. Rows may outgrow `max_length` if there is room for whole clusters."""
         dtype = check_init(batch, max_length, dtype)
         centroids, size = self._own()
         heads, clusters = centroids.shape[:2]
+        size, bound = bounded(size, max_length)
 
         def zeros(features):
             return jnp.zeros((batch, heads, clusters, size, features), dtype)
@@ -74,6 +79,7 @@ class RoutingDecoder:
             value=zeros(value_dim),
             count=jnp.zeros((batch, heads, clusters), jnp.int32),
             length=jnp.zeros((batch,), jnp.int32),
+            max_length=bound,
         )
 
     def extend(
@@ -97,12 +103,15 @@ class RoutingDecoder:
           `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
 
         Raises:
-          ValueError: options that are missing or not taken, or a state of others.
+          ValueError: options that are missing or not taken, a state of others, or a row that
+            outgrows the `max_length` of a state that it bounds, where the lengths are concrete.
+            Under a trace clusters then have the last `max_length` tokens.
         """
         batch, time = query.shape[:2]
         check_state(state, RoutingState, batch)
         lengths = new_lengths(lengths, batch, time)
-        centroids, _ = self._own()
+        centroids, size = self._own()
+        check_bound(state, lengths, state.key.shape[3], size)
         centroids = check_centroids(centroids, query)
         present = within(lengths, time)
         query, key, value = (jnp.where(present[..., None, None], x, 0) for x in (query, key, value))

@@ -116,6 +116,41 @@ def check_capacity(length: jax.Array, lengths: jax.Array, capacity: int) -> None
             )
 
 
+def bounded(size: int, max_length: int) -> tuple[int, int | None]:
+    """Slots for the last `size` tokens of a row, never more than `max_length`.
+
+    Returns:
+      The number of slots, and `max_length` if that is what bounds them, else None.
+    """
+    return (size, None) if size <= max_length else (max_length, max_length)
+
+
+def check_bound(state: Any, lengths: jax.Array, slots: int, size: int) -> None:
+    """Checks a state that keeps the last `size` tokens of a row, or its `max_length` if fewer.
+
+    `ValueError` if it has other than those `slots`, or if a row would hold more than `max_length`
+    tokens, where that can be known before running.
+    """
+    needed = size if state.max_length is None else min(size, state.max_length)
+    if slots != needed:
+        raise ValueError(
+            f"state keeps the last {slots} tokens, and this layer needs {needed}; it is the state "
+            "of another layer"
+        )
+    if state.max_length is not None:
+        check_capacity(state.length, lengths, state.max_length)
+
+
+def bound_of(state: Any) -> int | None:
+    """The `max_length` of a state that it bounds, or of one that the state is made of."""
+
+    def is_bounded(part):
+        return getattr(part, "max_length", None) is not None
+
+    parts = jax.tree.leaves(state, is_leaf=is_bounded)
+    return next((part.max_length for part in parts if is_bounded(part)), None)
+
+
 # A state in 8 bits or fewer would need a scale for each array, and states have none.
 _STATE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 

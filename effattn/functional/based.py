@@ -116,6 +116,9 @@ def based_attention(
     if local_window_size is not None:
         window = _checks.window(local_window_size)[0]
         _check_window(local_window_size, is_causal, segment_ids, initial_state, return_state)
+        if initial_state is None and not return_state:
+            # No token has more before it.
+            window = min(window, key.shape[-3])
         out, state = _with_window(
             given,
             window,
@@ -289,7 +292,7 @@ registry.register(
         ),
         options={"local_window_size": None},
         builder="effattn.nn.based:BasedSelfAttention",
-        decoder="effattn.decode.recurrent:RecurrentDecoder",
+        decoder="effattn.decode.based:BasedDecoder",
         complexity="O(N H^2 Hv)",
         time_exponent=1.0,
     )

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import _checks, registry
-from effattn.decode.state import check_init, check_rows, new_lengths
+from effattn.decode.state import bound_of, check_init, check_rows, new_lengths
 from effattn.nn import initializers
 from effattn.nn.binding import bind
 from effattn.nn.dropout import check_dropout_rate, dropout_key
@@ -299,15 +299,19 @@ class SelfAttention(_Attention):
     def _check_shapes(self, state: Any, batch: int) -> None:
         """`ValueError` if it is the state of a layer of other sizes."""
 
+        def empty(max_length):
+            return jax.eval_shape(lambda: self.init_state(batch, max_length))
+
         def shapes(state):
             return [x.shape for x in jax.tree.leaves(state)]
 
-        small = jax.eval_shape(lambda: self.init_state(batch, 1))
+        bound = bound_of(state)
+        small = empty(_MANY_TOKENS if bound is None else bound)
         got, least = shapes(state), shapes(small)
         if got == least:
             return
         # What differs between these is as large as the state has room for.
-        large = jax.eval_shape(lambda: self.init_state(batch, _MANY_TOKENS))
+        large = small if bound is not None else empty(2 * _MANY_TOKENS)
         if len({jax.tree.structure(s) for s in (state, small, large)}) > 1:
             return
         needed = [
@@ -335,7 +339,7 @@ class SelfAttention(_Attention):
         Args:
           batch: B.
           max_length: tokens that a row may come to hold; mechanisms whose state does not grow
-            are not bound by it.
+            are not bound by it, unless they keep the last tokens and would have room for more.
           dtype: of cached keys and values, a float of at least 16 bits; default the module's.
         """
         if dtype is None:

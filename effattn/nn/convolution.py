@@ -9,7 +9,8 @@ from flax import nnx
 
 from effattn import _checks
 from effattn.axes import lead
-from effattn.decode.state import new_lengths
+from effattn.decode.recurrent import RecurrentState
+from effattn.decode.state import bounded, check_bound, new_lengths
 from effattn.nn import initializers
 from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
 from effattn.nn.recurrent import RecurrentMixer
@@ -80,27 +81,50 @@ class DilatedConvolution(RecurrentMixer):
 
     def _mix(self, x, state, lengths, segment_ids):
         batch, time = x.shape[:2]
-        reach, dtype = (self.width - 1) * self.dilation, self._computed_in(x)
-        before = jnp.zeros((batch, reach, self.in_features), x.dtype) if state is None else state
+        dtype = self._computed_in(x)
+        before = jnp.zeros((batch, 0, self.in_features), x.dtype) if state is None else state
+        kept = before.shape[1]
         read = jnp.concatenate([before.astype(x.dtype), x], 1)
         y = jnp.zeros((), jnp.promote_types(dtype, jnp.float32))
-        ids = None
-        if segment_ids is not None:
-            ids = jnp.pad(jnp.asarray(segment_ids), ((0, 0), (reach, 0)))
+        ids = None if segment_ids is None else jnp.asarray(segment_ids)
         for j, kernel in enumerate(self.kernel[...].astype(dtype)):
-            start = reach - j * self.dilation
-            tokens = jax.lax.slice_in_dim(read, start, start + time, axis=1).astype(dtype)
+            tokens = _before(read, j * self.dilation, time).astype(dtype)
             if ids is not None:
-                same = jax.lax.slice_in_dim(ids, start, start + time, axis=1) == ids[:, reach:]
+                same = _before(ids, j * self.dilation, time) == ids
                 tokens = jnp.where(same[..., None], tokens, 0)
             y = y + jnp.matmul(tokens, kernel, preferred_element_type=y.dtype)
         value, gate = jnp.split((y + lead(self.bias[...], 3).astype(y.dtype)).astype(dtype), 2, -1)
         if lengths is None:
             last = read[:, time:]
         else:
-            kept = positions_from(new_lengths(lengths, batch, time), reach)
-            last = jnp.take_along_axis(read, kept[..., None], 1, mode="clip")
+            at = positions_from(new_lengths(lengths, batch, time), kept)
+            last = jnp.take_along_axis(read, at[..., None], 1, mode="clip")
         return self.out(value * jax.nn.sigmoid(gate)), last.astype(before.dtype)
+
+    @property
+    def _reach(self) -> int:
+        """The tokens before it that an output reads."""
+        return (self.width - 1) * self.dilation
+
+    def _empty(self, batch, max_length, dtype):
+        slots, bound = bounded(self._reach, max_length)
+        last = jnp.zeros((batch, slots, self.in_features), dtype)
+        return RecurrentState(last, jnp.zeros((batch,), jnp.int32), bound)
+
+    def _capacity(self, state):
+        return self._reach if state.max_length is None else state.max_length
+
+    def _extend(self, x, state, lengths):
+        check_bound(state, new_lengths(lengths, *x.shape[:2]), state.state.shape[1], self._reach)
+        return super()._extend(x, state, lengths)
+
+
+def _before(read: jax.Array, steps: int, time: int) -> jax.Array:
+    """What lies `steps` before each of the last `time` tokens of `read (B, S, ...)`, or zeros."""
+    missing = min(max(steps + time - read.shape[1], 0), time)
+    start = max(read.shape[1] - time - steps, 0)
+    found = jax.lax.slice_in_dim(read, start, start + time - missing, axis=1)
+    return jnp.pad(found, ((0, 0), (missing, 0), *[(0, 0)] * (read.ndim - 2)))
 
 
 class ConvolutionalClassifier(nnx.Module):

@@ -100,7 +100,7 @@ class CausalMixer(Mixer):
         Args:
           batch: B.
           max_length: the most tokens that a row may come to hold; no bound where the state does
-            not grow.
+            not grow, unless it keeps the last tokens and would have room for more than these.
           dtype: of what is kept of tokens themselves, a float of at least 16 bits; default the
             module's.
         """

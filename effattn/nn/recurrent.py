@@ -1,5 +1,6 @@
 """What the layers around a recurrence share: whole sequences and decoding through one function."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -43,4 +44,4 @@ class RecurrentMixer(CausalMixer):
     def _extend(self, x, state, lengths):
         more = new_lengths(lengths, *x.shape[:2])
         y, carried = self._mix(x, state.state, lengths, None)
-        return y, RecurrentState(state=carried, length=state.length + more)
+        return y, dataclasses.replace(state, state=carried, length=state.length + more)

@@ -1,5 +1,6 @@
 """Attention within segments, and a memory that goes from each to the next."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax import lax
 
 from effattn import _checks
 from effattn.decode.recurrent import RecurrentState
-from effattn.decode.state import new_lengths
+from effattn.decode.state import bounded, check_bound, new_lengths
 from effattn.nn import initializers
 from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.heads import default_head_dim
@@ -172,17 +173,22 @@ class RecurrentMemoryAttention(CausalMixer):
         return self.mix_segments(whole)[0][:, :time]
 
     def _empty(self, batch, max_length, dtype):
-        shape = (batch, self.segment_size, self.num_heads, self.head_dim)
+        slots, bound = bounded(self.segment_size, max_length)
+        shape = (batch, slots, self.num_heads, self.head_dim)
         state = self._first(batch, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-        return RecurrentState(state=state, length=jnp.zeros((batch,), jnp.int32))
+        return RecurrentState(state, jnp.zeros((batch,), jnp.int32), bound)
+
+    def _capacity(self, state):
+        return self.segment_size if state.max_length is None else state.max_length
 
     def _extend(self, x, state, lengths):
         more = new_lengths(lengths, *x.shape[:2])
+        check_bound(state, more, state.state[1].shape[1], self.segment_size)
         dtype, kept = self._computed_in(x), jax.tree.map(lambda s: s.dtype, state.state)
         start = jax.tree.map(lambda s: s.astype(dtype), state.state)
         if self.stop_gradient:
             start = lax.stop_gradient(start)
-        slots = jnp.arange(self.segment_size)[None]
+        slots = jnp.arange(state.state[1].shape[1])[None]
 
         def step(carry, of_token):
             """A token at a time, as rows are at different places of their segments."""
@@ -203,7 +209,7 @@ class RecurrentMemoryAttention(CausalMixer):
         valid = within(more, x.shape[1]).T
         (carried, length), y = lax.scan(step, (start, state.length), (by_token, valid))
         carried = jax.tree.map(lambda s, to: s.astype(to), carried, kept)
-        return jnp.moveaxis(y, 0, 1), RecurrentState(state=carried, length=length)
+        return jnp.moveaxis(y, 0, 1), dataclasses.replace(state, state=carried, length=length)
 
     def _first(self, batch, dtype):
         memory = self.memory[...].astype(dtype)
@@ -216,7 +222,7 @@ class RecurrentMemoryAttention(CausalMixer):
 
     def _attended(self, unturned, query, key, value, memory, places):
         """`(B, T, D)`, of tokens at some places of a segment, whose keys and values these are."""
-        seen = within(places + 1, self.segment_size)
+        seen = within(places + 1, key.shape[1])
         near = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=self._wide(key))
         near = jnp.where(seen if seen.ndim == 2 else seen[:, None], near, -jnp.inf)
         far = jnp.einsum(

@@ -52,6 +52,32 @@ MECHANISMS = {
     "linear, identity": ("linear", {"feature_map": "identity"}),
 }
 
+# Of more tokens than a row may hold.
+WIDE = {
+    "window, wide": ("sliding_window", {"local_window_size": (2**30, 0)}),
+    "window, wide steps": ("sliding_window", {"local_window_size": (4, 0), "dilation": 6}),
+    "window, steps too wide": ("sliding_window", {"local_window_size": (4, 0), "dilation": 2**20}),
+    "longformer, wide": ("longformer", {"local_window_size": (10**5, 0), "max_global": None}),
+    "softmax, wide window": ("softmax", {"local_window_size": (10**5, 0)}),
+    "hierarchical, wide": ("hierarchical", {"segment_size": 2**20, "num_summaries": 2}),
+    "block linformer, wide": (
+        "block_linformer",
+        {"key_projection": drawn(2, 64), "value_projection": drawn(2, 64)},
+    ),
+    "long-short, wide": (
+        "long_short",
+        {"window_size": 2**20, "segment_size": 4, "projection": drawn(8, 2)},
+    ),
+    "long-short, wide segments": (
+        "long_short",
+        {"window_size": 2, "segment_size": 2**20, "projection": drawn(8, 2)},
+    ),
+    "routing, wide": ("routing", {"centroids": drawn(4, 3, 8), "cluster_size": 2**20}),
+    "based, wide": ("based", {"local_window_size": (2**20, 0)}),
+    "strided, wide": ("sparse_transformer", {"stride": 2**20}),
+}
+MECHANISMS |= WIDE
+
 
 def heads(time, batch=2, dtype=jnp.float32):
     rng = np.random.default_rng(0)
@@ -72,6 +98,7 @@ SLOW = (
     "long-short, window of one",
     "strided",
     "routing",
+    *WIDE,
 )
 
 
@@ -101,6 +128,62 @@ def compiled(name):
 
 
 def test_rows_of_unequal_lengths_equal_each_row_alone(name):
+    assert_rows_of_unequal_lengths_equal_each_row_alone(name)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_state_never_holds_more_tokens_than_a_row_may(name):
+    """And decodes nevertheless; every axis of `WIDE` is of 64 tokens or more."""
+    decoder = decoder_of(*MECHANISMS[name])
+    for size in (0, 1, 7):
+        state = jax.eval_shape(lambda n=size: decoder.init(2, n, 2, 8, 6, jnp.float32))
+        assert max(max(leaf.shape) for leaf in jax.tree.leaves(state)) < 64
+    assert_rows_of_unequal_lengths_equal_each_row_alone(name)
+
+
+# Of a segment, long-short attention has sums, which hold any number of tokens.
+@pytest.mark.parametrize("name", [n for n in WIDE if n != "long-short, wide segments"])
+def test_a_row_that_outgrows_a_state_that_it_bounds_is_refused(name):
+    decoder = decoder_of(*MECHANISMS[name])
+    state = decoder.init(2, 7, 2, 8, 6, jnp.float32)
+    with pytest.raises(ValueError, match="holds 7 tokens a row and 8 are needed"):
+        decoder.extend(*heads(8), state)
+    full = dataclasses.replace(state, **_of_length(state, 7))
+    with pytest.raises(ValueError, match="holds 7 tokens a row and 8 are needed"):
+        decoder.extend(*heads(1), full, jnp.array([0, 1]))
+
+
+def _of_length(state, length):
+    """The fields of the state, with as many tokens seen."""
+    length = jnp.full(2, length, jnp.int32)
+    if hasattr(state, "ring"):
+        return {"ring": dataclasses.replace(state.ring, length=length)}
+    return {"length": length}
+
+
+@pytest.mark.parametrize(
+    ("name", "wider"),
+    [
+        ("window", {"local_window_size": (9, 0)}),
+        ("long-short", {"window_size": 30}),
+        ("hierarchical", {"segment_size": 30}),
+        ("block linformer", {"key_projection": drawn(2, 30), "value_projection": drawn(2, 30)}),
+        ("routing", {"cluster_size": 30}),
+    ],
+)
+def test_the_state_of_a_narrower_layer_is_refused(name, wider):
+    """It is full, and so no state of a wider one that its rows bound."""
+    mechanism, options = MECHANISMS[name]
+    narrow, wide = (decoder_of(mechanism, {**options, **o}) for o in ({}, wider))
+    state = jax.eval_shape(lambda: narrow.init(2, 20, 2, 8, 6, jnp.float32))
+    with pytest.raises(ValueError, match="keeps the last . tokens, .* the state of another layer"):
+        jax.eval_shape(wide.extend, *heads(1), state)
+    state = jax.eval_shape(lambda: wide.init(2, 6, 2, 8, 6, jnp.float32))
+    with pytest.raises(ValueError, match="keeps the last 6 tokens, .* the state of another layer"):
+        jax.eval_shape(narrow.extend, *heads(1), state)
+
+
+def assert_rows_of_unequal_lengths_equal_each_row_alone(name):
     decoder, extend, whole = compiled(name)
     query, key, value = heads(LENGTH, ROWS)
     state = decoder.init(ROWS, LENGTH, 2, 8, 6, jnp.float32)

@@ -37,7 +37,7 @@ def test_segments_in_two_calls_are_those_of_one(rotary):
     (whole, last), first, (rest, memory) = run(mixer)
     np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(memory, last, rtol=1e-5, atol=1e-6)
-    _, state = jax.jit(lambda m, x, s: m.extend(x, s))(mixer, X, mixer.init_state(2, 0))
+    _, state = jax.jit(lambda m, x, s: m.extend(x, s))(mixer, X, mixer.init_state(2, 12))
     np.testing.assert_allclose(state.state[0], last, rtol=1e-5, atol=1e-6)
 
 
@@ -47,7 +47,7 @@ def in_segments(mixer, x):
 
 
 def in_decoding(mixer, x):
-    _, state = mixer.extend(x[:, :4], mixer.init_state(2, 0))
+    _, state = mixer.extend(x[:, :4], mixer.init_state(2, 8))
     return mixer.extend(x[:, 4:], state)[0]
 
 
@@ -61,7 +61,7 @@ def test_gradients_stop_between_calls_where_asked(stop, second):
 
 def test_gradients_stop_at_a_state_that_is_given():
     mixer = made(stop_gradient=True)
-    state = mixer.init_state(2, 0)
+    state = mixer.init_state(2, 4)
 
     def total(carried):
         return jnp.sum(mixer.extend(X[:, :1], dataclasses.replace(state, state=carried))[0])
