@@ -176,7 +176,7 @@ def _attend(query, key, value, positions, present, seen, shared):
         shared = {**shared, "score_mod": of_example}
     if sink is not None:
         sink = _checks.shaped("sink", sink, (heads,)).reshape(*examples[2:], 1, together)
-    query = query.reshape(*examples, 1, together, -1)
+    query = query.reshape(*examples, 1, together, query.shape[-1])
     key, value = key[..., None, :], value[..., None, :]
     given = block.check(
         "decoding",
@@ -191,7 +191,7 @@ def _attend(query, key, value, positions, present, seen, shared):
     positions = tuple(jnp.broadcast_to(at, (*examples, at.shape[-1])) for at in positions)
     given = dataclasses.replace(given, sink=sink, positions=positions)
     out, _ = block.attend(query, key, value, given)
-    return out.reshape(*batch, heads, -1)
+    return out.reshape(*batch, heads, out.shape[-1])
 
 
 def _tokens_at_a_time(numbers: int, time: int) -> int:

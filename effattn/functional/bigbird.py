@@ -271,7 +271,7 @@ def _reach(
     own = i // block_size
     near = own - np.arange(num_window_blocks // 2 + 1)
     listed = joined(near, np.arange(ends[0]), random[..., own, :])
-    return positions_of_blocks(listed, block_size)
+    return positions_of_blocks(listed, block_size, capacity)
 
 
 def random_table(given: Any, capacity: int, block_size: int, key_heads: int, **drawn) -> jax.Array:

@@ -194,7 +194,8 @@ def _reach(i, capacity: int, heads: int, key_heads: int, block_size: int, block_
         longest = mask.sum(-1).max(initial=1)
         order = np.argsort(~mask, axis=-1, kind="stable")[..., :longest]
         listed = np.where(np.take_along_axis(mask, order, axis=-1), order, -1)
-    return positions_of_blocks(jnp.asarray(listed)[..., i // block_size, :], block_size)
+    blocks = jnp.asarray(listed)[..., i // block_size, :]
+    return positions_of_blocks(blocks, block_size, capacity)
 
 
 decoder = decoder_of(_reach)

@@ -143,7 +143,7 @@ def _reach(
     )
     own = i // block_size
     listed = bigbird.joined(own[None], random[..., own, :])
-    return positions_of_blocks(listed, block_size)
+    return positions_of_blocks(listed, block_size, capacity)
 
 
 decoder = decoder_of(_reach)

@@ -21,13 +21,15 @@ def decoder_of(reach: Callable[..., jax.Array]) -> Callable[..., Any]:
     return decoder
 
 
-def positions_of_blocks(blocks: jax.Array, block_size: int) -> jax.Array:
-    """The tokens `(*L, k block_size)` of blocks `(*L, k)`, -1 for none, each once.
+def positions_of_blocks(blocks: jax.Array, block_size: int, capacity: int) -> jax.Array:
+    """The tokens `(*L, k b)` of blocks `(*L, k)`, -1 for none, each once.
 
-    For a `reach` in blocks. A block that is named again is replaced by positions below 0.
+    For a `reach` in blocks, of which b tokens can be among the first `capacity`: all, or if there
+    is no room for one block as many as there is room for. A block that is named again is replaced
+    by positions below 0.
     """
     blocks = jnp.sort(blocks, axis=-1)
     again = jnp.pad(blocks[..., 1:] == blocks[..., :-1], [(0, 0)] * (blocks.ndim - 1) + [(1, 0)])
     first = block_size * jnp.where(again, -1, blocks)
-    tokens = positions_from(first, block_size)
+    tokens = positions_from(first, min(block_size, max(capacity, 1)))
     return tokens.reshape(*blocks.shape[:-1], -1)

@@ -133,7 +133,7 @@ def _seen(logs, output, state, time):
     blocks, size = _split(time)
     of_blocks = (state * output[None])[..., None] * _powers(logs, blocks, size, first=1)[None]
     seen = jnp.einsum("rdma,dmb->rabd", of_blocks, _powers(logs, size))
-    return 2 * seen.real.reshape(state.shape[0], -1, logs.shape[0])[:, :time]
+    return 2 * seen.real.reshape(state.shape[0], blocks * size, logs.shape[0])[:, :time]
 
 
 def _last(u, logs, written, state, lengths):

@@ -145,9 +145,37 @@ def test_no_more_keys_are_gathered_than_are_reached(options, most):
     assert asked == most
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sparse_transformer", {"stride": 2**16}),
+        ("sparse_transformer", {"stride": 2**16, "kind": "fixed", "summary": 2}),
+        ("bigbird", {"block_size": 2**16}),
+        ("random", {"block_size": 2**16}),
+        ("block_sparse", {"block_size": 2**16, "block_mask": np.ones((1, 1), bool)}),
+    ],
+    ids=str,
+)
+def test_blocks_and_strides_longer_than_the_text_gather_no_more_than_it_of_each(name, options):
+    """And of every mechanism the outputs are those of exact attention."""
+    decoder, arrays = decoder_of(name, **options), draw(LENGTH)
+    _, asked = reached_by(decoder, LENGTH)
+    assert asked <= 5 * LENGTH
+    out = extended(decoder, arrays, (5, 1, LENGTH - 6))
+    whole = effattn.dot_product_attention(*arrays, is_causal=True)
+    np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sparse_transformer", "bigbird"])
+def test_no_rows_give_an_empty_array(name):
+    decoder = decoder_of(name)
+    out, state = decoder.extend(*draw(3, batch=0), empty(decoder, 0, LENGTH))
+    assert out.shape == (0, 3, HEADS, 6) and state.length.shape == (0,)
+
+
 def test_a_block_that_is_named_again_counts_once():
     blocks = np.array([[3, -1, 0, 3], [2, 2, 2, 1]])
-    found = np.asarray(jax.jit(positions_of_blocks, static_argnums=1)(blocks, 2))
+    found = np.asarray(jax.jit(positions_of_blocks, static_argnums=(1, 2))(blocks, 2, 100))
     assert [sorted(row[row >= 0]) for row in found] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
