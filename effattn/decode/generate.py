@@ -111,7 +111,7 @@ def generate(
         None if greedy else rng,
         None if ends is None else narrow(ends),
     )
-    # Traced once for both: here, and to run.
+    # The vocabulary is known once the program is traced, which running it does not repeat.
     _, of_vocabulary = _generate.eval_shape(*arguments, **run.keywords)
     (size,) = of_vocabulary.shape[1:]
     check_vocabulary("prompt", prompt, within(lengths, prompt.shape[1]), size)
@@ -168,7 +168,7 @@ def _generate(
         # Nobody reads these logits, and so the compiler leaves them out.
         _, state = model.extend(prompt[:, :-1], state, lengths=before_last)
     last = jnp.take_along_axis(prompt, before_last[:, None], axis=1)[:, 0]
-    sizes = []
+    sizes = []  # of the vocabulary, found by tracing
 
     def advance(carry):
         step, token, done, state, tokens = carry
@@ -197,5 +197,7 @@ def _generate(
         # A state may have other types before its first token.
         carry = advance(carry)
     step, token, _, _, tokens = jax.lax.while_loop(goes_on, advance, carry)
+    # Rows that have ended repeat their last token in the steps that were left out.
     ended = jnp.arange(max_new_tokens)[:, None] >= step
+    # An empty array says by its shape how large the vocabulary is.
     return jnp.where(ended, token[None], tokens).T, jnp.zeros((0, sizes[0]), bool)
