@@ -139,8 +139,11 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     likely = {"state": 0.5, "residual": 0.3, "window": 0.5, "lengths": 0.3, "segments": 0.3}
     optional = {*likely, *("bias", "mask", "score_mod", "soft_cap", "sink", "dropout", "offset")}
     unused = {c for c in sorted(optional) if coin(likely.get(c, 0.6))}
+    plain = coin()
+    if plain:  # what the kernels for CPUs take
+        unused |= {"bias", "mask", "score_mod", "soft_cap", "dropout", "offset"}
     subject = Drawn(name, MappingProxyType(chosen), reference, frozenset(unused))
-    extent = Extent(is_causal, everything=True, simple=coin(), tuning=coin(0.3))
+    extent = Extent(is_causal, everything=True, simple=coin(), tuning=coin(0.3) and not plain)
     x64 = coin()
     dtypes: list[Any] = [jnp.float32] * 6
     if name not in COMPARES:
@@ -164,7 +167,7 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
         given |= {"global_mask"}
     if not (subject.has("dropout") and not extent.simple):
         given -= {"dropout_rng"}
-    left_out = {"scale"} if coin() else set()
+    left_out = {"scale"} if coin() or plain else set()
     arrays = sorted({"query", "key", "value", *subject.reference.arguments(rng, sizes)})
     constant: set[str] = set()
     if coin(0.25) and transformation not in ("vmap", "scan"):
