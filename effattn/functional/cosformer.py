@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
+from effattn.angles import angles
 from effattn.cores.linear_recurrence import Terms
 from effattn.functional import kernels, recurrence
 from effattn.segments import positions_from_segment_ids
@@ -95,20 +96,22 @@ def cosformer_attention(
     longest = max(query.shape[-3], key.shape[-3])
     if longest > max_length:
         raise ValueError(f"max_length must be at least the {longest} tokens, got {max_length}")
-    unit = np.pi / (2 * max_length)
-    of_query, of_key, of_next = _positions(given, segment_ids, positions)
+    of_query, of_key, of_next = (
+        angles(places, np.asarray(np.pi / (2 * max_length)), given.dtype)
+        for places in _positions(given, segment_ids, positions)
+    )
     out, state = recurrence.run(
         "cosformer_attention",
         _CosformerTerms(),
         given,
-        (query, unit * of_query),
-        (key, value, unit * of_key),
+        (query, of_query),
+        (key, value, of_key),
         initial_state=initial_state,
         normalized=True,
         attend=attend,
         implementation=implementation,
     )
-    return (out, _turned(state, unit * of_next)) if return_state else out
+    return (out, _turned(state, of_next)) if return_state else out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +149,7 @@ def _positions(given, segment_ids, positions):
     last = jnp.max(jnp.where(present, index, -1), -1, keepdims=True, initial=-1)
     # One key alone, or none; then the state stays as it was seen.
     of_next = jnp.sum(jnp.where(index == last, of_key + 1, 0), -1)
-    return (
-        of_query[..., None, None].astype(given.dtype),
-        of_key[..., None, None].astype(given.dtype),
-        of_next.astype(given.dtype),
-    )
+    return of_query[..., None, None], of_key[..., None, None], of_next
 
 
 def _checked(positions, shapes):

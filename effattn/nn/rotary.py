@@ -4,8 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from effattn import _checks
+from effattn.angles import angles
 from effattn.axes import lead
 
 
@@ -39,15 +41,23 @@ class RotaryEmbedding:
           positions: `(T,)` or `(*B, T)`, int.
 
         Returns:
-          The shape and dtype of `x`; angles are computed in float32, or x's dtype if wider.
+          The shape and dtype of `x`. Cosines and sines are computed in float32, or x's dtype if
+          wider, and their error stays below 1e-6 at all positions (see `effattn.angles`).
+
+        Raises:
+          ValueError: an odd head size, or positions that are no integers.
         """
         head_dim = x.shape[-1]
         if head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head size, got {head_dim}")
         dtype = jnp.promote_types(x.dtype, jnp.float32)
-        frequency = self.theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
-        place = (positions.astype(dtype) / self.scaling)[..., None, None]
-        angle = lead(place, x.ndim) * lead(frequency, x.ndim)  # (*#B, T, 1, H / 2)
+        positions = _checks.as_array("positions", positions)
+        if not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise ValueError(f"positions must be integers, got dtype {positions.dtype}")
+        frequency = self.theta ** (-np.arange(0, head_dim, 2) / head_dim) / self.scaling
+        place = lead(positions[..., None, None], x.ndim)
+        frequency = frequency.reshape((1,) * (x.ndim - 1) + (-1,))
+        angle = angles(place, frequency, dtype)  # (*#B, T, 1, H / 2)
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         first, second = jnp.split(x.astype(dtype), 2, axis=-1)
         rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
