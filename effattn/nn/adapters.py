@@ -10,6 +10,7 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
 from effattn.nn.binding import Binding, bind
 from effattn.nn.dropout import check_dropout_rate
+from effattn.nn.options import check_has_none
 
 
 def as_attention_fn(
@@ -40,13 +41,15 @@ def as_attention_fn(
       mechanism: a registered name, a registered function or a `functools.partial` of one, or any
         function of query, key and value.
       is_causal: attend to the past and the present only.
-      **options: the mechanism's own arguments, such as `local_window_size`.
+      **options: the mechanism's own arguments, such as `local_window_size`; arrays are constants,
+        and parameters are refused, as Flax's layers would not train them.
 
     Raises:
       ValueError: an unknown name or option, now; an argument that the mechanism cannot honour,
         when called.
     """
     function, binding, options = bind(mechanism, options)
+    check_has_none("an attention_fn", function, options)
     if is_causal:
         binding.require("causal", "is_causal=True")
     always_causal = is_causal

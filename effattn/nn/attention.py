@@ -15,6 +15,7 @@ from effattn.nn import initializers
 from effattn.nn.binding import bind
 from effattn.nn.dropout import check_dropout_rate, dropout_key
 from effattn.nn.heads import default_head_dim, key_heads
+from effattn.nn.options import check_holds_none, own_copy, split, values
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 from effattn.segments import positions_from, positions_from_segment_ids, within
@@ -72,21 +73,12 @@ class _Attention(nnx.Module):
         self.dropout_rate = dropout_rate
         self.dtype = dtype
         self.param_dtype = param_dtype
-        self.attention = function
+        check_holds_none("attention", function)
+        self.attention = own_copy(function)
         self.binding = binding
-        learned = (jax.Array, np.ndarray, nnx.Variable)
-        self.options = tuple(
-            (name, option) for name, option in options.items() if not isinstance(option, learned)
-        )
-        self.array_options = nnx.Dict(
-            {
-                name: option
-                if isinstance(option, nnx.Variable)
-                else nnx.Variable(jnp.asarray(option))
-                for name, option in options.items()
-                if isinstance(option, learned)
-            }
-        )
+        static, learned = split(options)
+        self.options = tuple(static.items())
+        self.array_options = nnx.Dict({name: nnx.data(x) for name, x in learned.items()})
         linear = functools.partial(
             nnx.LinearGeneral,
             use_bias=use_bias,
@@ -129,8 +121,7 @@ class _Attention(nnx.Module):
         return key if self.key_norm is None else self.key_norm(key), value
 
     def _options(self) -> dict[str, Any]:
-        arrays = {name: variable[...] for name, variable in self.array_options.items()}
-        return {**dict(self.options), **arrays}
+        return {**dict(self.options), **values(dict(self.array_options.items()))}
 
     def _dropout(self, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> dict[str, Any]:
         key = dropout_key(rngs) if self.dropout_rate else None
@@ -165,7 +156,9 @@ class SelfAttention(_Attention):
       out_kernel_init: of the output projection; default `kernel_init`.
       rngs: for the initial parameters.
       **options: further arguments of the attention function, `local_window_size=(255, 0)` say. An
-        `nnx.Param` is learned: `sink=nnx.Param(jnp.zeros(num_heads))`.
+        `nnx.Param` is learned, `sink=nnx.Param(jnp.zeros(num_heads))`, and so are the parameters of
+        an `nnx.Module`, such as a `score_mod` with a learned bias. The layer has its own copy of
+        these, and of an `attention` that is a module: layers given the same object share nothing.
 
     Raises:
       ValueError: sizes that do not fit, an unknown name or option, or something asked of a

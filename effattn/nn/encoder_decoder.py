@@ -181,9 +181,9 @@ class _Decoder(TransformerLM):
         self.sides = config
         super().__init__(config.decoder, rngs=rngs)
 
-    def _make_block(self, layer: int, rngs: nnx.Rngs) -> DecoderBlock:
+    def _make_block(self, config: TransformerConfig, layer: int, rngs: nnx.Rngs) -> DecoderBlock:
         options, context_features = self.sides.cross_attention, self.sides.encoder.features
-        return DecoderBlock(self.config, layer, options, context_features, rngs=rngs)
+        return DecoderBlock(config, layer, options, context_features, rngs=rngs)
 
 
 class EncoderDecoder(nnx.Module):

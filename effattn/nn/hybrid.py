@@ -175,12 +175,12 @@ class HybridHeads(nnx.Module):
         return self.extend(x, state)
 
 
-@dataclasses.dataclass(frozen=True)
-class OfHeads:
+class OfHeads(nnx.Module):
     """A `score_mod` for a group of heads, of which the first is head `first` of all."""
 
-    score_mod: Callable[..., Any]
-    first: int
+    def __init__(self, score_mod: Callable[..., Any], first: int):
+        self.score_mod = score_mod
+        self.first = first
 
     def __call__(self, logit: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         """The logit of head `first + h`."""

@@ -13,6 +13,7 @@ from effattn.functional import lsh
 from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import default_head_dim
+from effattn.nn.options import own_copy
 from effattn.segments import positions_from_segment_ids
 
 
@@ -80,7 +81,7 @@ class LSHSelfAttention(CachedMixer):
         self.num_heads = _checks.at_least("num_heads", num_heads, 1)
         self.head_dim = head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
         self.num_rounds = _checks.at_least("num_rounds", num_rounds, 1)
-        self.rotary = rotary
+        self.rotary = own_copy(rotary)
         self.chunk_length = _checks.at_least("chunk_length", chunk_length, 1, "tokens")
         self.factors = lsh.factors_of(num_buckets)
         linear = functools.partial(

@@ -16,6 +16,7 @@ from effattn.nn import initializers
 from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.heads import default_head_dim
 from effattn.nn.mixer import CausalMixer
+from effattn.nn.options import own_copy
 from effattn.nn.tokens import tokens_of
 from effattn.segments import within
 
@@ -89,7 +90,7 @@ class RecurrentMemoryAttention(CausalMixer):
         self.head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
         self.segment_size = _checks.at_least("segment_size", segment_size, 1, "tokens")
         self.num_slots = _checks.at_least("num_slots", num_slots, 1, "slots")
-        self.rotary, self.stop_gradient = rotary, stop_gradient
+        self.rotary, self.stop_gradient = own_copy(rotary), stop_gradient
 
         def heads():
             return nnx.LinearGeneral(

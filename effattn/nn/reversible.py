@@ -34,7 +34,8 @@ class ReversibleStack(nnx.Module):
 
     Args:
       *layers: pairs (F, G) of modules from `(B, T, D)` to `(B, T, D)`. Each is given what its
-        signature names of `lengths`, `segment_ids` and `rngs`; none may write Variables.
+        signature names of `lengths`, `segment_ids` and `rngs`; none may write Variables. They are
+        kept, not copied: a module that is given twice shares its parameters.
 
     Raises:
       ValueError: no layers, or one that is not a pair.

@@ -176,7 +176,8 @@ class RoutingSelfAttention(SelfAttention):
         routed = super()._decoder()
         if not self.num_local_heads:
             return routed
-        shared = {k: x for k, x in dict(self.options).items() if k != "tile"}
+        own = ("tile", "centroids", "cluster_size")
+        shared = {k: x for k, x in self._options().items() if k not in own}
         window = {**shared, "local_window_size": self._window()}
         return _SideBySide(self, RingDecoder(sliding_window_attention, window), routed)
 

@@ -19,6 +19,7 @@ from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
 from effattn.nn.equality import same_fields
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.hybrid import HybridHeads
+from effattn.nn.options import own_copy
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.routing import routing_mixers
 from effattn.nn.tokens import indices_of, token_ids
@@ -53,7 +54,8 @@ class TransformerConfig:
         (`{"name": "sliding_window", "local_window_size": (63, 0)}`), a mapping of groups of heads
         (`{"heads": [{"name": "softmax", "num_heads": 2}, ...]}`, see `HybridHeads`), or L of those
         in a sequence. Options are arguments of the mixer, and win over what the model would give
-        it. Some mechanisms change with the layer of themselves: "dilated" widens its steps.
+        it. Some mechanisms change with the layer of themselves: "dilated" widens its steps. A model
+        copies the parameters and modules among the options, for each layer that trains them.
       positions: "rotary" (in the mixers that have something to turn and do not know the order by
         themselves), "learned" (one vector a position, added to the tokens), "alibi", or "none".
         Default "rotary", or "learned" where no layer could tell the order with those.
@@ -301,13 +303,15 @@ class Transformer(nnx.Module):
         self.embed = embed(num_embeddings=config.vocab_size)
         learned = config.position_kind() == "learned"
         self.positions = embed(num_embeddings=config.max_length or 0) if learned else None
+        # Of this model, which layers may share: those of the configuration are of no model.
+        own = dataclasses.replace(config, mixer=own_copy(config.mixer))
         self.blocks = nnx.List(
-            [self._make_block(layer, rngs) for layer in range(config.num_layers)]
+            [self._make_block(own, layer, rngs) for layer in range(config.num_layers)]
         )
         self.norm = nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
 
-    def _make_block(self, layer: int, rngs: nnx.Rngs) -> Any:
-        return Block(self.config, layer, rngs=rngs)
+    def _make_block(self, config: TransformerConfig, layer: int, rngs: nnx.Rngs) -> Any:
+        return Block(config, layer, rngs=rngs)
 
     def __call__(
         self,
