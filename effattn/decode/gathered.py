@@ -94,6 +94,8 @@ class GatheredDecoder:
         reach, shared = self._split_options(heads, key_heads)
         new = contiguous.append(state, key, value, lengths)
         capacity = new.key.shape[1]
+        if capacity == 0:
+            return jnp.zeros((batch, time, heads, value.shape[-1]), value.dtype), new
         reach = functools.partial(reach, capacity=capacity)
 
         def attend(query, position, present):
@@ -210,9 +212,9 @@ def _in_pieces(function, arrays, size: int):
     def pieces(array):
         padding = [(0, 0), (0, -time % size), *[(0, 0)] * (array.ndim - 2)]
         array = jnp.pad(array, padding)
-        array = array.reshape(array.shape[0], -1, size, *array.shape[2:])
+        array = array.reshape(array.shape[0], array.shape[1] // size, size, *array.shape[2:])
         return jnp.moveaxis(array, 1, 0)
 
     out = jax.lax.map(lambda piece: function(*piece), tuple(map(pieces, arrays)))
     out = jnp.moveaxis(out, 0, 1)
-    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :time]
+    return jax.lax.collapse(out, 1, 3)[:, :time]

@@ -88,6 +88,11 @@ def new_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
     """How many of `time` right-padded tokens each row has, `(B,)` int32; all of them for None."""
     if time < 1:
         raise ValueError("there must be at least one token, got a sequence of length 0")
+    return row_lengths(lengths, batch, time)
+
+
+def row_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
+    """The same, also where there are no tokens."""
     if lengths is None:
         return jnp.full((batch,), time, jnp.int32)
     lengths = _checks.as_array("lengths", lengths)

@@ -31,5 +31,6 @@ def positions_of_blocks(blocks: jax.Array, block_size: int, capacity: int) -> ja
     blocks = jnp.sort(blocks, axis=-1)
     again = jnp.pad(blocks[..., 1:] == blocks[..., :-1], [(0, 0)] * (blocks.ndim - 1) + [(1, 0)])
     first = block_size * jnp.where(again, -1, blocks)
-    tokens = positions_from(first, min(block_size, max(capacity, 1)))
-    return tokens.reshape(*blocks.shape[:-1], -1)
+    size = min(block_size, max(capacity, 1))
+    tokens = positions_from(first, size)
+    return tokens.reshape(*blocks.shape[:-1], blocks.shape[-1] * size)

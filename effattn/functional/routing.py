@@ -121,7 +121,7 @@ def routing_attention(
     size = _checks.at_least("cluster_size", cluster_size, 1, "tokens")
     for name, number in (("clusters in centroids", centroids.shape[1]), ("cluster_size", size)):
         # A causal input may be the beginning of a longer one.
-        if number > query.shape[-3] and not is_causal:
+        if number > query.shape[-3] > 0 and not is_causal:
             raise ValueError(
                 f"{name} must be at most the {query.shape[-3]} tokens given, got {number}; give "
                 "fewer, or longer inputs"
@@ -149,6 +149,8 @@ _TRACED = ("scale", "query_lengths", "key_lengths", "segments")
 def _attend(query, key, value, centroids, size, is_causal, given: block.Arguments):
     query, key, value = block.without_padding(query, key, value, given)
     tokens = Tokens.of(query, key, value)
+    # A cluster takes all tokens where there are fewer, as where there are none.
+    size = min(size, query.shape[-3])
     if is_causal:
         by_cluster = _attend_causal
     else:
@@ -268,8 +270,10 @@ def summed_by_cluster(
 
     sums, counts = lax.map(of_some, _in_parts(centroids))
     heads, number = centroids.shape[:2]
-    sums = jnp.moveaxis(sums, 0, 1).reshape(heads, -1, tokens.shape[-1])
-    return sums[:, :number], jnp.moveaxis(counts, 0, 1).reshape(heads, -1)[:, :number]
+    sums, counts = jnp.moveaxis(sums, 0, 1), jnp.moveaxis(counts, 0, 1)
+    padded = counts.shape[1] * counts.shape[2]
+    sums, counts = sums.reshape(heads, padded, sums.shape[-1]), counts.reshape(heads, padded)
+    return sums[:, :number], counts[:, :number]
 
 
 class Members(NamedTuple):
@@ -300,7 +304,8 @@ def members(tokens, centroids, size, present) -> Members:
     def joined(parts):
         """`(parts, *B, N, some, M)` to `(*B, N, C, M)`."""
         parts = jnp.moveaxis(parts, 0, -3)
-        parts = parts.reshape(*parts.shape[:-3], -1, parts.shape[-1])
+        *outer, number, some, members = parts.shape
+        parts = parts.reshape(*outer, number * some, members)
         return parts[..., : centroids.shape[1], :]
 
     return Members(*map(joined, lax.map(of_some, _in_parts(centroids))))

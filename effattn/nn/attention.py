@@ -207,7 +207,10 @@ class SelfAttention(_Attention):
         if rotary is not None and not isinstance(rotary, RotaryEmbedding):
             raise ValueError(f"rotary must be a RotaryEmbedding or None, got {rotary!r}")
         if rotary is not None and self.head_dim % 2:
-            raise ValueError(f"rotary embedding needs an even head size, got {self.head_dim}")
+            raise ValueError(
+                f"rotary embedding needs an even head size, got {self.head_dim}; rotary=None does "
+                "not turn"
+            )
         if is_causal:
             self.binding.require("causal", "is_causal=True")
         else:

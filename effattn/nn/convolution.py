@@ -10,7 +10,7 @@ from flax import nnx
 from effattn import _checks
 from effattn.axes import lead
 from effattn.decode.recurrent import RecurrentState
-from effattn.decode.state import bounded, check_bound, new_lengths
+from effattn.decode.state import bounded, check_bound, new_lengths, row_lengths
 from effattn.nn import initializers
 from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
 from effattn.nn.recurrent import RecurrentMixer
@@ -97,7 +97,7 @@ class DilatedConvolution(RecurrentMixer):
         if lengths is None:
             last = read[:, time:]
         else:
-            at = positions_from(new_lengths(lengths, batch, time), kept)
+            at = positions_from(row_lengths(lengths, batch, time), kept)
             last = jnp.take_along_axis(read, at[..., None], 1, mode="clip")
         return self.out(value * jax.nn.sigmoid(gate)), last.astype(before.dtype)
 

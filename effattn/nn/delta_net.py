@@ -1,6 +1,7 @@
 """The layers of DeltaNet and Gated DeltaNet."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -158,7 +159,7 @@ class DeltaNet(SelfAttention):
     def _inputs(self, x: jax.Array) -> list[tuple[ShortConvolution, jax.Array]]:
         """The convolutions of queries, keys and values, and what each reads."""
         projected = (layer(x) for layer in (self.query, self.key, self.value))
-        flat = (heads.reshape(*x.shape[:2], -1) for heads in projected)
+        flat = (heads.reshape(*x.shape[:2], math.prod(heads.shape[2:])) for heads in projected)
         return list(zip(self._convolutions, flat, strict=True))
 
     def _unit_heads(
@@ -167,7 +168,8 @@ class DeltaNet(SelfAttention):
         """Query and key of length 1, and value."""
         numbers = self.num_heads, self.num_kv_heads, self.num_kv_heads
         query, key, value = (
-            x.reshape(*x.shape[:2], heads, -1) for x, heads in zip(convolved, numbers, strict=True)
+            x.reshape(*x.shape[:2], heads, x.shape[2] // heads)
+            for x, heads in zip(convolved, numbers, strict=True)
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from effattn import registry
-from effattn.decode.state import check_state, new_lengths
+from effattn.decode.state import check_state, row_lengths
 from effattn.nn import initializers
 from effattn.nn.attention import CrossAttention
 from effattn.nn.dropout import dropout_key
@@ -308,7 +308,7 @@ class EncoderDecoder(nnx.Module):
 
     def _contexts(self, encoded, lengths) -> tuple[Context, ...]:
         if lengths is not None:
-            lengths = new_lengths(lengths, *encoded.shape[:2])
+            lengths = row_lengths(lengths, *encoded.shape[:2])
         return tuple(
             Context(key, value, lengths)
             for block in self.decoder.blocks

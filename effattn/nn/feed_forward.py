@@ -59,8 +59,8 @@ class ChunkedFeedForward(nnx.Module):
     those of the module itself.
 
     Args:
-      module: from `(B, T, D)` to `(B, T, E)`, each token by itself; it may write no Variables. It is
-        kept, not copied, and so shared with whatever else it is given to.
+      module: from `(B, T, D)` to `(B, T, E)`, each token by itself; it may write no Variables. It
+        is kept, not copied, and so shared with whatever else it is given to.
       chunk_size: tokens of a row at a time. The length need not be a multiple of it.
 
     Raises:

@@ -134,6 +134,9 @@ class LSHSelfAttention(CachedMixer):
     def _mix_at(self, tokens, own, positions):
         query_key, value, buckets = tokens
         size = self.chunk_length
+        if query_key.shape[1] == 0:
+            # A state without room holds nothing to attend to.
+            return self.out(jnp.zeros((*positions.shape, *value.shape[2:]), value.dtype))
         # By which way there are fewer pairs.
         if positions.shape[1] <= 2 * self.num_rounds * size:
             out = lsh.attend_at(query_key, value, buckets, own, positions, chunk_length=size)

@@ -141,7 +141,8 @@ class Mamba(RecurrentMixer):
         step = self.step_projection(step).astype(wide) + lead(self.step_bias[...], 3).astype(wide)
 
         def of_groups(array):
-            return array.reshape(batch, time, self.num_kv_heads, -1)
+            features = array.shape[-1] // self.num_kv_heads
+            return array.reshape(batch, time, self.num_kv_heads, features)
 
         rate = -jnp.exp(self.log_rate[...].astype(wide))
         out, sums = selective_scan(

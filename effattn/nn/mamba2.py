@@ -146,5 +146,6 @@ class Mamba2(RecurrentMixer):
             implementation=self.implementation,
         )
         out = out.reshape(batch, time, inner) * jax.nn.silu(gate)
-        out = self.norm(out.reshape(batch, time, self.num_kv_heads, -1)).reshape(out.shape)
+        of_norm = self.num_kv_heads, inner // self.num_kv_heads
+        out = self.norm(out.reshape(batch, time, *of_norm)).reshape(out.shape)
         return self.out(out * lead(self.norm_scale[...], 3).astype(out.dtype)), (sums, last)

@@ -157,9 +157,9 @@ class CausalMixer(Mixer):
         self._check_shapes(state, batch)
 
         def extend(mixer, x, state, lengths):
+            each = new_lengths(lengths, batch, time)
             if lengths is not None:
-                lengths = new_lengths(lengths, batch, time)
-                x = zero_padding(x, within(lengths, time))
+                lengths, x = each, zero_padding(x, within(each, time))
             return mixer._extend(x, state, lengths)
 
         return mesh_axes.extended(extend, self, x, state, lengths)

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from effattn import _checks, registry
-from effattn.decode.state import new_lengths
+from effattn.decode.state import new_lengths, row_lengths
 from effattn.nn import initializers
 from effattn.nn.hybrid import HybridState, check_groups
 from effattn.nn.mixer import CausalMixer
@@ -151,7 +151,7 @@ class MixtureOfMechanisms(CausalMixer):
         """The mean cost of the tokens' choices, `()`; arguments as in a call."""
         valid = jnp.ones(x.shape[:2], bool)
         if lengths is not None:
-            valid &= within(new_lengths(lengths, *x.shape[:2]), x.shape[1])
+            valid &= within(row_lengths(lengths, *x.shape[:2]), x.shape[1])
         if segment_ids is not None:
             valid &= jnp.asarray(segment_ids) != 0
         gates = self.gates(jnp.where(valid[..., None], x, 0))

@@ -144,7 +144,7 @@ class RecurrentMemoryAttention(CausalMixer):
         """
         x = tokens_of("x", x, self.in_features)
         batch, time, features = x.shape
-        if time % self.segment_size or not time:
+        if time % self.segment_size:
             raise ValueError(
                 f"x must have whole segments of {self.segment_size} tokens, got {time} tokens"
             )
@@ -163,7 +163,8 @@ class RecurrentMemoryAttention(CausalMixer):
             y = self._attended(self.query(tokens), query, key, value, memory, places)
             return self._updated(memory, key, value).astype(memory.dtype), y
 
-        segments = x.astype(dtype).reshape(batch, -1, self.segment_size, features)
+        number = x.shape[1] // self.segment_size
+        segments = x.astype(dtype).reshape(batch, number, self.segment_size, features)
         last, y = lax.scan(step, memory.astype(dtype), jnp.moveaxis(segments, 1, 0))
         return jnp.moveaxis(y, 0, 1).reshape(x.shape), last
 

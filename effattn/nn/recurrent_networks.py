@@ -56,15 +56,15 @@ class _CellMixer(RecurrentMixer):
     def _mix(self, x, state, lengths, segment_ids):
         batch, time = x.shape[:2]
         dtype = self._computed_in(x)
-        zeros = self._carry(x[:, 0])
+        zeros = self._carry(batch, jnp.promote_types(dtype, jnp.float32))
         start = zeros
         if state is not None:
             start = jax.tree.map(lambda c, z: c.astype(z.dtype), state, zeros)
         new = valid = None
         if segment_ids is not None:
             ids = jnp.asarray(segment_ids)
-            new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-            new = new.T
+            begins = jnp.ones_like(ids[:, :1], bool)
+            new = jnp.concatenate([begins, ids[:, 1:] != ids[:, :-1]], 1).T
         if lengths is not None:
             valid = within(jnp.asarray(lengths), time).T
 
@@ -82,8 +82,8 @@ class _CellMixer(RecurrentMixer):
         carry, y = lax.scan(step, start, by_time)
         return jnp.moveaxis(y, 0, 1).astype(dtype), carry
 
-    def _carry(self, token):
-        """The carry before the first token `(*B, D)`; at least float32, as all states."""
+    def _carry(self, batch, dtype):
+        """The carry before the first token; at least float32, as all states."""
         raise NotImplementedError
 
 
@@ -111,8 +111,8 @@ class LSTM(_CellMixer):
 
     _name, _cell = "lstm", nnx.OptimizedLSTMCell
 
-    def _carry(self, token):
-        zeros = jnp.zeros(token.shape, jnp.promote_types(self._computed_in(token), jnp.float32))
+    def _carry(self, batch, dtype):
+        zeros = jnp.zeros((batch, self.in_features), dtype)
         return zeros, zeros
 
 
@@ -140,5 +140,5 @@ class GRU(_CellMixer):
 
     _name, _cell = "gru", nnx.GRUCell
 
-    def _carry(self, token):
-        return jnp.zeros(token.shape, jnp.promote_types(self._computed_in(token), jnp.float32))
+    def _carry(self, batch, dtype):
+        return jnp.zeros((batch, self.in_features), dtype)

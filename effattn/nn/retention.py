@@ -6,10 +6,13 @@ from typing import Any
 import jax
 from flax import nnx
 
+from effattn import _checks
 from effattn.nn import initializers
 from effattn.nn.attention import SelfAttention
 from effattn.nn.heads import default_head_dim
 from effattn.nn.rotary import RotaryEmbedding
+
+_TURN = RotaryEmbedding()
 
 
 class RetNet(SelfAttention):
@@ -26,7 +29,8 @@ class RetNet(SelfAttention):
       in_features: D.
       num_heads: N heads, of decays 1 - 2^(-5 - h).
       value_dim: Hv; default 2 H.
-      rotary: default `RotaryEmbedding()`; None does not turn.
+      rotary: default `RotaryEmbedding()` of an even head size, and None, which does not turn, of an
+        odd one.
       use_bias: biases in the five projections.
       kernel_init: of the projections.
       rngs: for the initial parameters.
@@ -44,15 +48,17 @@ class RetNet(SelfAttention):
         *,
         head_dim: int | None = None,
         value_dim: int | None = None,
-        rotary: RotaryEmbedding | None = RotaryEmbedding(),  # noqa: B008 (frozen)
+        rotary: RotaryEmbedding | None = _TURN,
         use_bias: bool = False,
         kernel_init: Callable[..., Any] = initializers.kernel_init,
         rngs: nnx.Rngs,
         **options: Any,
     ):
+        size = default_head_dim(in_features, num_heads) if head_dim is None else head_dim
         if value_dim is None:
-            size = default_head_dim(in_features, num_heads) if head_dim is None else head_dim
-            value_dim = 2 * size
+            value_dim = 2 * _checks.at_least("head_dim", size, 1, "features")
+        if rotary is _TURN and _checks.is_integer(size) and size % 2:
+            rotary = None
         super().__init__(
             in_features,
             num_heads,

@@ -161,7 +161,7 @@ class RoutingSelfAttention(SelfAttention):
 
     def _attend(self, heads, **keywords):
         local, routed = self._sides(*heads)
-        size = min(self.cluster_size, routed[0].shape[1])
+        size = min(self.cluster_size, max(routed[0].shape[1], 1))
         out = routing_attention(*routed, **{**keywords, "cluster_size": size})
         if not self.num_local_heads:
             return out

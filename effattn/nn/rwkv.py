@@ -102,7 +102,7 @@ class _TimeMixing(RecurrentMixer):
 
     def _normalised(self, out):
         """`(B, T, N, H)` to `(B, T, N H)`."""
-        out = self.norm(out).reshape(*out.shape[:2], -1)
+        out = self.norm(out).reshape(*out.shape[:2], self.num_heads * self.head_dim)
         scale, bias = (lead(p[...], 3).astype(out.dtype) for p in (self.norm_scale, self.norm_bias))
         return out * scale + bias
 
@@ -215,7 +215,7 @@ class RWKV6(_TimeMixing):
         sums, before = (None, None) if state is None else state
         x, change, last = self._shifted(x, before, lengths, segment_ids)
         low = jnp.tanh(self.mixing_in(x + change * lead(self.shift[...], 3).astype(x.dtype)))
-        low = low.reshape(*x.shape[:2], 5, -1)
+        low = low.reshape(*x.shape[:2], 5, low.shape[-1] // 5)
         amounts = jnp.einsum("btcr,crd->cbtd", low, self.mixing_out[...].astype(x.dtype))
         amounts = amounts + self.shifts[...].astype(x.dtype)[:, None, None]
         of_decay, of_key, of_value, of_receptance, of_gate = x[None] + change[None] * amounts

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn import _checks
-from effattn.decode.state import new_lengths, state_dtype
+from effattn.decode.state import row_lengths, state_dtype
 from effattn.nn.activations import silu
 from effattn.segments import positions_from, within
 
@@ -118,7 +118,7 @@ class ShortConvolution(nnx.Module):
         if lengths is None:
             last = read[:, time:]
         else:
-            kept = positions_from(new_lengths(lengths, batch, time), self.width - 1)
+            kept = positions_from(row_lengths(lengths, batch, time), self.width - 1)
             last = jnp.take_along_axis(read, kept[..., None], 1, mode="clip")
         return self._convolve(read, valid, None), last.astype(state.dtype)
 
@@ -126,7 +126,7 @@ class ShortConvolution(nnx.Module):
         """Which tokens are not padding, bool `(B, T)`; None for all."""
         if lengths is None:
             return None
-        return within(new_lengths(lengths, batch, time), time)
+        return within(row_lengths(lengths, batch, time), time)
 
     def _before(self, x: jax.Array) -> jax.Array:
         """With the zeros that are before the first token."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import _checks
-from effattn.decode.state import new_lengths
+from effattn.decode.state import row_lengths
 
 
 def check_depth(depth: float) -> None:
@@ -33,7 +33,7 @@ def token_shift(
       `((B, T, D), (B, D))`. With `lengths` the last one is the last valid one.
     """
     batch, time, _ = x.shape
-    before = jnp.zeros_like(x[:, 0]) if before is None else before
+    before = jnp.zeros_like(x[:, :1].sum(1)) if before is None else before
     read = jnp.concatenate([before[:, None].astype(x.dtype), x], 1)
     shifted = read[:, :-1]
     if segment_ids is not None:
@@ -43,6 +43,6 @@ def token_shift(
     if lengths is None:
         last = read[:, -1]
     else:
-        at = new_lengths(lengths, batch, time)[:, None, None]
+        at = row_lengths(lengths, batch, time)[:, None, None]
         last = jnp.take_along_axis(read, at, 1, mode="clip")[:, 0]
     return shifted, last.astype(before.dtype)

@@ -12,7 +12,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
-from effattn.decode.state import check_capacity, check_init, check_state, is_concrete, new_lengths
+from effattn.decode.state import (
+    check_capacity,
+    check_init,
+    check_state,
+    is_concrete,
+    new_lengths,
+    row_lengths,
+)
 from effattn.nn import initializers
 from effattn.nn.alibi import Alibi
 from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
@@ -390,7 +397,7 @@ class Transformer(nnx.Module):
                 f"{self.positions.num_embeddings} learned positions (max_length)"
             )
         if lengths is not None:
-            lengths = new_lengths(lengths, batch, time)
+            lengths = row_lengths(lengths, batch, time)
             before_end = within(lengths, time)
             valid = before_end if valid is None else valid & before_end
         if valid is not None and self.positions is not None:
