@@ -1,9 +1,10 @@
 """The one place where arguments of the contract are validated, at trace time."""
 
-import contextlib
+import functools
+import inspect
 import numbers
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,55 @@ import numpy as np
 # Positions are int32, and no sequence has as many tokens.
 _FAR = 2**30
 _MOST = 2**31 - 1
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def checked(function: Function) -> Function:
+    """The function, with those of its arguments checked whose annotations say what they are.
+
+    What is annotated `bool` must be True or False, and what is annotated `jax.Array` is passed on
+    as an array; either may be None where the annotation says so.
+    """
+    parameters = inspect.signature(function).parameters
+    rules = {
+        name: _RULES[parameter.annotation]
+        for name, parameter in parameters.items()
+        if parameter.annotation in _RULES and name not in _OTHERWISE
+    }
+    names = positional(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        known = zip(names, args, strict=False)
+        first = [rules[n](n, x) if n in rules else x for n, x in known]
+        named = {n: rules[n](n, x) if n in rules else x for n, x in kwargs.items()}
+        return function(*first, *args[len(first) :], **named)
+
+    return call  # type: ignore[return-value]
+
+
+def positional(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters that may be given by position."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, of Python's or NumPy's."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {_said(value)}")
+    return bool(value)
+
+
+def _said(value):
+    """The value in a message: a long one, or an array, by its type."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype} of shape {value.shape}"
+    text = repr(value)
+    return text if len(text) < 60 else f"a {type(value).__name__}"
 
 
 def query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
@@ -57,26 +107,54 @@ def query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple
 def as_array(name: str, value: Any) -> jax.Array:
     """What JAX makes of it, unless it would silently drop the upper bits of NumPy's integers."""
     if isinstance(value, np.ndarray | list | tuple | int):
-        try:
-            known = np.asarray(value)
-        except jax.errors.TracerArrayConversionError:
-            return jnp.asarray(value)
-        if known.dtype.kind in "iu":
-            fits = np.iinfo(jax.dtypes.canonicalize_dtype(known.dtype))
-            low, high = (int(edge(known, initial=0)) for edge in (np.min, np.max))
+        numbers = known(value)
+        if numbers is not None and numbers.dtype.kind in "iu":
+            fits = np.iinfo(jax.dtypes.canonicalize_dtype(numbers.dtype))
+            low, high = (int(edge(numbers, initial=0)) for edge in (np.min, np.max))
             if low < fits.min or high > fits.max:
                 raise ValueError(
-                    f"{name} must fit in {fits.dtype}, which JAX makes of {known.dtype} unless "
+                    f"{name} must fit in {fits.dtype}, which JAX makes of {numbers.dtype} unless "
                     f"jax_enable_x64 is set; got values from {low} to {high}"
                 )
-    return jnp.asarray(value)
+            value = numbers
+    try:
+        if value is None:
+            raise TypeError("None is no array")
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be an array of numbers, got {_said(value)}") from error
+
+
+def _passed_on(name, value):
+    """The array; integers of NumPy and in lists stay so, that their values are known in a trace."""
+    array = as_array(name, value)
+    if isinstance(value, jax.Array) or not jnp.issubdtype(array.dtype, jnp.integer):
+        return array
+    numbers = known(value)
+    return array if numbers is None else numbers
+
+
+def _optional(rule):
+    return lambda name, value: None if value is None else rule(name, value)
+
+
+# What functions check by themselves: keys, and arrays that some take in pairs.
+_OTHERWISE = frozenset({"rng", "dropout_rng", "segment_ids", "initial_state"})
+
+# By annotation.
+_RULES: dict[Any, Callable[[str, Any], Any]] = {
+    bool: flag,
+    bool | None: _optional(flag),
+    jax.Array: _passed_on,
+    jax.Array | None: _optional(_passed_on),
+}
 
 
 def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
     """`(*B)` integers; for no batch dimensions also `(1,)`, which is what `jax.nn` takes there."""
     if value is None:
         return None
-    value = as_array(name, value)
+    given, value = value, as_array(name, value)
     if not batch and value.shape == (1,):
         value = value[0]
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != tuple(batch):
@@ -84,7 +162,27 @@ def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
             f"{name} must be integers of shape {tuple(batch)}, one for each example, got "
             f"{value.dtype} of shape {value.shape}"
         )
+    not_negative(name, given)
     return counts(value)
+
+
+def known(value: Any) -> np.ndarray | None:
+    """The numbers, where they are known before running; None where they are traced, or are none.
+
+    To be asked of an argument as it was given: within a trace, JAX traces what it makes of it.
+    """
+    try:
+        numbers = None if isinstance(value, jax.core.Tracer) else np.asarray(value)
+    except (jax.errors.TracerArrayConversionError, TypeError, ValueError):
+        return None
+    return None if numbers is None or numbers.dtype.kind in "OUS" else numbers
+
+
+def not_negative(name: str, value: Any) -> None:
+    """`ValueError` for counts below 0, where they are known before running."""
+    numbers = known(value)
+    if numbers is not None and np.min(numbers, initial=0) < 0:
+        raise ValueError(f"{name} must be 0 or more, got {np.min(numbers)}")
 
 
 def counts(value: jax.Array) -> jax.Array:
@@ -128,21 +226,19 @@ def segment_ids(
 
 def _is_pair(value, shape):
     """Whether the value is (query ids, key ids). A list of ids of that shape is one array."""
-    if isinstance(value, list):
-        with contextlib.suppress(ValueError, TypeError):  # ragged, or traced
-            return np.shape(value) != shape
-    return isinstance(value, tuple | list)
+    if not isinstance(value, list):
+        return isinstance(value, tuple)
+    numbers = known(value)
+    return numbers is None or numbers.shape != shape
 
 
 def _ids(value):
     """Ids as an array, of int32 where they are known, as NumPy's and Python's are, and fit."""
-    if isinstance(value, np.ndarray | list):
-        with contextlib.suppress(ValueError, TypeError, jax.errors.TracerArrayConversionError):
-            known = np.asarray(value)
-            if known.dtype.kind in "iu" and known.size:
-                if -_MOST <= known.min() and known.max() <= _MOST:
-                    return jnp.asarray(known.astype(np.int32))
-    return as_array("segment_ids", value)
+    numbers = known(value) if isinstance(value, np.ndarray | list | tuple) else None
+    if numbers is None or numbers.dtype.kind not in "iu":
+        return as_array("segment_ids", value)
+    fits = np.min(numbers, initial=0) >= -_MOST and np.max(numbers, initial=0) <= _MOST
+    return as_array("segment_ids", numbers.astype(np.int32) if fits else numbers)
 
 
 def _ids_in_32_bits(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -193,7 +289,7 @@ def broadcastable(
     name: str, value: Any, shape: tuple[int, ...], axes: str = "(*B, N, T, S)"
 ) -> jax.Array:
     """The array with as many axes as `shape`, each 1 or that of `shape`."""
-    value = jnp.asarray(value)
+    value = as_array(name, value)
     given = value.shape
     extra = value.ndim - len(shape)
     if extra > 0 and given[:extra] == (1,) * extra:
@@ -242,13 +338,22 @@ def scale(value: Any, head_size: int) -> float | jax.Array:
     if value is None:
         return float(head_size**-0.5)
     if not isinstance(value, jax.Array):
-        return real("scale", value, "a number or an array of shape ()")
+        return finite("scale", real("scale", value, "a number or an array of shape ()"))
     if value.shape != () or value.dtype == bool or not jnp.isrealobj(value):
         raise ValueError(
             f"scale must be a number or an array of shape (), got {value.dtype} of shape "
             f"{value.shape}"
         )
+    finite("scale", value)
     return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(jnp.float32)
+
+
+def finite(name: str, value: Any) -> Any:
+    """The number, which is not checked where it is traced."""
+    number = known(value)
+    if number is not None and not np.isfinite(number.astype(float)):
+        raise ValueError(f"{name} must be finite, got {float(number)}")
+    return value
 
 
 def positive(name: str, value: Any) -> float:
@@ -275,13 +380,51 @@ def real(name, value, needs):
 
 def shaped(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     """A floating-point array of just that shape."""
-    value = jnp.asarray(value)
+    value = as_array(name, value)
     if value.shape != shape or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(
             f"{name} must be floating point of shape {shape}, got {value.dtype} of shape "
             f"{value.shape}"
         )
     return value
+
+
+def dtype(name: str, value: Any) -> Any:
+    """A floating-point dtype, of JAX, of NumPy or by its name."""
+    try:
+        known = None if value is None else jnp.dtype(value)
+    except TypeError:
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.floating):
+        raise ValueError(
+            f"{name} must be a floating-point dtype, such as jnp.float32 or 'bfloat16', got "
+            f"{_said(value)}"
+        )
+    return known
+
+
+def key(name: str, value: Any) -> Any:
+    """One `jax.random` key."""
+    if not _is_key(value):
+        raise ValueError(f"{name} must be a jax.random key, got {_said(value)}")
+    return value
+
+
+def accepts(name: str, function: Any, arguments: Sequence[str]) -> None:
+    """`ValueError` unless the function can be called with these arguments, by position."""
+    of = ", ".join(arguments)
+    if not callable(function):
+        raise ValueError(f"{name} must be a function ({of}), got {_said(function)}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are not written in Python have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} must be a function ({of}), got one that takes {signature}"
+        ) from error
 
 
 def dropout_rate(rate: Any, rng: Any) -> float:

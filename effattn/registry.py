@@ -95,6 +95,16 @@ class Mechanism:
         if not self.takes_heads and self.builder == _ANY_FUNCTION:
             raise ValueError(f"mechanism {self.name!r} takes no heads and needs a builder")
 
+    @property
+    def mixer(self) -> str:
+        """The full name of its builder, for messages."""
+        module, _, attribute = self.builder.partition(":")
+        return (
+            f"effattn.nn.{attribute}"
+            if module.startswith("effattn.nn.")
+            else f"{module}.{attribute}"
+        )
+
     def options_in_layer(self, layer: int) -> dict[str, Any]:
         """The options that the mechanism has of itself in a layer of a model, from 0."""
         return {} if self.by_layer is None else dict(self.by_layer(layer))
@@ -198,14 +208,16 @@ def register(mechanism: Mechanism) -> Mechanism:
 
 def get(name: str) -> Mechanism:
     """The entry of that name; `ValueError` with the known names if there is none."""
-    if name not in _MECHANISMS:
+    if not isinstance(name, str) or name not in _MECHANISMS:
         raise ValueError(f"unknown mechanism {name!r}; registered are {', '.join(names())}")
     return _MECHANISMS[name]
 
 
 def names(capability: str | None = None) -> tuple[str, ...]:
     """The registered names, in order of registration; all, or those with a capability."""
-    if capability is not None and capability not in CAPABILITIES:
+    if capability is not None and (
+        not isinstance(capability, str) or capability not in CAPABILITIES
+    ):
         raise ValueError(f"unknown capability {capability!r}; known are {sorted(CAPABILITIES)}")
     return tuple(
         name

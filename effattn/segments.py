@@ -6,6 +6,7 @@ id 0 is padding.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from effattn import _checks
 from effattn.axes import lead
@@ -21,38 +22,52 @@ def positions_from(first: jax.Array, size: int) -> jax.Array:
     return first[..., None] + lead(jnp.arange(size, dtype=jnp.int32), first.ndim + 1)
 
 
+@_checks.checked
 def segment_ids_from_lengths(lengths: jax.Array, max_length: int) -> jax.Array:
-    """One document a row, `lengths` `(*B)` tokens long: int32 ids `(*B, max_length)`, 1, then 0."""
-    lengths = _checks.as_array("lengths", lengths)
+    """One document a row, `lengths` `(*B)` tokens long: int32 ids `(*B, max_length)`, 1, then 0.
+
+    Lengths lie between 0 and `max_length`, which is checked where they are concrete; traced ones
+    are cut to it.
+    """
+    known, lengths = _checks.known(lengths), _checks.as_array("lengths", lengths)
     _check_integers("lengths", lengths)
     max_length = _checks.at_least("max_length", max_length, 0, "tokens")
+    if known is not None and known.size and (known.min() < 0 or known.max() > max_length):
+        raise ValueError(
+            f"lengths must lie between 0 and max_length={max_length}, got {known.tolist()}"
+        )
     return within(lengths, max_length).astype(jnp.int32)
 
 
+@_checks.checked
 def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total_length: int) -> jax.Array:
     """Ids of documents packed into one row, from their borders.
 
     Args:
       cu_seqlens: `(n + 1,)` int, cumulative lengths starting at 0, as flash-attn and fla take them;
-        document d is the tokens from cu_seqlens[d] up to, not including, cu_seqlens[d + 1].
+        document d is the tokens from cu_seqlens[d] up to, not including, cu_seqlens[d + 1]. Traced
+        ones are not checked: tokens past total_length are left out, and borders must not fall.
       total_length: tokens in the row; those past cu_seqlens[n] are padding.
 
     Returns:
       int32 `(total_length,)`: d + 1 in document d, 0 in padding.
     """
-    cu_seqlens = _checks.as_array("cu_seqlens", cu_seqlens)
+    known, cu_seqlens = _checks.known(cu_seqlens), _checks.as_array("cu_seqlens", cu_seqlens)
     _check_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens must be one-dimensional with at least 2 entries, got {cu_seqlens.shape}"
         )
     total_length = _checks.at_least("total_length", total_length, 0, "tokens")
+    if known is not None:
+        _check_borders(known, total_length)
     cu_seqlens = _checks.counts(cu_seqlens)
     token = jnp.arange(total_length, dtype=jnp.int32)
     ids = jnp.searchsorted(cu_seqlens, token, side="right").astype(jnp.int32)
     return jnp.where(token < cu_seqlens[-1], ids, 0)
 
 
+@_checks.checked
 def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     """Each token's position within its own run of ids: int32 `(*B, T)`, 0 at a document's start."""
     segment_ids = _checks.as_array("segment_ids", segment_ids)
@@ -65,6 +80,14 @@ def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     first = jnp.zeros_like(segment_ids[..., :1], jnp.int32)
     starts = jnp.concatenate([first, starts], axis=-1)
     return index - jax.lax.cummax(starts, axis=starts.ndim - 1)
+
+
+def _check_borders(borders: np.ndarray, total_length: int) -> None:
+    if borders[0] != 0 or np.any(borders[1:] < borders[:-1]) or borders[-1] > total_length:
+        raise ValueError(
+            f"cu_seqlens must start at 0 and never fall, up to total_length={total_length} at "
+            f"most, got {borders.tolist()}"
+        )
 
 
 def _check_integers(name: str, array: jax.Array) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import dispatch, tuned
+from effattn import _checks, dispatch, tuned
 from effattn.tuned import Choice
 
 _ENOUGH = 5e-3  # seconds of one measurement: as many calls as take that long, one after another
@@ -61,6 +61,7 @@ class Tuning(NamedTuple):
         return "\n".join(lines[:-1])
 
 
+@_checks.checked
 def tune(
     function: Callable[..., Any],
     *arguments: Any,

@@ -9,7 +9,7 @@ from effattn.nn import SelfAttention
 
 
 def test_ids_from_lengths_are_one_up_to_the_length():
-    ids = effattn.segment_ids_from_lengths(np.array([[3, 0], [5, 9]]), 5)
+    ids = effattn.segment_ids_from_lengths(np.array([[3, 0], [5, 5]]), 5)
     assert ids.dtype == jnp.int32
     expected = [[[1, 1, 1, 0, 0], [0] * 5], [[1] * 5, [1] * 5]]
     np.testing.assert_array_equal(ids, expected)
@@ -20,7 +20,7 @@ def test_ids_from_lengths_are_one_up_to_the_length():
     [
         ([0, 2, 5], [1, 1, 2, 2, 2, 0, 0]),
         ([0, 2, 2, 7], [1, 1, 3, 3, 3, 3, 3]),
-        ([0, 9], [1] * 7),
+        ([0, 7], [1] * 7),
         ([0, 0], [0] * 7),
     ],
 )
@@ -45,6 +45,27 @@ def test_positions_count_from_the_start_of_each_run(ids, expected):
     np.testing.assert_array_equal(effattn.positions_from_segment_ids(ids), expected)
     rows = effattn.positions_from_segment_ids(np.broadcast_to(ids, (2, 3, ids.size)))
     np.testing.assert_array_equal(rows, np.broadcast_to(expected, rows.shape))
+
+
+@pytest.mark.parametrize("borders", [[0, 9, 4], [0, 90], [1, 4], [-1, 4], [0, 3, 2, 16]])
+def test_borders_that_are_none_are_refused(borders):
+    with pytest.raises(ValueError, match=r"cu_seqlens must start at 0 and never fall, up to .*=16"):
+        effattn.segment_ids_from_cu_seqlens(borders, 16)
+    with pytest.raises(ValueError, match="cu_seqlens must start"):
+        jax.jit(lambda: effattn.segment_ids_from_cu_seqlens(np.array(borders), 16))()
+
+
+@pytest.mark.parametrize("lengths", [[3, -1], [9]])
+def test_lengths_that_are_none_are_refused(lengths):
+    with pytest.raises(ValueError, match="lengths must lie between 0 and max_length=5, got"):
+        effattn.segment_ids_from_lengths(np.array(lengths), 5)
+
+
+def test_traced_ones_are_cut():
+    ids = jax.jit(lambda lengths: effattn.segment_ids_from_lengths(lengths, 5))(np.array([-2, 9]))
+    np.testing.assert_array_equal(ids, [[0] * 5, [1] * 5])
+    ids = jax.jit(lambda borders: effattn.segment_ids_from_cu_seqlens(borders, 4))(np.array([0, 9]))
+    np.testing.assert_array_equal(ids, [1] * 4)
 
 
 def test_all_take_traced_arrays():

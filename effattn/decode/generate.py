@@ -60,6 +60,12 @@ def generate(
       ValueError: an argument is out of its range or missing, or tokens that are known are outside
         the vocabulary; the message says which.
     """
+    missing = [name for name in ("init_state", "extend") if not hasattr(model, name)]
+    if missing:
+        raise ValueError(
+            f"model must have init_state and extend, got a {type(model).__name__} without "
+            f"{' and '.join(missing)}"
+        )
     prompt = _checks.as_array("prompt", prompt)
     if prompt.ndim != 2 or prompt.shape[1] < 1 or not jnp.issubdtype(prompt.dtype, jnp.integer):
         raise ValueError(

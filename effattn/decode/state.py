@@ -95,18 +95,16 @@ def row_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
     """The same, also where there are no tokens."""
     if lengths is None:
         return jnp.full((batch,), time, jnp.int32)
-    lengths = _checks.as_array("lengths", lengths)
+    known, lengths = _checks.known(lengths), _checks.as_array("lengths", lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"lengths must be integers of shape ({batch},), one for each row, "
             f"got {lengths.dtype} of shape {lengths.shape}"
         )
-    if is_concrete(lengths):
-        values = np.asarray(lengths)
-        if values.min(initial=0) < 0 or values.max(initial=0) > time:
-            raise ValueError(
-                f"lengths must lie between 0 and the {time} tokens given, got {values.tolist()}"
-            )
+    if known is not None and (known.min(initial=0) < 0 or known.max(initial=0) > time):
+        raise ValueError(
+            f"lengths must lie between 0 and the {time} tokens given, got {known.tolist()}"
+        )
     return lengths.astype(jnp.int32)
 
 

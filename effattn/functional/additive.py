@@ -10,6 +10,7 @@ from effattn import _checks, registry
 from effattn.functional import block
 
 
+@_checks.checked
 def additive_attention(
     query: jax.Array,
     key: jax.Array,
@@ -72,7 +73,6 @@ def additive_attention(
       NotImplementedError: an implementation that it does not have.
       TypeError: in forward-mode differentiation.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "additive_attention",
         query,

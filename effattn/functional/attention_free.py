@@ -23,6 +23,7 @@ _TILE = 64
 
 
 @jax.named_scope("attention_free")
+@_checks.checked
 def attention_free(
     query: jax.Array,
     key: jax.Array,

@@ -30,6 +30,7 @@ class BasedState(NamedTuple):
     length: jax.Array
 
 
+@_checks.checked
 def based_attention(
     query: jax.Array,
     key: jax.Array,
@@ -99,7 +100,6 @@ def based_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given, attend = kernels.check(
         query,
         key,

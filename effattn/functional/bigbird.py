@@ -14,6 +14,7 @@ from effattn.functional.block_sparse import attend_blocks
 from effattn.functional.reaching import decoder_of, positions_of_blocks
 
 
+@_checks.checked
 def bigbird_attention(
     query: jax.Array,
     key: jax.Array,
@@ -89,7 +90,6 @@ def bigbird_attention(
       TypeError: in forward-mode differentiation.
     """
     block_size, ends = _check(block_size, num_window_blocks, num_global_blocks)
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "bigbird_attention",
         query,

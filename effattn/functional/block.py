@@ -104,8 +104,8 @@ def check(
     `mechanism` is the name of the function, for messages.
     """
     dispatch.requested(implementation)
-    if score_mod is not None and not callable(score_mod):
-        raise ValueError(f"score_mod must be a function (logit, b, h, i, j), got {score_mod!r}")
+    if score_mod is not None:
+        _checks.accepts("score_mod", score_mod, ("logit", "b", "h", "i", "j"))
     batch = _checks.query_key_value(query, key, value)
     heads, queries, keys = query.shape[-2], query.shape[-3], key.shape[-3]
     pairs = (*batch, heads, queries, keys)

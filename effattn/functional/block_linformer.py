@@ -15,6 +15,7 @@ from effattn.functional.combine import combine
 from effattn.functional.linformer import mean_pooling, project
 
 
+@_checks.checked
 def block_linformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -80,7 +81,6 @@ def block_linformer_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "block_linformer_attention",
         query,

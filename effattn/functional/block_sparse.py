@@ -15,6 +15,7 @@ from effattn.functional.reaching import decoder_of, positions_of_blocks
 from effattn.layouts import BlockLayout
 
 
+@_checks.checked
 def block_sparse_attention(
     query: jax.Array,
     key: jax.Array,
@@ -77,7 +78,6 @@ def block_sparse_attention(
       TypeError: in forward-mode differentiation.
     """
     block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "block_sparse_attention",
         query,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from effattn import _checks
+
 
 def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     r"""Attention over a union of disjoint key sets, from the attention over each.
@@ -25,6 +27,8 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
             "combine needs as many lses as outputs and at least one, got "
             f"{len(outputs)} outputs and {len(lses)} lses"
         )
+    outputs = [_checks.as_array("outputs", out) for out in outputs]
+    lses = [_checks.as_array("lses", lse) for lse in lses]
     for out, lse in zip(outputs, lses, strict=True):
         if out.shape != outputs[0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(

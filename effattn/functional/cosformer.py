@@ -13,6 +13,7 @@ from effattn.functional import kernels, recurrence
 from effattn.segments import positions_from_segment_ids
 
 
+@_checks.checked
 def cosformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -78,7 +79,6 @@ def cosformer_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given, attend = kernels.check(
         query,
         key,

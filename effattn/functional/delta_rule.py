@@ -8,6 +8,7 @@ from effattn.cores.linear_recurrence import Terms
 from effattn.functional import recurrence
 
 
+@_checks.checked
 def delta_rule_attention(
     query: jax.Array,
     key: jax.Array,

@@ -6,6 +6,8 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 
+from effattn import _checks
+
 FeatureMap = Callable[[jax.Array], jax.Array]
 
 
@@ -61,6 +63,7 @@ FEATURE_MAPS: Mapping[str, FeatureMap] = MappingProxyType(
 def resolve(feature_map: str | FeatureMap) -> FeatureMap:
     """The map of that name, or the callable itself; `ValueError` for anything else."""
     if callable(feature_map):
+        _checks.accepts("feature_map", feature_map, ("x",))
         return feature_map
     if not isinstance(feature_map, str) or feature_map not in FEATURE_MAPS:
         raise ValueError(

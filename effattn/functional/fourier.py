@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from effattn import registry
+from effattn import _checks, registry
 
 
 @jax.named_scope("fourier_mixing")
+@_checks.checked
 def fourier_mixing(x: jax.Array, *, norm: str = "backward") -> jax.Array:
     r"""The mixing of FNet (Lee-Thorp et al. 2022, "FNet: Mixing Tokens with Fourier Transforms").
 

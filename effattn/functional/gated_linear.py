@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.cores.linear_recurrence import Terms
 from effattn.functional import recurrence
 
 
+@_checks.checked
 def gated_linear_attention(
     query: jax.Array,
     key: jax.Array,

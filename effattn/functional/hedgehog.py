@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.cores.linear_recurrence import Terms
 from effattn.functional import kernels, recurrence
 
 
+@_checks.checked
 def hedgehog_attention(
     query: jax.Array,
     key: jax.Array,
@@ -72,7 +73,6 @@ def hedgehog_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given, attend = kernels.check(
         query,
         key,

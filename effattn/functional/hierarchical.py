@@ -17,6 +17,7 @@ from effattn.functional.combine import combine
 from effattn.segments import within
 
 
+@_checks.checked
 def hierarchical_attention(
     query: jax.Array,
     key: jax.Array,
@@ -98,7 +99,6 @@ def hierarchical_attention(
       TypeError: in forward-mode differentiation.
     """
     hierarchy = Hierarchy.of(segment_size, num_levels, num_summaries)
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "hierarchical_attention",
         query,

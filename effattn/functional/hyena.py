@@ -12,6 +12,7 @@ from effattn.xla.long_convolution import long_convolution
 
 
 @jax.named_scope("hyena_convolution")
+@_checks.checked
 def hyena_convolution(
     gates: jax.Array,
     value: jax.Array,

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from effattn import _checks
 from effattn.cores.linear_recurrence import Tokens, linear_recurrence, packed
@@ -83,8 +82,8 @@ def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_
 def positive_scale(value: Any, query: jax.Array) -> jax.Array:
     """The scale of logits, `()`, whose root multiplies queries and keys."""
     array = recurrence.check_scale(value, query)
-    # By NumPy: within a trace, JAX would trace the comparison of what is known.
-    if not isinstance(array, jax.core.Tracer) and not np.asarray(array) > 0:
+    known = None if value is None else _checks.known(value)
+    if known is not None and not known > 0:
         raise ValueError(f"scale must be above 0, got {value!r}: its root multiplies both sides")
     return array
 

@@ -5,12 +5,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.cores.linear_recurrence import Terms, clear
 from effattn.functional import feature_maps, kernels, recurrence
 from effattn.functional.feature_maps import FeatureMap
 
 
+@_checks.checked
 def linear_attention(
     query: jax.Array,
     key: jax.Array,
@@ -73,7 +74,6 @@ def linear_attention(
       NotImplementedError: an implementation that linear attention does not have.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given, attend = kernels.check(
         query,
         key,

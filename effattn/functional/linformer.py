@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.functional import block
 from effattn.segments import within
 
@@ -17,6 +17,7 @@ NOT_CAUSAL = (
 )
 
 
+@_checks.checked
 def linformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -84,7 +85,6 @@ def linformer_attention(
     """
     if is_causal:
         raise ValueError(f"linformer_attention cannot be causal: {NOT_CAUSAL}")
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "linformer_attention",
         query,

@@ -20,6 +20,7 @@ from effattn.segments import positions_from, within
 Norm = tuple[jax.Array, jax.Array]
 
 
+@_checks.checked
 def long_short_attention(
     query: jax.Array,
     key: jax.Array,
@@ -100,7 +101,6 @@ def long_short_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "long_short_attention",
         query,

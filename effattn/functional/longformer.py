@@ -15,6 +15,7 @@ from effattn.segments import within
 from effattn.xla import mesh_axes
 
 
+@_checks.checked
 def longformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -94,7 +95,6 @@ def longformer_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "longformer_attention",
         query,

@@ -20,6 +20,7 @@ SELF_LOGIT = -1e5
 _TOKENS_AT_A_TIME = 1024
 
 
+@_checks.checked
 def lsh_attention(
     query_key: jax.Array,
     value: jax.Array,
@@ -120,6 +121,7 @@ def lsh_attention(
     return (out, lse) if return_residual else out
 
 
+@_checks.checked
 def lsh_rotations(
     rng: jax.Array,
     num_rounds: int,
@@ -145,6 +147,7 @@ def lsh_rotations(
     Raises:
       ValueError: a number of buckets that is odd, and not 1, or another that is no number.
     """
+    rng, dtype = _checks.key("rng", rng), _checks.dtype("dtype", dtype)
     num_rounds = _checks.at_least("num_rounds", num_rounds, 1)
     head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
     num_heads = _checks.at_least("num_heads", num_heads, 1)

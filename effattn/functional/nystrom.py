@@ -17,6 +17,7 @@ from effattn.segments import positions_from, within
 from effattn.xla import mesh_axes, reverse_mode
 
 
+@_checks.checked
 def nystrom_attention(
     query: jax.Array,
     key: jax.Array,
@@ -88,7 +89,6 @@ def nystrom_attention(
     """
     num_landmarks = _checks.at_least("num_landmarks", num_landmarks, 1)
     num_iterations = _checks.at_least("num_iterations", num_iterations, 1)
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "nystrom_attention",
         query,

@@ -21,6 +21,7 @@ MODULES = {
 }
 
 
+@_checks.checked
 def paged_attention(
     query: jax.Array,
     key_pages: jax.Array,
@@ -55,8 +56,9 @@ def paged_attention(
       key_pages: `(P, p, K, H)`, N a multiple of K: query head n reads key head n // (N // K). In
         the dtype of `query`, or int8.
       value_pages: `(P, p, K, Hv)`, floating point, or int8.
-      block_table: int `(B, M)`, the pages of each sequence in order. What stands behind its last
-        page is not read.
+      block_table: int `(B, M)`, the pages of each sequence in order, 0 to P - 1, which is checked
+        where the table and the lengths are concrete; a traced entry beyond them reads some other
+        page. What stands behind a sequence's last page is not read.
       lengths: int `(B,)`, tokens of each sequence, those of `query` among them. A query before the
         first token of a short sequence gives zeros.
       key_scales: `(P, p, K)`, what each key of int8 is multiplied by, as `quantize_pages` gives.
@@ -81,9 +83,8 @@ def paged_attention(
         arguments; when the program is lowered, one that does not run there.
       TypeError: in reverse-mode differentiation.
     """
-    query, key_pages, value_pages = (jnp.asarray(x) for x in (query, key_pages, value_pages))
     batch, rows = _check_shapes(query, key_pages, value_pages)
-    table = jnp.asarray(block_table)
+    table = _checks.as_array("block_table", block_table)
     if (
         table.ndim != 2
         or len(table) != batch
@@ -98,6 +99,7 @@ def paged_attention(
     if counts is None:
         raise ValueError(f"lengths must be integers of shape ({batch},), got None")
     _check_room(counts, table.shape[1] * rows)
+    _check_pages(_checks.known(block_table), _checks.known(lengths), key_pages.shape[:2])
     window = None if local_window_size is None else _checks.window(local_window_size)
     if isinstance(local_window_size, tuple | list) and window is not None and window[1] != 0:
         raise ValueError(
@@ -155,6 +157,7 @@ def _signature(query, keys, values, table, *_):
     )
 
 
+@_checks.checked
 def quantize_pages(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys or values as int8, with a scale for each token and head.
 
@@ -205,6 +208,19 @@ def _check_room(lengths, room):
         raise ValueError(
             f"lengths must be at most the {room} tokens that the pages in block_table hold, got "
             f"{lengths.tolist()}"
+        )
+
+
+def _check_pages(table, lengths, sizes):
+    """That the pages which are read exist, where they are known before running."""
+    if table is None or lengths is None:
+        return
+    number, rows = sizes
+    read = table[np.arange(table.shape[1]) * rows < lengths[:, None]]
+    if read.size and (read.min() < 0 or read.max() >= number):
+        raise ValueError(
+            f"block_table must name pages from 0 to {number - 1}, as there are {number}, got "
+            f"{read.min() if read.min() < 0 else read.max()}"
         )
 
 

@@ -33,6 +33,7 @@ class PerformerState(NamedTuple):
     maximum: jax.Array | None
 
 
+@_checks.checked
 def performer_features(
     rng: jax.Array,
     num_features: int,
@@ -63,6 +64,7 @@ def performer_features(
     Raises:
       ValueError: counts below 1, or an odd number of features where they come in pairs.
     """
+    rng, dtype = _checks.key("rng", rng), _checks.dtype("dtype", dtype)
     num_features = _checks.at_least("num_features", num_features, 1)
     head_dim = _checks.at_least("head_dim", head_dim, 1)
     num_heads = _checks.at_least("num_heads", num_heads, 1)
@@ -87,6 +89,7 @@ def performer_features(
     return jnp.concatenate([vectors, -vectors], 1) if hyperbolic else vectors
 
 
+@_checks.checked
 def performer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -162,7 +165,6 @@ def performer_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given, attend = kernels.check(
         query,
         key,

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from effattn import _checks, registry
@@ -13,6 +12,7 @@ from effattn.functional.block_sparse import attend_blocks
 from effattn.functional.reaching import decoder_of, positions_of_blocks
 
 
+@_checks.checked
 def random_attention(
     query: jax.Array,
     key: jax.Array,
@@ -78,7 +78,6 @@ def random_attention(
       TypeError: in forward-mode differentiation.
     """
     block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "random_attention",
         query,

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.cores.linear_recurrence import Terms
 from effattn.functional import kernels, recurrence
 
 
+@_checks.checked
 def random_feature_attention(
     query: jax.Array,
     key: jax.Array,
@@ -80,7 +81,6 @@ def random_feature_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given, attend = kernels.check(
         query,
         key,

@@ -79,7 +79,9 @@ def check(
     With `value_heads` there may be more value heads than key heads, if there are not more query
     heads.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    query, key, value = (
+        _checks.as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
     of_key_heads = value
     if value_heads and min(query.ndim, key.ndim, value.ndim) > 2:
         heads, key_heads, values = query.shape[-2], key.shape[-2], value.shape[-2]
@@ -137,7 +139,7 @@ def check_chunk_size(value: Any) -> int | None:
 
 def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay") -> jax.Array:
     """Logarithms of decays, 0 or less; their sign is looked at where they are concrete."""
-    array = jnp.asarray(value)
+    array = _checks.as_array(name, value)
     if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
             f"{name} must be floating point of shape {shape}, got {array.dtype} of shape "
@@ -156,9 +158,11 @@ def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay")
 
 def check_scale(value: Any, query: jax.Array) -> jax.Array:
     """The multiplier of q . k, `()`; H**-0.5 for None."""
-    scale = jnp.asarray(query.shape[-1] ** -0.5 if value is None else value)
+    scale = _checks.as_array("scale", query.shape[-1] ** -0.5 if value is None else value)
     if scale.ndim or scale.dtype == bool or not jnp.isrealobj(scale):
         raise ValueError(f"scale must be a real number, got {scale.dtype} of shape {scale.shape}")
+    if value is not None:
+        _checks.finite("scale", value)
     return scale
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from effattn import registry
+from effattn import _checks, registry
 from effattn.cores.linear_recurrence import Terms
 from effattn.functional import recurrence
 
@@ -13,6 +13,7 @@ def retention_log_decay(num_heads: int) -> jax.Array:
     return jnp.log1p(-(2.0 ** (-5 - jnp.arange(num_heads))))
 
 
+@_checks.checked
 def retention(
     query: jax.Array,
     key: jax.Array,

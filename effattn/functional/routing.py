@@ -21,6 +21,7 @@ from effattn.xla import mesh_axes, reverse_mode
 _AT_ONCE = 16
 
 
+@_checks.checked
 def routing_attention(
     query: jax.Array,
     key: jax.Array,
@@ -97,7 +98,6 @@ def routing_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     if isinstance(segment_ids, tuple | list):
         raise ValueError(
             "routing_attention is self-attention: segment_ids must be one array (*B, T) for "

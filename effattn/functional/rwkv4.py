@@ -133,6 +133,7 @@ def with_initial(initial: Sums | None, sums: Sums) -> Sums:
 
 
 @jax.named_scope("rwkv4_mixing")
+@_checks.checked
 def rwkv4_mixing(
     key: jax.Array,
     value: jax.Array,

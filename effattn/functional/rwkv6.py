@@ -7,6 +7,7 @@ from effattn.cores.linear_recurrence import Terms
 from effattn.functional import recurrence
 
 
+@_checks.checked
 def rwkv6_attention(
     query: jax.Array,
     key: jax.Array,

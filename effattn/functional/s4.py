@@ -20,6 +20,7 @@ _CHUNK, _FREQUENCIES = 64, 256
 
 
 @jax.named_scope("s4_convolution")
+@_checks.checked
 def s4_convolution(
     x: jax.Array,
     *,

@@ -9,6 +9,7 @@ from effattn.functional import recurrence
 from effattn.xla.diagonal_recurrence import CHUNK, diagonal_recurrence
 
 
+@_checks.checked
 def selective_scan(
     query: jax.Array,
     key: jax.Array,

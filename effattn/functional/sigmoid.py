@@ -4,12 +4,12 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 
 from effattn import _checks, registry
 from effattn.functional import block
 
 
+@_checks.checked
 def sigmoid_attention(
     query: jax.Array,
     key: jax.Array,
@@ -74,7 +74,6 @@ def sigmoid_attention(
       NotImplementedError: an implementation that it does not have.
       TypeError: in forward-mode differentiation.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "sigmoid_attention",
         query,

@@ -18,6 +18,7 @@ from effattn.functional.block import ScoreMod
 from effattn.xla import mesh_axes
 
 
+@_checks.checked
 def sliding_window_attention(
     query: jax.Array,
     key: jax.Array,
@@ -85,7 +86,6 @@ def sliding_window_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "sliding_window_attention",
         query,

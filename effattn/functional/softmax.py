@@ -6,13 +6,13 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from effattn import _checks, dispatch, registry
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
 
 
+@_checks.checked
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
@@ -97,7 +97,6 @@ def dot_product_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation, or of most gradients in reverse mode again.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "dot_product_attention",
         query,

@@ -4,10 +4,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from effattn import dispatch
+from effattn import _checks, dispatch
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
 from effattn.layouts import BlockLayout
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from effattn.patterns import Pattern
 
 
+@_checks.checked
 def sparse_attention(
     query: jax.Array,
     key: jax.Array,
@@ -84,7 +84,6 @@ def sparse_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "sparse_attention",
         query,

@@ -18,6 +18,7 @@ from effattn.functional.reaching import decoder_of
 KINDS, FACTORS = ("strided", "fixed"), ("merged", "first", "second")
 
 
+@_checks.checked
 def sparse_transformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -95,7 +96,6 @@ def sparse_transformer_attention(
             "segment_ids are for kind='strided'; kind='fixed' counts its blocks from the start of "
             "the sequence, not of each segment"
         )
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "sparse_transformer_attention",
         query,

@@ -9,6 +9,7 @@ from effattn.segments import within
 
 
 @jax.named_scope("spatial_gating")
+@_checks.checked
 def spatial_gating(
     gate: jax.Array,
     value: jax.Array,

@@ -3,12 +3,12 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from effattn import _checks, registry
 from effattn.functional import block
 
 
+@_checks.checked
 def squared_relu_attention(
     query: jax.Array,
     key: jax.Array,
@@ -73,7 +73,6 @@ def squared_relu_attention(
       NotImplementedError: an implementation that it does not have.
       TypeError: in forward-mode differentiation.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     given = block.check(
         "squared_relu_attention",
         query,

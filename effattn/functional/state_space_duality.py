@@ -8,6 +8,7 @@ from effattn.cores.linear_recurrence import Terms, clear
 from effattn.functional import recurrence
 
 
+@_checks.checked
 def state_space_duality(
     query: jax.Array,
     key: jax.Array,

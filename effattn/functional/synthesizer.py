@@ -12,6 +12,7 @@ from effattn.functional.softmax import dot_product_attention
 from effattn.segments import positions_from, within
 
 
+@_checks.checked
 def synthesizer_attention(
     hidden: jax.Array,
     table: jax.Array,
@@ -82,6 +83,7 @@ _TILE = 128
 
 
 @jax.named_scope("factorized_synthesizer_attention")
+@_checks.checked
 def factorized_synthesizer_attention(
     coarse: jax.Array,
     fine: jax.Array,

@@ -7,6 +7,7 @@ from flax import nnx
 
 from effattn import _checks
 from effattn.nn.attention import CrossAttention, SelfAttention
+from effattn.nn.module import Module
 
 _OWN = ("key_kernel", "query_kernel", "score")
 
@@ -19,7 +20,7 @@ def _check(layer: type, options: dict[str, Any]) -> None:
         )
 
 
-class _Scores(nnx.Module):
+class _Scores(Module):
     """W_q and W_k `(N, H, A)` and v `(N, A)`; those of no product start as in a layer of H."""
 
     def __init__(self, num_heads, head_dim, hidden_dim, param_dtype, rngs):

@@ -15,6 +15,7 @@ from effattn.nn import initializers
 from effattn.nn.binding import bind
 from effattn.nn.dropout import check_dropout_rate, dropout_key
 from effattn.nn.heads import default_head_dim, key_heads
+from effattn.nn.module import Module
 from effattn.nn.options import check_holds_none, own_copy, split, values
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
@@ -25,7 +26,7 @@ from effattn.xla import mesh_axes
 _MANY_TOKENS = 2**20
 
 
-class _Attention(nnx.Module):
+class _Attention(Module):
     """Projections to and from heads, and the attention function between them."""
 
     def __init__(
@@ -546,7 +547,7 @@ class CrossAttention(_Attention):
         if segment_ids is not None:
             keywords["segment_ids"] = (segment_ids, context_segment_ids)
         if query_offset is not None:
-            keywords.update(self._placed(jnp.asarray(query_offset), x, key))
+            keywords.update(self._placed(_checks.as_array("query_offset", query_offset), x, key))
         query = self._project_queries(zero_padding(x, valid))
         keywords = {**self._options(), **keywords, **self._dropout(rngs)}
         self.binding.check_complete(keywords)

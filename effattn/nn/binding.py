@@ -105,10 +105,10 @@ class Binding:
         """`ValueError` with advice if the function needs more than these."""
         missing = ", ".join(sorted(self.required - keywords.keys()))
         if missing:
-            own = "" if self.mechanism is None else self.mechanism.builder.partition(":")[2]
+            own = "" if self.mechanism is None else self.mechanism.mixer
             raise ValueError(
                 f"attention {self.name!r} needs {missing}: give it as an option"
-                + (f", or use effattn.nn.{own}" if own not in ("", "SelfAttention") else "")
+                + (f", or use {own}" if own not in ("", "effattn.nn.SelfAttention") else "")
             )
 
 
@@ -164,7 +164,7 @@ def resolve(
         if mechanism.function is None or not mechanism.takes_heads:
             raise ValueError(
                 f"{mechanism.name!r} mixes tokens without queries, keys and values; its mixer is "
-                f"effattn.nn.{mechanism.builder.partition(':')[2]}"
+                f"{mechanism.mixer}"
             )
         function, name = mechanism.function, mechanism.name
         options = {**mechanism.options, **options}

@@ -13,6 +13,7 @@ from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import bounded, check_bound, new_lengths, row_lengths
 from effattn.nn import initializers
 from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
+from effattn.nn.module import Module
 from effattn.nn.recurrent import RecurrentMixer
 from effattn.nn.tokens import indices_of, token_ids
 from effattn.segments import positions_from, within
@@ -127,7 +128,7 @@ def _before(read: jax.Array, steps: int, time: int) -> jax.Array:
     return jnp.pad(found, ((0, 0), (missing, 0), *[(0, 0)] * (read.ndim - 2)))
 
 
-class ConvolutionalClassifier(nnx.Module):
+class ConvolutionalClassifier(Module):
     """A text classifier of convolutions of several widths (Kim 2014).
 
         logits = dropout(max_t relu(convolution_W(embed(tokens)))_t, for each width W) W_out + b

@@ -17,7 +17,7 @@ def dropout_key(rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> jax.Array 
         return rngs.dropout()
     if isinstance(rngs, nnx.RngStream):
         return rngs()
-    return rngs
+    return None if rngs is None else _checks.key("rngs", rngs)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

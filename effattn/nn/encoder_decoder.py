@@ -13,6 +13,7 @@ from effattn.nn import initializers
 from effattn.nn.attention import CrossAttention
 from effattn.nn.dropout import dropout_key
 from effattn.nn.equality import same_fields
+from effattn.nn.module import Module
 from effattn.nn.tokens import token_ids, tokens_of
 from effattn.nn.transformer import (
     Layer,
@@ -47,6 +48,10 @@ class EncoderDecoderConfig:
         return isinstance(other, EncoderDecoderConfig) and same_fields(self, other)
 
     def __post_init__(self):
+        for name in ("encoder", "decoder"):
+            side = getattr(self, name)
+            if not isinstance(side, TransformerConfig):
+                raise ValueError(f"{name} must be a TransformerConfig, got {side!r}")
         if self.encoder.is_causal or not self.decoder.is_causal:
             raise ValueError(
                 "an encoder-decoder needs encoder=TransformerConfig(..., is_causal=False) and a "
@@ -186,7 +191,7 @@ class _Decoder(TransformerLM):
         return DecoderBlock(config, layer, options, context_features, rngs=rngs)
 
 
-class EncoderDecoder(nnx.Module):
+class EncoderDecoder(Module):
     """A model of a sequence given another (Vaswani et al. 2017, "Attention Is All You Need").
 
         encoded = encoder(source),   logits = decoder(target, encoded)
@@ -207,6 +212,8 @@ class EncoderDecoder(nnx.Module):
     """
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
+        if not isinstance(config, EncoderDecoderConfig):
+            raise ValueError(f"config must be an EncoderDecoderConfig, got {config!r}")
         self.config = config
         self.encoder = Transformer(config.encoder, rngs=rngs)
         self.decoder = _Decoder(config, rngs=rngs)

@@ -27,7 +27,7 @@ def _same(one: Any, other: Any) -> bool:
         return (type(one), one.shape, one.dtype) == (type(other), other.shape, other.dtype)
     if isinstance(one, nnx.Module) and isinstance(other, nnx.Module):
         # Its parameters' values are the model's, too.
-        both = [jax.tree.flatten(module) for module in (one, other)]
+        both: Any = [jax.tree.flatten(module) for module in (one, other)]
         shapes = [[(x.shape, x.dtype) for x in leaves] for leaves, _ in both]
         return shapes[0] == shapes[1] and bool(both[0][1] == both[1][1])
     of_arrays = [isinstance(x, (jax.Array, np.ndarray, nnx.Variable)) for x in (one, other)]

@@ -11,9 +11,10 @@ from flax import nnx
 from effattn import _checks
 from effattn.nn import initializers
 from effattn.nn.dropout import dropout_key
+from effattn.nn.module import Module
 
 
-class SwiGLU(nnx.Module):
+class SwiGLU(Module):
     """`(silu(x Wg) * (x Wu)) Wd`, without biases. Shazeer 2020, "GLU Variants Improve Transformer".
 
     Args:
@@ -51,7 +52,7 @@ class SwiGLU(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-class ChunkedFeedForward(nnx.Module):
+class ChunkedFeedForward(Module):
     """A token-wise module in chunks of tokens. Kitaev et al. 2020, "Reformer", section 3.
 
     What the module computes on the way, such as the hidden features of a feed-forward layer, is in

@@ -14,6 +14,7 @@ from effattn.decode.state import check_state, new_lengths
 from effattn.nn import initializers
 from effattn.nn.dropout import dropout_key
 from effattn.nn.heads import default_head_dim, key_heads
+from effattn.nn.module import Module
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +40,7 @@ def check_groups(state: HybridState, number: int) -> None:
         )
 
 
-class HybridHeads(nnx.Module):
+class HybridHeads(Module):
     """A mixer whose heads attend in different ways.
 
         y = sum_g mixer_g(x),
@@ -175,7 +176,7 @@ class HybridHeads(nnx.Module):
         return self.extend(x, state)
 
 
-class OfHeads(nnx.Module):
+class OfHeads(Module):
     """A `score_mod` for a group of heads, of which the first is head `first` of all."""
 
     def __init__(self, score_mod: Callable[..., Any], first: int):

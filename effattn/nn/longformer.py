@@ -153,7 +153,7 @@ class LongformerSelfAttention(SelfAttention):
                 "global_mask needs max_global, how many global tokens a row has at most, and this "
                 "module was made without"
             )
-        global_mask = jnp.asarray(global_mask)
+        global_mask = _checks.as_array("global_mask", global_mask)
         if global_mask.shape != shape or global_mask.dtype != jnp.bool_:
             raise ValueError(
                 f"global_mask must be bool of shape {shape}, got {global_mask.dtype} of shape "

@@ -9,12 +9,13 @@ from flax import nnx
 from effattn import _checks
 from effattn.decode.state import check_init, check_state, new_lengths
 from effattn.nn.binding import Binding
+from effattn.nn.module import Module
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 from effattn.segments import within
 from effattn.xla import mesh_axes
 
 
-class Mixer(nnx.Module):
+class Mixer(Module):
     """A mixer of whole sequences; a subclass says how it mixes.
 
     Args:

@@ -27,7 +27,8 @@ def own_copy(options: Any) -> Any:
     if not given:
         return options
     # Together, as a Variable may be both an option and part of a module that is another one.
-    graph, state = nnx.split(list(given.values()))
+    together: Any = list(given.values())
+    graph, state = nnx.split(together)
     copies = dict(zip(given, nnx.merge(graph, jax.tree.map(_copied, state)), strict=True))
     return jax.tree.unflatten(structure, [copies.get(id(leaf), leaf) for leaf in leaves])
 

@@ -10,13 +10,15 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from effattn import _checks
 from effattn.nn.dropout import dropout_key
+from effattn.nn.module import Module
 from effattn.nn.tokens import zero_padding
 from effattn.segments import within
 from effattn.xla import reverse_mode
 
 
-class ReversibleStack(nnx.Module):
+class ReversibleStack(Module):
     """Residual layers that are inverted in the backward pass, so that none keeps its activations.
 
     Gomez et al. 2017, "The Reversible Residual Network"; Kitaev et al. 2020, "Reformer". There are
@@ -76,15 +78,15 @@ class ReversibleStack(nnx.Module):
           ValueError: streams of unequal shapes, or an argument that no module takes.
           TypeError: in forward-mode differentiation.
         """
-        x1 = jnp.asarray(x1)
-        x2 = x1 if x2 is None else jnp.asarray(x2)
+        x1 = _checks.as_array("x1", x1)
+        x2 = x1 if x2 is None else _checks.as_array("x2", x2)
         if x1.ndim != 3 or x1.shape != x2.shape:
             raise ValueError(
                 f"x1 and x2 must have one shape (batch, length, features), got {x1.shape} and "
                 f"{x2.shape}"
             )
         given = {"lengths": lengths, "segment_ids": segment_ids, "rngs": dropout_key(rngs)}
-        given = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+        given = {name: _checks.as_array(name, x) for name, x in given.items() if x is not None}
         modules = [m for pair in zip(self.first, self.second, strict=True) for m in pair]
         for name in given.keys() - {"rngs"}:
             if not any(_takes(module, name) for module in modules):

@@ -12,6 +12,7 @@ from effattn import _checks
 from effattn.decode.state import state_dtype
 from effattn.functional.rwkv4 import rwkv4_mixing
 from effattn.nn import initializers
+from effattn.nn.module import Module
 from effattn.nn.recurrent import RecurrentMixer
 from effattn.nn.token_shift import check_depth, token_shift
 
@@ -110,7 +111,7 @@ class RWKV4(RecurrentMixer):
         return self.out(gate * average), (sums, last)
 
 
-class RWKV4ChannelMix(nnx.Module):
+class RWKV4ChannelMix(Module):
     """The channel mixing of RWKV-4 (Peng et al. 2023), in the place of a feed-forward layer.
 
         k, r = (mu_c x + (1 - mu_c) x') W_c;   y = sigmoid(r) (relu(k)^2 W_v)

@@ -10,13 +10,14 @@ from flax import nnx
 from effattn import _checks
 from effattn.decode.state import row_lengths, state_dtype
 from effattn.nn.activations import silu
+from effattn.nn.module import Module
 from effattn.segments import positions_from, within
 
 # Uniform in +-1 / sqrt(width), the fan-in of a channel.
 taps_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
-class ShortConvolution(nnx.Module):
+class ShortConvolution(Module):
     """A causal convolution of each feature over the last few tokens.
 
         y_t = activation(bias + sum_(j < width) tap_j * x_(t - width + 1 + j))

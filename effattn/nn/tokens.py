@@ -13,7 +13,7 @@ from effattn.segments import within
 
 def tokens_of(name: str, x: Any, features: int) -> jax.Array:
     """x as an array; `ValueError` unless it is `(batch, length, features)`."""
-    x = jnp.asarray(x)
+    x = _checks.as_array(name, x)
     if x.ndim != 3 or x.shape[-1] != features:
         raise ValueError(f"{name} must have shape (batch, length, {features}), got {x.shape}")
     return x
@@ -57,6 +57,7 @@ def padding_of(
     valid = None
     if lengths is not None:
         binding.require("lengths", f"{prefix}lengths")
+        _checks.not_negative(f"{prefix}lengths", lengths)
         lengths = _checks.as_array(f"{prefix}lengths", lengths)
         _check_integers(f"{prefix}lengths", lengths, (batch,))
         keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}

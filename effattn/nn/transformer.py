@@ -26,6 +26,7 @@ from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
 from effattn.nn.equality import same_fields
 from effattn.nn.feed_forward import SwiGLU
 from effattn.nn.hybrid import HybridHeads
+from effattn.nn.module import Module, check_dtype
 from effattn.nn.options import own_copy
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.routing import routing_mixers
@@ -122,6 +123,10 @@ class TransformerConfig:
         if self.positions == "learned" and self.max_length is None:
             raise ValueError("learned positions need max_length, how many of them there are")
         check_dropout_rate(self.dropout_rate)
+        for name in ("tie_embeddings", "parallel", "remat", "qk_norm", "is_causal"):
+            _checks.flag(name, getattr(self, name))
+        check_dtype("dtype", self.dtype)
+        _checks.dtype("param_dtype", self.param_dtype)
         if self.remat_policy is not None:
             if not self.remat:
                 raise ValueError("remat_policy says what remat keeps and needs remat=True")
@@ -204,7 +209,7 @@ class TransformerState:
 Sublayer = tuple[Callable[[jax.Array], jax.Array] | None, Callable[[jax.Array], jax.Array]]
 
 
-class Layer(nnx.Module):
+class Layer(Module):
     """A mixer and a SwiGLU layer, each with RMSNorm before it and a residual around."""
 
     def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
@@ -280,7 +285,7 @@ class Block(Layer):
         )
 
 
-class Transformer(nnx.Module):
+class Transformer(Module):
     """From tokens to features, of an encoder say: embedding, L pre-norm blocks, RMSNorm.
 
     Vaswani et al. 2017, with RMSNorm (Zhang and Sennrich 2019) before each sublayer and SwiGLU
@@ -298,6 +303,8 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        if not isinstance(config, TransformerConfig):
+            raise ValueError(f"config must be a TransformerConfig, got {config!r}")
         self.config = config
         dtypes = dtypes_of(config)
         embed = functools.partial(

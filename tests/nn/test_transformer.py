@@ -524,7 +524,7 @@ def test_bad_inputs_are_named():
     with pytest.raises(ValueError, match="lengths must be integers of shape"):
         model(TOKENS, lengths=np.array([1]))
     with pytest.raises(ValueError, match="must be at least one token"):
-        model(TOKENS[:, :0], lengths=np.zeros(2, int))
+        model.extend(TOKENS[:, :0], model.init_state(2, 9))
     with pytest.raises(ValueError, match="state is of 3 layers, and the model has 1"):
         model.extend(TOKENS, made(num_layers=3).init_state(2, 9))
     with pytest.raises(ValueError, match="TransformerState"):

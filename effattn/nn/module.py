@@ -1,0 +1,55 @@
+"""The base of all modules, which checks what they are made with and given."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from effattn import _checks
+
+
+class Module(nnx.Module):
+    """A module whose public methods check flags and arrays; `__init__` also dtypes and `rngs`."""
+
+    def __init_subclass__(cls, **kwargs: Any):
+        for name, method in list(vars(cls).items()):
+            if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
+                setattr(cls, name, _checks.checked(method))
+        if "__init__" in vars(cls):
+            cls.__init__ = _checked(cls.__init__)  # type: ignore[method-assign]
+        super().__init_subclass__(**kwargs)
+
+
+def _checked(init: Callable[..., None]) -> Callable[..., None]:
+    parameters, names = inspect.signature(init).parameters, _checks.positional(init)
+    check = {name: rule for name, rule in _BY_NAME.items() if name in parameters}
+    init = _checks.checked(init)
+
+    @functools.wraps(init)
+    def checked(*args, **kwargs):
+        for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+            if name in check:
+                check[name](name, value)
+        init(*args, **kwargs)
+
+    return checked
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """`ValueError` for what is no floating-point dtype, and is not None."""
+    if value is not None:
+        _checks.dtype(name, value)
+
+
+def _check_rngs(name, value):
+    if not isinstance(value, nnx.Rngs):
+        raise ValueError(f"{name} must be nnx.Rngs, such as nnx.Rngs(0), got {value!r}")
+
+
+_BY_NAME: dict[str, Callable[[str, Any], Any]] = {
+    "dtype": check_dtype,
+    "param_dtype": _checks.dtype,
+    "rngs": _check_rngs,
+}
