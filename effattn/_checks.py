@@ -116,7 +116,8 @@ def as_array(name: str, value: Any) -> jax.Array:
                     f"{name} must fit in {fits.dtype}, which JAX makes of {numbers.dtype} unless "
                     f"jax_enable_x64 is set; got values from {low} to {high}"
                 )
-            value = numbers
+            if isinstance(value, list | tuple):
+                value = numbers  # JAX reads no uint64 from a list
     try:
         if value is None:
             raise TypeError("None is no array")
@@ -200,7 +201,7 @@ def segment_ids(
     """
     if value is None:
         return None
-    if _is_pair(value, (*batch, key_length)):
+    if is_pair(value, (*batch, key_length)):
         if len(value) != 2 or any(ids is None for ids in value):
             raise ValueError(
                 f"segment_ids must be one array or a pair (query, key), got {len(value)} items"
@@ -224,7 +225,7 @@ def segment_ids(
     return _ids_in_32_bits(*pair)
 
 
-def _is_pair(value, shape):
+def is_pair(value, shape):
     """Whether the value is (query ids, key ids). A list of ids of that shape is one array."""
     if not isinstance(value, list):
         return isinstance(value, tuple)

@@ -139,8 +139,9 @@ def _positions(given, segment_ids, positions):
     elif segment_ids is None:
         of_query, of_key = jnp.arange(queries), jnp.arange(keys)
     else:
-        both = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids,) * 2
-        of_query, of_key = (positions_from_segment_ids(jnp.asarray(ids)) for ids in both)
+        of_query, of_key = map(
+            positions_from_segment_ids, _checks.segment_ids(segment_ids, batch, queries, keys)
+        )
     of_query = jnp.broadcast_to(of_query, (*batch, queries))
     of_key = jnp.broadcast_to(of_key, (*batch, keys))
     present = given.tokens.key_mask

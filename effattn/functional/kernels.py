@@ -35,7 +35,7 @@ def check(
     ids = _checks.segment_ids(segment_ids, batch, queries, keys)
     query_lengths = _checks.lengths("query_seq_lengths", query_seq_lengths, batch)
     key_lengths = _checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
-    _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state)
+    _check_options(batch, queries, keys, is_causal, segment_ids, initial_state, return_state)
     query_ids, key_ids = (None, None) if ids is None else ids
     tokens = Tokens(_mask(query_lengths, query_ids, queries), _mask(key_lengths, key_ids, keys))
     attend: Any = linear_recurrence if is_causal else linear_sum
@@ -57,7 +57,7 @@ def check(
     return given, attend
 
 
-def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_state):
+def _check_options(batch, queries, keys, is_causal, segment_ids, initial_state, return_state):
     """What may not go together."""
     if is_causal and queries != keys:
         raise ValueError(
@@ -65,7 +65,7 @@ def _check_options(queries, keys, is_causal, segment_ids, initial_state, return_
             "a sequence pass only its new tokens, and as initial_state the state that "
             "return_state=True gave"
         )
-    if is_causal and isinstance(segment_ids, tuple | list):
+    if is_causal and _checks.is_pair(segment_ids, (*batch, keys)):
         raise ValueError(
             "segment_ids must be one array (*B, T) where is_causal=True, got a pair: query t and "
             "key t are the same token"

@@ -104,7 +104,7 @@ def lsh_attention(
     if rng is not None:
         wide = jnp.promote_types(query_key.dtype, jnp.float32)
         rotations = lsh_rotations(rng, rounds, num_buckets, size, num_heads=heads, dtype=wide)
-    if isinstance(segment_ids, tuple | list):
+    if _checks.is_pair(segment_ids, (*batch, length)):
         raise ValueError("segment_ids must be one array, as queries are the keys; got a pair")
     segments = _checks.segment_ids(segment_ids, batch, length, length)
     shape = (heads, rounds, size, sum(factors) // 2)

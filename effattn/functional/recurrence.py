@@ -105,7 +105,7 @@ def check(
         _within(_checks.lengths("query_seq_lengths", query_seq_lengths, batch), length),
         _within(_checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch), length),
     )
-    if isinstance(segment_ids, tuple | list):
+    if _checks.is_pair(segment_ids, (*batch, length)):
         raise ValueError(
             "segment_ids must be one array (*B, T) where attention is causal, got a pair: query t "
             "and key t are the same token"

@@ -98,7 +98,7 @@ def routing_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    if isinstance(segment_ids, tuple | list):
+    if _checks.is_pair(segment_ids, query.shape[:-2]):
         raise ValueError(
             "routing_attention is self-attention: segment_ids must be one array (*B, T) for "
             f"queries and keys, got {len(segment_ids)} items"
