@@ -90,6 +90,13 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/nn/test_short_convolution.py",), None),
         (("tests/laws",), "mamba or lsh"),
     ),
+    r"_checks": (
+        (("tests/test_segments.py", "tests/test_bad_input.py"), None),
+        (("tests/laws/test_default.py",), "softmax or linear"),
+    ),
+    r"angles": ((("tests/test_angles.py",), None),),
+    r"nn/options": ((("tests/nn/test_options.py",), None),),
+    r"decode/state": ((("tests/decode",), None),),
     r"nn/token_shift": ((("tests/nn/test_rwkv.py", "tests/nn/test_rwkv4.py"), None),),
     r"decode/(generate|sampling)": ((("tests/decode/test_generate.py",), None),),
     r"decode/longformer": (

@@ -241,7 +241,7 @@ def test_models_name_what_are_no_tokens(tokens):
         TransformerLM(TransformerConfig(**CONFIG), rngs=0)
 
 
-@pytest.mark.parametrize("what", [None, "model", lambda tokens: tokens], ids=str)
+@pytest.mark.parametrize("what", [None, "model", lambda tokens: tokens], ids=type)
 def test_what_is_no_model_is_named(what):
     with pytest.raises(ValueError, match="model must have init_state and extend, got a "):
         generate(what, np.ones((1, 2), np.int32), max_new_tokens=1, temperature=0)

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,3 +142,77 @@ X, FAR = jnp.ones((1, 3, 1, 2)), np.array([[1, 2**32 + 1, 2**32 + 1]])
 def test_bits_that_jax_would_drop_are_not_lost_in_silence(call, name):
     with pytest.raises(ValueError, match=f"{name} must fit in int32, .* to 4294967297"):
         call()
+
+
+IDS = np.repeat([[3, 0, 1, 2], [1, 2, 4, 0]], [5, 3, 7, 9], axis=1)
+# Ids that are equal, and zero, in their lower 32 bits alone.
+WIDE = np.array([0, 5, 2**32 + 5, 2**33, -(2**40)])
+PACKED = {
+    "softmax": effattn.dot_product_attention,
+    "softmax by XLA": functools.partial(effattn.dot_product_attention, implementation="xla"),
+    "a window": functools.partial(effattn.sliding_window_attention, local_window_size=4),
+    "linear": effattn.linear_attention,
+    "causal linear": functools.partial(effattn.linear_attention, is_causal=True),
+    "retention": effattn.retention,
+}
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("name", PACKED)
+def test_ids_of_64_bits_are_told_apart_by_all_of_them(name, traced):
+    """Gradients too; whether ids are known, or an array of a traced program."""
+    query, key, value = np.random.default_rng(0).normal(size=(3, 2, 24, 2, 8)).astype(np.float32)
+
+    def gradients(ids):
+        def loss(*arrays):
+            return (PACKED[name](*arrays, segment_ids=ids) ** 2).sum()
+
+        return jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    expected = gradients(IDS)
+    with jax.enable_x64(True):
+        wide = WIDE[IDS]
+        found = jax.jit(gradients)(wide) if traced else gradients(wide)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64", "uint64"])
+def test_pairs_of_ids_agree_across_queries_and_keys(dtype):
+    """Ids of one document may stand in other places among the queries than among the keys."""
+    query, key, value = np.random.default_rng(0).normal(size=(3, 2, 24, 2, 8)).astype(np.float32)
+    ids, others = IDS, IDS[:, ::-1]
+    expected = effattn.dot_product_attention(query, key, value, segment_ids=(ids, others))
+    large = np.array([0, 2**31, 2**31 + 1, 2**32 - 1, 7], dtype)
+    with jax.enable_x64(True):
+        pair = jnp.asarray(large[ids]), jnp.asarray(large[others])
+        found = effattn.dot_product_attention(query, key, value, segment_ids=pair)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_pairs_of_which_no_integer_holds_both_are_refused():
+    x = np.ones((1, 3, 1, 2), np.float32)
+    with jax.enable_x64(True):
+        pair = jnp.ones((1, 3), jnp.uint64), jnp.ones((1, 3), jnp.int64)
+        with pytest.raises(ValueError, match="dtypes of which one holds the other's ids"):
+            effattn.dot_product_attention(x, x, x, segment_ids=pair)
+
+
+def test_nested_lists_of_ids_are_one_array():
+    x = np.random.default_rng(0).normal(size=(2, 24, 2, 8)).astype(np.float32)
+    for function in PACKED.values():
+        expected = function(x, x, x, segment_ids=IDS)
+        np.testing.assert_array_equal(function(x, x, x, segment_ids=IDS.tolist()), expected)
+
+
+def test_lengths_and_offsets_beyond_32_bits_are_those_of_the_end():
+    """64-bit lengths and offsets are not cut to their lower bits."""
+    x = np.random.default_rng(0).normal(size=(2, 24, 2, 8)).astype(np.float32)
+    far = np.array([2**32 + 3, 2**40])
+    call = effattn.dot_product_attention
+    with jax.enable_x64(True):
+        all_keys = call(x, x, x, key_value_seq_lengths=far)
+        ahead = call(x, x, x, is_causal=True, query_offset=far)
+        behind = call(x, x, x, is_causal=True, query_offset=-far)
+    np.testing.assert_allclose(all_keys, call(x, x, x), atol=1e-6)
+    np.testing.assert_allclose(ahead, call(x, x, x), atol=1e-6)
+    np.testing.assert_array_equal(behind, 0)
