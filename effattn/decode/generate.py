@@ -128,21 +128,18 @@ def generate(
 
 def _ends(eos_id: Any) -> jax.Array:
     """The tokens that end a row, `()` or `(E,)`."""
-    try:
-        ends = _checks.as_array("eos_id", eos_id)
-    except TypeError:
-        ends = None
+    given = eos_id if isinstance(eos_id, jax.Array) else _checks.known(eos_id)
     if (
-        ends is None
-        or ends.ndim > 1
-        or not ends.size
-        or not jnp.issubdtype(ends.dtype, jnp.integer)
+        given is None
+        or given.ndim > 1
+        or not given.size
+        or not jnp.issubdtype(given.dtype, jnp.integer)
     ):
         raise ValueError(
             "eos_id must be an int, the token that ends a row, or one or more of them in a list or "
             f"an array, got {eos_id!r}"
         )
-    return ends
+    return _checks.as_array("eos_id", eos_id)
 
 
 def _is_array(leaf: Any) -> bool:

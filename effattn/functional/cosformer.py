@@ -139,9 +139,8 @@ def _positions(given, segment_ids, positions):
     elif segment_ids is None:
         of_query, of_key = jnp.arange(queries), jnp.arange(keys)
     else:
-        of_query, of_key = map(
-            positions_from_segment_ids, _checks.segment_ids(segment_ids, batch, queries, keys)
-        )
+        both = _checks.segment_ids(segment_ids, batch, queries, keys) or ()
+        of_query, of_key = map(positions_from_segment_ids, both)
     of_query = jnp.broadcast_to(of_query, (*batch, queries))
     of_key = jnp.broadcast_to(of_key, (*batch, keys))
     present = given.tokens.key_mask

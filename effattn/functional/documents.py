@@ -53,10 +53,8 @@ def within_documents(
     def none(x, length):
         return jnp.zeros_like(x, shape=(*x.shape[:-3], length, *x.shape[-2:]))
 
-    merged = Tokens(
-        merge_known(jnp.zeros_like(tokens.key_mask), tokens.query_mask),
-        merge_known(tokens.key_mask, jnp.zeros_like(tokens.query_mask)),
-    )
+    no_query, no_key = jnp.zeros_like(key_ids, bool), jnp.zeros_like(query_ids, bool)
+    merged = Tokens(merge_known(no_query, tokens.query_mask), merge_known(tokens.key_mask, no_key))
     ids = merge_known(key_ids, query_ids)
     starts = ids != jnp.concatenate([ids[..., :1], ids[..., :-1]], -1)
     out, state = recurrence(

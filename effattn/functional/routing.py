@@ -101,7 +101,7 @@ def routing_attention(
     if _checks.is_pair(segment_ids, query.shape[:-2]):
         raise ValueError(
             "routing_attention is self-attention: segment_ids must be one array (*B, T) for "
-            f"queries and keys, got {len(segment_ids)} items"
+            "queries and keys, got a pair"
         )
     given = block.check(
         "routing_attention",
