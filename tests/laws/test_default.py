@@ -33,12 +33,17 @@ def cases():
     number = itertools.count()
     for subject in MECHANISMS:
         ways = [way for way in ("causal", "bidirectional") if subject.has(way)]
-        for way, given, x64 in itertools.product(ways, GIVEN, (False, True)):
-            if subject.name in WITH_KERNELS and all(map(subject.has, given)):
-                container = CONTAINERS[next(number) % len(CONTAINERS)]
-                label = "-".join([str(subject), way, *given, *["x64"] * x64])
-                marks = [] if x64 or subject.name in QUICK else pytest.mark.slow
-                yield pytest.param(subject, way, given, x64, container, id=label, marks=marks)
+        takes = [given for given in GIVEN if all(map(subject.has, given))]
+        for way, given, x64 in itertools.product(ways, takes, (False, True)):
+            if "segments" in given and not battery.takes_segments(subject, Extent(way == "causal")):
+                continue
+            container = CONTAINERS[next(number) % len(CONTAINERS)]
+            label = "-".join([str(subject), way, *given, *["x64"] * x64])
+            is_quick = subject.name in QUICK or (
+                x64 and (subject.name in WITH_KERNELS or given == takes[-1])
+            )
+            marks = [] if is_quick else pytest.mark.slow
+            yield pytest.param(subject, way, given, x64, container, id=label, marks=marks)
 
 
 @pytest.mark.parametrize("subject", MECHANISMS, ids=str)
