@@ -280,9 +280,9 @@ def draw_options(rng, name: str, sizes: Sizes) -> tuple[dict[str, Any], Referenc
         options |= projections((*heads, int(integers(1, 9))), sizes.keys + int(integers(0, 3)))
     elif name == "block_linformer":
         heads = () if rng.random() < 0.5 else (sizes.key_heads,)
-        made = projections((*heads, int(integers(1, 4))), int(integers(1, 20)))
+        slots, size = int(integers(1, 4)), int(integers(3, 20))
+        made = projections((*heads, slots), size)
         options |= {name: x.astype(np.float32) for name, x in made.items()}
-        slots, size = made["key_projection"].shape[-2:]
     elif name == "long_short":
         options = {"window_size": 2 * int(integers(1, 12))}
         segment = options["window_size"]
