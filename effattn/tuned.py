@@ -68,7 +68,19 @@ def look_up(call: "Call") -> Choice | None:
             f"{signature} was tuned with jax {' and '.join(found)}, which is not used with jax "
             f"{jax.__version__}: call effattn.tune again"
         )
-    return found.get(jax.__version__)
+    choice = found.get(jax.__version__)
+    return choice if choice is not None and _is_known(choice, call) else None
+
+
+def _is_known(choice, call):
+    """Whether the call has such an implementation, with kernels of those names and such tiles."""
+    if choice.implementation not in call.refusals:
+        return False
+    tried = call.tilings(choice.implementation) if choice.tiles else {}
+    return all(
+        any(len(tile) == len(sizes) for tile in tried.get(kernel, ()))
+        for kernel, sizes in choice.tiles
+    )
 
 
 def rounded(count: int) -> int:
@@ -82,9 +94,14 @@ def device_kind() -> str:
     return (device if isinstance(device, jax.Device) else jax.devices()[0]).device_kind
 
 
-def cache_file() -> Path:
-    """Where measurements are kept, in the user's cache folder."""
-    return platformdirs.user_cache_path("effattn") / "tuning.json"
+def cache_file() -> Path | None:
+    """Where measurements are kept, in the user's cache folder; None for a user without one."""
+    try:
+        folder = platformdirs.user_cache_path("effattn")
+    except (RuntimeError, OSError, KeyError):  # no home folder, as in many containers
+        return None
+    # Some releases of platformdirs give "~/.cache" there, which would be a folder named "~".
+    return folder / "tuning.json" if folder.is_absolute() else None
 
 
 def save(choices: Mapping[str, Choice]) -> None:
@@ -95,14 +112,21 @@ def save(choices: Mapping[str, Choice]) -> None:
         known.setdefault((device, signature), {})[version] = choice
     path = cache_file()
     try:
+        if path is None:
+            raise OSError("this user has no home folder: set HOME or XDG_CACHE_HOME")
         path.parent.mkdir(parents=True, exist_ok=True)
         # In one step: other processes read it whole, before or after.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(_to_json(known), file, indent=1, sort_keys=True)
-        os.replace(file.name, path)
+        try:
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
     except OSError as error:
         warn_once(
-            f"what was tuned is kept for this process alone: {path} cannot be written, {error}"
+            f"the results of effattn.tune are kept for this process alone: {path or 'their file'} "
+            f"cannot be written ({error})"
         )
 
 
@@ -113,14 +137,16 @@ Measured = dict[tuple[str, str], dict[str, Choice]]  # by device and call, then 
 def measured() -> Measured:
     """What was read of the file, and what this process has measured since."""
     path = cache_file()
+    if path is None:
+        return {}
     try:
         return _from_json(json.loads(path.read_text()))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return {}  # nothing was kept where this user may read it
+    except Exception as error:  # whatever lies there
         warn_once(
-            f"{path} is ignored, as it is not what effattn.tune writes ({error!r}); the next "
-            "effattn.tune replaces it"
+            f"{path} is ignored, as it is not what effattn.tune writes ({error!r}); remove it, or "
+            "call effattn.tune again to replace it"
         )
         return {}
 

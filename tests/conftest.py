@@ -11,6 +11,7 @@ import itertools
 import os
 import pathlib
 import platform
+import tempfile
 from importlib import metadata
 
 import jax
@@ -37,7 +38,11 @@ def compiled_programs() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
     kind = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
     name = hashlib.sha256("".join([platform.machine(), *kind]).encode()).hexdigest()[:12]
-    return str(pathlib.Path(platformdirs.user_cache_dir("effattn")) / "tests" / name)
+    try:
+        folder = platformdirs.user_cache_path("effattn")
+    except RuntimeError:  # a user without a home folder
+        folder = pathlib.Path(tempfile.gettempdir()) / f"effattn-{os.getuid()}"
+    return str(folder / "tests" / name)
 
 
 # Compiling is most of the time. Programs of an earlier run, or of another worker, are read.

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pathlib
 import platform
 import types
 import warnings
@@ -24,6 +25,7 @@ from tests.pallas.lowering import TRITON, kernels_of
 
 CALL = functools.partial(effattn.dot_product_attention, is_causal=True)
 TILES = (("forward", (20, 20)),)
+CACHE_FILE = tuned.cache_file  # as it is outside of tests
 # Float32 calls that were never tuned take kernels for CPUs where these were measured to be faster.
 _HAS_KERNELS = compiled.refusal() is None and platform.machine() in ("x86_64", "AMD64")
 UNTUNED = dispatch.Chosen(("llvm", "xla") if _HAS_KERNELS else ("xla",))
@@ -340,8 +342,10 @@ def test_another_process_reads_it(kept, arrays):
         lambda text: text.replace("20", "-20"),
         lambda text: text.replace('"xla"', "7"),
         lambda text: text.replace('"implementation"', '"other"'),
+        lambda text: "[" * 200_000,
+        lambda text: "\x00\xff",
     ],
-    ids=["empty", "half", "another thing", "format", "size", "type", "key"],
+    ids=["empty", "half", "another thing", "format", "size", "type", "key", "nested", "bytes"],
 )
 def test_a_damaged_file_is_ignored_with_a_warning_and_replaced(kept, arrays, damage):
     kept.write_text(damage(kept.read_text()))
@@ -369,7 +373,7 @@ def test_what_was_measured_elsewhere_is_not_taken(kept, arrays, what):
 
 def test_an_unknown_implementation_in_the_file_is_ignored(kept, arrays):
     kept.write_text(kept.read_text().replace('"xla"', '"of the future"'))
-    assert taken(CALL, *arrays) == [dispatch.XLA]
+    assert taken(CALL, *arrays) == [UNTUNED]
 
 
 def test_where_nothing_can_be_written_it_holds_for_the_process(arrays, monkeypatch, tmp_path):
@@ -378,3 +382,54 @@ def test_where_nothing_can_be_written_it_holds_for_the_process(arrays, monkeypat
     with pytest.warns(RuntimeWarning, match="for this process alone"):
         tuned.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
     assert taken(CALL, *arrays)[0].tiles == TILES
+
+
+@pytest.mark.parametrize("damage", ["a tile of one size", "an unknown kernel"])
+def test_tiles_of_another_kind_in_the_file_are_ignored(kept, arrays, damage):
+    data = json.loads(kept.read_text())
+    one_size = damage == "a tile of one size"
+    data["measured"][0]["tiles"] = {"forward": [20]} if one_size else {"sideways": [20, 20]}
+    kept.write_text(json.dumps(data))
+    assert taken(CALL, *arrays) == [UNTUNED]
+
+
+def test_a_folder_in_place_of_the_file_ends_nothing(kept, arrays):
+    kept.unlink()
+    kept.mkdir()
+    with pytest.warns(RuntimeWarning, match="tuning.json is ignored"):
+        assert taken(CALL, *arrays) == [UNTUNED]
+    with pytest.warns(RuntimeWarning, match="for this process alone"):
+        tuned.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
+    assert taken(CALL, *arrays)[0].tiles == TILES
+    assert [*kept.parent.iterdir()] == [kept]  # nothing half written is left
+
+
+def _raise(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "home",
+    [
+        lambda _: _raise(RuntimeError("could not determine the home directory")),
+        lambda _: pathlib.Path("~/.cache/effattn"),
+    ],
+    ids=["refused", "left as it is"],
+)
+def test_a_user_without_a_home_folder_calls_and_tunes(arrays, monkeypatch, home):
+    """Releases of platformdirs raise where there is no home folder, or leave the `~`."""
+    monkeypatch.setattr(tuned.platformdirs, "user_cache_path", home)
+    monkeypatch.setattr(tuned, "cache_file", CACHE_FILE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert taken(CALL, *arrays) == [UNTUNED]
+    with pytest.warns(RuntimeWarning, match="for this process alone: .* set HOME"):
+        tuned.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
+    assert taken(CALL, *arrays)[0].tiles == TILES
+
+
+def test_what_this_user_may_not_read_is_not_there(kept, arrays, monkeypatch):
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda _: _raise(PermissionError("read")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert taken(CALL, *arrays) == [UNTUNED]
