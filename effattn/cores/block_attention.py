@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from effattn import dispatch, tuned
+from effattn import dispatch, dtypes, tuned
 from effattn.layouts import BlockLayout
 from effattn.xla import mesh_axes
 
@@ -201,7 +201,7 @@ def block_attention(rule: Rule, x: Operands) -> tuple[jax.Array, jax.Array]:
 
 def softmax_dtype(x: Operands) -> jnp.dtype:
     """Of logits, weights and sums."""
-    return jnp.promote_types(jnp.result_type(x.query, x.key, x.value), jnp.float32)
+    return dtypes.wide(x.query, x.key, x.value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -242,8 +242,9 @@ def _attend_bwd(rule: Rule, saved, cotangents):
     # row; as gradients are linear in what comes down to the row, that gets it instead.
     factor = jnp.exp(-lost)
     # dO . O - dL, what all d logits of a row share
-    shared = ((d_out * out).sum(-1) - d_lse) * factor
-    d_out = (d_out * factor[..., None]).astype(d_out.dtype)
+    wide_d_out = d_out.astype(out.dtype)
+    shared = ((wide_d_out * out).sum(-1) - d_lse) * factor
+    d_out = (wide_d_out * factor[..., None]).astype(d_out.dtype)
 
     def form(module):
         return lambda *operands: module.backward(rule, *operands)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import dispatch, tuned
+from effattn import dispatch, dtypes, tuned
 from effattn.xla import mesh_axes, reverse_mode
 
 # Tokens of one masked product. Where features decay of their own it is a product for each halving
@@ -227,7 +227,7 @@ def call(mechanism: str, rule: Rule, x: Operands) -> dispatch.Call:
         return importlib.import_module(MODULES[name]).refusal(rule, x)
 
     queries = jax.tree.leaves(x.queries)
-    length, dtype = queries[0].shape[x.state.ndim - 3], jnp.result_type(rule.dtype, *queries)
+    length, dtype = queries[0].shape[x.state.ndim - 3], dtypes.common(rule.dtype, *queries)
     return dispatch.Call(
         mechanism,
         {name: functools.partial(refusal, name) for name in MODULES},

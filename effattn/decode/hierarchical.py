@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import (
     bounded,
@@ -104,7 +104,7 @@ class HierarchicalDecoder:
         siblings = hierarchy.siblings(max_length)
         # Level L has no units of its own where the siblings of all levels hold the sequence.
         units = -(-max_length // hierarchy.unit(siblings + 1))
-        wide = jnp.promote_types(dtype, jnp.float32)
+        wide = dtypes.wide(dtype)
 
         def arrays(slots, dtype):
             key = jnp.zeros((batch, slots, num_kv_heads, head_dim), dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from effattn import dtypes
 from effattn.decode import ring
 from effattn.decode.ring import RingState
 from effattn.decode.segments import extend_by_segment
@@ -99,7 +100,7 @@ class LongShortDecoder:
         value = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, value_dim), dtype)
         options, slots = self._read(key, value)
         segments = max(-(-max_length // options.segment) - 1, 0)
-        wide = jnp.promote_types(dtype, jnp.float32)
+        wide = dtypes.wide(dtype)
 
         def zeros(tokens, *features, dtype=dtype):
             return jnp.zeros((batch, tokens, num_kv_heads, *features), dtype)

@@ -151,7 +151,7 @@ class RoutingDecoder:
             return old.at[*mine, slot].set(new[:, :, 0].astype(old.dtype), mode="drop")
 
         key, value = stored(state.key, tokens.key), stored(state.value, tokens.value)
-        count = count + present
+        count = count + present.astype(count.dtype)
         seen = within(count, size)
         out = self._attend(
             tokens.query,

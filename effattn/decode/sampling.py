@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.decode.state import is_concrete
 
 
@@ -51,7 +51,7 @@ def sample_token(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     rng = check_draw(rng, temperature, top_k, top_p)
     # In 16 bits, the noise that decides a draw has too few values.
-    logits = _below_best(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    logits = _below_best(logits.astype(dtypes.wide(logits.dtype)))
     if top_k is not None:
         if top_k > logits.shape[-1]:
             raise ValueError(

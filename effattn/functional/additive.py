@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.functional import block
 
 
@@ -114,7 +114,7 @@ def additive_attention(
 
 def _project(form: str, x: jax.Array, kernel: jax.Array, precision: Any) -> jax.Array:
     """In float32 at least: a rounding of what tanh takes would be one of the weights."""
-    wide = jnp.promote_types(jnp.result_type(x, kernel), jnp.float32)
+    wide = dtypes.wide(x, kernel)
     return jnp.einsum(form, x.astype(wide), kernel.astype(wide), precision=precision)
 
 

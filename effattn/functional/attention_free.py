@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.functional.rwkv4 import (
     Sums,
@@ -81,7 +81,7 @@ def attention_free(
         {"query": query, "key": key, "value": value}, lengths, segment_ids, initial_state
     )
     time, features = key.shape[1:]
-    dtype, wide = value.dtype, jnp.promote_types(value.dtype, jnp.float32)
+    dtype, wide = value.dtype, dtypes.wide(value.dtype)
     key, values = key.astype(wide), value.astype(wide)
     bias = check_bias(position_bias, local_window_size, is_causal, time, features, wide)
     if starts is not None and bias is not None:
@@ -174,7 +174,9 @@ def _both_sides(key, value, valid, starts):
         flipped = (jnp.flip(x, 1) for x in (key, value, valid, ends))
         after = jax.tree.map(lambda x: jnp.flip(x, 1), _beyond(_running(*flipped), 0))
         kept = ~ends[..., None]
-        after = Sums(after.values * kept, after.weights * kept, after.largest)
+        after = Sums(
+            jnp.where(kept, after.values, 0), jnp.where(kept, after.weights, 0), after.largest
+        )
         return _running(key, value, valid, starts).plus(after)
     largest = lax.stop_gradient(key.max(1, keepdims=True, initial=-1e30))
     weight = jnp.exp(key - largest)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.cores.linear_recurrence import Terms, Tokens, append_one, normalize
 from effattn.functional import kernels, recurrence
 from effattn.functional.combine import combine
@@ -149,7 +149,7 @@ class _BasedTerms:
 
     def __call__(self, root, queries, keys) -> Terms:
         key, value = keys
-        return Terms(taylor(queries * root), taylor(key * root), value)
+        return Terms(*(taylor(dtypes.product(x, root)) for x in (queries, key)), value)
 
 
 def _check_window(window, is_causal, segment_ids, initial_state, return_state):

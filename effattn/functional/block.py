@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, dispatch, dropout
+from effattn import _checks, dispatch, dropout, dtypes
 from effattn.cores import block_attention
 from effattn.cores.block_attention import Operands, Origin, Rule
 from effattn.functional.combine import combine
@@ -112,7 +112,7 @@ def check(
     if bias is not None:
         bias = _checks.broadcastable("bias", bias, pairs)
         if jnp.issubdtype(bias.dtype, jnp.integer):
-            bias = bias.astype(jnp.promote_types(query.dtype, jnp.float32))
+            bias = bias.astype(dtypes.wide(query.dtype))
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise ValueError(f"bias must be floating point, got dtype {bias.dtype}")
     if mask is not None:
@@ -290,7 +290,7 @@ def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
     logits will vary over the mesh axes, if any, that the arrays `like` vary over.
     """
     example, *_ = mesh_axes.vary_alike(like)
-    dtype = jnp.promote_types(jnp.result_type(*like), jnp.float32)
+    dtype = dtypes.wide(*like)
     logit = mesh_axes.vary_like(example, jnp.zeros((), dtype))
     index = mesh_axes.vary_like(example, jnp.zeros((), jnp.int32))
     with mesh_axes.within_placed(example, "score_mod"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks
+from effattn import _checks, dtypes
 
 
 def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -41,7 +41,8 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
     total = functools.reduce(jnp.add, weights)
     total_or_one = jnp.where(total == 0, 1, total)
     mixed = functools.reduce(
-        jnp.add, (w[..., None] * out for w, out in zip(weights, outputs, strict=True))
+        jnp.add,
+        (dtypes.product(w[..., None], out) for w, out in zip(weights, outputs, strict=True)),
     )
     out = (mixed / total_or_one[..., None]).astype(outputs[0].dtype)
     return out, jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))

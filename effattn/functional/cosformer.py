@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.angles import angles
 from effattn.cores.linear_recurrence import Terms
 from effattn.functional import kernels, recurrence
@@ -126,7 +126,9 @@ class _CosformerTerms:
 
 def _features(x, angle):
     x = jax.nn.relu(x)
-    return jnp.concatenate([x * jnp.cos(angle), x * jnp.sin(angle)], -1)
+    return jnp.concatenate(
+        [dtypes.product(x, turned) for turned in (jnp.cos(angle), jnp.sin(angle))], -1
+    )
 
 
 def _positions(given, segment_ids, positions):

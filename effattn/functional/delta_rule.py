@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.cores.linear_recurrence import Terms
 from effattn.functional import recurrence
 
@@ -107,8 +107,14 @@ def _terms(scale, query, keys) -> Terms:
     In the core's words a_t = beta_t k_t, the written key, and b_t = alpha_t k_t.
     """
     key, value, beta, log_decay = keys
-    recalled = key if log_decay is None else jnp.exp(log_decay)[..., None] * key
-    return Terms(query * scale, beta[..., None] * key, value, log_decay, recalled=recalled)
+    recalled = key if log_decay is None else dtypes.product(jnp.exp(log_decay)[..., None], key)
+    return Terms(
+        dtypes.product(query, scale),
+        dtypes.product(beta[..., None], key),
+        value,
+        log_decay,
+        recalled=recalled,
+    )
 
 
 registry.register(

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 
 
 @jax.named_scope("fourier_mixing")
@@ -41,7 +41,7 @@ def fourier_mixing(x: jax.Array, *, norm: str = "backward") -> jax.Array:
         )
     if 0 in x.shape:
         return x
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(dtypes.wide(x.dtype))
     return jnp.real(jnp.fft.fft2(wide, norm=norm)).astype(x.dtype)
 
 

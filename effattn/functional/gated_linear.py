@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.cores.linear_recurrence import Terms
 from effattn.functional import recurrence
 
@@ -88,7 +88,7 @@ def gated_linear_attention(
 
 
 def _terms(scale, query, keys) -> Terms:
-    return Terms(query * scale, *keys)
+    return Terms(dtypes.product(query, scale), *keys)
 
 
 registry.register(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.functional import block, folding
 from effattn.functional.combine import combine
@@ -184,7 +184,7 @@ class Runs(NamedTuple):
 
 def tokens(key, value, present, summary_query, scale) -> Runs:
     """Each token by itself; `present` is bool `(*B, S)`."""
-    dtype = jnp.promote_types(jnp.result_type(key, value), jnp.float32)
+    dtype = dtypes.wide(key, value)
     key, value = (jnp.where(present[..., None, None], x, 0).astype(dtype) for x in (key, value))
     logit = jnp.zeros_like(key[..., 0])
     if summary_query is not None:

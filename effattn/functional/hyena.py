@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.segments import within
 from effattn.xla.long_convolution import long_convolution
@@ -67,8 +67,8 @@ def hyena_convolution(
 def gated(gate: jax.Array, convolved: jax.Array, z: jax.Array, skip: jax.Array | None) -> jax.Array:
     """One turn, x (h * z + d z), in the dtype of z."""
     if skip is not None:
-        convolved = convolved + lead(skip.astype(convolved.dtype), z.ndim) * z
-    return (gate * convolved).astype(z.dtype)
+        convolved = convolved + dtypes.product(lead(skip.astype(convolved.dtype), z.ndim), z)
+    return dtypes.product(gate, convolved).astype(z.dtype)
 
 
 def check_filters(filters: jax.Array, order: int, time: int, features: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.cores.linear_recurrence import Tokens, linear_recurrence, packed
 from effattn.functional import recurrence
 from effattn.segments import within
@@ -111,6 +111,7 @@ def products(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.
     """w . x: `(*B, L, N, H)` and `(1 or K, m, H)` to `(*B, L, N, m)`."""
     heads, features, _ = projection.shape
     grouped = x.reshape(*x.shape[:-2], heads, x.shape[-2] // heads, x.shape[-1])
+    grouped, projection = dtypes.alike(grouped, projection)
     projected = jnp.einsum("...kgh,kmh->...kgm", grouped, projection, precision=precision)
     return projected.reshape(*x.shape[:-1], features)
 

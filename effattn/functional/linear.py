@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.cores.linear_recurrence import Terms, clear
 from effattn.functional import feature_maps, kernels, recurrence
 from effattn.functional.feature_maps import FeatureMap
@@ -119,7 +119,9 @@ class _LinearTerms:
     def __call__(self, scale, queries, keys) -> Terms:
         key, value = keys
         query = self.feature_map(queries)
-        return Terms(query if scale is None else query * scale, self.feature_map(key), value)
+        return Terms(
+            query if scale is None else dtypes.product(query, scale), self.feature_map(key), value
+        )
 
 
 def _features(phi, x):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.functional import block
 from effattn.segments import within
 
@@ -135,7 +135,7 @@ def project(projection, array, lengths, precision):
         array,
         projection[..., :length],
         precision=precision,
-        preferred_element_type=jnp.promote_types(jnp.result_type(projection, array), jnp.float32),
+        preferred_element_type=dtypes.wide(projection, array),
     )
     return projected.astype(array.dtype)
 

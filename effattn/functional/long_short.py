@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.functional import block, folding
 from effattn.functional.block_linformer import EarlierBlocks
@@ -282,24 +282,27 @@ def _origin_of_stretches(stretches: int, size: int):
 
 def score(projection: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
     """Z `(*B, S, K, r)`, at least float32."""
+    key, projection = dtypes.alike(key, projection)
     return jnp.einsum(
         "...skh,hr->...skr" if projection.ndim == 2 else "...skh,khr->...skr",
         key,
         projection,
         precision=precision,
-        preferred_element_type=jnp.promote_types(jnp.result_type(key, projection), jnp.float32),
+        preferred_element_type=dtypes.wide(key, projection),
     )
 
 
 def project(scores, key, value, present, precision) -> tuple[jax.Array, jax.Array]:
     """Slots `(*B, r, K, H)` of tokens `(*B, S, ...)`, of which those `present (*B, S)` count."""
     present = present[..., None, None]
-    dtype = jnp.promote_types(jnp.result_type(scores, key, value), jnp.float32)
+    dtype = dtypes.wide(scores, key, value)
     # Any finite number keeps a softmax over nothing finite.
     scores = jnp.where(present, scores.astype(dtype), jnp.finfo(dtype).min)
     weights = jnp.where(present, jax.nn.softmax(scores, -3), 0)
     keys, values = (
-        jnp.einsum("...skr,...skh->...rkh", weights, x, precision=precision).astype(x.dtype)
+        jnp.einsum("...skr,...skh->...rkh", *dtypes.alike(weights, x), precision=precision).astype(
+            x.dtype
+        )
         for x in (key, value)
     )
     return keys, values
@@ -310,7 +313,7 @@ def normalise(x: jax.Array, norm: Norm | None) -> jax.Array:
     if norm is None:
         return x
     scale, bias = (lead(jnp.asarray(part), x.ndim) for part in norm)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(dtypes.wide(x.dtype))
     centred = wide - wide.mean(-1, keepdims=True)
     inverse = jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5)
     return (centred * inverse * scale + bias).astype(x.dtype)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.segments import positions_from, positions_from_segment_ids, within
 from effattn.xla import reverse_mode
@@ -102,7 +102,7 @@ def lsh_attention(
             f"{'neither' if rng is None else 'both'}"
         )
     if rng is not None:
-        wide = jnp.promote_types(query_key.dtype, jnp.float32)
+        wide = dtypes.wide(query_key.dtype)
         rotations = lsh_rotations(rng, rounds, num_buckets, size, num_heads=heads, dtype=wide)
     if _checks.is_pair(segment_ids, (*batch, length)):
         raise ValueError("segment_ids must be one array, as queries are the keys; got a pair")
@@ -185,7 +185,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """The output `(*B, T, N, Hv)` and the log-sum-exp `(*B, T, N)`, of buckets `(*B, T, N, n)`."""
     batch, length = query_key.shape[:-3], query_key.shape[-3]
-    wide = jnp.promote_types(query_key.dtype, jnp.float32)
+    wide = dtypes.wide(query_key.dtype)
     if math.prod((*batch, length)) == 0:
         return jnp.zeros(value.shape, value.dtype), jnp.zeros(query_key.shape[:-1], wide)
     documents = None
@@ -246,7 +246,7 @@ def attend_at(
 
 def hashed(query_key: jax.Array, rotations: jax.Array, factors: tuple[int, ...]) -> jax.Array:
     """The buckets `(*B, T, N, n)` int32 of `(*B, T, N, H)`, by rotations `(N, n, H, columns)`."""
-    wide = jnp.promote_types(query_key.dtype, jnp.float32)
+    wide = dtypes.wide(query_key.dtype)
     tokens = lax.stop_gradient(query_key).astype(wide)
     rotations = lax.stop_gradient(rotations).astype(wide)
     rotated = jnp.einsum("...nh,nrhc->...nrc", tokens, rotations, precision="highest")
@@ -262,7 +262,7 @@ def hashed(query_key: jax.Array, rotations: jax.Array, factors: tuple[int, ...])
 
 def keys(query_key: jax.Array) -> jax.Array:
     """Of length 1; those of no length stay finite, with their gradient."""
-    wide = query_key.astype(jnp.promote_types(query_key.dtype, jnp.float32))
+    wide = query_key.astype(dtypes.wide(query_key.dtype))
     size = query_key.shape[-1]
     inverse = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6) * size**-0.5
     return (wide * inverse).astype(query_key.dtype)
@@ -536,7 +536,7 @@ def _softmax(query, key, value, which, times=None):
 
     The weight of each pair is divided by its `times`.
     """
-    wide = jnp.promote_types(jnp.result_type(query, value), jnp.float32)
+    wide = dtypes.wide(query, value)
     logits = widened(functools.partial(jnp.einsum, "mh,sh->ms"), query, key, wide)
     logits = jnp.where(which, logits, -jnp.inf)
     largest = lax.stop_gradient(logits.max(-1))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn import dtypes
 from effattn.xla import mesh_axes
 
 
@@ -64,7 +65,7 @@ def _picked(length, x, at):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _summed(length, x, at):
-    start = jnp.zeros(length, jnp.promote_types(x.dtype, jnp.float32))
+    start = jnp.zeros(length, dtypes.wide(x.dtype))
     return _by_cluster(jnp.add, start, x, at).astype(x.dtype)
 
 

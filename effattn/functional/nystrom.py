@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.functional import block
 from effattn.segments import positions_from, within
@@ -141,7 +141,7 @@ def _attend(num_landmarks, num_iterations, given: block.Arguments, query, key, v
         return jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
     groups, is_padded = query.shape[-2] // key.shape[-2], given.key_lengths is not None
     plain = dataclasses.replace(given, scale=1.0, query_lengths=None, key_lengths=None)
-    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    dtype = dtypes.wide(query, key, value)
 
     def attend(query, key, value, scale, skip_kernel, query_lengths, key_lengths):
         query, key, value, scale, skip_kernel, query_lengths, key_lengths = mesh_axes.vary_alike(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, dispatch, tuned
+from effattn import _checks, dispatch, dtypes, tuned
 from effattn.xla import mesh_axes
 from effattn.xla.paged_attention import Pages, Rule
 
@@ -112,7 +112,7 @@ def paged_attention(
     )
     keys = _check_scales("key", key_pages, key_scales, query.dtype)
     values = _check_scales("value", value_pages, value_scales, None)
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = dtypes.wide(query.dtype)
     multiplier = jnp.asarray(_checks.scale(scale, query.shape[-1]), dtype)
 
     operands = mesh_axes.vary_alike((query, keys, values, table, counts, multiplier))

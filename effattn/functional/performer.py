@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.cores.linear_recurrence import Terms
 from effattn.functional import kernels, recurrence
 from effattn.xla import mesh_axes
@@ -225,12 +225,14 @@ class _PerformerTerms:
         key, value, *units = keys
         if self.kernel == "relu":
             query, key = (
-                jax.nn.relu(kernels.products(x * root, projection, self.precision))
+                jax.nn.relu(kernels.products(dtypes.product(x, root), projection, self.precision))
                 for x in (queries, key)
             )
             return Terms(query, key, value)
         unit, *log_decay = (lax.stop_gradient(x) for x in units)
-        query, key = (exponents(x * root, projection, self.precision) for x in (queries, key))
+        query, key = (
+            exponents(dtypes.product(x, root), projection, self.precision) for x in (queries, key)
+        )
         of_query = lax.stop_gradient(jnp.max(query, -1, keepdims=True))
         decay = log_decay[0] if log_decay else None
         return Terms(jnp.exp(query - of_query), jnp.exp(key - unit), value, decay)

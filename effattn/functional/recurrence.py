@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, dispatch
+from effattn import _checks, dispatch, dtypes
 from effattn.cores.linear_recurrence import (
     MODULES,
     Operands,
@@ -125,7 +125,7 @@ def check(
 
 def sum_dtype(*arrays: jax.Array) -> Any:
     """The dtype of sums and states: promoted, and at least float32."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    return dtypes.wide(*arrays)
 
 
 def check_chunk_size(value: Any) -> int | None:

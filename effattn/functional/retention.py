@@ -2,15 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.cores.linear_recurrence import Terms
 from effattn.functional import recurrence
 
 
 def retention_log_decay(num_heads: int) -> jax.Array:
     """The logarithms of RetNet's decays `(K,)`: 1 - 2^(-5 - h) for head h."""
-    return jnp.log1p(-(2.0 ** (-5 - jnp.arange(num_heads))))
+    return jnp.log1p(-jnp.asarray(2.0 ** (-5 - np.arange(num_heads))))
 
 
 @_checks.checked
@@ -100,7 +101,7 @@ def retention(
 def _terms(parameters, query, keys) -> Terms:
     log_decay, scale = parameters
     key, value = keys
-    return Terms(query * scale, key, value, log_decay)
+    return Terms(dtypes.product(query, scale), key, value, log_decay)
 
 
 registry.register(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.functional import block
 from effattn.functional.combine import combine
 from effattn.functional.moving import inverse_of, largest_of, permute, pick, spread
@@ -209,7 +209,7 @@ class Tokens(NamedTuple):
 
 def normalise(x: jax.Array) -> jax.Array:
     """A layer norm over the last axis without scale and bias, at least float32."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(dtypes.wide(x.dtype))
     centred = x - x.mean(-1, keepdims=True)
     return centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
 
@@ -228,7 +228,7 @@ def check_centroids(centroids: Any, query: jax.Array) -> jax.Array:
             f"centroids must be floating point of shape ({heads}, clusters, {size}), for "
             f"{heads} query heads of size {size}, got {centroids.dtype} of shape {centroids.shape}"
         )
-    wide = jnp.promote_types(jnp.result_type(centroids, query), jnp.float32)
+    wide = dtypes.wide(centroids, query)
     return lax.stop_gradient(centroids.astype(wide))
 
 
@@ -246,7 +246,7 @@ def nearest(tokens: jax.Array, centroids: jax.Array) -> jax.Array:
         return (jnp.maximum(largest, here), jnp.where(here > largest, some[0] + at, cluster)), None
 
     shape = tokens.shape[:-1]
-    wide = jnp.result_type(tokens, centroids)
+    wide = dtypes.common(tokens, centroids)
     empty = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, jnp.int32)
     start = tuple(mesh_axes.vary_like(tokens, x) for x in empty)
     (_, cluster), _ = lax.scan(step, start, _in_parts(centroids))
@@ -424,7 +424,7 @@ def _attend_clusters(tokens: Tokens, centroids, size: int, given: block.Argument
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     weights = jnp.exp(lse - pick(largest, queries.at))
     total = spread(weights, queries.at, length)
-    mixed = spread(weights[..., None] * out, queries.at, length)
+    mixed = spread(dtypes.product(weights[..., None], out), queries.at, length)
     total_or_one = jnp.where(total == 0, 1, total)
     out = (mixed / total_or_one[..., None]).astype(out.dtype)
     return out, jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
@@ -504,7 +504,7 @@ def _over_clusters_bwd(attend, saved, cotangents):
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, pull(d_own)[0]), None
 
     def nothing(x):
-        return mesh_axes.vary_like(x, jnp.zeros(x.shape, jnp.promote_types(x.dtype, lse.dtype)))
+        return mesh_axes.vary_like(x, jnp.zeros(x.shape, dtypes.common(x.dtype, lse.dtype)))
 
     total, _ = lax.scan(step, jax.tree.map(nothing, learnt), fixed[-1])
     return jax.tree.map(lambda x, like: x.astype(like.dtype), total, learnt), None

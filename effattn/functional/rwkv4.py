@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.segments import within
 from effattn.xla.linear_scan import linear_scan, max_plus_scan
@@ -177,7 +177,7 @@ def rwkv4_mixing(
         {"key": key, "value": value}, lengths, segment_ids, initial_state
     )
     dtype, size = key.dtype, (key.shape[-1],)
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = dtypes.wide(dtype)
     key, values = key.astype(wide), value.astype(wide)
     decay = _checks.shaped("decay", decay, size).astype(wide)
     bonus = _checks.shaped("bonus", bonus, size).astype(wide)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.functional.rwkv4 import check_tokens_by_feature
 from effattn.segments import positions_from, within
@@ -70,12 +70,12 @@ def s4_convolution(
         raise ValueError("a convolution reaches across documents; segment_ids need the recurrence")
     x, valid, starts = check_tokens_by_feature({"x": x}, lengths, segment_ids, initial_state)
     batch, time, features = x.shape
-    dtype, wide = x.dtype, jnp.promote_types(x.dtype, jnp.float32)
+    dtype, wide = x.dtype, dtypes.wide(x.dtype)
     rate, output = (_complex(n, a, features, wide) for n, a in (("rate", rate), ("output", output)))
     if rate.shape != output.shape:
         raise ValueError(f"rate and output must be alike, got {rate.shape} and {output.shape}")
     step_size = _checks.shaped("step_size", step_size, (features,)).astype(wide)
-    logs = step_size[:, None] * rate
+    logs = dtypes.product(step_size[:, None], rate)
     written = jnp.expm1(logs) / rate
     given, u = (batch, *rate.shape), x.astype(wide)
     state = jnp.zeros(given, rate.dtype) if initial_state is None else jnp.asarray(initial_state)
@@ -107,7 +107,7 @@ def _complex(name: str, value: Any, features: int, dtype: Any) -> jax.Array:
             f"{name} must be complex of shape ({features}, M), got {value.dtype} of shape "
             f"{value.shape}"
         )
-    return value.astype(jnp.promote_types(dtype, jnp.complex64))
+    return value.astype(dtypes.common(dtype, jnp.complex64))
 
 
 def _split(time):
@@ -118,7 +118,8 @@ def _split(time):
 
 def _powers(logs, count, stride=1, first=0):
     """exp(logs (first + stride n)) for n < count, `(..., count)`."""
-    return jnp.exp(logs[..., None] * lead(first + stride * jnp.arange(count), logs.ndim + 1))
+    steps = lead(first + stride * jnp.arange(count), logs.ndim + 1)
+    return jnp.exp(dtypes.product(logs[..., None], steps))
 
 
 def _kernel(logs, weights, time):
@@ -153,7 +154,8 @@ def _last(u, logs, written, state, lengths):
     inside, between = _powers(logs, size)[..., ::-1], _powers(logs, blocks, size)[..., ::-1]
     of_blocks = jnp.einsum("rabd,dmb->radm", u.astype(logs.dtype), inside)
     added = jnp.einsum("radm,dma->rdm", of_blocks, between)
-    return jnp.exp(logs[None] * count[:, None, None]) * state + added * written[None]
+    logs_read = dtypes.product(logs[None], count[:, None, None])
+    return jnp.exp(logs_read) * state + added * written[None]
 
 
 def _recurrence(u, decay, written, output, state, valid, starts):
@@ -176,7 +178,7 @@ def _recurrence(u, decay, written, output, state, valid, starts):
         if starts is not None:
             kept = jnp.where(starts[..., None, None], 0, kept)
         kept = jnp.where(valid[..., None, None], kept, 1)
-        added = jnp.where(valid[..., None, None], u[..., None] * lead(written, 4), 0)
+        added = jnp.where(valid[..., None, None], dtypes.product(u[..., None], lead(written, 4)), 0)
         states = linear_scan(kept, added, before)
         return states[:, -1], 2 * jnp.einsum("rtdm,dm->rtd", states, output).real
 
@@ -227,7 +229,7 @@ def low_rank_kernel(
     @jax.checkpoint
     def of_block(z):
         """`(D, frequencies)`."""
-        turn = (2 / step_size)[:, None, None] * (1 - z)[None, :, None]
+        turn = dtypes.product((2 / step_size)[:, None, None], (1 - z)[None, :, None])
         rest = (1 + z)[None, :, None]
         w = 1 / (turn - rate[:, None] * rest)
         w_conjugate = 1 / (turn - conjugate(rate)[:, None] * rest)

@@ -2,7 +2,7 @@
 
 import jax
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.cores.linear_recurrence import Terms, clear
 from effattn.functional import recurrence
@@ -95,7 +95,8 @@ def selective_scan(
             )
         weight = _checks.shaped("skip", skip, (heads, size)).astype(given.dtype)
         present = clear(clear(value, given.tokens.key_mask), given.tokens.query_mask)
-        out = (out + lead(weight, value.ndim) * present).astype(value.dtype)
+        direct = dtypes.product(lead(weight, value.ndim), present)
+        out = (out.astype(direct.dtype) + direct).astype(value.dtype)
     return (out, state) if return_state else out
 
 

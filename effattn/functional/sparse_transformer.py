@@ -208,7 +208,7 @@ def _reach(i, capacity: int, stride: int, kind: str, summary: int, factor: str):
     blocks = math.ceil(capacity / stride)
     if kind == "strided":
         window = jnp.arange(min(stride + (factor == "first"), capacity))
-        own_class = stride * jnp.arange(factor == "merged", blocks)
+        own_class = stride * jnp.arange(int(factor == "merged"), blocks)
         near, far = i - window, i - own_class
     else:
         own = i // stride

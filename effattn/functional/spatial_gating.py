@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.segments import within
 
@@ -63,7 +63,7 @@ def spatial_gating(
 
 def gated(gate: jax.Array, value: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
     """Of weights `(T, S)` or `(B, T, S)`, and biases `(T,)` or `(B, T)`."""
-    wide = jnp.promote_types(value.dtype, jnp.float32)
+    wide = dtypes.wide(value.dtype)
     weights = weights.astype(value.dtype)
     mixed = jnp.matmul(weights, value, preferred_element_type=wide)
     return (gate.astype(wide) * (mixed + lead(bias.astype(wide)[..., None], 3))).astype(value.dtype)

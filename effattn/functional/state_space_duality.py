@@ -2,7 +2,7 @@
 
 import jax
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.cores.linear_recurrence import Terms, clear
 from effattn.functional import recurrence
@@ -96,17 +96,16 @@ def state_space_duality(
                 f"query heads, got {heads} and {given.query.shape[-2]}"
             )
         weight = _checks.shaped("skip", skip, (heads,)).astype(given.dtype)
-        direct = lead(weight[:, None], value.ndim) * clear(
-            clear(value, given.tokens.key_mask), given.tokens.query_mask
-        )
-        out = (out + direct).astype(value.dtype)
+        present = clear(clear(value, given.tokens.key_mask), given.tokens.query_mask)
+        direct = dtypes.product(lead(weight[:, None], value.ndim), present)
+        out = (out.astype(direct.dtype) + direct).astype(value.dtype)
     return (out, state) if return_state else out
 
 
 def _terms(rate, query, keys) -> Terms:
     key, value, step_size = keys
-    log_decay = step_size * lead(rate, step_size.ndim)
-    return Terms(query, key, value * step_size[..., None], log_decay=log_decay)
+    log_decay = dtypes.product(step_size, lead(rate, step_size.ndim))
+    return Terms(query, key, dtypes.product(value, step_size[..., None]), log_decay=log_decay)
 
 
 registry.register(

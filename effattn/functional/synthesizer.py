@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.functional.softmax import dot_product_attention
 from effattn.segments import positions_from, within
@@ -138,7 +138,7 @@ def factorized_synthesizer_attention(
         if time == keys:
             valid = within(lengths, time)[..., None, None]
             coarse, fine = jnp.where(valid, coarse, 0), jnp.where(valid, fine, 0)
-    wide = jnp.promote_types(value.dtype, jnp.float32)
+    wide = dtypes.wide(value.dtype)
     blocks = -(-keys // size)
     padded = jnp.pad(value, ((0, 0), (0, blocks * size - keys), (0, 0), (0, 0)))
     values = jnp.moveaxis(padded.reshape(batch, blocks, size, *value.shape[2:]), 1, 0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.functional.attention_free import attention_free, biased_average, check_bias
 from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
@@ -128,7 +128,7 @@ class _BiasedAFT(_AFT, CachedMixer):
 
     def _mix_at(self, tokens, own, positions):
         dtype = own.dtype
-        key, value = (x.astype(jnp.promote_types(dtype, jnp.float32)) for x in tokens)
+        key, value = (x.astype(dtypes.wide(dtype)) for x in tokens)
         capacity, features = key.shape[1:]
 
         def of_token(at):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.axes import lead
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import bounded, check_bound, new_lengths, row_lengths
@@ -86,7 +86,7 @@ class DilatedConvolution(RecurrentMixer):
         before = jnp.zeros((batch, 0, self.in_features), x.dtype) if state is None else state
         kept = before.shape[1]
         read = jnp.concatenate([before.astype(x.dtype), x], 1)
-        y = jnp.zeros((), jnp.promote_types(dtype, jnp.float32))
+        y = jnp.zeros((), dtypes.wide(dtype))
         ids = None if segment_ids is None else jnp.asarray(segment_ids)
         for j, kernel in enumerate(self.kernel[...].astype(dtype)):
             tokens = _before(read, j * self.dilation, time).astype(dtype)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.axes import lead
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import check_state
@@ -268,4 +268,4 @@ def unit(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(dtypes.wide(x.dtype))

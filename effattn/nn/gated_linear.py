@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.nn import initializers
 from effattn.nn.attention import SelfAttention
 from effattn.nn.heads import default_head_dim
@@ -88,7 +87,7 @@ class GatedLinearAttention(SelfAttention):
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         logits = self.decay_out(self.decay_in(x))
         # Sums of them count over many tokens, so they are at least float32.
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        logits = logits.astype(dtypes.wide(logits.dtype))
         return {"log_decay": jax.nn.log_sigmoid(logits) / self.temperature}
 
     def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:

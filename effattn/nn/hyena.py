@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.decode.state import check_capacity, new_lengths
 from effattn.decode.tokens import stored
 from effattn.functional.hyena import gated, hyena_convolution
@@ -144,7 +144,7 @@ class Hyena(CausalMixer):
 
     def filters(self) -> jax.Array:
         """The filters h, `(N, max_length, D)`, in the dtype of the parameters, at least float32."""
-        wide = jnp.promote_types(self.skip[...].dtype, jnp.float32)
+        wide = dtypes.wide(self.skip[...].dtype)
         place = np.arange(self.max_length) / self.max_length
         turns = 2 * np.pi * np.outer(place, np.arange(1, self.num_harmonics + 1))
         hidden = jnp.asarray(np.column_stack([place, np.cos(turns), -np.sin(turns)]), wide)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from effattn import dtypes
+
 kernel_init = nnx.initializers.lecun_normal()
 
 embedding_init = nnx.initializers.normal(0.02)
@@ -27,7 +29,7 @@ def orthogonal_init(
     key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32, scale: float = 1.0
 ) -> jax.Array:
     """Orthogonal matrices times `scale`, rounded to the dtype: of 16 bits JAX has no QR."""
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = dtypes.wide(dtype)
     return nnx.initializers.orthogonal(scale)(key, shape, wide).astype(dtype)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.functional import lsh
 from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
@@ -102,7 +102,7 @@ class LSHSelfAttention(CachedMixer):
                 num_buckets,
                 head_dim,
                 num_heads=num_heads,
-                dtype=jnp.promote_types(param_dtype, jnp.float32),
+                dtype=dtypes.wide(param_dtype),
             )
         )
 

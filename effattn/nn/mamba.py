@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.axes import lead
 from effattn.functional.selective_scan import selective_scan
 from effattn.nn import initializers
@@ -137,7 +137,7 @@ class Mamba(RecurrentMixer):
         shared = self.num_kv_heads * self.state_size
         sizes = self.step_rank, self.step_rank + shared
         step, key, query = jnp.split(self.select(read), sizes, -1)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = dtypes.wide(x.dtype)
         step = self.step_projection(step).astype(wide) + lead(self.step_bias[...], 3).astype(wide)
 
         def of_groups(array):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.axes import lead
 from effattn.functional.state_space_duality import state_space_duality
 from effattn.nn import initializers
@@ -127,7 +127,7 @@ class Mamba2(RecurrentMixer):
         else:
             read = self.convolution(read, lengths=lengths, segment_ids=segment_ids)
         value, key, query = jnp.split(read, [inner, inner + shared], -1)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = dtypes.wide(x.dtype)
         steps = jax.nn.softplus(steps.astype(wide) + lead(self.step_bias[...], 3).astype(wide))
         of_groups = (batch, time, self.num_kv_heads, self.state_size)
         out, sums = state_space_duality(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.decode.state import check_init, check_state, new_lengths
 from effattn.nn.binding import Binding
 from effattn.nn.module import Module
@@ -83,7 +83,7 @@ class Mixer(Module):
 
     def _computed_in(self, x: jax.Array) -> Any:
         """The dtype of the computation."""
-        return jnp.result_type(x, self.param_dtype) if self.dtype is None else self.dtype
+        return dtypes.common(x, self.param_dtype) if self.dtype is None else self.dtype
 
     def _kept_in(self, dtype: Any) -> Any:
         """The dtype of what a state keeps of tokens themselves, where `init_state` is told none."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.decode.state import new_lengths, row_lengths
 from effattn.nn import initializers
 from effattn.nn.hybrid import HybridState, check_groups
@@ -134,7 +134,7 @@ class MixtureOfMechanisms(CausalMixer):
           `(B, T, M)`, rows that sum to 1, in at least float32.
         """
         logits = self.choose(x)
-        soft = jax.nn.softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), -1)
+        soft = jax.nn.softmax(logits.astype(dtypes.wide(logits.dtype)), -1)
         if self.gate == "soft":
             return soft
         hard = jax.nn.one_hot(soft.argmax(-1), len(self.names), dtype=soft.dtype)

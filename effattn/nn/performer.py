@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
+from effattn import dtypes
 from effattn.functional.performer import performer_features
 from effattn.nn.attention import SelfAttention
 
@@ -67,7 +67,7 @@ class PerformerSelfAttention(SelfAttention):
             num_heads=self.num_kv_heads,
             orthogonal=self.orthogonal,
             hyperbolic=self.hyperbolic,
-            dtype=jnp.promote_types(self.param_dtype, jnp.float32),
+            dtype=dtypes.wide(self.param_dtype),
         )
 
     def _options(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from effattn import dtypes
 from effattn.functional.performer import performer_features
 from effattn.nn.attention import SelfAttention
 
@@ -100,7 +101,7 @@ class RandomFeatureSelfAttention(SelfAttention):
             self.head_dim,
             num_heads=self.num_kv_heads,
             orthogonal=False,
-            dtype=jnp.promote_types(self.param_dtype, jnp.float32),
+            dtype=dtypes.wide(self.param_dtype),
         )
 
     def _gates(self, x: jax.Array) -> dict[str, jax.Array]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import bounded, check_bound, new_lengths
 from effattn.nn import initializers
@@ -205,7 +205,7 @@ class RecurrentMemoryAttention(CausalMixer):
             ends = valid & (place[:, 0] == self.segment_size - 1)
             after = self._updated(memory, keys, values).astype(memory.dtype)
             memory = jnp.where(ends[:, None, None], after, memory)
-            return ((memory, keys, values), length + valid), y[:, 0]
+            return ((memory, keys, values), length + valid.astype(length.dtype)), y[:, 0]
 
         by_token = jnp.moveaxis(x.astype(dtype), 1, 0)[:, :, None]
         valid = within(more, x.shape[1]).T
@@ -244,4 +244,4 @@ class RecurrentMemoryAttention(CausalMixer):
         return self.update(memory, read)[0]
 
     def _wide(self, array):
-        return jnp.promote_types(array.dtype, jnp.float32)
+        return dtypes.wide(array.dtype)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.nn import initializers
 from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.recurrent import RecurrentMixer
@@ -56,7 +56,7 @@ class _CellMixer(RecurrentMixer):
     def _mix(self, x, state, lengths, segment_ids):
         batch, time = x.shape[:2]
         dtype = self._computed_in(x)
-        zeros = self._carry(batch, jnp.promote_types(dtype, jnp.float32))
+        zeros = self._carry(batch, dtypes.wide(dtype))
         start = zeros
         if state is not None:
             start = jax.tree.map(lambda c, z: c.astype(z.dtype), state, zeros)

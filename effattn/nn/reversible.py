@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.nn.dropout import dropout_key
 from effattn.nn.module import Module
 from effattn.nn.tokens import zero_padding
@@ -92,7 +92,7 @@ class ReversibleStack(Module):
             if not any(_takes(module, name) for module in modules):
                 raise ValueError(f"{name} was given, but no module of the stack takes it")
         valid = _valid(x1, given)
-        wide = jnp.promote_types(jnp.result_type(x1, x2), jnp.float32)
+        wide = dtypes.wide(x1, x2)
         streams = tuple(zero_padding(x, valid).astype(wide) for x in (x1, x2))
         arrays, structures = zip(*map(jax.tree.flatten, modules), strict=True)
         run = _reversible(structures, (x2.dtype, x1.dtype))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.angles import angles
 from effattn.axes import lead
 
@@ -50,7 +50,7 @@ class RotaryEmbedding:
         head_dim = x.shape[-1]
         if head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head size, got {head_dim}")
-        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        dtype = dtypes.wide(x.dtype)
         positions = _checks.as_array("positions", positions)
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise ValueError(f"positions must be integers, got dtype {positions.dtype}")

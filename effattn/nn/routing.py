@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.decode.ring import RingDecoder
 from effattn.decode.routing import RoutingDecoder
 from effattn.decode.state import check_state, new_lengths
@@ -86,7 +86,7 @@ class RoutingSelfAttention(SelfAttention):
         self.cluster_size = _checks.at_least("cluster_size", cluster_size, 1, "tokens")
         self.local_window_size = _checks.at_least("local_window_size", local_window_size, 0)
         shape = (num_heads - num_local_heads, num_clusters, self.head_dim)
-        dtype = jnp.promote_types(self.param_dtype, jnp.float32)
+        dtype = dtypes.wide(self.param_dtype)
         self.centroids = Centroids(_on_sphere(jax.random.normal(rngs.centroids(), shape, dtype)))
 
     def update_centroids(

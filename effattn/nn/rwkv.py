@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.axes import lead
 from effattn.functional.rwkv6 import rwkv6_attention
 from effattn.functional.rwkv7 import rwkv7_attention
@@ -92,7 +92,7 @@ class _TimeMixing(RecurrentMixer):
 
     def _shifted(self, x, before, lengths, segment_ids):
         """The tokens and what lies between each and the one before, in the dtype of all."""
-        dtype = jnp.result_type(x, self.norm_scale[...]) if self.dtype is None else self.dtype
+        dtype = dtypes.common(x, self.norm_scale[...]) if self.dtype is None else self.dtype
         shifted, last = token_shift(x, before, lengths=lengths, segment_ids=segment_ids)
         x, shifted = x.astype(dtype), shifted.astype(dtype)
         return x, shifted - x, last
@@ -219,7 +219,7 @@ class RWKV6(_TimeMixing):
         amounts = jnp.einsum("btcr,crd->cbtd", low, self.mixing_out[...].astype(x.dtype))
         amounts = amounts + self.shifts[...].astype(x.dtype)[:, None, None]
         of_decay, of_key, of_value, of_receptance, of_gate = x[None] + change[None] * amounts
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = dtypes.wide(x.dtype)
         decay = self.decay_out(jnp.tanh(self.decay_in(of_decay))).astype(wide)
         log_decay = -jnp.exp(decay + lead(self.decay[...], 3).astype(wide))
         out, sums = rwkv6_attention(
@@ -338,7 +338,7 @@ class RWKV7(_TimeMixing):
         shifts = self.shifts[...].astype(x.dtype)[:, None, None]
         mixed = x[None] + change[None] * shifts
         of_receptance, of_decay, of_key, of_value, of_rate, of_gate = mixed
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = dtypes.wide(x.dtype)
         decay = self.decay_out(jnp.tanh(self.decay_in(of_decay))).astype(wide)
         log_decay = -np.exp(-0.5) * jax.nn.sigmoid(decay + lead(self.decay[...], 3).astype(wide))
         rate = self.rate_out(self.rate_in(of_rate)) + lead(self.rate[...], 3).astype(x.dtype)
@@ -380,6 +380,6 @@ def _small(key, shape, dtype):
 
 def _of_length_1(x):
     """Each vector divided by its length; zeros stay, with a gradient of zero."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(dtypes.wide(x.dtype))
     squares = jnp.sum(wide * wide, -1, keepdims=True)
     return (wide * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))).astype(x.dtype)

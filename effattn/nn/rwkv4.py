@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.decode.state import state_dtype
 from effattn.functional.rwkv4 import rwkv4_mixing
 from effattn.nn import initializers
@@ -96,7 +96,7 @@ class RWKV4(RecurrentMixer):
         shifted, last = token_shift(x, before, lengths=lengths, segment_ids=segment_ids)
         amounts = self.shifts[...].astype(dtype)[:, None, None]
         of_receptance, of_key, of_value = mixed_with_last(x.astype(dtype), shifted, amounts)
-        wide = jnp.promote_types(dtype, jnp.float32)
+        wide = dtypes.wide(dtype)
         average, sums = rwkv4_mixing(
             self.key(of_key),
             self.value(of_value),
@@ -184,7 +184,7 @@ class RWKV4ChannelMix(Module):
         return self._mix(x, state, lengths, None)
 
     def _mix(self, x, before, lengths, segment_ids):
-        dtype = jnp.result_type(x, self.param_dtype) if self.dtype is None else self.dtype
+        dtype = dtypes.common(x, self.param_dtype) if self.dtype is None else self.dtype
         shifted, last = token_shift(x, before, lengths=lengths, segment_ids=segment_ids)
         amounts = self.shifts[...].astype(dtype)[:, None, None]
         of_receptance, of_key = mixed_with_last(x.astype(dtype), shifted, amounts)

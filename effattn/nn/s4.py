@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.axes import lead
 from effattn.decode.recurrent import RecurrentState
 from effattn.functional.s4 import hippo, low_rank_kernel, s4_convolution
@@ -146,7 +146,7 @@ class S4D(_StateSpace):
 
     def _mix(self, x, state, lengths, segment_ids):
         x = x.astype(self._computed_in(x))
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = dtypes.wide(x.dtype)
         y, state = s4_convolution(
             x,
             rate=self._rate(wide),
@@ -231,7 +231,7 @@ class S4(_StateSpace):
 
     def _mix_all(self, x, lengths, segment_ids):
         x = x.astype(self._computed_in(x))
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = dtypes.wide(x.dtype)
         rate, low_rank, written, output, step = self._arrays(wide)
         length = max(x.shape[1], self.max_length)
         if length > self.max_length:
@@ -241,7 +241,7 @@ class S4(_StateSpace):
         return self._finish(y.astype(x.dtype))
 
     def _empty(self, batch, max_length, dtype):
-        wide = jnp.promote_types(dtype, jnp.float32)
+        wide = dtypes.wide(dtype)
         output = _complex_of_row(self._row(self._matrix(wide), wide))
         states = jnp.zeros((batch, *output.shape), output.dtype)
         # Every array of a state has the rows first, so that rows can be reordered and dropped.
@@ -253,7 +253,8 @@ class S4(_StateSpace):
         rate, low_rank, _, _, step = self._arrays(wide)
         modes = rate.shape[1]
         # The matrix as its columns: what one turn makes of real and imaginary units.
-        units = jnp.concatenate([jnp.eye(modes), 1j * jnp.eye(modes)]).astype(rate.dtype)
+        unit = jnp.eye(modes, dtype=rate.dtype)
+        units = jnp.concatenate([unit, 1j * unit])
         turned = _advance(units[:, None], rate, low_rank, step)
         return jnp.moveaxis(jnp.concatenate([turned.real, turned.imag], -1), 0, -1)
 
@@ -283,14 +284,14 @@ class S4(_StateSpace):
 
         def turn(before, of_token):
             token, valid = of_token
-            added = 2 * written[None] * token[..., None]
+            added = 2 * dtypes.product(written[None], token[..., None])
             after = _advance(before, rate, low_rank, step, added)
             after = jnp.where(valid[:, None, None], after, before)
             return after, 2 * (after * output).sum(-1).real
 
         valid = within(count, time).T
         states, y = lax.scan(turn, states, (jnp.moveaxis(x.astype(wide), 1, 0), valid))
-        y = jnp.moveaxis(y, 0, 1) + lead(self.skip[...].astype(wide), 3) * x
+        y = jnp.moveaxis(y, 0, 1) + dtypes.product(lead(self.skip[...].astype(wide), 3), x)
         return self._finish(y.astype(x.dtype)), RecurrentState(
             state=(states, output), length=state.length + count
         )
@@ -304,13 +305,14 @@ def _complex_of_row(row: jax.Array) -> jax.Array:
 def _advance(state, rate, low_rank, step, added=0.0):
     """(2/d - A)^-1 ((2/d + A) s + added), of states `(..., D, M)`, A = diag(L) - P P^*."""
     rate, low_rank, twice = (lead(x, state.ndim) for x in (rate, low_rank, (2 / step)[:, None]))
+    twice = twice.astype(rate.dtype)
 
     def over_low_rank(array):
         """P^* a, of modes and their conjugates."""
         return 2 * (low_rank.conj() * array).sum(-1, keepdims=True).real
 
-    moved = (twice + rate) * state - low_rank * over_low_rank(state) + added
+    moved = (twice + rate) * state - dtypes.product(low_rank, over_low_rank(state)) + added
     inverse = 1 / (twice - rate)
     scaled = inverse * moved
     share = over_low_rank(scaled) / (1 + over_low_rank(inverse * low_rank))
-    return scaled - inverse * low_rank * share
+    return scaled - dtypes.product(inverse, low_rank, share)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn import _checks, dtypes
 from effattn.decode.state import row_lengths, state_dtype
 from effattn.nn.activations import silu
 from effattn.nn.module import Module
@@ -138,8 +138,8 @@ class ShortConvolution(Module):
     ) -> jax.Array:
         """Of `read (B, width - 1 + T, D)`, the T last tokens and those before them."""
         taps, bias = self.taps[...], None if self.bias is None else self.bias[...]
-        dtype = jnp.result_type(read, taps) if self.dtype is None else self.dtype
-        wide = jnp.promote_types(dtype, jnp.float32)
+        dtype = dtypes.common(read, taps) if self.dtype is None else self.dtype
+        wide = dtypes.wide(dtype)
         # The parameters in the dtype of the computation, as other layers have them.
         taps, read = taps.astype(dtype).astype(wide), read.astype(dtype).astype(wide)
         time = read.shape[1] - self.width + 1

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.decode.state import (
     check_capacity,
     check_init,
@@ -614,7 +614,7 @@ def dtypes_of(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _logits_dtype(config: TransformerConfig) -> Any:
-    return jnp.promote_types(dtypes_of(config)["dtype"], jnp.float32)
+    return dtypes.wide(dtypes_of(config)["dtype"])
 
 
 def _check_documents(positions: jax.Array, learned: int) -> None:

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import dispatch, dropout
+from effattn import dispatch, dropout, dtypes
 from effattn.axes import lead
 from effattn.cores.block_attention import Operands, Rule, softmax_dtype
 from effattn.segments import positions_from
@@ -180,7 +180,7 @@ def backward(
         d_query_tile = (d_query_tile * tiles.query_scale).astype(d_query.dtype)
         return (tiles.add_rows(d_query, n, d_query_tile), *others)
 
-    wide = None if x.bias is None else jnp.promote_types(tiles.dtype, x.bias.dtype)
+    wide = None if x.bias is None else dtypes.common(tiles.dtype, x.bias.dtype)
     # Keys last: a product streams through its larger operand, the weights, by rows.
     start = (
         tiles.full(x.query.shape, 0, x.query.dtype),
@@ -210,7 +210,7 @@ def backward(
 
 def _sum_of(array):
     """Zeros to add gradients of the array to, which in 16 bits would soon be too small to count."""
-    dtype = jnp.promote_types(array.dtype, jnp.float32)
+    dtype = dtypes.wide(array.dtype)
     return mesh_axes.vary_like(array, jnp.zeros(array.shape, dtype))
 
 
@@ -421,7 +421,7 @@ class _Tiles:
         if array is None:
             return None
         starts, sizes = self._pairs_at(patch, array)
-        tile = tile + lax.dynamic_slice(array, starts, sizes)
+        tile = tile.astype(array.dtype) + lax.dynamic_slice(array, starts, sizes)
         return lax.dynamic_update_slice(array, tile, starts)
 
     @staticmethod

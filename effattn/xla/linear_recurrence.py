@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import dispatch
+from effattn import dispatch, dtypes
 from effattn.cores.linear_recurrence import (
     Operands,
     Rule,
@@ -203,7 +203,7 @@ def backward(
     axis, inputs = x.state.ndim - 3, (x.queries, x.keys)
     # In 16 bits the gradient of a block would soon be too small to count.
     d_parameters = jax.tree.map(
-        lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32)), x.parameters
+        lambda p: jnp.zeros_like(p, dtype=dtypes.wide(p.dtype)), x.parameters
     )
     carry: Any = d_state, d_parameters, jax.tree.map(jnp.zeros_like, inputs)
     spans = _spans(d_output.shape[axis], rule.chunk, blocks.length)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from effattn import dtypes
 from effattn.axes import lead
 
 
@@ -26,7 +27,7 @@ def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:
 
     time = x.shape[-2]
     filter = filter[:time]
-    dtype = jnp.promote_types(jnp.result_type(x, filter), jnp.float32)
+    dtype = dtypes.wide(x, filter)
     size = next_fast_len(max(1, time + filter.shape[0] - 1), real=True)
     of_x, of_filter = (jnp.fft.rfft(a.astype(dtype), size, axis=-2) for a in (x, filter))
     return jnp.fft.irfft(of_x * lead(of_filter, x.ndim), size, axis=-2)[..., :time, :]
@@ -49,7 +50,7 @@ def long_convolution_at(cached: jax.Array, filter: jax.Array, positions: jax.Arr
     if positions.shape[1] > 1:
         y = long_convolution(cached, filter)
         return jnp.take_along_axis(y, positions[..., None], 1, mode="clip")
-    dtype = jnp.promote_types(jnp.result_type(cached, filter), jnp.float32)
+    dtype = dtypes.wide(cached, filter)
     age = positions - jnp.arange(capacity)[None]
     taps = jnp.take(filter.astype(dtype), age, 0, mode="clip")
     taps = jnp.where((age >= 0)[..., None], taps, 0)

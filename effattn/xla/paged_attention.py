@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import dispatch
+from effattn import dispatch, dtypes
 from effattn.segments import positions_from
 from effattn.xla import mesh_axes, reverse_mode
 from effattn.xla.products import widened
@@ -85,7 +85,7 @@ def paged(
     pages, rows, key_heads, _ = keys.array.shape
     batch, queries, heads, size = query.shape
     group = heads // key_heads
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = dtypes.wide(query.dtype)
     width = max(1, min(table.shape[1], KEYS // rows))
     step = width * rows
     # Whole steps of pages that exist; what is past a sequence's end is masked.

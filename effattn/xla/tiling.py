@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from effattn.axes import lead
 from effattn.layouts import BlockLayout
 from effattn.xla import reverse_mode
 
@@ -340,6 +341,7 @@ class Listed(Walk):
         counts = partial + full
         listed = layout.partial_indices.shape[-1] + layout.full_indices.shape[-1]
         slots = jnp.arange(width * -(-listed // width), dtype=jnp.int32)
+        slots = lead(slots, counts.ndim + 1)
         # Slots beyond the last tile read it again, and mask it.
         at = jnp.clip(slots, 0, jnp.maximum(counts[..., None], 1) - 1)
         tiles = jnp.where(

@@ -296,7 +296,7 @@ def neutral(subject: Subject, sizes: Sizes, extent: Extent) -> dict[str, Any]:
 
 def score_mod_of(arrays: Mapping[str, Any], simple: bool):
     def score_mod(logit, b, h, i, j):
-        logit = logit - arrays["slope"][h] * jnp.abs(i - j)
+        logit = logit - arrays["slope"][h] * jnp.abs(i - j).astype(logit.dtype)
         return logit if simple else logit * (1 + ((b + 2 * i + 3 * j) % 5).astype(float) / 8)
 
     return score_mod
