@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from effattn import _checks, dispatch, dropout, dtypes
@@ -291,8 +292,9 @@ def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
     """
     example, *_ = mesh_axes.vary_alike(like)
     dtype = dtypes.wide(*like)
-    logit = mesh_axes.vary_like(example, jnp.zeros((), dtype))
-    index = mesh_axes.vary_like(example, jnp.zeros((), jnp.int32))
+    # Of NumPy: arrays of JAX would lie on the mesh that is known here.
+    logit = mesh_axes.vary_like(example, np.zeros((), dtype))
+    index = mesh_axes.vary_like(example, np.zeros((), np.int32))
     with mesh_axes.within_placed(example, "score_mod"):
         traced = jax.make_jaxpr(score_mod)(logit, index, index, index, index)
     results = traced.out_avals

@@ -15,6 +15,7 @@ from effattn.axes import lead
 from effattn.functional import block, folding
 from effattn.functional.combine import combine
 from effattn.segments import within
+from effattn.xla import mesh_axes
 
 
 @_checks.checked
@@ -119,7 +120,7 @@ def hierarchical_attention(
     _checks.self_attention("hierarchical_attention", query, key)
     if summary_query is not None:
         summary_query = _checks.shaped("summary_query", summary_query, key.shape[-2:])
-    with jax.named_scope("hierarchical_attention"):
+    with jax.named_scope("hierarchical_attention"), mesh_axes.of_type(query):
         out, lse = _attend(hierarchy, query, key, value, summary_query, given)
     return (out, lse) if return_residual else out
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from effattn import _checks, registry
 from effattn.axes import lead
@@ -230,14 +229,13 @@ def _unshift(array, shift, size: int, axis: int):
 
 def _slice_each(array, start, size: int, axis: int):
     """`size` tokens from `start`, a number or one for each example `(*B)`."""
-    if jnp.ndim(start) == 0:
-        return jax.lax.dynamic_slice_in_dim(array, start, size, axis)
-    cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
-    for _ in range(axis):
+    if isinstance(start, int):
+        return jax.lax.slice_in_dim(array, start, start + size, axis=axis)
+    each = jnp.ndim(start) > 0
+    cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0 if each else axis)
+    for _ in range(axis if each else 0):
         cut = jax.vmap(cut)
-    placed_as = PartitionSpec(*mesh_axes.spec(array))
-    (parts,) = mesh_axes.placed(lambda *given: (cut(*given),), array, placed_as)(array, start)
-    return parts
+    return mesh_axes.placed_like(array, cut, array, start)
 
 
 def _per_class(value, batch, dilation: int):

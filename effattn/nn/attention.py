@@ -219,6 +219,7 @@ class SelfAttention(_Attention):
         self.rotary = rotary
         self.is_causal = is_causal
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x: jax.Array,
@@ -454,6 +455,7 @@ class CrossAttention(_Attention):
         self.binding.require("cross", "a context")
         self.binding.require("bidirectional", "a context")
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x: jax.Array,
@@ -499,6 +501,7 @@ class CrossAttention(_Attention):
             rngs=rngs,
         )
 
+    @mesh_axes.on_mesh_of_input
     def project_context(
         self,
         context: jax.Array,
@@ -518,6 +521,7 @@ class CrossAttention(_Attention):
         _, valid = padding_of(self.binding, batch, size, lengths, segment_ids, "context_")
         return self._project_keys(zero_padding(context, valid))
 
+    @mesh_axes.on_mesh_of_input
     def attend(
         self,
         x: jax.Array,

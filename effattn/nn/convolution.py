@@ -17,6 +17,7 @@ from effattn.nn.module import Module
 from effattn.nn.recurrent import RecurrentMixer
 from effattn.nn.tokens import indices_of, token_ids
 from effattn.segments import positions_from, within
+from effattn.xla import mesh_axes
 
 
 class DilatedConvolution(RecurrentMixer):
@@ -192,6 +193,7 @@ class ConvolutionalClassifier(Module):
         )
         self.out = nnx.Linear(filters * len(widths), num_classes, rngs=rngs, **dtypes)
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         tokens: jax.Array,

@@ -17,6 +17,7 @@ from effattn.nn import initializers
 from effattn.nn.attention import SelfAttention
 from effattn.nn.heads import default_head_dim
 from effattn.nn.short_convolution import ShortConvolution
+from effattn.xla import mesh_axes
 
 EPSILON = 1e-5  # of the norm of the heads' outputs
 
@@ -109,6 +110,7 @@ class DeltaNet(SelfAttention):
         )
         self.norm = nnx.RMSNorm(self.value_dim, epsilon=EPSILON, **common)
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x: jax.Array,

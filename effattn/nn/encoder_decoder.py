@@ -25,6 +25,7 @@ from effattn.nn.transformer import (
     TransformerState,
     dtypes_of,
 )
+from effattn.xla import mesh_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +142,7 @@ class DecoderBlock(Layer):
             None if config.parallel else nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
         )
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x: jax.Array,
@@ -160,6 +162,7 @@ class DecoderBlock(Layer):
         others = self._with_cross(context, lengths, rngs=cross_key)
         return self._sublayers(x, mix, others, keys)[0]
 
+    @mesh_axes.on_mesh_of_input
     def extend(
         self, x: jax.Array, state: Any, context: Context, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
@@ -218,6 +221,7 @@ class EncoderDecoder(Module):
         self.encoder = Transformer(config.encoder, rngs=rngs)
         self.decoder = _Decoder(config, rngs=rngs)
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         source: jax.Array,
@@ -248,6 +252,7 @@ class EncoderDecoder(Module):
         )
         return self.decoder._logits(features)
 
+    @mesh_axes.on_mesh_of_input
     def encode(
         self,
         source: jax.Array,
@@ -258,6 +263,7 @@ class EncoderDecoder(Module):
         """`(B, S, D)` of source tokens `(B, S)`."""
         return self.encoder._features(source, lengths, None, rngs, name="source")
 
+    @mesh_axes.on_mesh_of_input
     def given(self, source: jax.Array, *, lengths: jax.Array | None = None) -> "Given":
         """The model with its source encoded: a model of the target, for `effattn.nn.generate`."""
         return Given(self, self.encode(source, lengths=lengths), lengths)
@@ -286,6 +292,7 @@ class EncoderDecoder(Module):
             decoder=self.decoder.init_state(encoded.shape[0], max_length, dtype),
         )
 
+    @mesh_axes.on_mesh_of_input
     def extend(
         self, tokens: jax.Array, state: EncoderDecoderState, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, EncoderDecoderState]:

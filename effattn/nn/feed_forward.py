@@ -12,6 +12,7 @@ from effattn import _checks
 from effattn.nn import initializers
 from effattn.nn.dropout import dropout_key
 from effattn.nn.module import Module
+from effattn.xla import mesh_axes
 
 
 class SwiGLU(Module):
@@ -47,6 +48,7 @@ class SwiGLU(Module):
         self.up = linear(in_features, hidden_features, kernel_init=kernel_init)
         self.down = linear(hidden_features, in_features, kernel_init=out_kernel_init)
 
+    @mesh_axes.on_mesh_of_input
     def __call__(self, x: jax.Array) -> jax.Array:
         """`(..., D)` to `(..., D)`."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -72,6 +74,7 @@ class ChunkedFeedForward(Module):
         self.module = module
         self.chunk_size = _checks.at_least("chunk_size", chunk_size, 1, "tokens")
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self, x: jax.Array, *, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None
     ) -> jax.Array:

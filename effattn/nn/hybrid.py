@@ -15,6 +15,7 @@ from effattn.nn import initializers
 from effattn.nn.dropout import dropout_key
 from effattn.nn.heads import default_head_dim, key_heads
 from effattn.nn.module import Module
+from effattn.xla import mesh_axes
 
 
 @jax.tree_util.register_dataclass
@@ -135,6 +136,7 @@ class HybridHeads(Module):
             )
         self.mixers = nnx.List(mixers)
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x: jax.Array,

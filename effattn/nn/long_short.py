@@ -8,6 +8,7 @@ from flax import nnx
 
 from effattn import _checks
 from effattn.nn.attention import SelfAttention
+from effattn.xla import mesh_axes
 
 
 class LongShortSelfAttention(SelfAttention):
@@ -76,6 +77,7 @@ class LongShortSelfAttention(SelfAttention):
         self.window_norm = norm()
         self.slot_norm = norm()
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x: jax.Array,

@@ -70,6 +70,7 @@ class LongformerSelfAttention(SelfAttention):
         self.global_key = nnx.clone(self.key) if global_projections else None
         self.global_value = nnx.clone(self.value) if global_projections else None
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x: jax.Array,

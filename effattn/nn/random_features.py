@@ -9,6 +9,7 @@ from flax import nnx
 from effattn import dtypes
 from effattn.functional.performer import performer_features
 from effattn.nn.attention import SelfAttention
+from effattn.xla import mesh_axes
 
 
 class RandomFeatureSelfAttention(SelfAttention):
@@ -70,6 +71,7 @@ class RandomFeatureSelfAttention(SelfAttention):
             else None
         )
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x: jax.Array,

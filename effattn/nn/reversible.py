@@ -15,7 +15,7 @@ from effattn.nn.dropout import dropout_key
 from effattn.nn.module import Module
 from effattn.nn.tokens import zero_padding
 from effattn.segments import within
-from effattn.xla import reverse_mode
+from effattn.xla import mesh_axes, reverse_mode
 
 
 class ReversibleStack(Module):
@@ -52,6 +52,7 @@ class ReversibleStack(Module):
         self.first = nnx.List([first for first, _ in layers])
         self.second = nnx.List([second for _, second in layers])
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x1: jax.Array,

@@ -15,6 +15,7 @@ from effattn.nn import initializers
 from effattn.nn.module import Module
 from effattn.nn.recurrent import RecurrentMixer
 from effattn.nn.token_shift import check_depth, token_shift
+from effattn.xla import mesh_axes
 
 
 class RWKV4(RecurrentMixer):
@@ -161,6 +162,7 @@ class RWKV4ChannelMix(Module):
         amounts = (np.arange(in_features) / in_features) ** (1 - depth)
         self.shifts = nnx.Param(jnp.asarray(np.stack([amounts, amounts]), param_dtype))
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x: jax.Array,

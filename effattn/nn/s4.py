@@ -237,7 +237,7 @@ class S4(_StateSpace):
         if length > self.max_length:
             output = self._truncated(length, wide)
         kernel = low_rank_kernel(rate, low_rank, written, output, step, length)
-        y = long_convolution(x, kernel) + lead(self.skip[...].astype(wide), 3) * x
+        y = long_convolution(x, kernel) + dtypes.product(lead(self.skip[...].astype(wide), 3), x)
         return self._finish(y.astype(x.dtype))
 
     def _empty(self, batch, max_length, dtype):

@@ -12,6 +12,7 @@ from effattn.decode.state import row_lengths, state_dtype
 from effattn.nn.activations import silu
 from effattn.nn.module import Module
 from effattn.segments import positions_from, within
+from effattn.xla import mesh_axes
 
 # Uniform in +-1 / sqrt(width), the fan-in of a channel.
 taps_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -60,6 +61,7 @@ class ShortConvolution(Module):
         self.taps = nnx.Param(taps_init(rngs.params(), (width, features), param_dtype))
         self.bias = nnx.Param(jnp.zeros(features, param_dtype)) if use_bias else None
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x: jax.Array,

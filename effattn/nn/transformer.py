@@ -260,6 +260,7 @@ class Block(Layer):
       rngs: for the initial parameters.
     """
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         x: jax.Array,
@@ -327,6 +328,7 @@ class Transformer(Module):
     def _make_block(self, config: TransformerConfig, layer: int, rngs: nnx.Rngs) -> Any:
         return Block(config, layer, rngs=rngs)
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         tokens: jax.Array,
@@ -488,6 +490,7 @@ class TransformerLM(Transformer):
             )
         )
 
+    @mesh_axes.on_mesh_of_input
     def __call__(
         self,
         tokens: jax.Array,
@@ -527,6 +530,7 @@ class TransformerLM(Transformer):
             length=jnp.zeros((batch,), jnp.int32),
         )
 
+    @mesh_axes.on_mesh_of_input
     def extend(
         self, tokens: jax.Array, state: TransformerState, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, TransformerState]:

@@ -1,14 +1,16 @@
 """What the cores need to know of the mesh: axes that vary by device, and axes that are explicit."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec, auto_axes, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes, reshard
 
 Arrays = TypeVar("Arrays")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def explicit(x: jax.Array) -> bool:
@@ -22,7 +24,49 @@ def placed(function: Callable[..., Any], like: jax.Array, *specs: PartitionSpec)
     Where the mesh of `like` has explicit axes, the types of arrays say how they are sharded;
     inside, the compiler places them, as it does on other meshes. There this changes nothing.
     """
-    return auto_axes(function, out_sharding=specs) if explicit(like) else function
+    if not explicit(like):
+        return function
+
+    def run(*arguments):
+        with of_type(like):
+            return auto_axes(function, out_sharding=specs)(*arguments)
+
+    return run
+
+
+@contextlib.contextmanager
+def of_type(like: jax.Array) -> Iterator[None]:
+    """The mesh that the array's type carries, for what is traced within, as by `jax.set_mesh`."""
+    known = jax.sharding.get_abstract_mesh()
+    if not explicit(like) or not known.empty:
+        yield
+        return
+    place = None if isinstance(like, jax.core.Tracer) else like.sharding
+    # Eager operations need to know the devices, which the types of traced arrays do not say.
+    with (
+        jax.set_mesh(place.mesh)
+        if isinstance(place, NamedSharding)
+        else jax.sharding.use_abstract_mesh(jax.typeof(like).sharding.mesh)
+    ):
+        yield
+
+
+def on_mesh_of_input(method: Method) -> Method:
+    """A module's method, called where the mesh of its first argument is known.
+
+    The parameters are taken to that mesh, so that their gradients are summed over it.
+    """
+
+    @functools.wraps(method)
+    def call(module, x, *arguments, **options):
+        known = jax.sharding.get_abstract_mesh()
+        if not isinstance(x, jax.Array) or not explicit(x) or not known.empty:
+            return method(module, x, *arguments, **options)
+        with of_type(x):
+            module = jax.tree.map(lambda leaf: reshard(leaf, PartitionSpec(*spec(leaf))), module)
+            return method(module, x, *arguments, **options)
+
+    return call
 
 
 def placed_like(x: jax.Array, function: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
@@ -87,11 +131,11 @@ def beside(new: jax.Array, kept: jax.Array) -> jax.Array:
     return reshard(kept, PartitionSpec(rows, tokens, *features[: kept.ndim - 2]))
 
 
-def _varying(x: jax.Array) -> frozenset:
+def _varying(x: Any) -> frozenset:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def _vary(x: jax.Array, axes: frozenset) -> jax.Array:
+def _vary(x: Any, axes: frozenset) -> jax.Array:
     missing = tuple(sorted(axes - _varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -106,6 +150,6 @@ def vary_alike(arrays: Arrays) -> Arrays:
     return jax.tree.map(lambda x: _vary(x, axes), arrays)
 
 
-def vary_like(like: jax.Array, x: jax.Array) -> jax.Array:
+def vary_like(like: jax.Array, x: Any) -> jax.Array:
     """Lets `x`, the same on all devices, vary as `like` does: a loop's carry keeps its type."""
     return _vary(x, _varying(like))
