@@ -467,6 +467,18 @@ def at_least(name: str, value: Any, least: int, of: str = "") -> int:
     return int(value)
 
 
+def known_length(mechanism: str, *arrays: jax.Array, axis: int = -3) -> None:
+    """`ValueError` if an exported program leaves the length of one of the arrays open."""
+    for array in arrays:
+        if array.ndim >= -axis and not isinstance(array.shape[axis], int):
+            raise ValueError(
+                f"{mechanism} needs to know how many tokens there are when it is traced, and got "
+                f"an open length, {array.shape[axis]}: export a program for each length, or one "
+                "for the longest and pass the lengths of rows; dot_product_attention, "
+                "sliding_window_attention and linear_attention may be exported with an open length"
+            )
+
+
 def self_attention(mechanism: str, query: jax.Array, key: jax.Array) -> None:
     """Queries and keys of one sequence."""
     if query.shape[-3] != key.shape[-3]:

@@ -168,6 +168,14 @@ def suited(dtype: Any, tokens: Any) -> tuple[str, ...]:
     return ()
 
 
+def open_length(*lengths: Any) -> str | None:
+    """Why a kernel does not take a call whose length an exported program leaves open, if so."""
+    left_open = [str(length) for length in lengths if not isinstance(length, int)]
+    if not left_open:
+        return None
+    return f"takes lengths that are known when it is traced, got {' and '.join(left_open)}"
+
+
 class Call(NamedTuple):
     """A call that implementations are chosen for.
 

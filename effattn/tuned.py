@@ -85,6 +85,8 @@ def _is_known(choice, call):
 
 def rounded(count: int) -> int:
     """Up to a power of two: calls of nearly the same size are tuned as one."""
+    if not isinstance(count, int):  # an exported program leaves it open
+        return count
     return 1 << (count - 1).bit_length() if count > 0 else count
 
 

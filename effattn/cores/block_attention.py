@@ -142,7 +142,8 @@ def call(mechanism: str, rule: Rule, x: Operands) -> dispatch.Call:
         return importlib.import_module(MODULES[name])
 
     def refusal(name):
-        return module(name).refusal(rule, x)
+        unknown = dispatch.open_length(x.query.shape[-3], x.key.shape[-3])
+        return unknown if unknown and name != "xla" else module(name).refusal(rule, x)
 
     def tilings(name):
         # What the caller, or the layout, says is not to be tuned.

@@ -112,6 +112,7 @@ class GatheredDecoder:
         of_a_token = max([key_heads, *lists]) * each * (key.shape[-1] + value.shape[-1])
         numbers = tiling.known_product(query.shape[:1]) * of_a_token
         name = self.function.__name__
+        _checks.known_length(f"decoding {name}", query)
         implementation = self.options.get("implementation")
         dispatch.choose(implementation, dispatch.Call(f"decoding {name}", {"xla": lambda: None}))
         with jax.named_scope(name):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn import _checks
 from effattn.axes import lead
 from effattn.decode.state import bounded, check_bound, check_init, check_state, new_lengths
 from effattn.functional import block
@@ -109,6 +110,7 @@ class RoutingDecoder:
         """
         batch, time = query.shape[:2]
         check_state(state, RoutingState, batch)
+        _checks.known_length("decoding routing attention", query)
         lengths = new_lengths(lengths, batch, time)
         centroids, size = self._own()
         check_bound(state, lengths, state.key.shape[3], size)

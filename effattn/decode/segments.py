@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from effattn import _checks
 from effattn.segments import positions_from, within
 
 
@@ -32,6 +33,7 @@ def extend_by_segment(
     Returns:
       The outputs, zeros in the padding, and the state after them.
     """
+    _checks.known_length("decoding segment by segment", arrays[0], axis=1 - arrays[0].ndim)
     batch, time = out.shape[:2]
     if time == 1:
         return extend_inside(arrays, state, lengths)

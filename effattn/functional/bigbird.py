@@ -108,6 +108,7 @@ def bigbird_attention(
         implementation=implementation,
     )
     _checks.self_attention("bigbird_attention", query, key)
+    _checks.known_length("bigbird_attention", query)
     length, key_heads = key.shape[-3:-1]
     random = check_random_blocks(random_blocks, length, block_size, key_heads)
     if random is None:

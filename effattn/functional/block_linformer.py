@@ -99,6 +99,7 @@ def block_linformer_attention(
         implementation=implementation,
     )
     _checks.self_attention("block_linformer_attention", query, key)
+    _checks.known_length("block_linformer_attention", query)
     projections = check_projections(key_projection, value_projection, key.shape[-2])
     with jax.named_scope("block_linformer_attention"):
         out, lse = _attend(projections, query, key, value, given)

@@ -95,6 +95,7 @@ def block_sparse_attention(
         precision=precision,
         implementation=implementation,
     )
+    _checks.known_length("block_sparse_attention", query, key)
     mask = _check_mask(block_mask, block_size, query, key)
 
     def attend():

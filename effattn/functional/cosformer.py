@@ -93,6 +93,7 @@ def cosformer_attention(
         chunk_size=chunk_size,
     )
     max_length = _checks.at_least("max_length", max_length, 1, "tokens")
+    _checks.known_length("cosformer_attention", query, key)
     longest = max(query.shape[-3], key.shape[-3])
     if longest > max_length:
         raise ValueError(f"max_length must be at least the {longest} tokens, got {max_length}")

@@ -39,6 +39,7 @@ def fourier_mixing(x: jax.Array, *, norm: str = "backward") -> jax.Array:
             "x must be floating point of shape (*B, T, D), got "
             f"{x.dtype} of shape {x.shape}; cast it, or add the axis of the features"
         )
+    _checks.known_length("fourier_mixing", x, axis=-2)
     if 0 in x.shape:
         return x
     wide = x.astype(dtypes.wide(x.dtype))

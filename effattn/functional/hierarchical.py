@@ -118,6 +118,7 @@ def hierarchical_attention(
         implementation=implementation,
     )
     _checks.self_attention("hierarchical_attention", query, key)
+    _checks.known_length("hierarchical_attention", query)
     if summary_query is not None:
         summary_query = _checks.shaped("summary_query", summary_query, key.shape[-2:])
     with jax.named_scope("hierarchical_attention"), mesh_axes.of_type(query):

@@ -48,6 +48,7 @@ def hyena_convolution(
             f"value must be floating point of shape (B, T, D), got {value.dtype} of shape "
             f"{value.shape}"
         )
+    _checks.known_length("hyena_convolution", value, axis=-2)
     batch, time, features = value.shape
     order = gates.shape[0] if gates.ndim else 0
     gates = _checks.shaped("gates", gates, (order, *value.shape))

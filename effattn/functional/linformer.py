@@ -101,6 +101,7 @@ def linformer_attention(
         tile=tile,
         implementation=implementation,
     )
+    _checks.known_length("linformer_attention", query, key)
     of_keys = _check_projection("key_projection", key_projection, key)
     of_values = _check_projection("value_projection", value_projection, key)
     if of_keys.shape[-2] != of_values.shape[-2]:

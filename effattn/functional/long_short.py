@@ -119,6 +119,7 @@ def long_short_attention(
         implementation=implementation,
     )
     _checks.self_attention("long_short_attention", query, key)
+    _checks.known_length("long_short_attention", query)
     if segment_size is None:
         segment_size = window_size if is_causal else max(key.shape[-3], 1)
     options = Options.of(window_size, segment_size, window_norm, slot_norm, key, value)

@@ -138,6 +138,7 @@ def _checks_global(global_mask, max_global, shape):
         return None
     *batch, length = shape
     global_mask = jnp.asarray(global_mask)
+    _checks.known_length("longformer_attention with global tokens", global_mask, axis=-1)
     if global_mask.dtype != jnp.bool_:
         raise ValueError(f"global_mask must be bool, got dtype {global_mask.dtype}")
     if not _checks.is_integer(max_global) or not 1 <= max_global <= length:

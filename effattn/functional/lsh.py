@@ -88,6 +88,7 @@ def lsh_attention(
     """
     query_key, value = jnp.asarray(query_key), jnp.asarray(value)
     batch = _checks.query_key_value(query_key, query_key, value)
+    _checks.known_length("lsh_attention", query_key)
     length, heads, size = query_key.shape[-3:]
     rounds = _checks.at_least("num_rounds", num_rounds, 1)
     factors = factors_of(num_buckets)

@@ -101,6 +101,7 @@ def nystrom_attention(
         tile=tile,
         implementation=implementation,
     )
+    _checks.known_length("nystrom_attention", query, key)
     longest = max(query.shape[-3], key.shape[-3])
     if 0 < longest < num_landmarks:
         raise ValueError(

@@ -180,6 +180,8 @@ def performer_attention(
     )
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    if kernel == "softmax":
+        _checks.known_length("performer_attention", query, key)
     projection = kernels.check_projection("projection", projection, key)
     parameters = projection, jnp.sqrt(kernels.positive_scale(scale, query).astype(given.dtype))
     sums, maximum = _check_state(initial_state, given, projection.shape[-2], kernel)

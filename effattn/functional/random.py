@@ -96,6 +96,7 @@ def random_attention(
         implementation=implementation,
     )
     _checks.self_attention("random_attention", query, key)
+    _checks.known_length("random_attention", query)
     length, key_heads = key.shape[-3:-1]
     random = bigbird.check_random_blocks(random_blocks, length, block_size, key_heads)
     if random is None:

@@ -117,6 +117,7 @@ def routing_attention(
         implementation=implementation,
     )
     _checks.self_attention("routing_attention", query, key)
+    _checks.known_length("routing_attention", query)
     centroids = check_centroids(centroids, query)
     size = _checks.at_least("cluster_size", cluster_size, 1, "tokens")
     for name, number in (("clusters in centroids", centroids.shape[1]), ("cluster_size", size)):

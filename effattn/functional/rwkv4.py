@@ -216,6 +216,7 @@ def check_tokens_by_feature(
                 f"{name} must be {like.dtype} of shape {like.shape}, as {first} is, got "
                 f"{array.dtype} of shape {array.shape}"
             )
+    _checks.known_length("this mixing of tokens", like, axis=-2)
     batch, time = like.shape[:2]
     valid = starts = None
     lengths = _checks.lengths("lengths", lengths, (batch,))

@@ -74,6 +74,7 @@ def selective_scan(
         segment_ids=segment_ids,
         chunk_size=CHUNK if chunk_size is None else chunk_size,
     )
+    _checks.known_length("selective_scan", given.query)
     value, (heads, size) = given.value, given.value.shape[-2:]
     steps = _checks.shaped("step_size", step_size, value.shape)
     out, state = recurrence.run(

@@ -115,8 +115,11 @@ def sliding_window_attention(
 def attend(dilation: int | tuple[int, ...], query, key, value, given: block.Arguments):
     """The output and the log-sum-exp; of masks, only one of keys, `(*B, 1, 1, S)`."""
     if isinstance(dilation, tuple):
+        _checks.known_length(f"{given.mechanism} with a dilation", query, key)
         return _attend_by_head(dilation, query, key, value, given)
-    if _checks.is_integer(given.query_offset):
+    if dilation != 1:
+        _checks.known_length(f"{given.mechanism} with a dilation", query, key)
+    if _checks.is_integer(given.query_offset) and dilation != 1:
         # A step beyond the farthest key leads nowhere, and would pad the tokens to its length.
         offset = int(given.query_offset)
         after, before = offset + query.shape[-3], key.shape[-3] - offset

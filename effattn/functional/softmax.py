@@ -51,6 +51,8 @@ def dot_product_attention(
     forward and backward, besides `bias` and `mask` as given. Differentiable in reverse mode, the
     residual included; of the gradient there are derivatives in forward mode (`jax.hessian`).
 
+    In a program that `jax.export` makes with an open length all T x S logits are one tile.
+
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).

@@ -104,6 +104,7 @@ def sparse_attention(
         tile=tile,
         implementation=implementation,
     )
+    _checks.known_length("sparse_attention", query, key)
     if (pattern is None) == (layout is None):
         raise ValueError(
             "sparse_attention needs one of pattern and layout, got "

@@ -116,6 +116,7 @@ def sparse_transformer_attention(
         implementation=implementation,
     )
     _checks.self_attention("sparse_transformer_attention", query, key)
+    _checks.known_length("sparse_transformer_attention", query)
     factors = _strided if kind == "strided" else functools.partial(_fixed, int(summary))
     with jax.named_scope("sparse_transformer_attention"):
         out, lse = factors(int(stride), factor, query, key, value, given)

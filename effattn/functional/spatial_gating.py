@@ -46,6 +46,7 @@ def spatial_gating(
             f"value must be floating point of shape (B, T, F), got {value.dtype} of shape "
             f"{value.shape}"
         )
+    _checks.known_length("spatial_gating", value, axis=-2)
     batch, time, _ = value.shape
     gate = _checks.shaped("gate", gate, value.shape)
     size = weights.shape[0] if weights.ndim else 0

@@ -121,6 +121,7 @@ def factorized_synthesizer_attention(
             "coarse must have shape (B, T, N, l), fine (B, T, N, m) and value (B, S, N, Hv), got "
             f"{coarse.shape}, {fine.shape} and {value.shape}"
         )
+    _checks.known_length("factorized_synthesizer_attention", coarse, value)
     batch, time, heads, blocks = coarse.shape
     _checks.shaped("coarse", coarse, coarse.shape)
     size, keys = fine.shape[-1], value.shape[1]

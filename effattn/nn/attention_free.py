@@ -25,6 +25,8 @@ class _AFT(CausalMixer):
 
     _name: str
 
+    _of_known_length = True
+
     def __init__(
         self,
         in_features: int,
@@ -140,7 +142,7 @@ class _BiasedAFT(_AFT, CachedMixer):
 
         # A pair costs several times less in the form of whole sequences, which has all of them.
         few = capacity // 8 if self.window is None else 2 * (self.window + 1)
-        if positions.shape[1] <= few:
+        if isinstance(positions.shape[1], int) and positions.shape[1] <= few:
             average = jnp.moveaxis(lax.map(of_token, positions.T), 0, 1)
         else:
             bias = check_bias(self._bias(), self.window, True, capacity, features, key.dtype)

@@ -25,6 +25,8 @@ class FNet(Mixer):
       ValueError: something asked of it that it cannot do.
     """
 
+    _of_known_length = True
+
     def __init__(
         self,
         in_features: int,

@@ -39,6 +39,8 @@ class GatedMLP(CachedMixer):
         tokens than `max_length`.
     """
 
+    _of_known_length = True
+
     def __init__(
         self,
         in_features: int,

@@ -71,6 +71,8 @@ class Hyena(CausalMixer):
 
     _state = HyenaState
 
+    _of_known_length = True
+
     def __init__(
         self,
         in_features: int,

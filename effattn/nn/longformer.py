@@ -95,6 +95,7 @@ class LongformerSelfAttention(SelfAttention):
         """
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         if global_mask is not None:
+            _checks.known_length("Longformer with global tokens", x, axis=-2)
             keywords["global_mask"] = self._checked(global_mask, x.shape[:2])
             keywords["max_global"] = min(self.max_global or 0, x.shape[1])
             layers = self._global_layers()

@@ -50,6 +50,8 @@ class LSHSelfAttention(CachedMixer):
       ValueError: sizes that do not fit, or something asked of it that it cannot do.
     """
 
+    _of_known_length = True
+
     def __init__(
         self,
         in_features: int,
@@ -137,8 +139,9 @@ class LSHSelfAttention(CachedMixer):
         if query_key.shape[1] == 0:
             # A state without room holds nothing to attend to.
             return self.out(jnp.zeros((*positions.shape, *value.shape[2:]), value.dtype))
-        # By which way there are fewer pairs.
-        if positions.shape[1] <= 2 * self.num_rounds * size:
+        # By which way there are fewer pairs; an exported program may leave open how many.
+        few = isinstance(positions.shape[1], int)
+        if few and positions.shape[1] <= 2 * self.num_rounds * size:
             out = lsh.attend_at(query_key, value, buckets, own, positions, chunk_length=size)
         else:
             at = jnp.minimum(positions, query_key.shape[1] - 1)

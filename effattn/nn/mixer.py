@@ -27,6 +27,8 @@ class Mixer(Module):
       param_dtype: of the parameters.
     """
 
+    _of_known_length = False  # an exported program may not leave the number of tokens open
+
     def __init__(
         self,
         in_features: int,
@@ -73,6 +75,8 @@ class Mixer(Module):
           `(B, T, D)`. Nothing in the padding reaches the other tokens.
         """
         x = tokens_of("x", x, self.in_features)
+        if self._of_known_length:
+            _checks.known_length(f"the mixer {self.binding.name!r}", x, axis=-2)
 
         def mix(mixer, x, lengths, segment_ids):
             batch, time = x.shape[:2]

@@ -58,6 +58,8 @@ class RecurrentMemoryAttention(CausalMixer):
 
     _state = RecurrentState
 
+    _of_known_length = True
+
     def __init__(
         self,
         in_features: int,

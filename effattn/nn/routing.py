@@ -161,6 +161,7 @@ class RoutingSelfAttention(SelfAttention):
 
     def _attend(self, heads, **keywords):
         local, routed = self._sides(*heads)
+        _checks.known_length("routing attention", routed[0])
         size = min(self.cluster_size, max(routed[0].shape[1], 1))
         out = routing_attention(*routed, **{**keywords, "cluster_size": size})
         if not self.num_local_heads:

@@ -43,6 +43,8 @@ class RWKV4(RecurrentMixer):
       ValueError: sizes that do not fit, or something asked of it that it cannot do.
     """
 
+    _of_known_length = True
+
     def __init__(
         self,
         in_features: int,

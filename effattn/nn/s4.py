@@ -25,6 +25,8 @@ class _StateSpace(RecurrentMixer):
     Complex parameters are pairs of real ones on a first axis: the real and the imaginary part.
     """
 
+    _of_known_length = True
+
     def __init__(
         self,
         in_features: int,

@@ -71,6 +71,8 @@ class Synthesizer(CachedMixer):
         asked of it that it cannot do, and in calls more tokens than `max_length`.
     """
 
+    _of_known_length = True
+
     def __init__(
         self,
         in_features: int,

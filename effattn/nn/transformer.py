@@ -400,11 +400,13 @@ class Transformer(Module):
                 )
             valid = segment_ids != 0
             positions = positions_from_segment_ids(segment_ids)
-        elif self.positions is not None and time > self.positions.num_embeddings:
-            raise ValueError(
-                f"tokens have length {time}, and there are only "
-                f"{self.positions.num_embeddings} learned positions (max_length)"
-            )
+        elif self.positions is not None:
+            _checks.known_length("a model with learned positions", tokens, axis=-1)
+            if time > self.positions.num_embeddings:
+                raise ValueError(
+                    f"tokens have length {time}, and there are only "
+                    f"{self.positions.num_embeddings} learned positions (max_length)"
+                )
         if lengths is not None:
             lengths = row_lengths(lengths, batch, time)
             before_end = within(lengths, time)

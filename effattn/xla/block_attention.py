@@ -281,6 +281,8 @@ class _Tiles:
         rule, x = self.rule, self.x
         lengths = (x.query.shape[-3], x.key.shape[-3])
         tile = rule.tile if x.layout is None else x.layout.tile
+        if tiling.is_open(*lengths):
+            return tiling.Whole(tile or (1, 1), lengths, True)
         if tile is None:
             tile = _tile(rule, x, "backward" if backward else "forward")
         masked = any(a is not None for a in (x.mask, x.key_mask, x.segments))

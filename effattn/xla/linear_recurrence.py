@@ -58,6 +58,45 @@ def _spans(length: int, chunk: int, block: int | None) -> list[_Span]:
     return [span for span in spans if span.blocks and span.length]
 
 
+def _in_spans(rule, x: Operands, blocks: "Blocks") -> tuple[Operands, list[_Span]]:
+    """The operands and their spans.
+
+    Where an exported program leaves the length open, tokens that do nothing fill whole blocks, as
+    how many tokens are left is not known.
+    """
+    axis, first = x.state.ndim - 3, jax.tree.leaves(x.queries)[0]
+    length = first.shape[axis]
+    if isinstance(length, int):
+        return x, _spans(length, rule.chunk, blocks.length)
+    block = blocks.length or min(max(BLOCK // rule.chunk, 1), CHUNKS_OF_BLOCK) * rule.chunk
+    span = _Span(0, -(-length // block), block, rule.chunk)
+    key_mask = x.tokens.key_mask
+    if key_mask is None:
+        key_mask = jnp.ones(first.shape[: axis + 1], bool)
+    tokens = x.tokens._replace(key_mask=key_mask)
+    return _filled(x._replace(tokens=tokens), axis, span), [span]
+
+
+def _filled(x, axis, span):
+    """Zeros after the tokens, up to whole blocks; the state and what tokens share as they are."""
+
+    def fill(array):
+        return _padded(array, axis, span.blocks * span.length - array.shape[axis])
+
+    if not isinstance(x, Operands):
+        return fill(x)
+    queries, keys, tokens = jax.tree.map(fill, (x.queries, x.keys, x.tokens))
+    return x._replace(queries=queries, keys=keys, tokens=tokens)
+
+
+def _first_tokens(arrays, axis, length):
+    """The tokens before those that fill whole blocks, by index: an open length has no slices."""
+    if isinstance(length, int):
+        return arrays
+    index = jnp.arange(length, dtype=jnp.int32)
+    return jax.tree.map(lambda array: jnp.take(array, index, axis, mode="clip"), arrays)
+
+
 def _take(span, index, arrays, axis):
     """Block `index` of a span, of arrays whose time is at `axis`."""
     start = span.start + index * span.length
@@ -168,15 +207,16 @@ def forward(
     rule: Rule, x: Operands, blocks: Blocks = _IN_CHUNKS
 ) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array]]:
     """`((output, state), saved)`: the state at the start of every block."""
+    length = jax.tree.leaves(x.queries)[0].shape[x.state.ndim - 3]
+    x, spans = _in_spans(rule, x, blocks)
     inputs, state, axis = (x.queries, x.keys, x.tokens), x.state, x.state.ndim - 3
     first = jax.tree.leaves(x.queries)[0]
-    length = first.shape[axis]
     terms = jax.eval_shape(rule.terms, x.parameters, x.queries, x.keys)
     heads = max(terms.query.shape[-2], terms.value.shape[-2])
-    shape = (*first.shape[:axis], length, heads, terms.value.shape[-1])
+    shape = (*first.shape[: axis + 1], heads, terms.value.shape[-1])
     output = jnp.zeros_like(first, shape=shape, dtype=rule.dtype)
     saved = []
-    for span in _spans(length, rule.chunk, blocks.length):
+    for span in spans:
 
         def step(carry, index, span=span):
             state, output = carry
@@ -186,7 +226,7 @@ def forward(
 
         (state, output), starts = lax.scan(step, (state, output), jnp.arange(span.blocks))
         saved.append(starts)
-    return (output, state), saved
+    return (_first_tokens(output, axis, length), state), saved
 
 
 def backward(
@@ -200,13 +240,16 @@ def backward(
     """One sweep from the last block to the first, each recomputed from the state at its start."""
     if saved is None:
         _, saved = forward(rule, x, blocks)
-    axis, inputs = x.state.ndim - 3, (x.queries, x.keys)
+    axis, length = x.state.ndim - 3, d_output.shape[x.state.ndim - 3]
+    x, spans = _in_spans(rule, x, blocks)
+    if not isinstance(length, int):
+        d_output = _filled(d_output, axis, spans[0])
+    inputs = x.queries, x.keys
     # In 16 bits the gradient of a block would soon be too small to count.
     d_parameters = jax.tree.map(
         lambda p: jnp.zeros_like(p, dtype=dtypes.wide(p.dtype)), x.parameters
     )
     carry: Any = d_state, d_parameters, jax.tree.map(jnp.zeros_like, inputs)
-    spans = _spans(d_output.shape[axis], rule.chunk, blocks.length)
     for span, starts in reversed(list(zip(spans, saved, strict=True))):
 
         def step(carry, start, span=span):
@@ -221,7 +264,8 @@ def backward(
             return (d_state, d_parameters, _put(span, index, d_inputs, tuple(d_block), axis)), None
 
         carry, _ = lax.scan(step, carry, (jnp.arange(span.blocks), starts), reverse=True)
-    d_state, d_parameters, (d_queries, d_keys) = carry
+    d_state, d_parameters, d_inputs = carry
+    d_queries, d_keys = _first_tokens(d_inputs, axis, length)
     d_parameters = jax.tree.map(lambda d, p: d.astype(p.dtype), d_parameters, x.parameters)
     return Operands(d_parameters, d_state, d_queries, d_keys, None)
 

@@ -47,7 +47,7 @@ def long_convolution_at(cached: jax.Array, filter: jax.Array, positions: jax.Arr
       `(B, P, D)`.
     """
     capacity = cached.shape[1]
-    if positions.shape[1] > 1:
+    if positions.shape[1] != 1:
         y = long_convolution(cached, filter)
         return jnp.take_along_axis(y, positions[..., None], 1, mode="clip")
     dtype = dtypes.wide(cached, filter)

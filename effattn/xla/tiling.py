@@ -37,6 +37,11 @@ def known_product(sizes: Iterable[Any]) -> int:
     return math.prod(size for size in sizes if isinstance(size, int))
 
 
+def is_open(*lengths: Any) -> bool:
+    """Whether an exported program leaves one of the lengths open."""
+    return not all(isinstance(length, int) for length in lengths)
+
+
 def choose_tile(
     lengths: tuple[int, int],
     rows: int,
@@ -320,6 +325,46 @@ class Window(Walk):
             keys=step,
             new_key=corner.new_key + first,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(Walk):
+    """One tile of all queries and keys, where an exported program leaves their numbers open."""
+
+    @property
+    def query_tile(self) -> int:
+        """All queries."""
+        return self.lengths[0]
+
+    @property
+    def query_tiles(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def queries_overlap(self) -> bool:
+        """There is no other tile."""
+        return False
+
+    @property
+    def key_tile(self) -> int:
+        """All keys."""
+        return self.lengths[1]
+
+    @property
+    def keys_overlap(self) -> bool:
+        """There is no other tile."""
+        return False
+
+    def query_start(self, n) -> jax.Array:
+        """The first query."""
+        return jnp.zeros((), jnp.int32)
+
+    def runs(self, n) -> list[Run]:
+        """One patch."""
+        zero = jnp.zeros((), jnp.int32)
+        every = Patch(0, zero, self.lengths[0], zero, self.lengths[1], zero, zero, masked=True)
+        return [(0, 1, lambda m: every)]
 
 
 @dataclasses.dataclass(frozen=True)
