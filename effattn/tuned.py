@@ -83,7 +83,7 @@ def _is_known(choice, call):
     )
 
 
-def rounded(count: int) -> int:
+def rounded(count: Any) -> Any:
     """Up to a power of two: calls of nearly the same size are tuned as one."""
     if not isinstance(count, int):  # an exported program leaves it open
         return count

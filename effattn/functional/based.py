@@ -149,7 +149,8 @@ class _BasedTerms:
 
     def __call__(self, root, queries, keys) -> Terms:
         key, value = keys
-        return Terms(*(taylor(dtypes.product(x, root)) for x in (queries, key)), value)
+        query, key = (taylor(dtypes.product(x, root)) for x in (queries, key))
+        return Terms(query, key, value)
 
 
 def _check_window(window, is_causal, segment_ids, initial_state, return_state):

@@ -121,8 +121,11 @@ class DilatedConvolution(RecurrentMixer):
         return super()._extend(x, state, lengths)
 
 
-def _before(read: jax.Array, steps: int, time: int) -> jax.Array:
+def _before(read: jax.Array, steps: int, time: Any) -> jax.Array:
     """What lies `steps` before each of the last `time` tokens of `read (B, S, ...)`, or zeros."""
+    if not isinstance(time, int):  # an exported program leaves it open
+        padded = jnp.pad(read, ((0, 0), (steps, 0), *[(0, 0)] * (read.ndim - 2)))
+        return jax.lax.slice_in_dim(padded, read.shape[1] - time, read.shape[1], axis=1)
     missing = min(max(steps + time - read.shape[1], 0), time)
     start = max(read.shape[1] - time - steps, 0)
     found = jax.lax.slice_in_dim(read, start, start + time - missing, axis=1)

@@ -65,15 +65,14 @@ def _in_spans(rule, x: Operands, blocks: "Blocks") -> tuple[Operands, list[_Span
     how many tokens are left is not known.
     """
     axis, first = x.state.ndim - 3, jax.tree.leaves(x.queries)[0]
-    length = first.shape[axis]
+    length: Any = first.shape[axis]
     if isinstance(length, int):
         return x, _spans(length, rule.chunk, blocks.length)
     block = blocks.length or min(max(BLOCK // rule.chunk, 1), CHUNKS_OF_BLOCK) * rule.chunk
     span = _Span(0, -(-length // block), block, rule.chunk)
-    key_mask = x.tokens.key_mask
-    if key_mask is None:
-        key_mask = jnp.ones(first.shape[: axis + 1], bool)
-    tokens = x.tokens._replace(key_mask=key_mask)
+    tokens = x.tokens or Tokens()
+    if tokens.key_mask is None:
+        tokens = tokens._replace(key_mask=jnp.ones(first.shape[: axis + 1], bool))
     return _filled(x._replace(tokens=tokens), axis, span), [span]
 
 
@@ -240,7 +239,8 @@ def backward(
     """One sweep from the last block to the first, each recomputed from the state at its start."""
     if saved is None:
         _, saved = forward(rule, x, blocks)
-    axis, length = x.state.ndim - 3, d_output.shape[x.state.ndim - 3]
+    axis = x.state.ndim - 3
+    length: Any = d_output.shape[axis]
     x, spans = _in_spans(rule, x, blocks)
     if not isinstance(length, int):
         d_output = _filled(d_output, axis, spans[0])

@@ -41,10 +41,10 @@ def of_type(like: jax.Array) -> Iterator[None]:
     if not explicit(like) or not known.empty:
         yield
         return
-    place = None if isinstance(like, jax.core.Tracer) else like.sharding
+    place: Any = None if isinstance(like, jax.core.Tracer) else like.sharding
     # Eager operations need to know the devices, which the types of traced arrays do not say.
     with (
-        jax.set_mesh(place.mesh)
+        jax.set_mesh(place.mesh)  # type: ignore[arg-type]
         if isinstance(place, NamedSharding)
         else jax.sharding.use_abstract_mesh(jax.typeof(like).sharding.mesh)
     ):
@@ -66,7 +66,7 @@ def on_mesh_of_input(method: Method) -> Method:
             module = jax.tree.map(lambda leaf: reshard(leaf, PartitionSpec(*spec(leaf))), module)
             return method(module, x, *arguments, **options)
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 def placed_like(x: jax.Array, function: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
