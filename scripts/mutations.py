@@ -54,7 +54,10 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/functional/test_selective_scan.py",), None),
         (("tests/laws",), "mamba"),
     ),
-    r"xla/linear_scan": ((("tests/laws",), "rwkv4 or s4d or aft_simple"),),
+    r"xla/linear_scan": (
+        (("tests/xla/test_linear_scan.py",), None),
+        (("tests/laws",), "rwkv4 or s4d or aft_simple"),
+    ),
     r"xla/long_convolution": ((("tests/laws",), "hyena or s4"),),
     r"xla/paged_attention": ((("tests/functional/test_paged.py",), None),),
     r"llvm/.*": (

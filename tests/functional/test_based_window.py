@@ -71,7 +71,6 @@ def test_float32_stays_float32_where_float64_is_enabled():
     assert out.dtype == gradients.dtype == jnp.float32
 
 
-@pytest.mark.slow
 def test_any_split_is_the_whole():
     """Rows of unequal lengths, in calls shorter and longer than the window."""
     with jax.enable_x64(True):
