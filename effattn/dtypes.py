@@ -1,4 +1,8 @@
-"""Common dtypes, explicitly: `jax_numpy_dtype_promotion` may forbid JAX to promote unasked."""
+"""Common dtypes and limits of dtypes, for programs that JAX watches closely.
+
+`jax_numpy_dtype_promotion` may forbid JAX to promote unasked, and `jax_debug_infs` stops at
+infinities in any array that an operation by itself, or a compiled program, returns.
+"""
 
 import functools
 import operator
@@ -6,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def common(*given: Any) -> jnp.dtype:
@@ -29,3 +34,17 @@ def alike(*arrays: Any) -> list[jax.Array]:
 def product(*factors: Any) -> jax.Array:
     """The product of arrays in their common dtype."""
     return functools.reduce(operator.mul, alike(*factors))
+
+
+def lowest(dtype: Any) -> np.generic:
+    """Stands for -inf, as the logarithm of nothing: below all numbers, and finite.
+
+    One above the least number of the dtype, which biases use to forbid pairs.
+    """
+    least = jnp.finfo(dtype).min
+    return np.nextafter(least, np.zeros_like(least))
+
+
+def logarithms(x: jax.Array) -> jax.Array:
+    """With -inf in place of `lowest`, for the caller."""
+    return jnp.where(x == lowest(x.dtype), -jnp.inf, x)

@@ -189,15 +189,21 @@ def block_attention(rule: Rule, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Attention of every query over the keys that it may see.
 
     Returns the output `(*B, T, N, Hv)` in the dtype of `value`, zeros for a row that sees nothing,
-    and the log-sum-exp of the logits `(*B, T, N)`, at least float32, -inf for such a row. Both are
-    differentiable, in reverse mode. Time is O(H + Hv) a pair over the tiles visited, memory
-    O(T + S).
+    and the log-sum-exp of the logits `(*B, T, N)`, at least float32, `dtypes.lowest` for such a
+    row. Both are differentiable, in reverse mode. Time is O(H + Hv) a pair over the tiles visited,
+    memory O(T + S).
     """
     if 0 in (*x.query.shape, x.key.shape[-3]):
         out = jnp.zeros((*x.query.shape[:-1], x.value.shape[-1]), x.value.dtype)
-        return out, jnp.full(x.query.shape[:-1], -jnp.inf, softmax_dtype(x))
+        dtype = softmax_dtype(x)
+        return out, jnp.full(x.query.shape[:-1], dtypes.lowest(dtype), dtype)
     arrays = mesh_axes.vary_alike(x._replace(constants=()))
     return _attend(rule, arrays._replace(constants=x.constants))
+
+
+def _finite(lse):
+    """Without -inf: programs that are watched for infinities may return it, and save it."""
+    return jnp.where(lse == -jnp.inf, dtypes.lowest(lse.dtype), lse)
 
 
 def softmax_dtype(x: Operands) -> jnp.dtype:
@@ -208,7 +214,7 @@ def softmax_dtype(x: Operands) -> jnp.dtype:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(rule: Rule, x: Operands):
     out, lse, _ = _forward(rule, x, x.value.dtype)
-    return out, lse
+    return out, _finite(lse)
 
 
 # Traced once, where the rules of differentiation call for it twice.
@@ -230,6 +236,7 @@ def _attend_fwd(rule: Rule, x: Operands):
     # Saved unrounded: the backward takes dO . O from all d logits of a row, where the error of a
     # rounded O would add up.
     out, lse, lost = _forward(rule, x, softmax_dtype(x))
+    lse = _finite(lse)
     # Named, so that a remat policy can save what is dear to compute again.
     out = checkpoint_name(out, "attention_out")
     lse, lost = checkpoint_name((lse, lost), "attention_lse")
@@ -238,7 +245,7 @@ def _attend_fwd(rule: Rule, x: Operands):
 
 def _attend_bwd(rule: Rule, saved, cotangents):
     x, out, lse, lost = saved
-    d_out, d_lse = cotangents
+    lse, (d_out, d_lse) = dtypes.logarithms(lse), cotangents
     # Beside a bias of -1e9 rounding takes log 64 from L. The weights then lack a factor of their
     # row; as gradients are linear in what comes down to the row, that gets it instead.
     factor = jnp.exp(-lost)

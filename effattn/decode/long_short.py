@@ -110,7 +110,7 @@ class LongShortDecoder:
                 options.window - 1, batch, max_length, num_kv_heads, head_dim, value_dim, dtype
             ),
             sums=Sums(
-                largest=zeros(slots, dtype=wide) - jnp.inf,
+                largest=zeros(slots, dtype=wide) + dtypes.lowest(wide),
                 weight=zeros(slots, dtype=wide),
                 key=zeros(slots, head_dim, dtype=wide),
                 value=zeros(slots, value_dim, dtype=wide),
@@ -195,7 +195,7 @@ class LongShortDecoder:
         )
         out = self._attend(options, (query, keys, values), filled, state, lengths)
 
-        sums = _add(state.sums, key, value, jnp.where(present, scores, -jnp.inf))
+        sums = _add(state.sums, key, value, jnp.where(present, scores, dtypes.lowest(scores.dtype)))
         is_finished = (lengths > 0) & (after.length % options.segment == 0)
         slots, stored = sums.weight.shape[1], state.slot_key.shape[1]
         at = positions_from((after.length // options.segment - 1) * slots, slots)
@@ -251,11 +251,11 @@ class LongShortDecoder:
 
 
 def _add(sums: Sums, key, value, scores) -> Sums:
-    """With more tokens, whose scores `(B, T, K, r)` are -inf where there is none."""
+    """With more tokens, whose scores `(B, T, K, r)` are `dtypes.lowest` where there is none."""
     scores = jnp.moveaxis(scores.astype(sums.weight.dtype), 1, -1)  # (B, K, r, T)
     before = jnp.swapaxes(sums.largest, 1, 2)
     largest = jnp.maximum(before, scores.max(-1))
-    finite = jnp.where(largest == -jnp.inf, 0, largest)
+    finite = jnp.where(largest == dtypes.lowest(largest.dtype), 0, largest)
     kept = jnp.swapaxes(jnp.exp(before - finite), 1, 2)
     weights = jnp.exp(scores - finite[..., None])
 
@@ -278,7 +278,7 @@ def _clear(sums: Sums, rows) -> Sums:
         return jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), empty, x)
 
     return Sums(
-        where(-jnp.inf, sums.largest),
+        where(dtypes.lowest(sums.largest.dtype), sums.largest),
         where(0, sums.weight),
         where(0, sums.key),
         where(0, sums.value),

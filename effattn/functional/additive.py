@@ -109,7 +109,7 @@ def additive_attention(
         value = value.reshape(*batch, heads, size)
         given = dataclasses.replace(given, scale=1.0, additive=score)
         out, lse = block.attend(of_queries, of_keys, value, given)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def _project(form: str, x: jax.Array, kernel: jax.Array, precision: Any) -> jax.Array:

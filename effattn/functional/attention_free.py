@@ -94,7 +94,7 @@ def attention_free(
             "need all earlier keys and values"
         )
     if valid is not None:
-        key = jnp.where(valid[..., None], key, -jnp.inf)
+        key = jnp.where(valid[..., None], key, dtypes.lowest(wide))
     if bias is not None:
         average = biased_average(key, values, valid, bias, local_window_size, is_causal)
     elif is_causal:
@@ -189,7 +189,8 @@ def _full(key, value, factors, is_causal):
     tile = min(_TILE, time)
     rest = -time % tile
     row, column = (jnp.pad(factor, ((0, rest), (0, 0))) for factor in factors)
-    key = jnp.pad(key, ((0, 0), (0, rest), (0, 0)), constant_values=-jnp.inf)
+    lowest = dtypes.lowest(key.dtype)
+    key = jnp.pad(key, ((0, 0), (0, rest), (0, 0)), constant_values=lowest)
     value = jnp.pad(value, ((0, 0), (0, rest), (0, 0)))
     token = jnp.arange(time + rest)
 
@@ -198,11 +199,11 @@ def _full(key, value, factors, is_causal):
         """`(B, C, D)`."""
         of_rows = lax.dynamic_slice_in_dim(row, first, tile, 0)
         seen = token < (first if is_causal else time)
-        sums = _product(jnp.where(seen[None], of_rows @ column.T, -jnp.inf), key, value, seen)
+        sums = _product(jnp.where(seen[None], of_rows @ column.T, lowest), key, value, seen)
         if is_causal:
             parts = (lax.dynamic_slice_in_dim(x, first, tile, 1) for x in (key, value))
             of_columns = lax.dynamic_slice_in_dim(column, first, tile, 0)
-            bias = jnp.where(jnp.tri(tile, dtype=bool), of_rows @ of_columns.T, -jnp.inf)
+            bias = jnp.where(jnp.tri(tile, dtype=bool), of_rows @ of_columns.T, lowest)
             sums = sums.plus(_pairs(bias, *parts))
         return sums.average()
 
@@ -212,7 +213,7 @@ def _full(key, value, factors, is_causal):
 
 def _product(bias, key, value, seen):
     """Sums over the keys that are seen, biases `(C, S)`, -inf for those that are not."""
-    key = jnp.where(seen[None, :, None], key, -jnp.inf)
+    key = jnp.where(seen[None, :, None], key, dtypes.lowest(key.dtype))
     of_keys, of_rows = (
         lax.stop_gradient(jnp.maximum(x.max(axis, keepdims=True), -1e30))
         for x, axis in ((key, 1), (bias, 1))
@@ -240,7 +241,8 @@ def _local(key, value, valid, bias, window, is_causal):
         sums = sums.plus(after)
 
     around = ((0, 0), (window, window), (0, 0))
-    padded_key = jnp.pad(key, around, constant_values=-jnp.inf)
+    lowest = dtypes.lowest(key.dtype)
+    padded_key = jnp.pad(key, around, constant_values=lowest)
     padded_value = jnp.pad(value, around)
     columns = jnp.pad(bias[1], around[1:]) if isinstance(bias, tuple) else None
 
@@ -255,9 +257,11 @@ def _local(key, value, valid, bias, window, is_causal):
             of_pairs = bias[distance + (0 if is_causal else window)]
         else:
             of_pairs = (bias[0] * there(columns, 0)).sum(-1, keepdims=True)
-        exponent = there(padded_key, 1) + lead(of_pairs, 3)
+        key_there = there(padded_key, 1)
+        is_there = key_there > lowest
+        exponent = jnp.where(is_there, key_there, 0) + lead(of_pairs, 3)
         one = one_token(jnp.maximum(exponent, -1e30), there(padded_value, 1))
-        values, weights = (jnp.where(exponent > -jnp.inf, x, 0) for x in one[:2])
+        values, weights = (jnp.where(is_there, x, 0) for x in one[:2])
         return sums.plus(Sums(values, weights, one.largest)), None
 
     distances = jnp.arange(0 if is_causal else -window, window + 1)

@@ -238,7 +238,8 @@ def _with_window(given, window, scale, padding, state: Any, implementation):
         implementation=implementation,
     )
     total = far[..., -1]
-    far_lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
+    lowest = dtypes.lowest(total.dtype)
+    far_lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)), lowest)
     out, _ = combine([normalize(far), near.astype(given.dtype)], [far_lse, near_lse])
     last = (new + jnp.arange(window))[..., None, None]
     present = (key_ids != 0)[..., None, None]

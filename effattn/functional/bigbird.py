@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
 from effattn.functional.block_sparse import attend_blocks
@@ -127,7 +127,7 @@ def bigbird_attention(
 
     with jax.named_scope("bigbird_attention"):
         out, lse = _attend(*arrays, given, block_size, side, ends, random)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def _attend(query, key, value, given: block.Arguments, size, side, ends, random):

@@ -148,7 +148,7 @@ def check(
 def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments
 ) -> tuple[jax.Array, jax.Array]:
-    """The output `(*B, T, N, Hv)` and the log-sum-exp `(*B, T, N)`."""
+    """The output `(*B, T, N, Hv)` and the log-sum-exp `(*B, T, N)`, `dtypes.lowest` of nothing."""
     *batch, queries, heads, _ = query.shape
     keys, key_heads = key.shape[-3:-1]
     by_group = (key_heads, heads // key_heads)
@@ -212,7 +212,7 @@ def attend(
         out, lse = _with_sink(out, lse, given.sink)
     out = _zero_where_absent(out, query_mask)
     if query_mask is not None:
-        lse = jnp.where(query_mask[..., None], lse, -jnp.inf)
+        lse = jnp.where(query_mask[..., None], lse, dtypes.lowest(lse.dtype))
     return out, lse
 
 

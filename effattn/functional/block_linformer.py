@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.functional import block, folding
 from effattn.functional.combine import combine
 from effattn.functional.linformer import mean_pooling, project
@@ -103,7 +103,7 @@ def block_linformer_attention(
     projections = check_projections(key_projection, value_projection, key.shape[-2])
     with jax.named_scope("block_linformer_attention"):
         out, lse = _attend(projections, query, key, value, given)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def check_projections(of_keys: Any, of_values: Any, heads: int) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.functional import block, sparse
 from effattn.functional.block import ScoreMod
 from effattn.functional.reaching import decoder_of, positions_of_blocks
@@ -112,7 +112,7 @@ def block_sparse_attention(
 
     with jax.named_scope("block_sparse_attention"):
         out, lse = attend()
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def _check_mask(given, block_size, query, key):

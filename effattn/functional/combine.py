@@ -35,14 +35,18 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
                 "combine needs outputs of one shape (*B, T, N, Hv) and lses (*B, T, N), got "
                 f"{[o.shape for o in outputs]} and {[one.shape for one in lses]}"
             )
+    lowest = [dtypes.lowest(lse.dtype) for lse in lses]
+    empty = [(lse == -jnp.inf) | (lse == low) for lse, low in zip(lses, lowest, strict=True)]
     largest = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
-    largest = jnp.where(largest == -jnp.inf, 0, largest)
-    weights = [jnp.exp(lse - largest) for lse in lses]
-    total = functools.reduce(jnp.add, weights)
-    total_or_one = jnp.where(total == 0, 1, total)
-    mixed = functools.reduce(
-        jnp.add,
-        (dtypes.product(w[..., None], out) for w, out in zip(weights, outputs, strict=True)),
-    )
-    out = (mixed / total_or_one[..., None]).astype(outputs[0].dtype)
-    return out, jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
+    nothing = functools.reduce(jnp.logical_and, empty)
+    shift = jnp.where(nothing, 0, largest)
+    weights = [
+        jnp.where(is_empty, 0, jnp.exp(jnp.where(is_empty, shift, lse) - shift))
+        for lse, is_empty in zip(lses, empty, strict=True)
+    ]
+    total = jnp.where(nothing, 1, functools.reduce(jnp.add, weights))
+    parts = zip(weights, outputs, strict=True)
+    mixed = functools.reduce(jnp.add, (dtypes.product(w[..., None], out) for w, out in parts))
+    out = (mixed / total[..., None]).astype(outputs[0].dtype)
+    # Of nothing, as the parts say it: -inf, or what stands for it here.
+    return out, jnp.where(nothing, largest, shift + jnp.log(total))

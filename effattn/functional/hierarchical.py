@@ -123,7 +123,7 @@ def hierarchical_attention(
         summary_query = _checks.shaped("summary_query", summary_query, key.shape[-2:])
     with jax.named_scope("hierarchical_attention"), mesh_axes.of_type(query):
         out, lse = _attend(hierarchy, query, key, value, summary_query, given)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,9 +198,10 @@ def pool(runs: Runs, size: int) -> Runs:
     """Every `size` runs in a row as one, with weights softmax(logit)."""
     axis = runs.present.ndim
     runs = Runs(*(folding.fold(x, size, axis - 1) for x in runs))
-    logit = jnp.where(runs.present[..., None] > 0, runs.logit, -jnp.inf)
+    lowest = dtypes.lowest(runs.logit.dtype)
+    logit = jnp.where(runs.present[..., None] > 0, runs.logit, lowest)
     largest = lax.stop_gradient(logit.max(axis, keepdims=True))
-    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    largest = jnp.where(largest == lowest, 0, largest)
     weights = jnp.exp(logit - largest)
     total = weights.sum(axis, keepdims=True)
     total = jnp.where(total == 0, 1, total)

@@ -112,7 +112,7 @@ def linformer_attention(
 
     with jax.named_scope("linformer_attention"):
         out, lse = _attend(query, key, value, of_keys, of_values, given)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def _attend(query, key, value, key_projection, value_projection, given: block.Arguments):

@@ -134,7 +134,7 @@ def long_short_attention(
         projection = check_projection(projection, key)
     with jax.named_scope("long_short_attention"):
         out, lse = _attend(options, projection, slot_scores, query, key, value, given)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 @dataclasses.dataclass(frozen=True)

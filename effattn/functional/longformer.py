@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.functional import block, sliding_window
 from effattn.functional.block import ScoreMod
 from effattn.functional.combine import combine
@@ -128,7 +128,7 @@ def longformer_attention(
             out, lse = sliding_window.attend(dilation, *arrays, given)
         else:
             out, lse = _attend(dilation, arrays, global_arrays, is_global, max_global, given)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def _checks_global(global_mask, max_global, shape):

@@ -119,7 +119,7 @@ def lsh_attention(
         lengths=_checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
         segment_ids=None if segments is None else segments[0],
     )
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 @_checks.checked
@@ -209,7 +209,7 @@ def attend(
     if query_lengths is not None:
         present = within(query_lengths, length)
         out = jnp.where(present[..., None, None], out, 0)
-        lse = jnp.where(present[..., None], lse, -jnp.inf)
+        lse = jnp.where(present[..., None], lse, dtypes.lowest(lse.dtype))
     return out, lse
 
 
@@ -271,7 +271,7 @@ def keys(query_key: jax.Array) -> jax.Array:
 
 def or_itself(out, lse, value, valid=None):
     """For tokens that see nothing, their own values: `(T, Hv)`, `(T,)`, and the values."""
-    alone = lse == -jnp.inf
+    alone = lse == dtypes.lowest(lse.dtype)
     if valid is not None:
         alone = alone & valid
     out = jnp.where(alone[..., None], value.astype(out.dtype), out)
@@ -341,11 +341,12 @@ def _attend_head(query, value, buckets, documents, *, chunk_length, is_causal, i
     own = sorted_.order, sorted_.place, sorted_.sees, sorted_.is_at
     _, (outs, lses) = lax.scan(step, None, own)
     largest = lax.stop_gradient(lses.max(0))
-    weights = jnp.exp(lses - jnp.where(largest == -jnp.inf, 0, largest)[None])
+    lowest = dtypes.lowest(lses.dtype)
+    weights = jnp.exp(lses - jnp.where(largest == lowest, 0, largest)[None])
     total = weights.sum(0)
     total_or_one = jnp.where(total == 0, 1, total)
     out = (weights[..., None] * outs).sum(0) / total_or_one[:, None]
-    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
+    lse = jnp.where(total == 0, lowest, largest + jnp.log(total_or_one))
     return or_itself(out, lse, value, None if documents is None else documents < length)
 
 
@@ -539,9 +540,10 @@ def _softmax(query, key, value, which, times=None):
     """
     wide = dtypes.wide(query, value)
     logits = widened(functools.partial(jnp.einsum, "mh,sh->ms"), query, key, wide)
-    logits = jnp.where(which, logits, -jnp.inf)
+    lowest = dtypes.lowest(wide)
+    logits = jnp.where(which, logits, lowest)
     largest = lax.stop_gradient(logits.max(-1))
-    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    largest = jnp.where(largest == lowest, 0, largest)
     weights = jnp.exp(logits - largest[:, None])
     if times is not None:
         weights = weights / jnp.maximum(times, 1).astype(wide)
@@ -549,7 +551,7 @@ def _softmax(query, key, value, which, times=None):
     total_or_one = jnp.where(total == 0, 1, total)
     product = functools.partial(jnp.einsum, "ms,sv->mv")
     mixed = widened(product, weights.astype(value.dtype), value, wide)
-    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
+    lse = jnp.where(total == 0, lowest, largest + jnp.log(total_or_one))
     return mixed / total_or_one[:, None], lse
 
 

@@ -80,8 +80,8 @@ _summed.defvjp(
 
 
 def largest_of(x, at, length: int):
-    """As `spread`, the largest, or -inf for a token of no cluster."""
-    start = jnp.full(length, -jnp.inf, x.dtype)
+    """As `spread`, the largest, or `dtypes.lowest` for a token of no cluster."""
+    start = jnp.full(length, dtypes.lowest(x.dtype), x.dtype)
     return _by_cluster(jnp.maximum, start, x, at)
 
 

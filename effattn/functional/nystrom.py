@@ -247,7 +247,7 @@ def _softmax(query, key, queries, keys):
     exists, seen = (
         within(count[..., None], x.shape[-3]) for x, count in ((query, queries), (key, keys))
     )
-    weights = jax.nn.softmax(jnp.where(seen[..., None, :], logits, -jnp.inf))
+    weights = jax.nn.softmax(jnp.where(seen[..., None, :], logits, dtypes.lowest(logits.dtype)))
     return jnp.where(exists[..., None], weights, 0)
 
 

@@ -142,7 +142,7 @@ def paged_attention(
     with jax.named_scope("paged_attention"):
         out, lse = placed(*operands)
     out = out.astype(query.dtype if value_pages.dtype == jnp.int8 else value_pages.dtype)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def _signature(query, keys, values, table, *_):

@@ -202,9 +202,10 @@ def performer_attention(
     if sums is not None and maximum is not None:
         # The largest feature of the keys is exp(M) / exp(M), so that only empty sums are zero.
         empty = jnp.all(sums == 0, (-2, -1))
-        first = jnp.where(empty, -jnp.inf, lax.stop_gradient(maximum))
+        first = jnp.where(empty, dtypes.lowest(given.dtype), lax.stop_gradient(maximum))
     else:
-        first = jnp.full((*given.batch, key.shape[-2]), -jnp.inf, given.dtype)
+        shape = (*given.batch, key.shape[-2])
+        first = jnp.full(shape, dtypes.lowest(given.dtype), given.dtype)
     packed_ids = None if given.documents is None else given.documents[1]
     units, log_decay, last = _units(parameters, given, first, is_causal, packed_ids)
     if sums is not None and not is_causal:
@@ -258,13 +259,13 @@ def _units(parameters, given, first, is_causal, ids):
     def units(parameters, key, mask, starts, first, ids):
         largest = _largest_exponents(parameters, key, given)
         if mask is not None:
-            largest = jnp.where(mask[..., None], largest, -jnp.inf)
+            largest = jnp.where(mask[..., None], largest, dtypes.lowest(largest.dtype))
         if is_causal:
             before, after = _running_maxima(first, largest, starts)
             last = first if after.shape[-2] == 0 else after[..., -1, :]
             return after, _log_decay(before, after), last
         if ids is None:
-            last = jnp.maximum(first, jnp.max(largest, -2, initial=-jnp.inf))
+            last = jnp.maximum(first, jnp.max(largest, -2, initial=dtypes.lowest(largest.dtype)))
             return jnp.broadcast_to(last[..., None, :], largest.shape), largest, last
         return _maxima_of_documents(largest, ids), largest, first
 
@@ -307,8 +308,9 @@ def _maxima_since(x, starts, reverse=False):
     x, starts = (jnp.moveaxis(a, axis, 0) for a, axis in ((x, -2), (starts, -1)))
     if reverse:
         x, starts = x[::-1], starts[::-1]
-    change = jnp.where(starts, -jnp.inf, 0).astype(x.dtype)[..., None]
-    change, initial = jnp.broadcast_to(change, x.shape), jnp.full(x.shape[1:], -jnp.inf, x.dtype)
+    lowest = dtypes.lowest(x.dtype)
+    change = jnp.broadcast_to(jnp.where(starts, lowest, 0).astype(x.dtype)[..., None], x.shape)
+    initial = jnp.full(x.shape[1:], lowest, x.dtype)
     (largest,) = max_plus_scan(change[None], x[None], initial[None])
     return jnp.moveaxis(largest[::-1] if reverse else largest, 0, -2)
 
@@ -323,9 +325,9 @@ def _maxima_of_documents(x, ids):
 
 
 def _log_decay(before, after):
-    """before - after, and 0 where both are -inf, of which no difference is taken."""
-    same = before == after
-    return jnp.where(same, 0, before) - jnp.where(same, 0, after)
+    """before - after, and 0 where nothing was before, which has nothing to decay."""
+    nothing = before == dtypes.lowest(before.dtype)
+    return jnp.where(nothing, 0, before) - jnp.where(nothing, 0, after)
 
 
 def _check_state(state, given, features, kernel):

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.functional import bigbird, block
 from effattn.functional.block import ScoreMod
 from effattn.functional.block_sparse import attend_blocks
@@ -117,7 +117,7 @@ def random_attention(
             out, lse = attend_blocks(query, key, value, given, listed, block_size)
         else:
             out, lse = block.attend(query, key, value, given)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def _reach(

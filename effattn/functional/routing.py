@@ -140,7 +140,7 @@ def routing_attention(
 
         attend = mesh_axes.placed(attend, query, *specs)
         out, lse = attend(query, key, value, centroids, traced)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 # What may be arrays among the arguments that are passed on.
@@ -161,7 +161,7 @@ def _attend(query, key, value, centroids, size, is_causal, given: block.Argument
     present = _present(given.query_lengths, given.segments, query.shape[-3])
     if present is not None:
         out = jnp.where(present[..., None, None], out, 0)
-        lse = jnp.where(present[..., None], lse, -jnp.inf)
+        lse = jnp.where(present[..., None], lse, dtypes.lowest(lse.dtype))
     return out, lse
 
 
@@ -248,7 +248,7 @@ def nearest(tokens: jax.Array, centroids: jax.Array) -> jax.Array:
 
     shape = tokens.shape[:-1]
     wide = dtypes.common(tokens, centroids)
-    empty = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, jnp.int32)
+    empty = jnp.full(shape, dtypes.lowest(wide), wide), jnp.zeros(shape, jnp.int32)
     start = tuple(mesh_axes.vary_like(tokens, x) for x in empty)
     (_, cluster), _ = lax.scan(step, start, _in_parts(centroids))
     return cluster
@@ -329,12 +329,13 @@ class _Ranked(NamedTuple):
 def _ranked(tokens, centroid, size, present, documents) -> _Ranked:
     """Of tokens `(*B, N, T, H)`, `centroid (N, H)`, and `present` and `documents (*B, T)`."""
     products = jnp.einsum("...nth,nh->...nt", tokens, centroid, precision="highest")
-    far = jnp.where(present[..., None, :], -products, jnp.inf)
+    farthest = jnp.finfo(products.dtype).max
+    far = jnp.where(present[..., None, :], -products, farthest)
     ids = jnp.broadcast_to(documents[..., None, :], far.shape)
     ids, far, order = _sort((ids, far, _positions(far)), num_keys=2)
     start = lax.cummax(jnp.where(_is_first(ids), _positions(ids), 0), axis=ids.ndim - 1)
     inverse = inverse_of(order)
-    return _Ranked(order, inverse, (_positions(ids) - start < size) & (far < jnp.inf))
+    return _Ranked(order, inverse, (_positions(ids) - start < size) & (far < farthest))
 
 
 def _in_parts(centroids):
@@ -420,15 +421,16 @@ def _attend_clusters(tokens: Tokens, centroids, size: int, given: block.Argument
         mask=keys.counts[..., None, None, :],
     )
 
-    lse = jnp.where(queries.counts, lse, -jnp.inf)
+    lse = jnp.where(queries.counts, lse, dtypes.lowest(lse.dtype))
     largest = largest_of(lax.stop_gradient(lse), queries.at, length)
-    largest = jnp.where(largest == -jnp.inf, 0, largest)
-    weights = jnp.exp(lse - pick(largest, queries.at))
+    lowest = dtypes.lowest(lse.dtype)
+    largest = jnp.where(largest == lowest, 0, largest)
+    weights = jnp.where(lse == lowest, 0, jnp.exp(lse - pick(largest, queries.at)))
     total = spread(weights, queries.at, length)
     mixed = spread(dtypes.product(weights[..., None], out), queries.at, length)
     total_or_one = jnp.where(total == 0, 1, total)
     out = (mixed / total_or_one[..., None]).astype(out.dtype)
-    return out, jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
+    return out, jnp.where(total == 0, lowest, largest + jnp.log(total_or_one))
 
 
 def _attend_packed(tokens: Tokens, centroids, size: int, given: block.Arguments):
@@ -463,7 +465,7 @@ def _attend_packed(tokens: Tokens, centroids, size: int, given: block.Arguments)
             segments=(ids, ids),
             window=(size - 1, size - 1),
         )
-        lse = jnp.where(queries.counts, lse, -jnp.inf)
+        lse = jnp.where(queries.counts, lse, dtypes.lowest(lse.dtype))
         out = out.astype(lse.dtype)
         return tuple(permute(x, queries.inverse, queries.order) for x in (out, lse))
 
@@ -477,7 +479,7 @@ def _over_clusters(attend, learnt, fixed):
     """One softmax over the clusters of a query, of which one is held at a time.
 
     `attend(learnt, fixed, centroid)` is of one cluster, `(*B, N, T, Hv)` and the log-sum-exp
-    `(*B, N, T)`, -inf where a token is not in it. The centroids are the last of `fixed`.
+    `(*B, N, T)`, `dtypes.lowest` where a token is not in it. The centroids are the last of `fixed`.
     """
 
     def step(so_far, centroid):
@@ -500,7 +502,7 @@ def _over_clusters_bwd(attend, saved, cotangents):
 
     def step(total, centroid):
         (own, own_lse), pull = jax.vjp(lambda x: attend(x, fixed, centroid), learnt)
-        weight = jnp.where(own_lse == -jnp.inf, 0, jnp.exp(own_lse - lse))
+        weight = jnp.where(own_lse == dtypes.lowest(lse.dtype), 0, jnp.exp(own_lse - lse))
         d_own = weight[..., None] * d_out, weight * ((d_out * own).sum(-1) + beside)
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, pull(d_own)[0]), None
 

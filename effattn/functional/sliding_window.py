@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.axes import lead
 from effattn.cores.block_attention import Origin
 from effattn.functional import block
@@ -109,7 +109,7 @@ def sliding_window_attention(
     dilation = _checks.dilation(dilation, query.shape[-2], key.shape[-2])
     with jax.named_scope("sliding_window_attention"):
         out, lse = attend(dilation, query, key, value, given)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def attend(dilation: int | tuple[int, ...], query, key, value, given: block.Arguments):

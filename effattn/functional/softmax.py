@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from effattn import _checks, dispatch, registry
+from effattn import _checks, dispatch, dtypes, registry
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
 
@@ -124,7 +124,7 @@ def dot_product_attention(
     )
     with jax.named_scope("dot_product_attention"):
         out, lse = _attend(query, key, value, given, return_residual)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def _attend(query, key, value, given: block.Arguments, return_residual: bool):

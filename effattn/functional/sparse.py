@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from effattn import _checks, dispatch
+from effattn import _checks, dispatch, dtypes
 from effattn.functional import block
 from effattn.functional.block import ScoreMod
 from effattn.layouts import BlockLayout
@@ -116,7 +116,7 @@ def sparse_attention(
         given = _with_layout(query, key, given, layout)
     with jax.named_scope("sparse_attention"):
         out, lse = block.attend(query, key, value, given)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def _with_layout(query, key, given: block.Arguments, layout) -> block.Arguments:

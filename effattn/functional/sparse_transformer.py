@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, registry
+from effattn import _checks, dtypes, registry
 from effattn.functional import block, folding, sliding_window
 from effattn.functional.block import ScoreMod
 from effattn.functional.combine import combine
@@ -120,7 +120,7 @@ def sparse_transformer_attention(
     factors = _strided if kind == "strided" else functools.partial(_fixed, int(summary))
     with jax.named_scope("sparse_transformer_attention"):
         out, lse = factors(int(stride), factor, query, key, value, given)
-    return (out, lse) if return_residual else out
+    return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
 def _check(stride, kind, summary, factor):

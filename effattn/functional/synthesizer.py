@@ -158,7 +158,7 @@ def factorized_synthesizer_attention(
             if is_causal:
                 seen = seen & (key <= positions[..., None])
             logit = coarse[..., None].astype(wide) * b.astype(wide)
-            logit = jnp.where(seen[:, :, None], logit, -jnp.inf)
+            logit = jnp.where(seen[:, :, None], logit, dtypes.lowest(wide))
             # Not below what stands for nothing, so that differences are finite.
             new = jax.lax.stop_gradient(jnp.maximum(largest, logit.max(-1)))
             share, weight = jnp.exp(largest - new), jnp.exp(logit - new[..., None])

@@ -137,7 +137,8 @@ class _BiasedAFT(_AFT, CachedMixer):
             """`(B, D)`: a token at a time, as its weights are of all slots and features."""
             seen = within(at + 1, capacity)[..., None]
             bias = self._bias_at(at, capacity).astype(key.dtype)
-            weights = jax.nn.softmax(jnp.where(seen, key + bias, -jnp.inf), 1)
+            exponent = jnp.where(seen, key + bias, dtypes.lowest(key.dtype))
+            weights = jax.nn.softmax(exponent, 1)
             return (weights * value).sum(1)
 
         # A pair costs several times less in the form of whole sequences, which has all of them.

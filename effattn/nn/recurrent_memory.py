@@ -228,7 +228,8 @@ class RecurrentMemoryAttention(CausalMixer):
         """`(B, T, D)`, of tokens at some places of a segment, whose keys and values these are."""
         seen = within(places + 1, key.shape[1])
         near = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=self._wide(key))
-        near = jnp.where(seen if seen.ndim == 2 else seen[:, None], near, -jnp.inf)
+        seen = seen if seen.ndim == 2 else seen[:, None]
+        near = jnp.where(seen, near, dtypes.lowest(near.dtype))
         far = jnp.einsum(
             "btnh,bsnh->bnts", unturned, self.key(memory), preferred_element_type=near.dtype
         )

@@ -150,7 +150,7 @@ def paged(
     carry = lax.fori_loop(first, last, attend, carry)
     largest, total, mixed = reverse_mode.forward_only(carry, _NO_GRADIENTS)
     total_or_one = jnp.where(total == 0, 1, total)
-    lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total_or_one))
+    lse = jnp.where(total == 0, dtypes.lowest(dtype), largest + jnp.log(total_or_one))
     out = (mixed / total_or_one[..., None]).astype(query.dtype)
 
     def apart(x):
