@@ -36,7 +36,7 @@ def product(*factors: Any) -> jax.Array:
     return functools.reduce(operator.mul, alike(*factors))
 
 
-def lowest(dtype: Any) -> np.generic:
+def lowest(dtype: Any) -> Any:
     """Stands for -inf, as the logarithm of nothing: below all numbers, and finite.
 
     One above the least number of the dtype, which biases use to forbid pairs.

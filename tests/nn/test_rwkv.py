@@ -8,7 +8,6 @@ from flax import nnx
 
 from effattn.nn import RWKV6, RWKV7
 from effattn.nn.token_shift import token_shift
-from tests.marks import slow
 from tests.nn.build import filled
 
 FEATURES, HEADS, SIZE, LENGTH = 12, 3, 4, 7
@@ -87,7 +86,7 @@ def rwkv7(mixer, x):
     return ((normalised(mixer, out) + itself.reshape(LENGTH, -1)) * gate) @ of(mixer.out.kernel)
 
 
-@pytest.mark.parametrize(("layer", "by_hand"), [slow(RWKV6, rwkv6), (RWKV7, rwkv7)])
+@pytest.mark.parametrize(("layer", "by_hand"), [(RWKV6, rwkv6), (RWKV7, rwkv7)])
 def test_it_is_the_layer_of_its_paper(layer, by_hand):
     mixer = randomised(layer)
     y = jax.jit(lambda mixer, x: mixer(x))(mixer, X[None])[0]
