@@ -36,13 +36,14 @@ def product(*factors: Any) -> jax.Array:
     return functools.reduce(operator.mul, alike(*factors))
 
 
-def lowest(dtype: Any) -> Any:
+def lowest(dtype: Any) -> np.number[Any]:
     """Stands for -inf, as the logarithm of nothing: below all numbers, and finite.
 
     One above the least number of the dtype, which biases use to forbid pairs.
     """
-    least = jnp.finfo(dtype).min
-    return np.nextafter(least, np.zeros_like(least))
+    least: Any = jnp.finfo(dtype).min
+    above: np.number[Any] = np.nextafter(least, np.zeros_like(least))[()]
+    return above
 
 
 def logarithms(x: jax.Array) -> jax.Array:

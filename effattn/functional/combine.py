@@ -35,18 +35,23 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
                 "combine needs outputs of one shape (*B, T, N, Hv) and lses (*B, T, N), got "
                 f"{[o.shape for o in outputs]} and {[one.shape for one in lses]}"
             )
-    lowest = [dtypes.lowest(lse.dtype) for lse in lses]
-    empty = [(lse == -jnp.inf) | (lse == low) for lse, low in zip(lses, lowest, strict=True)]
-    largest = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
+    empty = [(lse == -jnp.inf) | (lse == dtypes.lowest(lse.dtype)) for lse in lses]
     nothing = functools.reduce(jnp.logical_and, empty)
+    # Finite, and of empty parts no larger than of any other.
+    finite = [
+        jnp.where(is_empty, jnp.finfo(lse.dtype).min, lse)
+        for lse, is_empty in zip(lses, empty, strict=True)
+    ]
+    largest = jax.lax.stop_gradient(functools.reduce(jnp.maximum, finite))
     shift = jnp.where(nothing, 0, largest)
     weights = [
-        jnp.where(is_empty, 0, jnp.exp(jnp.where(is_empty, shift, lse) - shift))
-        for lse, is_empty in zip(lses, empty, strict=True)
+        jnp.exp(lse - shift) * (~is_empty).astype(lse.dtype)
+        for lse, is_empty in zip(finite, empty, strict=True)
     ]
     total = jnp.where(nothing, 1, functools.reduce(jnp.add, weights))
     parts = zip(weights, outputs, strict=True)
     mixed = functools.reduce(jnp.add, (dtypes.product(w[..., None], out) for w, out in parts))
     out = (mixed / total[..., None]).astype(outputs[0].dtype)
     # Of nothing, as the parts say it: -inf, or what stands for it here.
-    return out, jnp.where(nothing, largest, shift + jnp.log(total))
+    of_nothing = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
+    return out, jnp.where(nothing, of_nothing, shift + jnp.log(total))

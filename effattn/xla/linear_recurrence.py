@@ -71,8 +71,10 @@ def _in_spans(rule, x: Operands, blocks: "Blocks") -> tuple[Operands, list[_Span
     block = blocks.length or min(max(BLOCK // rule.chunk, 1), CHUNKS_OF_BLOCK) * rule.chunk
     span = _Span(0, -(-length // block), block, rule.chunk)
     tokens = x.tokens or Tokens()
-    if tokens.key_mask is None:
-        tokens = tokens._replace(key_mask=jnp.ones(first.shape[: axis + 1], bool))
+    key_mask = tokens.key_mask
+    if key_mask is None:
+        key_mask = jnp.ones(first.shape[: axis + 1], bool)
+    tokens = tokens._replace(key_mask=key_mask)
     return _filled(x._replace(tokens=tokens), axis, span), [span]
 
 
@@ -242,7 +244,7 @@ def backward(
     axis = x.state.ndim - 3
     length: Any = d_output.shape[axis]
     x, spans = _in_spans(rule, x, blocks)
-    if not isinstance(length, int):
+    if dispatch.open_length(length):
         d_output = _filled(d_output, axis, spans[0])
     inputs = x.queries, x.keys
     # In 16 bits the gradient of a block would soon be too small to count.

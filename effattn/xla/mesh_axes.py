@@ -3,11 +3,11 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes, reshard
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, auto_axes, reshard
 
 Arrays = TypeVar("Arrays")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -43,12 +43,12 @@ def of_type(like: jax.Array) -> Iterator[None]:
         return
     place: Any = None if isinstance(like, jax.core.Tracer) else like.sharding
     # Eager operations need to know the devices, which the types of traced arrays do not say.
-    with (
-        jax.set_mesh(place.mesh)  # type: ignore[arg-type]
-        if isinstance(place, NamedSharding)
-        else jax.sharding.use_abstract_mesh(jax.typeof(like).sharding.mesh)
-    ):
-        yield
+    if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
+        with jax.set_mesh(place.mesh):
+            yield
+    else:
+        with jax.sharding.use_abstract_mesh(jax.typeof(like).sharding.mesh):
+            yield
 
 
 def on_mesh_of_input(method: Method) -> Method:
@@ -66,7 +66,7 @@ def on_mesh_of_input(method: Method) -> Method:
             module = jax.tree.map(lambda leaf: reshard(leaf, PartitionSpec(*spec(leaf))), module)
             return method(module, x, *arguments, **options)
 
-    return call  # type: ignore[return-value]
+    return cast(Method, call)
 
 
 def placed_like(x: jax.Array, function: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
