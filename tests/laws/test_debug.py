@@ -21,11 +21,20 @@ from tests.laws.test_decode import DECODING, mixer_of
 from tests.marks import slow_but_for
 
 ROWS, LENGTH = SQUARE.batch[0], SQUARE.keys
-LENGTHS = np.array([LENGTH, 7, 1, 0], np.int32)
-IDS = np.array([[1] * 13, [2] * 5 + [1] * 8, [0] * 3 + [4] * 10, [0] * 13], np.int32)
 NAMES = ("softmax", "linear", "routing", "hierarchical", "performer")
 QUICK = [s for s in MECHANISMS if s.name in NAMES]
 QUICK_MIXERS = [s for s in FIRST if s.name in ("lsh", "aft_local", "recurrent_memory")]
+
+
+def lengths_of(length):
+    return np.array([length, 7, 1, 0], np.int32)
+
+
+def ids_of(length):
+    """One document, two, padding first, and nothing but padding."""
+    token = np.arange(length)
+    rows = token >= 0, 2 - (token >= 5), 4 * (token >= 3), 0 * token
+    return np.stack(rows).astype(np.int32)
 
 
 @contextlib.contextmanager
@@ -38,9 +47,9 @@ def padding_of(subject):
     given = {"nothing": {}}
     if subject.has("lengths"):
         names = "query_seq_lengths", "key_value_seq_lengths"
-        given["lengths"] = dict.fromkeys(names, LENGTHS)
+        given["lengths"] = dict.fromkeys(names, lengths_of(LENGTH))
     if subject.has("segments"):
-        given["packing"] = {"segment_ids": IDS}
+        given["packing"] = {"segment_ids": ids_of(LENGTH)}
     return given
 
 
@@ -114,7 +123,11 @@ def test_a_bias_of_the_least_number_is_not_the_absence_of_keys():
 def test_mixers_without_heads(mixer):
     module = mixers.cast(mixers.made(mixer), np.float32)
     x = mixers.tokens(1).astype(np.float32)
-    given = {"lengths": {"lengths": LENGTHS}, "segments": {"segment_ids": IDS}}
+    length = x.shape[1]
+    given = {
+        "lengths": {"lengths": lengths_of(length)},
+        "segments": {"segment_ids": ids_of(length)},
+    }
     for padding in [{}, *(given[name] for name in given if mixer.has(name))]:
         with watched():
             module(x, **padding)
@@ -134,6 +147,6 @@ def test_modules_and_decoding(subject):
 
 def assert_decodes(module, x):
     with watched():
-        state = module.init_state(ROWS, LENGTH, jnp.float32)
+        state = module.init_state(ROWS, x.shape[1], jnp.float32)
         _, state = module.extend(x[:, :5], state, lengths=np.array([5, 1, 0, 2]))
         module.step(x[:, 5:6], state)
