@@ -180,10 +180,9 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
         for name in mapped:
             if transformation == "vmap" and name in arrays and coin(0.2):
                 mapped[name] = -1
-    # A list of ids would be read as a pair, where a pair is taken.
-    pair = sizes.queries != sizes.keys or coin(0.3) or container == "list"
+    pair = sizes.queries != sizes.keys or coin(0.3)
     if name == "routing" or is_causal and "state" in entry.capabilities:
-        pair, container = False, "numpy" if container == "list" else container
+        pair = False
     integers = {}
     most = max(sizes.queries, sizes.keys)
     for name in ("query_seq_lengths", "key_value_seq_lengths", "segment_ids", "query_offset"):
@@ -353,8 +352,11 @@ def draw_pool(program: Program, rng: np.random.Generator) -> np.ndarray:
     dtype = program.integers["segment_ids"]
     if not program.wild:
         return np.arange(6).astype(dtype)
-    # Without x64, JAX has no integers of 64 bits.
-    limits = np.iinfo(dtype if program.x64 else np.dtype(f"{dtype.kind}{min(dtype.itemsize, 4)}"))
+    # Without x64, JAX has no integers of 64 bits, and takes no others from a list than int32.
+    narrow = np.dtype(f"{dtype.kind}{min(dtype.itemsize, 4)}")
+    if program.container == "list" and narrow == np.uint32:
+        narrow = np.dtype(np.uint16)
+    limits = np.iinfo(dtype if program.x64 else narrow)
     few = rng.integers(limits.min, limits.max, size=2, dtype=dtype)
     alike = [int(few[0]) + 2**32, 2**32, 2**31, 2**63, -1, 2**16, 2**8, int(few[0]) - 2**32]
     more = [x for x in alike if limits.min <= x <= limits.max]
