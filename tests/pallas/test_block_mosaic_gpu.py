@@ -104,16 +104,19 @@ CASES = {
     ),
 }
 
-interpreter = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="jax 0.12 interprets kernels of Mosaic GPU"
-)
+
+def interpreter(test):
+    """Marks a test in which warpgroups wait for each other.
+
+    Each of them blocks a thread of XLA's, which has at least one for a device.
+    """
+    has_one = hasattr(plgpu, "InterpretGPUParams")
+    reason = "jax 0.12 interprets kernels of Mosaic GPU"
+    return pytest.mark.devices(pytest.mark.skipif(not has_one, reason=reason)(test))
 
 
 def interpreted(case, dtype=np.float16):
-    """By a kernel, of which no two warpgroups race for memory.
-
-    Each of them blocks a thread of XLA's, which has one for a device: `tests.conftest` has eight.
-    """
+    """By a kernel, of which no two warpgroups race for memory."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     with dispatch.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
