@@ -276,7 +276,8 @@ def draw_options(rng, name: str, sizes: Sizes) -> tuple[dict[str, Any], Referenc
         options["max_length"] = 2 * length + 3
     elif name == "linformer":
         heads = () if rng.random() < 0.5 else (sizes.key_heads,)
-        options |= projections((*heads, int(integers(1, 9))), sizes.keys + int(integers(0, 3)))
+        rows = int(integers(1, min(sizes.keys, 8) + 1))
+        options |= projections((*heads, rows), sizes.keys + int(integers(0, 3)))
     elif name == "block_linformer":
         heads = () if rng.random() < 0.5 else (sizes.key_heads,)
         slots, size = int(integers(1, 4)), int(integers(3, 20))
@@ -295,7 +296,7 @@ def draw_options(rng, name: str, sizes: Sizes) -> tuple[dict[str, Any], Referenc
         more = slots * (1 + -(-sizes.keys // segment))
         reference = dataclasses.replace(reference, more_keys=more)
     elif name == "nystrom":
-        options["num_landmarks"] = int(integers(1, 12))
+        options["num_landmarks"] = int(integers(1, min(length, 11) + 1))
         if "skip_kernel" in options:
             width = 2 * int(integers(1, 4)) + 1
             options["skip_kernel"] = normal(sizes.heads, width)

@@ -92,11 +92,15 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
         length = min(length, 65)
     rows = int(rng.integers(1, 4))
     given = {g for g in ("lengths", "segments") if g in entry.capabilities and coin(0.7)}
+    # Alone, a document needs as many tokens as there are clusters.
+    least = 5 if name == "routing" else 1
+    if length < 2 * least:
+        given.discard("segments")
     if decodes:
         given, documents = set(), ((length,),) * rows
     elif "segments" in given:
-        one = int(rng.integers(1, length))
-        two = int(rng.integers(0, length - one + 1))
+        one = int(rng.integers(least, length - least + 1))
+        two = int(rng.integers(least - 1, length - one + 1)) // least * least
         both = tuple(size for size in (one, two) if size)
         documents = tuple(both[::-1] if coin() else both for _ in range(rows))
     elif "lengths" in given:
