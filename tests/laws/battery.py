@@ -110,6 +110,9 @@ CALLED_IN_FLOAT32 = slow_but_for(
 # For those that a core answers for: the other families run on those of these two.
 WITH_CORES = [s for s in FIRST_OF_FAMILY if s.entry.family in ("exact", "recurrent")]
 OF_CORES = slow_but_for(WITH_CORES, MECHANISMS)
+OF_CORES_IN_FLOAT32 = slow_but_for(
+    [s for s in IN_FLOAT32 if s.name in {core.name for core in WITH_CORES}], IN_FLOAT32
+)
 # The same two cores under other mechanisms, for what is left: one alone would pay for all.
 ALSO_OF_CORES = slow_but_for(
     [s for s in MECHANISMS if s.name in ("sliding_window", "linear")], MECHANISMS

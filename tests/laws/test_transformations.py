@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.laws import battery
-from tests.laws.battery import FIRST_OF_FAMILY, MECHANISMS, OF_CORES, SQUARE
+from tests.laws.battery import FIRST_OF_FAMILY, MECHANISMS, OF_CORES_IN_FLOAT32, SQUARE
 from tests.marks import slow_but_for
 
 # XLA fuses products on the CPU for a library that ends the process at those of eight axes.
@@ -17,7 +17,7 @@ UNFUSED = {"xla_cpu_experimental_ynn_fusion_type": ""}
 REFUSING = [m for m in MECHANISMS if m.name in ("softmax", "linear", "nystrom", "routing")]
 
 
-@pytest.mark.parametrize("mechanism", OF_CORES, ids=str)
+@pytest.mark.parametrize("mechanism", OF_CORES_IN_FLOAT32, ids=str)
 def test_vmap_over_any_argument(mechanism):
     """Three maps inside each other, each over a third of the arguments.
 
