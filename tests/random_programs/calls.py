@@ -236,6 +236,9 @@ def draw_sizes(rng: np.random.Generator, entry: Any, is_causal: bool) -> Sizes:
         size, value_size = min(size, 9), min(value_size, 9)
     if entry.name == "retention":
         size += size % 2
+    if entry.name == "routing":
+        # The norm of two features is a sign, so that the order of tokens would be one of ties.
+        size = max(size, 3)
     return Sizes(batch, queries, keys, key_heads * groups, key_heads, size, value_size)
 
 
@@ -273,7 +276,7 @@ def draw_options(rng, name: str, sizes: Sizes) -> tuple[dict[str, Any], Referenc
         levels = int(integers(1, 5))
         options |= {"segment_size": size, "num_levels": levels, "num_summaries": summaries}
     elif name == "cosformer":
-        options["max_length"] = 2 * length + 3
+        options["max_length"] = max(2 * length + 3, 40)  # beyond all pieces of decoding
     elif name == "linformer":
         heads = () if rng.random() < 0.5 else (sizes.key_heads,)
         rows = int(integers(1, min(sizes.keys, 8) + 1))

@@ -141,6 +141,9 @@ def options_of(rng, entry, length: int, heads: tuple[int, int], is_causal: bool)
         return options
     if entry.name == "linformer":
         return {"max_length": length + int(rng.integers(0, 4)), "num_projected": min(length, 4)}
+    if entry.name in ("random", "bigbird"):
+        options = {"block_size": max(1, length // 8)}
+        return options | (dict(REFERENCES[entry.name].decoding) if is_causal else {})
     if REFERENCES[entry.name].module is not None:
         return dict(REFERENCES[entry.name].module)
     sizes = Sizes((2,), length, length, heads[0], heads[1], FEATURES // heads[0], 1)
