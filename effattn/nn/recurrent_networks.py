@@ -56,7 +56,9 @@ class _CellMixer(RecurrentMixer):
     def _mix(self, x, state, lengths, segment_ids):
         batch, time = x.shape[:2]
         dtype = self._computed_in(x)
-        zeros = self._carry(batch, dtypes.wide(dtype))
+        # The cell computes in the dtype of its parameters, which may have been cast.
+        own = jax.tree.leaves(self.cell) if self.dtype is None else ()
+        zeros = self._carry(batch, dtypes.wide(dtype, *own))
         start = zeros
         if state is not None:
             start = jax.tree.map(lambda c, z: c.astype(z.dtype), state, zeros)

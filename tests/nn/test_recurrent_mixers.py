@@ -318,3 +318,16 @@ def test_orthogonal_parameters_of_16_bits_are_rounded():
     draw = functools.partial(orthogonal_init, jax.random.key(0), (5, 3))
     np.testing.assert_array_equal(draw(jnp.bfloat16), draw(jnp.float32).astype(jnp.bfloat16))
     np.testing.assert_allclose(draw(scale=0.1).T @ draw(scale=0.1), 0.01 * np.eye(3), atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_a_cell_whose_parameters_were_cast_decodes_in_their_dtype(name):
+    with jax.enable_x64(True):
+        made = registry.get(name).build(FEATURES, 1, is_causal=True, rngs=nnx.Rngs(0))
+        mixer = jax.tree.map(lambda x: x.astype(jnp.float64), made)
+        x = jnp.asarray(X, jnp.float64)
+        state = mixer.init_state(2, LENGTH, jnp.float32)
+        first, state = mixer.extend(x[:, :4], state)
+        second, _ = mixer.extend(x[:, 4:], state)
+        assert first.dtype == jnp.float64
+        np.testing.assert_allclose(jnp.concatenate([first, second], 1), mixer(x), rtol=1e-12)

@@ -177,9 +177,9 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     if transformation in ("vmap", "scan"):
         names = [*arrays, *sorted(given), "cotangents"]
         mapped = {name: 0 for name in names if coin(0.6)} or {one_of(names): 0}
-        for name in mapped:
-            if transformation == "vmap" and name in arrays and coin(0.2):
-                mapped[name] = -1
+        for array in mapped:
+            if transformation == "vmap" and array in arrays and coin(0.2):
+                mapped[array] = -1
     pair = sizes.queries != sizes.keys or coin(0.3)
     if name == "routing" or is_causal and "state" in entry.capabilities:
         pair = False
