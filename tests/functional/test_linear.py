@@ -260,6 +260,7 @@ def test_a_packed_bidirectional_call_makes_no_array_of_queries_by_keys():
 
 
 @pytest.mark.slow
+@pytest.mark.devices
 def test_sharding_adds_no_collective_and_changes_nothing():
     """Of what the law on it leaves out: packed bidirectional calls, and a shared key head."""
     ids = np.asarray([[1, 1, 1, 1, 2, 2, 2, 0, 0], [3, 3, 4, 4, 4, 4, 4, 4, 4]])

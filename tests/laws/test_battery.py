@@ -52,14 +52,15 @@ def forgetting_attention(
     ids = jnp.ones_like(key.sum((-1, -2)), int) if segment_ids is None else jnp.asarray(segment_ids)
 
     def within(lengths):
-        inside = True if lengths is None else jnp.arange(length) < lengths[..., None]
-        return (ids != 0) & inside
+        token = jax.lax.broadcasted_iota(jnp.int32, (*ids.shape[:-1], length), ids.ndim - 1)
+        return (ids != 0) if lengths is None else (ids != 0) & (token < lengths[..., None])
 
     def clear(x, present):
         return jnp.where(present.reshape(*present.shape, *(1,) * (x.ndim - present.ndim)), x, 0)
 
     valid, present = within(query_seq_lengths), within(key_value_seq_lengths)
-    decay = jnp.exp(clear(log_decay.astype(dtype) + log_rate.astype(dtype), present))
+    log_rate = jnp.broadcast_to(log_rate.astype(dtype), log_decay.shape)
+    decay = jnp.exp(clear(log_decay.astype(dtype) + log_rate, present))
     q, k = (
         clear(phi(clear(x, at).astype(dtype)), at) for x, at in ((query, valid), (key, present))
     )
@@ -159,6 +160,7 @@ def registered(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.devices
 def test_the_laws_hold_for_it(registered):
     """One after another, so that they share their programs."""
     subject = registered
@@ -183,7 +185,7 @@ def test_the_laws_hold_for_it(registered):
     test_sharding.test_only_the_gradients_of_what_is_shared_are_summed(subject)
     test_sharding.test_batch_and_heads_need_no_collective(subject)
     test_sharding.test_shard_map_remat_and_scan(subject)
-    test_cost.test_operations_grow_as_claimed_and_programs_do_not(subject)
+    test_cost.test_operations_grow_as_claimed_and_programs_do_not(subject, "causal")
     test_capabilities.test_a_module_gives_advice_on_what_is_not_claimed(subject)
     for capability in test_capabilities.SHOWN_BY_ARGUMENTS:
         test_capabilities.test_a_signature_has_what_is_claimed_and_nothing_else(subject, capability)

@@ -357,6 +357,7 @@ def test_explicit_axes_of_a_mesh_suit_training_and_decoding():
 
 
 @pytest.mark.slow
+@pytest.mark.devices
 def test_rows_and_heads_on_explicit_axes_are_as_on_one_device():
     model, mesh, placed, tokens = on_explicit_axes()
 

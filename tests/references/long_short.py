@@ -82,9 +82,9 @@ LONG_SHORT = Reference(
     attend=long_short,
     variants={
         "": {"window_size": 3, "segment_size": 4, "projection": _draw(6, 2)},
-        "scores": {"window_size": 4, "slot_scores": _draw(13, 2, 3)},
+        "scores": {"window_size": 4, "slot_scores": _draw(17, 2, 3)},
     },
     tuning={"tile": (5, 4)},
     module={"window_size": 3, "segment_size": 4, "num_projected": 2},
-    more_keys=12,
+    more_keys=15,
 )
