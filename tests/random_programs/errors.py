@@ -33,13 +33,16 @@ def compare(
     """What differs by more than a few times the errors that are likely."""
     paths = jax.tree.leaves_with_path(true)
     leaves = jax.tree.leaves(ours)
+    # Gradients of queries and keys are differences of numbers as large as those of values are: of
+    # one key alone they are zero, and rounding remains.
+    largest = max((float(np.abs(b[np.isfinite(b)]).max(initial=0)) for _, b in paths), default=0)
     for n, ((path, b), a) in enumerate(zip(paths, leaves, strict=True)):
         name = jax.tree_util.keystr(path)
         if a.shape != b.shape:
             yield f"{name} has shape {a.shape}, not {b.shape}"
             continue
         finite = np.abs(b[np.isfinite(b)])
-        size = max(float(finite.max(initial=0)), 1.0)
+        size = max(float(finite.max(initial=0)), 1.0, largest / 8)
         # The largest of many errors is much the same in every draw; that of one number is not,
         # and one number is often the sum of many that cancel.
         few = 8 if b.size < 16 else 1
