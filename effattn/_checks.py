@@ -174,9 +174,19 @@ def known(value: Any) -> np.ndarray | None:
     """
     try:
         numbers = None if isinstance(value, jax.core.Tracer) else np.asarray(value)
+        if isinstance(value, list | tuple) and numbers is not None and numbers.dtype.kind == "f":
+            numbers = _without_rounding(value, numbers)
     except (jax.errors.TracerArrayConversionError, TypeError, ValueError):
         return None
     return None if numbers is None or numbers.dtype.kind in "OUS" else numbers
+
+
+def _without_rounding(value: Any, numbers: np.ndarray) -> np.ndarray:
+    """Integers up to 2**64 as they are; NumPy reads a list of small and large ones as floats."""
+    exact = np.asarray(value, object)
+    if exact.size and all(is_integer(x) and 0 <= x < 2**64 for x in exact.flat):
+        return exact.astype(np.uint64)
+    return numbers
 
 
 def not_negative(name: str, value: Any) -> None:

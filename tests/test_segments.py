@@ -197,6 +197,18 @@ def test_pairs_of_which_no_integer_holds_both_are_refused():
             effattn.dot_product_attention(x, x, x, segment_ids=pair)
 
 
+def test_lists_may_hold_ids_up_to_64_bits_beside_small_ones():
+    """NumPy alone would read them as floats, which are equal there."""
+    x = np.random.default_rng(0).normal(size=(1, 6, 1, 2)).astype(np.float32)
+    expected = effattn.dot_product_attention(x, x, x, segment_ids=np.array([[1, 1, 2, 2, 3, 0]]))
+    ids = [[1, 1, 2**64 - 1, 2**64 - 1, 2**64 - 2, 0]]
+    with jax.enable_x64(True):
+        found = effattn.dot_product_attention(x, x, x, segment_ids=ids)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    with pytest.raises(ValueError, match="segment_ids must fit in"):
+        effattn.dot_product_attention(x, x, x, segment_ids=ids)
+
+
 def test_nested_lists_of_ids_are_one_array():
     x = np.random.default_rng(0).normal(size=(2, 24, 2, 8)).astype(np.float32)
     for function in PACKED.values():

@@ -29,8 +29,12 @@ def compare(
     likely: Callable[[], Any],
     eps: float,
     decays: frozenset[str] = frozenset(),
+    amplified: float = 1.0,
 ) -> Iterator[str]:
-    """What differs by more than a few times the errors that are likely."""
+    """What differs by more than a few times the errors that are likely.
+
+    `amplified` is how much more the rounding of sums weighs than that of the arguments.
+    """
     paths = jax.tree.leaves_with_path(true)
     leaves = jax.tree.leaves(ours)
     # Gradients of queries and keys are differences of numbers as large as those of values are: of
@@ -42,7 +46,7 @@ def compare(
             yield f"{name} has shape {a.shape}, not {b.shape}"
             continue
         finite = np.abs(b[np.isfinite(b)])
-        size = max(float(finite.max(initial=0)), 1.0, largest / 8)
+        size = max(float(finite.max(initial=0)), 1.0, largest / 2)
         # The largest of many errors is much the same in every draw; that of one number is not,
         # and one number is often the sum of many that cancel.
         few = 8 if b.size < 16 else 1
@@ -52,6 +56,7 @@ def compare(
         if error > allowed:
             plain, *moved = (jax.tree.leaves(errors)[n] for errors in likely())
             # Inputs alone were moved; the states between pieces of a sequence are rounded as well.
-            allowed = max(allowed, few * 4 * plain, few * 16 * max(moved))
+            likely_error = max(4 * plain, 16 * max(moved))
+            allowed = max(allowed, few * amplified * likely_error)
         if error > allowed:
             yield f"{name} differs by {error:.2g}, where {allowed:.2g} is allowed, of {size:.2g}"

@@ -19,7 +19,13 @@ from flax import nnx
 from effattn import registry
 from effattn.nn import RotaryEmbedding
 from tests.laws.battery import Sizes
-from tests.random_programs.calls import INTEGERS, STATES, draw_length, draw_options
+from tests.random_programs.calls import (
+    INTEGERS,
+    STATES,
+    amplification,
+    draw_length,
+    draw_options,
+)
 from tests.random_programs.errors import compare, jittered, largest_difference
 from tests.references import MIXERS, REFERENCES
 
@@ -251,7 +257,8 @@ class Runner:
             return [jax.tree.map(largest_difference, error, true) for error in errors]
 
         true = truth(np.float64)
-        yield from compare(found, true, likely, float(jnp.finfo(program.dtype).eps))
+        eps = float(jnp.finfo(program.dtype).eps)
+        yield from compare(found, true, likely, eps, amplified=amplification(program.name))
 
     @functools.cached_property
     def whole(self):
