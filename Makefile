@@ -72,10 +72,11 @@ docs: ## write the reference of all public names, from their docstrings, to docs
 	$(setup) docs
 	$(python) -m pdoc --docformat google -o docs/api effattn
 
-lint: ## check style, format and types
+lint: ## check style, format, imports and types
 	$(setup) dev,experiments
 	$(python) -m ruff check
 	$(python) -m ruff format --check
+	"$(VENV)/bin/lint-imports"
 	$(python) -m mypy
 
 format: ## fix style and format

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from effattn import registry
-from effattn.functional.combine import combine
+from effattn.arrays.combine import combine
 from effattn.functional.softmax import dot_product_attention
 
 from effattn.functional.additive import additive_attention  # isort: skip
@@ -26,10 +26,10 @@ from effattn.functional.sparse import sparse_attention  # isort: skip
 from effattn.functional.linear import linear_attention  # isort: skip
 from effattn.functional.retention import retention  # isort: skip
 from effattn.functional.gated_linear import gated_linear_attention  # isort: skip
-from effattn.functional.state_space_duality import state_space_duality  # isort: skip
+from effattn.functional.mamba2 import state_space_duality  # isort: skip
 from effattn.functional.rwkv6 import rwkv6_attention  # isort: skip
-from effattn.functional.selective_scan import selective_scan  # isort: skip
-from effattn.functional.delta_rule import delta_rule_attention  # isort: skip
+from effattn.functional.mamba import selective_scan  # isort: skip
+from effattn.functional.delta_net import delta_rule_attention  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,
@@ -46,25 +46,25 @@ from effattn.functional.long_short import long_short_attention  # isort: skip
 from effattn.functional.nystrom import nystrom_attention  # isort: skip
 from effattn.functional.lsh import lsh_attention, lsh_rotations  # isort: skip
 from effattn.functional.routing import routing_attention  # isort: skip
-from effattn.functional.fourier import fourier_mixing  # isort: skip
+from effattn.functional.fnet import fourier_mixing  # isort: skip
 from effattn.functional.rwkv4 import rwkv4_mixing  # isort: skip
 from effattn.functional.attention_free import attention_free  # isort: skip
 from effattn.functional.hyena import hyena_convolution  # isort: skip
 from effattn.functional.synthesizer import factorized_synthesizer_attention, synthesizer_attention  # isort: skip
-from effattn.functional.spatial_gating import spatial_gating  # isort: skip
+from effattn.functional.gmlp import spatial_gating  # isort: skip
 import effattn.functional.hybrids  # isort: skip
 import effattn.functional.recurrent_networks  # isort: skip
 import effattn.llvm  # noqa: F401  # isort: skip
 from effattn.functional.s4 import s4_convolution  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
-from effattn.implementations import support
-from effattn.layouts import BlockLayout
-from effattn.segments import (
+from effattn.arrays.segments import (
     positions_from_segment_ids,
     segment_ids_from_cu_seqlens,
     segment_ids_from_lengths,
 )
-from effattn.tuning import tune
+from effattn.dispatch.support import support
+from effattn.dispatch.tuning import tune
+from effattn.patterns.layouts import BlockLayout
 
 if TYPE_CHECKING:
     from effattn import analysis, decode, nn, patterns

@@ -56,6 +56,7 @@ class Mechanism:
       by_layer: the options that change with the layer (from 0) in which the mixer stands.
       decoder: "module:attribute" of what makes its decoder, `(function, options) -> Decoder` (see
         `effattn.decode`), or None.
+      reach: the keys that each token reaches, for `effattn.decode.GatheredDecoder`, or None.
       capabilities: names from `CAPABILITIES`.
       reasons: why the mechanism lacks a capability, for the message to those who ask for it.
       options: the function's own arguments, or its mixer's where it takes no heads, with the values
@@ -80,6 +81,7 @@ class Mechanism:
     takes_heads: bool = True
     builder: str = _ANY_FUNCTION
     decoder: str | None = None
+    reach: Callable[..., Any] | None = None
     causality: str = "exact"
     knows_order: bool = False
 
@@ -211,6 +213,12 @@ def get(name: str) -> Mechanism:
     if not isinstance(name, str) or name not in _MECHANISMS:
         raise ValueError(f"unknown mechanism {name!r}; registered are {', '.join(names())}")
     return _MECHANISMS[name]
+
+
+def entry_of(function: Any) -> Mechanism | None:
+    """The first entry that has this function, or None."""
+    entries = (entry for entry in _MECHANISMS.values() if entry.function is not None)
+    return next((entry for entry in entries if entry.function is function), None)
 
 
 def names(capability: str | None = None) -> tuple[str, ...]:

@@ -41,17 +41,17 @@ Run = tuple[tuple[str, ...], str | None]
 
 # The tests of the files that several mechanisms share, by the path below `effattn`.
 RULES: dict[str, tuple[Run, ...]] = {
-    r"(cores|xla)/(block_attention|tiling)": (
+    r"(cores|xla|interfaces)/(block_attention|tiling)": (
         (("tests/xla/test_block_attention.py", "tests/xla/test_tiling.py"), None),
         (("tests/functional/test_softmax.py",), None),
         (("tests/laws",), "softmax or sliding_window or bigbird"),
     ),
-    r"cores/linear_recurrence|xla/(linear_recurrence|recurrent_chunks)": (
-        (("tests/xla/test_linear_recurrence.py", "tests/functional/test_recurrence.py"), None),
+    r"(cores|interfaces|xla)/linear_recurrence|cores/documents|xla/recurrent_chunks": (
+        (("tests/xla/test_linear_recurrence.py", "tests/cores/test_recurrence.py"), None),
         (("tests/laws",), "linear or rwkv6 or gated_delta_net or performer"),
     ),
     r"xla/diagonal_recurrence": (
-        (("tests/functional/test_selective_scan.py",), None),
+        (("tests/functional/test_mamba.py",), None),
         (("tests/laws",), "mamba"),
     ),
     r"xla/linear_scan": (
@@ -64,24 +64,24 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/llvm",), None),
         (("tests/laws",), "softmax or sliding_window or linear or cosformer"),
     ),
-    r"dropout": (
-        (("tests/test_dropout.py",), None),
+    r"arrays/dropout": (
+        (("tests/arrays/test_dropout.py",), None),
         (("tests/laws",), "softmax or sliding_window"),
     ),
-    r"segments": (
-        (("tests/test_segments.py",), None),
+    r"arrays/segments": (
+        (("tests/arrays/test_segments.py",), None),
         (("tests/laws",), "softmax or linear or mamba or lsh"),
     ),
-    r"functional/(block|combine|folding)": (
-        (("tests/functional/test_combine.py", "tests/functional/test_softmax.py"), None),
+    r"cores/(attention|folding)|arrays/combine": (
+        (("tests/arrays/test_combine.py", "tests/functional/test_softmax.py"), None),
         (("tests/laws",), "softmax or sliding_window or longformer or hierarchical"),
     ),
-    r"functional/feature_maps": (
-        (("tests/functional/test_feature_maps.py",), None),
+    r"cores/feature_maps": (
+        (("tests/cores/test_feature_maps.py",), None),
         (("tests/laws",), "linear or based"),
     ),
-    r"functional/(kernels|recurrence)": (
-        (("tests/functional/test_linear.py", "tests/functional/test_recurrence.py"), None),
+    r"cores/(feature_attention|recurrence)": (
+        (("tests/functional/test_linear.py", "tests/cores/test_recurrence.py"), None),
         (("tests/laws",), "linear or performer or retention"),
     ),
     r"nn/(attention|tokens)": (
@@ -93,11 +93,11 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/nn/test_short_convolution.py",), None),
         (("tests/laws",), "mamba or lsh"),
     ),
-    r"_checks": (
-        (("tests/test_segments.py", "tests/test_bad_input.py"), None),
+    r"arrays/checks": (
+        (("tests/arrays/test_segments.py", "tests/test_bad_input.py"), None),
         (("tests/laws/test_default.py",), "softmax or linear"),
     ),
-    r"angles": ((("tests/test_angles.py",), None),),
+    r"arrays/angles": ((("tests/arrays/test_angles.py",), None),),
     r"nn/options": ((("tests/nn/test_options.py",), None),),
     r"decode/state": ((("tests/decode",), None),),
     r"nn/token_shift": ((("tests/nn/test_rwkv.py", "tests/nn/test_rwkv4.py"), None),),

@@ -19,7 +19,7 @@ import platformdirs
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from effattn import tuned
+from effattn.dispatch import cache
 
 pytest_plugins = ["tests.laws.seconds"]
 
@@ -103,9 +103,9 @@ settings.load_profile("effattn")
 @pytest.fixture(autouse=True)
 def nothing_tuned(monkeypatch, tmp_path):
     """No test sees, or changes, what was tuned on this machine."""
-    monkeypatch.setattr(tuned, "cache_file", lambda: tmp_path / "cache" / "tuning.json")
-    tuned.measured.cache_clear()
-    tuned.warn_once.cache_clear()
+    monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "cache" / "tuning.json")
+    cache.measured.cache_clear()
+    cache.warn_once.cache_clear()
 
 
 _MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), 30_000

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import dropout
+from effattn.arrays import dropout
 from tests.references.pairs import Pairs, pairs
 from tests.references.softmax import softmax
 

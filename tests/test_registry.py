@@ -133,7 +133,7 @@ def test_the_readme_shows_the_table():
 
 def test_importing_it_imports_no_flax():
     heavy = ("flax", "chex", "matplotlib", "optax", "jax.experimental.pallas")
-    heavy += ("effattn.nn", "effattn.decode", "effattn.patterns", "effattn.analysis")
+    heavy += ("effattn.nn", "effattn.decode", "effattn.analysis")
     code = f"import sys, effattn; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -9,7 +9,7 @@ is measured with it, and a row in which that is most of the time is marked: ther
 have waited, and its own time is less. A chain has few calls: XLA bounds how many are in a
 device's queue, and to start one beyond those is to wait for another.
 
-Operands are larger than a GPU's second-level cache at the sizes of `cases.FULL`, so that each call
+Inputs are larger than a GPU's second-level cache at the sizes of `cases.FULL`, so that each call
 reads them from memory.
 """
 

@@ -22,7 +22,8 @@ from effattn.analysis.approximation import (
 )
 from effattn.analysis.figures import draw, draw_attention, draw_receptive_field
 from effattn.analysis.pictures import receptive_field, text
-from effattn.analysis.probes import LONGEST, attention_weights, mixing_weights
+from effattn.analysis.probes import attention_weights, mixing_weights
+from effattn.patterns.characters import LONGEST
 
 __all__ = [
     "LONGEST",

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from effattn import _checks
 from effattn.analysis.probes import mixed, mixing_weights
+from effattn.arrays import checks
 from effattn.functional.softmax import dot_product_attention
 from effattn.nn.binding import Binding, resolve
 
@@ -68,7 +68,7 @@ def approximation_error(
         wrong shapes; a function that does not return one array; and what the function raises.
     """
     function, binding, options = resolve(mechanism, options)
-    keys_at_once = _checks.at_least("keys_at_once", keys_at_once, 1, "keys")
+    keys_at_once = checks.at_least("keys_at_once", keys_at_once, 1, "keys")
     options = _directed(binding, is_causal, options)
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
 
@@ -121,7 +121,7 @@ def singular_values(
         return jnp.linalg.svd(weights, compute_uv=False)
     function, _, options = resolve(mechanism, options)
     fewest = min(query.shape[-3], key.shape[-3])
-    if not _checks.is_integer(count) or not 1 <= count <= fewest:
+    if not checks.is_integer(count) or not 1 <= count <= fewest:
         raise ValueError(f"count must be an int from 1 to {fewest}, of all tokens; got {count!r}")
     if rng is None:
         raise ValueError("count needs rng, a jax.random key for the random values")

@@ -9,10 +9,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
-from effattn import _checks
 from effattn.analysis import style
 from effattn.analysis.pictures import Drawable, picture, receptive_field
 from effattn.analysis.probes import probe
+from effattn.arrays import checks
 from effattn.patterns import Pattern
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def draw_attention(
     from matplotlib.colors import PowerNorm, SymLogNorm
 
     found = probe(module, *inputs, layer=layer, **arguments)
-    if not _checks.is_integer(example) or not 0 <= example < len(found.weights):
+    if not checks.is_integer(example) or not 0 <= example < len(found.weights):
         raise ValueError(
             f"example must be an int from 0 to {len(found.weights) - 1}, got {example!r}"
         )

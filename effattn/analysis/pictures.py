@@ -5,20 +5,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
-from effattn import _checks
-from effattn.analysis.probes import check_length, mixing_weights
-from effattn.layouts import BlockLayout
+from effattn.analysis.probes import mixing_weights
+from effattn.arrays import checks
 from effattn.nn.binding import resolve
 from effattn.patterns import Pattern, graphs
+from effattn.patterns.characters import check_length, layout_shades, lines, one_head
+from effattn.patterns.layouts import BlockLayout
 
 # What can be drawn: a pattern, a layout, or a mechanism as a name or a function.
 Drawable = Pattern | BlockLayout | str | Callable[..., Any]
 
 _LENGTH = 64
-_SHADES = "·░▒▓█"
 # Below this share of a row's largest weight is rounding: of Fourier transforms, say.
 _NOTHING = 1e-6
 
@@ -57,7 +56,7 @@ def picture(what: Drawable, length: int | None, head: int, options: dict[str, An
         shades = pairs(what, length, options).astype(float)
     else:
         shades = relative_weights(what, length, options)
-    return Picture(_one_head(shades, head), name_of(what), (1, 1), (length, length))
+    return Picture(one_head(shades, head), name_of(what), (1, 1), (length, length))
 
 
 def pairs(what: Pattern | str | Callable[..., Any], length: int, options: dict[str, Any]):
@@ -110,18 +109,7 @@ def text(
     Raises:
       ValueError: as `draw`, or a `width` below 2.
     """
-    if not _checks.is_integer(width) or width < 2:
-        raise ValueError(f"width must be an int, 2 or more, got {width!r}")
-    shades = picture(what, length, head, options).shades
-    step = -(-2 * max(shades.shape) // width)
-    rows, columns = (np.arange(0, side, step) for side in shades.shape)
-    total = np.add.reduceat(np.add.reduceat(shades, rows, 0), columns, 1)
-    area = np.add.reduceat(np.ones(shades.shape[0]), rows)[:, None] * np.add.reduceat(
-        np.ones(shades.shape[1]), columns
-    )
-    share = total / area
-    level = np.where(share == 0, 0, np.where(share > 1 - 1e-6, 4, 1 + (3 * share).astype(int)))
-    return "\n".join("".join(2 * _SHADES[shade] for shade in line) for line in level)
+    return lines(picture(what, length, head, options).shades, width)
 
 
 def receptive_field(
@@ -145,7 +133,7 @@ def receptive_field(
     Raises:
       ValueError: sizes out of range, or options of a pattern.
     """
-    if not _checks.is_integer(depth) or depth < 0:
+    if not checks.is_integer(depth) or depth < 0:
         raise ValueError(f"depth must be an int, 0 or more layers, got {depth!r}")
     if isinstance(what, BlockLayout):
         raise ValueError("what must be a pattern or a mechanism; a layout knows no single tokens")
@@ -155,20 +143,8 @@ def receptive_field(
 
 
 def _of_layout(layout: BlockLayout, head: int) -> Picture:
-    if isinstance(layout.partial_indices, jax.core.Tracer):
-        raise ValueError("a layout can be drawn where its arrays are known, not under jit")
-    for name, tiles in zip(("query tiles", "key tiles"), layout.grid, strict=True):
-        check_length(f"the number of {name}", tiles)
-    visited, full = np.asarray(layout.block_mask()), np.asarray(layout._mask("full"))
-    shades = (visited / 2 + full / 2).reshape(-1, *layout.grid)
     name = f"layout in tiles of {layout.tile[0]} x {layout.tile[1]}"
-    return Picture(_one_head(shades, head), name, layout.tile, layout.lengths)
-
-
-def _one_head(shades: np.ndarray, head: int) -> np.ndarray:
-    if not _checks.is_integer(head) or not 0 <= head < len(shades):
-        raise ValueError(f"head must be an int from 0 to {len(shades) - 1}, got {head!r}")
-    return shades[head]
+    return Picture(layout_shades(layout, head), name, layout.tile, layout.lengths)
 
 
 def _without_options(what: Pattern | BlockLayout, options: dict[str, Any]) -> None:

@@ -13,13 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from effattn import _checks
+from effattn.arrays import checks
 from effattn.nn.attention import CrossAttention, SelfAttention
 from effattn.nn.binding import resolve
 from effattn.nn.transformer import TransformerLM
-
-# Tokens; W alone takes 16 MB a head and example then.
-LONGEST = 2048
+from effattn.patterns.characters import check_length
 
 
 def mixing_weights(
@@ -121,16 +119,6 @@ def probe(module: nnx.Module, *inputs: ArrayLike, layer: int | None, **arguments
     return Probe(run(state), binding.name, softmax)
 
 
-def check_length(name: str, length: Any) -> int:
-    """The length, if it is an int that pictures go to."""
-    if not _checks.is_integer(length) or not 1 <= length <= LONGEST:
-        raise ValueError(
-            f"{name} must be an int from 1 to {LONGEST}, as all pairs of tokens are looked at; "
-            f"got {length!r}"
-        )
-    return int(length)
-
-
 def _read(function: Callable[..., Any], query, key, value, keywords: dict[str, Any]) -> jax.Array:
     """`(*B, N, T, S)`, by the call of a function with the identity as value."""
     norms = [name for name in ("window_norm", "slot_norm") if keywords.get(name) is not None]
@@ -166,7 +154,7 @@ def _mixer(module: Any, layer: int | None) -> SelfAttention | CrossAttention:
     mixer = module
     if isinstance(module, TransformerLM):
         count = len(module.blocks)
-        if layer is None or not _checks.is_integer(layer) or not -count <= layer < count:
+        if layer is None or not checks.is_integer(layer) or not -count <= layer < count:
             raise ValueError(
                 f"layer must be an int from {-count} to {count - 1}, for a model of {count} "
                 f"layers; got {layer!r}"

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from effattn import _checks
+from effattn.arrays import checks
 from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
 from effattn.decode.state import bounded, check_bound, check_init, check_state, new_lengths
 from effattn.functional.based import BasedState
@@ -63,12 +63,12 @@ class BasedDecoder(RecurrentDecoder):
     @property
     def _window(self) -> int | None:
         window = self.options.get("local_window_size")
-        return None if window is None else _checks.window(window)[0]
+        return None if window is None else checks.window(window)[0]
 
     def _of_window(self, slots: int | None) -> RecurrentDecoder:
         """The decoder, with so many tokens in place of those of its window."""
         options = dict(self.options)
         if slots != self._window:
             given = options["local_window_size"]
-            options["local_window_size"] = slots if _checks.is_integer(given) else (slots, given[1])
+            options["local_window_size"] = slots if checks.is_integer(given) else (slots, given[1])
         return RecurrentDecoder(self.function, options)

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from effattn.arrays.segments import positions_from, within
+from effattn.cores import attention
 from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import (
     bounded,
@@ -16,9 +18,7 @@ from effattn.decode.state import (
     check_state,
     new_lengths,
 )
-from effattn.functional import block
 from effattn.functional.block_linformer import check_projections, project_blocks
-from effattn.segments import positions_from, within
 
 _SHARED = ("scale", "logits_soft_cap", "sink", "precision", "tile", "implementation")
 _OPTIONS = frozenset((*_SHARED, "key_projection", "value_projection"))
@@ -187,7 +187,7 @@ class BlockLinformerDecoder:
         stored = of_slots[0].shape[1]
         is_before = within(slots * (length // size), stored)
         seen = jnp.concatenate([is_before, jnp.ones((batch, places), bool)], 1)
-        given = block.check(
+        given = attention.check(
             "block_linformer_attention",
             query,
             keys,
@@ -198,5 +198,5 @@ class BlockLinformerDecoder:
             query_seq_lengths=lengths,
             **{name: self.options[name] for name in _SHARED if name in self.options},
         )
-        out, _ = block.attend(query, keys, values, given)
+        out, _ = attention.attend(query, keys, values, given)
         return out

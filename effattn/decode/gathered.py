@@ -11,17 +11,26 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, dispatch
+from effattn import dispatch, registry
+from effattn.arrays import checks, mesh_axes
+from effattn.arrays.segments import positions_from, within
+from effattn.cores import attention
 from effattn.decode import contiguous
 from effattn.decode.contiguous import ContiguousState
 from effattn.decode.state import check_init, check_state, new_lengths
-from effattn.functional import block
-from effattn.segments import positions_from, within
-from effattn.xla import mesh_axes, tiling
+from effattn.xla import tiling
 
 # Options that any mechanism may have, and those that only say how its parallel form is computed.
 _SHARED = ("scale", "logits_soft_cap", "score_mod", "sink", "precision")
 _OF_PARALLEL = ("tile", "implementation")
+
+
+def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> "GatheredDecoder":
+    """The decoder of a registered mechanism that has a `reach`."""
+    entry = registry.entry_of(function)
+    if entry is None or entry.reach is None:
+        raise ValueError(f"{function!r} is no function of a registered mechanism with a reach")
+    return GatheredDecoder(entry.reach, function, options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +41,7 @@ class GatheredDecoder:
     that its position reaches. T tokens take O(T n) time and O(T) memory: keys are gathered for a
     bounded number of tokens at a time.
 
-    A mechanism says beside itself what it reaches: `decoder = reaching.decoder_of(reach)`.
+    The registry entry of a mechanism holds its `reach`; see `decoder`.
 
     Attributes:
       reach: `(i, capacity, ...)`, the positions of the keys that a query at position i, a traced
@@ -112,7 +121,7 @@ class GatheredDecoder:
         of_a_token = max([key_heads, *lists]) * each * (key.shape[-1] + value.shape[-1])
         numbers = tiling.known_product(query.shape[:1]) * of_a_token
         name = self.function.__name__
-        _checks.known_length(f"decoding {name}", query)
+        checks.known_length(f"decoding {name}", query)
         implementation = self.options.get("implementation")
         dispatch.choose(implementation, dispatch.Call(f"decoding {name}", {"xla": lambda: None}))
         with jax.named_scope(name):
@@ -178,10 +187,10 @@ def _attend(query, key, value, positions, present, seen, shared):
 
         shared = {**shared, "score_mod": of_example}
     if sink is not None:
-        sink = _checks.shaped("sink", sink, (heads,)).reshape(*examples[2:], 1, together)
+        sink = checks.shaped("sink", sink, (heads,)).reshape(*examples[2:], 1, together)
     query = query.reshape(*examples, 1, together, query.shape[-1])
     key, value = key[..., None, :], value[..., None, :]
-    given = block.check(
+    given = attention.check(
         "decoding",
         query,
         key,
@@ -193,7 +202,7 @@ def _attend(query, key, value, positions, present, seen, shared):
     )
     positions = tuple(jnp.broadcast_to(at, (*examples, at.shape[-1])) for at in positions)
     given = dataclasses.replace(given, sink=sink, positions=positions)
-    out, _ = block.attend(query, key, value, given)
+    out, _ = attention.attend(query, key, value, given)
     return out.reshape(*batch, heads, out.shape[-1])
 
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks
+from effattn.arrays import checks
+from effattn.arrays.segments import within
 from effattn.decode.sampling import check_draw, divisor, is_number, sample_token
 from effattn.decode.state import check_vocabulary, is_concrete, narrow, new_lengths
-from effattn.segments import within
 
 
 def generate(
@@ -66,7 +66,7 @@ def generate(
             f"model must have init_state and extend, got a {type(model).__name__} without "
             f"{' and '.join(missing)}"
         )
-    prompt = _checks.as_array("prompt", prompt)
+    prompt = checks.as_array("prompt", prompt)
     if prompt.ndim != 2 or prompt.shape[1] < 1 or not jnp.issubdtype(prompt.dtype, jnp.integer):
         raise ValueError(
             "prompt must be integers of shape (B, P) with P >= 1, "
@@ -78,7 +78,7 @@ def generate(
             "every row needs at least one prompt token (a start token will do), "
             f"got lengths {np.asarray(lengths).tolist()}"
         )
-    max_new_tokens = _checks.at_least("max_new_tokens", max_new_tokens, 0, "tokens")
+    max_new_tokens = checks.at_least("max_new_tokens", max_new_tokens, 0, "tokens")
     given = {} if top_p is None else {"top_p": top_p}
     for name, number in {"temperature": temperature, **given}.items():
         if np.ndim(number) or not is_number(number):
@@ -128,7 +128,7 @@ def generate(
 
 def _ends(eos_id: Any) -> jax.Array:
     """The tokens that end a row, `()` or `(E,)`."""
-    given = eos_id if isinstance(eos_id, jax.Array) else _checks.known(eos_id)
+    given = eos_id if isinstance(eos_id, jax.Array) else checks.known(eos_id)
     if (
         given is None
         or given.ndim > 1
@@ -139,7 +139,7 @@ def _ends(eos_id: Any) -> jax.Array:
             "eos_id must be an int, the token that ends a row, or one or more of them in a list or "
             f"an array, got {eos_id!r}"
         )
-    return _checks.as_array("eos_id", eos_id)
+    return checks.as_array("eos_id", eos_id)
 
 
 def _is_array(leaf: Any) -> bool:

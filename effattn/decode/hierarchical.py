@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes
+from effattn.arrays.segments import positions_from, within
+from effattn.cores import attention
 from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import (
     bounded,
@@ -17,9 +19,7 @@ from effattn.decode.state import (
     check_state,
     new_lengths,
 )
-from effattn.functional import block
 from effattn.functional.hierarchical import Hierarchy, Runs, pool, tokens
-from effattn.segments import positions_from, within
 
 _OPTIONS = frozenset(
     "segment_size num_levels num_summaries summary_query scale logits_soft_cap sink precision tile "
@@ -204,7 +204,7 @@ class HierarchicalDecoder:
         key = jnp.concatenate([x.astype(key_dtype) for x in keys], 1)
         value = jnp.concatenate([x.astype(value_dtype) for x in values], 1)
         weight = _LogTokens(hierarchy, siblings + 1, units, levels.size)
-        given = block.check(
+        given = attention.check(
             "hierarchical_attention",
             query,
             key,
@@ -226,7 +226,7 @@ class HierarchicalDecoder:
             tile=self.options.get("tile"),
             implementation=self.options.get("implementation"),
         )
-        out, _ = block.attend(query, key, value, given)
+        out, _ = attention.attend(query, key, value, given)
         return out
 
     def _summarise(self, state: HierarchicalState, is_finished) -> HierarchicalState:
@@ -236,7 +236,7 @@ class HierarchicalDecoder:
             return state
         hierarchy, pieces = self.hierarchy, self.hierarchy.pieces
         query = self.options.get("summary_query")
-        scale = _checks.scale(self.options.get("scale"), state.key.shape[-1])
+        scale = checks.scale(self.options.get("scale"), state.key.shape[-1])
         present = jnp.ones(state.key.shape[:2], bool)
         unit = pool(tokens(state.key, state.value, present, query, scale), hierarchy.piece(1))
         number, siblings = state.length // hierarchy.segment - 1, []
@@ -273,7 +273,7 @@ def _where(rows, runs: Runs, other: Runs) -> Runs:
 
 
 @dataclasses.dataclass(frozen=True)
-class _LogTokens(block.Score):
+class _LogTokens(attention.Score):
     """Adds log n to the logit of slot j: units of a level, siblings of the levels below, tokens."""
 
     hierarchy: Hierarchy

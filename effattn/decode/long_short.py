@@ -7,7 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import dtypes
+from effattn.arrays import dtypes
+from effattn.arrays.combine import combine
+from effattn.arrays.segments import positions_from, within
+from effattn.cores import attention
 from effattn.decode import ring
 from effattn.decode.ring import RingState
 from effattn.decode.segments import extend_by_segment
@@ -18,10 +21,7 @@ from effattn.decode.state import (
     check_state,
     new_lengths,
 )
-from effattn.functional import block
-from effattn.functional.combine import combine
 from effattn.functional.long_short import Options, check_projection, normalise, score
-from effattn.segments import positions_from, within
 
 _SHARED = ("scale", "logits_soft_cap", "precision", "tile", "implementation")
 _OWN = ("window_size", "segment_size", "window_norm", "slot_norm")
@@ -220,7 +220,7 @@ class LongShortDecoder:
         shared = {name: self.options[name] for name in _SHARED if name in self.options}
         kept, slots = state.ring.key.shape[1], state.sums.weight.shape[1]
         ids = filled.astype(jnp.int32)
-        windows = block.check(
+        windows = attention.check(
             "long_short_attention",
             query,
             keys,
@@ -232,11 +232,11 @@ class LongShortDecoder:
             sink=self.options.get("sink"),
             **shared,
         )
-        parts = [block.attend(query, keys, values, windows)]
+        parts = [attention.attend(query, keys, values, windows)]
         if state.slot_key.shape[1]:
             slot_key = state.slot_key.astype(keys.dtype)
             slot_value = state.slot_value.astype(values.dtype)
-            to_slots = block.check(
+            to_slots = attention.check(
                 "long_short_attention",
                 query,
                 slot_key,
@@ -245,7 +245,7 @@ class LongShortDecoder:
                 key_value_seq_lengths=slots * (state.length // options.segment),
                 **shared,
             )
-            parts.append(block.attend(query, slot_key, slot_value, to_slots))
+            parts.append(attention.attend(query, slot_key, slot_value, to_slots))
         out, _ = combine(*zip(*parts, strict=True))
         return out
 

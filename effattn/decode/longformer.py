@@ -1,21 +1,21 @@
 """The state of Longformer attention: a ring for the window, and what global tokens need."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from effattn.arrays.combine import combine
+from effattn.arrays.segments import positions_from, within
 from effattn.decode import contiguous, ring
 from effattn.decode.contiguous import ContiguousState
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.state import bounded, check_init, check_state, new_lengths
-from effattn.functional.combine import combine
 from effattn.functional.longformer import gather, locate
 from effattn.functional.sliding_window import sliding_window_attention
 from effattn.functional.softmax import dot_product_attention
-from effattn.segments import positions_from, within
 
 Heads = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -205,3 +205,16 @@ def _slots_of_global_tokens(position, start, shape):
     return jax.vmap(lambda empty, slot: empty.at[slot].set(True, mode="drop"))(
         jnp.zeros(shape, bool), slot
     )
+
+
+def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Without global tokens it is a causal sliding window, and decodes with its ring cache."""
+    given = {name: option for name, option in options.items() if option is not None}
+    # It bounds a `global_mask`, and without one there is nothing to bound.
+    given.pop("max_global", None)
+    named = sorted(name for name in given if name.startswith("global_"))
+    if named:
+        raise NotImplementedError(
+            f"{function.__name__} decodes without global tokens alone, got {', '.join(named)}"
+        )
+    return RingDecoder(sliding_window_attention, given)

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from effattn import _checks
+from effattn.arrays import checks, mesh_axes
+from effattn.arrays.segments import within
 from effattn.decode.state import bounded, check_bound, check_init, check_state, new_lengths
-from effattn.segments import within
-from effattn.xla import mesh_axes
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +56,7 @@ class RingDecoder:
                 "decoding with a ring cache needs local_window_size among the options, "
                 f"got {sorted(self.options)}"
             )
-        left, _ = _checks.window(self.options["local_window_size"])
+        left, _ = checks.window(self.options["local_window_size"])
         return left * int(np.max(self.options.get("dilation", 1)))
 
     def init(
@@ -107,7 +106,7 @@ class RingDecoder:
         key_ids = filled.astype(jnp.int32)
         query_ids, options, step, first = key_ids[:, kept:], self.options, 1, 0
         dilation = options.get("dilation", 1)
-        if time == 1 and _checks.is_integer(dilation) and dilation > 1:
+        if time == 1 and checks.is_integer(dilation) and dilation > 1:
             # One token reads every so many slots, itself the last: a plain window over those.
             step, options = int(dilation), {**options, "dilation": 1}
             first = kept % step

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import _checks
-from effattn.axes import lead
+from effattn.arrays import checks
+from effattn.arrays.axes import lead
+from effattn.arrays.segments import within
+from effattn.cores import attention
 from effattn.decode.state import bounded, check_bound, check_init, check_state, new_lengths
-from effattn.functional import block
 from effattn.functional.routing import Tokens, check_centroids, nearest
-from effattn.segments import within
 
 _SHARED = ("scale", "precision", "implementation")
 _OPTIONS = frozenset((*_SHARED, "tile", "centroids", "cluster_size"))
@@ -110,7 +110,7 @@ class RoutingDecoder:
         """
         batch, time = query.shape[:2]
         check_state(state, RoutingState, batch)
-        _checks.known_length("decoding routing attention", query)
+        checks.known_length("decoding routing attention", query)
         lengths = new_lengths(lengths, batch, time)
         centroids, size = self._own()
         check_bound(state, lengths, state.key.shape[3], size)
@@ -224,8 +224,8 @@ class RoutingDecoder:
         """Of `(B, N, T, H)`, each head an example to the core."""
         query, key, value = (x[..., None, :] for x in (query, key, value))
         shared = {name: self.options[name] for name in _SHARED if name in self.options}
-        given = block.check("routing_attention", query, key, value, **shared, **within)
-        return block.attend(query, key, value, given)[0][..., 0, :]
+        given = attention.check("routing_attention", query, key, value, **shared, **within)
+        return attention.attend(query, key, value, given)[0][..., 0, :]
 
 
 def _take(x, at):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes
 from effattn.decode.state import is_concrete
 
 
@@ -111,7 +111,7 @@ def check_draw(rng: Any, temperature: Any, top_k: Any, top_p: Any) -> jax.Array:
             raise ValueError(
                 f"temperature must be positive and finite to draw tokens, got {temperature}"
             )
-    if top_k is not None and (not _checks.is_integer(top_k) or top_k < 1):
+    if top_k is not None and (not checks.is_integer(top_k) or top_k < 1):
         raise ValueError(
             f"top_k must be an int between 1 and the vocabulary size, or None, got {top_k!r}"
         )

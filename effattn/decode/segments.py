@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import _checks
-from effattn.segments import positions_from, within
+from effattn.arrays import checks
+from effattn.arrays.segments import positions_from, within
 
 
 def extend_by_segment(
@@ -33,7 +33,7 @@ def extend_by_segment(
     Returns:
       The outputs, zeros in the padding, and the state after them.
     """
-    _checks.known_length("decoding segment by segment", arrays[0], axis=1 - arrays[0].ndim)
+    checks.known_length("decoding segment by segment", arrays[0], axis=1 - arrays[0].ndim)
     batch, time = out.shape[:2]
     if time == 1:
         return extend_inside(arrays, state, lengths)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from effattn import _checks
+from effattn.arrays import checks
 
 
 class State(Protocol):
@@ -95,7 +95,7 @@ def row_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
     """The same, also where there are no tokens."""
     if lengths is None:
         return jnp.full((batch,), time, jnp.int32)
-    known, lengths = _checks.known(lengths), _checks.as_array("lengths", lengths)
+    known, lengths = checks.known(lengths), checks.as_array("lengths", lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
             f"lengths must be integers of shape ({batch},), one for each row, "
@@ -162,8 +162,8 @@ def check_init(batch: Any, max_length: Any, dtype: Any) -> np.dtype:
     """The dtype; `ValueError` unless there can be a state of these rows and tokens in it."""
     # An exported program may leave the number of rows open.
     if not jax.export.is_symbolic_dim(batch):
-        _checks.at_least("batch", batch, 0, "rows")
-    _checks.at_least("max_length", max_length, 0, "tokens")
+        checks.at_least("batch", batch, 0, "rows")
+    checks.at_least("max_length", max_length, 0, "tokens")
     return state_dtype(dtype)
 
 

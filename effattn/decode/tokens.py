@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from effattn.arrays import mesh_axes
+from effattn.arrays.segments import positions_from, within
 from effattn.decode.state import check_capacity
-from effattn.segments import positions_from, within
-from effattn.xla import mesh_axes
 
 
 @jax.tree_util.register_dataclass

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, dtypes, registry
-from effattn.functional import block
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.cores import attention
 
 
-@_checks.checked
+@checks.checked
 def additive_attention(
     query: jax.Array,
     key: jax.Array,
@@ -73,7 +74,7 @@ def additive_attention(
       NotImplementedError: an implementation that it does not have.
       TypeError: in forward-mode differentiation.
     """
-    given = block.check(
+    given = attention.check(
         "additive_attention",
         query,
         key,
@@ -93,11 +94,11 @@ def additive_attention(
     )
     heads, size = query.shape[-2:]
     hidden = jnp.shape(score)[-1] if jnp.ndim(score) else 1
-    score = _checks.shaped("score", score, (heads, max(hidden, 1)))
-    query_kernel = _checks.shaped("query_kernel", query_kernel, (heads, size, hidden))
-    key_kernel = _checks.shaped("key_kernel", key_kernel, (heads, size, hidden))
+    score = checks.shaped("score", score, (heads, max(hidden, 1)))
+    query_kernel = checks.shaped("query_kernel", query_kernel, (heads, size, hidden))
+    key_kernel = checks.shaped("key_kernel", key_kernel, (heads, size, hidden))
     with jax.named_scope("additive_attention"):
-        query, key, value = block.without_padding(query, key, value, given)
+        query, key, value = attention.without_padding(query, key, value, given)
         of_queries = _project("...tnh,nha->...tna", query, query_kernel, precision)
         # Of each query head, as its weights are its own.
         groups = heads // key.shape[-2]
@@ -108,7 +109,7 @@ def additive_attention(
         value = jnp.broadcast_to(value[..., None, :], (*batch, key_heads, groups, size))
         value = value.reshape(*batch, heads, size)
         given = dataclasses.replace(given, scale=1.0, additive=score)
-        out, lse = block.attend(of_queries, of_keys, value, given)
+        out, lse = attention.attend(of_queries, of_keys, value, given)
     return (out, dtypes.logarithms(lse)) if return_residual else out
 
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import _checks, dtypes, registry
-from effattn.axes import lead
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import lead
 from effattn.functional.rwkv4 import (
     Sums,
     check_tokens_by_feature,
@@ -23,7 +24,7 @@ _TILE = 64
 
 
 @jax.named_scope("attention_free")
-@_checks.checked
+@checks.checked
 def attention_free(
     query: jax.Array,
     key: jax.Array,
@@ -115,7 +116,7 @@ def check_bias(
     bias: Any, window: Any, is_causal: bool, time: int, features: int, dtype: Any
 ) -> Any:
     """None, a pair of factors `(T, R)`, or taps `(2 W + 1 or W + 1, D)`."""
-    if window is not None and (not _checks.is_integer(window) or window < 0):
+    if window is not None and (not checks.is_integer(window) or window < 0):
         raise ValueError(f"local_window_size must be an int, 0 or more tokens, got {window!r}")
     if bias is None:
         if window is not None:
@@ -130,7 +131,7 @@ def check_bias(
                 "the factors of position_bias must both have shape (T', R) with T' at least the "
                 f"{time} tokens, got {row.shape} and {column.shape}"
             )
-        row, column = (_checks.shaped("position_bias", x, row.shape) for x in (row, column))
+        row, column = (checks.shaped("position_bias", x, row.shape) for x in (row, column))
         return row[:time].astype(dtype), column[:time].astype(dtype)
     if window is None:
         raise ValueError("position_bias of taps needs local_window_size, how many there are")
@@ -142,7 +143,7 @@ def check_bias(
             f"a {'causal' if is_causal else 'bidirectional'} call and G a divisor of the "
             f"{features} features, got {taps.shape}"
         )
-    taps = _checks.shaped("position_bias", taps, taps.shape).astype(dtype)
+    taps = checks.shaped("position_bias", taps, taps.shape).astype(dtype)
     return jnp.repeat(taps, features // groups, 0).T
 
 

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, dtypes, registry
-from effattn.cores.linear_recurrence import Terms, Tokens, append_one, normalize
-from effattn.functional import kernels, recurrence
-from effattn.functional.combine import combine
-from effattn.functional.feature_maps import taylor
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.combine import combine
+from effattn.cores import feature_attention, recurrence
+from effattn.cores.feature_maps import taylor
 from effattn.functional.sliding_window import sliding_window_attention
+from effattn.interfaces.linear_recurrence import Terms, Tokens, append_one, normalize
 
 
 class BasedState(NamedTuple):
@@ -30,7 +31,7 @@ class BasedState(NamedTuple):
     length: jax.Array
 
 
-@_checks.checked
+@checks.checked
 def based_attention(
     query: jax.Array,
     key: jax.Array,
@@ -100,7 +101,7 @@ def based_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = kernels.check(
+    given, attend = feature_attention.check(
         query,
         key,
         value,
@@ -114,7 +115,7 @@ def based_attention(
         chunk_size=chunk_size,
     )
     if local_window_size is not None:
-        window = _checks.window(local_window_size)[0]
+        window = checks.window(local_window_size)[0]
         _check_window(local_window_size, is_causal, segment_ids, initial_state, return_state)
         if initial_state is None and not return_state:
             # No token has more before it.
@@ -122,7 +123,7 @@ def based_attention(
         out, state = _with_window(
             given,
             window,
-            kernels.positive_scale(scale, query),
+            feature_attention.positive_scale(scale, query),
             (query_seq_lengths, key_value_seq_lengths, segment_ids),
             initial_state,
             implementation,
@@ -134,7 +135,7 @@ def based_attention(
         given,
         query,
         (key, value),
-        jnp.sqrt(kernels.positive_scale(scale, query).astype(given.dtype)),
+        jnp.sqrt(feature_attention.positive_scale(scale, query).astype(given.dtype)),
         initial_state=initial_state,
         normalized=True,
         attend=attend,
@@ -188,9 +189,9 @@ def _with_window(given, window, scale, padding, state: Any, implementation):
             f"returned, got {type(state).__name__}"
         )
     values = given.value.shape[-1]
-    _checks.shaped("initial_state.key", state.key, (*batch, window, heads, size))
-    _checks.shaped("initial_state.value", state.value, (*batch, window, heads, values))
-    _checks.lengths("initial_state.length", state.length, batch)
+    checks.shaped("initial_state.key", state.key, (*batch, window, heads, size))
+    checks.shaped("initial_state.value", state.value, (*batch, window, heads, values))
+    checks.lengths("initial_state.length", state.length, batch)
     # Key s of these is token s - w of the call: those before the first one come with the state.
     key, value = (
         jnp.concatenate([old.astype(new.dtype), new], -3)

@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, dtypes, registry
-from effattn.functional import block
-from effattn.functional.block import ScoreMod
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.cores import attention
+from effattn.cores.attention import ScoreMod
 from effattn.functional.block_sparse import attend_blocks
-from effattn.functional.reaching import decoder_of, positions_of_blocks
+from effattn.patterns.reaching import positions_of_blocks
 
 
-@_checks.checked
+@checks.checked
 def bigbird_attention(
     query: jax.Array,
     key: jax.Array,
@@ -90,7 +91,7 @@ def bigbird_attention(
       TypeError: in forward-mode differentiation.
     """
     block_size, ends = _check(block_size, num_window_blocks, num_global_blocks)
-    given = block.check(
+    given = attention.check(
         "bigbird_attention",
         query,
         key,
@@ -107,8 +108,8 @@ def bigbird_attention(
         precision=precision,
         implementation=implementation,
     )
-    _checks.self_attention("bigbird_attention", query, key)
-    _checks.known_length("bigbird_attention", query)
+    checks.self_attention("bigbird_attention", query, key)
+    checks.known_length("bigbird_attention", query)
     length, key_heads = key.shape[-3:-1]
     random = check_random_blocks(random_blocks, length, block_size, key_heads)
     if random is None:
@@ -130,12 +131,12 @@ def bigbird_attention(
     return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
-def _attend(query, key, value, given: block.Arguments, size, side, ends, random):
+def _attend(query, key, value, given: attention.Arguments, size, side, ends, random):
     """The global blocks attend to all keys, those between them to the blocks that they list."""
     length, (first, last) = query.shape[-3], ends
     blocks = -(-length // size)
     if not blocks:
-        return block.attend(query, key, value, given)
+        return attention.attend(query, key, value, given)
     start = min(first, blocks)
     stop = max(start, blocks - last)
     parts = []
@@ -149,7 +150,7 @@ def _attend(query, key, value, given: block.Arguments, size, side, ends, random)
             left = jnp.clip(given.query_lengths - low_token, 0, high_token - low_token)
             part = dataclasses.replace(part, query_lengths=left)
         if (low, high) != (start, stop):
-            parts.append(block.attend(rows, key, value, part))
+            parts.append(attention.attend(rows, key, value, part))
             continue
         near = np.arange(start, stop)[:, None] + np.arange(-side, side + 1)
         near = np.where((near >= 0) & (near < blocks), near, -1)
@@ -169,18 +170,18 @@ def joined(*lists):
 
 def _check(block_size, num_window_blocks, num_global_blocks):
     """The tokens of a block, and how many blocks at each end are global."""
-    if _checks.at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
+    if checks.at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
         raise ValueError(f"num_window_blocks must be odd, got {num_window_blocks}")
-    size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
+    size = checks.at_least("block_size", block_size, 1, "tokens in a block")
     return size, _ends(num_global_blocks)
 
 
 def _ends(given: Any) -> tuple[int, int]:
     """How many of the first blocks and of the last ones are global."""
-    ends = (given, 0) if _checks.is_integer(given) else given
+    ends = (given, 0) if checks.is_integer(given) else given
     if not isinstance(ends, tuple | list) or len(ends) != 2:
         raise ValueError(f"num_global_blocks must be an int or (first, last), got {given!r}")
-    first, last = (_checks.at_least("num_global_blocks", one, 0) for one in ends)
+    first, last = (checks.at_least("num_global_blocks", one, 0) for one in ends)
     return first, last
 
 
@@ -228,7 +229,7 @@ def draw_random_blocks(
     from effattn.patterns import RandomBlocks
 
     blocks = -(-length // block_size)
-    _checks.at_least("num_random_blocks", num_random_blocks, 0)
+    checks.at_least("num_random_blocks", num_random_blocks, 0)
     if num_random_blocks > blocks and not is_causal:
         raise ValueError(
             f"num_random_blocks must be at most the number of key blocks, {blocks} of {block_size} "
@@ -285,8 +286,6 @@ def random_table(given: Any, capacity: int, block_size: int, key_heads: int, **d
     )
 
 
-decoder = decoder_of(_reach)
-
 registry.register(
     registry.Mechanism(
         name="bigbird",
@@ -295,7 +294,8 @@ registry.register(
         function=bigbird_attention,
         capabilities=frozenset(registry.CAPABILITIES)
         - {"cross", "offset", "segments", "window", "bias", "mask", "state"},
-        decoder="effattn.functional.bigbird:decoder",
+        decoder="effattn.decode.gathered:decoder",
+        reach=_reach,
         options={"block_size": 32, "num_window_blocks": 3, "num_random_blocks": 2},
         complexity="O(N b (w + g + r))",
         time_exponent=1.0,

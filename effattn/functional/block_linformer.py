@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, dtypes, registry
-from effattn.functional import block, folding
-from effattn.functional.combine import combine
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.combine import combine
+from effattn.cores import attention, folding
 from effattn.functional.linformer import mean_pooling, project
 
 
-@_checks.checked
+@checks.checked
 def block_linformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -81,7 +82,7 @@ def block_linformer_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    given = block.check(
+    given = attention.check(
         "block_linformer_attention",
         query,
         key,
@@ -98,8 +99,8 @@ def block_linformer_attention(
         tile=tile,
         implementation=implementation,
     )
-    _checks.self_attention("block_linformer_attention", query, key)
-    _checks.known_length("block_linformer_attention", query)
+    checks.self_attention("block_linformer_attention", query, key)
+    checks.known_length("block_linformer_attention", query)
     projections = check_projections(key_projection, value_projection, key.shape[-2])
     with jax.named_scope("block_linformer_attention"):
         out, lse = _attend(projections, query, key, value, given)
@@ -129,7 +130,7 @@ def check_projections(of_keys: Any, of_values: Any, heads: int) -> tuple[jax.Arr
     return of_keys, of_values
 
 
-def _attend(projections, query, key, value, given: block.Arguments):
+def _attend(projections, query, key, value, given: attention.Arguments):
     """The own block and the slots of those before it, combined."""
     length = query.shape[-3]
     slots, size = projections[0].shape[-2:]
@@ -153,7 +154,7 @@ def _attend(projections, query, key, value, given: block.Arguments):
         pattern=EarlierBlocks(slots, size),
         origin=_origin_of_slots(slots, size),
     )
-    return combine(*zip(own, block.attend(query, keys, values, before), strict=True))
+    return combine(*zip(own, attention.attend(query, keys, values, before), strict=True))
 
 
 def project_blocks(projection, array, lengths, precision):

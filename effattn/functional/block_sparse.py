@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, dtypes, registry
-from effattn.functional import block, sparse
-from effattn.functional.block import ScoreMod
-from effattn.functional.reaching import decoder_of, positions_of_blocks
-from effattn.layouts import BlockLayout
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.cores import attention
+from effattn.cores.attention import ScoreMod
+from effattn.functional import sparse
+from effattn.patterns.layouts import BlockLayout
+from effattn.patterns.reaching import positions_of_blocks
 
 
-@_checks.checked
+@checks.checked
 def block_sparse_attention(
     query: jax.Array,
     key: jax.Array,
@@ -77,8 +79,8 @@ def block_sparse_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
-    given = block.check(
+    block_size = checks.at_least("block_size", block_size, 1, "tokens in a block")
+    given = attention.check(
         "block_sparse_attention",
         query,
         key,
@@ -95,12 +97,12 @@ def block_sparse_attention(
         precision=precision,
         implementation=implementation,
     )
-    _checks.known_length("block_sparse_attention", query, key)
+    checks.known_length("block_sparse_attention", query, key)
     mask = _check_mask(block_mask, block_size, query, key)
 
     def attend():
         if not mask.size:  # without queries or keys
-            return block.attend(query, key, value, given)
+            return attention.attend(query, key, value, given)
         if not isinstance(mask, np.ndarray):
             indices = jnp.where(mask, jnp.arange(mask.shape[-1]), -1)
             return attend_blocks(query, key, value, given, indices, block_size)
@@ -108,7 +110,7 @@ def block_sparse_attention(
         from effattn.patterns import BlockMask
 
         pattern = BlockMask(mask, block_size)
-        return block.attend(query, key, value, sparse.with_pattern(query, key, given, pattern))
+        return attention.attend(query, key, value, sparse.with_pattern(query, key, given, pattern))
 
     with jax.named_scope("block_sparse_attention"):
         out, lse = attend()
@@ -140,7 +142,7 @@ def attend_blocks(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    given: block.Arguments,
+    given: attention.Arguments,
     indices: jax.Array | np.ndarray,
     block_size: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -171,7 +173,7 @@ def attend_blocks(
         partial=partial,
     )
     listed = dataclasses.replace(given, is_causal=False, pattern=pattern, layout=layout)
-    return block.attend(query, key, value, listed)
+    return attention.attend(query, key, value, listed)
 
 
 def first_and_near(m, n):
@@ -185,7 +187,7 @@ def _reach(i, capacity: int, heads: int, key_heads: int, block_size: int, block_
     `(n,)`, or a list for each head. All rows of a mask list as many blocks as the longest; a traced
     mask lists them all.
     """
-    block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
+    block_size = checks.at_least("block_size", block_size, 1, "tokens in a block")
     query, key = (jax.ShapeDtypeStruct((capacity, n, 1), np.float32) for n in (heads, key_heads))
     mask = _check_mask(block_mask, block_size, query, key)
     if not isinstance(mask, np.ndarray):
@@ -199,8 +201,6 @@ def _reach(i, capacity: int, heads: int, key_heads: int, block_size: int, block_
     return positions_of_blocks(blocks, block_size, capacity)
 
 
-decoder = decoder_of(_reach)
-
 registry.register(
     registry.Mechanism(
         name="block_sparse",
@@ -209,7 +209,8 @@ registry.register(
         function=block_sparse_attention,
         capabilities=frozenset(registry.CAPABILITIES)
         - {"offset", "segments", "window", "bias", "mask", "state"},
-        decoder="effattn.functional.block_sparse:decoder",
+        decoder="effattn.decode.gathered:decoder",
+        reach=_reach,
         options={"block_size": 32, "block_mask": first_and_near},
         complexity="O(N b) for b kept keys a row",
         time_exponent=1.0,

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, dtypes, registry
-from effattn.angles import angles
-from effattn.cores.linear_recurrence import Terms
-from effattn.functional import kernels, recurrence
-from effattn.segments import positions_from_segment_ids
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.angles import angles
+from effattn.arrays.segments import positions_from_segment_ids
+from effattn.cores import feature_attention, recurrence
+from effattn.interfaces.linear_recurrence import Terms
 
 
-@_checks.checked
+@checks.checked
 def cosformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -79,7 +80,7 @@ def cosformer_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = kernels.check(
+    given, attend = feature_attention.check(
         query,
         key,
         value,
@@ -92,8 +93,8 @@ def cosformer_attention(
         precision=precision,
         chunk_size=chunk_size,
     )
-    max_length = _checks.at_least("max_length", max_length, 1, "tokens")
-    _checks.known_length("cosformer_attention", query, key)
+    max_length = checks.at_least("max_length", max_length, 1, "tokens")
+    checks.known_length("cosformer_attention", query, key)
     longest = max(query.shape[-3], key.shape[-3])
     if longest > max_length:
         raise ValueError(f"max_length must be at least the {longest} tokens, got {max_length}")
@@ -142,7 +143,7 @@ def _positions(given, segment_ids, positions):
     elif segment_ids is None:
         of_query, of_key = jnp.arange(queries), jnp.arange(keys)
     else:
-        both = _checks.segment_ids(segment_ids, batch, queries, keys) or ()
+        both = checks.segment_ids(segment_ids, batch, queries, keys) or ()
         of_query, of_key = map(positions_from_segment_ids, both)
     of_query = jnp.broadcast_to(of_query, (*batch, queries))
     of_key = jnp.broadcast_to(of_key, (*batch, keys))

@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, dtypes, registry
-from effattn.cores.linear_recurrence import Terms
-from effattn.functional import recurrence
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.cores import recurrence
+from effattn.interfaces.linear_recurrence import Terms
 
 
-@_checks.checked
+@checks.checked
 def gated_linear_attention(
     query: jax.Array,
     key: jax.Array,

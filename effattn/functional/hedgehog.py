@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, registry
-from effattn.cores.linear_recurrence import Terms
-from effattn.functional import kernels, recurrence
+from effattn import registry
+from effattn.arrays import checks
+from effattn.cores import feature_attention, recurrence
+from effattn.interfaces.linear_recurrence import Terms
 
 
-@_checks.checked
+@checks.checked
 def hedgehog_attention(
     query: jax.Array,
     key: jax.Array,
@@ -73,7 +74,7 @@ def hedgehog_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = kernels.check(
+    given, attend = feature_attention.check(
         query,
         key,
         value,
@@ -86,8 +87,8 @@ def hedgehog_attention(
         precision=precision,
         chunk_size=chunk_size,
     )
-    of_query = kernels.check_projection("query_projection", query_projection, key)
-    of_key = kernels.check_projection("key_projection", key_projection, key)
+    of_query = feature_attention.check_projection("query_projection", query_projection, key)
+    of_key = feature_attention.check_projection("key_projection", key_projection, key)
     if of_query.shape[-2] != of_key.shape[-2]:
         raise ValueError(
             "query_projection and key_projection must have as many features, got "
@@ -118,7 +119,7 @@ class _HedgehogTerms:
         of_query, of_key = parameters
         key, value = keys
         query, key = (
-            _phi(kernels.products(x, projection, self.precision))
+            _phi(feature_attention.products(x, projection, self.precision))
             for x, projection in ((queries, of_query), (key, of_key))
         )
         return Terms(query, key, value)

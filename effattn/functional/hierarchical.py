@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from effattn import _checks, dtypes, registry
-from effattn.axes import lead
-from effattn.functional import block, folding
-from effattn.functional.combine import combine
-from effattn.segments import within
-from effattn.xla import mesh_axes
+from effattn import registry
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.axes import lead
+from effattn.arrays.combine import combine
+from effattn.arrays.segments import within
+from effattn.cores import attention, folding
 
 
-@_checks.checked
+@checks.checked
 def hierarchical_attention(
     query: jax.Array,
     key: jax.Array,
@@ -100,7 +100,7 @@ def hierarchical_attention(
       TypeError: in forward-mode differentiation.
     """
     hierarchy = Hierarchy.of(segment_size, num_levels, num_summaries)
-    given = block.check(
+    given = attention.check(
         "hierarchical_attention",
         query,
         key,
@@ -117,10 +117,10 @@ def hierarchical_attention(
         tile=tile,
         implementation=implementation,
     )
-    _checks.self_attention("hierarchical_attention", query, key)
-    _checks.known_length("hierarchical_attention", query)
+    checks.self_attention("hierarchical_attention", query, key)
+    checks.known_length("hierarchical_attention", query)
     if summary_query is not None:
-        summary_query = _checks.shaped("summary_query", summary_query, key.shape[-2:])
+        summary_query = checks.shaped("summary_query", summary_query, key.shape[-2:])
     with jax.named_scope("hierarchical_attention"), mesh_axes.of_type(query):
         out, lse = _attend(hierarchy, query, key, value, summary_query, given)
     return (out, dtypes.logarithms(lse)) if return_residual else out
@@ -138,9 +138,9 @@ class Hierarchy:
     def of(cls, segment_size: Any, num_levels: Any, num_summaries: Any) -> "Hierarchy":
         """Checked."""
         for name, number in (("num_levels", num_levels), ("num_summaries", num_summaries)):
-            if not _checks.is_integer(number) or number < 1:
+            if not checks.is_integer(number) or number < 1:
                 raise ValueError(f"{name} must be an int, 1 or more, got {number!r}")
-        if not _checks.is_integer(segment_size) or segment_size < 1 or segment_size % num_summaries:
+        if not checks.is_integer(segment_size) or segment_size < 1 or segment_size % num_summaries:
             raise ValueError(
                 "segment_size must be an int of tokens, a multiple of num_summaries "
                 f"{num_summaries}, got {segment_size!r}"
@@ -235,11 +235,11 @@ class _Keys(NamedTuple):
     last: jax.Array
 
 
-def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: block.Arguments):
+def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: attention.Arguments):
     """The own segment, the siblings and the units of the last level, combined."""
     batch, length = query.shape[:-3], query.shape[-3]
     if length <= hierarchy.segment:
-        return block.attend(query, key, value, given)
+        return attention.attend(query, key, value, given)
     siblings = hierarchy.siblings(length)
     has_others = hierarchy.segments(length) > 2**siblings
     lengths = jnp.full(batch, length) if given.key_lengths is None else given.key_lengths
@@ -291,7 +291,7 @@ def _siblings(hierarchy: Hierarchy, levels: list[_Keys], length: int, is_causal:
     return _Keys(*(jnp.concatenate(arrays, axis + 1) for arrays in zip(*each_level, strict=True)))
 
 
-def _attend_siblings(hierarchy: Hierarchy, query, keys: _Keys, given: block.Arguments):
+def _attend_siblings(hierarchy: Hierarchy, query, keys: _Keys, given: attention.Arguments):
     """Attention of each segment to keys of its own."""
     length, axis, size = query.shape[-3], query.ndim - 3, hierarchy.segment
     blocks = hierarchy.segments(length)
@@ -306,12 +306,12 @@ def _attend_siblings(hierarchy: Hierarchy, query, keys: _Keys, given: block.Argu
     return folding.unfold(out, length, axis), folding.unfold(lse, length, axis)
 
 
-def _attend_summaries(positions, query, keys: _Keys, given: block.Arguments):
+def _attend_summaries(positions, query, keys: _Keys, given: attention.Arguments):
     """Attention from queries at `positions` to pieces, at the positions of their last tokens."""
     positions = jnp.broadcast_to(positions.astype(jnp.int32), query.shape[:-2])
     seen = keys.seen[..., None, None, :]
     given = dataclasses.replace(given, mask=seen, positions=(positions, keys.last))
-    return block.attend(query, keys.key, keys.value, given)
+    return attention.attend(query, keys.key, keys.value, given)
 
 
 @functools.cache
@@ -320,7 +320,7 @@ def _example_of_blocks(blocks: int):
 
 
 @dataclasses.dataclass(frozen=True)
-class _LogTokens(block.Score):
+class _LogTokens(attention.Score):
     """Adds log n to the logit of a piece, given the position of its last token.
 
     It is one of `level`, or for None of a sibling at any.

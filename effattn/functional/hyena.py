@@ -5,14 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, dtypes, registry
-from effattn.axes import lead
-from effattn.segments import within
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import lead
+from effattn.arrays.segments import within
 from effattn.xla.long_convolution import long_convolution
 
 
 @jax.named_scope("hyena_convolution")
-@_checks.checked
+@checks.checked
 def hyena_convolution(
     gates: jax.Array,
     value: jax.Array,
@@ -48,14 +49,14 @@ def hyena_convolution(
             f"value must be floating point of shape (B, T, D), got {value.dtype} of shape "
             f"{value.shape}"
         )
-    _checks.known_length("hyena_convolution", value, axis=-2)
+    checks.known_length("hyena_convolution", value, axis=-2)
     batch, time, features = value.shape
     order = gates.shape[0] if gates.ndim else 0
-    gates = _checks.shaped("gates", gates, (order, *value.shape))
+    gates = checks.shaped("gates", gates, (order, *value.shape))
     check_filters(filters, order, time, features)
     if skip is not None:
-        skip = _checks.shaped("skip", skip, (order, features))
-    lengths = _checks.lengths("lengths", lengths, (batch,))
+        skip = checks.shaped("skip", skip, (order, features))
+    lengths = checks.lengths("lengths", lengths, (batch,))
     z, valid = value, None
     if lengths is not None:
         valid = within(lengths, time)[..., None]
@@ -80,7 +81,7 @@ def check_filters(filters: jax.Array, order: int, time: int, features: int) -> N
             f"filters must have shape ({order}, L, {features}) with L at least the {time} tokens, "
             f"got {shape}; make them for a greater max_length"
         )
-    _checks.shaped("filters", filters, shape)
+    checks.shaped("filters", filters, shape)
 
 
 registry.register(

@@ -5,13 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, dtypes, registry
-from effattn.cores.linear_recurrence import Terms, clear
-from effattn.functional import feature_maps, kernels, recurrence
-from effattn.functional.feature_maps import FeatureMap
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.cores import feature_attention, feature_maps, recurrence
+from effattn.cores.feature_maps import FeatureMap
+from effattn.interfaces.linear_recurrence import Terms, clear
 
 
-@_checks.checked
+@checks.checked
 def linear_attention(
     query: jax.Array,
     key: jax.Array,
@@ -44,7 +45,7 @@ def linear_attention(
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
       scale: multiplies the similarity; default H**-0.5. It cancels when normalised.
-      feature_map: a name of `effattn.functional.feature_maps`: "elu" (elu + 1), "relu",
+      feature_map: a name: "elu" (elu + 1), "relu",
         "squared_relu", "exp", "taylor" or "identity"; or a callable from `(..., H)` to `(..., F)`
         that treats vectors alike. It is applied to queries and keys.
       normalize: divide by the sum of the similarities; default yes, except for the identity.
@@ -74,7 +75,7 @@ def linear_attention(
       NotImplementedError: an implementation that linear attention does not have.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = kernels.check(
+    given, attend = feature_attention.check(
         query,
         key,
         value,

@@ -8,16 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, dtypes, registry
-from effattn.functional import block
-from effattn.segments import within
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.segments import within
+from effattn.cores import attention
 
 NOT_CAUSAL = (
     "each projected row is a sum over the whole sequence, so that every query sees later tokens"
 )
 
 
-@_checks.checked
+@checks.checked
 def linformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -85,7 +86,7 @@ def linformer_attention(
     """
     if is_causal:
         raise ValueError(f"linformer_attention cannot be causal: {NOT_CAUSAL}")
-    given = block.check(
+    given = attention.check(
         "linformer_attention",
         query,
         key,
@@ -101,7 +102,7 @@ def linformer_attention(
         tile=tile,
         implementation=implementation,
     )
-    _checks.known_length("linformer_attention", query, key)
+    checks.known_length("linformer_attention", query, key)
     of_keys = _check_projection("key_projection", key_projection, key)
     of_values = _check_projection("value_projection", value_projection, key)
     if of_keys.shape[-2] != of_values.shape[-2]:
@@ -115,14 +116,14 @@ def linformer_attention(
     return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
-def _attend(query, key, value, key_projection, value_projection, given: block.Arguments):
+def _attend(query, key, value, key_projection, value_projection, given: attention.Arguments):
     lengths = given.key_lengths
     keys = project(key_projection, key, lengths, given.precision)
     values = project(value_projection, value, lengths, given.precision)
     if lengths is not None:
         rows = jnp.where(lengths > 0, keys.shape[-3], 0)
         given = dataclasses.replace(given, key_lengths=rows)
-    return block.attend(query, keys, values, given)
+    return attention.attend(query, keys, values, given)
 
 
 def project(projection, array, lengths, precision):

@@ -10,17 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, dtypes, registry
-from effattn.axes import lead
-from effattn.functional import block, folding
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import lead
+from effattn.arrays.combine import combine
+from effattn.arrays.segments import positions_from, within
+from effattn.cores import attention, folding
 from effattn.functional.block_linformer import EarlierBlocks
-from effattn.functional.combine import combine
-from effattn.segments import positions_from, within
 
 Norm = tuple[jax.Array, jax.Array]
 
 
-@_checks.checked
+@checks.checked
 def long_short_attention(
     query: jax.Array,
     key: jax.Array,
@@ -101,7 +102,7 @@ def long_short_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    given = block.check(
+    given = attention.check(
         "long_short_attention",
         query,
         key,
@@ -118,8 +119,8 @@ def long_short_attention(
         tile=tile,
         implementation=implementation,
     )
-    _checks.self_attention("long_short_attention", query, key)
-    _checks.known_length("long_short_attention", query)
+    checks.self_attention("long_short_attention", query, key)
+    checks.known_length("long_short_attention", query)
     if segment_size is None:
         segment_size = window_size if is_causal else max(key.shape[-3], 1)
     options = Options.of(window_size, segment_size, window_norm, slot_norm, key, value)
@@ -149,8 +150,8 @@ class Options:
     @classmethod
     def of(cls, window_size: Any, segment_size: Any, window_norm, slot_norm, key, value):
         """Checked, for such keys and values."""
-        window = _checks.at_least("window_size", window_size, 1, "tokens")
-        segment = _checks.at_least("segment_size", segment_size, 1, "tokens")
+        window = checks.at_least("window_size", window_size, 1, "tokens")
+        segment = checks.at_least("segment_size", segment_size, 1, "tokens")
         norms = []
         for name, norm in (("window_norm", window_norm), ("slot_norm", slot_norm)):
             if norm is not None:
@@ -161,7 +162,7 @@ class Options:
                         f"{name} is of keys and values of one size, got {key.shape[-1]} and "
                         f"{value.shape[-1]}"
                     )
-                norm = tuple(_checks.shaped(name, part, key.shape[-2:]) for part in norm)
+                norm = tuple(checks.shaped(name, part, key.shape[-2:]) for part in norm)
             norms.append(norm)
         return cls(window, segment, *norms)
 
@@ -194,11 +195,11 @@ def _check_scores(scores: Any, key: jax.Array) -> jax.Array:
         )
     shape = (*key.shape[:-1], slots)
     return jnp.broadcast_to(
-        _checks.broadcastable("slot_scores", scores, shape, "(*B, T, K, r)"), shape
+        checks.broadcastable("slot_scores", scores, shape, "(*B, T, K, r)"), shape
     )
 
 
-def _attend(options: Options, projection, scores, query, key, value, given: block.Arguments):
+def _attend(options: Options, projection, scores, query, key, value, given: attention.Arguments):
     """The window and the slots, combined."""
     batch, length = key.shape[:-3], key.shape[-3]
     lengths = jnp.full(batch, length) if given.key_lengths is None else given.key_lengths
@@ -232,15 +233,15 @@ def _attend(options: Options, projection, scores, query, key, value, given: bloc
     if given.key_lengths is not None:
         of_example = slots * fold(present).any(-1).sum(-1)
         to_slots = dataclasses.replace(to_slots, key_lengths=of_example)
-    return combine(*zip(window, block.attend(query, keys, values, to_slots), strict=True))
+    return combine(*zip(window, attention.attend(query, keys, values, to_slots), strict=True))
 
 
-def _attend_windows(size: int, query, key, value, given: block.Arguments):
+def _attend_windows(size: int, query, key, value, given: attention.Arguments):
     """Of the last tokens if causal; else of stretches, which are one more batch axis."""
     length, axis = query.shape[-3], query.ndim - 3
     if given.is_causal or length == 0:
         given = dataclasses.replace(given, window=(size - 1, 0))
-        return block.attend(query, key, value, given)
+        return attention.attend(query, key, value, given)
     half, stretches = size // 2, math.ceil(length / size)
 
     def with_sides(array):
@@ -261,7 +262,7 @@ def _attend_windows(size: int, query, key, value, given: block.Arguments):
         origin=_origin_of_stretches(stretches, size),
     )
     query = folding.fold(query, size, axis)
-    out, lse = block.attend(query, with_sides(key), with_sides(value), folded)
+    out, lse = attention.attend(query, with_sides(key), with_sides(value), folded)
     return folding.unfold(out, length, axis), folding.unfold(lse, length, axis)
 
 

@@ -1,21 +1,22 @@
 """Longformer attention: a sliding window, and tokens that attend and are attended globally."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, dtypes, registry
-from effattn.functional import block, sliding_window
-from effattn.functional.block import ScoreMod
-from effattn.functional.combine import combine
-from effattn.segments import within
-from effattn.xla import mesh_axes
+from effattn import registry
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.combine import combine
+from effattn.arrays.segments import within
+from effattn.cores import attention
+from effattn.cores.attention import ScoreMod
+from effattn.functional import sliding_window
 
 
-@_checks.checked
+@checks.checked
 def longformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -95,7 +96,7 @@ def longformer_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    given = block.check(
+    given = attention.check(
         "longformer_attention",
         query,
         key,
@@ -105,7 +106,7 @@ def longformer_attention(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
-        local_window_size=_checks.window(local_window_size),
+        local_window_size=checks.window(local_window_size),
         logits_soft_cap=logits_soft_cap,
         score_mod=score_mod,
         dropout_rate=dropout_rate,
@@ -114,14 +115,14 @@ def longformer_attention(
         tile=tile,
         implementation=implementation,
     )
-    dilation = _checks.dilation(dilation, query.shape[-2], key.shape[-2])
-    _checks.self_attention("longformer_attention", query, key)
+    dilation = checks.dilation(dilation, query.shape[-2], key.shape[-2])
+    checks.self_attention("longformer_attention", query, key)
     given_global = (("query", global_query), ("key", global_key), ("value", global_value))
     global_arrays = tuple(
-        array if other is None else _checks.shaped(f"global_{name}", other, array.shape)
+        array if other is None else checks.shaped(f"global_{name}", other, array.shape)
         for (name, other), array in zip(given_global, (query, key, value), strict=True)
     )
-    is_global = _checks_global(global_mask, max_global, query.shape[:-2])
+    is_global = _check_global(global_mask, max_global, query.shape[:-2])
     arrays = query, key, value
     with jax.named_scope("longformer_attention"):
         if is_global is None:
@@ -131,22 +132,22 @@ def longformer_attention(
     return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
-def _checks_global(global_mask, max_global, shape):
+def _check_global(global_mask, max_global, shape):
     if global_mask is None:
         if max_global is not None:
             raise ValueError(f"max_global {max_global} needs global_mask, which was not given")
         return None
     *batch, length = shape
     global_mask = jnp.asarray(global_mask)
-    _checks.known_length("longformer_attention with global tokens", global_mask, axis=-1)
+    checks.known_length("longformer_attention with global tokens", global_mask, axis=-1)
     if global_mask.dtype != jnp.bool_:
         raise ValueError(f"global_mask must be bool, got dtype {global_mask.dtype}")
-    if not _checks.is_integer(max_global) or not 1 <= max_global <= length:
+    if not checks.is_integer(max_global) or not 1 <= max_global <= length:
         raise ValueError(
             f"max_global must be an int from 1 to the length {length}, how many global tokens an "
             f"example has at most, got {max_global!r}"
         )
-    global_mask = _checks.broadcastable("global_mask", global_mask, (*batch, length))
+    global_mask = checks.broadcastable("global_mask", global_mask, (*batch, length))
     return jnp.broadcast_to(global_mask, (*batch, length))
 
 
@@ -170,7 +171,7 @@ def _attend(dilation, arrays, global_arrays, is_global, max_global, given):
         segments=given.segments and (given.segments[0], gather(given.segments[1], where)),
         positions=(everywhere, where),
     )
-    global_part = block.attend(query, gather(key, where), gather(value, where), to_global)
+    global_part = attention.attend(query, gather(key, where), gather(value, where), to_global)
     out, lse = combine(*zip(local_part, global_part, strict=True))
 
     by_global = dataclasses.replace(
@@ -183,7 +184,7 @@ def _attend(dilation, arrays, global_arrays, is_global, max_global, given):
     # A slot in the padding asks nothing, or what sits there would reach the gradients of keys.
     asks = (_present(lengths[0], where) & there)[..., None, None]
     asking = jnp.where(asks, gather(global_query, where), 0)
-    of_global = block.attend(asking, global_key, global_value, by_global)
+    of_global = attention.attend(asking, global_key, global_value, by_global)
     is_global &= _present(lengths[0], everywhere)
     return tuple(
         jnp.where(
@@ -230,22 +231,6 @@ def gather(array: jax.Array, where: jax.Array) -> jax.Array:
     return mesh_axes.placed_like(array, at, array, where)
 
 
-def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Without global tokens it is a causal sliding window, and decodes with its ring cache."""
-    given = {name: option for name, option in options.items() if option is not None}
-    # It bounds a `global_mask`, and without one there is nothing to bound.
-    given.pop("max_global", None)
-    named = sorted(name for name in given if name.startswith("global_"))
-    if named:
-        raise NotImplementedError(
-            f"{function.__name__} decodes without global tokens alone, got {', '.join(named)}"
-        )
-    # Imported on use: not everyone who imports the library decodes.
-    from effattn.decode.ring import RingDecoder
-
-    return RingDecoder(sliding_window.sliding_window_attention, given)
-
-
 registry.register(
     registry.Mechanism(
         name="longformer",
@@ -256,7 +241,7 @@ registry.register(
         - {"cross", "offset", "bias", "mask", "sink", "state"},
         options={"local_window_size": 127, "dilation": 1},
         builder="effattn.nn.longformer:LongformerSelfAttention",
-        decoder="effattn.functional.longformer:decoder",
+        decoder="effattn.decode.longformer:decoder",
         complexity="O(N (w + g))",
         time_exponent=1.0,
     )

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import _checks, dtypes, registry
-from effattn.axes import lead
-from effattn.segments import positions_from, positions_from_segment_ids, within
-from effattn.xla import reverse_mode
-from effattn.xla.products import widened
+from effattn import registry
+from effattn.arrays import checks, dtypes, reverse_mode
+from effattn.arrays.axes import lead
+from effattn.arrays.products import widened
+from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
 
 # The logit of a token for itself.
 SELF_LOGIT = -1e5
@@ -20,7 +20,7 @@ SELF_LOGIT = -1e5
 _TOKENS_AT_A_TIME = 1024
 
 
-@_checks.checked
+@checks.checked
 def lsh_attention(
     query_key: jax.Array,
     value: jax.Array,
@@ -87,10 +87,10 @@ def lsh_attention(
       TypeError: in forward-mode differentiation.
     """
     query_key, value = jnp.asarray(query_key), jnp.asarray(value)
-    batch = _checks.query_key_value(query_key, query_key, value)
-    _checks.known_length("lsh_attention", query_key)
+    batch = checks.query_key_value(query_key, query_key, value)
+    checks.known_length("lsh_attention", query_key)
     length, heads, size = query_key.shape[-3:]
-    rounds = _checks.at_least("num_rounds", num_rounds, 1)
+    rounds = checks.at_least("num_rounds", num_rounds, 1)
     factors = factors_of(num_buckets)
     if (buckets := math.prod(factors)) > max(length, 1):
         raise ValueError(
@@ -105,24 +105,24 @@ def lsh_attention(
     if rng is not None:
         wide = dtypes.wide(query_key.dtype)
         rotations = lsh_rotations(rng, rounds, num_buckets, size, num_heads=heads, dtype=wide)
-    if _checks.is_pair(segment_ids, (*batch, length)):
+    if checks.is_pair(segment_ids, (*batch, length)):
         raise ValueError("segment_ids must be one array, as queries are the keys; got a pair")
-    segments = _checks.segment_ids(segment_ids, batch, length, length)
+    segments = checks.segment_ids(segment_ids, batch, length, length)
     shape = (heads, rounds, size, sum(factors) // 2)
     out, lse = attend(
         query_key,
         value,
-        hashed(query_key, _checks.shaped("rotations", rotations, shape), factors),
-        chunk_length=_checks.at_least("chunk_length", chunk_length, 1, "tokens"),
+        hashed(query_key, checks.shaped("rotations", rotations, shape), factors),
+        chunk_length=checks.at_least("chunk_length", chunk_length, 1, "tokens"),
         is_causal=is_causal,
-        query_lengths=_checks.lengths("query_seq_lengths", query_seq_lengths, batch),
-        lengths=_checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        query_lengths=checks.lengths("query_seq_lengths", query_seq_lengths, batch),
+        lengths=checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
         segment_ids=None if segments is None else segments[0],
     )
     return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
-@_checks.checked
+@checks.checked
 def lsh_rotations(
     rng: jax.Array,
     num_rounds: int,
@@ -148,10 +148,10 @@ def lsh_rotations(
     Raises:
       ValueError: a number of buckets that is odd, and not 1, or another that is no number.
     """
-    rng, dtype = _checks.key("rng", rng), _checks.dtype("dtype", dtype)
-    num_rounds = _checks.at_least("num_rounds", num_rounds, 1)
-    head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
-    num_heads = _checks.at_least("num_heads", num_heads, 1)
+    rng, dtype = checks.key("rng", rng), checks.dtype("dtype", dtype)
+    num_rounds = checks.at_least("num_rounds", num_rounds, 1)
+    head_dim = checks.at_least("head_dim", head_dim, 1, "features")
+    num_heads = checks.at_least("num_heads", num_heads, 1)
     columns = sum(factors_of(num_buckets)) // 2
     return jax.random.normal(rng, (num_heads, num_rounds, head_dim, columns), dtype)
 
@@ -161,7 +161,7 @@ def factors_of(num_buckets: Any) -> tuple[int, ...]:
     given = num_buckets if isinstance(num_buckets, tuple | list) else (num_buckets,)
     if given == (1,):
         return ()
-    if not given or not all(_checks.is_integer(b) and b > 0 and b % 2 == 0 for b in given):
+    if not given or not all(checks.is_integer(b) and b > 0 and b % 2 == 0 for b in given):
         raise ValueError(
             "num_buckets must be 1, an even int or a tuple of even ints, as a rotation makes two "
             f"buckets of each column; got {num_buckets!r}"

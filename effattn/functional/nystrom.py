@@ -10,14 +10,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, dtypes, registry
-from effattn.axes import lead
-from effattn.functional import block
-from effattn.segments import positions_from, within
-from effattn.xla import mesh_axes, reverse_mode
+from effattn import registry
+from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays.axes import lead
+from effattn.arrays.segments import positions_from, within
+from effattn.cores import attention
 
 
-@_checks.checked
+@checks.checked
 def nystrom_attention(
     query: jax.Array,
     key: jax.Array,
@@ -87,9 +87,9 @@ def nystrom_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    num_landmarks = _checks.at_least("num_landmarks", num_landmarks, 1)
-    num_iterations = _checks.at_least("num_iterations", num_iterations, 1)
-    given = block.check(
+    num_landmarks = checks.at_least("num_landmarks", num_landmarks, 1)
+    num_iterations = checks.at_least("num_iterations", num_iterations, 1)
+    given = attention.check(
         "nystrom_attention",
         query,
         key,
@@ -101,7 +101,7 @@ def nystrom_attention(
         tile=tile,
         implementation=implementation,
     )
-    _checks.known_length("nystrom_attention", query, key)
+    checks.known_length("nystrom_attention", query, key)
     longest = max(query.shape[-3], key.shape[-3])
     if 0 < longest < num_landmarks:
         raise ValueError(
@@ -109,7 +109,7 @@ def nystrom_attention(
             "or pad the tokens and pass their lengths"
         )
     if skip_kernel is not None:
-        _checks.self_attention("nystrom_attention with skip_kernel", query, key)
+        checks.self_attention("nystrom_attention with skip_kernel", query, key)
         skip_kernel = _skip_kernel(skip_kernel, query.shape[-2], key.shape[-2])
     run = functools.partial(_attend, num_landmarks, num_iterations, given)
     scope = jax.named_scope("nystrom_attention")
@@ -135,7 +135,9 @@ def _skip_kernel(kernel: Any, heads: int, key_heads: int) -> jax.Array:
     return jnp.repeat(kernel, heads // kernel.shape[0], 0)
 
 
-def _attend(num_landmarks, num_iterations, given: block.Arguments, query, key, value, skip_kernel):
+def _attend(
+    num_landmarks, num_iterations, given: attention.Arguments, query, key, value, skip_kernel
+):
     """The three factors, and what is skipped past them."""
     batch, queries, keys = query.shape[:-3], query.shape[-3], key.shape[-3]
     if queries == 0 or keys == 0:
@@ -160,10 +162,10 @@ def _attend(num_landmarks, num_iterations, given: block.Arguments, query, key, v
         inverse = pseudo_inverse(weights, num_iterations)
 
         of_all = dataclasses.replace(plain, key_lengths=key_lengths if is_padded else None)
-        read, _ = block.attend(of_queries, key, value, of_all)
+        read, _ = attention.attend(of_queries, key, value, of_all)
         read = jnp.einsum("...nji,...inh->...jnh", inverse, read, precision="highest")
         to_all = dataclasses.replace(plain, key_lengths=key_landmarks if is_padded else None)
-        out, _ = block.attend(query, of_keys, read, to_all)
+        out, _ = attention.attend(query, of_keys, read, to_all)
         if skip_kernel is not None:
             out = out + convolve(jnp.repeat(value, groups, -2), skip_kernel.astype(dtype))
         return (_clear(out, query_lengths),)

@@ -9,19 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, dispatch, dtypes, tuned
-from effattn.xla import mesh_axes
-from effattn.xla.paged_attention import Pages, Rule
+from effattn import dispatch
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.dispatch import cache
+from effattn.interfaces.paged_attention import Config, Pages
 
 # Imported on use: most programs have no kernels.
 MODULES = {
     "xla": "effattn.xla.paged_attention",
-    "triton": "effattn.pallas.paged_triton",
-    "mosaic_tpu": "effattn.pallas.paged_mosaic_tpu",
+    "triton": "effattn.pallas.triton.paged_attention",
+    "mosaic_tpu": "effattn.pallas.mosaic_tpu.paged_attention",
 }
 
 
-@_checks.checked
+@checks.checked
 def paged_attention(
     query: jax.Array,
     key_pages: jax.Array,
@@ -84,7 +85,7 @@ def paged_attention(
       TypeError: in reverse-mode differentiation.
     """
     batch, rows = _check_shapes(query, key_pages, value_pages)
-    table = _checks.as_array("block_table", block_table)
+    table = checks.as_array("block_table", block_table)
     if (
         table.ndim != 2
         or len(table) != batch
@@ -95,25 +96,25 @@ def paged_attention(
             f"block_table must be integers of shape ({batch}, M), the pages of each sequence, at "
             f"least 1, got {table.dtype} of shape {table.shape}"
         )
-    counts = _checks.lengths("lengths", lengths, (batch,))
+    counts = checks.lengths("lengths", lengths, (batch,))
     if counts is None:
         raise ValueError(f"lengths must be integers of shape ({batch},), got None")
     _check_room(counts, table.shape[1] * rows)
-    _check_pages(_checks.known(block_table), _checks.known(lengths), key_pages.shape[:2])
-    window = None if local_window_size is None else _checks.window(local_window_size)
+    _check_pages(checks.known(block_table), checks.known(lengths), key_pages.shape[:2])
+    window = None if local_window_size is None else checks.window(local_window_size)
     if isinstance(local_window_size, tuple | list) and window is not None and window[1] != 0:
         raise ValueError(
             f"local_window_size must be w or (w, 0), the tokens before each one, got {window}"
         )
-    rule = Rule(
+    config = Config(
         left=None if window is None else window[0],
-        soft_cap=_checks.soft_cap(logits_soft_cap),
+        soft_cap=checks.soft_cap(logits_soft_cap),
         precision=precision,
     )
     keys = _check_scales("key", key_pages, key_scales, query.dtype)
     values = _check_scales("value", value_pages, value_scales, None)
     dtype = dtypes.wide(query.dtype)
-    multiplier = jnp.asarray(_checks.scale(scale, query.shape[-1]), dtype)
+    multiplier = jnp.asarray(checks.scale(scale, query.shape[-1]), dtype)
 
     operands = mesh_axes.vary_alike((query, keys, values, table, counts, multiplier))
 
@@ -133,7 +134,7 @@ def paged_attention(
     )
     chosen = dispatch.choose(implementation, call)
     forms = {
-        name: functools.partial(module(name).paged, rule, chosen.interpreted)
+        name: functools.partial(module(name).paged, config, chosen.interpreted)
         for name in chosen.names
     }
     attend = functools.partial(dispatch.on_platform, chosen, "paged_attention", forms)
@@ -149,15 +150,15 @@ def _signature(query, keys, values, table, *_):
     """What the time depends on, counts rounded up to powers of two."""
     batch, tokens, heads, size = query.shape
     _, rows, key_heads, value_size = values.array.shape
-    room = tuned.rounded(table.shape[1] * rows)
+    room = cache.rounded(table.shape[1] * rows)
     return (
         f"paged attention, {query.dtype} {keys.array.dtype}, sizes {size} and {value_size}, "
-        f"group {heads // key_heads}, heads {heads}, batch {tuned.rounded(batch)}, "
+        f"group {heads // key_heads}, heads {heads}, batch {cache.rounded(batch)}, "
         f"queries {tokens}, pages of {rows}, room {room}"
     )
 
 
-@_checks.checked
+@checks.checked
 def quantize_pages(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys or values as int8, with a scale for each token and head.
 
@@ -232,7 +233,7 @@ def _check_scales(of: str, pages: Any, scales: Any, dtype: Any) -> Pages:
                 f"{of}_pages of int8 need {of}_scales of shape {pages.shape[:3]}; quantize_pages "
                 "gives both"
             )
-        return Pages(pages, _checks.shaped(f"{of}_scales", scales, pages.shape[:3]))
+        return Pages(pages, checks.shaped(f"{of}_scales", scales, pages.shape[:3]))
     if scales is not None:
         raise ValueError(f"{of}_scales are for {of}_pages of int8, got {pages.dtype}")
     if pages.dtype != dtype and (dtype or not jnp.issubdtype(pages.dtype, jnp.floating)):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, dtypes, registry
-from effattn.cores.linear_recurrence import Terms
-from effattn.functional import kernels, recurrence
-from effattn.xla import mesh_axes
+from effattn import registry
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.cores import feature_attention, recurrence
+from effattn.interfaces.linear_recurrence import Terms
 from effattn.xla.linear_scan import max_plus_scan
 
 KERNELS = ("softmax", "relu")
@@ -33,7 +33,7 @@ class PerformerState(NamedTuple):
     maximum: jax.Array | None
 
 
-@_checks.checked
+@checks.checked
 def performer_features(
     rng: jax.Array,
     num_features: int,
@@ -64,10 +64,10 @@ def performer_features(
     Raises:
       ValueError: counts below 1, or an odd number of features where they come in pairs.
     """
-    rng, dtype = _checks.key("rng", rng), _checks.dtype("dtype", dtype)
-    num_features = _checks.at_least("num_features", num_features, 1)
-    head_dim = _checks.at_least("head_dim", head_dim, 1)
-    num_heads = _checks.at_least("num_heads", num_heads, 1)
+    rng, dtype = checks.key("rng", rng), checks.dtype("dtype", dtype)
+    num_features = checks.at_least("num_features", num_features, 1)
+    head_dim = checks.at_least("head_dim", head_dim, 1)
+    num_heads = checks.at_least("num_heads", num_heads, 1)
     if hyperbolic and num_features % 2:
         raise ValueError(
             "hyperbolic=True needs an even num_features, as each w comes with -w, got "
@@ -89,7 +89,7 @@ def performer_features(
     return jnp.concatenate([vectors, -vectors], 1) if hyperbolic else vectors
 
 
-@_checks.checked
+@checks.checked
 def performer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -165,7 +165,7 @@ def performer_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = kernels.check(
+    given, attend = feature_attention.check(
         query,
         key,
         value,
@@ -181,9 +181,12 @@ def performer_attention(
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     if kernel == "softmax":
-        _checks.known_length("performer_attention", query, key)
-    projection = kernels.check_projection("projection", projection, key)
-    parameters = projection, jnp.sqrt(kernels.positive_scale(scale, query).astype(given.dtype))
+        checks.known_length("performer_attention", query, key)
+    projection = feature_attention.check_projection("projection", projection, key)
+    parameters = (
+        projection,
+        jnp.sqrt(feature_attention.positive_scale(scale, query).astype(given.dtype)),
+    )
     sums, maximum = _check_state(initial_state, given, projection.shape[-2], kernel)
     run = functools.partial(
         recurrence.run,
@@ -228,7 +231,9 @@ class _PerformerTerms:
         key, value, *units = keys
         if self.kernel == "relu":
             query, key = (
-                jax.nn.relu(kernels.products(dtypes.product(x, root), projection, self.precision))
+                jax.nn.relu(
+                    feature_attention.products(dtypes.product(x, root), projection, self.precision)
+                )
                 for x in (queries, key)
             )
             return Terms(query, key, value)
@@ -243,7 +248,9 @@ class _PerformerTerms:
 
 def exponents(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.Array:
     """w . x - |x|^2 / 2, `(*B, L, N, m)`."""
-    return kernels.products(x, projection, precision) - jnp.sum(x * x, -1, keepdims=True) / 2
+    return (
+        feature_attention.products(x, projection, precision) - jnp.sum(x * x, -1, keepdims=True) / 2
+    )
 
 
 def _units(parameters, given, first, is_causal, ids):
@@ -344,10 +351,10 @@ def _check_state(state, given, features, kernel):
         )
     *batch, _, heads, size = given.value.shape
     shape = (*batch, heads, features, size + 1)
-    sums = _checks.shaped("initial_state.sums", state.sums, shape)
+    sums = checks.shaped("initial_state.sums", state.sums, shape)
     if state.maximum is None:
         return sums, None
-    maximum = _checks.shaped("initial_state.maximum", state.maximum, shape[:-2])
+    maximum = checks.shaped("initial_state.maximum", state.maximum, shape[:-2])
     return sums.astype(given.dtype), maximum.astype(given.dtype)
 
 

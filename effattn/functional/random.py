@@ -5,14 +5,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from effattn import _checks, dtypes, registry
-from effattn.functional import bigbird, block
-from effattn.functional.block import ScoreMod
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.cores import attention
+from effattn.cores.attention import ScoreMod
+from effattn.functional import bigbird
 from effattn.functional.block_sparse import attend_blocks
-from effattn.functional.reaching import decoder_of, positions_of_blocks
+from effattn.patterns.reaching import positions_of_blocks
 
 
-@_checks.checked
+@checks.checked
 def random_attention(
     query: jax.Array,
     key: jax.Array,
@@ -77,8 +79,8 @@ def random_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
-    given = block.check(
+    block_size = checks.at_least("block_size", block_size, 1, "tokens in a block")
+    given = attention.check(
         "random_attention",
         query,
         key,
@@ -95,8 +97,8 @@ def random_attention(
         precision=precision,
         implementation=implementation,
     )
-    _checks.self_attention("random_attention", query, key)
-    _checks.known_length("random_attention", query)
+    checks.self_attention("random_attention", query, key)
+    checks.known_length("random_attention", query)
     length, key_heads = key.shape[-3:-1]
     random = bigbird.check_random_blocks(random_blocks, length, block_size, key_heads)
     if random is None:
@@ -116,7 +118,7 @@ def random_attention(
         if length:
             out, lse = attend_blocks(query, key, value, given, listed, block_size)
         else:
-            out, lse = block.attend(query, key, value, given)
+            out, lse = attention.attend(query, key, value, given)
     return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
@@ -130,7 +132,7 @@ def _reach(
     random_blocks: Any,
 ):
     """The positions that a query at position i attends to, where they lie from 0 to i: `(K, n)`."""
-    block_size = _checks.at_least("block_size", block_size, 1, "tokens in a block")
+    block_size = checks.at_least("block_size", block_size, 1, "tokens in a block")
     random = bigbird.random_table(
         random_blocks,
         capacity,
@@ -146,8 +148,6 @@ def _reach(
     return positions_of_blocks(listed, block_size, capacity)
 
 
-decoder = decoder_of(_reach)
-
 registry.register(
     registry.Mechanism(
         name="random",
@@ -156,7 +156,8 @@ registry.register(
         function=random_attention,
         capabilities=frozenset(registry.CAPABILITIES)
         - {"cross", "offset", "segments", "window", "bias", "mask", "state"},
-        decoder="effattn.functional.random:decoder",
+        decoder="effattn.decode.gathered:decoder",
+        reach=_reach,
         options={"block_size": 32, "num_random_blocks": 3},
         complexity="O(N b r)",
         time_exponent=1.0,

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from effattn import _checks, registry
-from effattn.cores.linear_recurrence import Terms
-from effattn.functional import kernels, recurrence
+from effattn import registry
+from effattn.arrays import checks
+from effattn.cores import feature_attention, recurrence
+from effattn.interfaces.linear_recurrence import Terms
 
 
-@_checks.checked
+@checks.checked
 def random_feature_attention(
     query: jax.Array,
     key: jax.Array,
@@ -81,7 +82,7 @@ def random_feature_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = kernels.check(
+    given, attend = feature_attention.check(
         query,
         key,
         value,
@@ -94,7 +95,7 @@ def random_feature_attention(
         precision=precision,
         chunk_size=chunk_size,
     )
-    projection = kernels.check_projection("projection", projection, key)
+    projection = feature_attention.check_projection("projection", projection, key)
     gates = () if gate is None else (_check_gate(gate, key.shape[:-1], is_causal),)
     out, state = recurrence.run(
         "random_feature_attention",
@@ -128,7 +129,7 @@ class _RandomFeatureTerms:
 
     def features(self, x, projection):
         """Sines and cosines, `(*B, L, N, 2 m)`."""
-        angles = kernels.products(_unit(x), projection, self.precision)
+        angles = feature_attention.products(_unit(x), projection, self.precision)
         features = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
         return features * projection.shape[1] ** -0.5
 

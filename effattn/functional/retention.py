@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, dtypes, registry
-from effattn.cores.linear_recurrence import Terms
-from effattn.functional import recurrence
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.cores import recurrence
+from effattn.interfaces.linear_recurrence import Terms
 
 
 def retention_log_decay(num_heads: int) -> jax.Array:
@@ -14,7 +15,7 @@ def retention_log_decay(num_heads: int) -> jax.Array:
     return jnp.log1p(-jnp.asarray(2.0 ** (-5 - np.arange(num_heads))))
 
 
-@_checks.checked
+@checks.checked
 def retention(
     query: jax.Array,
     key: jax.Array,

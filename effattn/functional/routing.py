@@ -10,18 +10,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, dtypes, registry
-from effattn.functional import block
-from effattn.functional.combine import combine
-from effattn.functional.moving import inverse_of, largest_of, permute, pick, spread
-from effattn.segments import within
-from effattn.xla import mesh_axes, reverse_mode
+from effattn import registry
+from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays.combine import combine
+from effattn.arrays.gathers import inverse_of, largest_of, permute, pick, spread
+from effattn.arrays.segments import within
+from effattn.cores import attention
 
 # Clusters whose scores are held at once.
 _AT_ONCE = 16
 
 
-@_checks.checked
+@checks.checked
 def routing_attention(
     query: jax.Array,
     key: jax.Array,
@@ -98,12 +98,12 @@ def routing_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    if _checks.is_pair(segment_ids, query.shape[:-2]):
+    if checks.is_pair(segment_ids, query.shape[:-2]):
         raise ValueError(
             "routing_attention is self-attention: segment_ids must be one array (*B, T) for "
             "queries and keys, got a pair"
         )
-    given = block.check(
+    given = attention.check(
         "routing_attention",
         query,
         key,
@@ -116,10 +116,10 @@ def routing_attention(
         tile=tile,
         implementation=implementation,
     )
-    _checks.self_attention("routing_attention", query, key)
-    _checks.known_length("routing_attention", query)
+    checks.self_attention("routing_attention", query, key)
+    checks.known_length("routing_attention", query)
     centroids = check_centroids(centroids, query)
-    size = _checks.at_least("cluster_size", cluster_size, 1, "tokens")
+    size = checks.at_least("cluster_size", cluster_size, 1, "tokens")
     for name, number in (("clusters in centroids", centroids.shape[1]), ("cluster_size", size)):
         # A causal input may be the beginning of a longer one.
         if number > query.shape[-3] > 0 and not is_causal:
@@ -147,8 +147,8 @@ def routing_attention(
 _TRACED = ("scale", "query_lengths", "key_lengths", "segments")
 
 
-def _attend(query, key, value, centroids, size, is_causal, given: block.Arguments):
-    query, key, value = block.without_padding(query, key, value, given)
+def _attend(query, key, value, centroids, size, is_causal, given: attention.Arguments):
+    query, key, value = attention.without_padding(query, key, value, given)
     tokens = Tokens.of(query, key, value)
     # A cluster takes all tokens where there are fewer, as where there are none.
     size = min(size, query.shape[-3])
@@ -373,7 +373,7 @@ def _is_first(ids):
 # Attention
 
 
-def _attend_causal(tokens: Tokens, centroids, size: int, given: block.Arguments):
+def _attend_causal(tokens: Tokens, centroids, size: int, given: attention.Arguments):
     """Sorted by cluster, a window of tokens that stops where their cluster begins."""
     cluster = nearest(tokens.query_route + tokens.key_route, centroids)
     by: tuple[jax.Array, ...] = (cluster,)
@@ -403,7 +403,7 @@ def _attend_causal(tokens: Tokens, centroids, size: int, given: block.Arguments)
     return permute(out, inverse, order), permute(lse, inverse, order)
 
 
-def _attend_clusters(tokens: Tokens, centroids, size: int, given: block.Arguments):
+def _attend_clusters(tokens: Tokens, centroids, size: int, given: attention.Arguments):
     """Each cluster by itself, then one softmax over the clusters of a query."""
     length = tokens.query.shape[-2]
     queries, keys = (
@@ -433,7 +433,7 @@ def _attend_clusters(tokens: Tokens, centroids, size: int, given: block.Argument
     return out, jnp.where(total == 0, lowest, largest + jnp.log(total_or_one))
 
 
-def _attend_packed(tokens: Tokens, centroids, size: int, given: block.Arguments):
+def _attend_packed(tokens: Tokens, centroids, size: int, given: attention.Arguments):
     """As `_attend_clusters`, where all documents together may fill a cluster."""
     assert given.segments is not None
     length, (documents, _) = tokens.query.shape[-2], given.segments
@@ -516,13 +516,13 @@ def _over_clusters_bwd(attend, saved, cotangents):
 _over_clusters.defvjp(_over_clusters_fwd, _over_clusters_bwd)
 
 
-def _attend_examples(query, key, value, given: block.Arguments, **within):
+def _attend_examples(query, key, value, given: attention.Arguments, **within):
     """Of `(..., T, H)`, each an example with one head to the core: `(..., T, Hv)`, `(..., T)`."""
     given = dataclasses.replace(
         given, **{"query_lengths": None, "key_lengths": None, "segments": None, **within}
     )
     query, key, value = (x[..., None, :] for x in (query, key, value))
-    out, lse = block.attend(query, key, value, given)
+    out, lse = attention.attend(query, key, value, given)
     return out[..., 0, :], lse[..., 0]
 
 

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import _checks, dtypes, registry
-from effattn.axes import lead
-from effattn.segments import within
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import lead
+from effattn.arrays.segments import within
 from effattn.xla.linear_scan import linear_scan, max_plus_scan
 
 # Below any key, and far from overflow when it is subtracted.
@@ -71,7 +72,7 @@ def begun(initial: Sums | None, like: jax.Array) -> Sums:
             f"initial_state must be the Sums that an earlier call returned, got {initial!r:.80}"
         )
     values, weights, largest = (
-        _checks.shaped(f"initial_state.{name}", x, shape).astype(like.dtype)
+        checks.shaped(f"initial_state.{name}", x, shape).astype(like.dtype)
         for name, x in initial._asdict().items()
     )
     return Sums(values, weights, jnp.where(weights > 0, largest, _NOTHING))
@@ -133,7 +134,7 @@ def with_initial(initial: Sums | None, sums: Sums) -> Sums:
 
 
 @jax.named_scope("rwkv4_mixing")
-@_checks.checked
+@checks.checked
 def rwkv4_mixing(
     key: jax.Array,
     value: jax.Array,
@@ -179,8 +180,8 @@ def rwkv4_mixing(
     dtype, size = key.dtype, (key.shape[-1],)
     wide = dtypes.wide(dtype)
     key, values = key.astype(wide), value.astype(wide)
-    decay = _checks.shaped("decay", decay, size).astype(wide)
-    bonus = _checks.shaped("bonus", bonus, size).astype(wide)
+    decay = checks.shaped("decay", decay, size).astype(wide)
+    bonus = checks.shaped("bonus", bonus, size).astype(wide)
     sums = running_sums(key, values, decay, valid, starts, initial_state)
     sums = with_initial(initial_state, sums)
     before = jax.tree.map(lambda x: x[:, :-1], sums)
@@ -216,13 +217,13 @@ def check_tokens_by_feature(
                 f"{name} must be {like.dtype} of shape {like.shape}, as {first} is, got "
                 f"{array.dtype} of shape {array.shape}"
             )
-    _checks.known_length("this mixing of tokens", like, axis=-2)
+    checks.known_length("this mixing of tokens", like, axis=-2)
     batch, time = like.shape[:2]
     valid = starts = None
-    lengths = _checks.lengths("lengths", lengths, (batch,))
+    lengths = checks.lengths("lengths", lengths, (batch,))
     if lengths is not None:
         valid = within(lengths, time)
-    pair = _checks.segment_ids(segment_ids, (batch,), time, time)
+    pair = checks.segment_ids(segment_ids, (batch,), time, time)
     if pair is not None:
         if initial_state is not None:
             raise ValueError(

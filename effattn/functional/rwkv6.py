@@ -2,12 +2,13 @@
 
 import jax
 
-from effattn import _checks, registry
-from effattn.cores.linear_recurrence import Terms
-from effattn.functional import recurrence
+from effattn import registry
+from effattn.arrays import checks
+from effattn.cores import recurrence
+from effattn.interfaces.linear_recurrence import Terms
 
 
-@_checks.checked
+@checks.checked
 def rwkv6_attention(
     query: jax.Array,
     key: jax.Array,
@@ -77,7 +78,7 @@ def rwkv6_attention(
         given,
         given.query,
         (given.key, given.value, recurrence.check_log_decay(log_decay, given.key.shape)),
-        _checks.shaped("bonus", bonus, given.key.shape[-2:]),
+        checks.shaped("bonus", bonus, given.key.shape[-2:]),
         initial_state=initial_state,
         implementation=implementation,
     )

@@ -2,12 +2,13 @@
 
 import jax
 
-from effattn import _checks, registry
-from effattn.cores.linear_recurrence import Terms
-from effattn.functional import recurrence
+from effattn import registry
+from effattn.arrays import checks
+from effattn.cores import recurrence
+from effattn.interfaces.linear_recurrence import Terms
 
 
-@_checks.checked
+@checks.checked
 def rwkv7_attention(
     query: jax.Array,
     key: jax.Array,
@@ -83,8 +84,8 @@ def rwkv7_attention(
             given.key,
             given.value,
             recurrence.check_log_decay(log_decay, given.key.shape),
-            _checks.shaped("removal_key", removal_key, given.key.shape),
-            _checks.shaped("learning_rate", learning_rate, given.key.shape),
+            checks.shaped("removal_key", removal_key, given.key.shape),
+            checks.shaped("learning_rate", learning_rate, given.key.shape),
         ),
         initial_state=initial_state,
         implementation=implementation,

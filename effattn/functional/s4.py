@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from effattn import _checks, dtypes, registry
-from effattn.axes import lead
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import lead
+from effattn.arrays.segments import positions_from, within
 from effattn.functional.rwkv4 import check_tokens_by_feature
-from effattn.segments import positions_from, within
 from effattn.xla.linear_scan import linear_scan
 from effattn.xla.long_convolution import long_convolution
 
@@ -20,7 +21,7 @@ _CHUNK, _FREQUENCIES = 64, 256
 
 
 @jax.named_scope("s4_convolution")
-@_checks.checked
+@checks.checked
 def s4_convolution(
     x: jax.Array,
     *,
@@ -74,7 +75,7 @@ def s4_convolution(
     rate, output = (_complex(n, a, features, wide) for n, a in (("rate", rate), ("output", output)))
     if rate.shape != output.shape:
         raise ValueError(f"rate and output must be alike, got {rate.shape} and {output.shape}")
-    step_size = _checks.shaped("step_size", step_size, (features,)).astype(wide)
+    step_size = checks.shaped("step_size", step_size, (features,)).astype(wide)
     logs = dtypes.product(step_size[:, None], rate)
     written = jnp.expm1(logs) / rate
     given, u = (batch, *rate.shape), x.astype(wide)
@@ -93,7 +94,7 @@ def s4_convolution(
             y = y + _seen(logs, output, state, time)
         state = _last(u, logs, written, state, lengths)
     if skip is not None:
-        y = y + lead(_checks.shaped("skip", skip, (features,)).astype(wide), 3) * u
+        y = y + lead(checks.shaped("skip", skip, (features,)).astype(wide), 3) * u
     if valid is not None:
         y = jnp.where(valid[..., None], y, 0)
     y = y.astype(dtype)

@@ -5,11 +5,12 @@ import math
 
 import jax
 
-from effattn import _checks, registry
-from effattn.functional import block
+from effattn import registry
+from effattn.arrays import checks
+from effattn.cores import attention
 
 
-@_checks.checked
+@checks.checked
 def sigmoid_attention(
     query: jax.Array,
     key: jax.Array,
@@ -26,7 +27,7 @@ def sigmoid_attention(
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
-    score_mod: block.ScoreMod | None = None,
+    score_mod: attention.ScoreMod | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -74,7 +75,7 @@ def sigmoid_attention(
       NotImplementedError: an implementation that it does not have.
       TypeError: in forward-mode differentiation.
     """
-    given = block.check(
+    given = attention.check(
         "sigmoid_attention",
         query,
         key,
@@ -98,13 +99,13 @@ def sigmoid_attention(
     )
     if logit_bias is None:
         logit_bias = -math.log(max(key.shape[-3], 1))
-    added = _checks.real("logit_bias", logit_bias, "a finite number")
+    added = checks.real("logit_bias", logit_bias, "a finite number")
     if not math.isfinite(added):
         raise ValueError(f"logit_bias must be a finite number, got {logit_bias}")
-    score = block.Then(score_mod, add=added)
+    score = attention.Then(score_mod, add=added)
     given = dataclasses.replace(given, score_mod=score, activation="sigmoid")
     with jax.named_scope("sigmoid_attention"):
-        return block.attend(query, key, value, given)[0]
+        return attention.attend(query, key, value, given)[0]
 
 
 registry.register(

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, dtypes, registry
-from effattn.axes import lead
-from effattn.cores.block_attention import Origin
-from effattn.functional import block
-from effattn.functional.block import ScoreMod
-from effattn.xla import mesh_axes
+from effattn import registry
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.axes import lead
+from effattn.cores import attention
+from effattn.cores.attention import ScoreMod
+from effattn.interfaces.block_attention import Origin
 
 
-@_checks.checked
+@checks.checked
 def sliding_window_attention(
     query: jax.Array,
     key: jax.Array,
@@ -85,7 +85,7 @@ def sliding_window_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    given = block.check(
+    given = attention.check(
         "sliding_window_attention",
         query,
         key,
@@ -96,7 +96,7 @@ def sliding_window_attention(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
-        local_window_size=_checks.window(local_window_size),
+        local_window_size=checks.window(local_window_size),
         logits_soft_cap=logits_soft_cap,
         score_mod=score_mod,
         sink=sink,
@@ -106,31 +106,31 @@ def sliding_window_attention(
         tile=tile,
         implementation=implementation,
     )
-    dilation = _checks.dilation(dilation, query.shape[-2], key.shape[-2])
+    dilation = checks.dilation(dilation, query.shape[-2], key.shape[-2])
     with jax.named_scope("sliding_window_attention"):
         out, lse = attend(dilation, query, key, value, given)
     return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
-def attend(dilation: int | tuple[int, ...], query, key, value, given: block.Arguments):
+def attend(dilation: int | tuple[int, ...], query, key, value, given: attention.Arguments):
     """The output and the log-sum-exp; of masks, only one of keys, `(*B, 1, 1, S)`."""
     if isinstance(dilation, tuple):
-        _checks.known_length(f"{given.mechanism} with a dilation", query, key)
+        checks.known_length(f"{given.mechanism} with a dilation", query, key)
         return _attend_by_head(dilation, query, key, value, given)
     if dilation != 1:
-        _checks.known_length(f"{given.mechanism} with a dilation", query, key)
-    if _checks.is_integer(given.query_offset) and dilation != 1:
+        checks.known_length(f"{given.mechanism} with a dilation", query, key)
+    if checks.is_integer(given.query_offset) and dilation != 1:
         # A step beyond the farthest key leads nowhere, and would pad the tokens to its length.
         offset = int(given.query_offset)
         after, before = offset + query.shape[-3], key.shape[-3] - offset
         apart: int = max(after, before, 1)
         dilation = min(dilation, apart)
     if dilation == 1:
-        return block.attend(query, key, value, given)
+        return attention.attend(query, key, value, given)
     return _attend_dilated(dilation, query, key, value, given)
 
 
-def _attend_by_head(dilations: tuple[int, ...], query, key, value, given: block.Arguments):
+def _attend_by_head(dilations: tuple[int, ...], query, key, value, given: attention.Arguments):
     """Attends with the heads of each dilation in turn, and puts them back in order."""
     of_heads = np.array(dilations)
     of_key_heads = of_heads[:: query.shape[-2] // key.shape[-2]]
@@ -161,7 +161,7 @@ def _origin_of_heads(heads: tuple[int, ...]):
     return origin
 
 
-def _attend_dilated(dilation: int, query, key, value, given: block.Arguments):
+def _attend_dilated(dilation: int, query, key, value, given: attention.Arguments):
     """Attends within each residue class of positions, the classes being one more batch axis."""
     batch, (queries, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
     # The first query's class: queries are moved up to it, so that class and index match the keys'.
@@ -191,7 +191,7 @@ def _attend_dilated(dilation: int, query, key, value, given: block.Arguments):
         segments=given.segments and (fold_queries(given.segments[0]), fold_keys(given.segments[1])),
         origin=_origin_of_classes(dilation, given.origin),
     )
-    out, lse = block.attend(fold_queries(query), fold_keys(key), fold_keys(value), folded)
+    out, lse = attention.attend(fold_queries(query), fold_keys(key), fold_keys(value), folded)
     return unfold_queries(out), unfold_queries(lse)
 
 
@@ -218,7 +218,7 @@ def _fold(dilation: int, array, axis: int):
 def _shift(array, shift, most: int, axis: int):
     """Puts `shift` zeros, an int or one for each example, before the tokens, and the rest after."""
     padding = [(0, 0)] * array.ndim
-    if _checks.is_integer(shift):
+    if checks.is_integer(shift):
         padding[axis] = (int(shift), 0)
         return jnp.pad(array, padding)
     padding[axis] = (most, most)

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 
-from effattn import _checks, dispatch, dtypes, registry
-from effattn.functional import block
-from effattn.functional.block import ScoreMod
+from effattn import dispatch, registry
+from effattn.arrays import checks, dtypes
+from effattn.cores import attention
+from effattn.cores.attention import ScoreMod
 
 
-@_checks.checked
+@checks.checked
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
@@ -99,7 +100,7 @@ def dot_product_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation, or of most gradients in reverse mode again.
     """
-    given = block.check(
+    given = attention.check(
         "dot_product_attention",
         query,
         key,
@@ -127,14 +128,14 @@ def dot_product_attention(
     return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
-def _attend(query, key, value, given: block.Arguments, return_residual: bool):
+def _attend(query, key, value, given: attention.Arguments, return_residual: bool):
     """Of the implementations asked for, cuDNN says only when it is called what it takes.
 
     Where it takes the call there is a GPU, so that those named before it run there as well.
     """
     names = dispatch.requested(given.implementation)
     if names is None or "cudnn" not in names:
-        return block.attend(query, key, value, given)
+        return attention.attend(query, key, value, given)
     at = names.index("cudnn")
     by_cudnn = functools.partial(_attend_cudnn, given=given, return_residual=return_residual)
     try:
@@ -145,9 +146,9 @@ def _attend(query, key, value, given: block.Arguments, return_residual: bool):
         if names == ("cudnn",):
             raise
         others = tuple(name for name in names if name != "cudnn")
-        return block.attend(query, key, value, _by(given, others))
+        return attention.attend(query, key, value, _by(given, others))
     with contextlib.suppress(NotImplementedError):
-        return block.attend(query, key, value, _by(given, names[:at]))
+        return attention.attend(query, key, value, _by(given, names[:at]))
     return by_cudnn(query, key, value)
 
 
@@ -159,9 +160,9 @@ def _by(given, implementation):
 _CUDNN = dispatch.Limits(("bfloat16", "float16"), others="what `jax.nn` takes")
 
 
-def _attend_cudnn(query, key, value, *, given: block.Arguments, return_residual: bool):
+def _attend_cudnn(query, key, value, *, given: attention.Arguments, return_residual: bool):
     unsupported = {
-        "query_offset": not (_checks.is_integer(given.query_offset) and given.query_offset == 0),
+        "query_offset": not (checks.is_integer(given.query_offset) and given.query_offset == 0),
         "segment_ids": given.segments is not None,
         "logits_soft_cap": given.soft_cap is not None,
         "score_mod": given.score_mod is not None,

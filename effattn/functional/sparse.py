@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from effattn import _checks, dispatch, dtypes
-from effattn.functional import block
-from effattn.functional.block import ScoreMod
-from effattn.layouts import BlockLayout
+from effattn import dispatch
+from effattn.arrays import checks, dtypes
+from effattn.cores import attention
+from effattn.cores.attention import ScoreMod
+from effattn.patterns.layouts import BlockLayout
 from effattn.xla import tiling
 
 if TYPE_CHECKING:
     from effattn.patterns import Pattern
 
 
-@_checks.checked
+@checks.checked
 def sparse_attention(
     query: jax.Array,
     key: jax.Array,
@@ -84,7 +85,7 @@ def sparse_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    given = block.check(
+    given = attention.check(
         "sparse_attention",
         query,
         key,
@@ -104,7 +105,7 @@ def sparse_attention(
         tile=tile,
         implementation=implementation,
     )
-    _checks.known_length("sparse_attention", query, key)
+    checks.known_length("sparse_attention", query, key)
     if (pattern is None) == (layout is None):
         raise ValueError(
             "sparse_attention needs one of pattern and layout, got "
@@ -115,11 +116,11 @@ def sparse_attention(
     else:
         given = _with_layout(query, key, given, layout)
     with jax.named_scope("sparse_attention"):
-        out, lse = block.attend(query, key, value, given)
+        out, lse = attention.attend(query, key, value, given)
     return (out, dtypes.logarithms(lse)) if return_residual else out
 
 
-def _with_layout(query, key, given: block.Arguments, layout) -> block.Arguments:
+def _with_layout(query, key, given: attention.Arguments, layout) -> attention.Arguments:
     queries, keys = query.shape[-3], key.shape[-3]
     if not isinstance(layout, BlockLayout):
         raise ValueError(
@@ -144,7 +145,7 @@ def _with_layout(query, key, given: block.Arguments, layout) -> block.Arguments:
     return dataclasses.replace(given, layout=layout)
 
 
-def with_pattern(query, key, given: block.Arguments, pattern: "Pattern") -> block.Arguments:
+def with_pattern(query, key, given: attention.Arguments, pattern: "Pattern") -> attention.Arguments:
     """The arguments for the pairs of a pattern, and nothing later where they are causal."""
     queries, heads = query.shape[-3:-1]
     keys, key_heads = key.shape[-3:-1]

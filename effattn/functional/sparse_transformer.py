@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, dtypes, registry
-from effattn.functional import block, folding, sliding_window
-from effattn.functional.block import ScoreMod
-from effattn.functional.combine import combine
-from effattn.functional.reaching import decoder_of
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.combine import combine
+from effattn.cores import attention, folding
+from effattn.cores.attention import ScoreMod
+from effattn.functional import sliding_window
 
 KINDS, FACTORS = ("strided", "fixed"), ("merged", "first", "second")
 
 
-@_checks.checked
+@checks.checked
 def sparse_transformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -96,7 +97,7 @@ def sparse_transformer_attention(
             "segment_ids are for kind='strided'; kind='fixed' counts its blocks from the start of "
             "the sequence, not of each segment"
         )
-    given = block.check(
+    given = attention.check(
         "sparse_transformer_attention",
         query,
         key,
@@ -115,8 +116,8 @@ def sparse_transformer_attention(
         tile=tile,
         implementation=implementation,
     )
-    _checks.self_attention("sparse_transformer_attention", query, key)
-    _checks.known_length("sparse_transformer_attention", query)
+    checks.self_attention("sparse_transformer_attention", query, key)
+    checks.known_length("sparse_transformer_attention", query)
     factors = _strided if kind == "strided" else functools.partial(_fixed, int(summary))
     with jax.named_scope("sparse_transformer_attention"):
         out, lse = factors(int(stride), factor, query, key, value, given)
@@ -124,11 +125,11 @@ def sparse_transformer_attention(
 
 
 def _check(stride, kind, summary, factor):
-    _checks.at_least("stride", stride, 1, "tokens")
+    checks.at_least("stride", stride, 1, "tokens")
     for name, value_, known in (("kind", kind, KINDS), ("factor", factor, FACTORS)):
         if value_ not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value_!r}")
-    if not _checks.is_integer(summary) or not 1 <= summary <= stride:
+    if not checks.is_integer(summary) or not 1 <= summary <= stride:
         raise ValueError(
             f"summary must be an int from 1 to the stride {stride}, tokens at the end of a block, "
             f"got {summary!r}"
@@ -137,7 +138,7 @@ def _check(stride, kind, summary, factor):
         raise ValueError(f"summary is for kind='fixed', got {summary} with kind='strided'")
 
 
-def _strided(stride: int, factor: str, query, key, value, given: block.Arguments):
+def _strided(stride: int, factor: str, query, key, value, given: attention.Arguments):
     """The window, and the residue class; merged, the class without what the window holds."""
     length = query.shape[-3]
 
@@ -154,7 +155,7 @@ def _strided(stride: int, factor: str, query, key, value, given: block.Arguments
     return combine(*zip(attend(1, stride - 1, 0), rest, strict=True))
 
 
-def _fixed(summary: int, stride: int, factor: str, query, key, value, given: block.Arguments):
+def _fixed(summary: int, stride: int, factor: str, query, key, value, given: attention.Arguments):
     """The block, and the summaries; merged, those of earlier blocks."""
     if factor == "first":
         return folding.attend_inside(stride, query, key, value, given)
@@ -176,7 +177,7 @@ class _EarlierBlocks:
         return j // self.size < i // self.size
 
 
-def _summaries(stride: int, summary: int, rule, query, key, value, given: block.Arguments):
+def _summaries(stride: int, summary: int, rule, query, key, value, given: attention.Arguments):
     """Causal attention to the last `summary` tokens of each block, of the pairs of `rule`."""
     batch, length = query.shape[:-3], query.shape[-3]
     axis = len(batch)
@@ -200,7 +201,7 @@ def _summaries(stride: int, summary: int, rule, query, key, value, given: block.
         positions=(positions(np.arange(length)), positions(where)),
         pattern=rule,
     )
-    return block.attend(query, pick(key), pick(value), picked)
+    return attention.attend(query, pick(key), pick(value), picked)
 
 
 def _reach(i, capacity: int, stride: int, kind: str, summary: int, factor: str):
@@ -220,8 +221,6 @@ def _reach(i, capacity: int, stride: int, kind: str, summary: int, factor: str):
     return {"merged": jnp.concatenate([near, far]), "first": near, "second": far}[factor]
 
 
-decoder = decoder_of(_reach)
-
 registry.register(
     registry.Mechanism(
         name="sparse_transformer",
@@ -231,7 +230,8 @@ registry.register(
         capabilities=frozenset(registry.CAPABILITIES)
         - {"bidirectional", "cross", "offset", "window", "bias", "mask", "state"},
         options={"stride": 128, "kind": "strided", "summary": 1, "factor": "merged"},
-        decoder="effattn.functional.sparse_transformer:decoder",
+        decoder="effattn.decode.gathered:decoder",
+        reach=_reach,
         options_at=lambda length: {"stride": math.isqrt(length)},
         complexity="O(N sqrt N)",
         time_exponent=1.5,

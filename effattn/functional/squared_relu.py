@@ -4,11 +4,12 @@ import dataclasses
 
 import jax
 
-from effattn import _checks, registry
-from effattn.functional import block
+from effattn import registry
+from effattn.arrays import checks
+from effattn.cores import attention
 
 
-@_checks.checked
+@checks.checked
 def squared_relu_attention(
     query: jax.Array,
     key: jax.Array,
@@ -25,7 +26,7 @@ def squared_relu_attention(
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
-    score_mod: block.ScoreMod | None = None,
+    score_mod: attention.ScoreMod | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -73,7 +74,7 @@ def squared_relu_attention(
       NotImplementedError: an implementation that it does not have.
       TypeError: in forward-mode differentiation.
     """
-    given = block.check(
+    given = attention.check(
         "squared_relu_attention",
         query,
         key,
@@ -97,10 +98,10 @@ def squared_relu_attention(
     )
     if divisor is None:
         divisor = max(key.shape[-3], 1)
-    score = block.Then(score_mod, multiply=_checks.positive("divisor", divisor) ** -0.5)
+    score = attention.Then(score_mod, multiply=checks.positive("divisor", divisor) ** -0.5)
     given = dataclasses.replace(given, score_mod=score, activation="squared_relu")
     with jax.named_scope("squared_relu_attention"):
-        return block.attend(query, key, value, given)[0]
+        return attention.attend(query, key, value, given)[0]
 
 
 registry.register(

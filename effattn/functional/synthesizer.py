@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks, dtypes, registry
-from effattn.axes import lead
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import lead
+from effattn.arrays.segments import positions_from, within
 from effattn.functional.softmax import dot_product_attention
-from effattn.segments import positions_from, within
 
 
-@_checks.checked
+@checks.checked
 def synthesizer_attention(
     hidden: jax.Array,
     table: jax.Array,
@@ -62,7 +63,7 @@ def synthesizer_attention(
             f"got {table.shape} for {hidden.shape} and {value.shape}"
         )
     shape = (*value.shape[:-3], *heads)
-    _checks.shaped("table", table, heads if table.ndim == 3 else shape)
+    checks.shaped("table", table, heads if table.ndim == 3 else shape)
     keys = jnp.broadcast_to(table, shape).astype(hidden.dtype)
     return dot_product_attention(
         hidden,
@@ -83,7 +84,7 @@ _TILE = 128
 
 
 @jax.named_scope("factorized_synthesizer_attention")
-@_checks.checked
+@checks.checked
 def factorized_synthesizer_attention(
     coarse: jax.Array,
     fine: jax.Array,
@@ -121,19 +122,19 @@ def factorized_synthesizer_attention(
             "coarse must have shape (B, T, N, l), fine (B, T, N, m) and value (B, S, N, Hv), got "
             f"{coarse.shape}, {fine.shape} and {value.shape}"
         )
-    _checks.known_length("factorized_synthesizer_attention", coarse, value)
+    checks.known_length("factorized_synthesizer_attention", coarse, value)
     batch, time, heads, blocks = coarse.shape
-    _checks.shaped("coarse", coarse, coarse.shape)
+    checks.shaped("coarse", coarse, coarse.shape)
     size, keys = fine.shape[-1], value.shape[1]
-    _checks.shaped("fine", fine, (batch, time, heads, size))
-    _checks.shaped("value", value, (batch, keys, heads, value.shape[-1]))
+    checks.shaped("fine", fine, (batch, time, heads, size))
+    checks.shaped("value", value, (batch, keys, heads, value.shape[-1]))
     if blocks * size < keys:
         raise ValueError(
             f"coarse and fine must make a logit for each of the {keys} keys, got "
             f"{blocks} x {size} of them"
         )
-    lengths = _checks.lengths("lengths", lengths, (batch,))
-    offset = jnp.broadcast_to(jnp.asarray(_checks.offset(query_offset, (batch,))), (batch,))
+    lengths = checks.lengths("lengths", lengths, (batch,))
+    offset = jnp.broadcast_to(jnp.asarray(checks.offset(query_offset, (batch,))), (batch,))
     if lengths is not None:
         value = jnp.where(within(lengths, keys)[..., None, None], value, 0)
         if time == keys:

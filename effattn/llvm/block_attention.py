@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import dispatch
-from effattn.cores import block_attention
-from effattn.cores.block_attention import Operands, Rule
+from effattn.interfaces import block_attention
+from effattn.interfaces.block_attention import Config, Inputs
 from effattn.llvm import compiled
 from effattn.llvm.primitive import kernel
 from effattn.xla import block_attention as by_xla
@@ -25,7 +25,7 @@ LIMITS = dispatch.Limits(
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
-def refusal(rule: Rule, x: Operands) -> str | None:
+def refusal(config: Config, x: Inputs) -> str | None:
     """Why it does not take these operands, if so."""
     for array in (x.query, x.key, x.value):
         if reason := LIMITS.refusal(array.dtype):
@@ -33,33 +33,33 @@ def refusal(rule: Rule, x: Operands) -> str | None:
     arrays = "additive", "bias", "mask", "positions", "layout"
     options = "activation", "soft_cap", "score_mod", "pattern", "tile"
     given = [name for name in arrays if getattr(x, name) is not None]
-    given += [name for name in options if getattr(rule, name) is not None]
-    given += ["dropout"] if rule.dropout_rate else []
-    given += ["a traced scale"] if rule.scale is None else []
-    given += ["a traced query_offset"] if rule.offset is None else []
+    given += [name for name in options if getattr(config, name) is not None]
+    given += ["dropout"] if config.dropout_rate else []
+    given += ["a traced scale"] if config.scale is None else []
+    given += ["a traced query_offset"] if config.offset is None else []
     if given:
         return f"does not take {' and '.join(given)}"
     return compiled.refusal()
 
 
-def tilings(rule: Rule, x: Operands) -> dict[str, tuple[tuple[int, ...], ...]]:
+def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Its tiles have one size."""
     return {}
 
 
-def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The output in the dtype given, the log-sum-exp, and what rounding took from it."""
-    out, lse, lost = _attention(("forward", rule), *_arrays(x))
+    out, lse, lost = _attention(("forward", config), *_arrays(x))
     return out.astype(dtype), lse, lost
 
 
 def backward(
-    rule: Rule, x: Operands, lse: jax.Array, d_out: jax.Array, shared: jax.Array
-) -> Operands:
+    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, shared: jax.Array
+) -> Inputs:
     """The gradients, from that of the output and `shared` `(*B, T, N)`, dO . O - dL."""
     rows = lse, d_out, shared
-    d_query, d_key, d_value = _attention(("backward", rule), *_arrays(x), *rows)
-    return Operands(query=d_query, key=d_key, value=d_value)
+    d_query, d_key, d_value = _attention(("backward", config), *_arrays(x), *rows)
+    return Inputs(query=d_query, key=d_key, value=d_value)
 
 
 # (query, key, value[, query_ids, key_ids]) to (out, lse, lost), and with (lse, d_out, shared) after
@@ -68,7 +68,7 @@ def backward(
 _ROWS = {"forward": 0, "backward": 3}
 
 
-def _arrays(x: Operands) -> tuple[jax.Array, ...]:
+def _arrays(x: Inputs) -> tuple[jax.Array, ...]:
     query_ids, key_ids = block_attention.ids(x)
     if key_ids is None:
         return x.query, x.key, x.value
@@ -78,11 +78,11 @@ def _arrays(x: Operands) -> tuple[jax.Array, ...]:
     return x.query, x.key, x.value, query_ids, key_ids
 
 
-def _split(direction: str, arrays: Any) -> tuple[Operands, Any]:
+def _split(direction: str, arrays: Any) -> tuple[Inputs, Any]:
     """The operands, and the rows of the backward."""
     count = len(arrays) - _ROWS[direction]
     (query, key, value, *ids), rows = arrays[:count], arrays[count:]
-    return Operands(query, key, value, segments=tuple(ids) or None), rows
+    return Inputs(query, key, value, segments=tuple(ids) or None), rows
 
 
 def _shapes(static, *arrays):
@@ -94,11 +94,11 @@ def _shapes(static, *arrays):
 
 
 def _by_xla(static, *arrays):
-    direction, rule = static
+    direction, config = static
     x, rows = _split(direction, arrays)
     if direction == "forward":
-        return by_xla.forward(rule, x, _FLOAT32)
-    found = by_xla.backward(rule, x, *rows)
+        return by_xla.forward(config, x, _FLOAT32)
+    found = by_xla.backward(config, x, *rows)
     return found.query, found.key, found.value
 
 
@@ -108,12 +108,12 @@ def _axes(static, *arrays):
 
 
 def _by_kernel(static, shapes, *arrays):
-    direction, rule = static
+    direction, config = static
     x, rows = _split(direction, arrays)
     none = (jnp.zeros((*(1,) * (x.query.ndim - 3), 0), jnp.int32),) * 2
     operands = (x.query, x.key, x.value, *(x.segments or none))
     if direction == "forward":
-        out, largest, total = _call(rule, x, direction, shapes, operands)
+        out, largest, total = _call(config, x, direction, shapes, operands)
         log_total = jnp.log(jnp.where(total == 0, 1, total))
         lse = largest + log_total
         return out, jnp.where(total == 0, -jnp.inf, lse), log_total - (lse - largest)
@@ -122,25 +122,25 @@ def _by_kernel(static, shapes, *arrays):
     splits = _splits(shapes[1], x.query.shape[-3])
     shapes = shapes[0], *((splits, *shape) for shape in shapes[1:])
     with_rows = (*operands, lse, d_out, shared)
-    d_query, d_key, d_value = _call(rule, x, direction, shapes, with_rows, splits)
+    d_query, d_key, d_value = _call(config, x, direction, shapes, with_rows, splits)
     return d_query, d_key.sum(0), d_value.sum(0)
 
 
 _attention = kernel("effattn_block_attention", _by_kernel, _by_xla, _shapes, _axes)
 
 
-def _call(rule, x, direction, shapes, operands, splits=1):
+def _call(config, x, direction, shapes, operands, splits=1):
     from effattn.llvm import block_kernels  # where llvmlite is not, XLA is
 
     limits: dict[str, Any] = {
-        "left": block_kernels.UNLIMITED if rule.left is None else rule.left,
-        "right": block_kernels.UNLIMITED if rule.right is None else rule.right,
-        "offset": rule.offset,
+        "left": block_kernels.UNLIMITED if config.left is None else config.left,
+        "right": block_kernels.UNLIMITED if config.right is None else config.right,
+        "offset": config.offset,
         "has_ids": x.segments is not None,
         "splits": splits,
     }
     in_order = np.array([limits[each] for each in block_kernels.LIMITS], np.int64)
-    attributes = {"limits": in_order, "scale": np.float32(rule.scale)}
+    attributes = {"limits": in_order, "scale": np.float32(config.scale)}
     return compiled.call(f"effattn_block_attention_{direction}", shapes, operands, **attributes)
 
 

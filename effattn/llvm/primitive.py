@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from effattn.xla import mesh_axes
+from effattn.arrays import mesh_axes
 
 Form = Callable[..., Sequence[jax.Array]]
 

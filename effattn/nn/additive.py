@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks
 from effattn.nn.attention import CrossAttention, SelfAttention
 from effattn.nn.module import Module
 
@@ -25,7 +25,7 @@ class _Scores(Module):
 
     def __init__(self, num_heads, head_dim, hidden_dim, param_dtype, rngs):
         hidden = head_dim if hidden_dim is None else hidden_dim
-        hidden = _checks.at_least("hidden_dim", hidden, 1, "hidden numbers a head")
+        hidden = checks.at_least("hidden_dim", hidden, 1, "hidden numbers a head")
         init = nnx.initializers.lecun_normal(batch_axis=0)
         shape = num_heads, head_dim, hidden
         self.query_kernel = nnx.Param(init(rngs.params(), shape, param_dtype))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks
+from effattn.arrays import checks
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -15,7 +15,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     For a power of two N they are 2**(-8/N), 2**(-16/N), ..., 2**-8. Other numbers take all the
     slopes of the next lower power of two, then every second slope of the one above.
     """
-    num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
+    num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
     lower = 1 << (num_heads.bit_length() - 1)
     upper = 2 * lower
     slopes = 2.0 ** (-8 / lower * np.arange(1, lower + 1))
@@ -38,7 +38,7 @@ class Alibi:
     num_heads: int
 
     def __post_init__(self):
-        _checks.at_least("num_heads", self.num_heads, 1, "heads")
+        checks.at_least("num_heads", self.num_heads, 1, "heads")
 
     def __call__(self, logit, b, h, i, j) -> jax.Array:
         """The logit of query position i and key position j in head h."""

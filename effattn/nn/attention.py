@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks, registry
+from effattn import registry
+from effattn.arrays import checks, mesh_axes
+from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
 from effattn.decode.state import bound_of, check_init, check_rows, new_lengths
 from effattn.nn import initializers
 from effattn.nn.binding import bind
@@ -19,8 +21,6 @@ from effattn.nn.module import Module
 from effattn.nn.options import check_holds_none, own_copy, split, values
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
-from effattn.segments import positions_from, positions_from_segment_ids, within
-from effattn.xla import mesh_axes
 
 # More than any segment or block of a decode state.
 _MANY_TOKENS = 2**20
@@ -59,17 +59,15 @@ class _Attention(Module):
         if dropout_rate:
             binding.require("dropout", f"dropout_rate={dropout_rate}")
 
-        self.in_features = _checks.at_least("in_features", in_features, 1, "features")
-        self.context_features = _checks.at_least(
-            "context_features", context_features, 1, "features"
-        )
+        self.in_features = checks.at_least("in_features", in_features, 1, "features")
+        self.context_features = checks.at_least("context_features", context_features, 1, "features")
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
+        self.head_dim = head_dim = checks.at_least("head_dim", head_dim, 1, "features")
         self.value_dim = (
             head_dim
             if value_dim is None
-            else _checks.at_least("value_dim", value_dim, 1, "features")
+            else checks.at_least("value_dim", value_dim, 1, "features")
         )
         self.dropout_rate = dropout_rate
         self.dtype = dtype
@@ -551,7 +549,7 @@ class CrossAttention(_Attention):
         if segment_ids is not None:
             keywords["segment_ids"] = (segment_ids, context_segment_ids)
         if query_offset is not None:
-            keywords.update(self._placed(_checks.as_array("query_offset", query_offset), x, key))
+            keywords.update(self._placed(checks.as_array("query_offset", query_offset), x, key))
         query = self._project_queries(zero_padding(x, valid))
         keywords = {**self._options(), **keywords, **self._dropout(rngs)}
         self.binding.check_complete(keywords)

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes
+from effattn.arrays.segments import within
 from effattn.functional.attention_free import attention_free, biased_average, check_bias
 from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.recurrent import RecurrentMixer
-from effattn.segments import within
 
 # As in the paper, section 4.
 bias_init = nnx.initializers.normal(0.01)
@@ -202,8 +202,8 @@ class AFTFull(_BiasedAFT):
             out_kernel_init=out_kernel_init,
             rngs=rngs,
         )
-        self.max_length = _checks.at_least("max_length", max_length, 1, "tokens")
-        shape = (max_length, _checks.at_least("rank", rank, 1, "features"))
+        self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
+        shape = (max_length, checks.at_least("rank", rank, 1, "features"))
         self.row_bias, self.column_bias = (
             nnx.Param(bias_init(rngs.params(), shape, param_dtype)) for _ in range(2)
         )
@@ -280,7 +280,7 @@ class AFTLocal(AFTFull):
             out_kernel_init=out_kernel_init,
             rngs=rngs,
         )
-        self.window = _checks.at_least("local_window_size", local_window_size, 0, "tokens")
+        self.window = checks.at_least("local_window_size", local_window_size, 0, "tokens")
 
 
 class AFTConv(_BiasedAFT):
@@ -331,12 +331,12 @@ class AFTConv(_BiasedAFT):
             out_kernel_init=out_kernel_init,
             rngs=rngs,
         )
-        _checks.at_least("num_heads", num_heads, 1, "heads")
+        checks.at_least("num_heads", num_heads, 1, "heads")
         if in_features % num_heads:
             raise ValueError(
                 f"in_features ({in_features}) must be a multiple of num_heads ({num_heads})"
             )
-        self.window = _checks.at_least("local_window_size", local_window_size, 0, "tokens")
+        self.window = checks.at_least("local_window_size", local_window_size, 0, "tokens")
         shape = (num_heads, (1 if is_causal else 2) * local_window_size + 1)
         self.taps = nnx.Param(bias_init(rngs.params(), shape, param_dtype))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks
 from effattn.decode.state import check_init
 from effattn.nn import initializers
 from effattn.nn.attention import SelfAttention
@@ -56,7 +56,7 @@ class BasedSelfAttention(SelfAttention):
             rngs=rngs,
             **options,
         )
-        self.feature_dim = _checks.at_least("feature_dim", feature_dim, 1)
+        self.feature_dim = checks.at_least("feature_dim", feature_dim, 1)
         if self.rotary is not None and feature_dim % 2:
             raise ValueError(f"rotary embedding needs an even feature_dim, got {feature_dim}")
         project = functools.partial(

@@ -183,12 +183,7 @@ def resolve(
 def _entry(attention: Any) -> registry.Mechanism | None:
     if isinstance(attention, str):
         return registry.get(attention)
-    if not callable(attention):
-        return None
-    for name in registry.names():
-        if registry.get(name).function is attention:
-            return registry.get(name)
-    return None
+    return registry.entry_of(attention) if callable(attention) else None
 
 
 def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks
 from effattn.nn.attention import SelfAttention
 
 SHARING = ("none", "heads", "key_value")
@@ -64,8 +64,8 @@ class BlockLinformerSelfAttention(SelfAttention):
             rngs=rngs,
             **options,
         )
-        self.block_size = _checks.at_least("block_size", block_size, 1, "tokens")
-        self.num_projected = _checks.at_least("num_projected", num_projected, 1, "slots")
+        self.block_size = checks.at_least("block_size", block_size, 1, "tokens")
+        self.num_projected = checks.at_least("num_projected", num_projected, 1, "slots")
         if num_projected > block_size:
             raise ValueError(
                 f"num_projected must be at most block_size {block_size}, got {num_projected}"

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from effattn.arrays.segments import positions_from
 from effattn.decode.state import new_lengths
 from effattn.decode.tokens import TokenState, append
 from effattn.nn.mixer import CausalMixer
-from effattn.segments import positions_from
 
 
 class CachedMixer(CausalMixer):

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks, dtypes
-from effattn.axes import lead
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.axes import lead
+from effattn.arrays.segments import positions_from, within
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import bounded, check_bound, new_lengths, row_lengths
 from effattn.nn import initializers
@@ -16,8 +17,6 @@ from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
 from effattn.nn.module import Module
 from effattn.nn.recurrent import RecurrentMixer
 from effattn.nn.tokens import indices_of, token_ids
-from effattn.segments import positions_from, within
-from effattn.xla import mesh_axes
 
 
 class DilatedConvolution(RecurrentMixer):
@@ -66,8 +65,8 @@ class DilatedConvolution(RecurrentMixer):
             dtype=dtype,
             param_dtype=param_dtype,
         )
-        self.width = _checks.at_least("width", width, 1, "tokens")
-        self.dilation = _checks.at_least("dilation", dilation, 1, "tokens")
+        self.width = checks.at_least("width", width, 1, "tokens")
+        self.dilation = checks.at_least("dilation", dilation, 1, "tokens")
         shape = (width, in_features, 2 * in_features)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
         self.bias = nnx.Param(jnp.zeros((2 * in_features,), param_dtype))
@@ -172,11 +171,11 @@ class ConvolutionalClassifier(Module):
         if not isinstance(widths, Sequence) or not widths:
             raise ValueError(f"widths must be one or more ints, got {widths!r}")
         for width in widths:
-            _checks.at_least("each of widths", width, 1, "tokens")
-        _checks.at_least("vocab_size", vocab_size, 1, "tokens")
-        _checks.at_least("num_classes", num_classes, 1, "classes")
-        _checks.at_least("features", features, 1, "features")
-        _checks.at_least("filters", filters, 1, "filters")
+            checks.at_least("each of widths", width, 1, "tokens")
+        checks.at_least("vocab_size", vocab_size, 1, "tokens")
+        checks.at_least("num_classes", num_classes, 1, "classes")
+        checks.at_least("features", features, 1, "features")
+        checks.at_least("filters", filters, 1, "filters")
         check_dropout_rate(dropout_rate)
         self.widths, self.dropout_rate = tuple(widths), dropout_rate
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}

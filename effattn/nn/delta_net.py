@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks, dtypes
-from effattn.axes import lead
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.axes import lead
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import check_state
 from effattn.nn import initializers
 from effattn.nn.attention import SelfAttention
 from effattn.nn.heads import default_head_dim
 from effattn.nn.short_convolution import ShortConvolution
-from effattn.xla import mesh_axes
 
 EPSILON = 1e-5  # of the norm of the heads' outputs
 
@@ -97,7 +96,7 @@ class DeltaNet(SelfAttention):
             "rngs": rngs,
         }
 
-        width = _checks.at_least("convolution_width", convolution_width, 1, "tokens")
+        width = checks.at_least("convolution_width", convolution_width, 1, "tokens")
 
         def convolution(features: int) -> ShortConvolution:
             return ShortConvolution(features, width, **common)

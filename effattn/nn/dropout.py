@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks
 
 
 def dropout_key(rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> jax.Array | None:
@@ -17,7 +17,7 @@ def dropout_key(rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> jax.Array 
         return rngs.dropout()
     if isinstance(rngs, nnx.RngStream):
         return rngs()
-    return None if rngs is None else _checks.key("rngs", rngs)
+    return None if rngs is None else checks.key("rngs", rngs)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -30,4 +30,4 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 def check_dropout_rate(rate: float) -> None:
     """`ValueError` unless the rate is in [0, 1)."""
-    _checks.share("dropout_rate", rate)
+    checks.share("dropout_rate", rate)

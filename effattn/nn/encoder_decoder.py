@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from effattn import registry
+from effattn.arrays import mesh_axes
 from effattn.decode.state import check_state, row_lengths
 from effattn.nn import initializers
 from effattn.nn.attention import CrossAttention
@@ -25,7 +26,6 @@ from effattn.nn.transformer import (
     TransformerState,
     dtypes_of,
 )
-from effattn.xla import mesh_axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks, mesh_axes
 from effattn.nn import initializers
 from effattn.nn.dropout import dropout_key
 from effattn.nn.module import Module
-from effattn.xla import mesh_axes
 
 
 class SwiGLU(Module):
@@ -39,8 +38,8 @@ class SwiGLU(Module):
         out_kernel_init: Callable[..., Any] = initializers.kernel_init,
         rngs: nnx.Rngs,
     ):
-        _checks.at_least("in_features", in_features, 1, "features")
-        _checks.at_least("hidden_features", hidden_features, 1, "features")
+        checks.at_least("in_features", in_features, 1, "features")
+        checks.at_least("hidden_features", hidden_features, 1, "features")
         linear = functools.partial(
             nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
@@ -72,7 +71,7 @@ class ChunkedFeedForward(Module):
 
     def __init__(self, module: Callable[..., jax.Array], *, chunk_size: int):
         self.module = module
-        self.chunk_size = _checks.at_least("chunk_size", chunk_size, 1, "tokens")
+        self.chunk_size = checks.at_least("chunk_size", chunk_size, 1, "tokens")
 
     @mesh_axes.on_mesh_of_input
     def __call__(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from effattn.functional.fourier import fourier_mixing
+from effattn.functional.fnet import fourier_mixing
 from effattn.nn.mixer import Mixer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes
 from effattn.nn import initializers
 from effattn.nn.attention import SelfAttention
 from effattn.nn.heads import default_head_dim
@@ -55,8 +55,8 @@ class GatedLinearAttention(SelfAttention):
             raise ValueError(
                 "GatedLinearAttention has no option log_decay; it makes the decays of each token"
             )
-        rank = _checks.at_least("gate_rank", gate_rank, 1, "features")
-        temperature = _checks.positive("temperature", temperature)
+        rank = checks.at_least("gate_rank", gate_rank, 1, "features")
+        temperature = checks.positive("temperature", temperature)
         if head_dim is None:
             share = default_head_dim(in_features, num_heads)
             head_dim, value_dim = max(share // 2, 1), share if value_dim is None else value_dim

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
-from effattn.functional.spatial_gating import gated, spatial_gating
+from effattn.arrays import checks
+from effattn.arrays.segments import within
+from effattn.functional.gmlp import gated, spatial_gating
 from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
-from effattn.segments import within
 
 
 class GatedMLP(CachedMixer):
@@ -64,9 +64,9 @@ class GatedMLP(CachedMixer):
             param_dtype=param_dtype,
         )
         hidden = 4 * in_features if hidden_features is None else hidden_features
-        if _checks.at_least("hidden_features", hidden, 2, "features") % 2:
+        if checks.at_least("hidden_features", hidden, 2, "features") % 2:
             raise ValueError(f"hidden_features must be even, z_1 and z_2 alike, got {hidden}")
-        self.max_length = _checks.at_least("max_length", max_length, 1, "tokens")
+        self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         self.project = nnx.Linear(
             in_features, hidden, use_bias=False, kernel_init=kernel_init, rngs=rngs, **dtypes

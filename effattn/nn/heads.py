@@ -1,12 +1,12 @@
 """How a module's features and key heads divide among its heads."""
 
-from effattn import _checks
+from effattn.arrays import checks
 
 
 def default_head_dim(in_features: int, num_heads: int) -> int:
     """D / N."""
-    in_features = _checks.at_least("in_features", in_features, 1, "features")
-    num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
+    in_features = checks.at_least("in_features", in_features, 1, "features")
+    num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
     if in_features % num_heads:
         raise ValueError(
             f"in_features ({in_features}) must be a multiple of num_heads ({num_heads}) "
@@ -17,10 +17,10 @@ def default_head_dim(in_features: int, num_heads: int) -> int:
 
 def key_heads(num_heads: int, num_kv_heads: int | None) -> int:
     """K, which is N if it is not given; `ValueError` unless it divides N."""
-    num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
+    num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
     if num_kv_heads is None:
         return num_heads
-    num_kv_heads = _checks.at_least("num_kv_heads", num_kv_heads, 1, "heads, or None")
+    num_kv_heads = checks.at_least("num_kv_heads", num_kv_heads, 1, "heads, or None")
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads ({num_heads}) must be a positive multiple of num_kv_heads ({num_kv_heads})"

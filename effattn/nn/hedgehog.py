@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks
 from effattn.nn.attention import SelfAttention
 
 
@@ -46,7 +46,7 @@ class HedgehogSelfAttention(SelfAttention):
                 "num_features"
             )
         super().__init__(in_features, num_heads, "hedgehog", rngs=rngs, **options)
-        features = _checks.at_least(
+        features = checks.at_least(
             "num_features", self.head_dim if num_features is None else num_features, 1
         )
         identity = jnp.eye(features, self.head_dim, dtype=self.param_dtype)

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks, registry
+from effattn import registry
+from effattn.arrays import checks, mesh_axes
 from effattn.decode.state import check_state, new_lengths
 from effattn.nn import initializers
 from effattn.nn.dropout import dropout_key
 from effattn.nn.heads import default_head_dim, key_heads
 from effattn.nn.module import Module
-from effattn.xla import mesh_axes
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +85,7 @@ class HybridHeads(Module):
             raise ValueError(f"groups must be a sequence of mappings, got {groups!r}")
         for group in groups:
             named = isinstance(group, Mapping) and "name" in group
-            if not named or not _checks.is_integer(group.get("num_heads")):
+            if not named or not checks.is_integer(group.get("num_heads")):
                 raise ValueError(
                     'each of groups needs the mechanism\'s "name" and its "num_heads", an int, '
                     f"got {group!r}"

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes
+from effattn.arrays.segments import positions_from
 from effattn.decode.state import check_capacity, new_lengths
 from effattn.decode.tokens import stored
 from effattn.functional.hyena import gated, hyena_convolution
 from effattn.nn import initializers
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.short_convolution import ShortConvolution
-from effattn.segments import positions_from
 from effattn.xla.long_convolution import long_convolution_at
 
 
@@ -100,12 +100,12 @@ class Hyena(CausalMixer):
             dtype=dtype,
             param_dtype=param_dtype,
         )
-        self.max_length = _checks.at_least("max_length", max_length, 1, "tokens")
-        self.order = _checks.at_least("order", order, 1, "convolutions")
-        self.num_harmonics = _checks.at_least("num_harmonics", num_harmonics, 1, "harmonics")
-        hidden = _checks.at_least("filter_features", filter_features, 1, "features")
-        self.window_shift = _checks.real("window_shift", window_shift, "a number")
-        frequency = _checks.real("frequency", frequency, "a number")
+        self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
+        self.order = checks.at_least("order", order, 1, "convolutions")
+        self.num_harmonics = checks.at_least("num_harmonics", num_harmonics, 1, "harmonics")
+        hidden = checks.at_least("filter_features", filter_features, 1, "features")
+        self.window_shift = checks.real("window_shift", window_shift, "a number")
+        frequency = checks.real("frequency", frequency, "a number")
         streams = (order + 1) * in_features
 
         def linear(features_in, features_out, init, **options):

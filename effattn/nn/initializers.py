@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import dtypes
+from effattn.arrays import dtypes
 
 kernel_init = nnx.initializers.lecun_normal()
 

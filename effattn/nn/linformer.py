@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks
 from effattn.functional.linformer import window_projection
 from effattn.nn.attention import SelfAttention
 
@@ -83,8 +83,8 @@ class LinformerSelfAttention(SelfAttention):
             rngs=rngs,
             **options,
         )
-        self.max_length = _checks.at_least("max_length", max_length, 1, "tokens")
-        self.num_projected = _checks.at_least("num_projected", num_projected, 1, "rows")
+        self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
+        self.num_projected = checks.at_least("num_projected", num_projected, 1, "rows")
         for name, choice, known in (("method", method, METHODS), ("sharing", sharing, SHARING)):
             if choice not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {choice!r}")

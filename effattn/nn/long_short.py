@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks, mesh_axes
 from effattn.nn.attention import SelfAttention
-from effattn.xla import mesh_axes
 
 
 class LongShortSelfAttention(SelfAttention):
@@ -56,7 +55,7 @@ class LongShortSelfAttention(SelfAttention):
         super().__init__(
             in_features, num_heads, "long_short", param_dtype=param_dtype, rngs=rngs, **options
         )
-        self.num_projected = _checks.at_least("num_projected", num_projected, 1, "slots")
+        self.num_projected = checks.at_least("num_projected", num_projected, 1, "slots")
         # A bias would add the same to the scores of all tokens, and change nothing.
         self.projection = nnx.LinearGeneral(
             in_features,

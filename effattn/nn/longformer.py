@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks, mesh_axes
 from effattn.decode.longformer import LongformerDecoder
 from effattn.nn.attention import SelfAttention
-from effattn.xla import mesh_axes
 
 
 class LongformerSelfAttention(SelfAttention):
@@ -59,7 +58,7 @@ class LongformerSelfAttention(SelfAttention):
                 "global is said at each call, by global_mask"
             )
         super().__init__(in_features, num_heads, "longformer", rngs=rngs, **options)
-        if max_global is not None and (not _checks.is_integer(max_global) or max_global < 1):
+        if max_global is not None and (not checks.is_integer(max_global) or max_global < 1):
             raise ValueError(f"max_global must be an int, 1 or more, or None, got {max_global!r}")
         if global_projections and max_global is None:
             raise ValueError(
@@ -95,7 +94,7 @@ class LongformerSelfAttention(SelfAttention):
         """
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         if global_mask is not None:
-            _checks.known_length("Longformer with global tokens", x, axis=-2)
+            checks.known_length("Longformer with global tokens", x, axis=-2)
             keywords["global_mask"] = self._checked(global_mask, x.shape[:2])
             keywords["max_global"] = min(self.max_global or 0, x.shape[1])
             layers = self._global_layers()
@@ -155,7 +154,7 @@ class LongformerSelfAttention(SelfAttention):
                 "global_mask needs max_global, how many global tokens a row has at most, and this "
                 "module was made without"
             )
-        global_mask = _checks.as_array("global_mask", global_mask)
+        global_mask = checks.as_array("global_mask", global_mask)
         if global_mask.shape != shape or global_mask.dtype != jnp.bool_:
             raise ValueError(
                 f"global_mask must be bool of shape {shape}, got {global_mask.dtype} of shape "

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes
+from effattn.arrays.segments import positions_from_segment_ids
 from effattn.functional import lsh
 from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import default_head_dim
 from effattn.nn.options import own_copy
-from effattn.segments import positions_from_segment_ids
 
 
 class LSHSelfAttention(CachedMixer):
@@ -80,11 +80,11 @@ class LSHSelfAttention(CachedMixer):
         )
         if head_dim is None:
             head_dim = default_head_dim(in_features, num_heads)
-        self.num_heads = _checks.at_least("num_heads", num_heads, 1)
-        self.head_dim = head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
-        self.num_rounds = _checks.at_least("num_rounds", num_rounds, 1)
+        self.num_heads = checks.at_least("num_heads", num_heads, 1)
+        self.head_dim = head_dim = checks.at_least("head_dim", head_dim, 1, "features")
+        self.num_rounds = checks.at_least("num_rounds", num_rounds, 1)
         self.rotary = own_copy(rotary)
-        self.chunk_length = _checks.at_least("chunk_length", chunk_length, 1, "tokens")
+        self.chunk_length = checks.at_least("chunk_length", chunk_length, 1, "tokens")
         self.factors = lsh.factors_of(num_buckets)
         linear = functools.partial(
             nnx.LinearGeneral, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks, dtypes
-from effattn.axes import lead
-from effattn.functional.selective_scan import selective_scan
+from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import lead
+from effattn.functional.mamba import selective_scan
 from effattn.nn import initializers
 from effattn.nn.recurrent import RecurrentMixer
 from effattn.nn.short_convolution import ShortConvolution
@@ -76,7 +76,7 @@ class Mamba(RecurrentMixer):
             dtype=dtype,
             param_dtype=param_dtype,
         )
-        _checks.at_least("num_heads", num_heads, 1, "heads")
+        checks.at_least("num_heads", num_heads, 1, "heads")
         if head_dim is None:
             if 2 * in_features % num_heads:
                 raise ValueError(
@@ -84,20 +84,20 @@ class Mamba(RecurrentMixer):
                     f"({num_heads}) when head_dim is not given"
                 )
             head_dim = 2 * in_features // num_heads
-        inner = num_heads * _checks.at_least("head_dim", head_dim, 1, "features")
+        inner = num_heads * checks.at_least("head_dim", head_dim, 1, "features")
         self.num_kv_heads = (
             1
             if num_kv_heads is None
-            else _checks.at_least("num_kv_heads", num_kv_heads, 1, "heads, or None")
+            else checks.at_least("num_kv_heads", num_kv_heads, 1, "heads, or None")
         )
         if inner % self.num_kv_heads:
             raise ValueError(
                 f"the inner features ({inner}, num_heads times head_dim) must be a positive "
                 f"multiple of num_kv_heads ({self.num_kv_heads})"
             )
-        self.state_size = _checks.at_least("state_size", state_size, 1, "features")
+        self.state_size = checks.at_least("state_size", state_size, 1, "features")
         rank = -(-in_features // 16) if step_rank is None else step_rank
-        self.step_rank = _checks.at_least("step_rank", rank, 1, "features")
+        self.step_rank = checks.at_least("step_rank", rank, 1, "features")
         self.chunk_size = chunk_size
         self.implementation = implementation
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks, dtypes
-from effattn.axes import lead
-from effattn.functional.state_space_duality import state_space_duality
+from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import lead
+from effattn.functional.mamba2 import state_space_duality
 from effattn.nn import initializers
 from effattn.nn.heads import key_heads
 from effattn.nn.recurrent import RecurrentMixer
@@ -73,7 +73,7 @@ class Mamba2(RecurrentMixer):
             dtype=dtype,
             param_dtype=param_dtype,
         )
-        self.num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
+        self.num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
         if head_dim is None:
             if 2 * in_features % num_heads:
                 raise ValueError(
@@ -82,8 +82,8 @@ class Mamba2(RecurrentMixer):
                 )
             head_dim = 2 * in_features // num_heads
         self.num_kv_heads = key_heads(num_heads, 1 if num_kv_heads is None else num_kv_heads)
-        self.head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
-        self.state_size = _checks.at_least("state_size", state_size, 1, "features")
+        self.head_dim = checks.at_least("head_dim", head_dim, 1, "features")
+        self.state_size = checks.at_least("state_size", state_size, 1, "features")
         self.chunk_size = chunk_size
         self.implementation = implementation
         inner, shared = num_heads * self.head_dim, self.num_kv_heads * self.state_size

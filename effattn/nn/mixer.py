@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.segments import within
 from effattn.decode.state import check_init, check_state, new_lengths
 from effattn.nn.binding import Binding
 from effattn.nn.module import Module
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
-from effattn.segments import within
-from effattn.xla import mesh_axes
 
 
 class Mixer(Module):
@@ -43,7 +42,7 @@ class Mixer(Module):
         binding.require("causal" if is_causal else "bidirectional", f"is_causal={is_causal}")
         if dropout_rate:
             binding.require("dropout", f"dropout_rate={dropout_rate}")
-        self.in_features = _checks.at_least("in_features", in_features, 1, "features")
+        self.in_features = checks.at_least("in_features", in_features, 1, "features")
         self.binding: Binding = binding
         self.is_causal = is_causal
         self.dtype = dtype
@@ -76,7 +75,7 @@ class Mixer(Module):
         """
         x = tokens_of("x", x, self.in_features)
         if self._of_known_length:
-            _checks.known_length(f"the mixer {self.binding.name!r}", x, axis=-2)
+            checks.known_length(f"the mixer {self.binding.name!r}", x, axis=-2)
 
         def mix(mixer, x, lengths, segment_ids):
             batch, time = x.shape[:2]

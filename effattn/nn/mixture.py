@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks, dtypes, registry
+from effattn import registry
+from effattn.arrays import checks, dtypes
+from effattn.arrays.segments import within
 from effattn.decode.state import new_lengths, row_lengths
 from effattn.nn import initializers
 from effattn.nn.hybrid import HybridState, check_groups
 from effattn.nn.mixer import CausalMixer
-from effattn.segments import within
 
 
 class MixtureOfMechanisms(CausalMixer):
@@ -90,7 +91,7 @@ class MixtureOfMechanisms(CausalMixer):
         costs = range(len(given)) if costs is None else costs
         costs = tuple(costs) if np.iterable(costs) else (costs,)
         needs = f"{len(given)} numbers, 0 or more, one a mechanism"
-        if len(costs) != len(given) or min(_checks.real("costs", c, needs) for c in costs) < 0:
+        if len(costs) != len(given) or min(checks.real("costs", c, needs) for c in costs) < 0:
             raise ValueError(f"costs must be {needs}, got {costs}")
         self.gate, self.costs = gate, costs
         self.names = tuple(one["name"] for one in given)

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks
 
 
 class Module(nnx.Module):
@@ -16,16 +16,16 @@ class Module(nnx.Module):
     def __init_subclass__(cls, **kwargs: Any):
         for name, method in list(vars(cls).items()):
             if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
-                setattr(cls, name, _checks.checked(method))
+                setattr(cls, name, checks.checked(method))
         if "__init__" in vars(cls):
             cls.__init__ = _checked(cls.__init__)  # type: ignore[method-assign]
         super().__init_subclass__(**kwargs)
 
 
 def _checked(init: Callable[..., None]) -> Callable[..., None]:
-    parameters, names = inspect.signature(init).parameters, _checks.positional(init)
+    parameters, names = inspect.signature(init).parameters, checks.positional(init)
     check = {name: rule for name, rule in _BY_NAME.items() if name in parameters}
-    init = _checks.checked(init)
+    init = checks.checked(init)
 
     @functools.wraps(init)
     def checked(*args, **kwargs):
@@ -40,7 +40,7 @@ def _checked(init: Callable[..., None]) -> Callable[..., None]:
 def check_dtype(name: str, value: Any) -> None:
     """`ValueError` for what is no floating-point dtype, and is not None."""
     if value is not None:
-        _checks.dtype(name, value)
+        checks.dtype(name, value)
 
 
 def _check_rngs(name, value):
@@ -50,6 +50,6 @@ def _check_rngs(name, value):
 
 _BY_NAME: dict[str, Callable[[str, Any], Any]] = {
     "dtype": check_dtype,
-    "param_dtype": _checks.dtype,
+    "param_dtype": checks.dtype,
     "rngs": _check_rngs,
 }

@@ -4,7 +4,7 @@ from typing import Any
 
 from flax import nnx
 
-from effattn import dtypes
+from effattn.arrays import dtypes
 from effattn.functional.performer import performer_features
 from effattn.nn.attention import SelfAttention
 

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import dtypes
+from effattn.arrays import dtypes, mesh_axes
 from effattn.functional.performer import performer_features
 from effattn.nn.attention import SelfAttention
-from effattn.xla import mesh_axes
 
 
 class RandomFeatureSelfAttention(SelfAttention):

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes
+from effattn.arrays.segments import within
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import bounded, check_bound, new_lengths
 from effattn.nn import initializers
@@ -18,7 +19,6 @@ from effattn.nn.heads import default_head_dim
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.options import own_copy
 from effattn.nn.tokens import tokens_of
-from effattn.segments import within
 
 
 class RecurrentMemoryAttention(CausalMixer):
@@ -88,10 +88,10 @@ class RecurrentMemoryAttention(CausalMixer):
         )
         if head_dim is None:
             head_dim = default_head_dim(in_features, num_heads)
-        self.num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
-        self.head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
-        self.segment_size = _checks.at_least("segment_size", segment_size, 1, "tokens")
-        self.num_slots = _checks.at_least("num_slots", num_slots, 1, "slots")
+        self.num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
+        self.head_dim = checks.at_least("head_dim", head_dim, 1, "features")
+        self.segment_size = checks.at_least("segment_size", segment_size, 1, "tokens")
+        self.num_slots = checks.at_least("num_slots", num_slots, 1, "slots")
         self.rotary, self.stop_gradient = own_copy(rotary), stop_gradient
 
         def heads():
@@ -154,7 +154,7 @@ class RecurrentMemoryAttention(CausalMixer):
         if memory is None:
             memory = self._first(batch, dtype)
         else:
-            memory = _checks.shaped("memory", memory, (batch, self.num_slots, features))
+            memory = checks.shaped("memory", memory, (batch, self.num_slots, features))
             memory = lax.stop_gradient(memory) if self.stop_gradient else memory
         places = jnp.arange(self.segment_size)
 

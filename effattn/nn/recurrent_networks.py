@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes
+from effattn.arrays.segments import within
 from effattn.nn import initializers
 from effattn.nn.activations import sigmoid, tanh
 from effattn.nn.recurrent import RecurrentMixer
-from effattn.segments import within
 
 
 class _CellMixer(RecurrentMixer):
@@ -40,7 +40,7 @@ class _CellMixer(RecurrentMixer):
             dtype=dtype,
             param_dtype=param_dtype,
         )
-        size = _checks.at_least("in_features", in_features, 1, "features")
+        size = checks.at_least("in_features", in_features, 1, "features")
         self.cell = type(self)._cell(
             size,
             size,

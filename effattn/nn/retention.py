@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks
 from effattn.nn import initializers
 from effattn.nn.attention import SelfAttention
 from effattn.nn.heads import default_head_dim
@@ -56,8 +56,8 @@ class RetNet(SelfAttention):
     ):
         size = default_head_dim(in_features, num_heads) if head_dim is None else head_dim
         if value_dim is None:
-            value_dim = 2 * _checks.at_least("head_dim", size, 1, "features")
-        if rotary is _TURN and _checks.is_integer(size) and size % 2:
+            value_dim = 2 * checks.at_least("head_dim", size, 1, "features")
+        if rotary is _TURN and checks.is_integer(size) and size % 2:
             rotary = None
         super().__init__(
             in_features,

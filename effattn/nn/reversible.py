@@ -10,12 +10,11 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
+from effattn.arrays.segments import within
 from effattn.nn.dropout import dropout_key
 from effattn.nn.module import Module
 from effattn.nn.tokens import zero_padding
-from effattn.segments import within
-from effattn.xla import mesh_axes, reverse_mode
 
 
 class ReversibleStack(Module):
@@ -79,15 +78,15 @@ class ReversibleStack(Module):
           ValueError: streams of unequal shapes, or an argument that no module takes.
           TypeError: in forward-mode differentiation.
         """
-        x1 = _checks.as_array("x1", x1)
-        x2 = x1 if x2 is None else _checks.as_array("x2", x2)
+        x1 = checks.as_array("x1", x1)
+        x2 = x1 if x2 is None else checks.as_array("x2", x2)
         if x1.ndim != 3 or x1.shape != x2.shape:
             raise ValueError(
                 f"x1 and x2 must have one shape (batch, length, features), got {x1.shape} and "
                 f"{x2.shape}"
             )
         given = {"lengths": lengths, "segment_ids": segment_ids, "rngs": dropout_key(rngs)}
-        given = {name: _checks.as_array(name, x) for name, x in given.items() if x is not None}
+        given = {name: checks.as_array(name, x) for name, x in given.items() if x is not None}
         modules = [m for pair in zip(self.first, self.second, strict=True) for m in pair]
         for name in given.keys() - {"rngs"}:
             if not any(_takes(module, name) for module in modules):

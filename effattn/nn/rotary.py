@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn import _checks, dtypes
-from effattn.angles import angles
-from effattn.axes import lead
+from effattn.arrays import checks, dtypes
+from effattn.arrays.angles import angles
+from effattn.arrays.axes import lead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RotaryEmbedding:
 
     def __post_init__(self):
         for name in ("theta", "scaling"):
-            _checks.positive(f"rotary {name}", getattr(self, name))
+            checks.positive(f"rotary {name}", getattr(self, name))
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Rotates queries or keys.
@@ -42,7 +42,7 @@ class RotaryEmbedding:
 
         Returns:
           The shape and dtype of `x`. Cosines and sines are computed in float32, or x's dtype if
-          wider, and their error stays below 1e-6 at all positions (see `effattn.angles`).
+          wider, and their error stays below 1e-6 at all positions (see `effattn.arrays.angles`).
 
         Raises:
           ValueError: an odd head size, or positions that are no integers.
@@ -51,7 +51,7 @@ class RotaryEmbedding:
         if head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head size, got {head_dim}")
         dtype = dtypes.wide(x.dtype)
-        positions = _checks.as_array("positions", positions)
+        positions = checks.as_array("positions", positions)
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise ValueError(f"positions must be integers, got dtype {positions.dtype}")
         frequency = self.theta ** (-np.arange(0, head_dim, 2) / head_dim) / self.scaling

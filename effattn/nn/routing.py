@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes
+from effattn.arrays.segments import within
 from effattn.decode.ring import RingDecoder
 from effattn.decode.routing import RoutingDecoder
 from effattn.decode.state import check_state, new_lengths
@@ -17,7 +18,6 @@ from effattn.functional.routing import Tokens, routing_attention, summed_by_clus
 from effattn.functional.sliding_window import sliding_window_attention
 from effattn.nn.attention import SelfAttention
 from effattn.nn.hybrid import HybridState
-from effattn.segments import within
 
 
 class Centroids(nnx.Variable):
@@ -76,15 +76,15 @@ class RoutingSelfAttention(SelfAttention):
         group = self.num_heads // self.num_kv_heads
         if num_local_heads is None:
             num_local_heads = self.num_heads // 2 // group * group
-        self.num_local_heads = _checks.at_least("num_local_heads", num_local_heads, 0, "heads")
+        self.num_local_heads = checks.at_least("num_local_heads", num_local_heads, 0, "heads")
         if num_local_heads % group or num_local_heads >= num_heads:
             raise ValueError(
                 f"num_local_heads must be less than num_heads {num_heads}, and a multiple of the "
                 f"{group} that share a key head, got {num_local_heads}"
             )
-        self.num_clusters = _checks.at_least("num_clusters", num_clusters, 1, "clusters")
-        self.cluster_size = _checks.at_least("cluster_size", cluster_size, 1, "tokens")
-        self.local_window_size = _checks.at_least("local_window_size", local_window_size, 0)
+        self.num_clusters = checks.at_least("num_clusters", num_clusters, 1, "clusters")
+        self.cluster_size = checks.at_least("cluster_size", cluster_size, 1, "tokens")
+        self.local_window_size = checks.at_least("local_window_size", local_window_size, 0)
         shape = (num_heads - num_local_heads, num_clusters, self.head_dim)
         dtype = dtypes.wide(self.param_dtype)
         self.centroids = Centroids(_on_sphere(jax.random.normal(rngs.centroids(), shape, dtype)))
@@ -161,7 +161,7 @@ class RoutingSelfAttention(SelfAttention):
 
     def _attend(self, heads, **keywords):
         local, routed = self._sides(*heads)
-        _checks.known_length("routing attention", routed[0])
+        checks.known_length("routing attention", routed[0])
         size = min(self.cluster_size, max(routed[0].shape[1], 1))
         out = routing_attention(*routed, **{**keywords, "cluster_size": size})
         if not self.num_local_heads:

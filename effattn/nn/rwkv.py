@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks, dtypes
-from effattn.axes import lead
+from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import lead
 from effattn.functional.rwkv6 import rwkv6_attention
 from effattn.functional.rwkv7 import rwkv7_attention
 from effattn.nn import initializers
@@ -51,8 +51,8 @@ class _TimeMixing(RecurrentMixer):
         )
         if head_dim is None:
             head_dim = default_head_dim(in_features, num_heads)
-        self.num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
-        self.head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
+        self.num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
+        self.head_dim = checks.at_least("head_dim", head_dim, 1, "features")
         self.num_kv_heads = key_heads(num_heads, num_kv_heads)
         check_depth(depth)
         self.chunk_size = chunk_size
@@ -190,8 +190,8 @@ class RWKV6(_TimeMixing):
             implementation=implementation,
             rngs=rngs,
         )
-        mixing_rank = _checks.at_least("mixing_rank", mixing_rank, 1, "features")
-        decay_rank = _checks.at_least("decay_rank", decay_rank, 1, "features")
+        mixing_rank = checks.at_least("mixing_rank", mixing_rank, 1, "features")
+        decay_rank = checks.at_least("decay_rank", decay_rank, 1, "features")
         of_keys = self.num_kv_heads * self.head_dim
         # As in the authors' code: features remember for longer and longer, more so in later layers.
         place, power = np.arange(in_features) / in_features, 1 - depth
@@ -310,9 +310,9 @@ class RWKV7(_TimeMixing):
             implementation=implementation,
             rngs=rngs,
         )
-        decay_rank = _checks.at_least("decay_rank", decay_rank, 1, "features")
-        rate_rank = _checks.at_least("rate_rank", rate_rank, 1, "features")
-        gate_rank = _checks.at_least("gate_rank", gate_rank, 1, "features")
+        decay_rank = checks.at_least("decay_rank", decay_rank, 1, "features")
+        rate_rank = checks.at_least("rate_rank", rate_rank, 1, "features")
+        gate_rank = checks.at_least("gate_rank", gate_rank, 1, "features")
         inner, of_keys = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         small = functools.partial(initializers.orthogonal_init, scale=0.1)
         # As in the authors' code.

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.decode.state import state_dtype
 from effattn.functional.rwkv4 import rwkv4_mixing
 from effattn.nn import initializers
 from effattn.nn.module import Module
 from effattn.nn.recurrent import RecurrentMixer
 from effattn.nn.token_shift import check_depth, token_shift
-from effattn.xla import mesh_axes
 
 
 class RWKV4(RecurrentMixer):
@@ -67,7 +66,7 @@ class RWKV4(RecurrentMixer):
             param_dtype=param_dtype,
         )
         check_depth(depth)
-        features = _checks.at_least("in_features", in_features, 1, "features")
+        features = checks.at_least("in_features", in_features, 1, "features")
 
         def linear(init):
             return nnx.Linear(
@@ -143,7 +142,7 @@ class RWKV4ChannelMix(Module):
         rngs: nnx.Rngs,
     ):
         check_depth(depth)
-        self.in_features = _checks.at_least("in_features", in_features, 1, "features")
+        self.in_features = checks.at_least("in_features", in_features, 1, "features")
         hidden = 4 * in_features if hidden_features is None else hidden_features
         self.dtype, self.param_dtype = dtype, param_dtype
 
@@ -159,7 +158,7 @@ class RWKV4ChannelMix(Module):
             )
 
         self.receptance = linear(in_features, in_features)
-        self.key = linear(in_features, _checks.at_least("hidden_features", hidden, 1, "features"))
+        self.key = linear(in_features, checks.at_least("hidden_features", hidden, 1, "features"))
         self.value = linear(hidden, in_features)
         amounts = (np.arange(in_features) / in_features) ** (1 - depth)
         self.shifts = nnx.Param(jnp.asarray(np.stack([amounts, amounts]), param_dtype))

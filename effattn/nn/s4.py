@@ -9,13 +9,13 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from effattn import _checks, dtypes
-from effattn.axes import lead
+from effattn.arrays import checks, dtypes
+from effattn.arrays.axes import lead
+from effattn.arrays.segments import within
 from effattn.decode.recurrent import RecurrentState
 from effattn.functional.s4 import hippo, low_rank_kernel, s4_convolution
 from effattn.nn import initializers
 from effattn.nn.recurrent import RecurrentMixer
-from effattn.segments import within
 from effattn.xla.long_convolution import long_convolution
 
 
@@ -49,7 +49,7 @@ class _StateSpace(RecurrentMixer):
             dtype=dtype,
             param_dtype=param_dtype,
         )
-        if _checks.at_least("state_size", state_size, 2, "modes") % 2:
+        if checks.at_least("state_size", state_size, 2, "modes") % 2:
             raise ValueError(f"state_size must be even, as modes come in pairs, got {state_size}")
         rate, _, _ = hippo(state_size)
         shape = (in_features, state_size // 2)
@@ -219,7 +219,7 @@ class S4(_StateSpace):
             out_kernel_init=out_kernel_init,
             rngs=rngs,
         )
-        self.max_length = _checks.at_least("max_length", max_length, 1, "tokens")
+        self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
         _, low_rank, written = hippo(state_size)
         self.low_rank, self.input = self._pairs(low_rank), self._pairs(written)
         self.output = nnx.Param(

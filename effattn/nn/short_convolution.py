@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn import _checks, dtypes
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.segments import positions_from, within
 from effattn.decode.state import row_lengths, state_dtype
 from effattn.nn.activations import silu
 from effattn.nn.module import Module
-from effattn.segments import positions_from, within
-from effattn.xla import mesh_axes
 
 # Uniform in +-1 / sqrt(width), the fan-in of a channel.
 taps_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -52,8 +51,8 @@ class ShortConvolution(Module):
         taps_init: Callable[..., Any] = taps_init,
         rngs: nnx.Rngs,
     ):
-        self.features = _checks.at_least("features", features, 1, "features")
-        self.width = _checks.at_least("width", width, 1, "tokens")
+        self.features = checks.at_least("features", features, 1, "features")
+        self.width = checks.at_least("width", width, 1, "tokens")
         self.activation = activation
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -82,7 +81,7 @@ class ShortConvolution(Module):
         self._check(x)
         batch, time = x.shape[:2]
         valid = self._valid(lengths, batch, time)
-        pair = _checks.segment_ids(segment_ids, (batch,), time, time)
+        pair = checks.segment_ids(segment_ids, (batch,), time, time)
         ids = None if pair is None else pair[0]
         if ids is not None:
             in_document = jnp.not_equal(ids, 0)
@@ -115,7 +114,7 @@ class ShortConvolution(Module):
         """
         self._check(x)
         batch, time = x.shape[:2]
-        _checks.shaped("state", state, (batch, self.width - 1, self.features))
+        checks.shaped("state", state, (batch, self.width - 1, self.features))
         valid = self._valid(lengths, batch, time)
         read = jnp.concatenate([state.astype(x.dtype), _clear(x, valid)], 1)
         if lengths is None:

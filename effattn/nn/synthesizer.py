@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import _checks
+from effattn.arrays import checks
+from effattn.arrays.segments import positions_from_segment_ids
 from effattn.functional.softmax import dot_product_attention
 from effattn.functional.synthesizer import (
     factorized_synthesizer_attention,
@@ -17,7 +18,6 @@ from effattn.functional.synthesizer import (
 from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import default_head_dim
-from effattn.segments import positions_from_segment_ids
 
 _KINDS = {
     "dense": "synthesizer",
@@ -108,11 +108,11 @@ class Synthesizer(CachedMixer):
         if head_dim is None:
             head_dim = default_head_dim(in_features, num_heads)
         self.kind, self.trained = kind, trained
-        self.num_heads = _checks.at_least("num_heads", num_heads, 1, "heads")
-        self.head_dim = _checks.at_least("head_dim", head_dim, 1, "features")
-        self.max_length = _checks.at_least("max_length", max_length, 1, "tokens")
+        self.num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
+        self.head_dim = checks.at_least("head_dim", head_dim, 1, "features")
+        self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
         hidden = self.head_dim if hidden_features is None else hidden_features
-        hidden = _checks.at_least("hidden_features", hidden, 1, "features")
+        hidden = checks.at_least("hidden_features", hidden, 1, "features")
 
         def heads(size, use_bias=False):
             return nnx.LinearGeneral(

@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks
+from effattn.arrays import checks
 from effattn.decode.state import row_lengths
 
 
 def check_depth(depth: float) -> None:
     """`ValueError` unless it is a share of the depth."""
     needs = "a number in [0, 1], the first layer to the last"
-    if not 0 <= _checks.real("depth", depth, needs) <= 1:
+    if not 0 <= checks.real("depth", depth, needs) <= 1:
         raise ValueError(f"depth must be {needs}, got {depth}")
 
 

@@ -5,15 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from effattn import _checks
+from effattn.arrays import checks
+from effattn.arrays.segments import within
 from effattn.decode.state import check_vocabulary, narrow
 from effattn.nn.binding import Binding
-from effattn.segments import within
 
 
 def tokens_of(name: str, x: Any, features: int) -> jax.Array:
     """x as an array; `ValueError` unless it is `(batch, length, features)`."""
-    x = _checks.as_array(name, x)
+    x = checks.as_array(name, x)
     if x.ndim != 3 or x.shape[-1] != features:
         raise ValueError(f"{name} must have shape (batch, length, {features}), got {x.shape}")
     return x
@@ -21,7 +21,7 @@ def tokens_of(name: str, x: Any, features: int) -> jax.Array:
 
 def token_ids(tokens: Any, name: str = "tokens") -> jax.Array:
     """Tokens as an array; `ValueError` unless they are integers `(batch, length)`."""
-    tokens = _checks.as_array(name, tokens)
+    tokens = checks.as_array(name, tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"{name} must be integers of shape (B, T), got {tokens.dtype} of shape {tokens.shape}"
@@ -57,14 +57,14 @@ def padding_of(
     valid = None
     if lengths is not None:
         binding.require("lengths", f"{prefix}lengths")
-        _checks.not_negative(f"{prefix}lengths", lengths)
-        lengths = _checks.as_array(f"{prefix}lengths", lengths)
+        checks.not_negative(f"{prefix}lengths", lengths)
+        lengths = checks.as_array(f"{prefix}lengths", lengths)
         _check_integers(f"{prefix}lengths", lengths, (batch,))
         keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
         valid = within(lengths, time)
     if segment_ids is not None:
         binding.require("segments", f"{prefix}segment_ids")
-        segment_ids = _checks.as_array(f"{prefix}segment_ids", segment_ids)
+        segment_ids = checks.as_array(f"{prefix}segment_ids", segment_ids)
         _check_integers(f"{prefix}segment_ids", segment_ids, (batch, time))
         keywords["segment_ids"] = segment_ids
         nonzero = segment_ids != 0

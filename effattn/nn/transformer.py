@@ -11,7 +11,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from effattn import _checks, dtypes, registry
+from effattn import registry
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
 from effattn.decode.state import (
     check_capacity,
     check_init,
@@ -31,8 +33,6 @@ from effattn.nn.options import own_copy
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.routing import routing_mixers
 from effattn.nn.tokens import indices_of, token_ids
-from effattn.segments import positions_from, positions_from_segment_ids, within
-from effattn.xla import mesh_axes
 
 Mixer = str | Mapping[str, Any]
 
@@ -112,10 +112,10 @@ class TransformerConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "features", "num_heads"):
-            _checks.at_least(name, getattr(self, name), 1)
+            checks.at_least(name, getattr(self, name), 1)
         for name in ("num_kv_heads", "head_dim", "hidden_features", "max_length"):
             if getattr(self, name) is not None:
-                _checks.at_least(name, getattr(self, name), 1, "or None")
+                checks.at_least(name, getattr(self, name), 1, "or None")
         if self.positions not in (None, *_POSITIONS):
             raise ValueError(
                 f"positions must be one of {', '.join(_POSITIONS)}, got {self.positions!r}"
@@ -124,9 +124,9 @@ class TransformerConfig:
             raise ValueError("learned positions need max_length, how many of them there are")
         check_dropout_rate(self.dropout_rate)
         for name in ("tie_embeddings", "parallel", "remat", "qk_norm", "is_causal"):
-            _checks.flag(name, getattr(self, name))
+            checks.flag(name, getattr(self, name))
         check_dtype("dtype", self.dtype)
-        _checks.dtype("param_dtype", self.param_dtype)
+        checks.dtype("param_dtype", self.param_dtype)
         if self.remat_policy is not None:
             if not self.remat:
                 raise ValueError("remat_policy says what remat keeps and needs remat=True")
@@ -392,7 +392,7 @@ class Transformer(Module):
         positions = jnp.broadcast_to(jnp.arange(time), tokens.shape)
         valid = None
         if segment_ids is not None:
-            segment_ids = _checks.as_array("segment_ids", segment_ids)
+            segment_ids = checks.as_array("segment_ids", segment_ids)
             if segment_ids.shape != tokens.shape:
                 raise ValueError(
                     f"segment_ids must have the shape {tokens.shape} of tokens, "
@@ -401,7 +401,7 @@ class Transformer(Module):
             valid = segment_ids != 0
             positions = positions_from_segment_ids(segment_ids)
         elif self.positions is not None:
-            _checks.known_length("a model with learned positions", tokens, axis=-1)
+            checks.known_length("a model with learned positions", tokens, axis=-1)
             if time > self.positions.num_embeddings:
                 raise ValueError(
                     f"tokens have length {time}, and there are only "

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from effattn import dispatch, dropout
-from effattn.cores import block_attention
-from effattn.cores.block_attention import NO_KEY, Operands, Rule
+from effattn import dispatch
+from effattn.arrays import dropout
+from effattn.interfaces import block_attention
+from effattn.interfaces.block_attention import NO_KEY, Config, Inputs
 from effattn.pallas.elements import Program, Unsupported
 
 _AT_ONCE = 128  # rows of tiles that are compared with all tiles of the other side
@@ -85,7 +86,7 @@ class Plan:
     """What is known when a kernel is traced.
 
     Attributes:
-      rule: what to compute.
+      config: what to compute.
       tile: queries and keys of a tile.
       lengths: T and S.
       heads: N and K.
@@ -96,7 +97,7 @@ class Plan:
       keep: `(b, h, i, j)`, of dropout.
     """
 
-    rule: Rule
+    config: Config
     tile: tuple[int, int]
     lengths: tuple[int, int]
     heads: tuple[int, int]
@@ -147,11 +148,11 @@ class Plan:
         return dict(zip(self.programs, np.cumsum([0, *counts]).tolist(), strict=False))
 
 
-def programs_of(rule: Rule, x: Operands, dtype: Any) -> dict[str, Program | None]:
+def programs_of(config: Config, x: Inputs, dtype: Any) -> dict[str, Program | None]:
     """The functions of one element: score, pattern and keep; `Unsupported` if one cannot be run."""
     number, index = jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), jnp.int32)
-    origin = rule.origin or (lambda *at: at)
-    score_mod, pattern, rate, seed = rule.score_mod, rule.pattern, rule.dropout_rate, x.seed
+    origin = config.origin or (lambda *at: at)
+    score_mod, pattern, rate, seed = config.score_mod, config.pattern, config.dropout_rate, x.seed
     found: dict[str, Program | None] = dict.fromkeys(("score", "pattern", "keep"))
     if score_mod is not None:
 
@@ -174,38 +175,38 @@ def programs_of(rule: Rule, x: Operands, dtype: Any) -> dict[str, Program | None
     return found
 
 
-def refusal(limits: dispatch.Limits, rule: Rule, x: Operands) -> str | None:
+def refusal(limits: dispatch.Limits, config: Config, x: Inputs) -> str | None:
     """Why a kernel of such limits does not take these, if so."""
     if x.additive is not None:
         return "takes products of queries and keys, not additive scores"
-    if rule.activation is not None:
-        return f"takes a softmax of the logits, not {rule.activation}"
+    if config.activation is not None:
+        return f"takes a softmax of the logits, not {config.activation}"
     dtypes = {a.dtype for a in (x.query, x.key, x.value)}
     if len(dtypes) > 1:
         return f"takes query, key and value of one dtype, got {', '.join(sorted(map(str, dtypes)))}"
     if reason := limits.refusal(x.query.dtype, x.query.shape[-1], x.value.shape[-1]):
         return reason
     try:
-        programs_of(rule, x, jnp.float32)
+        programs_of(config, x, jnp.float32)
     except Unsupported as reason:
         return f"cannot run its function of one element, which {reason}"
     return None
 
 
-def arrange(rule: Rule, x: Operands, tile: tuple[int, int]) -> tuple[Plan, Arrays]:
+def arrange(config: Config, x: Inputs, tile: tuple[int, int]) -> tuple[Plan, Arrays]:
     """The plan and the arrays, all but the walk."""
     queries, heads, size = x.query.shape[-3:]
     keys, key_heads = x.key.shape[-3:-1]
     plan = Plan(
-        rule=rule,
+        config=config,
         tile=tile,
         lengths=(queries, keys),
         heads=(heads, key_heads),
         sizes=(size, x.value.shape[-1]),
         layout_tile=None if x.layout is None else x.layout.tile,
-        **programs_of(rule, x, jnp.float32),
+        **programs_of(config, x, jnp.float32),
     )
-    offset = x.offset if rule.offset is None else jnp.int32(rule.offset)
+    offset = x.offset if config.offset is None else jnp.int32(config.offset)
     query_ids, key_ids = block_attention.ids(x)
     of_query, of_key = x.positions or (None, None)
     mask = None if x.mask is None else x.mask.astype(jnp.int8)
@@ -372,16 +373,16 @@ def _ranges(plan, x, of_keys):
 
 def _range(plan, x, of_query: _Side, of_key: _Side):
     """The four numbers of one tile; each side has one tile, or all that it may visit."""
-    rule = plan.rule
+    config = plan.config
     (first_i, last_i), (first_j, last_j) = of_query.positions, of_key.positions
     possible = (last_i >= first_i) & (last_j >= first_j)
-    whole = possible & ~of_key.ends & (x.mask is None and rule.pattern is None)
-    if rule.right is not None:
-        possible &= first_j <= last_i + rule.right
-        whole &= last_j <= first_i + rule.right
-    if rule.left is not None:
-        possible &= last_j >= first_i - rule.left
-        whole &= first_j >= last_i - rule.left
+    whole = possible & ~of_key.ends & (x.mask is None and config.pattern is None)
+    if config.right is not None:
+        possible &= first_j <= last_i + config.right
+        whole &= last_j <= first_i + config.right
+    if config.left is not None:
+        possible &= last_j >= first_i - config.left
+        whole &= first_j >= last_i - config.left
     if of_query.ids is not None and of_key.ids is not None:
         (low_i, high_i), (low_j, high_j) = of_query.ids.all, of_key.ids.all
         whole &= (low_i == high_i) & (low_j == high_j) & (low_i == low_j)
@@ -469,12 +470,12 @@ def run(plan: Plan, name: str, load: Callable, *scalars: Any) -> Any:
 
 def scores(plan: Plan, at: At, products, bias, scale, read: list) -> jax.Array:
     """The logits of a tile, before any mask; `read` are the values of `lookups`."""
-    rule = plan.rule
-    logits = products * (rule.scale if scale is None else scale)
+    config = plan.config
+    logits = products * (config.scale if scale is None else scale)
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
-    if rule.soft_cap is not None:
-        logits = rule.soft_cap * jnp.tanh(logits / rule.soft_cap)
+    if config.soft_cap is not None:
+        logits = config.soft_cap * jnp.tanh(logits / config.soft_cap)
     if plan.score is not None:
         values = iter(read)
         (logits,) = plan.score.run(lambda *_: next(values), logits, at.b, at.h, at.i, at.j)
@@ -486,13 +487,13 @@ def allowed(plan: Plan, at: At, query_ids, key_ids, mask, load: Callable, *, who
 
     A tile of a layout that is `whole` still obeys what holds for all tiles.
     """
-    rule, conditions = plan.rule, []
+    config, conditions = plan.config, []
     everywhere = plan.layout_tile is not None
     if everywhere or not whole:
-        if rule.right is not None:
-            conditions.append(at.j <= at.i + rule.right)
-        if rule.left is not None:
-            conditions.append(at.j >= at.i - rule.left)
+        if config.right is not None:
+            conditions.append(at.j <= at.i + config.right)
+        if config.left is not None:
+            conditions.append(at.j >= at.i - config.left)
         if key_ids is not None:
             conditions.append(key_ids == (1 if query_ids is None else query_ids))
         if mask is not None:
@@ -514,7 +515,7 @@ def dropped(plan: Plan, at: At, weights, load: Callable) -> jax.Array:
     if plan.keep is None:
         return weights
     keep = run(plan, "keep", load, at.b, at.h, at.i, at.j)
-    return jnp.where(keep, weights / (1 - plan.rule.dropout_rate), 0.0)
+    return jnp.where(keep, weights / (1 - plan.config.dropout_rate), 0.0)
 
 
 def gradients(plan: Plan, at: At, logits, rows, d_weights, load: Callable) -> tuple:

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.cores.linear_recurrence import Operands, Rule, clear, masked_terms, normalize
+from effattn.interfaces.linear_recurrence import Config, Inputs, clear, masked_terms, normalize
 from effattn.pallas import recurrence_delta
 from effattn.pallas.recurrence_delta import Chunks, Keys
 
@@ -123,9 +123,9 @@ class _Summed(NamedTuple):
         return Keys(self.recalled, self.arrays.key, self.arrays.log_decay)
 
 
-def refusal(rule: Rule, x: Operands) -> str | None:
+def refusal(config: Config, x: Inputs) -> str | None:
     """Why no kernel takes these, if so."""
-    terms = jax.eval_shape(rule.terms, x.parameters, x.queries, x.keys)
+    terms = jax.eval_shape(config.terms, x.parameters, x.queries, x.keys)
     dtypes = {array.dtype for array in jax.tree.leaves((x.queries, x.keys))}
     features, values = x.state.shape[-2:]
     if terms.removed is not None:
@@ -141,7 +141,7 @@ def refusal(rule: Rule, x: Operands) -> str | None:
         )
     if 0 in (*x.state.shape, *terms.query.shape):
         return f"takes at least one token, got queries of shape {terms.query.shape}"
-    return _refused_precision(rule.precision)
+    return _refused_precision(config.precision)
 
 
 def _widest(dtypes):
@@ -158,14 +158,14 @@ def _refused_precision(precision):
     return None
 
 
-def precision_of(rule: Rule, x: Operands) -> lax.Precision:
+def precision_of(config: Config, x: Inputs) -> lax.Precision:
     """Of the products: full float32 where queries or outputs are, which the default would round.
 
     What has 16 bits keeps them in TensorFloat-32, or in passes of bfloat16.
     """
     dtypes = [array.dtype for array in jax.tree.leaves(x.queries)]
-    wide = any(jnp.dtype(dtype).itemsize > 2 for dtype in (rule.dtype, *dtypes))
-    asked = {lax.Precision(one) for one in _each(rule.precision)}
+    wide = any(jnp.dtype(dtype).itemsize > 2 for dtype in (config.dtype, *dtypes))
+    asked = {lax.Precision(one) for one in _each(config.precision)}
     return lax.Precision.HIGHEST if wide else max(asked, key=lambda one: one.value)
 
 
@@ -173,30 +173,35 @@ def _each(precision):
     return precision if isinstance(precision, tuple) else (precision,)
 
 
-def forward(kernels: Kernels, rule: Rule, x: Operands):
+def forward(kernels: Kernels, config: Config, x: Inputs):
     """`((output, state), saved)`; nothing is saved, to be computed again from the arguments."""
-    how = How(precision_of(rule, x), rule.implementations.interpreted)
-    summed = _summed(rule, x, x.parameters, x.queries, x.keys)
+    how = How(precision_of(config, x), config.implementations.interpreted)
+    summed = _summed(config, x, x.parameters, x.queries, x.keys)
     arrays, states = _states(kernels, how, summed, _one_batch(x.state, 3))
-    output = _output(rule, x, kernels.read(how, arrays, states), summed.own)
+    output = _output(config, x, kernels.read(how, arrays, states), summed.own)
     return (output, _like_state(x, states[:, :, -1])), None
 
 
 def backward(
-    kernels: Kernels, rule: Rule, x: Operands, saved: None, d_output: jax.Array, d_state: jax.Array
-) -> Operands:
+    kernels: Kernels,
+    config: Config,
+    x: Inputs,
+    saved: None,
+    d_output: jax.Array,
+    d_state: jax.Array,
+) -> Inputs:
     """The gradients of all but `tokens`."""
-    how = How(precision_of(rule, x), rule.implementations.interpreted)
+    how = How(precision_of(config, x), config.implementations.interpreted)
 
-    sums = functools.partial(_summed, rule, x)
+    sums = functools.partial(_summed, config, x)
     summed, to_arguments = jax.vjp(sums, x.parameters, x.queries, x.keys)
     arrays, states = _states(kernels, how, summed, _one_batch(x.state, 3))
-    if rule.normalized:
+    if config.normalized:
         read = kernels.read(how, arrays, states)
     else:  # its value has no part in the gradient
         shape = (*arrays.query.shape[:2], arrays.heads, x.state.shape[-1])
         read = jnp.zeros_like(arrays.query, shape=shape)
-    _, to_read = jax.vjp(functools.partial(_output, rule, x), read, summed.own)
+    _, to_read = jax.vjp(functools.partial(_output, config, x), read, summed.own)
     d_read, d_own = to_read(d_output)
     delta, d_state = None, _one_batch(d_state, 3)
     if summed.recalled is None:
@@ -220,7 +225,7 @@ def backward(
             d_log_decay += delta.keys.log_decay
     d_arrays = Arrays(d_query, d_key, d_value, d_log_decay)
     d_parameters, d_queries, d_keys = to_arguments(_Summed(d_arrays, d_own, d_recalled))
-    return Operands(
+    return Inputs(
         parameters=d_parameters,
         state=_like_state(x, co_states[:, :, 0]),
         queries=d_queries,
@@ -257,14 +262,14 @@ def _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state):
     )
 
 
-def _summed(rule, x, parameters, queries, keys) -> _Summed:
+def _summed(config, x, parameters, queries, keys) -> _Summed:
     """The terms, with -inf for the decay of a document's first token, which recalls nothing.
 
     With a bonus also what each query reads of its own token. The kernels' queries read the state
     after a token: those that read the one before are given to the token before theirs, of which
     there is one more at the start, and to the last token a query that nobody asked.
     """
-    terms = masked_terms(rule, parameters, queries, keys, x.tokens, x.state.dtype)
+    terms = masked_terms(config, parameters, queries, keys, x.tokens, x.state.dtype)
     log_decay, starts = terms.log_decay, x.tokens.starts
     if starts is not None:
         if log_decay is None:
@@ -310,13 +315,13 @@ def _like_state(x, state):
     return state[..., :features, :values].reshape(x.state.shape)
 
 
-def _output(rule, x, read, own):
+def _output(config, x, read, own):
     """`(*B, T, heads, D)` in the dtype of the output, of `(B, T, heads, D)` as read."""
     if own is not None:
         read = read[:, :-1] + own
     output = read.reshape(*x.state.shape[:-3], *read.shape[1:])
-    output = normalize(output) if rule.normalized else output
-    return clear(output, x.tokens.query_mask).astype(rule.dtype)
+    output = normalize(output) if config.normalized else output
+    return clear(output, x.tokens.query_mask).astype(config.dtype)
 
 
 def _over_shares(gradient, like):

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from effattn import _checks
-from effattn.layouts import BlockLayout, packed
+from effattn.arrays import checks
 from effattn.patterns import graphs, zones
+from effattn.patterns.layouts import BlockLayout, packed
 from effattn.patterns.zones import Frame, Zones
 
 # `density` counts runs of keys up to this number, else pairs up to that, else it samples rows.
@@ -136,11 +136,11 @@ class Pattern:
           ValueError: sizes that the pattern cannot have, or a `Custom` rule without bounds above
             32768 tokens.
         """
-        if _checks.tile(tile) is None:
+        if checks.tile(tile) is None:
             raise ValueError("tile must be a pair (queries, keys) of positive ints, got None")
         frame = _frame(self, T, S, offset, tile)
         if key_heads is not None:
-            _checks.at_least("key_heads", key_heads, 1)
+            checks.at_least("key_heads", key_heads, 1)
             if self.heads and self.heads % key_heads:
                 raise ValueError(
                     f"key_heads must divide the {self.heads} heads of the pattern, got {key_heads}"
@@ -207,7 +207,7 @@ class Pattern:
         return graphs.spectral_gap(self._graph(T, _LARGEST_SPECTRUM, "spectral_gap"))
 
     def _graph(self, T: int, largest: int, what: str) -> np.ndarray:
-        if _checks.at_least("T", T, 1) > largest:
+        if checks.at_least("T", T, 1) > largest:
             raise ValueError(
                 f"{what} works on the dense {T} x {T} graph and takes up to {largest} tokens; "
                 "measure the pattern at a smaller length"
@@ -344,9 +344,9 @@ def _compiled(pattern: Pattern, frame: Frame, key_heads: int | None) -> BlockLay
 
 def _frame(pattern: Pattern, T: Any, S: Any, offset: Any, tile: Any = (256, 256)) -> Frame:
     frame = Frame(
-        _checks.at_least("offset", offset, 0),
-        _checks.at_least("T", T, 1),
-        _checks.at_least("S", T if S is None else S, 1),
+        checks.at_least("offset", offset, 0),
+        checks.at_least("T", T, 1),
+        checks.at_least("S", T if S is None else S, 1),
         (int(tile[0]), int(tile[1])),
         pattern.heads or 1,
     )
@@ -363,7 +363,7 @@ def _positions(frame: Frame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def sides(name: str, value: Any) -> tuple[int, int]:
     """A window's two sides, of one number or two."""
-    pair = (value, value) if _checks.is_integer(value) else value
+    pair = (value, value) if checks.is_integer(value) else value
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(f"{name} must be an int or a pair of ints, got {value!r}")
-    return _checks.at_least(name, pair[0], 0), _checks.at_least(name, pair[1], 0)
+    return checks.at_least(name, pair[0], 0), checks.at_least(name, pair[1], 0)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn._checks import at_least
+from effattn.arrays.checks import at_least
 from effattn.patterns import zones
 from effattn.patterns.algebra import Pattern, sides
 from effattn.patterns.zones import Frame, Zones

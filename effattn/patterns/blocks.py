@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from effattn._checks import at_least, is_integer
+from effattn.arrays.checks import at_least, is_integer
 from effattn.patterns import random_blocks, zones
 from effattn.patterns.algebra import Pattern, sides
 from effattn.patterns.base import lookup

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from effattn._checks import at_least, is_integer
+from effattn.arrays.checks import at_least, is_integer
 from effattn.patterns.algebra import Pattern, sides
 from effattn.patterns.base import (
     Causal,

@@ -27,25 +27,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import dispatch, dropout, dtypes
-from effattn.axes import lead
-from effattn.cores.block_attention import Operands, Rule, softmax_dtype
-from effattn.segments import positions_from
-from effattn.xla import mesh_axes, tiling
-from effattn.xla.products import widened
+from effattn import dispatch
+from effattn.arrays import dropout, dtypes, mesh_axes
+from effattn.arrays.axes import lead
+from effattn.arrays.products import widened
+from effattn.arrays.segments import positions_from
+from effattn.interfaces.block_attention import Config, Inputs, softmax_dtype
+from effattn.xla import tiling
 from effattn.xla.tiling import Listed, Window
 
 LIMITS = dispatch.Limits()
 
 
-def refusal(rule: Rule, x: Operands) -> str | None:
+def refusal(config: Config, x: Inputs) -> str | None:
     """It takes everything."""
     return None
 
 
-def tilings(rule: Rule, x: Operands) -> dict[str, tuple[tuple[int, ...], ...]]:
+def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Queries and keys of tiles to try in each direction: up to twice its own, and half."""
-    own_choice = dataclasses.replace(rule, implementations=dispatch.XLA)
+    own_choice = dataclasses.replace(config, implementations=dispatch.XLA)
     found = {}
     for kernel in ("forward", "backward"):
         own = _tile(own_choice, x, kernel)
@@ -57,9 +58,9 @@ def tilings(rule: Rule, x: Operands) -> dict[str, tuple[tuple[int, ...], ...]]:
     return found
 
 
-def _tile(rule, x, kernel):
+def _tile(config, x, kernel):
     lengths = x.query.shape[-3], x.key.shape[-3]
-    if tuned := rule.implementations.tile("xla", kernel):
+    if tuned := config.implementations.tile("xla", kernel):
         return min(tuned[0], lengths[0]), min(tuned[1], lengths[1])
     rows, smallest = tiling.known_product(x.query.shape[:-3]) * x.query.shape[-2], 64
     if x.additive is not None:
@@ -67,13 +68,13 @@ def _tile(rule, x, kernel):
         rows, smallest = rows * x.additive.shape[-1], 16
     backward = kernel == "backward"
     return tiling.choose_tile(
-        lengths, rows, rule.left, rule.right, backward=backward, smallest=smallest
+        lengths, rows, config.left, config.right, backward=backward, smallest=smallest
     )
 
 
-def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The output in the dtype given, the log-sum-exp, and what rounding took from it."""
-    tiles = _Tiles(rule, x)
+    tiles = _Tiles(config, x)
     rows, size = tiles.row_shape, x.value.shape[-1]
 
     def query_tile(n, outputs):
@@ -85,7 +86,7 @@ def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.A
             products = tiles.products(tiles.part(patch, query), keys)
             bias = tiles.pairs(patch, x.bias)
             logits = tiles.masked(patch, tiles.scores(patch, products, bias, x.scale, x.constants))
-            if rule.activation is not None:
+            if config.activation is not None:
                 weights = tiles.dropped(patch, tiles.activated(logits)).astype(values.dtype)
                 mixed = mixed + tiles.matmul(weights, values)
                 return *carry[:2], tiles.with_part(patch, carry[2], mixed)
@@ -105,7 +106,7 @@ def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.A
             tiles.full((*rows, size), 0),
         )
         largest, total, mixed = tiles.walk.over_keys(n, key_tile, start)
-        if rule.activation is not None:
+        if config.activation is not None:
             total = total + 1
         total_or_one = jnp.where(total == 0, 1, total)
         log_total = jnp.log(total_or_one)
@@ -125,10 +126,10 @@ def forward(rule: Rule, x: Operands, dtype: jnp.dtype) -> tuple[jax.Array, jax.A
 
 
 def backward(
-    rule: Rule, x: Operands, lse: jax.Array, d_out: jax.Array, shared: jax.Array
-) -> Operands:
+    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, shared: jax.Array
+) -> Inputs:
     """The gradients, from that of the output and `shared` `(*B, T, N)`, dO . O - dL."""
-    tiles = _Tiles(rule, x, backward=True)
+    tiles = _Tiles(config, x, backward=True)
     *batch, keys, heads, size = x.key.shape
     floating, rejoin = _partition(x.constants)
 
@@ -196,7 +197,7 @@ def backward(
     d_scale, d_floating = jax.tree.map(
         lambda d, c: d.astype(c.dtype), d_shared, [x.scale, floating]
     )
-    gradients = Operands(
+    gradients = Inputs(
         query=d_query,
         key=jnp.moveaxis(d_key, -1, -3).astype(x.key.dtype),
         value=jnp.moveaxis(d_value, -1, -3).astype(x.value.dtype),
@@ -260,11 +261,11 @@ def _where_it_differs(function, start, *arrays):
 class _Tiles:
     """Reads, scores and writes the operands: rows of query tile n, and patches of pairs."""
 
-    def __init__(self, rule: Rule, x: Operands, *, backward: bool = False):
-        self.rule, self.x = rule, x
+    def __init__(self, config: Config, x: Inputs, *, backward: bool = False):
+        self.config, self.x = config, x
         self.batch_axes = x.key.ndim - 3
         self.dtype = softmax_dtype(x)
-        offset = x.offset if rule.offset is None else rule.offset
+        offset = x.offset if config.offset is None else config.offset
         self.offset = jnp.asarray(offset, jnp.int32)
         self.walk = self._walk(backward)
         heads, key_heads = x.query.shape[-2], x.key.shape[-2]
@@ -273,29 +274,29 @@ class _Tiles:
         # By its layout a row's keys depend on the tile that it is met in.
         self.rows_differ = x.layout is not None and self.walk.queries_overlap
         # In bfloat16 the scale would cost the query a rounding; there the logits take it.
-        scale = 1.0 if rule.scale is None else rule.scale
+        scale = 1.0 if config.scale is None else config.scale
         in_query = x.query.dtype == self.dtype
         self.query_scale, self.logit_scale = (scale, 1.0) if in_query else (1.0, scale)
 
     def _walk(self, backward):
-        rule, x = self.rule, self.x
+        config, x = self.config, self.x
         lengths = (x.query.shape[-3], x.key.shape[-3])
-        tile = rule.tile if x.layout is None else x.layout.tile
+        tile = config.tile if x.layout is None else x.layout.tile
         if tiling.is_open(*lengths):
             return tiling.Whole(tile or (1, 1), lengths, True)
         if tile is None:
-            tile = _tile(rule, x, "backward" if backward else "forward")
+            tile = _tile(config, x, "backward" if backward else "forward")
         masked = any(a is not None for a in (x.mask, x.key_mask, x.segments))
         if x.layout is None:
-            masked = masked or rule.pattern is not None
-            offset: Any = self.offset if rule.offset is None else rule.offset
+            masked = masked or config.pattern is not None
+            offset: Any = self.offset if config.offset is None else config.offset
             by_pair = x.bias is not None or x.mask is not None
             if x.positions is not None or (self.offset.ndim and by_pair):
                 # What is given by pair is read in tiles that all examples share.
                 offset = None
-            return Window(tile, lengths, masked, rule.left, rule.right, offset)
-        masked = masked or rule.left is not None or rule.right is not None
-        return Listed(tile, lengths, masked, x.layout, rule.key_tiles)
+            return Window(tile, lengths, masked, config.left, config.right, offset)
+        masked = masked or config.left is not None or config.right is not None
+        return Listed(tile, lengths, masked, x.layout, config.key_tiles)
 
     def full(self, shape, value, dtype=None):
         """An array to start a loop with."""
@@ -443,7 +444,7 @@ class _Tiles:
         product = functools.partial(
             lax.dot_general,
             dimension_numbers=(((axes[0],), (axes[1],)), (batch, batch)),
-            precision=self.rule.precision,
+            precision=self.config.precision,
         )
         return widened(product, left, right, self.dtype)
 
@@ -458,7 +459,7 @@ class _Tiles:
     def _additive(self, query, keys, weights):
         query, keys, weights = (a.astype(self.dtype) for a in (query, keys, weights))
         hidden = jnp.tanh(query[..., :, None, :] + keys[..., None, :, :])
-        return jnp.einsum("...krsh,kh->...krs", hidden, weights, precision=self.rule.precision)
+        return jnp.einsum("...krsh,kh->...krs", hidden, weights, precision=self.config.precision)
 
     def differentiated(self, query, query_columns, keys, d_additive):
         """The products, and the function from their gradients to those of what they are made of.
@@ -527,9 +528,9 @@ class _Tiles:
         if bias is not None:
             bias = bias.astype(logits.dtype)
             logits = self._heads_together(self._heads_apart(logits) + bias)
-        if self.rule.soft_cap is not None:
-            logits = self.rule.soft_cap * jnp.tanh(logits / self.rule.soft_cap)
-        if self.rule.score_mod is not None:
+        if self.config.soft_cap is not None:
+            logits = self.config.soft_cap * jnp.tanh(logits / self.config.soft_cap)
+        if self.config.score_mod is not None:
             logits = self._heads_apart(logits)
             score = functools.partial(self._score_at_origin, constants)
             at = self._indices(patch)
@@ -537,20 +538,20 @@ class _Tiles:
         return logits.astype(products.dtype)
 
     def _score_at_origin(self, constants, logit, b, h, i, j):
-        if self.rule.origin is not None:
-            b, h, i, j = self.rule.origin(b, h, i, j)
-        assert self.rule.score_mod is not None
-        return self.rule.score_mod(constants, *mesh_axes.vary_alike((logit, b, h, i, j)))
+        if self.config.origin is not None:
+            b, h, i, j = self.config.origin(b, h, i, j)
+        assert self.config.score_mod is not None
+        return self.config.score_mod(constants, *mesh_axes.vary_alike((logit, b, h, i, j)))
 
     def activated(self, logits):
         """The weights that are none of a softmax."""
-        if self.rule.activation == "sigmoid":
+        if self.config.activation == "sigmoid":
             return jax.nn.sigmoid(logits)
         return jnp.square(jax.nn.relu(logits))
 
     def weights(self, logits, lse, shared):
         """The weights, and the function from their gradients to those of the logits."""
-        if self.rule.activation is None:
+        if self.config.activation is None:
             weights = jnp.exp(logits - lse)
             return weights, lambda d_weights: weights * (d_weights - shared)
         weights, pull_back = jax.vjp(self.activated, logits)
@@ -560,15 +561,15 @@ class _Tiles:
         """The logits with -inf where a pair may not attend."""
         if not patch.masked:
             return logits
-        x, rule, axes = self.x, self.rule, self.batch_axes + 4
+        x, config, axes = self.x, self.config, self.batch_axes + 4
         _, h, i, j = self._indices(patch)
         allowed = []
-        if rule.right is not None:
-            allowed.append(j <= i + rule.right)
-        if rule.left is not None:
-            allowed.append(j >= i - rule.left)
-        if rule.pattern is not None:
-            allowed.append(rule.pattern.allows(i, j, h))
+        if config.right is not None:
+            allowed.append(j <= i + config.right)
+        if config.left is not None:
+            allowed.append(j >= i - config.left)
+        if config.pattern is not None:
+            allowed.append(config.pattern.allows(i, j, h))
         if self.walk.keys_overlap or x.layout is not None:
             index = self._along_keys(patch, patch.key_start, ahead=1)
             of_new = self._along_keys(patch, patch.new_key)
@@ -587,7 +588,7 @@ class _Tiles:
         if not allowed:
             return logits
         all_allow = functools.reduce(operator.and_, (lead(each, axes) for each in allowed))
-        if rule.pattern is not None:
+        if config.pattern is not None:
             # Once for all heads, not again wherever the logits are read.
             all_allow = lax.optimization_barrier(all_allow)
         return self._heads_together(jnp.where(all_allow, self._heads_apart(logits), -jnp.inf))
@@ -598,11 +599,11 @@ class _Tiles:
 
     def dropped(self, patch, weights):
         """The weights after dropout; being linear, also the pull-back of it."""
-        rate = self.rule.dropout_rate
+        rate = self.config.dropout_rate
         if rate == 0 or self.x.seed is None:
             return weights
         b, h, i, j = self._indices(patch)
-        if self.rule.origin is not None:
-            b, h, i, j = self.rule.origin(b, h, i, j)
+        if self.config.origin is not None:
+            b, h, i, j = self.config.origin(b, h, i, j)
         keep = dropout.keep(self.x.seed, rate, b, h, i, j)
         return self._heads_together(jnp.where(keep, self._heads_apart(weights) / (1 - rate), 0))

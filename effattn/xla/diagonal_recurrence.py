@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import dispatch
-from effattn.axes import lead
-from effattn.cores.linear_recurrence import Rule, Tokens, clear
-from effattn.xla import mesh_axes, reverse_mode
+from effattn.arrays import mesh_axes, reverse_mode
+from effattn.arrays.axes import lead
+from effattn.interfaces.linear_recurrence import Config, Tokens, clear
 
 LIMITS = dispatch.Limits()
 
@@ -33,12 +33,12 @@ _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def diagonal_recurrence(
-    rule: Rule, parameters: Any, state: jax.Array, queries: Any, keys: Any, tokens: Tokens
+    config: Config, parameters: Any, state: jax.Array, queries: Any, keys: Any, tokens: Tokens
 ) -> tuple[jax.Array, jax.Array]:
     """Every query reads the keys and values up to its own token.
 
     Args:
-      rule: its `chunk` is how many tokens lie between two states that are kept.
+      config: its `chunk` is how many tokens lie between two states that are kept.
       parameters: the rates A, `(K, D, F)`.
       state: before the first token, `(*B, K, F, D)`. Its dtype is that of all sums.
       queries: `(*B, T, N, F)`.
@@ -46,7 +46,7 @@ def diagonal_recurrence(
       tokens: padding and packed documents.
 
     Returns:
-      `(output (*B, T, N, D), state after the last token)`; the output has `rule.dtype`.
+      `(output (*B, T, N, D), state after the last token)`; the output has `config.dtype`.
 
     Raises:
       TypeError: in forward-mode differentiation.
@@ -54,17 +54,17 @@ def diagonal_recurrence(
     arguments = parameters, state, queries, keys, tokens
     rate, state, query, keys, tokens = mesh_axes.vary_alike(arguments)
     with reverse_mode.only("the selective scan", "a step-by-step jax.lax.scan of it"):
-        return _recurrence(rule, rate, state, query, keys, tokens)
+        return _recurrence(config, rate, state, query, keys, tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _recurrence(rule, rate, state, query, keys, tokens):
+def _recurrence(config, rate, state, query, keys, tokens):
     axis, length, dtype = state.ndim - 3, query.shape[state.ndim - 3], state.dtype
     query = clear(query, tokens.query_mask)
     # A token that is not there takes a step of zero, which changes nothing.
     key, value, step = clear(keys, tokens.key_mask)
     rate = jnp.swapaxes(rate.astype(dtype), -1, -2)
-    chunk = max(1, min(rule.chunk, length))
+    chunk = max(1, min(config.chunk, length))
 
     def in_chunks(x):
         x = jnp.moveaxis(x, axis, 0)
@@ -82,7 +82,7 @@ def _recurrence(rule, rate, state, query, keys, tokens):
         group = query.shape[-2] // key.shape[-2]
         of_heads = query.reshape(*key.shape[:-1], group, key.shape[-1])
         out = jnp.matmul(of_heads, states, precision=lax.Precision.HIGHEST)
-        return state, out.reshape(*query.shape[:-1], value.shape[-1]).astype(rule.dtype)
+        return state, out.reshape(*query.shape[:-1], value.shape[-1]).astype(config.dtype)
 
     chunks = jax.tree.map(in_chunks, (query, key, value, step, tokens.starts))
     state, out = lax.scan(jax.checkpoint(of_chunk, prevent_cse=False), state, chunks)

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import dispatch, dtypes
-from effattn.cores.linear_recurrence import (
-    Operands,
-    Rule,
+from effattn import dispatch
+from effattn.arrays import dtypes
+from effattn.interfaces.linear_recurrence import (
+    Config,
+    Inputs,
     Tokens,
     clear,
     masked_terms,
@@ -58,7 +59,7 @@ def _spans(length: int, chunk: int, block: int | None) -> list[_Span]:
     return [span for span in spans if span.blocks and span.length]
 
 
-def _in_spans(rule, x: Operands, blocks: "Blocks") -> tuple[Operands, list[_Span]]:
+def _in_spans(config, x: Inputs, blocks: "Blocks") -> tuple[Inputs, list[_Span]]:
     """The operands and their spans.
 
     Where an exported program leaves the length open, tokens that do nothing fill whole blocks, as
@@ -67,9 +68,9 @@ def _in_spans(rule, x: Operands, blocks: "Blocks") -> tuple[Operands, list[_Span
     axis, first = x.state.ndim - 3, jax.tree.leaves(x.queries)[0]
     length: Any = first.shape[axis]
     if isinstance(length, int):
-        return x, _spans(length, rule.chunk, blocks.length)
-    block = blocks.length or min(max(BLOCK // rule.chunk, 1), CHUNKS_OF_BLOCK) * rule.chunk
-    span = _Span(0, -(-length // block), block, rule.chunk)
+        return x, _spans(length, config.chunk, blocks.length)
+    block = blocks.length or min(max(BLOCK // config.chunk, 1), CHUNKS_OF_BLOCK) * config.chunk
+    span = _Span(0, -(-length // block), block, config.chunk)
     tokens = x.tokens or Tokens()
     key_mask = tokens.key_mask
     if key_mask is None:
@@ -84,7 +85,7 @@ def _filled(x, axis, span):
     def fill(array):
         return _padded(array, axis, span.blocks * span.length - array.shape[axis])
 
-    if not isinstance(x, Operands):
+    if not isinstance(x, Inputs):
         return fill(x)
     queries, keys, tokens = jax.tree.map(fill, (x.queries, x.keys, x.tokens))
     return x._replace(queries=queries, keys=keys, tokens=tokens)
@@ -123,7 +124,7 @@ def _padded(x, axis, width):
     return jnp.pad(x, widths)
 
 
-def _block(rule, chunk, parameters, state, queries, keys, tokens):
+def _block(config, chunk, parameters, state, queries, keys, tokens):
     """Consecutive tokens `(*B, L, ...)` in chunks: `(state after, outputs (*B, L, N, D))`."""
     time = state.ndim - 3
     length = jax.tree.leaves(keys)[0].shape[time]
@@ -131,7 +132,7 @@ def _block(rule, chunk, parameters, state, queries, keys, tokens):
     # Tokens that do nothing: up to whole chunks, and in each up to a power of two.
     rest, more = chunks * chunk - length, (1 << (chunk - 1).bit_length()) - chunk
     alike = tokens.key_mask is None and not rest and not more
-    terms = masked_terms(rule, parameters, queries, keys, tokens, state.dtype, alike)
+    terms = masked_terms(config, parameters, queries, keys, tokens, state.dtype, alike)
     *batch, _, heads, _ = terms.key.shape
     constant = terms.log_decay is not None and terms.log_decay.ndim == 1
     by_value = terms.log_decay is not None and terms.log_decay.ndim == terms.key.ndim - 1
@@ -152,7 +153,7 @@ def _block(rule, chunk, parameters, state, queries, keys, tokens):
         log_decay = jax.tree.map(cut, terms.log_decay)
 
     # Value heads of a key head, then key heads, then rows.
-    dot = functools.partial(jnp.matmul, precision=rule.precision)
+    dot = functools.partial(jnp.matmul, precision=config.precision)
     run, by_head = functools.partial(run_chunks, dot), 0 if constant else 2
     decays = by_head if constant or by_value else None
     grouped = _group(state, time, heads)
@@ -168,20 +169,20 @@ def _block(rule, chunk, parameters, state, queries, keys, tokens):
     rows = math.prod(output.shape[time + 2 : -1])
     output = output.reshape(*batch, chunks * chunk, rows, output.shape[-1])
     output = jax.lax.slice_in_dim(output, 0, length, axis=time)
-    output = normalize(output) if rule.normalized else output
+    output = normalize(output) if config.normalized else output
     return after.reshape(state.shape), clear(output, tokens.query_mask)
 
 
 LIMITS = dispatch.Limits()
 
 
-def refusal(rule: Rule, x: Operands) -> str | None:
+def refusal(config: Config, x: Inputs) -> str | None:
     """It takes everything."""
     return None
 
 
-def _pull_back(cotangents, rule, chunk, parameters, state, queries, keys, tokens):
-    run = functools.partial(_block, rule, chunk, tokens=tokens)
+def _pull_back(cotangents, config, chunk, parameters, state, queries, keys, tokens):
+    run = functools.partial(_block, config, chunk, tokens=tokens)
     return jax.vjp(run, parameters, state, queries, keys)[1](cotangents)
 
 
@@ -205,24 +206,24 @@ _IN_CHUNKS = Blocks()
 
 
 def forward(
-    rule: Rule, x: Operands, blocks: Blocks = _IN_CHUNKS
+    config: Config, x: Inputs, blocks: Blocks = _IN_CHUNKS
 ) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array]]:
     """`((output, state), saved)`: the state at the start of every block."""
     length = jax.tree.leaves(x.queries)[0].shape[x.state.ndim - 3]
-    x, spans = _in_spans(rule, x, blocks)
+    x, spans = _in_spans(config, x, blocks)
     inputs, state, axis = (x.queries, x.keys, x.tokens), x.state, x.state.ndim - 3
     first = jax.tree.leaves(x.queries)[0]
-    terms = jax.eval_shape(rule.terms, x.parameters, x.queries, x.keys)
+    terms = jax.eval_shape(config.terms, x.parameters, x.queries, x.keys)
     heads = max(terms.query.shape[-2], terms.value.shape[-2])
     shape = (*first.shape[: axis + 1], heads, terms.value.shape[-1])
-    output = jnp.zeros_like(first, shape=shape, dtype=rule.dtype)
+    output = jnp.zeros_like(first, shape=shape, dtype=config.dtype)
     saved = []
     for span in spans:
 
         def step(carry, index, span=span):
             state, output = carry
             block = _take(span, index, inputs, axis)
-            after, block = blocks.run(rule, span.chunk, x.parameters, state, *block)
+            after, block = blocks.run(config, span.chunk, x.parameters, state, *block)
             return (after, _put(span, index, output, block.astype(output.dtype), axis)), state
 
         (state, output), starts = lax.scan(step, (state, output), jnp.arange(span.blocks))
@@ -231,19 +232,19 @@ def forward(
 
 
 def backward(
-    rule: Rule,
-    x: Operands,
+    config: Config,
+    x: Inputs,
     saved: list[jax.Array] | None,
     d_output: jax.Array,
     d_state: jax.Array,
     blocks: Blocks = _IN_CHUNKS,
-) -> Operands:
+) -> Inputs:
     """One sweep from the last block to the first, each recomputed from the state at its start."""
     if saved is None:
-        _, saved = forward(rule, x, blocks)
+        _, saved = forward(config, x, blocks)
     axis = x.state.ndim - 3
     length: Any = d_output.shape[axis]
-    x, spans = _in_spans(rule, x, blocks)
+    x, spans = _in_spans(config, x, blocks)
     if dispatch.open_length(length):
         d_output = _filled(d_output, axis, spans[0])
     inputs = x.queries, x.keys
@@ -260,7 +261,7 @@ def backward(
             block = _take(span, index, (*inputs, x.tokens), axis)
             cotangents = d_state, _take(span, index, d_output, axis).astype(state.dtype)
             more, d_state, *d_block = blocks.pull_back(
-                cotangents, rule, span.chunk, x.parameters, state, *block
+                cotangents, config, span.chunk, x.parameters, state, *block
             )
             d_parameters = jax.tree.map(jnp.add, d_parameters, more)
             return (d_state, d_parameters, _put(span, index, d_inputs, tuple(d_block), axis)), None
@@ -269,11 +270,11 @@ def backward(
     d_state, d_parameters, d_inputs = carry
     d_queries, d_keys = _first_tokens(d_inputs, axis, length)
     d_parameters = jax.tree.map(lambda d, p: d.astype(p.dtype), d_parameters, x.parameters)
-    return Operands(d_parameters, d_state, d_queries, d_keys, None)
+    return Inputs(d_parameters, d_state, d_queries, d_keys, None)
 
 
 def linear_sum(
-    rule: Rule,
+    config: Config,
     parameters: Any,
     state: jax.Array,
     queries: Any,
@@ -285,8 +286,8 @@ def linear_sum(
     Takes and returns what `linear_recurrence` does, except starts, decays, a bonus and the delta
     form; there may be more or fewer queries than keys.
     """
-    dot = functools.partial(jnp.dot, precision=rule.precision)
-    terms = masked_terms(rule, parameters, queries, keys, tokens, state.dtype)
+    dot = functools.partial(jnp.dot, precision=config.precision)
+    terms = masked_terms(config, parameters, queries, keys, tokens, state.dtype)
     *batch, _, heads, _ = terms.key.shape
 
     def head(state, query, key, value):  # (F, D), (T, G, F), (S, F), (S, D)
@@ -299,5 +300,5 @@ def linear_sum(
     query = _group(terms.query, len(batch) + 1, heads)
     state, output = run(state, query, terms.key, terms.value)
     output = output.reshape(*terms.query.shape[:-1], output.shape[-1])
-    output = normalize(output) if rule.normalized else output
-    return clear(output, tokens.query_mask).astype(rule.dtype), state
+    output = normalize(output) if config.normalized else output
+    return clear(output, tokens.query_mask).astype(config.dtype), state

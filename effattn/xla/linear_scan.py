@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.xla import reverse_mode
+from effattn.arrays import reverse_mode
 
 _CHUNK = 64
 

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from effattn import dtypes
-from effattn.axes import lead
+from effattn.arrays import dtypes
+from effattn.arrays.axes import lead
 
 
 def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:

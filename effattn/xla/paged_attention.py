@@ -6,16 +6,16 @@ that a window reaches in any sequence to the last one of the longest sequence.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import dispatch, dtypes
-from effattn.segments import positions_from
-from effattn.xla import mesh_axes, reverse_mode
-from effattn.xla.products import widened
+from effattn import dispatch
+from effattn.arrays import dtypes, mesh_axes, reverse_mode
+from effattn.arrays.products import widened
+from effattn.arrays.segments import positions_from
+from effattn.interfaces.paged_attention import Config, Pages
 
 KEYS = 512  # read in a step
 
@@ -23,32 +23,6 @@ _NO_GRADIENTS = (
     "paged attention is for decoding and has no gradients: for those gather the pages by "
     "block_table, and call dot_product_attention"
 )
-
-
-class Rule(NamedTuple):
-    """What is fixed when the program is traced.
-
-    Attributes:
-      left: how far back a query sees; None is without limit.
-      soft_cap: c, for c * tanh(logits / c).
-      precision: of the matrix products.
-    """
-
-    left: int | None = None
-    soft_cap: float | None = None
-    precision: Any = None
-
-
-class Pages(NamedTuple):
-    """Keys or values.
-
-    Attributes:
-      array: `(P, p, K, H)`.
-      scales: `(P, p, K)`, of int8; None where there are none.
-    """
-
-    array: jax.Array
-    scales: jax.Array | None
 
 
 LIMITS = dispatch.Limits()
@@ -61,7 +35,7 @@ def refusal(*_) -> str | None:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def paged(
-    rule: Rule,
+    config: Config,
     interpreted: bool,
     query: jax.Array,
     keys: Pages,
@@ -73,7 +47,7 @@ def paged(
     """The output `(B, T, N, Hv)` in the dtype of the query, and the log-sum-exp `(B, T, N)`.
 
     Args:
-      rule: what is fixed.
+      config: what is fixed.
       interpreted: of kernels; this is none.
       query: `(B, T, N, H)`, the last T tokens of each sequence.
       keys: of the pool.
@@ -99,7 +73,7 @@ def paged(
         product = functools.partial(
             lax.dot_general,
             dimension_numbers=(((3,), (contract,)), ((0, 1), (0, 2))),
-            precision=rule.precision,
+            precision=config.precision,
         )
         return widened(product, left, right, dtype)
 
@@ -122,12 +96,12 @@ def paged(
         present = at[None] < lengths[:, None]
         key, value = read(keys, which, present), read(values, which, present)
         logits = matrix(grouped, key, 3) * scale
-        if rule.soft_cap is not None:
-            logits = rule.soft_cap * jnp.tanh(logits / rule.soft_cap)
+        if config.soft_cap is not None:
+            logits = config.soft_cap * jnp.tanh(logits / config.soft_cap)
         at = at[None, None]
         allowed = at <= position[..., None]  # (B, T, s)
-        if rule.left is not None:
-            allowed &= at >= position[..., None] - rule.left
+        if config.left is not None:
+            allowed &= at >= position[..., None] - config.left
         allowed = jnp.tile(allowed[:, None], (1, 1, group, 1))
         logits = jnp.where(allowed, logits, -jnp.inf)
         new = jnp.maximum(largest, logits.max(-1))
@@ -144,8 +118,8 @@ def paged(
     carry = tuple(mesh_axes.vary_like(grouped, x) for x in empty)
     last = -(-jnp.max(lengths, initial=0) // step)
     first = jnp.int32(0)
-    if rule.left is not None:
-        first = jnp.maximum(jnp.min(position, initial=2**30) - rule.left, 0) // step
+    if config.left is not None:
+        first = jnp.maximum(jnp.min(position, initial=2**30) - config.left, 0) // step
     first, last = jnp.minimum(first, last), jnp.minimum(last, table.shape[1] // width)
     carry = lax.fori_loop(first, last, attend, carry)
     largest, total, mixed = reverse_mode.forward_only(carry, _NO_GRADIENTS)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from effattn.axes import lead
-from effattn.layouts import BlockLayout
-from effattn.xla import reverse_mode
+from effattn.arrays import reverse_mode
+from effattn.arrays.axes import lead
+from effattn.patterns.layouts import BlockLayout
 
 # A window whose keys, with a tile of queries, number no more than this is read as one slice.
 _WIDEST_BAND = 1024

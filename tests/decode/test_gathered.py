@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import effattn
 from effattn import patterns, registry
 from effattn.decode import GatheredDecoder, gathered
-from effattn.functional.reaching import positions_of_blocks
+from effattn.patterns.reaching import positions_of_blocks
 from tests.laws import battery, cost
 from tests.laws.sharding import collectives, mesh
 from tests.marks import slow

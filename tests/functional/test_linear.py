@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from effattn.functional.feature_maps import FEATURE_MAPS
+from effattn.cores.feature_maps import FEATURE_MAPS
 from effattn.functional.linear import linear_attention
 from tests.laws.sharding import BY_HEAD, BY_ROW, collectives, mesh
 from tests.marks import slow

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from effattn import linformer_attention, sliding_window_attention
-from effattn.functional.combine import combine
+from effattn.arrays.combine import combine
 from effattn.functional.long_short import long_short_attention
 from tests.dense import draw, with_gradients
 from tests.laws import cost

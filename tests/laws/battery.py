@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from effattn import dropout, registry
+from effattn import registry
+from effattn.arrays import dropout
 from tests.marks import slow_but_for
 from tests.references import REFERENCES
 from tests.references.pairs import Pairs, pairs

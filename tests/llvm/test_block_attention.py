@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import platform
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -11,7 +12,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import effattn
-from effattn import dispatch
 from effattn.llvm import block_attention as kernels
 from effattn.llvm import compiled
 from tests.dense import draw, with_gradients
@@ -220,7 +220,7 @@ def kernels_of(function, *arguments):
 
 def test_calls_that_name_nothing_take_them_where_there_is_one_device(monkeypatch):
     """In float32, of tokens for a part of a tile; other calls are XLA's."""
-    monkeypatch.setattr(dispatch.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     query = np.zeros((1, 16, 2, 8), np.float32)
     call = functools.partial(effattn.dot_product_attention, is_causal=True)
     assert kernels_of(call, query, query, query)

@@ -11,8 +11,8 @@ import numpy as np
 
 import effattn
 from effattn import dispatch, patterns
-from effattn.layouts import BlockLayout
 from effattn.nn.alibi import Alibi
+from effattn.patterns.layouts import BlockLayout
 from tests.dense import draw, with_gradients
 
 ATTEND = effattn.dot_product_attention

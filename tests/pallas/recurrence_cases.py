@@ -8,7 +8,9 @@ import numpy as np
 
 import effattn
 from effattn import dispatch
-from effattn.cores.linear_recurrence import Rule, Terms, Tokens, linear_recurrence, packed
+from effattn.cores.documents import packed
+from effattn.cores.linear_recurrence import linear_recurrence
+from effattn.interfaces.linear_recurrence import Config, Terms, Tokens
 from tests.laws.battery import assert_close
 from tests.xla.test_linear_recurrence import ALL, as_they_are, token_by_token
 
@@ -53,8 +55,8 @@ def recurrence(terms, state, tokens=ALL, normalized=False, names=("triton",), in
         shared, terms = {**shared, "log_decay": terms.log_decay}, terms._replace(log_decay=None)
     keys = tuple(terms._replace(bonus=None))[1:]
     chosen = dispatch.Chosen(names, interpreted)
-    rule = Rule(as_they_are, terms.value.dtype, normalized, implementations=chosen)
-    return linear_recurrence(rule, shared, state, terms.query, keys, tokens)
+    config = Config(as_they_are, terms.value.dtype, normalized, implementations=chosen)
+    return linear_recurrence(config, shared, state, terms.query, keys, tokens)
 
 
 def with_gradients(function, terms, state):

@@ -14,7 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 import effattn
 from effattn import dispatch, patterns
-from effattn.cores.block_attention import Operands, Rule, block_attention
+from effattn.cores.block_attention import block_attention
+from effattn.interfaces.block_attention import Config, Inputs
 from tests.dense import cotangents, draw
 from tests.laws.battery import assert_close
 from tests.marks import slow_but_for
@@ -182,8 +183,10 @@ def test_gathered_tokens_may_be_anywhere_in_a_window():
     known = {"positions": (jnp.asarray(at), jnp.arange(640)[None])}
 
     def run(implementations):
-        rule = Rule(tile=(128, 128), scale=0.25, left=20, right=20, implementations=implementations)
-        return block_attention(rule, Operands(**arrays, **known))
+        config = Config(
+            tile=(128, 128), scale=0.25, left=20, right=20, implementations=implementations
+        )
+        return block_attention(config, Inputs(**arrays, **known))
 
     ours = run(dispatch.Chosen(("mosaic_tpu",), interpreted=True))
     assert_close(ours, run(dispatch.XLA), 1e-5)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import effattn
 from effattn import dispatch
-from effattn.cores.block_attention import Operands, Rule
+from effattn.interfaces.block_attention import Config, Inputs
 from effattn.nn.alibi import Alibi
 from effattn.pallas import block_tiles
 from tests.dense import cotangents, draw, with_gradients
@@ -266,9 +266,9 @@ def test_which_tiles_are_visited_is_worked_out_in_linear_memory():
 
     def bytes_at(length):
         def ranges(query, ids):
-            operands = Operands(query, query, query, segments=(ids, ids))
+            operands = Inputs(query, query, query, segments=(ids, ids))
             plan, arrays = block_tiles.arrange(
-                Rule(tile=None, scale=1.0, right=0), operands, (64, 64)
+                Config(tile=None, scale=1.0, right=0), operands, (64, 64)
             )
             return block_tiles.walk_arrays(plan, arrays, None, of_keys=False)
 

@@ -13,7 +13,8 @@ import pytest
 
 import effattn
 from effattn import dispatch, patterns
-from effattn.pallas import device, paged_triton
+from effattn.dispatch import device
+from effattn.pallas.triton import paged_attention as paged_triton
 from tests.dense import cotangents, with_gradients
 from tests.functional.test_paged import draw as draw_pages
 from tests.laws.battery import as_float64, assert_close, to_numpy

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 import effattn
 from effattn import dispatch
-from effattn.pallas import paged_triton
+from effattn.pallas.triton import paged_attention as paged_triton
 from tests.functional.test_paged import draw
 from tests.laws.battery import assert_close
 from tests.marks import slow

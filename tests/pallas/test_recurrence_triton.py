@@ -10,8 +10,8 @@ import pytest
 
 import effattn
 from effattn import dispatch
-from effattn.cores.linear_recurrence import Operands, Rule
-from effattn.pallas import recurrence_triton
+from effattn.interfaces.linear_recurrence import Config, Inputs
+from effattn.pallas.triton import linear_recurrence
 from tests.laws.battery import assert_close
 from tests.marks import slow
 from tests.pallas.lowering import TRITON, compile_triton, kernels_of
@@ -355,6 +355,6 @@ def test_what_it_does_not_take_another_does(given, message):
 def test_delta_forms_that_no_kernel_takes(more, message):
     terms, state = draw(5, "token", (2, 2, 2), (3, 4), form="delta")
     with_more = {"removed": terms.key, "bonus": terms.key[0, 0]}[more]
-    rule = Rule(as_they_are, jnp.float32)
-    x = Operands({more: with_more}, state, terms.query, terms[1:], ALL)
-    assert message in recurrence_triton.refusal(rule, x)
+    config = Config(as_they_are, jnp.float32)
+    x = Inputs({more: with_more}, state, terms.query, terms[1:], ALL)
+    assert message in linear_recurrence.refusal(config, x)

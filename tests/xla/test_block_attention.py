@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effattn import dot_product_attention, dtypes, sliding_window_attention
+from effattn import dot_product_attention, sliding_window_attention
+from effattn.arrays import dtypes
 from effattn.cores import block_attention as core
-from effattn.cores.block_attention import Operands, Rule, block_attention
-from effattn.layouts import BlockLayout
+from effattn.cores.block_attention import block_attention
+from effattn.interfaces.block_attention import Config, Inputs
+from effattn.patterns.layouts import BlockLayout
 from effattn.xla import block_attention as xla
 from effattn.xla import tiling
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
@@ -28,9 +30,9 @@ def x64():
         yield
 
 
-def over_layout(arrays, known, **rule):
-    rule = Rule(tile=TILE, scale=3**-0.5, key_tiles=2, **rule)
-    out, lse = block_attention(rule, Operands(**arrays, **known))
+def over_layout(arrays, known, **config):
+    config = Config(tile=TILE, scale=3**-0.5, key_tiles=2, **config)
+    out, lse = block_attention(config, Inputs(**arrays, **known))
     return out, dtypes.logarithms(lse)
 
 
@@ -135,10 +137,10 @@ def calls(monkeypatch):
     """The rules that the core was called with, and the tiles forward and backward."""
     seen = []
 
-    def spy(rule, x):
-        walks = [xla._Tiles(rule, x, backward=backward).walk for backward in (False, True)]
-        seen.append((rule, *(walk.tile for walk in walks)))
-        return block_attention(rule, x)
+    def spy(config, x):
+        walks = [xla._Tiles(config, x, backward=backward).walk for backward in (False, True)]
+        seen.append((config, *(walk.tile for walk in walks)))
+        return block_attention(config, x)
 
     monkeypatch.setattr(core, "block_attention", spy)
     return seen

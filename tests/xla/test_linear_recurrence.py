@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 from effattn import rwkv6_attention
-from effattn.cores.linear_recurrence import (
-    Rule,
-    Terms,
-    Tokens,
-    linear_recurrence,
-    normalize,
-    packed,
-)
+from effattn.cores.documents import packed
+from effattn.cores.linear_recurrence import linear_recurrence
+from effattn.interfaces.linear_recurrence import Config, Terms, Tokens, normalize
 from effattn.xla.linear_recurrence import linear_sum
 from tests.marks import slow
 
@@ -136,9 +131,9 @@ def recurrence(terms, state, tokens=ALL, normalized=False, chunk=64, attend=line
     if terms.log_decay is not None and terms.log_decay.ndim == 1:
         shared["log_decay"] = terms.log_decay
         terms = terms._replace(log_decay=None)
-    rule = Rule(as_they_are, terms.value.dtype, normalized, None, chunk)
+    config = Config(as_they_are, terms.value.dtype, normalized, None, chunk)
     keys = tuple(terms._replace(bonus=None))[1:]
-    return attend(rule, shared, state, terms.query, keys, tokens)
+    return attend(config, shared, state, terms.query, keys, tokens)
 
 
 def assert_same(function, reference, args, rtol=1e-12):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from effattn.layouts import BlockLayout
+from effattn.patterns.layouts import BlockLayout
 from effattn.xla import tiling
 from effattn.xla.tiling import Listed, Walk, Window, choose_tile
 

@@ -1,0 +1,1 @@
+"""Small helpers without a mechanism: checks, dtypes, packing, positions, mesh axes, gathers."""

@@ -1,0 +1,57 @@
+"""Attend, then combine: softmax attention over a union of disjoint key sets."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from effattn.arrays import checks, dtypes
+
+
+def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    r"""Attention over a union of disjoint key sets, from the attention over each.
+
+        lse = log sum_p exp(lse_p),    out = sum_p exp(lse_p - lse) out_p
+
+    Args:
+      outputs: one `(*B, T, N, Hv)` for each part.
+      lses: their log-sum-exps `(*B, T, N)`; -inf where a part is empty for a row.
+
+    Returns:
+      The output, in the dtype of the first, and the log-sum-exp of the whole: what one call over
+      all the keys returns with `return_residual`. Where all parts are empty, zeros and -inf.
+    """
+    if len(outputs) != len(lses) or len(outputs) == 0:
+        raise ValueError(
+            "combine needs as many lses as outputs and at least one, got "
+            f"{len(outputs)} outputs and {len(lses)} lses"
+        )
+    outputs = [checks.as_array("outputs", out) for out in outputs]
+    lses = [checks.as_array("lses", lse) for lse in lses]
+    for out, lse in zip(outputs, lses, strict=True):
+        if out.shape != outputs[0].shape or lse.shape != out.shape[:-1]:
+            raise ValueError(
+                "combine needs outputs of one shape (*B, T, N, Hv) and lses (*B, T, N), got "
+                f"{[o.shape for o in outputs]} and {[one.shape for one in lses]}"
+            )
+    empty = [(lse == -jnp.inf) | (lse == dtypes.lowest(lse.dtype)) for lse in lses]
+    nothing = functools.reduce(jnp.logical_and, empty)
+    # Finite, and of empty parts no larger than of any other.
+    finite = [
+        jnp.where(is_empty, jnp.finfo(lse.dtype).min, lse)
+        for lse, is_empty in zip(lses, empty, strict=True)
+    ]
+    largest = jax.lax.stop_gradient(functools.reduce(jnp.maximum, finite))
+    shift = jnp.where(nothing, 0, largest)
+    weights = [
+        jnp.exp(lse - shift) * (~is_empty).astype(lse.dtype)
+        for lse, is_empty in zip(finite, empty, strict=True)
+    ]
+    total = jnp.where(nothing, 1, functools.reduce(jnp.add, weights))
+    parts = zip(weights, outputs, strict=True)
+    mixed = functools.reduce(jnp.add, (dtypes.product(w[..., None], out) for w, out in parts))
+    out = (mixed / total[..., None]).astype(outputs[0].dtype)
+    # Of nothing, as the parts say it: -inf, or what stands for it here.
+    of_nothing = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
+    return out, jnp.where(nothing, of_nothing, shift + jnp.log(total))

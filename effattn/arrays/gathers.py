@@ -1,0 +1,100 @@
+"""Moving tokens to their clusters, with gradients that are never added up in any order."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn.arrays import dtypes, mesh_axes
+
+
+@jax.custom_vjp
+def permute(x, order, inverse):
+    """`x (*B, N, T, ...)` in another order, `(*B, N, T)`; `inverse` is that back."""
+    return _take(x, order)
+
+
+def _permute_fwd(x, order, inverse):
+    return _take(x, order), inverse
+
+
+def _permute_bwd(inverse, d_out):
+    return _take(d_out, inverse), None, None
+
+
+permute.defvjp(_permute_fwd, _permute_bwd)
+
+
+def inverse_of(order):
+    """int32 `(*B, N, T)`, where each token is in that order."""
+
+    def of_one(order):
+        token = jnp.arange(len(order), dtype=order.dtype)
+        return jnp.zeros_like(order).at[order].set(token, unique_indices=True)
+
+    return _over(order.ndim - 1, of_one)(order)
+
+
+def _take(x, at):
+    return _over(at.ndim - 1, lambda x, at: x.at[at].get(mode="clip"))(x, at)
+
+
+def _over(axes: int, function):
+    """Mapped over leading axes, which stay axes."""
+    for _ in range(axes):
+        function = jax.vmap(function)
+    return function
+
+
+def pick(x, at):
+    """`x (*B, N, T, ...)` at the members `(*B, N, C, M)` of each cluster."""
+    return _picked(x.shape[at.ndim - 2], x, at)
+
+
+def spread(x, at, length: int):
+    """The members `x (*B, N, C, M, ...)` of all clusters, summed by token `(*B, N, T, ...)`."""
+    return _summed(length, x, at)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _picked(length, x, at):
+    return _over(at.ndim - 2, lambda x, at: x.at[at].get(mode="clip"))(x, at)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(length, x, at):
+    start = jnp.zeros(length, dtypes.wide(x.dtype))
+    return _by_cluster(jnp.add, start, x, at).astype(x.dtype)
+
+
+_picked.defvjp(
+    lambda length, x, at: (_picked(length, x, at), at),
+    lambda length, at, d_out: (_summed(length, d_out, at), None),
+)
+_summed.defvjp(
+    lambda length, x, at: (_summed(length, x, at), at),
+    lambda length, at, d_out: (_picked(length, d_out, at), None),
+)
+
+
+def largest_of(x, at, length: int):
+    """As `spread`, the largest, or `dtypes.lowest` for a token of no cluster."""
+    start = jnp.full(length, dtypes.lowest(x.dtype), x.dtype)
+    return _by_cluster(jnp.maximum, start, x, at)
+
+
+def _by_cluster(operation, start, x, at):
+    """From `start (T)`, one cluster after the other: in each, a token is met once."""
+
+    def of_one(x, at):
+        def step(carry, members):
+            x, at = members
+            new = operation(carry[at], x.astype(carry.dtype))
+            return carry.at[at].set(new, unique_indices=True), None
+
+        first = start.reshape(-1, *(1,) * (x.ndim - 2))
+        first = jnp.broadcast_to(first, (len(start), *x.shape[2:]))
+        return lax.scan(step, mesh_axes.vary_like(x, first), (x, at))[0]
+
+    return _over(at.ndim - 2, of_one)(x, at)

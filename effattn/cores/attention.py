@@ -1,0 +1,330 @@
+"""From the arguments that softmax mechanisms share to the block-attention core."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from effattn import dispatch
+from effattn.arrays import checks, dropout, dtypes, mesh_axes, reverse_mode
+from effattn.arrays.combine import combine
+from effattn.arrays.segments import within
+from effattn.cores import block_attention
+from effattn.interfaces.block_attention import Config, Inputs, Origin
+from effattn.patterns.layouts import BlockLayout
+from effattn.xla import tiling
+
+ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Score:
+    """A mechanism's own `score_mod`: a frozen dataclass.
+
+    Without arrays, equal ones are the same program, where a function is another one with each call.
+    """
+
+    def __call__(self, logit, b, h, i, j) -> jax.Array:
+        """The logit of query i and key j."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Then(Score):
+    """What the caller makes of a logit, if anything, times a number and plus one."""
+
+    before: ScoreMod | None = None
+    multiply: float = 1.0
+    add: float = 0.0
+
+    def __call__(self, logit, b, h, i, j) -> jax.Array:
+        """The logit of query i and key j."""
+        logit = logit if self.before is None else self.before(logit, b, h, i, j)
+        return logit * self.multiply + self.add
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The arguments of `dot_product_attention` beside query, key and value, checked."""
+
+    bias: jax.Array | None
+    mask: jax.Array | None
+    scale: float | jax.Array
+    is_causal: bool
+    query_offset: int | jax.Array
+    query_lengths: jax.Array | None
+    key_lengths: jax.Array | None
+    segments: tuple[jax.Array, jax.Array] | None
+    window: tuple[int, int] | None
+    soft_cap: float | None
+    score_mod: ScoreMod | None
+    sink: jax.Array | None
+    dropout_rate: float
+    dropout_rng: jax.Array | None
+    precision: jax.lax.PrecisionLike
+    tile: tuple[int, int] | None
+    mechanism: str
+    implementation: str | tuple[str, ...] | None
+    origin: Origin | None = None
+    positions: tuple[jax.Array, jax.Array] | None = None
+    pattern: Any = None
+    layout: BlockLayout | None = None
+    additive: jax.Array | None = None
+    activation: str | None = None
+
+
+def check(
+    mechanism: str,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    implementation: str | tuple[str, ...] | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    scale: float | jax.Array | None = None,
+    is_causal: bool = False,
+    query_offset: Any = 0,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    segment_ids: Any = None,
+    local_window_size: Any = None,
+    logits_soft_cap: float | None = None,
+    score_mod: ScoreMod | None = None,
+    sink: Any = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    tile: Any = None,
+) -> Arguments:
+    """Validates the contract's arguments; `ValueError` says what each got and what it needs.
+
+    `mechanism` is the name of the function, for messages.
+    """
+    dispatch.requested(implementation)
+    if score_mod is not None:
+        checks.accepts("score_mod", score_mod, ("logit", "b", "h", "i", "j"))
+    batch = checks.query_key_value(query, key, value)
+    heads, queries, keys = query.shape[-2], query.shape[-3], key.shape[-3]
+    pairs = (*batch, heads, queries, keys)
+    if bias is not None:
+        bias = checks.broadcastable("bias", bias, pairs)
+        if jnp.issubdtype(bias.dtype, jnp.integer):
+            bias = bias.astype(dtypes.wide(query.dtype))
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise ValueError(f"bias must be floating point, got dtype {bias.dtype}")
+    if mask is not None:
+        mask = checks.broadcastable("mask", mask, pairs)
+        if mask.dtype != jnp.bool_:
+            raise ValueError(
+                f"mask must be bool, True where a pair may attend, got dtype {mask.dtype}; an "
+                "additive mask is a bias"
+            )
+    return Arguments(
+        bias=bias,
+        mask=mask,
+        scale=checks.scale(scale, query.shape[-1]),
+        is_causal=is_causal,
+        query_offset=checks.offset(query_offset, batch),
+        query_lengths=checks.lengths("query_seq_lengths", query_seq_lengths, batch),
+        key_lengths=checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        segments=checks.segment_ids(segment_ids, batch, queries, keys),
+        window=None if local_window_size is None else checks.window(local_window_size),
+        soft_cap=checks.soft_cap(logits_soft_cap),
+        score_mod=score_mod,
+        sink=None if sink is None else checks.shaped("sink", sink, (heads,)),
+        dropout_rate=checks.dropout_rate(dropout_rate, dropout_rng),
+        dropout_rng=dropout_rng,
+        precision=precision,
+        tile=checks.tile(tile),
+        mechanism=mechanism,
+        implementation=implementation,
+    )
+
+
+def attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments
+) -> tuple[jax.Array, jax.Array]:
+    """The output `(*B, T, N, Hv)` and the log-sum-exp `(*B, T, N)`, `dtypes.lowest` of nothing."""
+    *batch, queries, heads, _ = query.shape
+    keys, key_heads = key.shape[-3:-1]
+    by_group = (key_heads, heads // key_heads)
+
+    key_mask, mask = _valid(given.key_lengths, keys), given.mask
+    if mask is not None and mask.shape[-2] == mask.shape[-3] == 1:
+        of_keys = jnp.broadcast_to(mask[..., 0, 0, :], (*batch, keys))
+        key_mask, mask = of_keys if key_mask is None else key_mask & of_keys, None
+    query_mask = _present_queries(queries, given)
+    query, key, value = without_padding(query, key, value, given, key_mask)
+    left, right = given.window or (None, None)
+    if given.is_causal:
+        right = 0
+    offset, scale, rng = given.query_offset, given.scale, given.dropout_rng
+    score_mod, constants = None, ()
+    if given.score_mod is not None:
+        score_mod, constants = _without_closure(given.score_mod, (query, key, value))
+    rows, layout = tiling.known_product(batch) * heads, given.layout
+    config = Config(
+        tile=given.tile if layout is None else layout.tile,
+        scale=scale if isinstance(scale, float) else None,
+        left=left,
+        right=right,
+        offset=offset if isinstance(offset, int) else None,
+        soft_cap=given.soft_cap,
+        score_mod=score_mod,
+        dropout_rate=given.dropout_rate,
+        precision=given.precision,
+        pattern=given.pattern,
+        key_tiles=1 if layout is None else tiling.choose_width(layout, max(rows, 1)),
+        origin=given.origin,
+        activation=given.activation,
+    )
+    operands = Inputs(
+        query=query,
+        key=key,
+        value=value,
+        bias=_split_heads(_bias_without_padding(given, queries, keys), by_group),
+        scale=None if isinstance(scale, float) else scale,
+        additive=given.additive,
+        constants=constants,
+        mask=_split_heads(mask, by_group),
+        key_mask=key_mask,
+        segments=given.segments,
+        offset=None if isinstance(offset, int) else offset,
+        seed=dropout.seed_from_rng(rng) if given.dropout_rate and rng is not None else None,
+        positions=given.positions,
+        layout=layout,
+    )
+    call = block_attention.call(given.mechanism, config, operands)
+    implementations = dispatch.choose(given.implementation, call)
+    config = dataclasses.replace(config, implementations=implementations)
+    with reverse_mode.only("softmax attention in tiles", "jax.nn.dot_product_attention"):
+        *axes, _ = mesh_axes.spec(query)
+        specs = PartitionSpec(*axes, None), PartitionSpec(*axes)
+        run = mesh_axes.placed(
+            functools.partial(block_attention.block_attention, config), query, *specs
+        )
+        out, lse = run(operands)
+    if given.sink is not None:
+        out, lse = _with_sink(out, lse, given.sink)
+    out = _zero_where_absent(out, query_mask)
+    if query_mask is not None:
+        lse = jnp.where(query_mask[..., None], lse, dtypes.lowest(lse.dtype))
+    return out, lse
+
+
+def without_padding(
+    query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments, key_mask: Any = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The arrays with zeros in what is padding, so that a NaN there reaches no gradient."""
+    query_mask = _present_queries(query.shape[-3], given)
+    present = _all_of(key_mask, _present_keys(key.shape[-3], given))
+    return (
+        _zero_where_absent(query, query_mask),
+        _zero_where_absent(key, present),
+        _zero_where_absent(value, present),
+    )
+
+
+def _bias_without_padding(given, queries, keys):
+    """The bias with zeros where no example that shares it has a token."""
+    bias = given.bias
+    if bias is None:
+        return None
+    for axis, present in ((-2, _present_queries(queries, given)), (-1, _present_keys(keys, given))):
+        if present is None or bias.shape[axis] == 1:
+            continue
+        shared = tuple(n for n, size in enumerate(bias.shape[:-3]) if size == 1)
+        present = jnp.expand_dims(present.any(shared, keepdims=True), (-2, -3))
+        bias = jnp.where(jnp.swapaxes(present, axis, -1), bias, 0)
+    return bias
+
+
+def _present_queries(queries, given):
+    """bool `(*B, T)`; None for all."""
+    ids = given.segments and given.segments[0]
+    return _all_of(_valid(given.query_lengths, queries), None if ids is None else ids != 0)
+
+
+def _present_keys(keys, given):
+    """bool `(*B, S)`; None for all."""
+    ids = given.segments and given.segments[1]
+    return _all_of(_valid(given.key_lengths, keys), None if ids is None else ids != 0)
+
+
+def _all_of(one, other):
+    """Where both are True; None is everywhere."""
+    return one if other is None else other if one is None else one & other
+
+
+def _valid(lengths, size):
+    """bool `(*B, size)`, True before each length."""
+    return None if lengths is None else within(lengths, size)
+
+
+def _zero_where_absent(array, present):
+    """`(*B, L, heads, H)` with zeros, also in the gradient, where `(*B, L)` is False."""
+    return array if present is None else jnp.where(present[..., None, None], array, 0)
+
+
+def _split_heads(array, by_group):
+    """`(*#B, #N, #T, #S)` to `(*#B, #K, #G, #T, #S)`."""
+    if array is None:
+        return None
+    *batch, heads, queries, keys = array.shape
+    return array.reshape(*batch, *(by_group if heads > 1 else (1, 1)), queries, keys)
+
+
+def _with_sink(out, lse, sink):
+    """One more logit in the softmax, with a value of zero."""
+    sink = jnp.broadcast_to(sink.astype(lse.dtype), lse.shape)
+    return combine((out, jnp.zeros_like(out)), (lse, sink))
+
+
+def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
+    """The function with the arrays it closes over as its first argument, and those arrays.
+
+    Only arguments have gradients, and only those may be traced by an enclosing transformation. The
+    logits will vary over the mesh axes, if any, that the arrays `like` vary over.
+    """
+    example, *_ = mesh_axes.vary_alike(like)
+    dtype = dtypes.wide(*like)
+    # Of NumPy: arrays of JAX would lie on the mesh that is known here.
+    logit = mesh_axes.vary_like(example, np.zeros((), dtype))
+    index = mesh_axes.vary_like(example, np.zeros((), np.int32))
+    with mesh_axes.within_placed(example, "score_mod"):
+        traced = jax.make_jaxpr(score_mod)(logit, index, index, index, index)
+    results = traced.out_avals
+    if len(results) != 1 or results[0].shape or not jnp.issubdtype(results[0].dtype, jnp.floating):
+        raise ValueError(
+            "score_mod(logit, b, h, i, j) must return one floating-point scalar for scalar "
+            f"arguments, got {', '.join(str(r) for r in results) or 'nothing'}"
+        )
+
+    if isinstance(score_mod, Score) and not traced.consts:
+        return _WithoutConstants(score_mod), ()
+
+    def with_constants(constants, *args):
+        return jax.core.eval_jaxpr(traced.jaxpr, constants, *args)[0]
+
+    constants = tuple(jnp.asarray(c) for c in traced.consts)
+    # A program is kept with its score_mod, which must not keep the arrays as `traced` does.
+    with mesh_axes.within_placed(example, "score_mod"):
+        free = jax.make_jaxpr(with_constants)(constants, logit, index, index, index, index)
+
+    def without_arrays(constants, *args):
+        return jax.core.eval_jaxpr(free.jaxpr, free.consts, *constants, *args)[0]
+
+    return without_arrays, constants
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithoutConstants:
+    score_mod: Score
+
+    def __call__(self, constants, *args):
+        return self.score_mod(*args)

@@ -1,0 +1,105 @@
+"""Packed documents in bidirectional calls of the linear recurrence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn.arrays import mesh_axes
+from effattn.interfaces.linear_recurrence import Tokens
+
+
+def within_documents(
+    recurrence: Callable[..., tuple[jax.Array, jax.Array]],
+    documents: tuple[jax.Array, jax.Array],
+    parameters: Any,
+    state: jax.Array,
+    query: Any,
+    key_value: Any,
+    tokens: Tokens,
+) -> tuple[jax.Array, jax.Array]:
+    """Bidirectional attention inside packed documents, by a causal recurrence.
+
+    The tokens are sorted by document, the keys of each document before its queries, and read by one
+    causal recurrence that starts anew with each document. Time is linear in T + S but for the sort.
+
+    Args:
+      recurrence: the causal recurrence, of the arguments that follow.
+      documents: segment ids of queries `(*B, T)` and of keys `(*B, S)`.
+      parameters: as `linear_recurrence` takes them.
+      state: likewise.
+      query: likewise, a pytree of arrays `(*B, T, N, ...)`.
+      key_value: arrays `(*B, S, K, ...)`.
+      tokens: the masks of queries and keys, both given.
+
+    Returns:
+      `(output (*B, T, N, D), state)`, as `linear_recurrence` returns them.
+    """
+    query_ids, key_ids = documents
+    query_ids, key_ids, query, key_value, tokens = mesh_axes.vary_alike(
+        (query_ids, key_ids, query, key_value, tokens)
+    )
+    queries, keys = query_ids.shape[-1], key_ids.shape[-1]
+    order = jnp.argsort(jnp.concatenate([key_ids, query_ids], -1), -1, stable=True)
+    place = jnp.argsort(order, -1)
+
+    def merge(of_keys, of_queries):
+        return _permute(jnp.concatenate([of_keys, of_queries], -3), order, place)
+
+    def merge_known(of_keys, of_queries):
+        return jnp.take_along_axis(jnp.concatenate([of_keys, of_queries], -1), order, -1)
+
+    def none(x, length):
+        return jnp.zeros_like(x, shape=(*x.shape[:-3], length, *x.shape[-2:]))
+
+    no_query, no_key = jnp.zeros_like(key_ids, bool), jnp.zeros_like(query_ids, bool)
+    merged = Tokens(merge_known(no_query, tokens.query_mask), merge_known(tokens.key_mask, no_key))
+    ids = merge_known(key_ids, query_ids)
+    starts = ids != jnp.concatenate([ids[..., :1], ids[..., :-1]], -1)
+    out, state = recurrence(
+        parameters,
+        state,
+        jax.tree.map(lambda x: merge(none(x, keys), x), query),
+        tuple(merge(x, none(x, queries)) for x in key_value),
+        merged._replace(starts=starts),
+    )
+    return _permute(out, place, order)[..., keys:, :, :], state
+
+
+@jax.custom_vjp
+def _permute(x, order, place):
+    """The tokens of `x (*B, L, K, H)` in a new order, of which `place` is the inverse."""
+    return jnp.take_along_axis(x, order[..., None, None], -3)
+
+
+def _permute_bwd(inverse, cotangent):
+    place, order = inverse
+    return _permute(cotangent, place, order), None, None
+
+
+_permute.defvjp(lambda x, order, place: (_permute(x, order, place), (place, order)), _permute_bwd)
+
+
+def packed(segment_ids: jax.Array, tokens: Tokens) -> Tokens:
+    """The tokens of packed documents: a query reads its own, and the state is that of the last.
+
+    Padding (id 0, and what is masked) belongs to the document before it, or to the first one at
+    the start of the row, so that the state outlives it.
+    """
+    length = segment_ids.shape[-1]
+    token = jnp.arange(length)
+    in_document = segment_ids != 0
+    first = jnp.min(jnp.where(in_document, token, length), -1, keepdims=True, initial=length)
+    written = in_document if tokens.key_mask is None else in_document & tokens.key_mask
+    last = lax.cummax(jnp.where(written, token, -1), axis=segment_ids.ndim - 1)
+    source = jnp.where(last < 0, first, last)
+    document = jnp.take_along_axis(segment_ids, source, -1, mode="clip")
+    before = jnp.concatenate([document[..., :1], document[..., :-1]], -1)
+    reads = in_document & (segment_ids == document)
+    return Tokens(
+        reads if tokens.query_mask is None else reads & tokens.query_mask,
+        written,
+        document != before,
+    )

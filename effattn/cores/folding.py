@@ -1,0 +1,65 @@
+"""Tokens in blocks of one size, the blocks being one more batch axis."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from effattn.arrays.axes import lead
+from effattn.cores import attention
+
+
+def fold(array: jax.Array, size: int, axis: int) -> jax.Array:
+    """`(*B, L, ...)` to `(*B, ceil(L / size), size, ...)`, L at `axis`, zeros after the end."""
+    padding = [(0, 0)] * array.ndim
+    padding[axis] = (0, -array.shape[axis] % size)
+    array = jnp.pad(array, padding)
+    shape = array.shape
+    return array.reshape(*shape[:axis], shape[axis] // size, size, *shape[axis + 1 :])
+
+
+def unfold(array: jax.Array, length: int, axis: int) -> jax.Array:
+    """The first `length` tokens of `(*B, blocks, size, ...)`, the blocks at `axis`."""
+    shape = array.shape
+    array = array.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+    return jax.lax.slice_in_dim(array, 0, length, axis=axis)
+
+
+def fold_lengths(lengths: jax.Array | None, blocks: int, size: int) -> jax.Array | None:
+    """`(*B)` to `(*B, blocks)`, how many tokens of each block lie before the lengths."""
+    if lengths is None:
+        return None
+    return jnp.clip(lengths[..., None] - size * lead(jnp.arange(blocks), lengths.ndim + 1), 0, size)
+
+
+def attend_inside(size: int, query, key, value, given: attention.Arguments):
+    """Attention inside each block of `size` tokens: the output and the log-sum-exp."""
+    batch, length = query.shape[:-3], query.shape[-3]
+    blocks = math.ceil(length / size)
+    fold_tokens = functools.partial(fold, size=size, axis=len(batch))
+    query_lengths, key_lengths, ids = given.query_lengths, given.key_lengths, given.segments
+    # Of a causal block, what fills its end is ahead of all its queries.
+    if key_lengths is None and not given.is_causal and length % size:
+        key_lengths = jnp.full(batch, length)
+    folded = dataclasses.replace(
+        given,
+        query_lengths=fold_lengths(query_lengths, blocks, size),
+        key_lengths=fold_lengths(key_lengths, blocks, size),
+        segments=ids and (fold_tokens(ids[0]), fold_tokens(ids[1])),
+        origin=origin_of_blocks(blocks, size),
+    )
+    out, lse = attention.attend(fold_tokens(query), fold_tokens(key), fold_tokens(value), folded)
+    return unfold(out, length, len(batch)), unfold(lse, length, len(batch))
+
+
+@functools.cache
+def origin_of_blocks(blocks: int, size: int):
+    """From examples and positions of blocks to those of the sequence, for `Arguments.origin`."""
+
+    def origin(b, h, i, j):
+        start = b % blocks * size
+        return b // blocks, h, start + i, start + j
+
+    return origin

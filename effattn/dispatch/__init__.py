@@ -1,0 +1,39 @@
+"""The implementation that runs a call: choice, devices, tuning cache and support table."""
+
+from effattn.dispatch.choice import (
+    PALLAS,
+    PLATFORMS,
+    XLA,
+    Call,
+    Chosen,
+    Limits,
+    asks_for_gpu_kernels,
+    choose,
+    interpreted,
+    is_interpreted,
+    on_platform,
+    open_length,
+    recorded,
+    requested,
+    suited,
+    untuned,
+)
+
+__all__ = [
+    "PALLAS",
+    "PLATFORMS",
+    "XLA",
+    "Call",
+    "Chosen",
+    "Limits",
+    "asks_for_gpu_kernels",
+    "choose",
+    "interpreted",
+    "is_interpreted",
+    "on_platform",
+    "open_length",
+    "recorded",
+    "requested",
+    "suited",
+    "untuned",
+]

@@ -1,0 +1,227 @@
+"""Measures which implementation, and which tiles, are the fastest for a call on this device."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from effattn import dispatch
+from effattn.arrays import checks
+from effattn.dispatch import cache
+from effattn.dispatch.cache import Choice
+
+_ENOUGH = 5e-3  # seconds of one measurement: as many calls as take that long, one after another
+_LONG = 2.0  # seconds of measurements, after which a candidate leaves the rounds
+_BETTER = 0.97  # a candidate must take less than this share of the time of the best so far
+_TOLERANCE = {8: 1e-6, 4: 1e-2, 2: 3e-2}  # of results, by bytes: devices round products
+
+
+class Row(NamedTuple):
+    """One candidate for one call.
+
+    Attributes:
+      call: what was called.
+      choice: the implementation, and its tiles where they are not its own choice.
+      seconds: of the whole function, the median; None if it was not measured.
+      reason: why not.
+    """
+
+    call: str
+    choice: Choice
+    seconds: float | None
+    reason: str = ""
+
+
+class Tuning(NamedTuple):
+    """What `tune` measured; as text, a Markdown table.
+
+    Attributes:
+      device: its kind.
+      rows: in the order of measurement.
+      chosen: for each call.
+    """
+
+    device: str
+    rows: tuple[Row, ...]
+    chosen: Mapping[str, Choice]
+
+    def __str__(self) -> str:
+        lines = []
+        for call, choice in self.chosen.items():
+            lines += [f"{call}, on {self.device}: {choice}", ""]
+            lines += ["| implementation and tiles | ms |", "| --- | --- |"]
+            for row in self.rows:
+                if row.call == call:
+                    time = row.reason if row.seconds is None else f"{row.seconds * 1e3:.3f}"
+                    lines.append(f"| {row.choice} | {time} |")
+            lines.append("")
+        return "\n".join(lines[:-1])
+
+
+@checks.checked
+def tune(
+    function: Callable[..., Any],
+    *arguments: Any,
+    gradients: bool = True,
+    rounds: int = 5,
+    **options: Any,
+) -> Tuning:
+    """Measures a call on this device, and has `implementation=None` take what was fastest.
+
+    All implementations that take the call and run here are timed within the whole function, and
+    then the tiles of the best one, kernel by kernel. What disagrees with XLA is never chosen. The
+    result holds for calls of about the same shapes (tokens and rows up to the next power of two)
+    and the same options, on this kind of device and under this version of JAX, in programs that are
+    compiled from now on. It is kept in the user's cache folder
+    (`effattn.dispatch.cache.cache_file()`).
+
+    Some twenty programs are compiled for a call of attention, which takes minutes on two CPU cores,
+    and more kernels are tried on a GPU. Each is checked, and then timed in `rounds` that it leaves
+    after two seconds: a call of several seconds is made twice, whatever the rounds.
+
+    On a mesh too, where compilers do not split kernels: call the function inside `jax.shard_map`
+    there, as `implementation=None` may take a kernel from then on, or name "xla".
+
+    Args:
+      function: of effattn, or one that calls it, without `implementation`, such as
+        `effattn.dot_product_attention` or the `__call__` of a model.
+      arguments: of the function, as it will be called: pytrees of arrays.
+      gradients: measure with those of all floating-point arrays; False is for inference alone.
+      rounds: measurements of each candidate; fewer where they take seconds.
+      options: further arguments by name; they may hold anything, and have no gradients.
+
+    Returns:
+      A `Tuning`; print it.
+
+    Raises:
+      ValueError: the function calls nothing that can be tuned, or names an implementation itself.
+    """
+    bench = _Bench(function, arguments, options, gradients, rounds)
+    chosen: dict[str, Choice] = {}
+    rows: list[Row] = []
+    for call, takes in bench.calls.items():
+        compete = functools.partial(_compete, bench, call, chosen, rows)
+        best = compete([Choice("xla"), *map(Choice, filter(_is_kernel_here, takes))])
+        for kernel, tiles in takes[best.implementation].items():
+            others = [best._replace(tiles=(*best.tiles, (kernel, tile))) for tile in tiles]
+            best = compete([best, *others])
+        chosen[call] = best
+    cache.save(chosen)
+    return Tuning(cache.device_kind(), tuple(rows), chosen)
+
+
+def _is_kernel_here(implementation):
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    return dispatch.PLATFORMS[implementation] == platform
+
+
+def _compete(bench, call, chosen, rows, candidates):
+    """The first, the best so far, or one that is clearly faster."""
+    programs = {}
+    for choice in candidates:
+        try:
+            programs[choice] = bench.compile({**chosen, call: choice})
+        except Exception as error:  # whatever a compiler makes of tiles that do not fit
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+            rows.append(Row(call, choice, None, reason))
+    seconds = bench.time(programs)
+    measured = {row.choice for row in rows if row.call == call}
+    rows += [Row(call, *each) for each in seconds.items() if each[0] not in measured]
+    best, fastest = candidates[0], min(seconds, key=lambda choice: seconds[choice])
+    return fastest if seconds[fastest] < _BETTER * seconds[best] else best
+
+
+class _Disagrees(Exception):
+    """The results are not those of XLA."""
+
+
+def _check(found, wanted):
+    limit = _TOLERANCE[found.dtype.itemsize]
+    found, wanted = (x.astype(np.float64) for x in (found, wanted))
+    same = found == wanted  # infinities too
+    with np.errstate(invalid="ignore"):
+        error = np.max(np.abs(found - wanted), initial=0.0, where=~same)
+    largest = np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted))
+    if not error <= limit * largest:  # NaN is not
+        raise _Disagrees(f"up to {error:.1e} from XLA's results of up to {largest:.1e}")
+
+
+class _Bench:
+    """One call of a function, compiled with some choices and timed.
+
+    Attributes:
+      calls: what it calls that can be tuned, with the candidates for each.
+    """
+
+    def __init__(self, function, arguments, options, gradients, rounds):
+        leaves, structure = jax.tree.flatten(arguments)
+        leaves = [jnp.asarray(leaf) for leaf in leaves]
+        self.floating = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        self.others = [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.floating)]
+        kinds = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+        self.rounds = rounds
+
+        def run(floating, others):
+            floating, others = iter(floating), iter(others)
+            merged = [next(floating) if kind else next(others) for kind in kinds]
+            results = jax.tree.leaves(function(*jax.tree.unflatten(structure, merged), **options))
+            return [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+
+        def run_with_gradients(floating, others):
+            results, pull_back = jax.vjp(lambda floating: run(floating, others), floating)
+            return results, pull_back([jnp.ones_like(x) for x in results])
+
+        self.function, self.wanted = run, None
+        trial = cache.Trial({})
+        with trial.running():
+            jax.eval_shape(run, self.floating, self.others)
+        self.calls = {call: takes for call, (takes, _) in trial.called.items()}
+        if not self.calls:
+            raise ValueError(
+                f"{getattr(function, '__name__', function)} calls nothing of effattn that can be "
+                "tuned, or names its implementation; leave `implementation` out"
+            )
+        if gradients and all(differentiable for _, differentiable in trial.called.values()):
+            self.function = run_with_gradients
+        self.wanted = self._fetch(self.compile({}))
+
+    def compile(self, choices):
+        """A compiled program, run once; `_Disagrees` if it is not like that of XLA alone."""
+        # A function of its own: programs are reused by function.
+        with cache.Trial(choices).running():
+            traced = jax.jit(lambda *operands: self.function(*operands))
+            program = traced.lower(self.floating, self.others).compile()
+        if self.wanted is not None:
+            for found, wanted in zip(self._fetch(program), self.wanted, strict=True):
+                _check(found, wanted)
+        return program
+
+    def _fetch(self, program):
+        results = program(self.floating, self.others)
+        return [np.asarray(x) for x in jax.tree.leaves(results)]
+
+    def time(self, programs):
+        """Seconds of a call of each, the median of rounds in which they take turns."""
+        seconds: dict[Any, list[float]] = {name: [] for name in programs}
+        for _ in range(self.rounds):
+            for name, program in programs.items():
+                if sum(seconds[name]) < _LONG:
+                    seconds[name].append(self._seconds(program))
+        return {name: statistics.median(each) for name, each in seconds.items()}
+
+    def _seconds(self, program):
+        calls, spent = 1, 0.0
+        while True:
+            start = time.perf_counter()
+            for _ in range(calls):
+                results = program(self.floating, self.others)
+            jax.block_until_ready(results)
+            spent = time.perf_counter() - start
+            if spent >= _ENOUGH:
+                return spent / calls
+            calls *= 2

@@ -1,0 +1,524 @@
+"""Block attention for TPUs, lowered by Mosaic.
+
+The last axis of the grid walks the tiles that a tile of queries (or of keys) visits, one after
+another on one core, with the sums in scratch memory beside it (VMEM). Which tile comes next is read
+from scalar memory before the step begins, so that it is copied in while the one before is computed;
+steps that a row of tiles has no use for name the last tile again, and copy nothing.
+
+Arrays are transposed to `(B, N, T, H)` before, as a tile's last two axes must be those of the
+registers, and padded to whole tiles in the same pass. Sums of rows are kept as `(t, 128)`, the
+width of a register, and leave as `(1, t)`: a column of one would take 128 times its size.
+
+The gradients of queries and of keys come from two programs, whose logits are transposed, `(s, t)`:
+there the sums of rows lie along the registers as they are. Those of a bias, a scale and of what a
+score_mod closes over are formed by XLA (`effattn.xla.block_attention`), which is as exact.
+
+Tiles. A step multiplies t s H numbers for s (H + Hv) that it reads: t = 512 is 512 operations a
+byte in bfloat16, twice what the cores do while memory delivers one. A tile of logits is then
+1 MB in float32, of which the backward holds four at once, in 16 MB.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from effattn import dispatch
+from effattn.arrays import mesh_axes
+from effattn.interfaces.block_attention import Config, Inputs
+from effattn.pallas import block_tiles
+from effattn.pallas.block_tiles import Arrays, At, Plan, Softmax, Walk
+from effattn.xla import block_attention as xla
+
+LANES = 128
+LIMITS = dispatch.Limits(("float32", "bfloat16"), 256, "tiles of multiples of 128")
+_SIDES = 512, 256, 128
+_MOST_ENTRIES = 512  # of a table that is read by position
+_MOST_SCALARS = 2**17  # of the walk, in 1 MB of scalar memory
+
+
+def refusal(config: Config, x: Inputs) -> str | None:
+    """Why it does not take these operands, if so."""
+    if reason := block_tiles.refusal(LIMITS, config, x):
+        return reason
+    given = config.tile if x.layout is None else x.layout.tile
+    if given is not None and any(side % LANES for side in given):
+        return f"takes tiles of multiples of {LANES} queries and keys, got {given}"
+    if x.layout is not None:
+        scalars = sum(array.size for array in jax.tree.leaves((x.layout, x.layout.transpose())))
+        if scalars > _MOST_SCALARS:
+            return f"takes layouts of up to {_MOST_SCALARS} counts and indices, got {scalars}"
+    return None
+
+
+def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The output in the dtype given, the log-sum-exp, and what rounding took from it."""
+    plan, arrays = block_tiles.arrange(config, x, _tile(config, x))
+    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
+    batch, (t, _), (heads, _) = arrays.query.shape[0], plan.tile, plan.heads
+    rows, width = plan.grid[0] * t, plan.sizes[1]
+
+    def of_rows(*block):
+        return pl.BlockSpec((None, None, *block), lambda b, h, n, m, *_: (b, h, n, 0))
+
+    run = functools.partial(
+        _call,
+        _forward_kernel,
+        plan,
+        (batch, heads, plan.grid[0], _steps(plan, x, of_keys=False)),
+        out_specs=[
+            of_rows(t, width),
+            *2 * [pl.BlockSpec((None, None, 1, t), lambda b, h, n, m, *_: (b, h, 0, n))],
+        ],
+        out_shape=[
+            ((batch, heads, rows, width), dtype),
+            *2 * [((batch, heads, 1, rows), jnp.float32)],
+        ],
+        scratch_shapes=[(t, LANES), (t, LANES), (t, width)],
+    )
+    out, *along_rows = run(_Inputs.of(plan, arrays, of_keys=False, transposed=False))
+    queries = plan.lengths[0]
+    out = jnp.swapaxes(out[:, :, :queries], 1, 2).reshape(*x.query.shape[:-1], width)
+    lse, lost = (
+        jnp.swapaxes(array[:, :, 0, :queries], 1, 2).reshape(x.query.shape[:-1])
+        for array in along_rows
+    )
+    return out, lse, lost
+
+
+def backward(
+    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, shared: jax.Array
+) -> Inputs:
+    """The gradients, from that of the output and `shared` `(*B, T, N)`, dO . O - dL."""
+    plan, arrays = block_tiles.arrange(config, x, _tile(config, x))
+    batch, (t, s), (heads, key_heads) = arrays.query.shape[0], plan.tile, plan.heads
+    axes, (size, width) = x.query.ndim - 3, plan.sizes
+    d_out, lse, shared = (array.reshape(-1, *array.shape[axes:]) for array in (d_out, lse, shared))
+    # No weight where there is no row, whatever a bias and a score_mod make of its logits.
+    lse = jnp.where(lse == -jnp.inf, 0, lse)
+    rows = _by_head(d_out, t), _in_rows(lse, t, jnp.inf), _in_rows(shared, t, 0)
+
+    def call(kernel, of_keys, grid, specs, shapes, scratch):
+        walk = block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=of_keys)
+        inputs = _Inputs.of(
+            plan, arrays._replace(walk=walk), of_keys=of_keys, transposed=True, rows=rows
+        )
+        return _call(
+            kernel,
+            plan,
+            grid,
+            inputs,
+            out_specs=[pl.BlockSpec((None, None, *s[0]), s[1]) for s in specs],
+            out_shape=shapes,
+            scratch_shapes=scratch,
+        )
+
+    (d_query,) = call(
+        _query_kernel,
+        False,
+        (batch, heads, plan.grid[0], _steps(plan, x, of_keys=False)),
+        [((t, size), lambda b, h, n, m, *_: (b, h, n, 0))],
+        [((batch, heads, plan.grid[0] * t, size), x.query.dtype)],
+        [(t, size)],
+    )
+    d_key, d_value = call(
+        _key_kernel,
+        True,
+        (batch, key_heads, plan.grid[1], plan.group, _steps(plan, x, of_keys=True)),
+        [((s, n), lambda b, k, m, g, i, *_: (b, k, m, 0)) for n in (size, width)],
+        [((batch, key_heads, plan.grid[1] * s, n), x.key.dtype) for n in (size, width)],
+        [(s, size), (s, width)],
+    )
+    gradients = Inputs(
+        query=jnp.swapaxes(d_query[:, :, : plan.lengths[0]], 1, 2).reshape(x.query.shape),
+        key=jnp.swapaxes(d_key[:, :, : plan.lengths[1]], 1, 2).reshape(x.key.shape),
+        value=jnp.swapaxes(d_value[:, :, : plan.lengths[1]], 1, 2).reshape(x.value.shape),
+    )
+    if x.bias is None and x.scale is None and not x.constants:
+        return gradients
+    config = dataclasses.replace(config, implementations=dispatch.XLA)
+    by_rows = (array.reshape(x.query.shape[:-1]) for array in (lse, shared))
+    lse, shared = by_rows
+    others = xla.backward(config, x, lse, d_out.reshape(*x.query.shape[:-1], width), shared)
+    return gradients._replace(bias=others.bias, scale=others.scale, constants=others.constants)
+
+
+def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Queries and keys of tiles to try in all kernels."""
+    lengths = x.query.shape[-3], x.key.shape[-3]
+    sides = [[s for s in _SIDES if s <= max(length, LANES)] for length in lengths]
+    return {"all": tuple(each for each in itertools.product(*sides) if each != _tile(config, x))}
+
+
+def _tile(config, x):
+    """The largest sides that the lengths fill, or that divide those given."""
+    if tuned := config.implementations.tile("mosaic_tpu", "all"):
+        return tuned
+    given = config.tile if x.layout is None else x.layout.tile
+    if given is not None:
+        q, k = (next(side for side in _SIDES if size % side == 0) for size in given)
+        return q, k
+    lengths = x.query.shape[-3], x.key.shape[-3]
+    q, k = (next((s for s in _SIDES if s <= length), LANES) for length in lengths)
+    return q, k
+
+
+def _steps(plan, x, *, of_keys):
+    """The most tiles that any tile visits."""
+    tiles, own = (plan.grid[0], plan.tile[1]) if of_keys else (plan.grid[1], plan.tile[0])
+    config = plan.config
+    if x.layout is not None:
+        layout = x.layout.transpose() if of_keys else x.layout
+        listed = layout.partial_indices.shape[-1] + layout.full_indices.shape[-1]
+        return max(1, listed * layout.tile[1] // plan.tile[0 if of_keys else 1])
+    if config.left is not None and config.right is not None and x.positions is None:
+        # Of a window, no more than it can overlap; where tokens were gathered, who knows.
+        other = plan.tile[0 if of_keys else 1]
+        tiles = min(tiles, -(-(config.left + config.right + own) // other) + 1)
+    return tiles
+
+
+def _padded(array, axis, multiple, value=0):
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, -array.shape[axis] % multiple)
+    return jnp.pad(array, widths, constant_values=value)
+
+
+def _by_head(array, multiple):
+    """`(B, L, heads, H)` to `(B, heads, L', H)`."""
+    return _padded(jnp.swapaxes(array, 1, 2), 2, multiple)
+
+
+def _in_rows(array, multiple, value):
+    """`(B, L, heads)` to `(B, heads, 1, L')`."""
+    return _padded(jnp.swapaxes(array, 1, 2), 2, multiple, value)[:, :, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """Arrays as the grid reads them, each with where its block is at a step.
+
+    Attributes:
+      scalars: of the walk, and the offset: what blocks are found by.
+      arrays: named.
+      specs: theirs.
+    """
+
+    scalars: tuple[jax.Array, ...]
+    arrays: dict[str, Any]
+    specs: dict[str, Any]
+
+    @classmethod
+    def of(cls, plan: Plan, x: Arrays, *, of_keys, transposed, rows=()) -> "_Inputs":
+        (t, s), group = plan.tile, plan.group
+        place = functools.partial(_place, plan, of_keys)
+        arrays: dict[str, Any] = {}
+        specs: dict[str, Any] = {}
+
+        def add(name, array, block, index):
+            if array is not None:
+                arrays[name], specs[name] = array, pl.BlockSpec(block, index)
+
+        def of_queries(*grid):
+            b, h, n, _ = place(*grid)
+            return b, h, n, 0
+
+        def of_keys_(*grid):
+            b, h, _, m = place(*grid)
+            return b, h // group, m, 0
+
+        add("query", _by_head(x.query, t), (None, None, t, plan.sizes[0]), of_queries)
+        add("key", _by_head(x.key, s), (None, None, s, plan.sizes[0]), of_keys_)
+        add("value", _by_head(x.value, s), (None, None, s, plan.sizes[1]), of_keys_)
+        if rows:
+
+            def along_rows(*grid):
+                b, h, n, _ = place(*grid)
+                return b, h, 0, n
+
+            add("d_out", rows[0], (None, None, t, plan.sizes[1]), of_queries)
+            add("lse", rows[1], (None, None, 1, t), along_rows)
+            add("shared", rows[2], (None, None, 1, t), along_rows)
+
+        # Of tokens: queries are the rows of a tile and keys its columns, or transposed.
+        for name, array, which, value in (
+            ("query_positions", x.query_positions, 0, 0),
+            ("key_positions", x.key_positions, 1, 0),
+            ("query_ids", x.query_ids, 0, 0),
+            ("key_ids", x.key_ids, 1, block_tiles.NO_KEY),
+        ):
+            if array is None:
+                continue
+            array, is_column = _padded(array, 1, plan.tile[which], value), which == transposed
+
+            def of_tokens(*grid, which=which, is_column=is_column):
+                b, _, *tiles = place(*grid)
+                return (b, tiles[which], 0) if is_column else (b, 0, tiles[which])
+
+            size = plan.tile[which]
+            shape = (None, size, 1) if is_column else (None, 1, size)
+            add(name, array[..., None] if is_column else array[:, None], shape, of_tokens)
+
+        for name, array in (("bias", x.bias), ("mask", x.mask)):
+            if array is None:
+                continue
+            sizes: tuple[int, ...] = array.shape
+            block: list[Any] = [None, None]
+            for axis, side in ((2, t), (3, s)):
+                if sizes[axis] > 1:
+                    array = _padded(array, axis, side)
+                block.append(side if sizes[axis] > 1 else 1)
+
+            def of_pairs(*grid, sizes=sizes):
+                at = place(*grid)
+                found = [0 if size == 1 else i for i, size in zip(at, sizes, strict=True)]
+                return (*found[:2], *(found[:1:-1] if transposed else found[2:]))
+
+            if transposed:
+                array, block = jnp.swapaxes(array, 2, 3), [*block[:2], *block[:1:-1]]
+            add(name, array, tuple(block), of_pairs)
+
+        memory = pltpu.SMEM
+        for name, array in [
+            ("scale", x.scale),
+            *((f"table{n}", a) for n, a in enumerate(x.tables)),
+        ]:
+            if array is not None:
+                arrays[name], specs[name] = array, pl.BlockSpec(memory_space=memory)
+        return cls((x.offset, *x.walk), arrays, specs)
+
+
+def _place(plan, of_keys, *grid_and_scalars):
+    """(b, h, n, m) at a step: example, query head, tiles of queries and of keys."""
+    b, h, n, m, *_ = _at_step(plan, of_keys, *grid_and_scalars)
+    return b, h, n, m
+
+
+def _at_step(plan, of_keys, *grid_and_scalars):
+    """(b, h, n, m, visited, masked): beyond the last tile of a row it is that one again."""
+    count = 5 if of_keys else 4
+    grid, (_, *walk) = grid_and_scalars[:count], grid_and_scalars[count:]
+    b, head, own, *group, step = grid
+    key_head = head if of_keys else lax.div(head, np.int32(plan.group))
+
+    def read(array, *index):
+        return array[index]
+
+    row: Walk = block_tiles.walk(plan, read, tuple(walk), b, key_head, own, of_keys=of_keys)
+    total = row.masked + row.whole
+    at = jnp.minimum(step, jnp.maximum(total, 1) - 1)
+    masked = at < row.masked
+    other = jnp.where(masked, row.masked_tile(_within(at, row.masked)), 0)
+    other = jnp.where(masked, other, row.whole_tile(_within(at - row.masked, row.whole)))
+    # A row without tiles reads some tile.
+    other = jnp.clip(other, 0, plan.grid[0 if of_keys else 1] - 1)
+    head = head * plan.group + group[0] if of_keys else head
+    n, m = (other, own) if of_keys else (own, other)
+    return b, head, n, m, step < total, masked
+
+
+def _within(at, count):
+    return jnp.clip(at, 0, jnp.maximum(count, 1) - 1)
+
+
+def _call(kernel, plan, grid, inputs: _Inputs, *, out_specs, out_shape, scratch_shapes):
+    scalars, arrays = mesh_axes.vary_alike((inputs.scalars, inputs.arrays))
+    varying = jax.typeof(scalars[0]).manual_axis_type
+    semantics: Any = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
+    return pl.pallas_call(
+        functools.partial(kernel, plan, len(scalars), tuple(arrays)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[inputs.specs[name] for name in arrays],
+            out_specs=out_specs,
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch_shapes],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+            for shape, dtype in out_shape
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        interpret=plan.config.implementations.interpreted,
+        name=f"block_attention{kernel.__name__.removesuffix('_kernel')}",
+    )(*scalars, *arrays.values())
+
+
+# Kernels
+
+
+class _Tile:
+    """The blocks of one step; `(t, s)`, or if `transposed` `(s, t)`."""
+
+    def __init__(self, plan, scalars, blocks, *, of_keys, transposed):
+        self.plan, self.blocks, self.transposed = plan, blocks, transposed
+        grid = tuple(pl.program_id(axis) for axis in range(5 if of_keys else 4))
+        place = _at_step(plan, of_keys, *grid, *scalars)
+        self.b, self.h, self.n, self.m, self.visited, self.masked = place
+        self.step, self.steps = grid[-1], pl.num_programs(len(grid) - 1)
+        offset = scalars[0]
+        self.offset = offset[self.b if offset.shape[0] > 1 else 0]
+        exact = blocks["query"].dtype == jnp.float32
+        self.precision = lax.Precision.HIGHEST if exact else plan.config.precision
+        self.scale = blocks["scale"][0] if "scale" in blocks else None
+
+    def dot(self, left, right, contract=(1, 1)):
+        """The product over the axes `contract`, accumulated in float32."""
+        numbers = (((contract[0],), (contract[1],)), ((), ()))
+        return lax.dot_general(
+            left,
+            right,
+            numbers,
+            precision=self.precision,
+            preferred_element_type=jnp.float32,
+        )
+
+    def block(self, name):
+        """Of that name, or None."""
+        return self.blocks[name][...] if name in self.blocks else None
+
+    def at(self):
+        """Where the tile is."""
+        index = []
+        for axis, tile in ((0, self.n), (1, self.m)):
+            size, down = self.plan.tile[axis], axis == self.transposed
+            shape = (size, 1) if down else (1, size)
+            index.append(tile * size + lax.broadcasted_iota(jnp.int32, shape, 0 if down else 1))
+        i, j = self.block("query_positions"), self.block("key_positions")
+        i = self.offset + index[0] if i is None else i
+        return At(self.b, self.h, i, index[1] if j is None else j, index[1])
+
+    def load(self, table, at):
+        """Entries of a table: one, or for each of `at` in turn whether it is that."""
+        ref = self.blocks[f"table{table}"]
+        if jnp.ndim(at) == 0:
+            return ref[at]
+
+        def choose(entry, found):
+            return jnp.where(at == entry, ref[entry], found)
+
+        start = jnp.zeros(at.shape, ref.dtype)
+        return lax.fori_loop(0, ref.shape[0], choose, start)
+
+    def logits(self, at, products, masked):
+        """The masked logits, and the pull-back to the products."""
+        plan, values = self.plan, []
+        if plan.score is not None:
+            reads = block_tiles.lookups(plan, "score", self.load, products, at.b, at.h, at.i, at.j)
+            values = [value for *_, value in reads]
+        bias = self.block("bias")
+
+        def scores(products):
+            return block_tiles.scores(plan, at, products, bias, self.scale, values)
+
+        logits, pull_back = jax.vjp(scores, products)
+        mask = self.block("mask")
+        mask = None if mask is None else mask.astype(jnp.int32)
+        ids = self.block("query_ids"), self.block("key_ids")
+        allowed = block_tiles.allowed(plan, at, *ids, mask, self.load, whole=not masked)
+        return block_tiles.masked(logits, allowed), pull_back
+
+    def visit(self, step):
+        """Runs `step(masked)` if there is a tile to visit."""
+        for masked in (True, False):
+            here = self.masked if masked else ~self.masked
+            pl.when(self.visited & here)(functools.partial(step, masked))
+
+
+def _unpack(plan, scalars, names, refs, **how):
+    blocks = dict(zip(names, refs[scalars:], strict=False))
+    return _Tile(plan, refs[:scalars], blocks, **how), refs[scalars + len(names) :]
+
+
+def _forward_kernel(plan, scalars, names, *refs):
+    tile, (out, lse, lost, largest, total, mixed) = _unpack(
+        plan, scalars, names, refs, of_keys=False, transposed=False
+    )
+
+    @pl.when(tile.step == 0)
+    def _():
+        start = Softmax.start(*mixed.shape, keepdims=True)
+        for ref, value in zip((largest, total, mixed), start, strict=True):
+            ref[...] = jnp.broadcast_to(value, ref.shape)
+
+    @tile.visit
+    def _(masked):
+        at = tile.at()
+        products = tile.dot(tile.block("query"), tile.block("key"))
+        logits, _ = tile.logits(at, products, masked)
+
+        def mix(weights):
+            value = tile.block("value")
+            weights = block_tiles.dropped(plan, at, weights, tile.load)
+            return tile.dot(weights.astype(value.dtype), value, (1, 0))
+
+        before = Softmax(largest[...][:, :1], total[...][:, :1], mixed[...])
+        for ref, value in zip((largest, total, mixed), before.seeing(logits, mix), strict=True):
+            ref[...] = jnp.broadcast_to(value, ref.shape)
+
+    @pl.when(tile.step == tile.steps - 1)
+    def _():
+        output, *of_rows = Softmax(largest[...], total[...], mixed[...]).finish()
+        out[...] = output.astype(out.dtype)
+        for ref, value in zip((lse, lost), of_rows, strict=True):
+            ref[...] = value.T[:1]
+
+
+def _gradients(tile, at, masked):
+    """Transposed: the weights after dropout, and the gradient of the products."""
+    products = tile.dot(tile.block("key"), tile.block("query"))
+    d_weights = tile.dot(tile.block("value"), tile.block("d_out"))
+    logits, pull_back = tile.logits(at, products, masked)
+    rows = tile.block("lse"), tile.block("shared")
+    weights, d_logits = block_tiles.gradients(tile.plan, at, logits, rows, d_weights, tile.load)
+    return weights, pull_back(d_logits)[0]
+
+
+def _query_kernel(plan, scalars, names, *refs):
+    tile, (d_query, total) = _unpack(plan, scalars, names, refs, of_keys=False, transposed=True)
+
+    @pl.when(tile.step == 0)
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    @tile.visit
+    def _(masked):
+        _, d_products = _gradients(tile, tile.at(), masked)
+        key = tile.block("key")
+        total[...] += tile.dot(d_products.astype(key.dtype), key, (0, 0))
+
+    @pl.when(tile.step == tile.steps - 1)
+    def _():
+        d_query[...] = total[...].astype(d_query.dtype)
+
+
+def _key_kernel(plan, scalars, names, *refs):
+    tile, (d_key, d_value, of_key, of_value) = _unpack(
+        plan, scalars, names, refs, of_keys=True, transposed=True
+    )
+    head = pl.program_id(3)
+
+    @pl.when((tile.step == 0) & (head == 0))
+    def _():
+        of_key[...], of_value[...] = jnp.zeros_like(of_key), jnp.zeros_like(of_value)
+
+    @tile.visit
+    def _(masked):
+        weights, d_products = _gradients(tile, tile.at(), masked)
+        query, d_out = tile.block("query"), tile.block("d_out")
+        of_key[...] += tile.dot(d_products.astype(query.dtype), query, (1, 0))
+        of_value[...] += tile.dot(weights.astype(d_out.dtype), d_out, (1, 0))
+
+    @pl.when((tile.step == tile.steps - 1) & (head == plan.group - 1))
+    def _():
+        d_key[...], d_value[...] = (
+            of_key[...].astype(d_key.dtype),
+            of_value[...].astype(d_value.dtype),
+        )

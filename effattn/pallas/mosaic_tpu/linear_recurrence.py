@@ -1,0 +1,545 @@
+"""The linear recurrence for TPUs, lowered by Mosaic.
+
+A program takes one block of 64 tokens of one head. Its arrays are blocks in VMEM, brought there and
+back by the pipeline: a whole state of up to 256 x 256, 256 KB of float32, and 64 KB or less each of
+queries, keys, values and results, so that two of each and what is computed fit in a few of the 16
+MB. The backward of keys and values has all query heads of one key head there, of which there is a
+limit. Heads come before tokens, as a block is tokens by features, and a length that is no multiple
+of 64 is padded.
+
+`_walk` and `_walk_back`, and for the delta form `_correct` and `_correct_back`, go through the
+blocks in order, with the state, or its gradient, in scratch memory from one to the next, and save
+it at each. The others take the blocks in any order.
+
+The matrix unit does nearly all. With no decay, or one of each token, a block is one masked product;
+its decays are sums of log decays between two tokens, a product with triangles of ones. With decays
+of features a pair of tokens is parted once as the block is halved again and again, at a border
+between them, as in `effattn.xla.recurrent_chunks`. There the query has decayed since the border and
+the key until it, each by the exponential of a sum of log decays that is a product with a matrix of
+zeros and ones: six products of 64 x 64 for the sums, and six masked ones for the weights. These
+products, of which one operand holds zeros and ones, are in full float32. The product of zero and
+-inf is no number, so a decay of zero has a finite logarithm there, `FORGETS`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from effattn import dispatch
+from effattn.arrays import mesh_axes
+from effattn.interfaces.linear_recurrence import Config, Inputs
+from effattn.pallas import recurrence
+from effattn.pallas.recurrence import BLOCK, Arrays, How
+
+LANES = 128
+GROUP_LANES = 8192  # of query heads together, and their gradients: 4 MB, two blocks of 64 tokens
+FORGETS = -1e30  # of which 64 have a sum, and all an exponential of zero
+
+
+LIMITS = dispatch.Limits(("float32", "bfloat16"), 256)
+
+
+def refusal(config: Config, x: Inputs) -> str | None:
+    """Why it does not take these, if so."""
+    dtypes = {array.dtype for array in jax.tree.leaves((x.queries, x.keys))}
+    for dtype in (*dtypes, config.dtype):
+        if reason := LIMITS.refusal(dtype, 0):
+            return reason
+    if reason := recurrence.refusal(config, x):
+        return reason
+    terms = jax.eval_shape(config.terms, x.parameters, x.queries, x.keys)
+    group = max(terms.query.shape[-2] // x.state.shape[-3], 1)
+    lanes = sum(pl.cdiv(size, LANES) * LANES for size in x.state.shape[-2:])
+    if group * lanes > GROUP_LANES:
+        return (
+            f"takes up to {GROUP_LANES // lanes} query heads a key head of these sizes, got {group}"
+        )
+    return None
+
+
+def forward(config: Config, x: Inputs):
+    """As all implementations of the core."""
+    return recurrence.forward(KERNELS, config, x)
+
+
+def backward(config: Config, x: Inputs, saved, d_output, d_state) -> Inputs:
+    """As all implementations of the core."""
+    return recurrence.backward(KERNELS, config, x, saved, d_output, d_state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is fixed when a kernel is traced: B, n and N, K, V, and how features decay."""
+
+    batch: int
+    blocks: int
+    query_heads: int
+    key_heads: int
+    value_heads: int
+    decay: str | None  # of each "token", or of each "feature" of one
+    how: How
+
+    @property
+    def heads(self) -> int:
+        """Of the output."""
+        return max(self.query_heads, self.value_heads)
+
+    @property
+    def group(self) -> int:
+        """Heads of the output that read one value head."""
+        return self.heads // self.value_heads
+
+    def dot(self, left: jax.Array, right: jax.Array, contract: tuple[int, int] = (1, 0)):
+        """The product over an axis of each."""
+        exact = self.how.precision != lax.Precision.DEFAULT
+        return _dot(left, right, contract, lax.Precision.HIGHEST if exact else None)
+
+    def over_group(self, body, carry):
+        """`body(g, carry)` for each head of the output that reads one value head."""
+        if self.group == 1:
+            return body(0, carry)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self.group), body, carry)
+
+
+def _dot(left, right, contract=(1, 0), precision: lax.Precision | None = lax.Precision.HIGHEST):
+    dimensions = ((contract[0],), (contract[1],)), ((), ())
+    return lax.dot_general(
+        left, right, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def _plan(how: How, arrays: Arrays) -> _Plan:
+    decay = None
+    if arrays.log_decay is not None:
+        decay = "token" if arrays.log_decay.ndim == 3 else "feature"
+    batch, length, query_heads, _ = arrays.query.shape
+    heads = query_heads, arrays.key.shape[2], arrays.value.shape[2]
+    return _Plan(batch, pl.cdiv(length, BLOCK), *heads, decay, how)
+
+
+# Calls: what the blocks of each array are.
+
+
+def _by_head(x):
+    """`(B, T, heads, size)` as `(B, heads, T', size)`, with zeros up to whole blocks."""
+    x = jnp.moveaxis(x, 1, 2)
+    return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % BLOCK), (0, 0)])
+
+
+def _by_token(x, length):
+    return jnp.moveaxis(x[:, :, :length], 2, 1)
+
+
+def _log_decay(arrays):
+    """As `_by_head`, or of tokens `(B, V, n, 1, C)`; a list of one or none."""
+    if arrays.log_decay is None:
+        return []
+    finite = jnp.maximum(arrays.log_decay, FORGETS)
+    if finite.ndim == 4:
+        return [_by_head(finite)]
+    rows = _by_head(finite[..., None])
+    return [rows.reshape(*rows.shape[:2], -1, 1, BLOCK)]
+
+
+def _call(plan, kernel, heads, inputs, specs, shapes, out_specs, scratch=(), in_order=False):
+    inputs = mesh_axes.vary_alike(inputs)
+    varying = jax.typeof(inputs[0]).manual_axis_type
+    interpreter = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    order: Any = "arbitrary" if in_order else "parallel"
+    return pl.pallas_call(
+        functools.partial(kernel, plan),
+        grid=(plan.batch, heads, plan.blocks),
+        in_specs=specs,
+        out_specs=out_specs,
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying) for shape in shapes
+        ],
+        scratch_shapes=scratch,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", order)),
+        interpret=interpreter if plan.how.interpreted else False,
+        name=f"linear_recurrence{kernel.__name__}",
+    )(*inputs)
+
+
+def _tokens(size, share=1, group=None, back=0):
+    """Blocks `(C, size)` of arrays `(B, heads, T', size)`, or of `group` heads at a time.
+
+    The heads of the grid that read one are `share`. With `back` n the blocks come last to first.
+    """
+
+    def place(b, h, n):
+        return b, h // share, back - 1 - n if back else n, 0
+
+    return pl.BlockSpec((None, group, BLOCK, size), place)
+
+
+def _decays(plan, arrays, share=1, back=0):
+    if plan.decay is None:
+        return []
+    if plan.decay == "feature":
+        return [_tokens(arrays.key.shape[-1], share, back=back)]
+
+    def place(b, h, n):
+        return b, h // share, back - 1 - n if back else n, 0, 0
+
+    return [pl.BlockSpec((None, None, None, 1, BLOCK), place)]
+
+
+def _saved(sizes, place):
+    return pl.BlockSpec((None, None, None, *sizes), lambda b, h, n: (*place(b, h, n), 0, 0))
+
+
+def _states(how, arrays: Arrays, state):
+    plan, sizes = _plan(how, arrays), state.shape[2:]
+    share = plan.value_heads // plan.key_heads
+    (states,) = _call(
+        plan,
+        _walk,
+        plan.value_heads,
+        [_by_head(arrays.key), _by_head(arrays.value), *_log_decay(arrays), state[:, :, None]],
+        [
+            _tokens(sizes[0], share),
+            _tokens(sizes[1]),
+            *_decays(plan, arrays),
+            _saved(sizes, lambda b, h, n: (b, h, 0)),
+        ],
+        [(*state.shape[:2], plan.blocks, *sizes)],
+        [_saved(sizes, lambda b, h, n: (b, h, n))],
+        [pltpu.VMEM(sizes, jnp.float32)],
+        in_order=True,
+    )
+    return jnp.concatenate([state[:, :, None], states], 2)
+
+
+def _gradients_of_states(how, arrays: Arrays, d_out, d_state):
+    plan, sizes, back = _plan(how, arrays), d_state.shape[2:], _plan(how, arrays).blocks
+    (states,) = _call(
+        plan,
+        _walk_back,
+        plan.value_heads,
+        [_by_head(arrays.query), _by_head(d_out), *_log_decay(arrays), d_state[:, :, None]],
+        [
+            _tokens(sizes[0], plan.heads // plan.query_heads, plan.group, back),
+            _tokens(sizes[1], 1, plan.group, back),
+            *_decays(plan, arrays, back=back),
+            _saved(sizes, lambda b, h, n: (b, h, 0)),
+        ],
+        [(*d_state.shape[:2], plan.blocks, *sizes)],
+        [_saved(sizes, lambda b, h, n: (b, h, back - 1 - n))],
+        [pltpu.VMEM(sizes, jnp.float32)],
+        in_order=True,
+    )
+    return jnp.concatenate([states, d_state[:, :, None]], 2)
+
+
+def _of_queries(plan, arrays, kernel, states, size, *more):
+    """One block of one head of the output, of size `size`, for each; `more` are of its values."""
+    features, values = states.shape[3:]
+    length = plan.blocks * BLOCK
+    (out,) = _call(
+        plan,
+        kernel,
+        plan.heads,
+        [
+            *map(_by_head, (*more, *arrays[:3])),
+            *_log_decay(arrays),
+            states,
+        ],
+        [
+            *[_tokens(values)] * len(more),
+            _tokens(features, plan.heads // plan.query_heads),
+            _tokens(features, plan.heads // plan.key_heads),
+            _tokens(values, plan.group),
+            *_decays(plan, arrays, plan.group),
+            _saved((features, values), lambda b, h, n: (b, h // plan.group, n)),
+        ],
+        [(plan.batch, plan.heads, length, size)],
+        [_tokens(size)],
+    )
+    return _by_token(out, arrays.query.shape[1])
+
+
+def _read(how, arrays: Arrays, states):
+    plan = _plan(how, arrays)
+    return _of_queries(plan, arrays, _read_block, states, states.shape[4])
+
+
+def _d_query(how, arrays: Arrays, states, d_out):
+    plan = _plan(how, arrays)
+    return _of_queries(plan, arrays, _d_query_block, states, states.shape[3], d_out)
+
+
+def _d_key_value(how, arrays: Arrays, co_states, d_out):
+    plan = _plan(how, arrays)
+    features, values = sizes = co_states.shape[3:]
+    share, length = plan.value_heads // plan.key_heads, plan.blocks * BLOCK
+    gradients = _call(
+        plan,
+        _d_key_value_block,
+        plan.value_heads,
+        [*map(_by_head, (d_out, *arrays[:3])), *_log_decay(arrays), co_states],
+        [
+            _tokens(values, 1, plan.group),
+            _tokens(features, plan.heads // plan.query_heads, plan.group),
+            _tokens(features, share),
+            _tokens(values),
+            *_decays(plan, arrays),
+            _saved(sizes, lambda b, h, n: (b, h, n + 1)),
+        ],
+        [(plan.batch, plan.value_heads, length, size) for size in sizes],
+        [_tokens(features), _tokens(values)],
+    )
+    return [_by_token(x, arrays.query.shape[1]) for x in gradients]
+
+
+def _corrected(how, arrays: Arrays, chunks, state):
+    corrected, states = _of_chunks(_plan(how, arrays), _correct, chunks, state, lambda n: n)
+    return corrected, jnp.concatenate([state[:, :, None], states], 2)
+
+
+def _corrected_back(how, arrays: Arrays, chunks, d_state):
+    plan = _plan(how, arrays)
+    back = functools.partial(jnp.subtract, plan.blocks - 1)
+    corrected, states = _of_chunks(plan, _correct_back, chunks, d_state, back)
+    return corrected, jnp.concatenate([states, d_state[:, :, None]], 2)
+
+
+def _of_chunks(plan, kernel, chunks, state, chunk_at):
+    """`X (B, V, n, C, D)`, and the states that each chunk ends in.
+
+    `chunk_at` a step of the grid.
+    """
+
+    def spec(x):
+        return pl.BlockSpec(
+            (None, None, None, *x.shape[3:]),
+            lambda b, h, step: (b, h, chunk_at(step), *(0,) * (x.ndim - 3)),
+        )
+
+    arrays = [x for x in chunks if x is not None]
+    states = jax.ShapeDtypeStruct((*state.shape[:2], plan.blocks, *state.shape[2:]), jnp.float32)
+    return _call(
+        plan,
+        kernel,
+        plan.value_heads,
+        [*arrays, state[:, :, None]],
+        [*map(spec, arrays), _saved(state.shape[2:], lambda b, h, n: (b, h, 0))],
+        [chunks.value.shape, states.shape],
+        [spec(chunks.value), spec(states)],
+        [pltpu.VMEM(state.shape[2:], jnp.float32)],
+        in_order=True,
+    )
+
+
+KERNELS = recurrence.Kernels(
+    _states,
+    _gradients_of_states,
+    _read,
+    _d_query,
+    _d_key_value,
+    _corrected,
+    _corrected_back,
+)
+
+
+# Kernels: one block (C, F) and (C, D) of tokens, one state (F, D).
+
+
+def _walk(plan, key, value, *refs):
+    *log_decay, initial, states, state = refs
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        state[...] = initial[...]
+
+    at = _Decays(plan, log_decay)
+    written = plan.dot(_times(key[...], at.until_end()), value[...], (0, 0))
+    state[...] = _times(state[...], at.whole()) + written
+    states[...] = state[...]
+
+
+def _walk_back(plan, query, d_out, *refs):
+    *log_decay, last, co_states, co_state = refs
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        co_state[...] = last[...]
+
+    at = _Decays(plan, log_decay)
+    since_start = at.since_start()
+
+    def of_head(g, before):
+        return before + plan.dot(_times(query[g], since_start), d_out[g], (0, 0))
+
+    before = plan.over_group(of_head, _times(co_state[...], at.whole()))
+    co_state[...] = before
+    co_states[...] = before
+
+
+def _correct(plan, recalled, key, value, kept, initial, corrected, states, state):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        state[...] = initial[...]
+
+    found, after = _corrected_chunk(plan, recalled, key, value, kept, state)
+    corrected[...] = found
+    state[...] = after
+    states[...] = after
+
+
+def _correct_back(
+    plan, recalled, key, value, kept, query, d_out, last, corrected, co_states, co_state
+):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        co_state[...] = last[...]
+
+    found, before = _corrected_chunk(plan, recalled, key, value, kept, co_state)
+
+    def of_head(g, before):
+        return before + plan.dot(query[g], d_out[g], (0, 0))
+
+    before = plan.over_group(of_head, before)
+    corrected[...] = found
+    co_state[...] = before
+    co_states[...] = before
+
+
+def _corrected_chunk(plan, recalled, key, value, kept, state):
+    """The corrected values of a chunk, and the state after it."""
+    before = state[...]
+    found = value[...] - plan.dot(recalled[...], before)
+    return found, kept[...] * before + plan.dot(key[...], found, (0, 0))
+
+
+def _read_block(plan, query, key, value, *refs):
+    *log_decay, states, out = refs
+    at = _Decays(plan, log_decay)
+    queries = query[...]
+    weights = _Pairs(at).products(queries, key[...])
+    read = plan.dot(_times(queries, at.since_start()), states[...])
+    out[...] = read + plan.dot(weights, value[...])
+
+
+def _d_query_block(plan, d_out, query, key, value, *refs):
+    *log_decay, states, d_query = refs
+    at = _Decays(plan, log_decay)
+    d_read = d_out[...]
+    across = _times(plan.dot(d_read, states[...], (1, 1)), at.since_start())
+    d_weights = plan.dot(d_read, value[...], (1, 1))
+    d_query[...] = across + _Pairs(at).gradient(d_weights, key[...], (1, 0))
+
+
+def _d_key_value_block(plan, d_out, query, key, value, *refs):
+    *log_decay, co_states, d_key, d_value = refs
+    at = _Decays(plan, log_decay)
+    pairs = _Pairs(at)
+    keys, values, until_end = key[...], value[...], at.until_end()
+    d_keys = _times(plan.dot(values, co_states[...], (1, 1)), until_end)
+    d_values = plan.dot(_times(keys, until_end), co_states[...])
+
+    def of_head(g, gradients):
+        d_keys, d_values = gradients
+        queries, d_read = query[g], d_out[g]
+        d_keys += pairs.gradient(plan.dot(d_read, values, (1, 1)), queries, (0, 0))
+        return d_keys, d_values + plan.dot(pairs.products(queries, keys), d_read, (0, 0))
+
+    d_key[...], d_value[...] = plan.over_group(of_head, (d_keys, d_values))
+
+
+def _times(x, decay):
+    return x if decay is None else x * decay
+
+
+class _Decays:
+    """Of the tokens of a block."""
+
+    def __init__(self, plan: _Plan, log_decay):
+        """`log_decay` is one block or none, `(C, F)` or, alike for all features, `(1, C)`."""
+        self.plan = plan
+        self.log: Any = log_decay[0][...] if log_decay else None
+        # Token t, or i, down and token m, or j, across.
+        self.down = lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 0)
+        self.across = lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 1)
+
+    def sums(self, where):
+        """For each token the sum of the log decays of those that `where` names."""
+        if self.plan.decay == "feature":
+            return _dot(jnp.where(where, 1.0, 0.0), self.log)
+        return jnp.sum(jnp.where(where, self.log, 0), 1, keepdims=True)
+
+    def since_start(self):
+        """`(C, f)`, f = F or 1, of the state at the start until each token reads it."""
+        return None if self.log is None else jnp.exp(self.sums(self.across <= self.down))
+
+    def until_end(self):
+        """`(C, f)`, of what tokens write until the end."""
+        return None if self.log is None else jnp.exp(self.sums(self.across > self.down))
+
+    def whole(self):
+        """`(f, 1)`, of a state over the block."""
+        if self.plan.decay == "feature":
+            every = jnp.ones((BLOCK, 1), jnp.float32)
+            return jnp.exp(_dot(self.log, every, (0, 0)))
+        return None if self.log is None else jnp.exp(jnp.sum(self.log, 1, keepdims=True))
+
+
+class _Pairs:
+    """How keys j have decayed where queries i of their block read them, `(C, C)`."""
+
+    def __init__(self, at: _Decays):
+        self.plan, self.log, self.down, self.across = at.plan, at.log, at.down, at.across
+        if self.plan.decay == "feature":
+            self.halvings = [self._halving(at, bit) for bit in range(BLOCK.bit_length() - 1)]
+        else:
+            self.alike = self._alike()
+
+    def _halving(self, at, bit):
+        """Of blocks of 2 << bit tokens: which pairs are parted, and decays to the border (C, F)."""
+        second, key_second = (self.down >> bit) & 1 == 1, (self.across >> bit) & 1 == 1
+        block = self.down >> (bit + 1) == self.across >> (bit + 1)
+        since = second & key_second & (self.across <= self.down)
+        until = ~second & ~key_second & (self.across > self.down)
+        return second & ~key_second & block, jnp.exp(at.sums(block & (since | until)))
+
+    def _alike(self):
+        """Where all features decay alike; 0 where i comes before j."""
+        visible = self.across <= self.down
+        if self.log is None:
+            return jnp.where(visible, 1.0, 0.0)
+        later = jnp.where(self.down > self.across, 1.0, 0.0)
+        return jnp.where(visible, jnp.exp(_dot(jnp.where(visible, self.log, 0), later)), 0)
+
+    def products(self, query, key):
+        """Of queries and keys."""
+        dot = self.plan.dot
+        if self.plan.decay != "feature":
+            return dot(query, key, (1, 1)) * self.alike
+        own = jnp.sum(query * key, 1, keepdims=True)
+        weights = jnp.where(self.down == self.across, own, 0)
+        for parted, decay in self.halvings:
+            weights += jnp.where(parted, dot(query * decay, key * decay, (1, 1)), 0)
+        return weights
+
+    def gradient(self, d_products, array, contract):
+        """`(C, F)`; where there are decays, of the products of different tokens alone.
+
+        Of queries, `array` is the keys, over which it contracts (1, 0); of keys the queries, and
+        (0, 0).
+        """
+        dot = self.plan.dot
+        if self.plan.decay == "feature":
+            return sum(
+                dot(jnp.where(parted, d_products, 0), array * decay, contract) * decay
+                for parted, decay in self.halvings
+            )
+        d_products *= self.alike
+        if self.log is not None:
+            d_products = jnp.where(self.down == self.across, 0, d_products)
+        return dot(d_products, array, contract)

@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs from Ampere on, lowered by Triton."""

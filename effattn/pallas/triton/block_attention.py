@@ -1,0 +1,323 @@
+"""Block attention for GPUs, lowered by Triton (Ampere and later).
+
+Three programs, none of which shares a sum with another, so that results are the same bit for bit:
+
+- forward: a tile of queries of one head walks key tiles with an online softmax, and keeps the
+  output `(t, Hv)` and the sums of its rows in registers;
+- the gradient of the queries: the same walk with the weights again from the log-sum-exp;
+- the gradients of keys and values: a tile of keys of one key head walks the query tiles of all its
+  query heads. Its logits are transposed, `(s, t)`, so that every product reads its operands as
+  they lie.
+
+Query head n reads key head n // G where it lies; nothing is repeated, transposed or padded in
+memory.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from effattn import dispatch
+from effattn.dispatch import device
+from effattn.interfaces.block_attention import Config, Inputs
+from effattn.pallas import block_tiles
+from effattn.pallas.block_tiles import Softmax
+from effattn.pallas.triton import bias_gradient
+from effattn.pallas.triton.tiles import LEAST, Tile, call, put_rows, store, width
+
+LIMITS = dispatch.Limits(
+    ("float32", "bfloat16", "float16"), 256, "Ampere or later; tiles of multiples of 16"
+)
+
+# Queries and keys of a tile, and warps, by the bytes of a number and the width of the larger head.
+TILES = {
+    (2, 64): {"forward": (128, 64, 4), "query": (128, 64, 8), "key": (64, 64, 4)},
+    (2, 128): {"forward": (128, 64, 8), "query": (128, 32, 8), "key": (64, 64, 8)},
+    (2, 256): {"forward": (64, 32, 8), "query": (32, 32, 8), "key": (32, 32, 8)},
+    (4, 64): {"forward": (64, 32, 4), "query": (32, 32, 4), "key": (32, 32, 4)},
+    (4, 128): {"forward": (32, 32, 4), "query": (32, 32, 4), "key": (32, 32, 8)},
+    (4, 256): {"forward": (32, 32, 8), "query": (32, 16, 8), "key": (16, 16, 8)},
+}
+
+# Others, for `effattn.tune`.
+_MORE_TILES = (
+    (128, 128, 8),
+    (128, 64, 8),
+    (128, 64, 4),
+    (64, 64, 4),
+    (64, 32, 4),
+    (32, 64, 4),
+    (32, 32, 4),
+)
+
+
+def refusal(config: Config, x: Inputs) -> str | None:
+    """Why it does not take these operands, if so."""
+    if reason := block_tiles.refusal(LIMITS, config, x):
+        return reason
+    given = config.tile if x.layout is None else x.layout.tile
+    if given is not None and any(side % LEAST for side in given):
+        return f"takes tiles of multiples of {LEAST} queries and keys, got {given}"
+    largest = max(array.size for array in jax.tree.leaves(x._replace(layout=None)))
+    largest = max(largest, x.query.size // x.query.shape[-1] * x.value.shape[-1])
+    if largest >= 2**31:
+        return f"takes arrays of fewer than 2**31 numbers, as it counts in int32, got {largest}"
+    return device.triton_refusal()
+
+
+def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The output in the dtype given, the log-sum-exp, and what rounding took from it."""
+    tile, warps = _tile("forward", config, x)
+    plan, arrays = block_tiles.arrange(config, x, tile)
+    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
+    batch, queries, heads, _ = arrays.query.shape
+    shapes = {
+        "out": ((batch, queries, heads, plan.sizes[1]), dtype),
+        "lse": ((batch, queries, heads), jnp.float32),
+        "lost": ((batch, queries, heads), jnp.float32),
+    }
+    grid = plan.grid[0], heads, batch
+    out, *of_rows = call(_forward_kernel, plan, arrays, grid, shapes, warps)
+    lse, lost = (array.reshape(x.query.shape[:-1]) for array in of_rows)
+    return out.reshape(*x.query.shape[:-1], plan.sizes[1]), lse, lost
+
+
+def backward(
+    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, shared: jax.Array
+) -> Inputs:
+    """The gradients, from that of the output and `shared` `(*B, T, N)`, dO . O - dL."""
+    # Of a row that saw nothing, a finite number: all its logits are -inf.
+    rows = jnp.where(lse == -jnp.inf, 0, lse), d_out, shared
+    d_query, d_scale, d_constants = _query_gradient(config, x, rows)
+    d_key, d_value = _key_gradient(config, x, rows)
+    d_bias = None
+    if x.bias is not None:
+        tile, warps = _tile("query", config, x)
+        d_bias = bias_gradient.gradient(config, x, rows, tile, warps)
+    return Inputs(
+        query=d_query,
+        key=d_key,
+        value=d_value,
+        bias=d_bias,
+        scale=d_scale,
+        constants=d_constants,
+    )
+
+
+def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Queries and keys of tiles, and warps, to try in each kernel."""
+    return {
+        kernel: tuple(tile for tile in _MORE_TILES if tile != own)
+        for kernel, own in _tiles_of(x).items()
+    }
+
+
+def _tiles_of(x: Inputs) -> dict[str, tuple[int, int, int]]:
+    widest = max(width(array.shape[-1]) for array in (x.query, x.value))
+    return TILES[x.query.dtype.itemsize, max(64, widest)]
+
+
+def _tile(kernel: str, config: Config, x: Inputs) -> tuple[tuple[int, int], int]:
+    """Queries and keys of a tile, no larger than the lengths, and how many warps share it."""
+    tuned = config.implementations.tile("triton", kernel)
+    *sides, warps = tuned or _tiles_of(x)[kernel]
+    given = config.tile if x.layout is None else x.layout.tile
+    # Smaller ones of what is given, or as much as there is.
+    sizes = given or [pl.next_power_of_2(n) for n in (x.query.shape[-3], x.key.shape[-3])]
+    tile = []
+    for side, size in zip(sides, sizes, strict=True):
+        while side > LEAST and size % side:
+            side //= 2
+        tile.append(side)
+    return (tile[0], tile[1]), warps
+
+
+def _rows_together(x, rows):
+    """`(*B, T, N, ...)` to `(B, T, N, ...)`."""
+    axes = x.query.ndim - 3
+    return tuple(array.reshape(-1, *array.shape[axes:]) for array in rows)
+
+
+def _forward_kernel(plan, structure, *refs):
+    *inputs, out, lse, lost = refs
+    x = jax.tree.unflatten(structure, inputs)
+    # Of causal attention the last tiles have the most to do, and come first.
+    n = plan.grid[0] - 1 - pl.program_id(0)
+    tile = Tile(plan, x, b=pl.program_id(2), h=pl.program_id(1))
+    query = tile.rows(x.query, n, 0, tile.h)
+
+    def step(m, carry, whole):
+        at = tile.at(n, m)
+        products = tile.dot(query, tile.rows(x.key, m, 1, tile.key_head).T)
+        values = [value for *_, value in tile.reads(at, products)]
+        bias = tile.pairs(x.bias, n, m)
+        logits = block_tiles.scores(plan, at, products, bias, tile.scale, values)
+
+        def mix(weights):
+            value = tile.rows(x.value, m, 1, tile.key_head)
+            return tile.dot(tile.dropped(at, weights).astype(value.dtype), value)
+
+        return carry.seeing(tile.masked(at, n, m, logits, whole), mix)
+
+    start = Softmax.start(plan.tile[0], width(plan.sizes[1]))
+    output, *of_rows = tile.walk(n, step, start).finish()
+    put_rows(tile, out, n, 0, tile.h, output)
+    place, there = tile.indices(n, 0)
+    for ref, value in zip((lse, lost), of_rows, strict=True):
+        store(ref, (tile.b, place, tile.h), value, there)
+
+
+# The gradient of the queries, of the scale, and of what a score_mod closes over
+
+
+def _query_gradient(config, x: Inputs, rows):
+    tile, warps = _tile("query", config, x)
+    plan, arrays = block_tiles.arrange(config, x, tile)
+    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
+    batch, queries, heads, _ = arrays.query.shape
+    shapes: dict[Any, Any] = {"query": (arrays.query.shape, arrays.query.dtype)}
+    if arrays.scale is not None:
+        shapes["scale"] = (batch, queries, heads), jnp.float32
+    for table in plan.summed:
+        entries = pl.next_power_of_2(arrays.tables[table].size)
+        shapes[table] = (batch, heads, plan.grid[0], entries), jnp.float32
+    inputs, grid = (arrays, _rows_together(x, rows)), (plan.grid[0], heads, batch)
+    found = dict(zip(shapes, call(_query_kernel, plan, inputs, grid, shapes, warps), strict=True))
+
+    def of_constant(number, constant):
+        table = plan.table_of_constant(number)
+        if table not in found:
+            return None
+        total = found[table].sum((0, 1, 2))[: constant.size]
+        return total.reshape(constant.shape).astype(constant.dtype)
+
+    d_scale = found["scale"].sum().astype(x.scale.dtype) if x.scale is not None else None
+    d_constants = tuple(of_constant(*each) for each in enumerate(x.constants))
+    return found["query"].reshape(x.query.shape), d_scale, d_constants
+
+
+def _query_kernel(plan, structure, *refs):
+    inputs, (d_query, *summed) = refs[: structure.num_leaves], refs[structure.num_leaves :]
+    x, (lse, d_out, shared) = jax.tree.unflatten(structure, inputs)
+    n = plan.grid[0] - 1 - pl.program_id(0)
+    tile = Tile(plan, x, b=pl.program_id(2), h=pl.program_id(1))
+    query, d_rows = (tile.rows(array, n, 0, tile.h) for array in (x.query, d_out))
+    rows = tile.sums_of_rows(lse, shared, n)
+    has_scale = x.scale is not None
+
+    def step(m, carry, whole):
+        d_tile, d_scale, d_tables = carry
+        at = tile.at(n, m)
+        key, value = (tile.rows(array, m, 1, tile.key_head) for array in (x.key, x.value))
+        products, d_weights = tile.dot(query, key.T), tile.dot(d_rows, value.T)
+        bias = tile.pairs(x.bias, n, m)
+        # All as large as the tile, so that no gradient is a sum over both of its axes.
+        reads = [
+            (table, entries, jnp.broadcast_to(read, products.shape))
+            for table, entries, read in tile.reads(at, products)
+        ]
+        scale = None if tile.scale is None else jnp.broadcast_to(tile.scale, products.shape)
+
+        def scores(products, scale, free):
+            free = iter(free)
+            values = [next(free) if t in plan.summed else read for t, _, read in reads]
+            return block_tiles.scores(plan, at, products, bias, scale, values)
+
+        free = [read for table, _, read in reads if table in plan.summed]
+        logits, pull_back = jax.vjp(scores, products, scale, free)
+        logits = tile.masked(at, n, m, logits, whole)
+        _, d_logits = block_tiles.gradients(plan, at, logits, rows, d_weights, tile.load)
+        d_products, more_scale, d_reads = pull_back(d_logits)
+        d_tile = d_tile + tile.dot(d_products.astype(key.dtype), key)
+        if has_scale:
+            d_scale = d_scale + jnp.sum(more_scale, 1)
+        entries = [(table, entry) for table, entry, _ in reads if table in plan.summed]
+        for (table, entry), d_read in zip(entries, d_reads, strict=True):
+            d_tables = d_tables | {table: _by_entry(d_tables[table], entry, d_read)}
+        return d_tile, d_scale, d_tables
+
+    start = (
+        jnp.zeros(query.shape, jnp.float32),
+        jnp.zeros(plan.tile[:1], jnp.float32) if has_scale else None,
+        {
+            table: jnp.zeros(ref.shape[-1:], jnp.float32)
+            for table, ref in zip(plan.summed, summed[has_scale:], strict=True)
+        },
+    )
+    d_tile, d_scale, d_tables = tile.walk(n, step, start)
+    put_rows(tile, d_query, n, 0, tile.h, d_tile)
+    if has_scale:
+        place, there = tile.indices(n, 0)
+        store(summed[0], (tile.b, place, tile.h), d_scale, there)
+    for table, ref in zip(plan.summed, summed[has_scale:], strict=True):
+        entry = jnp.arange(ref.shape[-1], dtype=jnp.int32)
+        store(ref, (tile.b, tile.h, n, entry), d_tables[table], None)
+
+
+def _by_entry(totals, at, values):
+    """Adds `values` `(t, s)` to the entries `at` that they were read from."""
+    entry = jnp.arange(totals.shape[0], dtype=jnp.int32)
+    if jnp.ndim(at) == 0:
+        return totals + jnp.where(entry == at, jnp.sum(jnp.sum(values, 1), 0), 0.0)
+    at = jnp.broadcast_to(at, values.shape)
+
+    def add(e, totals):
+        here = jnp.sum(jnp.sum(jnp.where(at == e, values, 0.0), 1), 0)
+        return totals + jnp.where(entry == e, here, 0.0)
+
+    return lax.fori_loop(0, totals.shape[0], add, totals)
+
+
+# The gradients of keys and values
+
+
+def _key_gradient(config, x: Inputs, rows):
+    tile, warps = _tile("key", config, x)
+    plan, arrays = block_tiles.arrange(config, x, tile)
+    arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=True))
+    shapes = {name: (getattr(arrays, name).shape, x.key.dtype) for name in ("key", "value")}
+    inputs = arrays, _rows_together(x, rows)
+    grid = plan.grid[1], plan.heads[1], arrays.key.shape[0]
+    d_key, d_value = call(_key_kernel, plan, inputs, grid, shapes, warps)
+    return d_key.reshape(x.key.shape), d_value.reshape(x.value.shape)
+
+
+def _key_kernel(plan, structure, *refs):
+    *inputs, d_key, d_value = refs
+    x, (lse, d_out, shared) = jax.tree.unflatten(structure, inputs)
+    m, key_head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    of_head = Tile(plan, x, b, key_head * plan.group)
+    key, value = (of_head.rows(array, m, 1, key_head) for array in (x.key, x.value))
+
+    def of_query_head(g, carry):
+        tile = Tile(plan, x, b, key_head * plan.group + g.astype(jnp.int32), transposed=True)
+
+        def step(n, carry, whole):
+            d_key, d_value = carry
+            at = tile.at(n, m)
+            query, d_rows = (tile.rows(array, n, 0, tile.h) for array in (x.query, d_out))
+            rows = tile.sums_of_rows(lse, shared, n)
+            products, d_weights = tile.dot(key, query.T), tile.dot(value, d_rows.T)
+            values = [read for *_, read in tile.reads(at, products)]
+            bias = tile.pairs(x.bias, n, m)
+
+            def scores(products):
+                return block_tiles.scores(plan, at, products, bias, tile.scale, values)
+
+            logits, pull_back = jax.vjp(scores, products)
+            logits = tile.masked(at, n, m, logits, whole)
+            weights, d_logits = block_tiles.gradients(plan, at, logits, rows, d_weights, tile.load)
+            (d_products,) = pull_back(d_logits)
+            d_value = d_value + tile.dot(weights.astype(d_rows.dtype), d_rows)
+            d_key = d_key + tile.dot(d_products.astype(query.dtype), query)
+            return d_key, d_value
+
+        return tile.walk(m, step, carry, of_keys=True)
+
+    start = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
+    totals = lax.fori_loop(0, plan.group, of_query_head, start)
+    for ref, total in zip((d_key, d_value), totals, strict=True):
+        put_rows(of_head, ref, m, 1, key_head, total)

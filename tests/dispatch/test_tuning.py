@@ -1,0 +1,436 @@
+"""`effattn.tune`: what it measures, what calls take of it, and the file that it keeps it in."""
+
+import functools
+import json
+import pathlib
+import platform
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import effattn
+from effattn import dispatch
+from effattn.cores import block_attention
+from effattn.dispatch import cache, tuning
+from effattn.dispatch.cache import Choice
+from effattn.llvm import compiled
+from effattn.pallas.triton import block_attention as block_triton
+from effattn.xla import block_attention as block_xla
+from tests.marks import slow
+from tests.pallas.lowering import TRITON, kernels_of
+
+CALL = functools.partial(effattn.dot_product_attention, is_causal=True)
+TILES = (("forward", (20, 20)),)
+CACHE_FILE = cache.cache_file  # as it is outside of tests
+# Float32 calls that were never tuned take kernels for CPUs where these were measured to be faster.
+_HAS_KERNELS = compiled.refusal() is None and platform.machine() in ("x86_64", "AMD64")
+UNTUNED = dispatch.Chosen(("llvm", "xla") if _HAS_KERNELS else ("xla",))
+
+
+def calls_of(function, *arguments):
+    """Those that can be tuned: their candidates, and whether they have gradients."""
+    trial = cache.Trial({})
+    with trial.running():
+        jax.eval_shape(lambda *arguments: function(*arguments), *arguments)
+    return trial.called
+
+
+def signature_of(function, *arguments):
+    (signature,) = calls_of(function, *arguments)
+    return signature
+
+
+@pytest.fixture
+def arrays():
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(1, 40, heads, 16)).astype(np.float32) for heads in (4, 2, 2)]
+
+
+@pytest.fixture
+def fastest(monkeypatch):
+    """`fastest(choice, ...)`: those are measured faster than others, and each than that before."""
+
+    def be(*choices):
+        def time(_, programs):
+            rank = {choice: place for place, choice in enumerate(choices, 1)}
+            return {choice: 0.5 ** rank.get(choice, 0) for choice in programs}
+
+        monkeypatch.setattr(tuning._Bench, "time", time)
+
+    return be
+
+
+@pytest.fixture
+def only_traced(monkeypatch):
+    """Programs are traced, not compiled: where nothing depends on their results."""
+
+    def compile(bench, choices):
+        with cache.Trial(choices).running():
+            jax.eval_shape(
+                lambda *operands: bench.function(*operands), bench.floating, bench.others
+            )
+        return lambda *_: []
+
+    monkeypatch.setattr(tuning._Bench, "compile", compile)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Those of GPUs run here, interpreted."""
+    monkeypatch.setattr(tuning, "_is_kernel_here", lambda name: name == "triton")
+    monkeypatch.setattr(block_triton, "_MORE_TILES", ((128, 64, 4),))
+    with dispatch.interpreted():
+        yield
+
+
+def taken(function, *arguments):
+    """What calls of block attention in it take."""
+    found = []
+    original = block_attention.block_attention
+
+    def spy(rule, x):
+        found.append(rule.implementations)
+        return original(rule, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_attention, "block_attention", spy)
+        jax.eval_shape(lambda *arguments: function(*arguments), *arguments)
+    return found
+
+
+def test_a_call_takes_the_default_before_and_what_was_fastest_after(arrays, fastest, only_traced):
+    assert taken(CALL, *arrays) == [UNTUNED]
+    best = Choice("xla", (("forward", (20, 20)),))
+    fastest(best)
+    done = effattn.tune(CALL, *arrays)
+    (call,) = done.chosen
+    assert done.chosen[call] == best
+    assert taken(CALL, *arrays) == [dispatch.Chosen(("xla",), tiles=best.tiles)]
+    # Of another shape, or with another option, nothing is known.
+    assert taken(effattn.dot_product_attention, *arrays) == [UNTUNED]
+    assert taken(CALL, *(x[:, :20] for x in arrays)) == [UNTUNED]
+    # Lengths up to the next power of two are one; tiles are no longer than they are.
+    assert taken(CALL, *(x[:, :33] for x in arrays)) == [
+        dispatch.Chosen(("xla",), tiles=best.tiles)
+    ]
+    shorter = [x[:, :33] for x in arrays]
+    exact = effattn.dot_product_attention(*shorter, is_causal=True, tile=(33, 33))
+    np.testing.assert_allclose(CALL(*shorter), exact, atol=1e-5)
+    # What is named is taken.
+    (named,) = taken(functools.partial(CALL, implementation="xla"), *arrays)
+    assert named == dispatch.XLA
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Makes this a machine with so many GPUs of a capability."""
+
+    def gpus(capability, count=1):
+        device = types.SimpleNamespace(
+            compute_capability=capability,
+            client=types.SimpleNamespace(platform_version="cuda 13000"),
+        )
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "device_count", lambda: count)
+        monkeypatch.setattr(jax, "local_devices", lambda backend: [device] * count)
+
+    return gpus
+
+
+def half(length, dtype=jnp.bfloat16):
+    return [np.ones((1, length, heads, 16), dtype) for heads in (4, 2, 2)]
+
+
+KERNELS = dispatch.Chosen(("mosaic_gpu", "triton", "xla"))
+
+
+def test_untuned_calls_take_kernels_on_one_hopper_gpu(beside):
+    """In 16 bits, and of some tiles' length: what was measured to be faster by them."""
+    beside("9.0")
+    assert taken(CALL, *half(128)) == [KERNELS]
+    assert taken(CALL, *half(127)) == taken(CALL, *half(128, np.float32)) == [dispatch.XLA]
+    named = functools.partial(CALL, implementation="xla")
+    assert taken(named, *half(128)) == [dispatch.XLA]
+    beside("8.0")
+    assert taken(CALL, *half(128)) == [dispatch.XLA]
+
+
+@pytest.mark.devices
+def test_untuned_calls_take_kernels_on_several_gpus_where_each_has_its_own(beside):
+    """Inside `shard_map`; compilers do not split them."""
+    beside("9.0", 2)
+    assert taken(CALL, *half(128)) == [dispatch.XLA]
+    mesh = jax.make_mesh((2,), ("batch",), (AxisType.Auto,), devices=jax.devices()[:2])
+    spec = PartitionSpec("batch")
+    sharded = jax.shard_map(CALL, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    (found,) = taken(sharded, *(np.concatenate([x, x]) for x in half(128)))
+    assert found == KERNELS
+
+
+def test_untuned_recurrences_take_kernels_on_one_hopper_gpu(beside):
+    beside("9.0")
+    attend = functools.partial(effattn.linear_attention, is_causal=True)
+    for length, kernels in ((128, {TRITON}), (127, set())):
+        assert kernels_of(attend, *half(length)) == kernels
+
+
+def test_tuning_starts_from_xla_beside_a_gpu(beside, only_traced):
+    beside("9.0")
+    trial = cache.Trial({})
+    with trial.running():
+        assert taken(CALL, *half(128)) == [dispatch.XLA]
+
+
+def test_it_really_measures(arrays, monkeypatch):
+    """One tile of each kernel beside its own."""
+    tilings = block_xla.tilings
+    monkeypatch.setattr(
+        block_xla, "tilings", lambda *call: {k: tiles[:1] for k, tiles in tilings(*call).items()}
+    )
+    # Kernels for CPUs do not take a soft cap.
+    done = effattn.tune(functools.partial(CALL, logits_soft_cap=30.0), *arrays, rounds=2)
+    rows = [row for row in done.rows if row.seconds is not None]
+    assert {row.choice.implementation for row in rows} == {"xla"}
+    kernels = {kernel for row in rows for kernel, _ in row.choice.tiles}
+    assert kernels == {"forward", "backward"}
+    assert all(row.seconds > 0 for row in rows)
+    text = str(done)
+    assert all(f"| {row.choice} | {row.seconds * 1e3:.3f} |" in text for row in rows)
+    assert len({row.choice for row in done.rows}) == len(done.rows)
+
+
+def test_what_takes_seconds_is_measured_less_often():
+    seconds = {"short": 0.1, "long": 1.5, "longest": 9.0}
+    called = []
+    bench = types.SimpleNamespace(
+        rounds=5, _seconds=lambda program: called.append(program) or seconds[program]
+    )
+    assert tuning._Bench.time(bench, {name: name for name in seconds}) == seconds
+    assert [called.count(name) for name in seconds] == [5, 2, 1]
+
+
+@pytest.mark.slow
+def test_a_kernel_is_taken_with_the_tiles_that_were_fastest(arrays, fastest, kernels, only_traced):
+    tiles = ("forward", (128, 64, 4)), ("query", (128, 64, 4))
+    fastest(Choice("triton"), Choice("triton", tiles[:1]), Choice("triton", tiles))
+    done = effattn.tune(CALL, *arrays)
+    assert {*done.chosen.values()} == {Choice("triton", tiles)}
+    assert taken(CALL, *arrays) == [dispatch.Chosen(("triton", "xla"), True, tiles)]
+    np.testing.assert_allclose(CALL(*arrays), CALL(*arrays, implementation="xla"), atol=1e-5)
+
+
+def test_a_program_for_a_gpu_has_the_kernel(arrays):
+    call = signature_of(CALL, *arrays)
+    assert not kernels_of(CALL, *arrays)
+    cache.save({call: Choice("triton")})
+    assert kernels_of(lambda *arrays: CALL(*arrays), *arrays) == {TRITON}  # a new program
+    # Where it does not run, XLA does; what it does not take, too.
+    np.testing.assert_allclose(CALL(*arrays), CALL(*arrays, implementation="xla"), atol=1e-6)
+    cache.save({call: Choice("mosaic_tpu", (("all", (128, 128)),))})
+    halves = [x.astype(jnp.float16) for x in arrays]
+    cache.save({signature_of(CALL, *halves): Choice("mosaic_tpu", (("all", (128, 128)),))})
+    assert taken(CALL, *halves) == [dispatch.XLA]
+
+
+def test_what_disagrees_or_does_not_compile_is_not_taken(arrays, fastest, kernels, monkeypatch):
+    fastest(Choice("triton"))
+    monkeypatch.setattr(block_xla, "tilings", lambda *call: {})
+    right = block_triton.forward
+
+    def wrong(config, x, dtype):
+        out, *of_rows = right(config, x, dtype)
+        return out * 1.1, *of_rows
+
+    # Of lengths that no other test traces it with: a trace is kept.
+    for form, reason, length in (
+        (wrong, "_Disagrees: up to", 31),
+        (None, "TypeError: 'NoneType'", 30),
+    ):
+        monkeypatch.setattr(block_triton, "forward", form)
+        done = effattn.tune(CALL, *(x[:, :length] for x in arrays), gradients=False)
+        (row,) = [row for row in done.rows if row.choice.implementation == "triton"]
+        assert row.seconds is None and row.reason.startswith(reason)
+        assert reason in str(done)
+        assert {choice.implementation for choice in done.chosen.values()} == {"xla"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "xla",
+        *(slow(n) for n in ("triton", "mosaic_gpu", "mosaic_tpu")),
+    ],
+)
+def test_every_tile_to_try_gives_the_same(name):
+    """Of each kernel of block attention one, interpreted."""
+    if name == "mosaic_gpu" and jax.__version_info__ < (0, 12):
+        pytest.skip("Mosaic GPU is interpreted by jax 0.12 and later")
+    rng = np.random.default_rng(0)
+    tokens = 150 if name == "mosaic_gpu" else 300  # its interpreter is the slowest
+    x = rng.normal(size=(1, tokens, 1, 64)).astype(jnp.bfloat16)
+    ((signature, (takes, differentiable)),) = calls_of(CALL, x, x, x).items()
+    assert differentiable and name in takes
+    tiles = tuple((kernel, sizes[-1]) for kernel, sizes in takes[name].items())
+    assert all(sizes for sizes in takes[name].values())
+    bench = tuning._Bench(CALL, (x, x, x), {}, True, 1)
+    with dispatch.interpreted():
+        bench.compile({signature: Choice(name, tiles)})  # which checks the results
+
+
+def test_every_call_of_a_model_is_tuned(fastest, only_traced):
+    x = jnp.ones((1, 16, 2, 16))
+
+    def model(x):
+        y = effattn.sliding_window_attention(x, x, x, local_window_size=4)
+        return effattn.retention(y, y, y, chunk_size=8).sum()
+
+    fastest()
+    done = effattn.tune(model, x, gradients=False)
+    calls = sorted(done.chosen)
+    assert [call.split(",")[0] for call in calls] == ["block attention", "linear recurrence"]
+
+
+def test_paged_attention_is_measured_without_gradients():
+    pages, table = jnp.ones((4, 16, 2, 8)), jnp.arange(4).reshape(2, 2)
+    done = effattn.tune(
+        effattn.paged_attention,
+        jnp.ones((2, 1, 4, 8)),
+        pages,
+        pages,
+        block_table=table,
+        lengths=jnp.array([20, 9]),
+        rounds=1,
+    )
+    (call,) = done.chosen
+    assert call.startswith("paged attention, float32")
+
+
+def test_calls_that_name_an_implementation_cannot_be_tuned(arrays):
+    with pytest.raises(ValueError, match="dot_product_attention calls nothing .* leave `impl"):
+        effattn.tune(effattn.dot_product_attention, *arrays, implementation="xla")
+
+
+# The file
+
+
+@pytest.fixture
+def kept(arrays):
+    """The path, after a call was tuned."""
+    cache.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
+    cache.measured.cache_clear()  # as in another process
+    return cache.cache_file()
+
+
+def test_another_process_reads_it(kept, arrays):
+    assert taken(CALL, *arrays) == [dispatch.Chosen(("xla",), tiles=TILES)]
+    cache.save({"another call": Choice("triton")})
+    cache.measured.cache_clear()
+    assert taken(CALL, *arrays) == [dispatch.Chosen(("xla",), tiles=TILES)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: text.replace('"format": 1', '"format": 99'),
+        lambda text: text.replace("20", "-20"),
+        lambda text: text.replace('"xla"', "7"),
+        lambda text: text.replace('"implementation"', '"other"'),
+        lambda text: "[" * 200_000,
+        lambda text: "\x00\xff",
+    ],
+    ids=["empty", "half", "another thing", "format", "size", "type", "key", "nested", "bytes"],
+)
+def test_a_damaged_file_is_ignored_with_a_warning_and_replaced(kept, arrays, damage):
+    kept.write_text(damage(kept.read_text()))
+    with pytest.warns(RuntimeWarning, match="tuning.json is ignored"):
+        assert taken(CALL, *arrays) == [UNTUNED]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert taken(CALL, *arrays) == [UNTUNED]  # it warns once
+        cache.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
+        cache.measured.cache_clear()
+        assert taken(CALL, *arrays)[0].tiles == TILES
+
+
+@pytest.mark.parametrize("what", ["jax", "device"])
+def test_what_was_measured_elsewhere_is_not_taken(kept, arrays, what):
+    data = json.loads(kept.read_text())
+    for entry in data["measured"]:
+        entry[what] = "another"
+    kept.write_text(json.dumps(data))
+    if what == "jax":
+        with pytest.warns(RuntimeWarning, match="tuned with jax another.*call effattn.tune again"):
+            assert taken(CALL, *arrays) == [UNTUNED]
+    assert taken(CALL, *arrays) == [UNTUNED]
+
+
+def test_an_unknown_implementation_in_the_file_is_ignored(kept, arrays):
+    kept.write_text(kept.read_text().replace('"xla"', '"of the future"'))
+    assert taken(CALL, *arrays) == [UNTUNED]
+
+
+def test_where_nothing_can_be_written_it_holds_for_the_process(arrays, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "file" / "tuning.json")
+    with pytest.warns(RuntimeWarning, match="for this process alone"):
+        cache.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
+    assert taken(CALL, *arrays)[0].tiles == TILES
+
+
+@pytest.mark.parametrize("damage", ["a tile of one size", "an unknown kernel"])
+def test_tiles_of_another_kind_in_the_file_are_ignored(kept, arrays, damage):
+    data = json.loads(kept.read_text())
+    one_size = damage == "a tile of one size"
+    data["measured"][0]["tiles"] = {"forward": [20]} if one_size else {"sideways": [20, 20]}
+    kept.write_text(json.dumps(data))
+    assert taken(CALL, *arrays) == [UNTUNED]
+
+
+def test_a_folder_in_place_of_the_file_ends_nothing(kept, arrays):
+    kept.unlink()
+    kept.mkdir()
+    with pytest.warns(RuntimeWarning, match="tuning.json is ignored"):
+        assert taken(CALL, *arrays) == [UNTUNED]
+    with pytest.warns(RuntimeWarning, match="for this process alone"):
+        cache.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
+    assert taken(CALL, *arrays)[0].tiles == TILES
+    assert [*kept.parent.iterdir()] == [kept]  # nothing half written is left
+
+
+def _raise(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "home",
+    [
+        lambda _: _raise(RuntimeError("could not determine the home directory")),
+        lambda _: pathlib.Path("~/.cache/effattn"),
+    ],
+    ids=["refused", "left as it is"],
+)
+def test_a_user_without_a_home_folder_calls_and_tunes(arrays, monkeypatch, home):
+    """Releases of platformdirs raise where there is no home folder, or leave the `~`."""
+    monkeypatch.setattr(cache.platformdirs, "user_cache_path", home)
+    monkeypatch.setattr(cache, "cache_file", CACHE_FILE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert taken(CALL, *arrays) == [UNTUNED]
+    with pytest.warns(RuntimeWarning, match="for this process alone: .* set HOME"):
+        cache.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
+    assert taken(CALL, *arrays)[0].tiles == TILES
+
+
+def test_what_this_user_may_not_read_is_not_there(kept, arrays, monkeypatch):
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda _: _raise(PermissionError("read")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert taken(CALL, *arrays) == [UNTUNED]
