@@ -34,6 +34,25 @@ CAPABILITIES: Mapping[str, str] = MappingProxyType(
 )
 
 
+# The capability that each parameter of a function of query, key and value stands for.
+_SHOWN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "is_causal": ("bidirectional", "causal"),
+        "query_offset": ("offset",),
+        "key_value_seq_lengths": ("lengths",),
+        "segment_ids": ("segments",),
+        "local_window_size": ("window",),
+        "bias": ("bias",),
+        "mask": ("mask",),
+        "score_mod": ("score_mod",),
+        "logits_soft_cap": ("soft_cap",),
+        "sink": ("sink",),
+        "dropout_rate": ("dropout",),
+        "return_residual": ("residual",),
+        "return_state": ("state",),
+    }
+)
+
 _ANY_FUNCTION = "effattn.nn.attention:SelfAttention"
 
 
@@ -57,7 +76,10 @@ class Mechanism:
       decoder: "module:attribute" of what makes its decoder, `(function, options) -> Decoder` (see
         `effattn.decode`), or None.
       reach: the keys that each token reaches, for `effattn.decode.GatheredDecoder`, or None.
-      capabilities: names from `CAPABILITIES`.
+      capabilities: names from `CAPABILITIES`. Of a function that takes heads, those that its
+        parameters do not show: "cross", and the direction where there is no `is_causal`. What the
+        parameters show is added, but for what `reasons` says it lacks; so is "grouped", and
+        "decode" where there is a decoder.
       reasons: why the mechanism lacks a capability, for the message to those who ask for it.
       options: the function's own arguments, or its mixer's where it takes no heads, with the values
         used when none are given.
@@ -70,10 +92,10 @@ class Mechanism:
     family: str
     paper: str
     function: Callable[..., Any] | None
-    capabilities: frozenset[str]
     complexity: str
     time_exponent: float
     memory_exponent: float = 1.0
+    capabilities: frozenset[str] = frozenset()
     reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options_at: Callable[[int], Mapping[str, Any]] | None = None
@@ -96,6 +118,17 @@ class Mechanism:
             raise ValueError(f"mechanism {self.name!r} takes heads and needs a function of them")
         if not self.takes_heads and self.builder == _ANY_FUNCTION:
             raise ValueError(f"mechanism {self.name!r} takes no heads and needs a builder")
+        if self.takes_heads:
+            object.__setattr__(self, "capabilities", self.capabilities | self._shown())
+
+    def _shown(self) -> frozenset[str]:
+        """The capabilities that the function's parameters and the decoder show."""
+        assert self.function is not None
+        parameters = inspect.signature(self.function).parameters
+        shown = {each for name in parameters for each in _SHOWN_BY.get(name, ())} | {"grouped"}
+        if self.decoder is not None:
+            shown.add("decode")
+        return frozenset(shown - self.reasons.keys())
 
     @property
     def mixer(self) -> str:

@@ -31,9 +31,14 @@ def checked(function: Function) -> Function:
         if parameter.annotation in _RULES and name not in _OTHERWISE
     }
     names = positional(function)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     @functools.wraps(function)
     def call(*args, **kwargs):
+        if not takes_any and (unknown := kwargs.keys() - parameters.keys()):
+            raise TypeError(
+                f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}"
+            )
         known = zip(names, args, strict=False)
         first = [rules[n](n, x) if n in rules else x for n, x in known]
         named = {n: rules[n](n, x) if n in rules else x for n, x in kwargs.items()}

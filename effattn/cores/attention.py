@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +15,9 @@ from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
 from effattn.cores import block_attention
 from effattn.interfaces.block_attention import Config, Inputs, Origin
+from effattn.options import ScoreMod
 from effattn.patterns.layouts import BlockLayout
 from effattn.xla import tiling
-
-ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Score:
@@ -69,6 +67,7 @@ class Arguments:
     tile: tuple[int, int] | None
     mechanism: str
     implementation: str | tuple[str, ...] | None
+    return_residual: bool = False
     origin: Origin | None = None
     positions: tuple[jax.Array, jax.Array] | None = None
     pattern: Any = None
@@ -100,6 +99,7 @@ def check(
     dropout_rng: jax.Array | None = None,
     precision: jax.lax.PrecisionLike = None,
     tile: Any = None,
+    return_residual: bool = False,
 ) -> Arguments:
     """Validates the contract's arguments; `ValueError` says what each got and what it needs.
 
@@ -143,7 +143,13 @@ def check(
         tile=checks.tile(tile),
         mechanism=mechanism,
         implementation=implementation,
+        return_residual=return_residual,
     )
+
+
+def results(out: jax.Array, lse: jax.Array, given: Arguments) -> Any:
+    """The output, with the log-sum-exp where the caller asked for it."""
+    return (out, dtypes.logarithms(lse)) if given.return_residual else out
 
 
 def attend(

@@ -22,14 +22,15 @@ def check(
     key: jax.Array,
     value: jax.Array,
     *,
-    is_causal: bool,
-    query_seq_lengths: Any,
-    key_value_seq_lengths: Any,
-    segment_ids: Any,
-    initial_state: Any,
-    return_state: bool,
-    precision: Any,
-    chunk_size: Any,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    segment_ids: Any = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    precision: Any = None,
+    chunk_size: Any = None,
+    implementation: Any = None,
 ) -> tuple[recurrence.Arguments, Attend]:
     """The arguments, as checked, and the form of the core that attends to what they say."""
     batch = checks.query_key_value(query, key, value)
@@ -55,6 +56,10 @@ def check(
         chunk=recurrence.check_chunk_size(chunk_size),
         dtype=recurrence.sum_dtype(query, key, value),
         documents=None if is_causal else ids,
+        initial_state=initial_state,
+        is_causal=is_causal,
+        return_state=return_state,
+        implementation=implementation,
     )
     return given, attend
 

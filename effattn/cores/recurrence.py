@@ -24,9 +24,6 @@ from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, 
 from effattn.xla.diagonal_recurrence import diagonal_recurrence
 from effattn.xla.linear_recurrence import linear_sum
 
-# What every always causal mechanism that runs through `check` and `run` can do.
-CAPABILITIES = frozenset({"causal", "grouped", "lengths", "segments", "state", "decode"})
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -40,6 +37,11 @@ class Arguments:
       chunk: tokens of one masked product; None for the core's own.
       dtype: of sums and states.
       documents: segment ids of queries and keys, of packed bidirectional calls; None elsewhere.
+      initial_state: `(*B, V, F, D)`, with D + 1 in place of D if normalised; None is zero. Not
+        checked yet.
+      is_causal: direction.
+      return_state: whether the caller asked for the state.
+      implementation: what the caller asked for.
     """
 
     batch: tuple[int, ...]
@@ -51,6 +53,10 @@ class Arguments:
     chunk: int | None
     dtype: Any
     documents: tuple[jax.Array, jax.Array] | None = None
+    initial_state: Any = None
+    is_causal: bool = True
+    return_state: bool = False
+    implementation: Any = None
 
 
 def check(
@@ -63,6 +69,9 @@ def check(
     segment_ids: Any = None,
     precision: Any = None,
     chunk_size: Any = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    implementation: Any = None,
     value_heads: bool = False,
 ) -> Arguments:
     """Of an always causal mechanism: as many queries as keys, of the same tokens.
@@ -111,6 +120,9 @@ def check(
         precision=precision,
         chunk=check_chunk_size(chunk_size),
         dtype=sum_dtype(query, key, value),
+        initial_state=initial_state,
+        return_state=return_state,
+        implementation=implementation,
     )
 
 
@@ -169,10 +181,8 @@ def run(
     keys: Any,
     parameters: Any = None,
     *,
-    initial_state: Any = None,
     normalized: bool = False,
     attend: Callable[..., tuple[jax.Array, jax.Array]] = linear_recurrence,
-    implementation: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`(out, state)` of a mechanism.
 
@@ -183,10 +193,8 @@ def run(
       queries: arrays `(*B, T, ...)` for `terms`; padded queries are cleared.
       keys: arrays `(*B, S, ...)` for `terms`; padded keys are cleared.
       parameters: arrays for `terms` that all tokens share.
-      initial_state: `(*B, V, F, D)`, with D + 1 in place of D if normalised; None is zero.
       normalized: divide by the sum of the weights.
       attend: the form of the core.
-      implementation: what the user asked for.
     """
     shapes = jax.eval_shape(terms, parameters, queries, keys)
     config = Config(
@@ -196,6 +204,7 @@ def run(
         precision=given.precision,
         chunk=own_chunk(shapes) if given.chunk is None else given.chunk,
     )
+    initial_state = given.initial_state
     value_heads, value_size = shapes.value.shape[-2:]
     shape = (*given.batch, value_heads, shapes.key.shape[-1], value_size + normalized)
     if initial_state is None:
@@ -215,7 +224,7 @@ def run(
         # Chosen for the operands that the core gets: packing adds some of them on the way.
         with_kernels = attend not in _WITHOUT_KERNELS
         its_call = call(name, config, Inputs(*operands)) if with_kernels else _without_kernels(name)
-        chosen = dispatch.choose(implementation, its_call)
+        chosen = dispatch.choose(given.implementation, its_call)
         return attend(config._replace(implementations=chosen), *operands)
 
     def run(documents, *operands):
@@ -227,6 +236,11 @@ def run(
     with jax.named_scope(name):
         out, state = mesh_axes.placed(run, given.query, *specs)(given.documents, *operands)
     return checkpoint_name(out, name), state
+
+
+def results(out: jax.Array, state: Any, given: Arguments) -> Any:
+    """The output, with the state where the caller asked for it."""
+    return (out, state) if given.return_state else out
 
 
 # Forms that are not the linear recurrence: two matrix products, and a scan of entries.

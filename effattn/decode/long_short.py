@@ -21,7 +21,7 @@ from effattn.decode.state import (
     check_state,
     new_lengths,
 )
-from effattn.functional.long_short import Options, check_projection, normalise, score
+from effattn.functional.long_short import Settings, check_projection, normalise, score
 
 _SHARED = ("scale", "logits_soft_cap", "precision", "tile", "implementation")
 _OWN = ("window_size", "segment_size", "window_norm", "slot_norm")
@@ -164,7 +164,7 @@ class LongShortDecoder:
         out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
         return extend_by_segment(extend_inside, options.segment, arrays, out, state, lengths)
 
-    def _read(self, key, value) -> tuple[Options, int]:
+    def _read(self, key, value) -> tuple[Settings, int]:
         """The checked options and the number of slots, for such keys and values."""
         unknown = self.options.keys() - _OPTIONS
         if unknown:
@@ -179,12 +179,12 @@ class LongShortDecoder:
             )
         window, segment, window_norm, slot_norm = (self.options.get(name) for name in _OWN)
         segment = window if segment is None else segment
-        options = Options.of(window, segment, window_norm, slot_norm, key, value)
+        options = Settings.of(window, segment, window_norm, slot_norm, key, value)
         if "num_slots" in self.options:
             return options, self.options["num_slots"]
         return options, check_projection(self.options["projection"], key).shape[-1]
 
-    def _extend_inside(self, options: Options, arrays, state: LongShortState, lengths):
+    def _extend_inside(self, options: Settings, arrays, state: LongShortState, lengths):
         """By tokens that lie in one segment of each row."""
         query, key, value, scores = arrays
         present = within(lengths, key.shape[1])[..., None, None]
@@ -214,7 +214,7 @@ class LongShortDecoder:
             slot_value=put(state.slot_value, sums.value),
         )
 
-    def _attend(self, options: Options, heads, filled, state: LongShortState, lengths):
+    def _attend(self, options: Settings, heads, filled, state: LongShortState, lengths):
         """To the window and to the slots, combined."""
         query, keys, values = heads
         shared = {name: self.options[name] for name in _SHARED if name in self.options}

@@ -1,7 +1,7 @@
 """Based: a second-order Taylor series of softmax attention, and a small window that is exact."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from effattn.cores import feature_attention, recurrence
 from effattn.cores.feature_maps import taylor
 from effattn.functional.sliding_window import sliding_window_attention
 from effattn.interfaces.linear_recurrence import Terms, Tokens, append_one, normalize
+from effattn.options import FeatureMapped, declared
 
 
 class BasedState(NamedTuple):
@@ -31,7 +32,7 @@ class BasedState(NamedTuple):
     length: jax.Array
 
 
-@checks.checked
+@declared
 def based_attention(
     query: jax.Array,
     key: jax.Array,
@@ -39,16 +40,8 @@ def based_attention(
     *,
     local_window_size: int | tuple[int, int] | None = None,
     scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    initial_state: jax.Array | BasedState | None = None,
-    return_state: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array | BasedState]:
+    **options: Unpack[FeatureMapped],
+) -> Any:
     r"""Based's linear attention (Arora et al. 2024, "Simple linear attention language models").
 
     Over the keys s that query t may attend to, with logits z_ts = scale * q_t . k_s,
@@ -74,20 +67,8 @@ def based_attention(
       local_window_size: w, or (w, 0), tokens before each one that it sees exactly, in causal calls;
         None for none.
       scale: of the logits; default H**-0.5.
-      is_causal: query t attends to the keys up to t; needs T == S.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row.
-      segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
-        equal ids, which are one contiguous run; 0 is padding.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token. With `segment_ids` it is that
-        of the last document.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("based")` lists the names and what they
-        take. Calls without a window also take those of `effattn.support("linear")`.
+      **options: direction, padding, packing, state and execution: see
+        `effattn.options.FeatureMapped`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -101,34 +82,21 @@ def based_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = feature_attention.check(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        initial_state=initial_state,
-        return_state=return_state,
-        precision=precision,
-        chunk_size=chunk_size,
-    )
+    given, attend = feature_attention.check(query, key, value, **options)
     if local_window_size is not None:
         window = checks.window(local_window_size)[0]
-        _check_window(local_window_size, is_causal, segment_ids, initial_state, return_state)
-        if initial_state is None and not return_state:
+        padding = tuple(options.get(name) for name in _PADDING)
+        _check_window(local_window_size, given, padding[-1])
+        if given.initial_state is None and not given.return_state:
             # No token has more before it.
             window = min(window, key.shape[-3])
         out, state = _with_window(
             given,
             window,
             feature_attention.positive_scale(scale, query),
-            (query_seq_lengths, key_value_seq_lengths, segment_ids),
-            initial_state,
-            implementation,
+            padding,
         )
-        return (out, state) if return_state else out
+        return recurrence.results(out, state, given)
     out, state = recurrence.run(
         "based_attention",
         _BasedTerms(),
@@ -136,12 +104,10 @@ def based_attention(
         query,
         (key, value),
         jnp.sqrt(feature_attention.positive_scale(scale, query).astype(given.dtype)),
-        initial_state=initial_state,
         normalized=True,
         attend=attend,
-        implementation=implementation,
     )
-    return (out, state) if return_state else out
+    return recurrence.results(out, state, given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +120,11 @@ class _BasedTerms:
         return Terms(query, key, value)
 
 
-def _check_window(window, is_causal, segment_ids, initial_state, return_state):
-    if not is_causal:
+_PADDING = "query_seq_lengths", "key_value_seq_lengths", "segment_ids"
+
+
+def _check_window(window, given, segment_ids):
+    if not given.is_causal:
         raise ValueError(
             f"local_window_size={window!r} needs is_causal=True: the tokens that have left the "
             "window are those before it"
@@ -164,16 +133,17 @@ def _check_window(window, is_causal, segment_ids, initial_state, return_state):
         raise ValueError(
             f"local_window_size must be w or (w, 0), the tokens before each one, got {window!r}"
         )
-    if segment_ids is not None and (initial_state is not None or return_state):
+    if segment_ids is not None and (given.initial_state is not None or given.return_state):
         raise ValueError(
             "initial_state and return_state with local_window_size and segment_ids are not "
             "supported: pass one document a row, padded by key_value_seq_lengths"
         )
 
 
-def _with_window(given, window, scale, padding, state: Any, implementation):
+def _with_window(given, window, scale, padding):
     """`(out, BasedState)`: softmax over the window, the series over what has left it, combined."""
     query_lengths, key_lengths, segment_ids = padding
+    state: Any = given.initial_state
     query, batch, (length, heads, size) = given.query, given.batch, given.key.shape[-3:]
     if state is None:
         features = (size + 1) * (size + 2) // 2
@@ -215,7 +185,7 @@ def _with_window(given, window, scale, padding, state: Any, implementation):
         query_offset=window,
         segment_ids=(query_ids, key_ids),
         precision=given.precision,
-        implementation=implementation,
+        implementation=given.implementation,
         return_residual=True,
     )
     # At step t the key of token t - w leaves the window; its query reads the sums before that.
@@ -231,12 +201,11 @@ def _with_window(given, window, scale, padding, state: Any, implementation):
             given,
             tokens=far_tokens._replace(query_mask=reads),
             value=given.value.astype(given.dtype),
+            initial_state=state.sums,
         ),
         query,
         (key[..., :length, :, :], value[..., :length, :, :]),
         jnp.sqrt(scale.astype(given.dtype)),
-        initial_state=state.sums,
-        implementation=implementation,
     )
     total = far[..., -1]
     lowest = dtypes.lowest(total.dtype)
@@ -280,19 +249,7 @@ registry.register(
         family="linear",
         paper="Arora et al. 2024, Simple linear attention language models",
         function=based_attention,
-        capabilities=frozenset(
-            {
-                "bidirectional",
-                "causal",
-                "cross",
-                "grouped",
-                "lengths",
-                "segments",
-                "window",
-                "state",
-                "decode",
-            }
-        ),
+        capabilities=frozenset({"cross"}),
         options={"local_window_size": None},
         builder="effattn.nn.based:BasedSelfAttention",
         decoder="effattn.decode.based:BasedDecoder",

@@ -1,21 +1,25 @@
 """BigBird attention: a window of blocks, global blocks and random blocks."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks
 from effattn.cores import attention
-from effattn.cores.attention import ScoreMod
 from effattn.functional.block_sparse import attend_blocks
+from effattn.options import Direction, Score, Sink, Softmax, declared
 from effattn.patterns.reaching import positions_of_blocks
 
 
-@checks.checked
+class Options(Direction, Score, Sink, Softmax, total=False):
+    """The shared options of `bigbird_attention`."""
+
+
+@declared
 def bigbird_attention(
     query: jax.Array,
     key: jax.Array,
@@ -27,18 +31,7 @@ def bigbird_attention(
     num_random_blocks: int = 3,
     seed: int = 0,
     random_blocks: jax.Array | np.ndarray | None = None,
-    scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    logits_soft_cap: float | None = None,
-    score_mod: ScoreMod | None = None,
-    sink: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    implementation: str | tuple[str, ...] | None = None,
-    return_residual: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     r"""BigBird's attention (Zaheer et al. 2020, "Big Bird: Transformers for Longer Sequences").
 
@@ -65,20 +58,8 @@ def bigbird_attention(
       random_blocks: in place of the draw, int `(n, r)` or `(K, n, r)`, -1 for none; may be traced.
         What is in the window or global too counts once. A table of more blocks serves shorter
         sequences: they use its first n rows, and of those the blocks that they have.
-      scale: default H**-0.5. May be an array, with a gradient.
-      is_causal: nothing at later positions.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
-      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
-      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
-      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
-      dropout_rate: share of the weights dropped, in [0, 1).
-      dropout_rng: a `jax.random` key; needed where the rate is above 0.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("bigbird")` lists the names and what they
-        take.
-      return_residual: also return the log-sum-exp.
+      **options: direction, padding, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
+        execution: see `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -91,23 +72,7 @@ def bigbird_attention(
       TypeError: in forward-mode differentiation.
     """
     block_size, ends = _check(block_size, num_window_blocks, num_global_blocks)
-    given = attention.check(
-        "bigbird_attention",
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        logits_soft_cap=logits_soft_cap,
-        score_mod=score_mod,
-        sink=sink,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        precision=precision,
-        implementation=implementation,
-    )
+    given = attention.check("bigbird_attention", query, key, value, **options)
     checks.self_attention("bigbird_attention", query, key)
     checks.known_length("bigbird_attention", query)
     length, key_heads = key.shape[-3:-1]
@@ -119,7 +84,7 @@ def bigbird_attention(
             num_random_blocks,
             seed,
             key_heads=key_heads,
-            is_causal=is_causal,
+            is_causal=given.is_causal,
             window=num_window_blocks,
             ends=ends,
         )
@@ -128,7 +93,7 @@ def bigbird_attention(
 
     with jax.named_scope("bigbird_attention"):
         out, lse = _attend(*arrays, given, block_size, side, ends, random)
-    return (out, dtypes.logarithms(lse)) if return_residual else out
+    return attention.results(out, lse, given)
 
 
 def _attend(query, key, value, given: attention.Arguments, size, side, ends, random):
@@ -292,8 +257,6 @@ registry.register(
         family="sparse",
         paper="Zaheer et al. 2020, Big Bird",
         function=bigbird_attention,
-        capabilities=frozenset(registry.CAPABILITIES)
-        - {"cross", "offset", "segments", "window", "bias", "mask", "state"},
         decoder="effattn.decode.gathered:decoder",
         reach=_reach,
         options={"block_size": 32, "num_window_blocks": 3, "num_random_blocks": 2},

@@ -4,19 +4,24 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks
 from effattn.arrays.combine import combine
 from effattn.cores import attention, folding
 from effattn.functional.linformer import mean_pooling, project
+from effattn.options import Sink, Softmax, Tile, declared
 
 
-@checks.checked
+class Options(Sink, Tile, Softmax, total=False):
+    """The shared options of `block_linformer_attention`."""
+
+
+@declared
 def block_linformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -24,17 +29,7 @@ def block_linformer_attention(
     *,
     key_projection: jax.Array,
     value_projection: jax.Array,
-    scale: float | jax.Array | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    logits_soft_cap: float | None = None,
-    sink: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    tile: tuple[int, int] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-    return_residual: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     r"""A causal variation of Linformer (after Wang et al. 2020), with a projection of each block.
 
@@ -57,21 +52,8 @@ def block_linformer_attention(
       value: `(*B, T, K, Hv)`.
       key_projection: E, `(r, b)`, or `(K, r, b)` with one for each key head; r is at most b.
       value_projection: F, as key_projection, with the same r and b.
-      scale: default H**-0.5. May be an array, with a gradient.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and in no slot. Blocks
-        without keys have no slots.
-      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
-      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
-      dropout_rate: share of the weights dropped, in [0, 1). The weight of slot s is dropped where,
-        in exact attention, that of the block's token s is.
-      dropout_rng: a `jax.random` key; needed where the rate is above 0.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      tile: queries and keys in a tile; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("block_linformer")` lists the names and
-        what they take.
-      return_residual: also return the log-sum-exp.
+      **options: padding, scale, soft cap, sink, dropout, log-sum-exp and execution: see
+        `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -83,28 +65,14 @@ def block_linformer_attention(
       TypeError: in forward-mode differentiation.
     """
     given = attention.check(
-        "block_linformer_attention",
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=True,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        logits_soft_cap=logits_soft_cap,
-        sink=sink,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        precision=precision,
-        tile=tile,
-        implementation=implementation,
+        "block_linformer_attention", query, key, value, is_causal=True, **options
     )
     checks.self_attention("block_linformer_attention", query, key)
     checks.known_length("block_linformer_attention", query)
     projections = check_projections(key_projection, value_projection, key.shape[-2])
     with jax.named_scope("block_linformer_attention"):
         out, lse = _attend(projections, query, key, value, given)
-    return (out, dtypes.logarithms(lse)) if return_residual else out
+    return attention.results(out, lse, given)
 
 
 def check_projections(of_keys: Any, of_values: Any, heads: int) -> tuple[jax.Array, jax.Array]:
@@ -194,18 +162,7 @@ registry.register(
         family="low rank",
         paper="a causal variation of Wang et al. 2020, Linformer",
         function=block_linformer_attention,
-        capabilities=frozenset(
-            {
-                "causal",
-                "grouped",
-                "lengths",
-                "soft_cap",
-                "sink",
-                "dropout",
-                "residual",
-                "decode",
-            }
-        ),
+        capabilities=frozenset({"causal"}),
         reasons={
             "segments": "blocks begin at multiples of their size, and a slot would mix documents "
             "that do not",

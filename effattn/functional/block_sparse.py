@@ -2,22 +2,26 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks
 from effattn.cores import attention
-from effattn.cores.attention import ScoreMod
 from effattn.functional import sparse
+from effattn.options import Direction, Score, Sink, Softmax, declared
 from effattn.patterns.layouts import BlockLayout
 from effattn.patterns.reaching import positions_of_blocks
 
 
-@checks.checked
+class Options(Direction, Score, Sink, Softmax, total=False):
+    """The shared options of `block_sparse_attention`."""
+
+
+@declared
 def block_sparse_attention(
     query: jax.Array,
     key: jax.Array,
@@ -25,18 +29,7 @@ def block_sparse_attention(
     *,
     block_size: int,
     block_mask: jax.Array | np.ndarray | Callable[[Any, Any], Any],
-    scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    logits_soft_cap: float | None = None,
-    score_mod: ScoreMod | None = None,
-    sink: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    implementation: str | tuple[str, ...] | None = None,
-    return_residual: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     r"""Block-sparse attention (Gray et al. 2017, "GPU Kernels for Block-Sparse Weights").
 
@@ -55,20 +48,8 @@ def block_sparse_attention(
       block_mask: bool `(ceil(T / block_size), ceil(S / block_size))`, or one such for each query
         head, `(N, ..., ...)`. A traced one may differ by key head, `(K, ..., ...)`. Or a rule of
         block indices for any length, `(m, n) -> bool` on NumPy integers that broadcast.
-      scale: default H**-0.5. May be an array, with a gradient.
-      is_causal: nothing at later positions, whatever the mask says.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
-      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
-      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
-      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
-      dropout_rate: share of the weights dropped, in [0, 1).
-      dropout_rng: a `jax.random` key; needed where the rate is above 0.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("block_sparse")` lists the names and what
-        they take.
-      return_residual: also return the log-sum-exp.
+      **options: direction, padding, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
+        execution: see `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -80,23 +61,7 @@ def block_sparse_attention(
       TypeError: in forward-mode differentiation.
     """
     block_size = checks.at_least("block_size", block_size, 1, "tokens in a block")
-    given = attention.check(
-        "block_sparse_attention",
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        logits_soft_cap=logits_soft_cap,
-        score_mod=score_mod,
-        sink=sink,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        precision=precision,
-        implementation=implementation,
-    )
+    given = attention.check("block_sparse_attention", query, key, value, **options)
     checks.known_length("block_sparse_attention", query, key)
     mask = _check_mask(block_mask, block_size, query, key)
 
@@ -114,7 +79,7 @@ def block_sparse_attention(
 
     with jax.named_scope("block_sparse_attention"):
         out, lse = attend()
-    return (out, dtypes.logarithms(lse)) if return_residual else out
+    return attention.results(out, lse, given)
 
 
 def _check_mask(given, block_size, query, key):
@@ -207,8 +172,7 @@ registry.register(
         family="sparse",
         paper="Gray et al. 2017, GPU Kernels for Block-Sparse Weights",
         function=block_sparse_attention,
-        capabilities=frozenset(registry.CAPABILITIES)
-        - {"offset", "segments", "window", "bias", "mask", "state"},
+        capabilities=frozenset({"cross"}),
         decoder="effattn.decode.gathered:decoder",
         reach=_reach,
         options={"block_size": 32, "block_mask": first_and_near},

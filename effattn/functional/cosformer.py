@@ -1,6 +1,7 @@
 """cosFormer: ReLU features, with weights that fall with distance as a cosine."""
 
 import dataclasses
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +13,19 @@ from effattn.arrays.angles import angles
 from effattn.arrays.segments import positions_from_segment_ids
 from effattn.cores import feature_attention, recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.options import FeatureMapped, declared
 
 
-@checks.checked
+@declared
 def cosformer_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     *,
     max_length: int,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    initial_state: jax.Array | None = None,
-    return_state: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[FeatureMapped],
+) -> Any:
     r"""cosFormer (Qin et al. 2022, "cosFormer: Rethinking Softmax in Attention").
 
     Over the keys s that query t may attend to, at positions t and s, with M = max_length,
@@ -51,23 +45,11 @@ def cosformer_attention(
       value: `(*B, S, K, Hv)`.
       max_length: M, at least T and S. Continuing from a state, no two tokens may be more than M
         apart either: there weights are negative.
-      is_causal: query t attends to the keys up to t; needs T == S.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row.
-      segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
-        equal ids, which are one contiguous run; 0 is padding.
       positions: int `(*B, T)`, or a pair `((*B, T), (*B, S))`: where the tokens stand; default
         their order, from 0 on in each document. No two that meet may be more than M apart. After a
         state, 0 is the position that follows the last key in it.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token. With `segment_ids` it is that
-        of the last document.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("cosformer")` lists the names and what
-        they take.
+      **options: direction, padding, packing, state and execution: see
+        `effattn.options.FeatureMapped`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -80,19 +62,7 @@ def cosformer_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = feature_attention.check(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        initial_state=initial_state,
-        return_state=return_state,
-        precision=precision,
-        chunk_size=chunk_size,
-    )
+    given, attend = feature_attention.check(query, key, value, **options)
     max_length = checks.at_least("max_length", max_length, 1, "tokens")
     checks.known_length("cosformer_attention", query, key)
     longest = max(query.shape[-3], key.shape[-3])
@@ -100,7 +70,7 @@ def cosformer_attention(
         raise ValueError(f"max_length must be at least the {longest} tokens, got {max_length}")
     of_query, of_key, of_next = (
         angles(places, np.asarray(np.pi / (2 * max_length)), given.dtype)
-        for places in _positions(given, segment_ids, positions)
+        for places in _positions(given, options.get("segment_ids"), positions)
     )
     out, state = recurrence.run(
         "cosformer_attention",
@@ -108,12 +78,10 @@ def cosformer_attention(
         given,
         (query, of_query),
         (key, value, of_key),
-        initial_state=initial_state,
         normalized=True,
         attend=attend,
-        implementation=implementation,
     )
-    return (out, _turned(state, of_next)) if return_state else out
+    return recurrence.results(out, _turned(state, of_next), given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,18 +153,7 @@ registry.register(
         family="linear",
         paper="Qin et al. 2022, cosFormer",
         function=cosformer_attention,
-        capabilities=frozenset(
-            {
-                "bidirectional",
-                "causal",
-                "cross",
-                "grouped",
-                "lengths",
-                "segments",
-                "state",
-                "decode",
-            }
-        ),
+        capabilities=frozenset({"cross"}),
         options={"max_length": 16384},
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",

@@ -1,5 +1,7 @@
 """The delta rule: a state that corrects what it holds under a key before it writes."""
 
+from typing import Any, Unpack
+
 import jax
 import jax.numpy as jnp
 
@@ -7,9 +9,10 @@ from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.options import Recurrent, declared
 
 
-@checks.checked
+@declared
 def delta_rule_attention(
     query: jax.Array,
     key: jax.Array,
@@ -18,15 +21,8 @@ def delta_rule_attention(
     beta: jax.Array,
     log_decay: jax.Array | None = None,
     scale: float | jax.Array | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    return_state: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[Recurrent],
+) -> Any:
     r"""DeltaNet (Schlag et al. 2021, Yang et al. 2024), and with decays Gated DeltaNet.
 
     The state, H x Hv of each key head, maps keys to values. Each token moves what it finds under
@@ -51,20 +47,7 @@ def delta_rule_attention(
       log_decay: `(*B, T, K)`, the logarithm of how much of the state each token keeps, 0 or less;
         None keeps all.
       scale: multiplies the queries; default H**-0.5.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row; the others leave the state as it
-        is.
-      segment_ids: int `(*B, T)`: tokens attend within equal ids, which are one contiguous run; 0 is
-        padding.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token. With `segment_ids` it is that
-        of the last document.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      chunk_size: tokens of one masked product; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("delta_net")` lists the names and what
-        they take.
+      **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -76,16 +59,7 @@ def delta_rule_attention(
       NotImplementedError: an implementation that it does not have.
       TypeError: in forward-mode differentiation.
     """
-    given = recurrence.check(
-        query,
-        key,
-        value,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        precision=precision,
-        chunk_size=chunk_size,
-    )
+    given = recurrence.check(query, key, value, **options)
     beta = checks.shaped("beta", beta, given.key.shape[:-1])
     if log_decay is not None:
         log_decay = recurrence.check_log_decay(log_decay, given.key.shape[:-1])
@@ -96,10 +70,8 @@ def delta_rule_attention(
         given.query,
         (given.key, given.value, beta, log_decay),
         recurrence.check_scale(scale, given.query),
-        initial_state=initial_state,
-        implementation=implementation,
     )
-    return (out, state) if return_state else out
+    return recurrence.results(out, state, given)
 
 
 def _terms(scale, query, keys) -> Terms:
@@ -124,7 +96,7 @@ registry.register(
         family="recurrent",
         paper="Yang et al. 2024, Parallelizing Linear Transformers with the Delta Rule",
         function=delta_rule_attention,
-        capabilities=recurrence.CAPABILITIES,
+        capabilities=frozenset({"causal"}),
         builder="effattn.nn.delta_net:DeltaNet",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",
@@ -139,7 +111,7 @@ registry.register(
         family="recurrent",
         paper="Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks",
         function=delta_rule_attention,
-        capabilities=recurrence.CAPABILITIES,
+        capabilities=frozenset({"causal"}),
         builder="effattn.nn.delta_net:GatedDeltaNet",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",

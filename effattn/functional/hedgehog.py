@@ -1,18 +1,18 @@
 """Hedgehog: linear attention with feature maps that are learned."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks
 from effattn.cores import feature_attention, recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.options import FeatureMapped, declared
 
 
-@checks.checked
+@declared
 def hedgehog_attention(
     query: jax.Array,
     key: jax.Array,
@@ -20,16 +20,8 @@ def hedgehog_attention(
     *,
     query_projection: jax.Array,
     key_projection: jax.Array,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    initial_state: jax.Array | None = None,
-    return_state: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[FeatureMapped],
+) -> Any:
     r"""Hedgehog (Zhang et al. 2024, "The Hedgehog & the Porcupine").
 
     Over the keys s that query t may attend to, with learned matrices W and W' of each key head,
@@ -48,20 +40,8 @@ def hedgehog_attention(
       value: `(*B, S, K, Hv)`.
       query_projection: W, `(K, F, H)`, of the queries that read each key head, or `(1, F, H)`.
       key_projection: W', `(K, F, H)`, of each key head, or `(1, F, H)`.
-      is_causal: query t attends to the keys up to t; needs T == S.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row.
-      segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
-        equal ids, which are one contiguous run; 0 is padding.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token. With `segment_ids` it is that
-        of the last document.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("hedgehog")` lists the names and what they
-        take.
+      **options: direction, padding, packing, state and execution: see
+        `effattn.options.FeatureMapped`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -74,19 +54,7 @@ def hedgehog_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = feature_attention.check(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        initial_state=initial_state,
-        return_state=return_state,
-        precision=precision,
-        chunk_size=chunk_size,
-    )
+    given, attend = feature_attention.check(query, key, value, **options)
     of_query = feature_attention.check_projection("query_projection", query_projection, key)
     of_key = feature_attention.check_projection("key_projection", key_projection, key)
     if of_query.shape[-2] != of_key.shape[-2]:
@@ -96,17 +64,15 @@ def hedgehog_attention(
         )
     out, state = recurrence.run(
         "hedgehog_attention",
-        _HedgehogTerms(precision),
+        _HedgehogTerms(given.precision),
         given,
         query,
         (key, value),
         (of_query, of_key),
-        initial_state=initial_state,
         normalized=True,
         attend=attend,
-        implementation=implementation,
     )
-    return (out, state) if return_state else out
+    return recurrence.results(out, state, given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,18 +101,7 @@ registry.register(
         family="linear",
         paper="Zhang et al. 2024, The Hedgehog & the Porcupine",
         function=hedgehog_attention,
-        capabilities=frozenset(
-            {
-                "bidirectional",
-                "causal",
-                "cross",
-                "grouped",
-                "lengths",
-                "segments",
-                "state",
-                "decode",
-            }
-        ),
+        capabilities=frozenset({"cross"}),
         builder="effattn.nn.hedgehog:HedgehogSelfAttention",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N F (H + Hv))",

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,14 @@ from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
 from effattn.cores import attention, folding
+from effattn.options import Direction, Sink, Softmax, Tile, declared
 
 
-@checks.checked
+class Options(Direction, Sink, Tile, Softmax, total=False):
+    """The shared options of `hierarchical_attention`."""
+
+
+@declared
 def hierarchical_attention(
     query: jax.Array,
     key: jax.Array,
@@ -28,18 +33,7 @@ def hierarchical_attention(
     num_levels: int = 1,
     num_summaries: int = 1,
     summary_query: jax.Array | None = None,
-    scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    logits_soft_cap: float | None = None,
-    sink: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    tile: tuple[int, int] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-    return_residual: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     r"""Hierarchical attention (Zhu and Soricut 2021, "H-Transformer-1D").
 
@@ -74,21 +68,8 @@ def hierarchical_attention(
       num_levels: L, 1 or more. Those whose units are longer than the sequence change nothing.
       num_summaries: r, pieces of a unit, 1 or more.
       summary_query: c, `(K, H)`, for learned summaries; zeros give means, as None does.
-      scale: default H**-0.5. May be an array, with a gradient.
-      is_causal: attend to the past and the present only.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and in no summary.
-      logits_soft_cap: c > 0; logits become c * tanh(logits / c), before the log n.
-      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
-      dropout_rate: share of the weights dropped, in [0, 1). The weight of a summary is dropped
-        where, in exact attention, that of its last token is.
-      dropout_rng: a `jax.random` key; needed where the rate is above 0.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      tile: queries and keys in a tile; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("hierarchical")` lists the names and what
-        they take. With `num_levels=1` kernels for GPUs and TPUs, "pallas", take the call as well.
-      return_residual: also return the log-sum-exp.
+      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp and execution: see
+        `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -100,30 +81,14 @@ def hierarchical_attention(
       TypeError: in forward-mode differentiation.
     """
     hierarchy = Hierarchy.of(segment_size, num_levels, num_summaries)
-    given = attention.check(
-        "hierarchical_attention",
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        logits_soft_cap=logits_soft_cap,
-        sink=sink,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        precision=precision,
-        tile=tile,
-        implementation=implementation,
-    )
+    given = attention.check("hierarchical_attention", query, key, value, **options)
     checks.self_attention("hierarchical_attention", query, key)
     checks.known_length("hierarchical_attention", query)
     if summary_query is not None:
         summary_query = checks.shaped("summary_query", summary_query, key.shape[-2:])
     with jax.named_scope("hierarchical_attention"), mesh_axes.of_type(query):
         out, lse = _attend(hierarchy, query, key, value, summary_query, given)
-    return (out, dtypes.logarithms(lse)) if return_residual else out
+    return attention.results(out, lse, given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,19 +323,6 @@ registry.register(
         family="sparse",
         paper="Zhu and Soricut 2021, H-Transformer-1D",
         function=hierarchical_attention,
-        capabilities=frozenset(
-            {
-                "bidirectional",
-                "causal",
-                "grouped",
-                "lengths",
-                "soft_cap",
-                "sink",
-                "dropout",
-                "residual",
-                "decode",
-            }
-        ),
         options={"segment_size": 64, "num_levels": 16, "num_summaries": 8},
         decoder="effattn.decode.hierarchical:HierarchicalDecoder",
         # One level, the dearer way; with many the segments need not grow.

@@ -1,18 +1,20 @@
 """Linear attention: a kernel of feature maps in the place of the softmax."""
 
 import dataclasses
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import dtypes
 from effattn.cores import feature_attention, feature_maps, recurrence
 from effattn.cores.feature_maps import FeatureMap
 from effattn.interfaces.linear_recurrence import Terms, clear
+from effattn.options import FeatureMapped, declared
 
 
-@checks.checked
+@declared
 def linear_attention(
     query: jax.Array,
     key: jax.Array,
@@ -21,16 +23,8 @@ def linear_attention(
     scale: float | jax.Array | None = None,
     feature_map: str | FeatureMap = "elu",
     normalize: bool | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    initial_state: jax.Array | None = None,
-    return_state: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[FeatureMapped],
+) -> Any:
     r"""Linear attention (Katharopoulos et al. 2020, "Transformers are RNNs").
 
     With a feature map phi, over the keys s that query t may attend to,
@@ -49,20 +43,8 @@ def linear_attention(
         "squared_relu", "exp", "taylor" or "identity"; or a callable from `(..., H)` to `(..., F)`
         that treats vectors alike. It is applied to queries and keys.
       normalize: divide by the sum of the similarities; default yes, except for the identity.
-      is_causal: query t attends to the keys up to t; needs T == S.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row.
-      segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
-        equal ids, which are one contiguous run; 0 is padding.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token. With `segment_ids` it is that
-        of the last document.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("linear")` lists the names and what they
-        take.
+      **options: direction, padding, packing, state and execution: see
+        `effattn.options.FeatureMapped`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -75,19 +57,7 @@ def linear_attention(
       NotImplementedError: an implementation that linear attention does not have.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = feature_attention.check(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        initial_state=initial_state,
-        return_state=return_state,
-        precision=precision,
-        chunk_size=chunk_size,
-    )
+    given, attend = feature_attention.check(query, key, value, **options)
     phi = feature_maps.resolve(feature_map)
     normalized = phi is not feature_maps.identity if normalize is None else bool(normalize)
     multiplier = recurrence.check_scale(scale, query)
@@ -103,12 +73,10 @@ def linear_attention(
         query,
         (key, value),
         None if normalized else multiplier,
-        initial_state=initial_state,
         normalized=normalized,
         attend=attend,
-        implementation=implementation,
     )
-    return (out, state) if return_state else out
+    return recurrence.results(out, state, given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,18 +110,7 @@ registry.register(
         family="linear",
         paper="Katharopoulos et al. 2020, Transformers are RNNs",
         function=linear_attention,
-        capabilities=frozenset(
-            {
-                "bidirectional",
-                "causal",
-                "cross",
-                "grouped",
-                "lengths",
-                "segments",
-                "state",
-                "decode",
-            }
-        ),
+        capabilities=frozenset({"cross"}),
         options={"feature_map": "elu", "normalize": None},
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N F Hv)",

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,18 @@ from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import within
 from effattn.cores import attention
+from effattn.options import Direction, Sink, Softmax, Tile, declared
 
 NOT_CAUSAL = (
     "each projected row is a sum over the whole sequence, so that every query sees later tokens"
 )
 
 
-@checks.checked
+class Options(Direction, Sink, Tile, Softmax, total=False):
+    """The shared options of `linformer_attention`."""
+
+
+@declared
 def linformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -26,18 +31,7 @@ def linformer_attention(
     *,
     key_projection: jax.Array,
     value_projection: jax.Array,
-    scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    logits_soft_cap: float | None = None,
-    sink: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    tile: tuple[int, int] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-    return_residual: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     r"""Linformer (Wang et al. 2020, "Linformer: Self-Attention with Linear Complexity").
 
@@ -59,21 +53,8 @@ def linformer_attention(
       key_projection: E, `(r, L)`, or `(K, r, L)` with one for each key head. L is the most tokens
         that keys may have; of fewer, each has the column of its position.
       value_projection: F, as key_projection, with the same r.
-      scale: default H**-0.5. May be an array, with a gradient.
-      is_causal: only False.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and in no projected row.
-        An example without keys gives zeros.
-      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
-      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
-      dropout_rate: share of the weights of projected rows dropped, in [0, 1).
-      dropout_rng: a `jax.random` key; needed where the rate is above 0.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      tile: queries and projected rows in a tile; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("linformer")` lists the names and what
-        they take.
-      return_residual: also return the log-sum-exp over the projected rows.
+      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp and execution: see
+        `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -84,24 +65,9 @@ def linformer_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    if is_causal:
+    if options.get("is_causal"):
         raise ValueError(f"linformer_attention cannot be causal: {NOT_CAUSAL}")
-    given = attention.check(
-        "linformer_attention",
-        query,
-        key,
-        value,
-        scale=scale,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        logits_soft_cap=logits_soft_cap,
-        sink=sink,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        precision=precision,
-        tile=tile,
-        implementation=implementation,
-    )
+    given = attention.check("linformer_attention", query, key, value, **options)
     checks.known_length("linformer_attention", query, key)
     of_keys = _check_projection("key_projection", key_projection, key)
     of_values = _check_projection("value_projection", value_projection, key)
@@ -113,7 +79,7 @@ def linformer_attention(
 
     with jax.named_scope("linformer_attention"):
         out, lse = _attend(query, key, value, of_keys, of_values, given)
-    return (out, dtypes.logarithms(lse)) if return_residual else out
+    return attention.results(out, lse, given)
 
 
 def _attend(query, key, value, key_projection, value_projection, given: attention.Arguments):
@@ -193,18 +159,7 @@ registry.register(
         family="low rank",
         paper="Wang et al. 2020, Linformer",
         function=linformer_attention,
-        capabilities=frozenset(
-            {
-                "bidirectional",
-                "cross",
-                "grouped",
-                "lengths",
-                "soft_cap",
-                "sink",
-                "dropout",
-                "residual",
-            }
-        ),
+        capabilities=frozenset({"cross"}),
         reasons={"causal": NOT_CAUSAL},
         options_at=mean_pooling,
         builder="effattn.nn.linformer:LinformerSelfAttention",

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,16 @@ from effattn.arrays.combine import combine
 from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention, folding
 from effattn.functional.block_linformer import EarlierBlocks
+from effattn.options import Direction, Sink, Softmax, Tile, declared
 
 Norm = tuple[jax.Array, jax.Array]
 
 
-@checks.checked
+class Options(Direction, Sink, Tile, Softmax, total=False):
+    """The shared options of `long_short_attention`."""
+
+
+@declared
 def long_short_attention(
     query: jax.Array,
     key: jax.Array,
@@ -33,18 +38,7 @@ def long_short_attention(
     slot_scores: jax.Array | None = None,
     window_norm: Norm | None = None,
     slot_norm: Norm | None = None,
-    scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    logits_soft_cap: float | None = None,
-    sink: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    tile: tuple[int, int] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-    return_residual: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     r"""Long-short attention (Zhu et al. 2021, "Long-Short Transformer").
 
@@ -77,21 +71,8 @@ def long_short_attention(
       slot_scores: Z, `(*B, T, K, r)` or what broadcasts to it; in place of `projection`.
       window_norm: scale and bias of a layer norm, `(K, H)` each, with Hv == H; None for none.
       slot_norm: the same of slots.
-      scale: default H**-0.5. May be an array, with a gradient.
-      is_causal: attend to the past and the present only.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and in no slot. Without
-        keys there are no slots.
-      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
-      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
-      dropout_rate: share of the weights dropped, in [0, 1). Slots count as further tokens.
-      dropout_rng: a `jax.random` key; needed where the rate is above 0.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      tile: queries and keys in a tile; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("long_short")` lists the names and what
-        they take.
-      return_residual: also return the log-sum-exp.
+      **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp and execution: see
+        `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -102,28 +83,12 @@ def long_short_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    given = attention.check(
-        "long_short_attention",
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        logits_soft_cap=logits_soft_cap,
-        sink=sink,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        precision=precision,
-        tile=tile,
-        implementation=implementation,
-    )
+    given = attention.check("long_short_attention", query, key, value, **options)
     checks.self_attention("long_short_attention", query, key)
     checks.known_length("long_short_attention", query)
     if segment_size is None:
-        segment_size = window_size if is_causal else max(key.shape[-3], 1)
-    options = Options.of(window_size, segment_size, window_norm, slot_norm, key, value)
+        segment_size = window_size if given.is_causal else max(key.shape[-3], 1)
+    settings = Settings.of(window_size, segment_size, window_norm, slot_norm, key, value)
     if (projection is None) == (slot_scores is None):
         raise ValueError(
             "long_short_attention needs one of projection and slot_scores, got "
@@ -134,12 +99,12 @@ def long_short_attention(
     else:
         projection = check_projection(projection, key)
     with jax.named_scope("long_short_attention"):
-        out, lse = _attend(options, projection, slot_scores, query, key, value, given)
-    return (out, dtypes.logarithms(lse)) if return_residual else out
+        out, lse = _attend(settings, projection, slot_scores, query, key, value, given)
+    return attention.results(out, lse, given)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Settings:
     """Tokens of windows and of segments, and the two layer norms."""
 
     window: int
@@ -199,7 +164,7 @@ def _check_scores(scores: Any, key: jax.Array) -> jax.Array:
     )
 
 
-def _attend(options: Options, projection, scores, query, key, value, given: attention.Arguments):
+def _attend(settings: Settings, projection, scores, query, key, value, given: attention.Arguments):
     """The window and the slots, combined."""
     batch, length = key.shape[:-3], key.shape[-3]
     lengths = jnp.full(batch, length) if given.key_lengths is None else given.key_lengths
@@ -207,10 +172,10 @@ def _attend(options: Options, projection, scores, query, key, value, given: atte
     key, value = (jnp.where(present[..., None, None], x, 0) for x in (key, value))
     if scores is None:
         scores = score(projection, key, given.precision)
-    keys, values = (normalise(x, options.window_norm) for x in (key, value))
-    window = _attend_windows(options.window, query, keys, values, given)
+    keys, values = (normalise(x, settings.window_norm) for x in (key, value))
+    window = _attend_windows(settings.window, query, keys, values, given)
 
-    slots, size, axis = scores.shape[-1], options.segment, len(batch)
+    slots, size, axis = scores.shape[-1], settings.segment, len(batch)
     segments = math.ceil(length / size) - given.is_causal
     if segments < 1:
         return window
@@ -221,7 +186,8 @@ def _attend(options: Options, projection, scores, query, key, value, given: atte
 
     of_segments = project(fold(scores), fold(key), fold(value), fold(present), given.precision)
     keys, values = (
-        normalise(folding.unfold(x, segments * slots, axis), options.slot_norm) for x in of_segments
+        normalise(folding.unfold(x, segments * slots, axis), settings.slot_norm)
+        for x in of_segments
     )
     to_slots = dataclasses.replace(
         given,
@@ -344,19 +310,6 @@ registry.register(
         family="low rank",
         paper="Zhu et al. 2021, Long-Short Transformer",
         function=long_short_attention,
-        capabilities=frozenset(
-            {
-                "bidirectional",
-                "causal",
-                "grouped",
-                "lengths",
-                "soft_cap",
-                "sink",
-                "dropout",
-                "residual",
-                "decode",
-            }
-        ),
         reasons={"segments": "a slot would mix documents"},
         options={"window_size": 64},
         options_at=_strided,

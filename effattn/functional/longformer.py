@@ -2,21 +2,25 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, mesh_axes
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
 from effattn.cores import attention
-from effattn.cores.attention import ScoreMod
 from effattn.functional import sliding_window
+from effattn.options import Direction, Packing, Score, Softmax, Tile, declared
 
 
-@checks.checked
+class Options(Direction, Packing, Score, Tile, Softmax, total=False):
+    """The shared options of `longformer_attention`."""
+
+
+@declared
 def longformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -29,19 +33,7 @@ def longformer_attention(
     global_query: jax.Array | None = None,
     global_key: jax.Array | None = None,
     global_value: jax.Array | None = None,
-    scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    logits_soft_cap: float | None = None,
-    score_mod: ScoreMod | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    tile: tuple[int, int] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-    return_residual: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     r"""Longformer's attention (Beltagy et al. 2020, "Longformer: The Long-Document Transformer").
 
@@ -69,23 +61,8 @@ def longformer_attention(
       global_query: what global tokens ask with, of the shape of query, which it defaults to.
       global_key: what global tokens attend to, of the shape of key, which it defaults to.
       global_value: what global tokens gather, of the shape of value, which it defaults to.
-      scale: default H**-0.5. May be an array, with a gradient.
-      is_causal: nothing at later positions, for global tokens too.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
-      segment_ids: int `(*B, T)`, or a pair of them; 0 is padding. Global tokens reach no further
-        than their segment.
-      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
-      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
-      dropout_rate: share of the weights dropped, in [0, 1).
-      dropout_rng: a `jax.random` key; needed where the rate is above 0.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      tile: queries and keys in a tile of the window; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("longformer")` lists the names and what
-        they take. Calls without global tokens also take those of
-        `effattn.support("sliding_window")`.
-      return_residual: also return the log-sum-exp.
+      **options: direction, padding, packing, scale, soft cap, `score_mod`, dropout, log-sum-exp and
+        execution: see `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -101,19 +78,8 @@ def longformer_attention(
         query,
         key,
         value,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
         local_window_size=checks.window(local_window_size),
-        logits_soft_cap=logits_soft_cap,
-        score_mod=score_mod,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        precision=precision,
-        tile=tile,
-        implementation=implementation,
+        **options,
     )
     dilation = checks.dilation(dilation, query.shape[-2], key.shape[-2])
     checks.self_attention("longformer_attention", query, key)
@@ -129,7 +95,7 @@ def longformer_attention(
             out, lse = sliding_window.attend(dilation, *arrays, given)
         else:
             out, lse = _attend(dilation, arrays, global_arrays, is_global, max_global, given)
-    return (out, dtypes.logarithms(lse)) if return_residual else out
+    return attention.results(out, lse, given)
 
 
 def _check_global(global_mask, max_global, shape):
@@ -237,8 +203,6 @@ registry.register(
         family="sparse",
         paper="Beltagy et al. 2020, Longformer",
         function=longformer_attention,
-        capabilities=frozenset(registry.CAPABILITIES)
-        - {"cross", "offset", "bias", "mask", "sink", "state"},
         options={"local_window_size": 127, "dilation": 1},
         builder="effattn.nn.longformer:LongformerSelfAttention",
         decoder="effattn.decode.longformer:decoder",

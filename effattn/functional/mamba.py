@@ -1,5 +1,7 @@
 """The selective scan of Mamba: every entry of the state decays by its own rate and step."""
 
+from typing import Any, Unpack
+
 import jax
 
 from effattn import registry
@@ -7,10 +9,15 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms, clear
+from effattn.options import Implementation, Packing, Padding, State, declared
 from effattn.xla.diagonal_recurrence import CHUNK, diagonal_recurrence
 
 
-@checks.checked
+class Options(Padding, Packing, State, Implementation, total=False):
+    """The shared options of `selective_scan`."""
+
+
+@declared
 def selective_scan(
     query: jax.Array,
     key: jax.Array,
@@ -19,14 +26,9 @@ def selective_scan(
     step_size: jax.Array,
     rate: jax.Array,
     skip: jax.Array | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    return_state: bool = False,
     chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[Options],
+) -> Any:
     r"""The selective scan of Mamba (Gu and Dao 2023, "Mamba").
 
     With the paper's names in brackets, for one head of D values, each with a step dt of its own:
@@ -46,17 +48,8 @@ def selective_scan(
       step_size: `(*B, T, K, D)` [dt, after its softplus], positive.
       rate: `(K, D, F)` [A], 0 or less, which is checked where it is concrete.
       skip: `(K, D)` [D], with as many query heads as key heads; None has none.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row; the others leave the state as it
-        is.
-      segment_ids: int `(*B, T)`: tokens see their own run of equal ids; 0 is padding.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token.
       chunk_size: tokens between two states that are kept; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("mamba")` lists the names and what they
-        take.
+      **options: padding, packing, state and implementation: see `effattn.options`.
 
     Returns:
       `(*B, T, N, D)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -67,13 +60,7 @@ def selective_scan(
       NotImplementedError: an implementation that it does not have.
     """
     given = recurrence.check(
-        query,
-        key,
-        value,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        chunk_size=CHUNK if chunk_size is None else chunk_size,
+        query, key, value, chunk_size=CHUNK if chunk_size is None else chunk_size, **options
     )
     checks.known_length("selective_scan", given.query)
     value, (heads, size) = given.value, given.value.shape[-2:]
@@ -85,9 +72,7 @@ def selective_scan(
         given.query,
         (given.key, value, steps),
         recurrence.check_log_decay(rate, (heads, size, given.key.shape[-1]), "rate"),
-        initial_state=initial_state,
         attend=diagonal_recurrence,
-        implementation=implementation,
     )
     if skip is not None:
         if given.query.shape[-2] != heads:
@@ -99,7 +84,7 @@ def selective_scan(
         present = clear(clear(value, given.tokens.key_mask), given.tokens.query_mask)
         direct = dtypes.product(lead(weight, value.ndim), present)
         out = (out.astype(direct.dtype) + direct).astype(value.dtype)
-    return (out, state) if return_state else out
+    return recurrence.results(out, state, given)
 
 
 def _terms(_, query, keys) -> Terms:
@@ -114,7 +99,7 @@ registry.register(
         family="recurrent",
         paper="Gu and Dao 2023, Mamba: Linear-Time Sequence Modeling with Selective State Spaces",
         function=selective_scan,
-        capabilities=recurrence.CAPABILITIES,
+        capabilities=frozenset({"causal"}),
         builder="effattn.nn.mamba:Mamba",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N F D)",

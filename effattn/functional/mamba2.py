@@ -1,5 +1,7 @@
 """State-space duality: the selective state space of Mamba-2, as masked attention in chunks."""
 
+from typing import Any, Unpack
+
 import jax
 
 from effattn import registry
@@ -7,9 +9,10 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms, clear
+from effattn.options import Recurrent, declared
 
 
-@checks.checked
+@declared
 def state_space_duality(
     query: jax.Array,
     key: jax.Array,
@@ -18,15 +21,8 @@ def state_space_duality(
     step_size: jax.Array,
     rate: jax.Array,
     skip: jax.Array | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    return_state: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[Recurrent],
+) -> Any:
     r"""The state space of Mamba-2 (Dao and Gu 2024, "Transformers are SSMs").
 
     With the paper's names in brackets, for one head and its step size dt_t > 0:
@@ -45,18 +41,7 @@ def state_space_duality(
       step_size: `(*B, T, V)` [dt, after its softplus], positive.
       rate: `(V,)` [A], 0 or less, which is checked where it is concrete.
       skip: `(V,)` [D]; with as many value heads as query heads. None has none.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row; the others leave the state as it
-        is.
-      segment_ids: int `(*B, T)`: tokens see their own run of equal ids; 0 is padding.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      chunk_size: tokens of one masked product; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("mamba2")` lists the names and what they
-        take.
+      **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
 
     Returns:
       `(*B, T, max(N, V), P)` in the dtype of `value`; with `return_state`, `(out, state)`, the
@@ -67,17 +52,7 @@ def state_space_duality(
       NotImplementedError: an implementation that it does not have.
       TypeError: in forward-mode differentiation.
     """
-    given = recurrence.check(
-        query,
-        key,
-        value,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        precision=precision,
-        chunk_size=chunk_size,
-        value_heads=True,
-    )
+    given = recurrence.check(query, key, value, value_heads=True, **options)
     heads, value = given.value.shape[-2], given.value
     steps = checks.shaped("step_size", step_size, value.shape[:-1])
     out, state = recurrence.run(
@@ -87,8 +62,6 @@ def state_space_duality(
         given.query,
         (given.key, value, steps),
         recurrence.check_log_decay(rate, (heads,), "rate"),
-        initial_state=initial_state,
-        implementation=implementation,
     )
     if skip is not None:
         if given.query.shape[-2] > heads:
@@ -100,7 +73,7 @@ def state_space_duality(
         present = clear(clear(value, given.tokens.key_mask), given.tokens.query_mask)
         direct = dtypes.product(lead(weight[:, None], value.ndim), present)
         out = (out.astype(direct.dtype) + direct).astype(value.dtype)
-    return (out, state) if return_state else out
+    return recurrence.results(out, state, given)
 
 
 def _terms(rate, query, keys) -> Terms:
@@ -115,7 +88,7 @@ registry.register(
         family="recurrent",
         paper="Dao and Gu 2024, Transformers are SSMs",
         function=state_space_duality,
-        capabilities=recurrence.CAPABILITIES,
+        capabilities=frozenset({"causal"}),
         builder="effattn.nn.mamba2:Mamba2",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N F P)",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,14 @@ from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
 from effattn.arrays.axes import lead
 from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention
+from effattn.options import Execution, Padding, Scale, Tile, declared
 
 
-@checks.checked
+class Options(Padding, Scale, Tile, Execution, total=False):
+    """The shared options of `nystrom_attention`."""
+
+
+@declared
 def nystrom_attention(
     query: jax.Array,
     key: jax.Array,
@@ -26,13 +31,8 @@ def nystrom_attention(
     num_landmarks: int,
     num_iterations: int = 6,
     skip_kernel: jax.Array | None = None,
-    scale: float | jax.Array | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    tile: tuple[int, int] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array:
+    **options: Unpack[Options],
+) -> Any:
     r"""Nystrom attention (Xiong et al. 2021, "Nystromformer").
 
     With m landmarks Q~ and K~, the means of m segments of the queries and of the keys, for each
@@ -69,15 +69,7 @@ def nystrom_attention(
         are fewer.
       num_iterations: J, 1 or more.
       skip_kernel: `(N, width)` or `(K, width)`, of odd width; needs T == S.
-      scale: default H**-0.5. May be an array, with a gradient.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros, and are in no landmark.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and in no landmark.
-      precision: of the matrix products with queries, keys and values, as in `jax.lax.dot`; those of
-        landmarks among themselves always have the highest.
-      tile: queries and keys in a tile; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("nystrom")` lists the names and what they
-        take.
+      **options: padding, scale and execution: see `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`.
@@ -89,18 +81,7 @@ def nystrom_attention(
     """
     num_landmarks = checks.at_least("num_landmarks", num_landmarks, 1)
     num_iterations = checks.at_least("num_iterations", num_iterations, 1)
-    given = attention.check(
-        "nystrom_attention",
-        query,
-        key,
-        value,
-        scale=scale,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        precision=precision,
-        tile=tile,
-        implementation=implementation,
-    )
+    given = attention.check("nystrom_attention", query, key, value, **options)
     checks.known_length("nystrom_attention", query, key)
     longest = max(query.shape[-3], key.shape[-3])
     if 0 < longest < num_landmarks:
@@ -305,7 +286,7 @@ registry.register(
         family="low rank",
         paper="Xiong et al. 2021, Nystromformer",
         function=nystrom_attention,
-        capabilities=frozenset({"bidirectional", "cross", "grouped", "lengths"}),
+        capabilities=frozenset({"bidirectional", "cross"}),
         options={"num_landmarks": 32},
         complexity="O(N m) for m landmarks",
         time_exponent=1.0,

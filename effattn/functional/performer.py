@@ -1,8 +1,7 @@
 """Performer: softmax attention by random features, so in time and memory linear in length."""
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.cores import feature_attention, recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.options import FeatureMapped, declared
 from effattn.xla.linear_scan import max_plus_scan
 
 KERNELS = ("softmax", "relu")
@@ -89,7 +89,7 @@ def performer_features(
     return jnp.concatenate([vectors, -vectors], 1) if hyperbolic else vectors
 
 
-@checks.checked
+@declared
 def performer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -98,16 +98,8 @@ def performer_attention(
     projection: jax.Array,
     kernel: str = "softmax",
     scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    initial_state: PerformerState | None = None,
-    return_state: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, PerformerState]:
+    **options: Unpack[FeatureMapped],
+) -> Any:
     r"""FAVOR+ (Choromanski et al. 2020, "Rethinking Attention with Performers").
 
     Over the keys s that query t may attend to,
@@ -140,20 +132,8 @@ def performer_attention(
       kernel: "softmax" or "relu". The ReLU kernel estimates nothing; it is a kernel of its own. The
         small number that the paper's experiments add to its features is left out.
       scale: of the logits, above 0; default H**-0.5. It cancels in the ReLU kernel.
-      is_causal: query t attends to the keys up to t; needs T == S.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row.
-      segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
-        equal ids, which are one contiguous run; 0 is padding.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token. With `segment_ids` it is that
-        of the last document.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("performer")` lists the names and what
-        they take.
+      **options: direction, padding, packing, state and execution: see
+        `effattn.options.FeatureMapped`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, PerformerState)`, in the
@@ -165,19 +145,7 @@ def performer_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = feature_attention.check(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        initial_state=initial_state,
-        return_state=return_state,
-        precision=precision,
-        chunk_size=chunk_size,
-    )
+    given, attend = feature_attention.check(query, key, value, **options)
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     if kernel == "softmax":
@@ -187,21 +155,23 @@ def performer_attention(
         projection,
         jnp.sqrt(feature_attention.positive_scale(scale, query).astype(given.dtype)),
     )
-    sums, maximum = _check_state(initial_state, given, projection.shape[-2], kernel)
-    run = functools.partial(
-        recurrence.run,
-        "performer_attention",
-        _PerformerTerms(kernel, precision),
-        given,
-        query,
-        parameters=parameters,
-        normalized=True,
-        attend=attend,
-        implementation=implementation,
-    )
+    sums, maximum = _check_state(given.initial_state, given, projection.shape[-2], kernel)
+
+    def run(keys, sums):
+        return recurrence.run(
+            "performer_attention",
+            _PerformerTerms(kernel, given.precision),
+            dataclasses.replace(given, initial_state=sums),
+            query,
+            keys,
+            parameters,
+            normalized=True,
+            attend=attend,
+        )
+
     if kernel == "relu":
-        out, sums = run(keys=(key, value), initial_state=sums)
-        return (out, PerformerState(sums, None)) if return_state else out
+        out, sums = run((key, value), sums)
+        return recurrence.results(out, PerformerState(sums, None), given)
     if sums is not None and maximum is not None:
         # The largest feature of the keys is exp(M) / exp(M), so that only empty sums are zero.
         empty = jnp.all(sums == 0, (-2, -1))
@@ -210,13 +180,13 @@ def performer_attention(
         shape = (*given.batch, key.shape[-2])
         first = jnp.full(shape, dtypes.lowest(given.dtype), given.dtype)
     packed_ids = None if given.documents is None else given.documents[1]
-    units, log_decay, last = _units(parameters, given, first, is_causal, packed_ids)
-    if sums is not None and not is_causal:
+    units, log_decay, last = _units(parameters, given, first, given.is_causal, packed_ids)
+    if sums is not None and not given.is_causal:
         sums = sums * jnp.exp(_log_decay(first, last))[..., None, None]
-    out, sums = run(keys=(key, value, units, *log_decay), initial_state=sums)
+    out, sums = run((key, value, units, *log_decay), sums)
     # Where the largest is that of before, with its gradient.
     maximum = jnp.where(last == first, jnp.zeros_like(last) if maximum is None else maximum, last)
-    return (out, PerformerState(sums, maximum)) if return_state else out
+    return recurrence.results(out, PerformerState(sums, maximum), given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,18 +334,7 @@ registry.register(
         family="linear",
         paper="Choromanski et al. 2020, Rethinking Attention with Performers",
         function=performer_attention,
-        capabilities=frozenset(
-            {
-                "bidirectional",
-                "causal",
-                "cross",
-                "grouped",
-                "lengths",
-                "segments",
-                "state",
-                "decode",
-            }
-        ),
+        capabilities=frozenset({"cross"}),
         options={"kernel": "softmax"},
         builder="effattn.nn.performer:PerformerSelfAttention",
         decoder="effattn.decode.recurrent:RecurrentDecoder",

@@ -1,7 +1,7 @@
 """Random feature attention: the Gaussian kernel by sines and cosines, with or without a gate."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ import numpy as np
 from jax import lax
 
 from effattn import registry
-from effattn.arrays import checks
 from effattn.cores import feature_attention, recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.options import FeatureMapped, declared
 
 
-@checks.checked
+@declared
 def random_feature_attention(
     query: jax.Array,
     key: jax.Array,
@@ -22,16 +22,8 @@ def random_feature_attention(
     *,
     projection: jax.Array,
     gate: jax.Array | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    initial_state: jax.Array | None = None,
-    return_state: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[FeatureMapped],
+) -> Any:
     r"""Random feature attention (Peng et al. 2021, "Random Feature Attention").
 
     With features of vectors w_1 .. w_m, of queries and keys divided by their Euclidean norms,
@@ -57,20 +49,8 @@ def random_feature_attention(
       projection: the vectors w, `(1, m, H)` for all heads or `(K, m, H)`: sigma times what
         `performer_features` draws. The query heads of one key head share its vectors.
       gate: `(*B, T, K)`, for `is_causal=True`; None forgets nothing.
-      is_causal: query t attends to the keys up to t; needs T == S.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row.
-      segment_ids: int `(*B, T)`, or if not causal a pair `((*B, T), (*B, S))`: tokens attend within
-        equal ids, which are one contiguous run; 0 is padding.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token. With `segment_ids` it is that
-        of the last document.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      chunk_size: tokens of one masked product of the causal form; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("random_features")` lists the names and
-        what they take.
+      **options: direction, padding, packing, state and execution: see
+        `effattn.options.FeatureMapped`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -82,34 +62,20 @@ def random_feature_attention(
       NotImplementedError: an implementation that there is not.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = feature_attention.check(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        initial_state=initial_state,
-        return_state=return_state,
-        precision=precision,
-        chunk_size=chunk_size,
-    )
+    given, attend = feature_attention.check(query, key, value, **options)
     projection = feature_attention.check_projection("projection", projection, key)
-    gates = () if gate is None else (_check_gate(gate, key.shape[:-1], is_causal),)
+    gates = () if gate is None else (_check_gate(gate, key.shape[:-1], given.is_causal),)
     out, state = recurrence.run(
         "random_feature_attention",
-        _RandomFeatureTerms(precision),
+        _RandomFeatureTerms(given.precision),
         given,
         query,
         (key, value, *gates),
         projection,
-        initial_state=initial_state,
         normalized=True,
         attend=attend,
-        implementation=implementation,
     )
-    return (out, state) if return_state else out
+    return recurrence.results(out, state, given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,18 +132,7 @@ registry.register(
         family="linear",
         paper="Peng et al. 2021, Random Feature Attention",
         function=random_feature_attention,
-        capabilities=frozenset(
-            {
-                "bidirectional",
-                "causal",
-                "cross",
-                "grouped",
-                "lengths",
-                "segments",
-                "state",
-                "decode",
-            }
-        ),
+        capabilities=frozenset({"cross"}),
         builder="effattn.nn.random_features:RandomFeatureSelfAttention",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N m (H + Hv))",

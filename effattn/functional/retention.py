@@ -1,13 +1,16 @@
 """Retention: linear attention in which each head forgets at a constant rate."""
 
+from typing import Any, Unpack
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import dtypes
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.options import Recurrent, declared
 
 
 def retention_log_decay(num_heads: int) -> jax.Array:
@@ -15,7 +18,7 @@ def retention_log_decay(num_heads: int) -> jax.Array:
     return jnp.log1p(-jnp.asarray(2.0 ** (-5 - np.arange(num_heads))))
 
 
-@checks.checked
+@declared
 def retention(
     query: jax.Array,
     key: jax.Array,
@@ -23,15 +26,8 @@ def retention(
     *,
     log_decay: jax.Array | None = None,
     scale: float | jax.Array | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    return_state: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[Recurrent],
+) -> Any:
     r"""Retention (Sun et al. 2023, "Retentive Network: A Successor to Transformer").
 
         S_t = gamma S_(t-1) + k_t v_t^T;    out_t = scale * S_t^T q_t
@@ -47,18 +43,7 @@ def retention(
       log_decay: `(K,)`, log gamma of each key head, 0 or less, which is checked where it is
         concrete; default `retention_log_decay(K)`.
       scale: multiplies q . k; default H**-0.5.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row; the others leave the state as it
-        is.
-      segment_ids: int `(*B, T)`: tokens see their own run of equal ids; 0 is padding.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      chunk_size: tokens of one masked product; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("retention")` lists the names and what
-        they take.
+      **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -69,16 +54,7 @@ def retention(
       NotImplementedError: an implementation that retention does not have.
       TypeError: in forward-mode differentiation.
     """
-    given = recurrence.check(
-        query,
-        key,
-        value,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        precision=precision,
-        chunk_size=chunk_size,
-    )
+    given = recurrence.check(query, key, value, **options)
     heads = given.key.shape[-2]
     if log_decay is None:
         log_decay = retention_log_decay(heads)
@@ -93,10 +69,8 @@ def retention(
         given.query,
         (given.key, given.value),
         parameters,
-        initial_state=initial_state,
-        implementation=implementation,
     )
-    return (out, state) if return_state else out
+    return recurrence.results(out, state, given)
 
 
 def _terms(parameters, query, keys) -> Terms:
@@ -111,7 +85,7 @@ registry.register(
         family="recurrent",
         paper="Sun et al. 2023, Retentive Network",
         function=retention,
-        capabilities=recurrence.CAPABILITIES,
+        capabilities=frozenset({"causal"}),
         builder="effattn.nn.retention:RetNet",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",

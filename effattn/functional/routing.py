@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,17 @@ from effattn.arrays.combine import combine
 from effattn.arrays.gathers import inverse_of, largest_of, permute, pick, spread
 from effattn.arrays.segments import within
 from effattn.cores import attention
+from effattn.options import Direction, Execution, Packing, Padding, Residual, Scale, Tile, declared
 
 # Clusters whose scores are held at once.
 _AT_ONCE = 16
 
 
-@checks.checked
+class Options(Direction, Padding, Packing, Scale, Residual, Tile, Execution, total=False):
+    """The shared options of `routing_attention`."""
+
+
+@declared
 def routing_attention(
     query: jax.Array,
     key: jax.Array,
@@ -29,15 +34,7 @@ def routing_attention(
     *,
     centroids: jax.Array,
     cluster_size: int,
-    scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    tile: tuple[int, int] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-    return_residual: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     r"""Routing attention (Roy et al. 2020, "... Sparse Attention with Routing Transformers").
 
@@ -74,19 +71,8 @@ def routing_attention(
       value: `(*B, T, K, Hv)`.
       centroids: `(N, C, H)`; bidirectional, C is at most T.
       cluster_size: w, tokens; bidirectional, at most T.
-      scale: default H**-0.5. May be an array, with a gradient.
-      is_causal: attend to the past and the present only.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros, and are in no cluster.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding, and seen by no query. A
-        query there is routed by itself alone.
-      segment_ids: int `(*B, T)`; packed documents, each of which has the clusters for itself; 0 is
-        padding.
-      precision: of the products of the attention, as in `jax.lax.dot`.
-      tile: queries and keys in a tile; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("routing")` lists the names and what they
-        take.
-      return_residual: also return the log-sum-exp.
+      **options: direction, padding, packing, scale, log-sum-exp and execution: see
+        `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -98,31 +84,19 @@ def routing_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    if checks.is_pair(segment_ids, query.shape[:-2]):
+    if checks.is_pair(options.get("segment_ids"), query.shape[:-2]):
         raise ValueError(
             "routing_attention is self-attention: segment_ids must be one array (*B, T) for "
             "queries and keys, got a pair"
         )
-    given = attention.check(
-        "routing_attention",
-        query,
-        key,
-        value,
-        scale=scale,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        precision=precision,
-        tile=tile,
-        implementation=implementation,
-    )
+    given = attention.check("routing_attention", query, key, value, **options)
     checks.self_attention("routing_attention", query, key)
     checks.known_length("routing_attention", query)
     centroids = check_centroids(centroids, query)
     size = checks.at_least("cluster_size", cluster_size, 1, "tokens")
     for name, number in (("clusters in centroids", centroids.shape[1]), ("cluster_size", size)):
         # A causal input may be the beginning of a longer one.
-        if number > query.shape[-3] > 0 and not is_causal:
+        if number > query.shape[-3] > 0 and not given.is_causal:
             raise ValueError(
                 f"{name} must be at most the {query.shape[-3]} tokens given, got {number}; give "
                 "fewer, or longer inputs"
@@ -136,11 +110,11 @@ def routing_attention(
 
         def attend(query, key, value, centroids, traced):
             with_arrays = dataclasses.replace(given, **traced)
-            return _attend(query, key, value, centroids, size, is_causal, with_arrays)
+            return _attend(query, key, value, centroids, size, given.is_causal, with_arrays)
 
         attend = mesh_axes.placed(attend, query, *specs)
         out, lse = attend(query, key, value, centroids, traced)
-    return (out, dtypes.logarithms(lse)) if return_residual else out
+    return attention.results(out, lse, given)
 
 
 # What may be arrays among the arguments that are passed on.
@@ -532,17 +506,6 @@ registry.register(
         family="clustered",
         paper="Roy et al. 2020, Routing Transformer",
         function=routing_attention,
-        capabilities=frozenset(
-            {
-                "bidirectional",
-                "causal",
-                "grouped",
-                "lengths",
-                "segments",
-                "residual",
-                "decode",
-            }
-        ),
         options_at=lambda length: {"cluster_size": math.isqrt(length)},
         builder="effattn.nn.routing:RoutingSelfAttention",
         decoder="effattn.decode.routing:RoutingDecoder",

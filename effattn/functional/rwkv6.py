@@ -1,14 +1,17 @@
 """RWKV-6: each token says what each feature forgets, and weighs its own key by a bonus."""
 
+from typing import Any, Unpack
+
 import jax
 
 from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.options import Recurrent, declared
 
 
-@checks.checked
+@declared
 def rwkv6_attention(
     query: jax.Array,
     key: jax.Array,
@@ -16,15 +19,8 @@ def rwkv6_attention(
     *,
     log_decay: jax.Array,
     bonus: jax.Array,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    return_state: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[Recurrent],
+) -> Any:
     r"""The time mixing of RWKV-6 (Peng et al. 2024, "Eagle and Finch").
 
         out_t = (S_(t-1) + diag(u) k_t v_t^T)^T r_t;    S_t = diag(w_t) S_(t-1) + k_t v_t^T
@@ -40,18 +36,7 @@ def rwkv6_attention(
       value: `(*B, T, K, Hv)`.
       log_decay: log w, `(*B, T, K, H)`; 0 or less, which is checked where it is concrete.
       bonus: u, `(K, H)`.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row; the others leave the state as it
-        is.
-      segment_ids: int `(*B, T)`: tokens see their own run of equal ids; 0 is padding.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      chunk_size: tokens of one masked product; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("rwkv6")` lists the names and what they
-        take.
+      **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -62,16 +47,7 @@ def rwkv6_attention(
       NotImplementedError: an implementation that it does not have.
       TypeError: in forward-mode differentiation.
     """
-    given = recurrence.check(
-        query,
-        key,
-        value,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        precision=precision,
-        chunk_size=chunk_size,
-    )
+    given = recurrence.check(query, key, value, **options)
     out, state = recurrence.run(
         "rwkv6_attention",
         _terms,
@@ -79,10 +55,8 @@ def rwkv6_attention(
         given.query,
         (given.key, given.value, recurrence.check_log_decay(log_decay, given.key.shape)),
         checks.shaped("bonus", bonus, given.key.shape[-2:]),
-        initial_state=initial_state,
-        implementation=implementation,
     )
-    return (out, state) if return_state else out
+    return recurrence.results(out, state, given)
 
 
 def _terms(bonus, query, keys) -> Terms:
@@ -96,7 +70,7 @@ registry.register(
         family="recurrent",
         paper="Peng et al. 2024, Eagle and Finch: RWKV with Matrix-Valued States",
         function=rwkv6_attention,
-        capabilities=recurrence.CAPABILITIES,
+        capabilities=frozenset({"causal"}),
         builder="effattn.nn.rwkv:RWKV6",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",

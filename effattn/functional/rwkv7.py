@@ -1,14 +1,17 @@
 """RWKV-7: each token says what each feature forgets, and takes away what it finds under a key."""
 
+from typing import Any, Unpack
+
 import jax
 
 from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.options import Recurrent, declared
 
 
-@checks.checked
+@declared
 def rwkv7_attention(
     query: jax.Array,
     key: jax.Array,
@@ -17,15 +20,8 @@ def rwkv7_attention(
     log_decay: jax.Array,
     removal_key: jax.Array,
     learning_rate: jax.Array,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    initial_state: jax.Array | None = None,
-    return_state: bool = False,
-    precision: jax.lax.PrecisionLike = None,
-    chunk_size: int | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    **options: Unpack[Recurrent],
+) -> Any:
     r"""The time mixing of RWKV-7 (Peng et al. 2025, "RWKV-7 Goose").
 
         S_t = (diag(w_t) - (a_t * kappa_t) kappa_t^T) S_(t-1) + k_t v_t^T;    out_t = S_t^T r_t
@@ -43,18 +39,7 @@ def rwkv7_attention(
       log_decay: log w, `(*B, T, K, H)`; 0 or less, which is checked where it is concrete.
       removal_key: kappa, `(*B, T, K, H)`; the paper's has length 1.
       learning_rate: a, `(*B, T, K, H)`; the paper's is in [0, 1].
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row; the others leave the state as it
-        is.
-      segment_ids: int `(*B, T)`: tokens see their own run of equal ids; 0 is padding.
-      initial_state: the state before the first token, as returned by an earlier call. With
-        `segment_ids` it belongs to the first document.
-      return_state: also return the state after the last valid token.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      chunk_size: tokens of one masked product; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("rwkv7")` lists the names and what they
-        take.
+      **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -65,16 +50,7 @@ def rwkv7_attention(
       NotImplementedError: an implementation that it does not have.
       TypeError: in forward-mode differentiation.
     """
-    given = recurrence.check(
-        query,
-        key,
-        value,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        precision=precision,
-        chunk_size=chunk_size,
-    )
+    given = recurrence.check(query, key, value, **options)
     out, state = recurrence.run(
         "rwkv7_attention",
         _terms,
@@ -87,10 +63,8 @@ def rwkv7_attention(
             checks.shaped("removal_key", removal_key, given.key.shape),
             checks.shaped("learning_rate", learning_rate, given.key.shape),
         ),
-        initial_state=initial_state,
-        implementation=implementation,
     )
-    return (out, state) if return_state else out
+    return recurrence.results(out, state, given)
 
 
 def _terms(_, query, keys) -> Terms:
@@ -105,7 +79,7 @@ registry.register(
         family="recurrent",
         paper="Peng et al. 2025, RWKV-7 Goose with Expressive Dynamic State Evolution",
         function=rwkv7_attention,
-        capabilities=recurrence.CAPABILITIES,
+        capabilities=frozenset({"causal"}),
         builder="effattn.nn.rwkv:RWKV7",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",

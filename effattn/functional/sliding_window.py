@@ -3,21 +3,25 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.cores import attention
-from effattn.cores.attention import ScoreMod
 from effattn.interfaces.block_attention import Origin
+from effattn.options import Direction, Offset, Packing, Score, Sink, Softmax, Tile, declared
 
 
-@checks.checked
+class Options(Direction, Offset, Packing, Score, Sink, Tile, Softmax, total=False):
+    """The shared options of `sliding_window_attention`."""
+
+
+@declared
 def sliding_window_attention(
     query: jax.Array,
     key: jax.Array,
@@ -25,21 +29,7 @@ def sliding_window_attention(
     *,
     local_window_size: int | tuple[int, int],
     dilation: int | Sequence[int] = 1,
-    scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_offset: int | jax.Array = 0,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    logits_soft_cap: float | None = None,
-    score_mod: ScoreMod | None = None,
-    sink: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    tile: tuple[int, int] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-    return_residual: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     r"""Softmax attention over the neighbours of each token (Beltagy et al. 2020, "Longformer").
 
@@ -58,23 +48,8 @@ def sliding_window_attention(
         window of 256 keys is (255, 0).
       dilation: tokens in a step, 1 or more; an int, or one for each query head. Heads that share a
         key head share a dilation.
-      scale: default H**-0.5. May be an array, with a gradient.
-      is_causal: nothing at later positions, whatever the window's right side.
-      query_offset: query t stands at position t + offset; an int, or an int array `()` or `(*B)`.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
-      segment_ids: int `(*B, T)`, or a pair `(*B, T)`, `(*B, S)`; 0 is padding.
-      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
-      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
-      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
-      dropout_rate: share of the weights dropped, in [0, 1).
-      dropout_rng: a `jax.random` key; needed where the rate is above 0.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      tile: queries and keys in a tile; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("sliding_window")` lists the names and
-        what they take.
-      return_residual: also return the log-sum-exp.
+      **options: direction, offset, padding, packing, scale, soft cap, `score_mod`, sink, dropout,
+        log-sum-exp and execution: see `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -90,26 +65,13 @@ def sliding_window_attention(
         query,
         key,
         value,
-        scale=scale,
-        is_causal=is_causal,
-        query_offset=query_offset,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
         local_window_size=checks.window(local_window_size),
-        logits_soft_cap=logits_soft_cap,
-        score_mod=score_mod,
-        sink=sink,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        precision=precision,
-        tile=tile,
-        implementation=implementation,
+        **options,
     )
     dilation = checks.dilation(dilation, query.shape[-2], key.shape[-2])
     with jax.named_scope("sliding_window_attention"):
         out, lse = attend(dilation, query, key, value, given)
-    return (out, dtypes.logarithms(lse)) if return_residual else out
+    return attention.results(out, lse, given)
 
 
 def attend(dilation: int | tuple[int, ...], query, key, value, given: attention.Arguments):
@@ -260,7 +222,7 @@ registry.register(
         family="sparse",
         paper="Beltagy et al. 2020, Longformer",
         function=sliding_window_attention,
-        capabilities=frozenset(registry.CAPABILITIES) - {"bias", "mask", "state"},
+        capabilities=frozenset({"cross"}),
         options={"local_window_size": 127, "dilation": 1},
         decoder="effattn.decode.ring:RingDecoder",
         complexity="O(N w)",
@@ -274,7 +236,7 @@ registry.register(
         family="sparse",
         paper="Beltagy et al. 2020, Longformer",
         function=sliding_window_attention,
-        capabilities=registry.get("sliding_window").capabilities,
+        capabilities=frozenset({"cross"}),
         options={"local_window_size": 127, "dilation": 2},
         by_layer=lambda layer: {"dilation": 2 ** (layer % 4)},
         complexity="O(N w)",

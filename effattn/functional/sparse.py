@@ -1,15 +1,15 @@
 """Softmax attention over the pairs of a pattern, or over the tiles of a layout."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import numpy as np
 
 from effattn import dispatch
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks
 from effattn.cores import attention
-from effattn.cores.attention import ScoreMod
+from effattn.options import Direction, Offset, Packing, Score, Sink, Softmax, Tile, declared
 from effattn.patterns.layouts import BlockLayout
 from effattn.xla import tiling
 
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from effattn.patterns import Pattern
 
 
-@checks.checked
+class Options(Direction, Offset, Packing, Score, Sink, Tile, Softmax, total=False):
+    """The shared options of `sparse_attention`."""
+
+
+@declared
 def sparse_attention(
     query: jax.Array,
     key: jax.Array,
@@ -25,21 +29,7 @@ def sparse_attention(
     *,
     pattern: "Pattern | None" = None,
     layout: BlockLayout | None = None,
-    scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_offset: int | jax.Array = 0,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    logits_soft_cap: float | None = None,
-    score_mod: ScoreMod | None = None,
-    sink: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    tile: tuple[int, int] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-    return_residual: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     r"""Softmax attention over the pairs that a pattern allows, visiting no other tile.
 
@@ -57,24 +47,8 @@ def sparse_attention(
       value: `(*B, S, K, Hv)`.
       pattern: which pairs may attend, by position; it may differ by query head.
       layout: the tiles to visit; its `lengths` are (T, S). One of the two is needed.
-      scale: default H**-0.5. May be an array, with a gradient.
-      is_causal: nothing at later positions, whatever the pattern says.
-      query_offset: query t stands at position t + offset; an int, or, with a layout, also an int
-        array `()` or `(*B)`.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
-      segment_ids: int `(*B, T)`, or a pair `(*B, T)`, `(*B, S)`; 0 is padding.
-      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
-      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
-      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
-      dropout_rate: share of the weights dropped, in [0, 1).
-      dropout_rng: a `jax.random` key; needed where the rate is above 0.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      tile: queries and keys in a tile of the pattern; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("block_sparse")` lists the names and what
-        they take.
-      return_residual: also return the log-sum-exp.
+      **options: direction, offset, padding, packing, scale, soft cap, `score_mod`, sink, dropout,
+        log-sum-exp and execution: see `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -85,26 +59,7 @@ def sparse_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    given = attention.check(
-        "sparse_attention",
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=is_causal,
-        query_offset=query_offset,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        logits_soft_cap=logits_soft_cap,
-        score_mod=score_mod,
-        sink=sink,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        precision=precision,
-        tile=tile,
-        implementation=implementation,
-    )
+    given = attention.check("sparse_attention", query, key, value, **options)
     checks.known_length("sparse_attention", query, key)
     if (pattern is None) == (layout is None):
         raise ValueError(
@@ -117,7 +72,7 @@ def sparse_attention(
         given = _with_layout(query, key, given, layout)
     with jax.named_scope("sparse_attention"):
         out, lse = attention.attend(query, key, value, given)
-    return (out, dtypes.logarithms(lse)) if return_residual else out
+    return attention.results(out, lse, given)
 
 
 def _with_layout(query, key, given: attention.Arguments, layout) -> attention.Arguments:

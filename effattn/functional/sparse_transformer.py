@@ -3,23 +3,27 @@
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks
 from effattn.arrays.combine import combine
 from effattn.cores import attention, folding
-from effattn.cores.attention import ScoreMod
 from effattn.functional import sliding_window
+from effattn.options import Packing, Score, Sink, Softmax, Tile, declared
 
 KINDS, FACTORS = ("strided", "fixed"), ("merged", "first", "second")
 
 
-@checks.checked
+class Options(Packing, Score, Sink, Tile, Softmax, total=False):
+    """The shared options of `sparse_transformer_attention`."""
+
+
+@declared
 def sparse_transformer_attention(
     query: jax.Array,
     key: jax.Array,
@@ -29,19 +33,7 @@ def sparse_transformer_attention(
     kind: str = "strided",
     summary: int = 1,
     factor: str = "merged",
-    scale: float | jax.Array | None = None,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    logits_soft_cap: float | None = None,
-    score_mod: ScoreMod | None = None,
-    sink: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    tile: tuple[int, int] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-    return_residual: bool = False,
+    **options: Unpack[Options],
 ) -> Any:
     r"""Factorised causal attention (Child et al. 2019, "Sparse Transformers").
 
@@ -65,22 +57,8 @@ def sparse_transformer_attention(
       kind: "strided" or "fixed".
       summary: c, the last tokens of a block that later blocks see, 1 to l; of "fixed" alone.
       factor: "merged", "first" or "second".
-      scale: default H**-0.5. May be an array, with a gradient.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros.
-      key_value_seq_lengths: int `(*B)`; keys from there on are padding.
-      segment_ids: int `(*B, T)`, or a pair of them; 0 is padding. For "strided", whose pattern
-        depends on distances alone.
-      logits_soft_cap: c > 0; logits become c * tanh(logits / c).
-      score_mod: `(logit, b, h, i, j) -> logit` on scalars, as in `effattn.dot_product_attention`.
-      sink: `(N,)`, a logit a head that takes part in the softmax and has no value.
-      dropout_rate: share of the weights dropped, in [0, 1).
-      dropout_rng: a `jax.random` key; needed where the rate is above 0.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      tile: queries and keys in a tile; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("sparse_transformer")` lists the names and
-        what they take.
-      return_residual: also return the log-sum-exp.
+      **options: padding, packing, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
+        execution: see `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -92,36 +70,20 @@ def sparse_transformer_attention(
       TypeError: in forward-mode differentiation.
     """
     _check(stride, kind, summary, factor)
-    if segment_ids is not None and kind == "fixed":
+    if options.get("segment_ids") is not None and kind == "fixed":
         raise ValueError(
             "segment_ids are for kind='strided'; kind='fixed' counts its blocks from the start of "
             "the sequence, not of each segment"
         )
     given = attention.check(
-        "sparse_transformer_attention",
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=True,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        logits_soft_cap=logits_soft_cap,
-        score_mod=score_mod,
-        sink=sink,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        precision=precision,
-        tile=tile,
-        implementation=implementation,
+        "sparse_transformer_attention", query, key, value, is_causal=True, **options
     )
     checks.self_attention("sparse_transformer_attention", query, key)
     checks.known_length("sparse_transformer_attention", query)
     factors = _strided if kind == "strided" else functools.partial(_fixed, int(summary))
     with jax.named_scope("sparse_transformer_attention"):
         out, lse = factors(int(stride), factor, query, key, value, given)
-    return (out, dtypes.logarithms(lse)) if return_residual else out
+    return attention.results(out, lse, given)
 
 
 def _check(stride, kind, summary, factor):
@@ -227,8 +189,7 @@ registry.register(
         family="sparse",
         paper="Child et al. 2019, Sparse Transformers",
         function=sparse_transformer_attention,
-        capabilities=frozenset(registry.CAPABILITIES)
-        - {"bidirectional", "cross", "offset", "window", "bias", "mask", "state"},
+        capabilities=frozenset({"causal"}),
         options={"stride": 128, "kind": "strided", "summary": 1, "factor": "merged"},
         decoder="effattn.decode.gathered:decoder",
         reach=_reach,

@@ -1,15 +1,47 @@
 """Squared-ReLU attention: each weight is the square of its own logit, if that is positive."""
 
 import dataclasses
+from typing import Any, Unpack
 
 import jax
 
 from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import attention
+from effattn.options import (
+    Direction,
+    Dropout,
+    Execution,
+    Offset,
+    Packing,
+    Padding,
+    Scale,
+    Score,
+    SoftCap,
+    Tile,
+    Window,
+    declared,
+)
 
 
-@checks.checked
+class Options(
+    Direction,
+    Offset,
+    Window,
+    Padding,
+    Packing,
+    Scale,
+    SoftCap,
+    Score,
+    Dropout,
+    Tile,
+    Execution,
+    total=False,
+):
+    """The shared options of `squared_relu_attention`."""
+
+
+@declared
 def squared_relu_attention(
     query: jax.Array,
     key: jax.Array,
@@ -18,21 +50,8 @@ def squared_relu_attention(
     mask: jax.Array | None = None,
     *,
     divisor: float | None = None,
-    scale: float | jax.Array | None = None,
-    is_causal: bool = False,
-    query_offset: int | jax.Array = 0,
-    query_seq_lengths: jax.Array | None = None,
-    key_value_seq_lengths: jax.Array | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    logits_soft_cap: float | None = None,
-    score_mod: attention.ScoreMod | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    tile: tuple[int, int] | None = None,
-    implementation: str | tuple[str, ...] | None = None,
-) -> jax.Array:
+    **options: Unpack[Options],
+) -> Any:
     r"""Squared-ReLU attention (Hua et al. 2022, "Transformer Quality in Linear Time").
 
         out_t = sum_s relu(scale * q_t . k_s)^2 / n  v_s
@@ -48,23 +67,8 @@ def squared_relu_attention(
       mask: bool, broadcastable to `(*B, N, T, S)`, True where a pair may attend.
       divisor: n; default S, as in the paper. Give the number where calls of other lengths are to
         agree, as in decoding.
-      scale: multiplies q . k; default H**-0.5.
-      is_causal: each query sees the keys up to its own position.
-      query_offset: int, or int array `(*B)`; query t is at position t + query_offset.
-      query_seq_lengths: `(*B)` int, valid queries of each row; the others give zeros.
-      key_value_seq_lengths: `(*B)` int, valid keys of each row.
-      segment_ids: int `(*B, T)`, or a pair `(*B, T)`, `(*B, S)`: tokens attend within equal ids; 0
-        is padding.
-      local_window_size: w, or (left, right), tokens on each side that a query sees.
-      logits_soft_cap: c, for c * tanh(logits / c), before the ReLU.
-      score_mod: `(logit, b, h, i, j) -> logit`, traceable; before the ReLU.
-      dropout_rate: share of the weights that are dropped.
-      dropout_rng: a key of `jax.random`, for the dropout.
-      precision: of the matrix products, as in `jax.lax.dot`.
-      tile: queries and keys in a tile; tuning only.
-      implementation: None, a name, or a tuple of names tried in order, as in
-        `effattn.dot_product_attention`; `effattn.support("squared_relu")` lists the names and what
-        they take.
+      **options: direction, offset, window, padding, packing, scale, soft cap, `score_mod`, dropout
+        and execution: see `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`, zeros for a query that sees nothing.
@@ -75,30 +79,11 @@ def squared_relu_attention(
       TypeError: in forward-mode differentiation.
     """
     given = attention.check(
-        "squared_relu_attention",
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_offset=query_offset,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        score_mod=score_mod,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        precision=precision,
-        tile=tile,
-        implementation=implementation,
+        "squared_relu_attention", query, key, value, bias=bias, mask=mask, **options
     )
     if divisor is None:
         divisor = max(key.shape[-3], 1)
-    score = attention.Then(score_mod, multiply=checks.positive("divisor", divisor) ** -0.5)
+    score = attention.Then(given.score_mod, multiply=checks.positive("divisor", divisor) ** -0.5)
     given = dataclasses.replace(given, score_mod=score, activation="squared_relu")
     with jax.named_scope("squared_relu_attention"):
         return attention.attend(query, key, value, given)[0]
@@ -110,24 +95,7 @@ registry.register(
         family="exact",
         paper="Hua et al. 2022, Transformer Quality in Linear Time",
         function=squared_relu_attention,
-        capabilities=frozenset(
-            {
-                "bidirectional",
-                "causal",
-                "cross",
-                "grouped",
-                "offset",
-                "lengths",
-                "segments",
-                "window",
-                "bias",
-                "mask",
-                "score_mod",
-                "soft_cap",
-                "dropout",
-                "decode",
-            }
-        ),
+        capabilities=frozenset({"cross"}),
         # Calls of all lengths agree, and decoding with them.
         options={"divisor": 1024},
         decoder="effattn.decode.contiguous:ContiguousDecoder",

@@ -1,6 +1,7 @@
 """The table of `effattn.support`, against calls that name an implementation."""
 
 import functools
+import inspect
 import pathlib
 import re
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 import effattn
-from effattn import dispatch, registry
+from effattn import dispatch, options, registry
 from tests.laws import battery
 from tests.marks import slow_but_for
 
@@ -148,13 +149,12 @@ def test_a_kernel_that_takes_one_block_but_not_several_has_no_row(name, implemen
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_the_docstring_says_where_the_names_are_listed(name):
-    row, *_ = [*effattn.support(name), None]
+def test_what_has_implementations_points_to_their_list(name):
     function = registry.get(name).function
-    if row is not None and function is not None:
-        same = [each for each in registry.names() if registry.get(each).function is function]
-        listed = [f'`effattn.support("{each}")`' for each in same]
-        assert any(words in function.__doc__ for words in listed)
+    if effattn.support(name) and function is not None:
+        assert "implementation" in inspect.signature(function).parameters
+        assert "`effattn.options" in function.__doc__ or "`effattn.support(" in function.__doc__
+    assert "`effattn.support(name)`" in options.Implementation.__doc__
 
 
 def test_options_that_a_docstring_says_are_taken():
