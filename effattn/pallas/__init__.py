@@ -1,5 +1,5 @@
-"""Kernels in Pallas, beneath the same doors as the cores in XLA.
+"""Pallas kernels of the cores, with the same interface as the implementations in XLA.
 
-Each file is one core's program for one kind of device, and documents what it keeps where. Nothing
-here is imported before it is asked for.
+A file holds the kernels of one core for one kind of device. Its docstring says which arrays lie in
+which memory, and why. These modules are imported only when a kernel is first used.
 """

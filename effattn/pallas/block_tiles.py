@@ -1,9 +1,13 @@
-"""What the kernels of block attention share: operands, which tiles are visited, and a tile's maths.
+"""Common parts of the block-attention kernels: operands, lists of visited tiles, maths of a tile.
 
-A kernel's program has one tile of queries (or, for the gradients of keys and values, one of keys)
-and walks the tiles of the other side. Which those are is worked out before the kernel starts, as
-ranges for each tile: of all that causality, a window, lengths and packed documents leave, those
-that need no element rule lie in one run between others that do. A layout lists its tiles instead.
+A program of a kernel holds one tile of queries and walks over tiles of keys. In the gradients of
+keys and values, a program holds one tile of keys and walks over tiles of queries. XLA computes the
+list of visited tiles before the kernel starts:
+
+- Without a block-sparse layout, the list is a range for each tile. Causality, a window, lengths and
+  packed documents leave one range of tiles. Within this range, the tiles that need no mask form one
+  run, and the tiles before and after the run need a mask.
+- With a block-sparse layout, the layout lists the tiles.
 
 Shapes: batch B (all batch dimensions together), query heads N, key heads K, queries T in nq tiles
 of t, keys S in nk tiles of s, head sizes H and Hv.
@@ -26,11 +30,11 @@ from effattn.interfaces import block_attention
 from effattn.interfaces.block_attention import NO_KEY, Config, Inputs
 from effattn.pallas.elements import Program, Unsupported
 
-_AT_ONCE = 128  # rows of tiles that are compared with all tiles of the other side
+_AT_ONCE = 128  # rows of tiles that are compared at a time with all tiles of the other side
 
 
 class Arrays(NamedTuple):
-    """The operands as kernels read them; None where absent.
+    """Operands in the form that kernels read; an absent operand is None.
 
     Attributes:
       query: `(B, T, N, H)`.
@@ -40,11 +44,11 @@ class Arrays(NamedTuple):
       mask: int8 `(#B, #N, #T, #S)`.
       scale: `(1,)`.
       offset: int32 `(B or 1,)`, position of the first query.
-      query_positions, key_positions: int32 `(B, T)` and `(B, S)`, where tokens were gathered.
-      query_ids, key_ids: int32 `(B, T)` and `(B, S)`: equal ones may attend; queries without ids
-        have 1.
-      tables: of the programs of the plan, one after another, each flat.
-      walk: int32, which tiles are visited: see `Walk`.
+      query_positions, key_positions: int32 `(B, T)` and `(B, S)`; present if tokens were gathered.
+      query_ids, key_ids: int32 `(B, T)` and `(B, S)`. A query may attend to keys with the same id;
+        without `query_ids` all queries have id 1.
+      tables: flattened tables that the programs of the plan read, in the order of the programs.
+      walk: int32 arrays that list the visited tiles, from `walk_arrays`.
     """
 
     query: Any
@@ -63,15 +67,16 @@ class Arrays(NamedTuple):
 
 
 class At(NamedTuple):
-    """Where a tile is: scalars b and h, the others `(t, 1)` of queries and `(1, s)` of keys.
+    """Indices and positions of the entries of a tile.
 
-    Or transposed, `(1, t)` and `(s, 1)`.
+    b and h are scalars. Arrays of queries are `(t, 1)` and arrays of keys `(1, s)`; in a transposed
+    tile they are `(1, t)` and `(s, 1)`.
 
     Attributes:
-      b: example.
-      h: query head.
-      i, j: positions.
-      column: the key's place in its array.
+      b: index of the example.
+      h: index of the query head.
+      i, j: positions of queries and of keys.
+      column: indices of the keys in their array.
     """
 
     b: Any
@@ -83,18 +88,18 @@ class At(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known when a kernel is traced.
+    """Static configuration of a block-attention kernel, known when the kernel is traced.
 
     Attributes:
-      config: what to compute.
-      tile: queries and keys of a tile.
-      lengths: T and S.
-      heads: N and K.
-      sizes: H and Hv.
-      layout_tile: that of the layout, a multiple of `tile`; None without one.
-      score: `(logit, b, h, i, j)`, the score_mod.
-      pattern: `(i, j, h)`, the element rule.
-      keep: `(b, h, i, j)`, of dropout.
+      config: configuration of the block-attention call.
+      tile: `(t, s)`, the numbers of queries and keys of a tile.
+      lengths: `(T, S)`.
+      heads: `(N, K)`.
+      sizes: `(H, Hv)`.
+      layout_tile: tile of the block-sparse layout, a multiple of `tile`; None without a layout.
+      score: program of the `score_mod`, a function of `(logit, b, h, i, j)`.
+      pattern: program of the pattern's element rule, a function of `(i, j, h)`.
+      keep: program of dropout, a function of `(b, h, i, j)`.
     """
 
     config: Config
@@ -109,29 +114,29 @@ class Plan:
 
     @property
     def group(self) -> int:
-        """G, the query heads of a key head."""
+        """G, the number of query heads for each key head."""
         return self.heads[0] // self.heads[1]
 
     @property
     def grid(self) -> tuple[int, int]:
-        """nq and nk."""
+        """`(nq, nk)`, the numbers of query tiles and key tiles."""
         return -(-self.lengths[0] // self.tile[0]), -(-self.lengths[1] // self.tile[1])
 
     @property
     def programs(self) -> dict[str, Program]:
-        """Those that there are."""
+        """Programs that are present, by name."""
         all_three = {"score": self.score, "pattern": self.pattern, "keep": self.keep}
         return {name: program for name, program in all_three.items() if program is not None}
 
     def table_of_constant(self, number: int) -> int:
-        """Where among `Arrays.tables` the array is that the score_mod closes over."""
+        """Index in `Arrays.tables` of the `number`-th array that the score_mod closes over."""
         assert self.score is not None
         own = len(self.score.tables) - self.score.arguments
         return self.first_table["score"] + own + number
 
     @property
     def summed(self) -> tuple[int, ...]:
-        """Those of `Arrays.tables` that have gradients."""
+        """Indices in `Arrays.tables` of the tables that have gradients."""
         if self.score is None:
             return ()
         constants = self.score.tables[len(self.score.tables) - self.score.arguments :]
@@ -143,13 +148,17 @@ class Plan:
 
     @property
     def first_table(self) -> dict[str, int]:
-        """Where each program's tables start among `Arrays.tables`."""
+        """Index in `Arrays.tables` of the first table of each program."""
         counts = [len(program.tables) for program in self.programs.values()]
         return dict(zip(self.programs, np.cumsum([0, *counts]).tolist(), strict=False))
 
 
 def programs_of(config: Config, x: Inputs, dtype: Any) -> dict[str, Program | None]:
-    """The functions of one element: score, pattern and keep; `Unsupported` if one cannot be run."""
+    """Trace the elementwise functions `score`, `pattern` and `keep`; None for an absent function.
+
+    Raises:
+      Unsupported: a kernel cannot evaluate one of the functions.
+    """
     number, index = jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), jnp.int32)
     origin = config.origin or (lambda *at: at)
     score_mod, pattern, rate, seed = config.score_mod, config.pattern, config.dropout_rate, x.seed
@@ -176,7 +185,7 @@ def programs_of(config: Config, x: Inputs, dtype: Any) -> dict[str, Program | No
 
 
 def refusal(limits: dispatch.Limits, config: Config, x: Inputs) -> str | None:
-    """Why a kernel of such limits does not take these, if so."""
+    """Return the reason why a kernel with these limits cannot take these operands, or None."""
     if x.additive is not None:
         return "takes products of queries and keys, not additive scores"
     if config.activation is not None:
@@ -194,7 +203,7 @@ def refusal(limits: dispatch.Limits, config: Config, x: Inputs) -> str | None:
 
 
 def arrange(config: Config, x: Inputs, tile: tuple[int, int]) -> tuple[Plan, Arrays]:
-    """The plan and the arrays, all but the walk."""
+    """Return the plan and the arrays of a kernel, with an empty `Arrays.walk`."""
     queries, heads, size = x.query.shape[-3:]
     keys, key_heads = x.key.shape[-3:-1]
     plan = Plan(
@@ -231,14 +240,14 @@ def arrange(config: Config, x: Inputs, tile: tuple[int, int]) -> tuple[Plan, Arr
 
 
 def _one_batch(array, rest):
-    """`(*B, ...)` with `rest` more axes to `(B, ...)`."""
+    """Reshape `(*B, ...)`, with `rest` axes after the batch, to `(B, ...)`."""
     if array is None:
         return None
     return array.reshape(math.prod(array.shape[: array.ndim - rest]), *array.shape[-rest:])
 
 
 def _pairs(array, batch):
-    """`(*#B, #K, #G, #T, #S)` to `(#B, #N, #T, #S)`."""
+    """Reshape `(*#B, #K, #G, #T, #S)` to `(#B, #N, #T, #S)`."""
     if array is None:
         return None
     *lead, key_heads, group, queries, keys = array.shape
@@ -247,17 +256,17 @@ def _pairs(array, batch):
     return array.reshape(-1, key_heads * group, queries, keys)
 
 
-# Which tiles are visited
+# Lists of visited tiles
 
 
 class Walk(NamedTuple):
-    """The tiles that a program visits: those that need the element rule, then those that do not.
+    """Tiles that a program visits: masked tiles and whole tiles (tiles that need no mask).
 
     Attributes:
-      masked: how many need it.
-      whole: how many do not.
-      masked_tile: `(m) -> tile`, the m-th of those that need it.
-      whole_tile: the same of the others.
+      masked: number of masked tiles.
+      whole: number of whole tiles.
+      masked_tile: `(m) -> tile`, the index of the m-th masked tile.
+      whole_tile: `(m) -> tile`, the index of the m-th whole tile.
     """
 
     masked: Any
@@ -267,10 +276,11 @@ class Walk(NamedTuple):
 
 
 def walk_arrays(plan: Plan, arrays: Arrays, layout: Any, *, of_keys: bool) -> tuple[jax.Array, ...]:
-    """The arrays that `walk` reads: of each tile of queries, or if `of_keys` of keys.
+    """Return the arrays that `walk` reads, for each query tile or, if `of_keys`, each key tile.
 
-    Either `(B or 1, 1, n, 4)`: first tile, one past the last, and the same of those within that
-    need no element rule. Or a layout's counts and indices.
+    Without a layout: one array `(B or 1, 1, n, 4)` of the first visited tile, one past the last
+    visited tile, the first whole tile and one past the last whole tile. With a layout: counts of
+    partial tiles, counts of full tiles, indices of partial tiles and indices of full tiles.
     """
     if layout is None:
         return (_ranges(plan, arrays, of_keys)[:, None],)
@@ -293,9 +303,9 @@ def walk_arrays(plan: Plan, arrays: Arrays, layout: Any, *, of_keys: bool) -> tu
 
 
 def walk(plan: Plan, read: Callable, walk: tuple[Any, ...], b, k, n, *, of_keys: bool) -> Walk:
-    """What tile n of example b and key head k visits.
+    """Return the tiles that tile n of example b and key head k visits.
 
-    `read(array, *index)` reads an entry; indices along axes of size 1 are 0.
+    `read(array, *index)` reads one entry; it gets index 0 along axes of size 1.
     """
 
     def entry(array, *index):
@@ -312,7 +322,7 @@ def walk(plan: Plan, read: Callable, walk: tuple[Any, ...], b, k, n, *, of_keys:
             lambda m: first + m,
         )
     partial, full, partial_tiles, full_tiles = walk
-    # A tile of the layout is several of the kernel's.
+    # One tile of the layout covers several tiles of the kernel.
     assert plan.layout_tile is not None
     row, column = (
         of_layout // own for of_layout, own in zip(plan.layout_tile, plan.tile, strict=True)
@@ -320,7 +330,7 @@ def walk(plan: Plan, read: Callable, walk: tuple[Any, ...], b, k, n, *, of_keys:
     row, column = (column, row) if of_keys else (row, column)
 
     def tile(tiles, m):
-        # Not %, which is several operations more, for numbers below zero.
+        # lax.rem, as % needs several more operations to handle negative numbers.
         m, part = lax.div(m, np.int32(column)), lax.rem(m, np.int32(column))
         return entry(tiles, b, k, lax.div(n, np.int32(row)), m) * column + part
 
@@ -333,11 +343,11 @@ def walk(plan: Plan, read: Callable, walk: tuple[Any, ...], b, k, n, *, of_keys:
 
 
 class _Ids(NamedTuple):
-    """Of each tile, `(B or 1, n)`: the least and the greatest id of its tokens.
+    """Smallest and largest id of the tokens of each tile, `(B or 1, n)`.
 
     Attributes:
-      all: of all tokens.
-      of_documents: of those that are not padding.
+      all: smallest and largest id among all tokens.
+      of_documents: smallest and largest id among the tokens that are not padding.
     """
 
     all: tuple[Any, Any]
@@ -345,12 +355,12 @@ class _Ids(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """What is known of each tile of queries, or of keys, `(B or 1, n)`.
+    """Bounds of each query tile, or of each key tile, `(B or 1, n)`.
 
     Attributes:
-      positions: the least and the greatest.
-      ids: of its tokens; None without ids.
-      ends: it is the last one, and reaches past the length.
+      positions: smallest and largest position of the tokens.
+      ids: bounds of the ids of the tokens; None without ids.
+      ends: true for the last tile, if that tile reaches past the length.
     """
 
     positions: tuple[Any, Any]
@@ -359,7 +369,7 @@ class _Side(NamedTuple):
 
 
 def _ranges(plan, x, of_keys):
-    """int32 `(B or 1, n, 4)`: O(nq nk) comparisons, of `_AT_ONCE` rows of tiles at a time."""
+    """Return int32 ranges `(B or 1, n, 4)`; O(nq nk) comparisons, `_AT_ONCE` rows at a time."""
     sides = _sides(plan, x)
     own, other = sides[::-1] if of_keys else sides
 
@@ -372,7 +382,7 @@ def _ranges(plan, x, of_keys):
 
 
 def _range(plan, x, of_query: _Side, of_key: _Side):
-    """The four numbers of one tile; each side has one tile, or all that it may visit."""
+    """Return the four numbers of a tile's range; one side has that tile, the other all tiles."""
     config = plan.config
     (first_i, last_i), (first_j, last_j) = of_query.positions, of_key.positions
     possible = (last_i >= first_i) & (last_j >= first_j)
@@ -386,7 +396,7 @@ def _range(plan, x, of_query: _Side, of_key: _Side):
     if of_query.ids is not None and of_key.ids is not None:
         (low_i, high_i), (low_j, high_j) = of_query.ids.all, of_key.ids.all
         whole &= (low_i == high_i) & (low_j == high_j) & (low_i == low_j)
-        # Padding lies in no run of ascending ids.
+        # The id of padding would break the ascending order of document ids.
         (low_i, high_i), (low_j, high_j) = of_query.ids.of_documents, of_key.ids.of_documents
         possible &= (low_j <= high_i) & (high_j >= low_i)
     whole &= possible
@@ -420,7 +430,7 @@ def _sides(plan, x) -> tuple[_Side, _Side]:
 
 
 def _positions(plan, x):
-    """The first and last position of each tile of queries, and of keys: `(B or 1, n)` each."""
+    """Yield the first and last positions `(B or 1, n)` of query tiles, then of key tiles."""
     for positions, length, size, start in (
         (x.query_positions, plan.lengths[0], plan.tile[0], x.offset[:, None]),
         (x.key_positions, plan.lengths[1], plan.tile[1], jnp.zeros((1, 1), jnp.int32)),
@@ -433,7 +443,7 @@ def _positions(plan, x):
 
 
 def _extents(array, size, absent=None):
-    """The least and the greatest of each tile of `(B, L)`, of what is not absent."""
+    """Return minimum and maximum of each tile of `(B, L)`, skipping entries equal to `absent`."""
     widths = [(0, 0), (0, -array.shape[1] % size)]
     tiles = jnp.pad(array, widths, mode="edge").reshape(len(array), -1, size)
     limits = np.iinfo(np.int32)
@@ -445,11 +455,11 @@ def _extents(array, size, absent=None):
     return low.min(-1), high.max(-1)
 
 
-# The maths of a tile
+# Maths of a tile
 
 
 def lookups(plan: Plan, name: str, load: Callable, *scalars: Any) -> list[tuple]:
-    """What a program reads of its tables on a tile: `(table, entries, values)` of each read."""
+    """Return the table reads of a program on a tile, each as `(table, indices, values)`."""
     found: list[tuple] = []
     first = plan.first_table[name]
 
@@ -463,13 +473,13 @@ def lookups(plan: Plan, name: str, load: Callable, *scalars: Any) -> list[tuple]
 
 
 def run(plan: Plan, name: str, load: Callable, *scalars: Any) -> Any:
-    """A program on a tile; `load(table, at)` reads the entries `at` of `Arrays.tables[table]`."""
+    """Run a program on a tile; `load(table, at)` reads entries `at` of `Arrays.tables[table]`."""
     first = plan.first_table[name]
     return plan.programs[name].run(lambda number, at: load(first + number, at), *scalars)[0]
 
 
 def scores(plan: Plan, at: At, products, bias, scale, read: list) -> jax.Array:
-    """The logits of a tile, before any mask; `read` are the values of `lookups`."""
+    """Return the logits of a tile before any mask; `read` are the values from `lookups`."""
     config = plan.config
     logits = products * (config.scale if scale is None else scale)
     if bias is not None:
@@ -483,9 +493,10 @@ def scores(plan: Plan, at: At, products, bias, scale, read: list) -> jax.Array:
 
 
 def allowed(plan: Plan, at: At, query_ids, key_ids, mask, load: Callable, *, whole: bool) -> Any:
-    """Which pairs of a tile may attend; None for all.
+    """Return the boolean mask of a tile's pairs that may attend; None if all pairs may attend.
 
-    A tile of a layout that is `whole` still obeys what holds for all tiles.
+    In a `whole` tile of a layout, causality, window, ids, mask and key length still apply; only the
+    element rule of the pattern is skipped.
     """
     config, conditions = plan.config, []
     everywhere = plan.layout_tile is not None
@@ -506,12 +517,12 @@ def allowed(plan: Plan, at: At, query_ids, key_ids, mask, load: Callable, *, who
 
 
 def masked(logits, allowed) -> jax.Array:
-    """The logits, -inf where a pair may not attend."""
+    """Return the logits, with -inf for pairs that may not attend."""
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 
 def dropped(plan: Plan, at: At, weights, load: Callable) -> jax.Array:
-    """The weights after dropout; being linear, also its pull-back."""
+    """Return the weights after dropout. Dropout is linear: its pull-back is the same function."""
     if plan.keep is None:
         return weights
     keep = run(plan, "keep", load, at.b, at.h, at.i, at.j)
@@ -519,26 +530,32 @@ def dropped(plan: Plan, at: At, weights, load: Callable) -> jax.Array:
 
 
 def gradients(plan: Plan, at: At, logits, rows, d_weights, load: Callable) -> tuple:
-    """The weights after dropout and the gradient of the logits.
+    """Return the weights after dropout and the gradient of the logits.
+
+    With P = exp(logits - lse) and dL the gradient of the log-sum-exp, the gradient of the logits is
+    P * (dropout(dO V^T) - delta), delta = rowsum(dO * O) - dL.
 
     Args:
-      plan: what to compute.
-      at: where the tile is.
-      logits: masked.
-      rows: the log-sum-exp, finite, and dO . O - dL, broadcast along the keys.
+      plan: configuration of the kernel.
+      at: indices and positions of the tile.
+      logits: masked logits.
+      rows: log-sum-exp (finite) and delta, each broadcast along the keys.
       d_weights: dO V^T.
-      load: as `run` takes.
+      load: function that reads a table, as for `run`.
     """
-    lse, shared = rows
+    lse, delta = rows
     weights = jnp.exp(logits - lse)
-    d_logits = weights * (dropped(plan, at, d_weights, load) - shared)
+    d_logits = weights * (dropped(plan, at, d_weights, load) - delta)
     return dropped(plan, at, weights, load), d_logits
 
 
 class Softmax(NamedTuple):
-    """The rows of a tile so far: the largest logit, the sum of weights, and of values `(t, Hv)`.
+    """State of the online softmax of the rows of a tile.
 
-    The first two are `(t)`, or `(t, 1)` where a compiler keeps both axes.
+    Attributes:
+      largest: largest logit so far, `(t)`, or `(t, 1)` where a compiler keeps both axes.
+      total: sum of weights relative to `largest`, in the shape of `largest`.
+      mixed: weighted sum of values, `(t, Hv)`.
     """
 
     largest: jax.Array
@@ -547,14 +564,14 @@ class Softmax(NamedTuple):
 
     @classmethod
     def start(cls, rows: int, size: int, *, keepdims: bool = False) -> "Softmax":
-        """Of rows that have seen nothing; finite, so that they subtract no infinities."""
+        """Return the state before any tile; `largest` is finite to avoid inf - inf."""
         shape = (rows, 1) if keepdims else (rows,)
         lowest = jnp.full(shape, np.finfo(np.float32).min, jnp.float32)
         zeros = jnp.zeros(shape, jnp.float32)
         return cls(lowest, zeros, jnp.zeros((rows, size), jnp.float32))
 
     def seeing(self, logits: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> "Softmax":
-        """With one more tile; `mix(weights)` is its weighted sum of values `(t, Hv)`."""
+        """Return the state after one more tile; `mix(weights)` gives that tile's sum `(t, Hv)`."""
         keepdims = self.largest.ndim == 2
         largest = jnp.maximum(self.largest, jnp.max(logits, 1, keepdims=keepdims))
         weights = jnp.exp(logits - _column(largest))
@@ -563,16 +580,17 @@ class Softmax(NamedTuple):
         return Softmax(largest, total, self.mixed * _column(decay) + mix(weights))
 
     def finish(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The output, the log-sum-exp and what rounding took from it.
+        """Return the output, the log-sum-exp (lse) and the rounding error of the lse.
 
-        They are zeros, -inf and 0 for a row that has seen nothing.
+        `lse + lse_error` is more exact than `lse` alone. A row without keys gets output 0, lse -inf
+        and lse_error 0.
         """
         total = jnp.where(self.total == 0, 1.0, self.total)
         lse = self.largest + jnp.log(total)
-        lost = jnp.log(total) - (lse - self.largest)
-        return self.mixed / _column(total), jnp.where(self.total == 0, -jnp.inf, lse), lost
+        lse_error = jnp.log(total) - (lse - self.largest)
+        return self.mixed / _column(total), jnp.where(self.total == 0, -jnp.inf, lse), lse_error
 
 
 def _column(rows):
-    """`(t, 1)` of `(t)`, or of equal columns."""
+    """Return a column `(t, 1)` from `(t)`, or from a matrix whose columns are equal."""
     return rows[:, None] if rows.ndim == 1 else rows[:, :1]

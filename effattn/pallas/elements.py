@@ -1,8 +1,9 @@
-"""Functions of one element, such as a `score_mod`, run on a tile inside a kernel.
+"""Evaluation of elementwise functions, such as a `score_mod`, on tiles inside a kernel.
 
-They are written on scalars, `f(logit, b, h, i, j)`, and may read tables, `slopes[h]`. Compilers of
-kernels neither map functions nor gather from arrays in registers, so `Program` traces the function
-once, evaluates what is elementwise on whole tiles, and turns every read of a table into a load.
+The user writes such a function on scalars, `f(logit, b, h, i, j)`; the function may read tables, as
+in `slopes[h]`. Kernel compilers can neither `vmap` a function nor gather from arrays in registers.
+`Program` therefore traces the function once, evaluates its elementwise operations on whole tiles,
+and replaces every read of a table by a load.
 """
 
 import dataclasses
@@ -15,33 +16,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# What Pallas lowers for every kind of device that there is a kernel for.
+# Elementwise primitives that Pallas lowers for every kind of device with a kernel.
 ELEMENTWISE = frozenset(
     "abs add and atan2 ceil clamp convert_element_type cos div eq exp exp2 floor ge gt "
     "integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem rsqrt "
     "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square sub tanh "
     "xor".split()
 )
-# What leaves one number as it is: of a table with one entry, reading it too.
+# Primitives that return a single number unchanged; slices of a table with one entry are included.
 _SAME_NUMBER = "squeeze", "reshape", "broadcast_in_dim", "copy", "dynamic_slice", "slice"
 _CALLS = "jit", "pjit", "closed_call"
-_MOST_ENTRIES = 4096  # of a table
+_MOST_ENTRIES = 4096  # largest number of entries of a table
 
 Lookup = Callable[[int, jax.Array], jax.Array]
 
 
 class Unsupported(Exception):
-    """A kernel cannot evaluate the function; the message says what it does."""
+    """Error for a function that kernels cannot evaluate; the message names the operation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced function of scalars.
+    """Traced function of scalars and tables.
 
     Attributes:
-      closed: its jaxpr; the first arguments are tables, the others scalars.
-      tables: arrays that it reads: those it closes over that are not traced, then its arguments.
-      arguments: how many of the tables are its arguments.
+      closed: jaxpr of the function; the first arguments are tables, the others scalars.
+      tables: arrays that the function reads: constants of the jaxpr, then table arguments.
+      arguments: number of table arguments.
     """
 
     closed: Any
@@ -50,10 +51,10 @@ class Program:
 
     @classmethod
     def of(cls, function: Callable[..., Any], tables: Sequence[Any], *scalars: Any) -> "Program":
-        """Of `function(tables, *scalars)`; the scalars are given by shape and dtype.
+        """Trace `function(tables, *scalars)`; scalars are given by shape and dtype.
 
         Raises:
-          Unsupported: what it does cannot be done on tiles.
+          Unsupported: kernels cannot evaluate the function on tiles.
         """
         closed = jax.make_jaxpr(function)(tuple(tables), *scalars)
         consts = tuple(jnp.asarray(c) for c in closed.consts)
@@ -69,9 +70,9 @@ class Program:
         return program
 
     def run(self, lookup: Lookup, *scalars: jax.Array) -> list[jax.Array]:
-        """The results of the function on arrays that broadcast against each other.
+        """Return the results of the function on arrays that broadcast against each other.
 
-        `lookup(number, at)` reads the entries `at` of table `number`, all of whose axes are one.
+        `lookup(number, at)` reads the entries `at` of table number `number`, flattened to one axis.
         """
         views = [_View.whole(number, table) for number, table in enumerate(self.tables)]
         read = functools.partial(_evaluate, self.closed.jaxpr, lookup)
@@ -80,14 +81,14 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """A table of which some axes have been indexed.
+    """View of a table, some of whose axes are already indexed.
 
     Attributes:
-      number: which table.
-      shape: of the whole table.
-      fixed: the index along each axis of the table, None where there is none yet.
-      axes: the axes of the table that the view has.
-      dtype: what the entries are converted to.
+      number: number of the table.
+      shape: shape of the whole table.
+      fixed: index along each axis of the table, None for an axis that is not indexed yet.
+      axes: axes of the table that are axes of the view.
+      dtype: dtype to which entries are converted.
     """
 
     number: int
@@ -103,7 +104,7 @@ class _View:
         return cls(number, dims, fixed, tuple(range(len(dims))), table.dtype)
 
     def at(self, starts, sizes):
-        """Along each axis one entry, or all of them."""
+        """Return the view of one entry, or of all entries, along each axis."""
         fixed = list(self.fixed)
         for axis, start, size in zip(self.axes, starts, sizes, strict=True):
             if fixed[axis] is None and size == 1:
@@ -117,7 +118,7 @@ class _View:
         return dataclasses.replace(self, axes=axes)
 
     def read(self, lookup):
-        """The entry, once all axes are indexed."""
+        """Load the entry if all axes are indexed; otherwise return the view."""
         if any(index is None for index in self.fixed):
             return self
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
@@ -125,7 +126,7 @@ class _View:
         for index, stride in zip(self.fixed, strides, strict=True):
             at = at + index.astype(jnp.int32) * np.int32(stride)
         entry = lookup(self.number, at)
-        # Mosaic GPU converts no numbers to booleans.
+        # Mosaic GPU cannot convert numbers to booleans.
         return entry != 0 if self.dtype == jnp.bool_ else entry.astype(self.dtype)
 
 

@@ -1,1 +1,1 @@
-"""Kernels for Hopper GPUs, in Mosaic GPU."""
+"""Kernels for Hopper GPUs, lowered by Mosaic GPU."""

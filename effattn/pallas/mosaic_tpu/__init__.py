@@ -1,1 +1,1 @@
-"""Kernels for TPUs, in Mosaic TPU."""
+"""Kernels for TPUs, lowered by Mosaic TPU."""

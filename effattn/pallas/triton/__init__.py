@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs from Ampere on, lowered by Triton."""
+"""Kernels for NVIDIA GPUs (Ampere and later), lowered by Triton."""

@@ -1,8 +1,8 @@
-"""The gradient of a bias of block attention, for GPUs, lowered by Triton.
+"""Gradient of the bias of block attention for GPUs, lowered by Triton (Ampere and later).
 
-A program has one tile of the bias's own shape, and sums over all that the bias is broadcast along:
-examples, heads, or tiles of queries or keys. So a bias of `(1, 1, T, S)` costs no array of
-`(B, N, T, S)`, and no two programs share a sum.
+A program has one tile of the bias in the shape of the bias, and sums over the axes along which the
+bias is broadcast: examples, heads, query tiles or key tiles. A bias `(1, 1, T, S)` therefore needs
+no array `(B, N, T, S)`. Every sum belongs to one program, so the gradient is deterministic.
 """
 
 import functools
@@ -24,14 +24,15 @@ from effattn.patterns.layouts import BlockLayout
 def gradient(
     config: Config, x: Inputs, rows: tuple[jax.Array, ...], tile: tuple[int, int], warps: int
 ) -> jax.Array:
-    """The gradient in the shape and dtype of the bias.
+    """Return the gradient in the shape and dtype of the bias.
 
     Args:
-      config: what to compute.
-      x: the operands.
-      rows: the log-sum-exp, finite, the gradient of the output, and dO . O - dL.
-      tile: queries and keys of a tile.
-      warps: that share a tile.
+      config: configuration of the call.
+      x: inputs of the call.
+      rows: log-sum-exp (finite), gradient of the output dO, and delta = rowsum(dO * O) - dL with dL
+        the gradient of the log-sum-exp.
+      tile: numbers of queries and keys of a tile.
+      warps: number of warps per tile.
     """
     assert x.bias is not None
     plan, arrays = block_tiles.arrange(config, x, tile)
@@ -45,7 +46,7 @@ def gradient(
 
 
 def _kinds(layout: BlockLayout) -> jax.Array:
-    """int32 `(B or 1, K or 1, nq, nk)`: 0 for tiles that are not visited, 1 partial, 2 full."""
+    """Return int32 `(B or 1, K or 1, nq, nk)`: 0 for skipped, 1 for partial, 2 for full tiles."""
     visited, full = (jnp.asarray(layout.block_mask(kind)) for kind in (None, "full"))
     kinds = visited.astype(jnp.int32) + full
     *batch, heads = kinds.shape[:-2] or (1,)
@@ -54,12 +55,12 @@ def _kinds(layout: BlockLayout) -> jax.Array:
 
 def _bias_kernel(plan, structure, *refs):
     *inputs, d_bias = refs
-    x, (lse, d_out, shared) = jax.tree.unflatten(structure, inputs)
+    x, (lse, d_out, delta) = jax.tree.unflatten(structure, inputs)
     sizes, counts = d_bias.shape, (x.query.shape[0], plan.heads[0], *plan.grid)
     place, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     columns = np.int32(counts[3] if sizes[3] > 1 else 1)
     first = b, h, lax.div(place, columns), lax.rem(place, columns)
-    # Along each axis the bias's own place, or all of them.
+    # Number of steps along each axis: 1, or the whole axis where the bias is broadcast.
     steps = [1 if size > 1 else count for size, count in zip(sizes, counts, strict=True)]
 
     def add(step, total):
@@ -72,7 +73,7 @@ def _bias_kernel(plan, structure, *refs):
         at = tile.at(n, m)
         query, d_rows = (tile.rows(array, n, 0, h) for array in (x.query, d_out))
         key, value = (tile.rows(array, m, 1, tile.key_head) for array in (x.key, x.value))
-        rows = tile.sums_of_rows(lse, shared, n)
+        rows = tile.sums_of_rows(lse, delta, n)
         products, d_weights = tile.dot(query, key.T), tile.dot(d_rows, value.T)
         values = [read for *_, read in tile.reads(at, products)]
         bias = jnp.broadcast_to(tile.pairs(x.bias, n, m).astype(jnp.float32), products.shape)
@@ -104,7 +105,7 @@ def _bias_kernel(plan, structure, *refs):
 
 
 def _put(tile, d_bias, first, total):
-    """Stores the tile, summed over the axes along which the bias has one entry."""
+    """Store the tile, summed over the tile axes along which the bias is broadcast."""
     b, h, n, m = first
     (row, row_there), (column, column_there) = tile.indices(n, 0), tile.indices(m, 1)
     if d_bias.shape[2:] == (1, 1):

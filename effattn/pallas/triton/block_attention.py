@@ -1,16 +1,16 @@
 """Block attention for GPUs, lowered by Triton (Ampere and later).
 
-Three programs, none of which shares a sum with another, so that results are the same bit for bit:
+There are three kernels. Every sum belongs to one program (no atomics), so results are deterministic
+bit for bit:
 
-- forward: a tile of queries of one head walks key tiles with an online softmax, and keeps the
-  output `(t, Hv)` and the sums of its rows in registers;
-- the gradient of the queries: the same walk with the weights again from the log-sum-exp;
-- the gradients of keys and values: a tile of keys of one key head walks the query tiles of all its
-  query heads. Its logits are transposed, `(s, t)`, so that every product reads its operands as
-  they lie.
+- forward: a program has one query tile of one head and walks over key tiles with an online softmax.
+  The output `(t, Hv)`, the largest logit and the sum of weights of each row stay in registers.
+- gradient of the queries: the same walk; the weights are recomputed from the log-sum-exp.
+- gradients of keys and values: a program has one key tile of one key head and walks over the query
+  tiles of all query heads of that key head. The logits are transposed, `(s, t)`, so that every
+  product reads its operands in the order in which they are stored.
 
-Query head n reads key head n // G where it lies; nothing is repeated, transposed or padded in
-memory.
+Query head n reads key head n // G directly; no array is repeated, transposed or padded in memory.
 """
 
 from typing import Any
@@ -32,7 +32,8 @@ LIMITS = dispatch.Limits(
     ("float32", "bfloat16", "float16"), 256, "Ampere or later; tiles of multiples of 16"
 )
 
-# Queries and keys of a tile, and warps, by the bytes of a number and the width of the larger head.
+# (queries of a tile, keys of a tile, warps) for each kernel, by (bytes of a number, width of the
+# larger head size).
 TILES = {
     (2, 64): {"forward": (128, 64, 4), "query": (128, 64, 8), "key": (64, 64, 4)},
     (2, 128): {"forward": (128, 64, 8), "query": (128, 32, 8), "key": (64, 64, 8)},
@@ -42,7 +43,7 @@ TILES = {
     (4, 256): {"forward": (32, 32, 8), "query": (32, 16, 8), "key": (16, 16, 8)},
 }
 
-# Others, for `effattn.tune`.
+# More candidates for `effattn.tune`.
 _MORE_TILES = (
     (128, 128, 8),
     (128, 64, 8),
@@ -55,7 +56,7 @@ _MORE_TILES = (
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Why it does not take these operands, if so."""
+    """Return the reason why these kernels cannot take these operands, or None."""
     if reason := block_tiles.refusal(LIMITS, config, x):
         return reason
     given = config.tile if x.layout is None else x.layout.tile
@@ -69,7 +70,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output in the dtype given, the log-sum-exp, and what rounding took from it."""
+    """Return the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     tile, warps = _tile("forward", config, x)
     plan, arrays = block_tiles.arrange(config, x, tile)
     arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
@@ -77,20 +78,28 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
     shapes = {
         "out": ((batch, queries, heads, plan.sizes[1]), dtype),
         "lse": ((batch, queries, heads), jnp.float32),
-        "lost": ((batch, queries, heads), jnp.float32),
+        "lse_error": ((batch, queries, heads), jnp.float32),
     }
     grid = plan.grid[0], heads, batch
     out, *of_rows = call(_forward_kernel, plan, arrays, grid, shapes, warps)
-    lse, lost = (array.reshape(x.query.shape[:-1]) for array in of_rows)
-    return out.reshape(*x.query.shape[:-1], plan.sizes[1]), lse, lost
+    lse, lse_error = (array.reshape(x.query.shape[:-1]) for array in of_rows)
+    return out.reshape(*x.query.shape[:-1], plan.sizes[1]), lse, lse_error
 
 
 def backward(
-    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, shared: jax.Array
+    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
-    """The gradients, from that of the output and `shared` `(*B, T, N)`, dO . O - dL."""
-    # Of a row that saw nothing, a finite number: all its logits are -inf.
-    rows = jnp.where(lse == -jnp.inf, 0, lse), d_out, shared
+    """Return the gradients of the inputs.
+
+    Args:
+      config: configuration of the call.
+      x: inputs of the call.
+      lse: log-sum-exp `(*B, T, N)`.
+      d_out: gradient of the output, dO.
+      delta: rowsum(dO * O) - dL `(*B, T, N)`, with dL the gradient of the log-sum-exp.
+    """
+    # A finite log-sum-exp for rows without keys: all logits of these rows are -inf.
+    rows = jnp.where(lse == -jnp.inf, 0, lse), d_out, delta
     d_query, d_scale, d_constants = _query_gradient(config, x, rows)
     d_key, d_value = _key_gradient(config, x, rows)
     d_bias = None
@@ -108,7 +117,7 @@ def backward(
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Queries and keys of tiles, and warps, to try in each kernel."""
+    """Return the candidates (queries, keys, warps) to tune for each kernel."""
     return {
         kernel: tuple(tile for tile in _MORE_TILES if tile != own)
         for kernel, own in _tiles_of(x).items()
@@ -121,11 +130,11 @@ def _tiles_of(x: Inputs) -> dict[str, tuple[int, int, int]]:
 
 
 def _tile(kernel: str, config: Config, x: Inputs) -> tuple[tuple[int, int], int]:
-    """Queries and keys of a tile, no larger than the lengths, and how many warps share it."""
+    """Return the tile `(t, s)`, no larger than the lengths, and the number of warps per tile."""
     tuned = config.implementations.tile("triton", kernel)
     *sides, warps = tuned or _tiles_of(x)[kernel]
     given = config.tile if x.layout is None else x.layout.tile
-    # Smaller ones of what is given, or as much as there is.
+    # Halve each side until it divides the given tile, or else the rounded length.
     sizes = given or [pl.next_power_of_2(n) for n in (x.query.shape[-3], x.key.shape[-3])]
     tile = []
     for side, size in zip(sides, sizes, strict=True):
@@ -136,15 +145,15 @@ def _tile(kernel: str, config: Config, x: Inputs) -> tuple[tuple[int, int], int]
 
 
 def _rows_together(x, rows):
-    """`(*B, T, N, ...)` to `(B, T, N, ...)`."""
+    """Reshape arrays `(*B, T, N, ...)` to `(B, T, N, ...)`."""
     axes = x.query.ndim - 3
     return tuple(array.reshape(-1, *array.shape[axes:]) for array in rows)
 
 
 def _forward_kernel(plan, structure, *refs):
-    *inputs, out, lse, lost = refs
+    *inputs, out, lse, lse_error = refs
     x = jax.tree.unflatten(structure, inputs)
-    # Of causal attention the last tiles have the most to do, and come first.
+    # The last query tiles come first: with causal attention they have the most work.
     n = plan.grid[0] - 1 - pl.program_id(0)
     tile = Tile(plan, x, b=pl.program_id(2), h=pl.program_id(1))
     query = tile.rows(x.query, n, 0, tile.h)
@@ -166,11 +175,11 @@ def _forward_kernel(plan, structure, *refs):
     output, *of_rows = tile.walk(n, step, start).finish()
     put_rows(tile, out, n, 0, tile.h, output)
     place, there = tile.indices(n, 0)
-    for ref, value in zip((lse, lost), of_rows, strict=True):
+    for ref, value in zip((lse, lse_error), of_rows, strict=True):
         store(ref, (tile.b, place, tile.h), value, there)
 
 
-# The gradient of the queries, of the scale, and of what a score_mod closes over
+# Gradients of the queries, of the scale, and of the arrays that a score_mod closes over
 
 
 def _query_gradient(config, x: Inputs, rows):
@@ -201,11 +210,11 @@ def _query_gradient(config, x: Inputs, rows):
 
 def _query_kernel(plan, structure, *refs):
     inputs, (d_query, *summed) = refs[: structure.num_leaves], refs[structure.num_leaves :]
-    x, (lse, d_out, shared) = jax.tree.unflatten(structure, inputs)
+    x, (lse, d_out, delta) = jax.tree.unflatten(structure, inputs)
     n = plan.grid[0] - 1 - pl.program_id(0)
     tile = Tile(plan, x, b=pl.program_id(2), h=pl.program_id(1))
     query, d_rows = (tile.rows(array, n, 0, tile.h) for array in (x.query, d_out))
-    rows = tile.sums_of_rows(lse, shared, n)
+    rows = tile.sums_of_rows(lse, delta, n)
     has_scale = x.scale is not None
 
     def step(m, carry, whole):
@@ -214,7 +223,7 @@ def _query_kernel(plan, structure, *refs):
         key, value = (tile.rows(array, m, 1, tile.key_head) for array in (x.key, x.value))
         products, d_weights = tile.dot(query, key.T), tile.dot(d_rows, value.T)
         bias = tile.pairs(x.bias, n, m)
-        # All as large as the tile, so that no gradient is a sum over both of its axes.
+        # Broadcast to the whole tile, so that `pull_back` sums no gradient over both tile axes.
         reads = [
             (table, entries, jnp.broadcast_to(read, products.shape))
             for table, entries, read in tile.reads(at, products)
@@ -258,7 +267,7 @@ def _query_kernel(plan, structure, *refs):
 
 
 def _by_entry(totals, at, values):
-    """Adds `values` `(t, s)` to the entries `at` that they were read from."""
+    """Add each of `values` `(t, s)` to the table entry, given by `at`, that it was read from."""
     entry = jnp.arange(totals.shape[0], dtype=jnp.int32)
     if jnp.ndim(at) == 0:
         return totals + jnp.where(entry == at, jnp.sum(jnp.sum(values, 1), 0), 0.0)
@@ -271,7 +280,7 @@ def _by_entry(totals, at, values):
     return lax.fori_loop(0, totals.shape[0], add, totals)
 
 
-# The gradients of keys and values
+# Gradients of keys and values
 
 
 def _key_gradient(config, x: Inputs, rows):
@@ -287,7 +296,7 @@ def _key_gradient(config, x: Inputs, rows):
 
 def _key_kernel(plan, structure, *refs):
     *inputs, d_key, d_value = refs
-    x, (lse, d_out, shared) = jax.tree.unflatten(structure, inputs)
+    x, (lse, d_out, delta) = jax.tree.unflatten(structure, inputs)
     m, key_head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     of_head = Tile(plan, x, b, key_head * plan.group)
     key, value = (of_head.rows(array, m, 1, key_head) for array in (x.key, x.value))
@@ -299,7 +308,7 @@ def _key_kernel(plan, structure, *refs):
             d_key, d_value = carry
             at = tile.at(n, m)
             query, d_rows = (tile.rows(array, n, 0, tile.h) for array in (x.query, d_out))
-            rows = tile.sums_of_rows(lse, shared, n)
+            rows = tile.sums_of_rows(lse, delta, n)
             products, d_weights = tile.dot(key, query.T), tile.dot(value, d_rows.T)
             values = [read for *_, read in tile.reads(at, products)]
             bias = tile.pairs(x.bias, n, m)

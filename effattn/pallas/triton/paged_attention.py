@@ -1,14 +1,15 @@
 """Paged decode attention for GPUs, lowered by Triton (Ampere and later).
 
-One program reads the pages of one sequence and one key head, or, where that would leave processors
-idle, one of several runs of them; the runs are combined by their log-sum-exps. The query heads of
-the key head are the rows of one tile, so keys and values are read once for all of them, and int8
-pages are widened in registers.
+A program reads the pages of one sequence and one key head. If this gives too few programs to fill
+the GPU, the pages of a sequence are split into several runs with one program each, and the results
+of the runs are combined by their log-sum-exps. The query heads of the key head are the rows of one
+tile, so keys and values are read once for all these heads. int8 pages are widened in registers.
 
-Decoding is bound by the bytes of keys and values: for a page of p tokens a program reads p (H + Hv)
-entries and does 2 R operations with each, R = 16 rows at least; tensor cores do hundreds in the
-time that memory delivers one. So a tile is one page, whose reads the compiler overlaps with the
-products of the page before (`num_stages`), and what matters is enough programs in flight: `RUNS`.
+Decoding is bound by the bytes of keys and values. For a page of p tokens a program reads p (H + Hv)
+entries and does 2 R operations with each entry, where R >= 16 is the number of rows. Tensor cores
+do hundreds of operations in the time in which memory delivers one entry. A tile is therefore one
+page, and the compiler overlaps the reads of a page with the products of the previous page
+(`num_stages`). The speed depends on the number of programs in flight, see `RUNS`.
 """
 
 import functools
@@ -24,17 +25,17 @@ from effattn.arrays.combine import combine
 from effattn.dispatch import device
 from effattn.interfaces.paged_attention import Config, Pages
 
-RUNS = 264  # programs to have at least, two for each multiprocessor of the largest cards
+RUNS = 264  # target number of programs: two per multiprocessor of the largest GPUs
 LIMITS = dispatch.Limits(
     ("float32", "bfloat16", "float16"),
     256,
     "Ampere or later; pages of 16 to 256 tokens, a power of two",
 )
-ROWS = 16  # the least that the products of tensor cores take
+ROWS = 16  # smallest side of a product on tensor cores
 
 
 def refusal(query: jax.Array, keys: Pages, values: Pages, *_) -> str | None:
-    """Why it does not take these operands of `paged`, if so."""
+    """Return the reason why the kernel cannot take these operands of `paged`, or None."""
     page = keys.array.shape[1]
     if reason := LIMITS.refusal(query.dtype, query.shape[-1], values.array.shape[-1]):
         return reason
@@ -58,14 +59,14 @@ def paged(
     lengths: jax.Array,
     scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Takes and returns what `effattn.xla.paged_attention.paged` does."""
+    """Paged decode attention; see `effattn.xla.paged_attention.paged` for arguments and results."""
     batch, queries, heads, size = query.shape
     pages, page, key_heads, _ = keys.array.shape
     value_size = values.array.shape[-1]
     group, room = heads // key_heads, table.shape[1]
     rows = max(ROWS, pl.next_power_of_2(group * queries))
     runs = max(1, min(room, RUNS // (batch * key_heads)))
-    # A row is a query head of the key head and one of the tokens.
+    # A row is one pair of a query head of the key head and a query token.
     grouped = jnp.moveaxis(query.reshape(batch, queries, key_heads, group, size), 1, 3)
     grouped = grouped.reshape(batch, key_heads, group * queries, size)
     width, value_width = pl.next_power_of_2(size), pl.next_power_of_2(value_size)
@@ -128,7 +129,7 @@ def paged(
 
 
 def _kernel(table, lengths, scale, query, *refs, config, queries, sizes, pages_of_run, quantized):
-    """The pages of one run: the output `(R, Hv)` and the log-sum-exp `(R)` of each row."""
+    """Kernel of one run of pages: writes the output `(R, Hv)` and the log-sum-exp `(R)`."""
     *pools, out, lse = refs
     keys, *key_scales = pools[: 1 + quantized[0]]
     values, *value_scales = pools[1 + quantized[0] :]
@@ -136,13 +137,13 @@ def _kernel(table, lengths, scale, query, *refs, config, queries, sizes, pages_o
     length, page, dtype = lengths[b], keys.shape[1], query.dtype
     tile, multiplier = query[...], scale[0]
     rows, (width, value_width) = tile.shape[0], (tile.shape[1], out.shape[-1])
-    # Full float32 products for float32: the default would round them to TensorFloat-32.
+    # Full float32 products for float32: the default precision rounds to TensorFloat-32.
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else config.precision
     dot = functools.partial(triton.dot, precision=precision)
     position = length - queries + jnp.arange(rows) % queries
 
     def read(pool, scales, which, present, size, width):
-        """`(p, width)`, zeros where there is no token or no feature."""
+        """Load a page `(p, width)`, with zeros as padding of tokens and features."""
         token, feature = jnp.arange(page), jnp.arange(width)
         there = present[:, None] & (feature < size)[None, :]
         within = jnp.minimum(feature, size - 1)[None, :]
@@ -174,7 +175,7 @@ def _kernel(table, lengths, scale, query, *refs, config, queries, sizes, pages_o
     if config.left is not None:
         first = jnp.maximum(first, jnp.maximum(length - queries - config.left, 0) // page)
     carry = (
-        # Finite, so that a row which has seen nothing yet subtracts no infinities.
+        # Finite, so that rows without keys so far do not compute inf - inf.
         jnp.full((rows,), jnp.finfo(jnp.float32).min, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
         jnp.zeros((rows, value_width), jnp.float32),

@@ -1,7 +1,7 @@
-"""How kernels in Triton read and write tiles of block attention's arrays.
+"""Loads and stores of tiles for the block-attention kernels in Triton.
 
-Arrays stay where and as they are: a tile is loaded by the places of its entries, and what lies
-beyond the lengths, or beyond the head size where that is no power of two, is masked.
+Arrays are neither transposed nor padded. A tile is loaded by the indices of its entries. Loads are
+masked beyond the lengths, and beyond the head size if the head size is not a power of two.
 """
 
 import functools
@@ -18,36 +18,39 @@ from effattn.dispatch import device
 from effattn.pallas import block_tiles
 from effattn.pallas.block_tiles import Arrays, At, Plan
 
-LEAST = 16  # rows of a product of tensor cores
-STAGES = 2  # tiles in flight: one is read while the other is multiplied
+LEAST = 16  # smallest side of a product on tensor cores
+STAGES = 2  # tiles in flight: one tile is read while the other tile is multiplied
 
 
 def width(size: int) -> int:
-    """Features of a tile, a power of two."""
+    """Return the number of features of a tile, a power of two."""
     return max(LEAST, pl.next_power_of_2(size))
 
 
 class Tile:
-    """Reads tiles of one example and query head; `(t, s)`, or if `transposed` `(s, t)`."""
+    """Reader of tiles `(t, s)`, or `(s, t)` if `transposed`, of one example and query head."""
 
     def __init__(self, plan: Plan, x: Arrays, b, h, *, transposed=False):
         self.plan, self.x, self.b, self.h = plan, x, b, h
         self.key_head = h // plan.group
         self.transposed = transposed
-        # Full float32 products for float32: the default would round them to TensorFloat-32.
+        # Full float32 products for float32: the default precision rounds to TensorFloat-32.
         exact = x.query.dtype == jnp.float32
         precision = lax.Precision.HIGHEST if exact else plan.config.precision
         self.dot = functools.partial(triton.dot, precision=precision)
         self.scale = None if x.scale is None else x.scale[0]
 
     def indices(self, n, axis):
-        """The places of tile n of queries (axis 0) or keys (1), and which of them there are."""
+        """Token indices of tile n of queries (axis 0) or keys (1), and a mask of valid indices.
+
+        The mask is None if all indices are within the length.
+        """
         size, length = self.plan.tile[axis], self.plan.lengths[axis]
         place = n * size + jnp.arange(size, dtype=jnp.int32)
         return place, (place < length if length % size else None)
 
     def rows(self, ref, n, axis, head):
-        """`(t or s, width)` of `(B, L, heads, H)`, zeros where there is nothing."""
+        """Load `(t or s, width)` from `(B, L, heads, H)`, with zeros as padding."""
         place, there = self.indices(n, axis)
         feature = jnp.arange(width(ref.shape[-1]), dtype=jnp.int32)
         conditions = [] if there is None else [there[:, None]]
@@ -56,28 +59,29 @@ class Tile:
         return load(ref, (self.b, place[:, None], head, feature[None, :]), conditions)
 
     def each(self, ref, n, axis, *head, other=0):
-        """`(t or s)` of `(B, L)` or `(B, L, heads)`."""
+        """Load `(t or s)` from `(B, L)` or `(B, L, heads)`, with `other` as padding."""
         place, there = self.indices(n, axis)
         return load(ref, (self.b, place, *head), [] if there is None else [there], other)
 
-    def sums_of_rows(self, lse, shared, n):
-        """Of query tile n, as `block_tiles.gradients` takes them; no weight where there is no row.
+    def sums_of_rows(self, lse, delta, n):
+        """Load log-sum-exp and delta of query tile n for `block_tiles.gradients`.
 
-        There the logits may be anything, as a bias and a score_mod have a say in them.
+        Rows of padding get a log-sum-exp of +inf, so that their weights are 0: a bias or a
+        score_mod can make the logits of these rows arbitrary.
         """
-        each = self.each(lse, n, 0, self.h, other=jnp.inf), self.each(shared, n, 0, self.h)
+        each = self.each(lse, n, 0, self.h, other=jnp.inf), self.each(delta, n, 0, self.h)
         return tuple(map(self.down, each))
 
     def down(self, x):
-        """Of queries, along the tile's axis of them."""
+        """Broadcast one number per query along the query axis of the tile."""
         return x[None, :] if self.transposed else x[:, None]
 
     def across(self, x):
-        """The same of keys."""
+        """Broadcast one number per key along the key axis of the tile."""
         return x[:, None] if self.transposed else x[None, :]
 
     def at(self, n, m):
-        """Where the tile of query tile n and key tile m is."""
+        """Indices and positions of the tile at query tile n and key tile m."""
         x = self.x
         (row, _), (column, _) = self.indices(n, 0), self.indices(m, 1)
         offset = x.offset[self.b if x.offset.shape[0] > 1 else 0]
@@ -86,7 +90,7 @@ class Tile:
         return At(self.b, self.h, self.down(i), self.across(j), self.across(column))
 
     def pairs(self, ref, n, m):
-        """The tile of `(#B, #N, #T, #S)`; None of None."""
+        """Load the tile (n, m) of an array `(#B, #N, #T, #S)`; None if `ref` is None."""
         if ref is None:
             return None
         (row, row_there), (column, column_there) = self.indices(n, 0), self.indices(m, 1)
@@ -105,18 +109,18 @@ class Tile:
         return load(ref, index, conditions)
 
     def load(self, table, at):
-        """Entries of a table, for `block_tiles.run`."""
+        """Load entries of a table, for `block_tiles.run`."""
         return triton.load(self.x.tables[table].at[at])
 
     def reads(self, at, products):
-        """What the score_mod reads of its tables: see `block_tiles.lookups`."""
+        """Table reads of the score_mod, see `block_tiles.lookups`; an empty list without one."""
         if self.plan.score is None:
             return []
         scalars = products, at.b, at.h, at.i, at.j
         return block_tiles.lookups(self.plan, "score", self.load, *scalars)
 
     def masked(self, at, n, m, logits, whole):
-        """The logits, -inf where a pair may not attend."""
+        """Logits with -inf for pairs that may not attend."""
         x = self.x
         query_ids = None if x.query_ids is None else self.down(self.each(x.query_ids, n, 0))
         key_ids = None if x.key_ids is None else self.across(self.each(x.key_ids, m, 1))
@@ -127,11 +131,11 @@ class Tile:
         )
 
     def dropped(self, at, weights):
-        """The weights after dropout."""
+        """Weights after dropout."""
         return block_tiles.dropped(self.plan, at, weights, self.load)
 
     def walk(self, n, step, carry, *, of_keys=False):
-        """Folds `step(m, carry, whole)` over the tiles that tile n visits."""
+        """Fold `step(m, carry, whole)` over the tiles that tile n visits, whole tiles first."""
         walk = block_tiles.walk(
             self.plan, entry, self.x.walk, self.b, self.key_head, n, of_keys=of_keys
         )
@@ -148,12 +152,12 @@ class Tile:
 
 
 def index_of(index):
-    """Numbers as arrays: the interpreter asks all for their shapes."""
+    """Convert ints of an index to arrays: the interpreter reads the shape of every index."""
     return tuple(np.int32(i) if isinstance(i, int) else i for i in index)
 
 
 def load(ref, index, conditions, other=0):
-    """The entries at `index`, `other` where not all conditions hold."""
+    """Load the entries at `index`, with `other` where a condition is false."""
     index = index_of(index)
     if not conditions:
         return triton.load(ref.at[index])
@@ -163,12 +167,16 @@ def load(ref, index, conditions, other=0):
 
 
 def entry(ref, *index):
-    """One number."""
+    """Load one number."""
     return triton.load(ref.at[index_of(index)])
 
 
 def store(ref, index, value, there, size=None):
-    """Rows `(t, width)` or `(t)`, as far as there are some, at `index(rows' axis, features)`."""
+    """Store rows `(t, width)` or `(t)` at `index`, without padding.
+
+    `there` is the mask of valid rows, or None. `size` is the number of valid features of
+    `(t, width)`; it is None for `(t)`.
+    """
     conditions = [] if there is None else [there if size is None else there[:, None]]
     if size is not None and value.shape[-1] != size:
         feature = jnp.arange(value.shape[-1], dtype=jnp.int32)
@@ -180,7 +188,7 @@ def store(ref, index, value, there, size=None):
 
 
 def put_rows(tile, ref, n, axis, head, value):
-    """Stores `(t or s, width)` as tile n of queries (axis 0) or keys (1), as far as it goes."""
+    """Store `(t or s, width)` as tile n of queries (axis 0) or keys (1), without padding."""
     place, there = tile.indices(n, axis)
     feature = jnp.arange(value.shape[-1], dtype=jnp.int32)
     index = tile.b, place[:, None], head, feature[None, :]
@@ -188,7 +196,7 @@ def put_rows(tile, ref, n, axis, head, value):
 
 
 def call(kernel, plan: Plan, inputs, grid, shapes, warps: int) -> list[jax.Array]:
-    """Runs `kernel(plan, structure, *refs)`; the refs are the leaves of `inputs`, then results."""
+    """Run `kernel(plan, structure, *refs)`; refs are the leaves of `inputs`, then the results."""
     leaves, structure = jax.tree.flatten(device.aligned(mesh_axes.vary_alike(inputs)))
     varying = jax.typeof(leaves[0]).manual_axis_type
     return pl.pallas_call(
