@@ -1,35 +1,39 @@
 """Block attention for Hopper GPUs, lowered by Mosaic GPU.
 
-Programs as in Triton (`effattn.pallas.triton.block_attention`), none of which shares a sum with
-another. In each, one warpgroup does nothing but copy: tiles come by the bulk copy engine, which
-swizzles them as tensor cores read them, into two slots of shared memory, and barriers say which
-slot is filled and which has been read. The others, of 64 rows each, multiply from there (`wgmma`),
-and keep sums in registers. Keys and values are copied once for all of a block's rows.
+The kernels are those of `effattn.pallas.triton.block_attention`, and every sum belongs to one
+block. In each block one warpgroup only copies: the bulk copy engine (TMA) writes tiles into two
+slots of shared memory, swizzled in the order in which tensor cores read them. Barriers tell which
+slot is filled and which slot has been read. The other warpgroups compute 64 rows each: they
+multiply from shared memory (`wgmma`) and keep sums in registers. Keys and values are copied once
+for all rows of a block.
 
-- forward: where there are two such warpgroups they take turns, so that one's exponentials are
-  computed during the other's products: of a tile of 128 x 128 at head size 128 a multiprocessor
-  takes 1024 cycles for the exponentials and 2048 for the products;
-- the gradient of the queries: weights again from the log-sum-exp; the sum stays in the accumulator
-  of `wgmma` over all tiles;
-- the gradients of keys and values: both sums do so. Logits are transposed, `(s, t)`, and weights go
-  from registers into the next product as they lie.
+- forward: two computing warpgroups take turns, so that the exponentials of one warpgroup overlap
+  with the products of the other. For a tile of 128 x 128 at head size 128 a multiprocessor takes
+  1024 cycles for the exponentials and 2048 cycles for the products.
+- gradient of the queries: the weights are recomputed from the log-sum-exp. The sum stays in the
+  accumulator of `wgmma` over all tiles.
+- gradients of keys and values: both sums stay in accumulators of `wgmma`. The logits are
+  transposed, `(s, t)`, so that weights go from registers into the next product without a change of
+  layout.
 
-Tiles. Two warpgroups have 232 registers a thread, and a product of 64 rows takes one for every two
-of its columns. The forward at head size 128 and s = 128 keeps 64 of the output, and 64 each of
-logits and of what is added to the output, of which one lives at a time with the 32 of the weights.
-The gradients of keys and values are 128 at head size 128, which leaves room for two tiles of
-logits of 64 columns, 64; at 256 they would be 256, and are formed in two calls. Of causal attention
-ptxas 13.5 then keeps all in registers, but for 100 bytes of a thread in the gradients of keys and
-values at head size 128, and 72 to 260 bytes in all kernels but one at 256.
+Registers. With two computing warpgroups a thread has 232 registers. A product of 64 rows takes one
+register per thread for every two columns. At head size 128 and s = 128 the forward keeps 64
+registers of the output; the logits (64) and the product that is added to the output (64) are not
+live at the same time, and one of them is live together with the weights (32). The gradients of keys
+and values take 128 registers at head size 128, which leaves room for two tiles of logits of 64
+columns (64 registers). At head size 256 these gradients would take 256 registers, so they are
+computed in two calls. For causal attention ptxas 13.5 then keeps everything in registers, except
+for spills of 100 bytes per thread in the gradients of keys and values at head size 128, and of 72
+to 260 bytes in all kernels but one at head size 256.
 
-A byte of keys and values in bfloat16 that a block reads is multiplied with t queries, 2 t
-operations in the forward: t = 128 is 256, where L2 delivers one byte for 180 that the cores do.
-Shared memory, 227 KB, then holds of head size 256 the queries (64 KB), two slots of s = 64 keys
-and values (128 KB) and what the output passes through (16 KB); in the gradients, which read
-d output as well, 64 rows in place of 128.
+Memory. Each byte of bfloat16 keys and values that a block reads is multiplied with t queries, 2 t
+operations in the forward. t = 128 gives 256 operations per byte; L2 delivers one byte in the time
+of 180 operations. At head size 256 the shared memory of 227 KB then holds the queries (64 KB), two
+slots of s = 64 keys and values (128 KB) and the staging buffer of the output (16 KB). The gradients
+also read dO, and have 64 rows in place of 128.
 
-Gradients of a scale and of what a score_mod closes over are formed by XLA
-(`effattn.xla.block_attention`), which is as exact.
+XLA computes the gradients of a scale and of the arrays that a score_mod closes over
+(`effattn.xla.block_attention`), which is equally exact.
 """
 
 import dataclasses
@@ -61,24 +65,24 @@ LIMITS = dispatch.Limits(
     "jax 0.12 for a soft cap or a score_mod",
 )
 
-# Queries and keys of a tile by the width of the larger head.
+# (queries, keys) of a tile for each kernel, by the larger head size.
 TILES = {
     64: {"forward": (128, 128), "query": (128, 64), "key": (64, 128)},
     128: {"forward": (128, 128), "query": (128, 64), "key": (64, 128)},
     256: {"forward": (128, 64), "query": (64, 64), "key": (64, 64)},
 }
-# What belongs to a tile of queries and to one of keys.
+# Names of the arrays of a query tile and of a key tile.
 QUERY = "query", "query_ids", "query_positions"
 KEY = "key", "key_ids", "key_positions"
-_MISCOMPILED = 12080, 12090  # versions of CUDA
-_MOST_AT_ONCE = 128  # features of a product that is added to what a thread has already
-_MOST_KEPT = 256  # features of all sums that a thread keeps
-_MOST_BLOCKS = 2**16 - 1  # of a grid's other axes than the last
+_MISCOMPILED = 12080, 12090  # first and last CUDA version whose ptxas miscompiles kernels
+_MOST_AT_ONCE = 128  # largest number of output features of one product in the forward
+_MOST_KEPT = 256  # largest number of features of all accumulators of a warpgroup
+_MOST_BLOCKS = 2**16 - 1  # CUDA limit on the sizes of two axes of a grid
 _LOG2E = math.log2(math.e)
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Why it does not take these operands, if so."""
+    """Return the reason why these kernels cannot take these operands, or None."""
     if reason := block_tiles.refusal(LIMITS, config, x):
         return reason
     for name in ("bias", "mask"):
@@ -97,7 +101,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 def _refusal_of_the_device():
-    """Of the GPU, if the program is traced where there is one."""
+    """Return the reason why the GPU or its CUDA version is not supported; None without a GPU."""
     if reason := device.refusal(lambda major: major == 9, "9.x (Hopper)"):
         return reason
     gpu = device.gpu()
@@ -111,7 +115,7 @@ def _refusal_of_the_device():
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Queries and keys of tiles to try in each kernel."""
+    """Return the candidate tiles `(t, s)` to tune for each kernel."""
     sides = ROWS, 2 * ROWS
     return {
         kernel: tuple(tile for tile in itertools.product(sides, sides) if tile != own)
@@ -125,9 +129,10 @@ def _tiles_of(x: Inputs) -> dict[str, tuple[int, int]]:
 
 
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output in the dtype given, the log-sum-exp, and zeros for what rounding took from it.
+    """Return the output in `dtype`, the log-sum-exp, and zeros as its rounding error.
 
-    Where that matters, the factor of its powers of 2 has rounded the logits as much.
+    The error is not computed, as the kernel multiplies logits with a factor for powers of 2: where
+    the rounding error of the log-sum-exp matters, that factor has rounded the logits as much.
     """
     plan, arrays = _arrange("forward", config, x)
     batch, queries, heads, _ = arrays.query.shape
@@ -154,11 +159,19 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
 
 
 def backward(
-    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, shared: jax.Array
+    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
-    """The gradients, from that of the output and `shared` `(*B, T, N)`, dO . O - dL."""
-    # Of a row that saw nothing, a finite number: all its logits are -inf.
-    rows = jnp.where(lse == -jnp.inf, 0, lse), d_out, shared
+    """Return the gradients of the inputs.
+
+    Args:
+      config: configuration of the call.
+      x: inputs of the call.
+      lse: log-sum-exp `(*B, T, N)`.
+      d_out: gradient of the output, dO.
+      delta: rowsum(dO * O) - dL `(*B, T, N)`, with dL the gradient of the log-sum-exp.
+    """
+    # A finite log-sum-exp for rows without keys: all logits of these rows are -inf.
+    rows = jnp.where(lse == -jnp.inf, 0, lse), d_out, delta
     d_query = _query_gradient(config, x, rows)
     if x.query.shape[-1] + x.value.shape[-1] <= _MOST_KEPT:
         d_key, d_value = _key_gradient(config, x, rows, ("key", "value"))
@@ -169,30 +182,30 @@ def backward(
     if x.scale is None and not x.constants:
         return gradients
     config = dataclasses.replace(config, implementations=dispatch.XLA)
-    others = xla.backward(config, x, rows[0], d_out, shared)
+    others = xla.backward(config, x, rows[0], d_out, delta)
     return gradients._replace(scale=others.scale, constants=others.constants)
 
 
 class _Rows(NamedTuple):
-    """What the gradients need of the queries: `(B, N, T')`, but `(B, T', N, Hv')` of d output."""
+    """Arrays of the queries for the gradients: lse and delta `(B, N, T')`, dO `(B, T', N, Hv')`."""
 
     lse: Any
     d_out: Any
-    shared: Any
+    delta: Any
 
     @classmethod
     def of(cls, plan, x: Inputs, rows) -> "_Rows":
         axes, t = x.query.ndim - 3, plan.tile[0]
-        lse, d_out, shared = (array.reshape(-1, *array.shape[axes:]) for array in rows)
-        # No weight where there is no row, whatever a score_mod makes of its logits.
-        return cls(tiles.by_head(lse, t, jnp.inf), tiles.tokens(d_out), tiles.by_head(shared, t))
+        lse, d_out, delta = (array.reshape(-1, *array.shape[axes:]) for array in rows)
+        # Rows of padding get lse = inf, so weight 0, even if a score_mod changes their logits.
+        return cls(tiles.by_head(lse, t, jnp.inf), tiles.tokens(d_out), tiles.by_head(delta, t))
 
 
 def _arrange(kernel: str, config: Config, x: Inputs):
-    """The plan and what a kernel reads, of tiles for it."""
+    """Return the plan of a kernel, with its tile, and the arrays that the kernel reads."""
     sides = config.implementations.tile("mosaic_gpu", kernel) or _tiles_of(x)[kernel]
     given = config.tile if x.layout is None else x.layout.tile
-    # Smaller ones of what is given, or as much as there is.
+    # Halve each side until it divides the given tile, or else the rounded length.
     lengths = given or [pl.next_power_of_2(n) for n in (x.query.shape[-3], x.key.shape[-3])]
     tile = []
     for side, length in zip(sides, lengths, strict=True):
@@ -205,11 +218,11 @@ def _arrange(kernel: str, config: Config, x: Inputs):
 
 
 class _Queries:
-    """A block's tile of queries, which walks the tiles of keys and values."""
+    """Query tile of a block, with the walk over tiles of keys and values."""
 
     def __init__(self, plan, x, block, keys, values):
         self.plan, self.x, self.b, self.h = plan, x, block.b, block.h
-        # Of causal attention the last tiles have the most to do, and come first.
+        # The last query tiles come first: with causal attention they have the most work.
         self.n = plan.grid[0] - 1 - block.n
         self.key_head = lax.div(block.h, np.int32(plan.group))
         self.keys = Stream(tiles.of_tokens(x, *KEY), *keys)
@@ -219,7 +232,7 @@ class _Queries:
         )
 
     def copy(self):
-        """What the warpgroup that copies does."""
+        """Copy all visited tiles; runs in the copying warpgroup."""
 
         def step(number, m, carry, whole):
             for stream in (self.keys, self.values):
@@ -245,7 +258,7 @@ def _forward_kernel(plan, x, outputs, scratch, block):
         own_rows = Own(of_queries, *own).get(worker, block.b, block.h, first)
         query, parts = own_rows["query"], _parts(x.value.shape[-1])
         turns_of = Turns(turns, worker)
-        # Powers of 2, for which there is an instruction: the largest is log2(e) times a logit.
+        # exp2 has an instruction, exp has not: `largest` is the largest logit times log2(e).
         scale = _scale_alone(plan)
         factor = _LOG2E * (scale or 1)
         turns_of.start()
@@ -293,9 +306,10 @@ def _forward_kernel(plan, x, outputs, scratch, block):
 
 
 def _scale_alone(plan):
-    """The scale, where it is all that there is between products and logits, and keeps their order.
+    """Return the scale if logits are products times a static positive scale; otherwise None.
 
-    It is multiplied with what turns exponentials into powers of 2, and costs no operation.
+    The caller merges such a scale with the factor log2(e) of `exp2`, so the scale costs no
+    operation. A positive scale does not change which product is the largest.
     """
     config = plan.config
     if (
@@ -309,12 +323,12 @@ def _scale_alone(plan):
 
 
 def _parts(width):
-    """Slices of the features of the output."""
+    """Slices of the output features, `_MOST_AT_ONCE` or fewer features each."""
     size = _MOST_AT_ONCE
     return [pl.ds(start, min(size, width - start)) for start in range(0, width, size)]
 
 
-# The gradient of the queries
+# Gradient of the queries
 
 
 def _query_gradient(config, x: Inputs, rows):
@@ -345,7 +359,7 @@ def _query_kernel(plan, inputs, outputs, scratch, block):
         product = Product.of_worker(staged, worker)
         of_queries = tiles.of_tokens(x, *QUERY) | rows._asdict()
         own_rows = Own(of_queries, *own).get(worker, block.b, block.h, first)
-        sums = tile.each(own_rows["lse"], 0), tile.each(own_rows["shared"], 0)
+        sums = tile.each(own_rows["lse"], 0), tile.each(own_rows["delta"], 0)
 
         def total(d_query):
             def step(number, m, carry, whole):
@@ -375,11 +389,11 @@ def _query_kernel(plan, inputs, outputs, scratch, block):
     tiles.roles(plan.tile[0] // ROWS, worker, compute, tile_of.copy)
 
 
-# The gradients of keys and values
+# Gradients of keys and values
 
 
 def _key_gradient(config, x: Inputs, rows, wanted):
-    """Of those wanted, "key" and "value"."""
+    """Yield the gradients of the arrays named in `wanted`: "key", "value" or both."""
     plan, arrays = _arrange("key", config, x)
     workers, dtype, (batch, _, heads, _) = plan.tile[1] // ROWS, x.key.dtype, arrays.key.shape
     inputs = arrays, _Rows.of(plan, x, rows)
@@ -400,7 +414,7 @@ def _key_gradient(config, x: Inputs, rows, wanted):
 
 
 def _of_shape(padded, like):
-    """Without what it was padded with."""
+    """Remove the padding and restore the shape of `like`."""
     length, _, size = like.shape[-3:]
     return padded[:, :length, :, :size].reshape(like.shape)
 
@@ -459,7 +473,7 @@ def _key_kernel(wanted, plan, inputs, outputs, scratch, block):
                         products = product.of(*left_and_right)
                     logits, pull_back = jax.vjp(tile.scores(at, products), products)
                     logits = tile.masked(at, logits, beside, whole)
-                    of_rows = tile.each(beside["lse"], 0), tile.each(beside["shared"], 0)
+                    of_rows = tile.each(beside["lse"], 0), tile.each(beside["delta"], 0)
                     if "key" in wanted:
                         weights, d_logits = block_tiles.gradients(
                             plan, at, logits, of_rows, d_weights, tile.load

@@ -1,9 +1,10 @@
-"""How kernels in Mosaic GPU read and write tiles of block attention's arrays.
+"""Loads and stores of tiles for the block-attention kernels in Mosaic GPU.
 
-A block is one warpgroup that copies tiles into shared memory and others that compute, each on 64
-rows of the block's tile. Copies go by the bulk copy engine, which reads zeros beyond an array and
-writes nothing there: lengths need not be multiples of a tile. Head sizes are padded with zeros to
-multiples of 64 numbers, the 128 bytes of a swizzled row.
+A block has one warpgroup that copies tiles into shared memory, and other warpgroups (the workers)
+that compute, each on 64 rows of the block's tile. The bulk copy engine (TMA) does the copies. The
+engine reads zeros and writes nothing beyond the end of an array, so lengths need not be multiples
+of a tile. Head sizes are padded with zeros to multiples of 64 numbers, the 128 bytes of a swizzled
+row.
 """
 
 from collections.abc import Callable
@@ -22,18 +23,18 @@ from effattn.dispatch.refused import refusing
 from effattn.pallas import block_tiles
 from effattn.pallas.block_tiles import Arrays, At, Plan, Walk
 
-ROWS = 64  # of a product: what a warpgroup multiplies at once
-WIDTH = 64  # numbers of 16 bits in a swizzled row
-_SWIZZLE, _GROUP = 128, 8  # bytes of a swizzled row, and rows that are swizzled together
-STAGES = 2  # tiles in flight: one is copied while the other is multiplied
-_REGISTERS = 232, 40  # of a thread that computes, and of one that copies, where there are 2 + 1
+ROWS = 64  # rows of a product of one warpgroup
+WIDTH = 64  # 16-bit numbers of a swizzled row
+_SWIZZLE, _GROUP = 128, 8  # bytes of a swizzled row; number of rows swizzled together
+STAGES = 2  # tiles in flight: one tile is copied while the other tile is multiplied
+_REGISTERS = 232, 40  # registers of a computing and a copying thread, for 2 + 1 warpgroups
 
 _ALONG_ROWS, _ALONG_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 _SIDES = "query", "key"
 
 
 def padded(array: Any, axis: int, multiple: int, value: Any = 0) -> Any:
-    """To a multiple of `multiple` along an axis; None of None."""
+    """Pad an array to a multiple of `multiple` along `axis`; return None for None."""
     if array is None or not (more := -array.shape[axis] % multiple):
         return array
     widths = [(0, 0)] * array.ndim
@@ -42,7 +43,7 @@ def padded(array: Any, axis: int, multiple: int, value: Any = 0) -> Any:
 
 
 def as_read(plan: Plan, x: Arrays) -> Arrays:
-    """The operands as the kernels read them: of positions and ids, whole tiles."""
+    """Pad the operands for the kernels; positions and ids are padded to whole tiles."""
     t, s = plan.tile
     return x._replace(
         query=tokens(x.query),
@@ -56,17 +57,17 @@ def as_read(plan: Plan, x: Arrays) -> Arrays:
 
 
 def tokens(array: jax.Array) -> jax.Array:
-    """`(B, L, heads, H)` as the copy engine reads it: whole swizzled rows, in groups of 8."""
+    """Pad `(B, L, heads, H)` for the copy engine: whole swizzled rows, in groups of 8 rows."""
     return padded(padded(array, 1, _GROUP), 3, WIDTH)
 
 
 def by_head(rows: jax.Array, tile: int, value: Any = 0) -> jax.Array:
-    """`(B, T, N)` to `(B, N, T')`, whole tiles of them."""
+    """Transpose `(B, T, N)` to `(B, N, T')`, with T' padded to whole tiles."""
     return padded(jnp.swapaxes(rows, 1, 2), 2, tile, value)
 
 
 def shared(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory as the copy engine fills it and tensor cores read it."""
+    """Declare shared memory in the swizzled layout of the copy engine and of tensor cores."""
     size = _SWIZZLE // jnp.dtype(dtype).itemsize
     tiling = plgpu.TilingTransform((_GROUP, size))  # type: ignore[abstract]
     swizzle = plgpu.SwizzleTransform(_SWIZZLE)  # type: ignore[abstract]
@@ -74,16 +75,16 @@ def shared(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def staging(workers: int, dtype: Any) -> Any:
-    """What results pass through, for `put_rows`."""
+    """Declare the staging buffer in shared memory through which `put_rows` writes results."""
     return shared((workers, ROWS, _SWIZZLE // jnp.dtype(dtype).itemsize), dtype)
 
 
 class Product:
-    """Products of the warpgroup's registers, or of shared memory, with shared memory.
+    """Matrix products of a warpgroup: registers or shared memory times shared memory.
 
     Attributes:
-      staged: `(ROWS, columns)` in shared memory for the interpreter, which multiplies from there
-        alone; None where the kernel is compiled.
+      staged: `(ROWS, columns)` in shared memory for the interpreter, which can only multiply from
+        shared memory; None for a compiled kernel.
     """
 
     def __init__(self, staged):
@@ -91,17 +92,17 @@ class Product:
 
     @classmethod
     def of_worker(cls, staged: tuple, worker: Any) -> "Product":
-        """Of one warpgroup, from what `scratch` asked for."""
+        """Return the `Product` of one worker, from the buffers that `scratch` declares."""
         return cls(staged[0].at[worker] if staged else None)
 
     @staticmethod
     def scratch(plan: Plan, columns: int, dtype: Any, workers: int) -> tuple:
-        """What it needs of shared memory."""
+        """Declare the shared memory of all workers; empty for a compiled kernel."""
         interpreted = plan.config.implementations.interpreted
         return (shared((workers, ROWS, columns), dtype),) if interpreted else ()
 
     def add(self, total: Any, left: Any, right: Any) -> None:
-        """Adds `left @ right` to an accumulator; done when `wgmma_wait` has returned."""
+        """Start adding `left @ right` to an accumulator; `wgmma_wait` waits for the sum."""
         if self.staged is not None and isinstance(left, jax.Array):
             self.staged[...] = left
             plgpu.commit_smem()
@@ -109,7 +110,7 @@ class Product:
         plgpu.wgmma(total, left, right)
 
     def of(self, left: Any, right: Any, issued: Callable[[], None] | None = None) -> jax.Array:
-        """`left @ right` in float32; calls `issued` while it is being computed."""
+        """Return `left @ right` in float32; call `issued` while the product is being computed."""
 
         def multiply(total):
             self.add(total, left, right)
@@ -120,7 +121,7 @@ class Product:
         return pl.run_scoped(multiply, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
 
     def of_both(self, *pairs: tuple[Any, Any]) -> list[jax.Array]:
-        """`left @ right` in float32 of each pair in shared memory, the second behind the first."""
+        """Return `left @ right` in float32 for each pair in shared memory; the products overlap."""
 
         def multiply(*totals):
             for total, (left, right) in zip(totals, pairs, strict=True):
@@ -132,30 +133,30 @@ class Product:
 
 
 def constant(shape: tuple[int, ...], value: Any) -> jax.Array:
-    """In float32, `(r, columns)` or `(r)`, as products and what is reduced of them lie."""
+    """Return a float32 constant `(r, columns)` or `(r)` in the register layout of products."""
     return plgpu.layout_cast(
         jnp.full(shape, value, jnp.float32), plgpu.Layout.WGMMA if len(shape) == 2 else _ALONG_ROWS
     )
 
 
 def down(rows: jax.Array, columns: int) -> jax.Array:
-    """`(r)` as all columns of `(r, columns)`."""
+    """Broadcast `(r)` to all columns of `(r, columns)`."""
     return lax.broadcast_in_dim(rows, (rows.shape[0], columns), (0,))
 
 
 def transposed(ref: Any) -> Any:
-    """`(a, b)` in shared memory as `(b, a)`."""
+    """View `(a, b)` in shared memory as `(b, a)`."""
     return ref.transpose((1, 0))
 
 
 def of_tokens(x: Any, *names: str) -> dict[str, Any]:
-    """Those of the operands of such names that there are."""
+    """Return the named operands that are not None, by name."""
     found = {name: getattr(x, name) for name in names}
     return {name: array for name, array in found.items() if array is not None}
 
 
 def _buffers(arrays, lead, rows):
-    """Room for `rows` tokens of each array."""
+    """Declare buffers `(lead, rows, ...)` for `rows` tokens of each array."""
 
     def room(array):
         if array.ndim == 4:
@@ -166,7 +167,7 @@ def _buffers(arrays, lead, rows):
 
 
 def _copy(arrays, buffers, place, filled, b, head, start):
-    """Some tokens of `(B, L, heads, H)`, `(B, heads, L)` or `(B, L)`, from `start` on."""
+    """Start copying tokens from `start` on; `(B, L, heads, H)`, `(B, heads, L)` or `(B, L)`."""
     for name, array in arrays.items():
         buffer = buffers[name]
         tokens = pl.ds(start, buffer.shape[1])
@@ -180,33 +181,33 @@ def _at(buffers, place):
 
 
 class Own:
-    """The rows of a block's own tile, `ROWS` to a warpgroup, which alone reads them."""
+    """Tile that a block keeps for its whole run; a worker reads only its `ROWS` rows."""
 
     def __init__(self, arrays, buffers, filled):
         self.arrays, self.buffers, self.filled = arrays, buffers, filled
 
     @staticmethod
     def scratch(arrays: dict[str, Any], workers: int) -> tuple:
-        """What they take of shared memory, and barriers."""
+        """Declare the buffers in shared memory and the barriers."""
         filled = plgpu.Barrier(num_arrivals=len(arrays), num_barriers=workers)
         return _buffers(arrays, workers, ROWS), filled
 
     def get(self, worker, b, head, start) -> dict[str, Any]:
-        """Copies them from token `start` on, and waits."""
+        """Copy the rows of a worker from token `start` on, and wait for them."""
         _copy(self.arrays, self.buffers, worker, self.filled, b, head, start)
         plgpu.barrier_wait(self.filled.at[worker])
         return _at(self.buffers, worker)
 
 
 class Stream:
-    """Tiles that the warpgroup that copies hands to those that compute, `STAGES` at a time."""
+    """Queue of `STAGES` tiles from the copying warpgroup to the workers."""
 
     def __init__(self, arrays, buffers, filled, read):
         self.arrays, self.buffers, self.filled, self.read = arrays, buffers, filled, read
 
     @staticmethod
     def scratch(arrays: dict[str, Any], rows: int, readers: int) -> tuple:
-        """What tiles of `rows` tokens take of shared memory, and barriers."""
+        """Declare the buffers in shared memory, for tiles of `rows` tokens, and the barriers."""
         return (
             _buffers(arrays, STAGES, rows),
             plgpu.Barrier(num_arrivals=len(arrays), num_barriers=STAGES),
@@ -214,23 +215,23 @@ class Stream:
         )
 
     def put(self, number, b, head, start):
-        """Copies a tile, once there is room for it."""
+        """Wait for a free slot, then start the copy of a tile into that slot."""
         slot = _slot(number)
         pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(self.read.at[slot]))
         _copy(self.arrays, self.buffers, slot, self.filled, b, head, start)
 
     def get(self, number) -> dict[str, Any]:
-        """The tile, once it is there."""
+        """Wait for a tile and return its buffers."""
         slot = _slot(number)
         plgpu.barrier_wait(self.filled.at[slot])
         return _at(self.buffers, slot)
 
     def done(self, number):
-        """This warpgroup reads it no more."""
+        """Signal that this worker has read the tile."""
         plgpu.barrier_arrive(self.read.at[_slot(number)])
 
     def finish(self, total):
-        """Waits until the last of `total` tiles have been read."""
+        """Wait until the last of `total` tiles have been read."""
 
         def wait(number, _):
             plgpu.barrier_wait(self.read.at[_slot(number)])
@@ -243,9 +244,10 @@ def _slot(number):
 
 
 class Turns:
-    """Two warpgroups that take turns: one multiplies while the other computes weights.
+    """Turns of two workers: one worker multiplies while the other computes exponentials.
 
-    Left alone they would do both at the same time, and tensor cores would wait for exponentials.
+    Without turns both workers would compute exponentials at the same time, and tensor cores would
+    wait for them.
     """
 
     def __init__(self, barrier: Any, worker: Any):
@@ -253,29 +255,29 @@ class Turns:
 
     @staticmethod
     def scratch(workers: int) -> tuple:
-        """The barrier, where there are two."""
+        """Declare the barrier if there are two workers."""
         return (plgpu.Barrier(num_arrivals=2),) if workers == 2 else ()
 
     def change(self) -> None:
-        """The other's turn."""
+        """End the turn of this worker and wait for its next turn."""
         if self.barrier:
             plgpu.barrier_arrive(self.barrier[0])
             plgpu.barrier_wait(self.barrier[0])
 
     def start(self) -> None:
-        """The second one waits for its first turn."""
+        """Let the second worker wait for its first turn."""
         pl.when(self.worker == 1)(self.change)
 
     def finish(self) -> None:
-        """The first one lets the second have its last turn."""
+        """Let the first worker give the second worker its last turn."""
         pl.when(self.worker == 0)(self.change)
 
 
 class Tile:
-    """A warpgroup's part of the tiles of one example and query head.
+    """Part of a tile, for one example and query head, that one worker computes.
 
-    That is `(ROWS, s)` of its queries and a tile of keys, or if `transposed` `(ROWS, t)` of its
-    keys and a tile of queries.
+    The part is `(ROWS, s)`: the worker's queries and a tile of keys. If `transposed`, the part is
+    `(ROWS, t)`: the worker's keys and a tile of queries.
     """
 
     def __init__(self, plan: Plan, x: Arrays, b, h, *, transposed=False):
@@ -285,7 +287,7 @@ class Tile:
         self.scale = None if x.scale is None else x.scale[0]
 
     def each(self, tokens, axis):
-        """Of one number a query (axis 0) or key (1), as the tile has them; None of None."""
+        """Broadcast one number per query (axis 0) or key (1) to the tile; None for None."""
         if tokens is None:
             return None
         place = int(axis != self.transposed)
@@ -293,7 +295,10 @@ class Tile:
         return lax.broadcast_in_dim(found, self.shape, (place,))
 
     def at(self, first_query, first_key, beside):
-        """Where the tile is, all of it as large as the tile; `beside` are arrays of its tokens."""
+        """Return indices and positions as arrays of the tile's shape.
+
+        `beside` holds the arrays of the tile's tokens, by name.
+        """
         layout = plgpu.Layout.WGMMA
         index = [
             plgpu.broadcasted_iota(jnp.int32, self.shape, place, layout=layout)
@@ -307,7 +312,7 @@ class Tile:
         return At(self.b, self.h, i, column if j is None else j, column)
 
     def load(self, table, at):
-        """Entries of a table: one, or for each of `at` in turn whether it is that."""
+        """Load entries of a table; an array `at` costs one comparison per table entry."""
         ref = self.x.tables[table]
         if jnp.ndim(at) == 0:
             return ref[at]
@@ -319,7 +324,7 @@ class Tile:
         return lax.fori_loop(0, ref.shape[0], choose, start)
 
     def scores(self, at, products):
-        """The function from the products to the logits before any mask."""
+        """Return the function from products to logits before any mask."""
         plan, values = self.plan, []
         if plan.score is not None:
             reads = block_tiles.lookups(plan, "score", self.load, products, at.b, at.h, at.i, at.j)
@@ -327,23 +332,23 @@ class Tile:
         return lambda products: block_tiles.scores(plan, at, products, None, self.scale, values)
 
     def masked(self, at, logits, beside, whole):
-        """The logits, -inf where a pair may not attend."""
+        """Logits with -inf for pairs that may not attend."""
         of_query, of_key = (self.each(beside.get(f"{s}_ids"), n) for n, s in enumerate(_SIDES))
         allowed = block_tiles.allowed(self.plan, at, of_query, of_key, None, self.load, whole=whole)
         return block_tiles.masked(logits, allowed)
 
     def dropped(self, at, weights):
-        """The weights after dropout."""
+        """Weights after dropout."""
         return block_tiles.dropped(self.plan, at, weights, self.load)
 
 
 def entry(ref, *index):
-    """One number."""
+    """Load one number."""
     return ref[tuple(np.int32(i) if isinstance(i, int) else i for i in index)]
 
 
 def fold(walk: Walk, step: Callable, carry: Any, first: Any = 0) -> Any:
-    """Folds `step(number, tile, carry, whole)` over the tiles of a walk, numbered from `first`."""
+    """Fold `step(number, tile, carry, whole)` over the tiles of a walk, numbered from `first`."""
     for before, count, tile, whole in (
         (0, walk.whole, walk.whole_tile, True),
         (walk.whole, walk.masked, walk.masked_tile, False),
@@ -357,7 +362,7 @@ def fold(walk: Walk, step: Callable, carry: Any, first: Any = 0) -> Any:
 
 
 def put_rows(staged: Any, value: jax.Array, target: Any) -> None:
-    """Stores `(r, width)` by way of shared memory, a swizzled row of features at a time."""
+    """Store `(r, width)` through shared memory, one swizzled row of features at a time."""
     width = staged.shape[1]
     for start in range(0, value.shape[1], width):
         staged[...] = value[:, start : start + width].astype(staged.dtype)
@@ -367,13 +372,13 @@ def put_rows(staged: Any, value: jax.Array, target: Any) -> None:
 
 
 class Block(NamedTuple):
-    """Where a block is, and a warpgroup in it.
+    """Indices of a block in the grid, and of a warpgroup in the block.
 
     Attributes:
-      b: example.
-      h: head of queries, or of keys.
-      n: its tile.
-      worker: which warpgroup; the last one copies.
+      b: index of the example.
+      h: index of the query head or of the key head.
+      n: index of the tile.
+      worker: index of the warpgroup; the last warpgroup copies.
     """
 
     b: Any
@@ -385,9 +390,9 @@ class Block(NamedTuple):
 def call(
     name: str, kernel, plan: Plan, inputs, grid, shapes, scratch, workers: int
 ) -> list[jax.Array]:
-    """Runs `kernel(plan, inputs, outputs, scratch, block)` over a grid of examples, heads, tiles.
+    """Run `kernel(plan, inputs, outputs, scratch, block)` over a grid of examples, heads, tiles.
 
-    `shapes` and `scratch` are pytrees, and so are what the kernel gets for them.
+    `inputs` and `scratch` are pytrees; the kernel gets pytrees of references of the same structure.
     """
     leaves, structure = jax.tree.flatten(device.aligned(mesh_axes.vary_alike(inputs)))
     names, count = ("batch", "head", "tile", "warpgroup"), len(leaves)
@@ -411,19 +416,19 @@ def call(
         num_threads=workers + 1,
         thread_name=names[3],
         compiler_params=plgpu.CompilerParams(
-            # An approximate tanh has half of the digits.
+            # The approximate tanh has only half of the digits.
             approx_math=plan.config.soft_cap is None and plan.score is None,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
         interpret=_params(how),
         kernel_name=f"block_attention_{name}",
     )
-    # Its results are of no type that varies over a mesh.
+    # plgpu.kernel returns types that do not vary over a mesh, so restore the varying axes.
     return [mesh_axes.vary_like(leaves[0], result) for result in run(*leaves)]
 
 
 def roles(workers: int, worker: Any, compute: Callable, copy: Callable) -> None:
-    """Runs `copy()` in the last warpgroup and `compute()` in the others."""
+    """Run `copy()` in the last warpgroup and `compute()` in the other warpgroups."""
     computing, copying = _REGISTERS
 
     @pl.when(worker < workers)
@@ -440,7 +445,7 @@ def roles(workers: int, worker: Any, compute: Callable, copy: Callable) -> None:
 
 
 def _params(how):
-    """What the interpreter takes, if kernels are to run in it."""
+    """Return the parameters of the interpreter, or None if kernels are compiled."""
     if not how or isinstance(how, plgpu.InterpretGPUParams):
         return how or None
     return plgpu.InterpretGPUParams()
