@@ -1,30 +1,35 @@
-"""The linear recurrence by kernels: what is around them, whichever device they are for.
+"""Linear recurrence by kernels: the common part for all devices.
 
-Terms are made once for the whole sequence, by XLA, in the dtype of the sums, and the kernels see
-arrays. What they save to meet again is the state at every `BLOCK` tokens, and in the backward its
-gradient there; from these all blocks are done in parallel. With S_t the state, G_t its gradient
-from what reads it at t or later, and dy_t that of the output,
+XLA computes the terms once for the whole sequence, in the dtype of the sums; kernels get these
+arrays. The forward saves the state at every `BLOCK` tokens; the backward also saves the gradient of
+the state there. All blocks are then computed in parallel from the saved states. Let S_t be the
+state, G_t its gradient from all reads at token t or later, and dy_t the gradient of the output:
 
     y_t = S_t^T q_t    dq_t = S_t dy_t    dk_t = G_t v_t    dv_t = G_t^T k_t
     G_t = exp(w_(t+1)) G_(t+1) + q_t dy_t^T
 
-so the same walk that makes states of keys and values makes their gradients, the other way round, of
-queries and dy. What token j writes and token i reads decays at every token t in between, and is in
-the gradient of each of these log decays; it is in q_i dq_i, and in k_j dk_j. Summed over the tokens
-from t to the end of the block, q dq - k dk keeps of all pairs within the block those on both sides
-of t, and the sum over values of S * G at that end adds those that are read later. So sums have at
-most `BLOCK` terms, in float32, where one over the whole sequence would lose what is small. What a
-query reads of its own token never decays, may be larger than all else, and is left out of both.
+The walk that computes states from keys and values therefore also computes gradients of states, in
+reverse order, from queries and dy.
 
-The delta form is a plain recurrence of corrected values (`recurrence_delta`): one kernel corrects
-them and makes the states on its way, one makes the gradients of states, and the others see no
-difference.
+Gradient of the log decays. A pair (token j writes, token i > j reads) decays at every token t with
+j < t <= i, so the pair contributes to the gradient of each of these log decays. The same
+contribution is part of q_i dq_i and of k_j dk_j. In the sum of q dq - k dk over the tokens from t
+to the end of the block, only the pairs within the block that cross t remain. The sum over values of
+S * G at the end of the block adds the pairs that are read in later blocks. Sums thus have at most
+`BLOCK` terms, in float32; a sum over the whole sequence would lose small terms. The pair of a query
+and its own token never decays and can be larger than all other pairs, so q dq and k dk both leave
+out this pair.
 
-A document starts with a log decay of -inf: all kernels exponentiate sums of log decays, and take no
-difference of them, so that is as good a number as any.
+The delta form is a plain recurrence of corrected values (`recurrence_delta`). One kernel computes
+the corrected values and the states, one kernel computes the gradients of states, and the other
+kernels are those of the plain recurrence.
 
-Shapes: batch B, tokens T, N query, K key and V value heads, `max(N, V)` heads of the output; F
-features, values of D with the one of a normalised recurrence; n blocks of `BLOCK` tokens.
+The first token of a document has a log decay of -inf. This is safe, as all kernels exponentiate
+sums of log decays and never subtract log decays.
+
+Shapes: batch B; tokens T; N query, K key and V value heads; `max(N, V)` heads of the output; F
+features; D values, including the additional value of a normalised recurrence; n blocks of `BLOCK`
+tokens.
 """
 
 import functools
@@ -40,17 +45,17 @@ from effattn.pallas import recurrence_delta
 from effattn.pallas.recurrence_delta import Chunks, Keys
 
 BLOCK = 64  # tokens from one saved state to the next
-LARGEST = 256  # features, or values
+LARGEST = 256  # largest number of features, and of values
 
 
 class Arrays(NamedTuple):
-    """What is summed, float32; the decay is None where nothing decays.
+    """Float32 operands of the recurrence.
 
     Attributes:
       query: `(B, T, N, F)`.
       key: `(B, T, K, F)`.
       value: `(B, T, V, D)`.
-      log_decay: `(B, T, V)`, or where V is K also `(B, T, K, F)`.
+      log_decay: `(B, T, V)`, or `(B, T, K, F)` if V = K, or None without decay.
     """
 
     query: jax.Array
@@ -60,38 +65,39 @@ class Arrays(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Of the output."""
+        """Number of heads of the output."""
         return max(self.query.shape[2], self.value.shape[2])
 
 
 class How(NamedTuple):
-    """How kernels run: the precision of their products, and whether they are interpreted."""
+    """Execution options: precision of products, and whether kernels are interpreted."""
 
     precision: lax.Precision
     interpreted: bool
 
     def dot(self, left: jax.Array, right: jax.Array) -> jax.Array:
-        """The product in XLA, as precise as in the kernels."""
+        """Return the product, computed by XLA with the precision of the kernels."""
         return jnp.matmul(left, right, precision=self.precision)
 
 
 class Kernels(NamedTuple):
-    """What there is for a device; the first argument of all, not listed here, is `How`.
+    """Kernels of one device. The first argument of each function is `How`; it is not listed here.
 
     Attributes:
-      states: `(arrays, state (B, V, F, D)) -> (B, V, n + 1, F', D')`, before each block and last;
-        zeros fill features and values up to what suits the device.
-      gradients_of_states: `(arrays, d_out (B, T, heads, D), d_state) -> (B, V, n + 1, F', D')`,
-        from what reads them in later blocks.
-      read: `(arrays, states) -> (B, T, heads, D)`.
-      d_query: `(arrays, states, d_out) -> (B, T, heads, F)`; where there are decays, without what a
-        query reads of its own token.
-      d_key_value: `(arrays, gradients of states, d_out) -> (B, T, V, F), (B, T, V, D)`; the first
-        likewise.
+      states: `(arrays, state (B, V, F, D)) -> (B, V, n + 1, F', D')`, the states before each block
+        and after the last block; F' and D' include padding with zeros for the device.
+      gradients_of_states: `(arrays, d_out (B, T, heads, D), d_state) -> (B, V, n + 1, F', D')`, the
+        gradients of these states from reads in later blocks.
+      read: `(arrays, states) -> (B, T, heads, D)`, the output.
+      d_query: `(arrays, states, d_out) -> (B, T, heads, F)`, the gradient of the queries. With
+        decays, the part from each query's own token is left out.
+      d_key_value: `(arrays, gradients of states, d_out) -> (B, T, V, F), (B, T, V, D)`, the
+        gradients of keys and of values. With decays, the gradient of the keys leaves out the part
+        from the query of the same token.
       correct: `(arrays, chunks of BLOCK tokens, state (B, V, F, D)) -> X (B, V, n, BLOCK, D)` and
-        the states, as `states` gives them.
-      correct_back: the same of gradients, from the last chunk to the first; its states are as
-        `gradients_of_states` gives them.
+        the states in the form of `states`.
+      correct_back: the same for gradients, from the last chunk to the first; returns gradients of
+        states in the form of `gradients_of_states`.
     """
 
     states: Callable[..., jax.Array]
@@ -104,12 +110,12 @@ class Kernels(NamedTuple):
 
 
 class _Summed(NamedTuple):
-    """What the terms are for the kernels.
+    """Terms of the recurrence in the form that kernels read.
 
     Attributes:
-      arrays: what is summed.
-      own: `(B, T, heads, D)`, with a bonus what each query reads of its own token.
-      recalled: `(B, T, K, F)`, of the delta form.
+      arrays: operands of the recurrence.
+      own: `(B, T, heads, D)`, with a bonus: the part of the output from each query's own token.
+      recalled: `(B, T, K, F)`, in the delta form: the keys b that read the state.
     """
 
     arrays: Arrays
@@ -118,13 +124,13 @@ class _Summed(NamedTuple):
 
     @property
     def keys(self) -> Keys:
-        """Of the delta form."""
+        """Keys of the delta form."""
         assert self.recalled is not None
         return Keys(self.recalled, self.arrays.key, self.arrays.log_decay)
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Why no kernel takes these, if so."""
+    """Return the reason why no kernel can take these operands, or None."""
     terms = jax.eval_shape(config.terms, x.parameters, x.queries, x.keys)
     dtypes = {array.dtype for array in jax.tree.leaves((x.queries, x.keys))}
     features, values = x.state.shape[-2:]
@@ -149,7 +155,7 @@ def _widest(dtypes):
 
 
 def _refused_precision(precision):
-    """Kernels know the precisions of hardware, not all that XLA has algorithms for."""
+    """Return the reason why kernels, which have only `lax.Precision`, cannot use `precision`."""
     try:
         for one in _each(precision):
             lax.Precision(one)
@@ -159,9 +165,11 @@ def _refused_precision(precision):
 
 
 def precision_of(config: Config, x: Inputs) -> lax.Precision:
-    """Of the products: full float32 where queries or outputs are, which the default would round.
+    """Return the precision of the products in the kernels.
 
-    What has 16 bits keeps them in TensorFloat-32, or in passes of bfloat16.
+    Float32 queries or outputs need full float32 products, as the default precision would round
+    them. For 16-bit queries and outputs the default is enough: TensorFloat-32, or passes of
+    bfloat16, keep all bits of a 16-bit number.
     """
     dtypes = [array.dtype for array in jax.tree.leaves(x.queries)]
     wide = any(jnp.dtype(dtype).itemsize > 2 for dtype in (config.dtype, *dtypes))
@@ -174,7 +182,7 @@ def _each(precision):
 
 
 def forward(kernels: Kernels, config: Config, x: Inputs):
-    """`((output, state), saved)`; nothing is saved, to be computed again from the arguments."""
+    """Return `((output, state), None)`; no residuals, as the backward recomputes the states."""
     how = How(precision_of(config, x), config.implementations.interpreted)
     summed = _summed(config, x, x.parameters, x.queries, x.keys)
     arrays, states = _states(kernels, how, summed, _one_batch(x.state, 3))
@@ -190,7 +198,7 @@ def backward(
     d_output: jax.Array,
     d_state: jax.Array,
 ) -> Inputs:
-    """The gradients of all but `tokens`."""
+    """Return the gradients of all inputs except `tokens`."""
     how = How(precision_of(config, x), config.implementations.interpreted)
 
     sums = functools.partial(_summed, config, x)
@@ -198,17 +206,17 @@ def backward(
     arrays, states = _states(kernels, how, summed, _one_batch(x.state, 3))
     if config.normalized:
         read = kernels.read(how, arrays, states)
-    else:  # its value has no part in the gradient
+    else:  # the gradient does not depend on the value of `read`
         shape = (*arrays.query.shape[:2], arrays.heads, x.state.shape[-1])
         read = jnp.zeros_like(arrays.query, shape=shape)
     _, to_read = jax.vjp(functools.partial(_output, config, x), read, summed.own)
     d_read, d_own = to_read(d_output)
-    delta, d_state = None, _one_batch(d_state, 3)
+    correction, d_state = None, _one_batch(d_state, 3)
     if summed.recalled is None:
         co_states = kernels.gradients_of_states(how, arrays, d_read, d_state)
     else:
-        delta = _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state)
-        co_states = delta.states
+        correction = _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state)
+        co_states = correction.states
     d_query = kernels.d_query(how, arrays, states, d_read)
     d_key, d_value = kernels.d_key_value(how, arrays, co_states, d_read)
     d_log_decay = None
@@ -218,11 +226,11 @@ def backward(
         d_query, d_key = d_query + of_query, d_key + of_key
     d_query, d_key = _over_shares(d_query, arrays.query), _over_shares(d_key, arrays.key)
     d_recalled = None
-    if delta is not None:  # the kernels do not know that keys are also recalled in their block
-        d_recalled, d_value = delta.keys.recalled, delta.value
-        d_key += delta.keys.key
+    if correction is not None:  # the kernels leave out the effect of keys on corrected values
+        d_recalled, d_value = correction.keys.recalled, correction.value
+        d_key += correction.keys.key
         if d_log_decay is not None:
-            d_log_decay += delta.keys.log_decay
+            d_log_decay += correction.keys.log_decay
     d_arrays = Arrays(d_query, d_key, d_value, d_log_decay)
     d_parameters, d_queries, d_keys = to_arguments(_Summed(d_arrays, d_own, d_recalled))
     return Inputs(
@@ -235,7 +243,7 @@ def backward(
 
 
 def _states(kernels, how, summed, state):
-    """The arrays, with the values that are written, and the states."""
+    """Return the arrays, with corrected values in the delta form, and the states."""
     arrays = summed.arrays
     if summed.recalled is None:
         return arrays, kernels.states(how, arrays, state)
@@ -247,7 +255,7 @@ def _states(kernels, how, summed, state):
 
 
 def _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state):
-    """`arrays` and `states` are as `_states` gives them."""
+    """Return the gradients of the delta form; `arrays` and `states` come from `_states`."""
     features, values = d_state.shape[2:]
     return recurrence_delta.gradients(
         functools.partial(kernels.correct_back, how, arrays),
@@ -263,11 +271,12 @@ def _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state):
 
 
 def _summed(config, x, parameters, queries, keys) -> _Summed:
-    """The terms, with -inf for the decay of a document's first token, which recalls nothing.
+    """Return the terms, with a log decay of -inf at the first token of a document.
 
-    With a bonus also what each query reads of its own token. The kernels' queries read the state
-    after a token: those that read the one before are given to the token before theirs, of which
-    there is one more at the start, and to the last token a query that nobody asked.
+    The first token of a document recalls nothing in the delta form. With a bonus, `own` holds the
+    part of the output from each query's own token. A query with a bonus reads the state before its
+    token, but kernels read the state after a token. So keys, values and decays get one more token
+    of zeros at the start, and queries one more token of zeros at the end.
     """
     terms = masked_terms(config, parameters, queries, keys, x.tokens, x.state.dtype)
     log_decay, starts = terms.log_decay, x.tokens.starts
@@ -300,23 +309,23 @@ def _summed(config, x, parameters, queries, keys) -> _Summed:
 
 
 def _repeated(x, heads):
-    """Heads `(B, T, heads, ...)` of which each is shared."""
+    """Repeat the heads of `(B, T, V, ...)` so that there are `heads`."""
     return jnp.repeat(x, heads // x.shape[2], 2)
 
 
 def _one_batch(x, kept):
-    """`(*B, ...)` as `(B, ...)`, of which the last `kept` axes are no batch."""
+    """Reshape `(*B, ...)`, with `kept` axes after the batch, to `(B, ...)`."""
     return x.reshape(-1, *x.shape[x.ndim - kept :])
 
 
 def _like_state(x, state):
-    """`(*B, V, F, D)` of `(B, V, F', D')`."""
+    """Slice and reshape `(B, V, F', D')` to `(*B, V, F, D)`."""
     features, values = x.state.shape[-2:]
     return state[..., :features, :values].reshape(x.state.shape)
 
 
 def _output(config, x, read, own):
-    """`(*B, T, heads, D)` in the dtype of the output, of `(B, T, heads, D)` as read."""
+    """Return the output `(*B, T, heads, D)` in its dtype, from `read` `(B, T, heads, D)`."""
     if own is not None:
         read = read[:, :-1] + own
     output = read.reshape(*x.state.shape[:-3], *read.shape[1:])
@@ -325,12 +334,15 @@ def _output(config, x, read, own):
 
 
 def _over_shares(gradient, like):
-    """The sum over heads `(B, T, heads, F)` of those that shared one of `like`."""
+    """Sum `(B, T, heads, F)` over the heads that share one head of `like`."""
     return gradient.reshape(*like.shape[:3], -1, like.shape[3]).sum(3)
 
 
 def _own(arrays, d_read):
-    """Of the queries of all heads, and of keys for all value heads: from queries of own tokens."""
+    """Gradients of queries and keys from the pairs of a query and its own token.
+
+    Shapes: `(B, T, heads, F)` of queries and `(B, T, V, F)` of keys.
+    """
     heads = arrays.heads
     query, key, value = (_repeated(x, heads) for x in arrays[:3])
     weight = jnp.sum(d_read * value, -1, keepdims=True)
@@ -339,13 +351,13 @@ def _own(arrays, d_read):
 
 
 def _d_log_decay(arrays, states, co_states, d_query, d_key):
-    """As the docstring of this file says; zeros where the decay forgets all."""
+    """Gradient of the log decays, see the docstring of this file; zero where it is -inf."""
     batch, length, heads, _ = arrays.value.shape
     by_feature = arrays.log_decay.ndim == 4
 
     def products(array, gradient):
-        shared = array[:, :, :, None] * gradient.reshape(*array.shape[:3], -1, array.shape[3])
-        return shared.reshape(batch, length, heads, -1, array.shape[3]).sum(3)
+        product = array[:, :, :, None] * gradient.reshape(*array.shape[:3], -1, array.shape[3])
+        return product.reshape(batch, length, heads, -1, array.shape[3]).sum(3)
 
     crossing = products(arrays.query, d_query) - products(arrays.key, d_key)
     at_end = jnp.sum(states[:, :, 1:] * co_states[:, :, 1:], -1)  # (B, V, n, F')

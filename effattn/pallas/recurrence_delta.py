@@ -1,30 +1,33 @@
-"""The delta form by kernels: a plain recurrence of values that are corrected first.
+"""Delta form by kernels: a plain recurrence of corrected values.
 
-A token writes x_t, what its value differs by from what the state before it recalls,
+A token t writes the corrected value x_t, the difference between its value v_t and the value that
+the key b_t recalls from the previous state:
 
     S_t = diag(exp w_t) S_(t-1) + k_t x_t^T        x_t = v_t - S_(t-1)^T b_t
 
-which the kernels of the plain recurrence read like any values. Of a chunk of C tokens, in rows,
-with S the state at its start and S' that at its end,
+The kernels of the plain recurrence then read x_t in place of v_t. For a chunk of C tokens (rows of
+the matrices), with S the state at its start and S' the state at its end:
 
     (I + P) X = V - B S        S' = W S + K^T X
 
-where B has decayed since the start, K decays until the end, W is the decay of the chunk, and P
-holds the decayed products of b_i with the k_j before it. With T the inverse of I + P, X is
-T V - (T B) S. XLA makes T V, T B and K of all chunks at once (`effattn.xla.recurrent_chunks`), and
-what is left for a kernel is a walk over chunks with two products each.
+The rows of B have decayed since the start of the chunk, the rows of K decay until its end, and W is
+the decay of the whole chunk. P holds the decayed products of b_i with k_j for j < i. With T the
+inverse of I + P, X = T V - (T B) S. XLA computes T V, T B and K of all chunks at once
+(`effattn.xla.recurrent_chunks`); the kernel walks over the chunks with two products per chunk.
 
-With G and G' the gradients of S and S', from all that reads them, and dY that of what Q reads,
+Backward. Let G and G' be the full gradients of S and S', and dY the gradient of the output that Q
+reads:
 
     dX = T^T (E + K G')        G = W G' + Q^T dY - B^T dX
 
-where E is what dY gives to X within the chunk: the same walk from the last chunk to the first. dV
-is dX, and what b reads, B S + P X, has the gradient -dX. The gradient that x has in the plain
-recurrence, from which dX could also be had, is not used: it counts what later tokens would have
-read had nothing been removed, and digits are lost where that is much more.
+E is the gradient of X from dY within the chunk. This is the same walk, from the last chunk to the
+first. dV = dX, and the recalled values B S + P X have the gradient -dX. dX could also be computed
+from the gradient of x in the plain recurrence. This is not done: that gradient includes reads by
+later tokens as if nothing had been removed from the state, and subtracting these large reads again
+would lose digits.
 
-Memory is O(T (F + D + C)). Shapes are those of `effattn.pallas.recurrence`; C is a power of two,
-and G the number of heads of the output that read one value head.
+Memory is O(T (F + D + C)). Shapes are those of `effattn.pallas.recurrence`; C is a power of two. In
+shapes, G is the number of heads of the output that read one value head.
 """
 
 import functools
@@ -38,15 +41,17 @@ from effattn.xla.recurrent_chunks import Reader, decayed_reader, unit_inverse
 
 
 class Chunks(NamedTuple):
-    """X = value - recalled S and S' = kept S + key^T X + sum_g query_g^T d_out_g, for a kernel.
+    """Operands of a kernel's walk over chunks.
+
+    A chunk computes X = value - recalled S and S' = kept S + key^T X + sum_g query_g^T d_out_g.
 
     Attributes:
       recalled: `(B, V, n, C, F)`.
       key: `(B, V, n, C, F)`.
       value: `(B, V, n, C, D)`.
-      kept: `(B, V, n, f, 1)`, f = F, or 1 where all features decay alike.
-      query: `(B, V, n, G, C, F)`; with `d_out`, in the walk back alone.
-      d_out: `(B, V, n, G, C, D)`.
+      kept: `(B, V, n, f, 1)`, the decay of a chunk; f = F, or f = 1 if all features decay equally.
+      query: `(B, V, n, G, C, F)`, only in the backward walk.
+      d_out: `(B, V, n, G, C, D)`, only in the backward walk.
     """
 
     recalled: jax.Array
@@ -58,11 +63,11 @@ class Chunks(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What a delta form recalls and writes with.
+    """Keys and decays of the delta form.
 
     Attributes:
-      recalled: `(B, T, K, F)`.
-      key: `(B, T, K, F)`.
+      recalled: `(B, T, K, F)`, the keys b that read the state.
+      key: `(B, T, K, F)`, the keys k that write to the state.
       log_decay: `(B, T, V)`, `(B, T, K, F)` or None.
     """
 
@@ -78,15 +83,15 @@ Walk = Callable[[Chunks, jax.Array], tuple[jax.Array, jax.Array]]
 def corrected(
     walk: Walk, dot: Dot, chunk: int, keys: Keys, value: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`x (B, T, V, D)`, and the states as `walk` gives them.
+    """Return the corrected values x `(B, T, V, D)`, and the states from `walk`.
 
     Args:
-      walk: `(chunks, state (B, V, F, D)) -> (X (B, V, n, C, D), states)`, in order.
-      dot: the matrix product.
+      walk: `(chunks, state (B, V, F, D)) -> (X (B, V, n, C, D), states)`, from first to last chunk.
+      dot: matrix product.
       chunk: C.
-      keys: of the tokens.
+      keys: keys and decays of the tokens.
       value: `(B, T, V, D)`.
-      state: before the first token.
+      state: state before the first token.
     """
 
     def of_head(keys, value):
@@ -103,12 +108,12 @@ def corrected(
 
 
 class Gradients(NamedTuple):
-    """As `gradients` gives them.
+    """Results of `gradients`.
 
     Attributes:
-      states: as the walk gives them.
-      value: `(B, T, V, D)`.
-      keys: from what recalls within its chunk and of the state at its start.
+      states: gradients of the states, as `walk` returns them.
+      value: gradient of the values, `(B, T, V, D)`.
+      keys: gradients of keys and decays through the recalled values B S + P X.
     """
 
     states: jax.Array
@@ -127,18 +132,18 @@ def gradients(
     d_out: jax.Array,
     d_state: jax.Array,
 ) -> Gradients:
-    """From those of the output `(B, T, heads, D)` and of the state after the last token.
+    """Return the gradients of states, of values, and of keys through the recalled values.
 
     Args:
-      walk: as in `corrected`, from the last chunk to the first.
-      dot: the matrix product.
+      walk: as in `corrected`, but from the last chunk to the first.
+      dot: matrix product.
       chunk: C.
-      keys: of the tokens.
+      keys: keys and decays of the tokens.
       query: `(B, T, N, F)`.
-      value: `(B, T, V, D)`, corrected.
-      states: `(B, V, n, F, D)`, at the start of each chunk.
-      d_out: of the output.
-      d_state: of the state.
+      value: corrected values, `(B, T, V, D)`.
+      states: states at the start of each chunk, `(B, V, n, F, D)`.
+      d_out: gradient of the output, `(B, T, heads, D)`.
+      d_state: gradient of the state after the last token.
     """
     heads = value.shape[2]
 
@@ -157,7 +162,7 @@ def gradients(
         )
 
     def recalled(keys):
-        """What is taken from each value, `(B, V, n, C, D)`."""
+        """Recalled values B S + P X, `(B, V, n, C, D)`."""
 
         def of_head(keys, value, states):
             past = _before(dot, keys)
@@ -178,7 +183,7 @@ def gradients(
 
 
 def _before(dot, keys) -> Reader:
-    """Of the state before each token of the chunks of one head."""
+    """Return the reader of the state before each token, for the chunks of one head."""
     return decayed_reader(keys.log_decay, None, keys.key.shape[1], False, dot)
 
 
@@ -191,12 +196,12 @@ def _times(x, decay):
 
 
 def _over_heads(function: Callable[..., Any]):
-    """Of all rows and heads, `(B, V, ...)`."""
+    """Map a function of one head over `(B, V, ...)`."""
     return jax.vmap(jax.vmap(function))
 
 
 def _cut_keys(chunk, keys, heads) -> Keys:
-    """`(B, V, n, C, F)`, and log decays of F or 1 for all."""
+    """Cut keys into chunks `(B, V, n, C, F)`; log decays have F features, or 1 for all features."""
     log_decay = keys.log_decay
     if log_decay is not None and log_decay.ndim == 3:
         log_decay = log_decay[..., None]
@@ -205,13 +210,13 @@ def _cut_keys(chunk, keys, heads) -> Keys:
 
 
 def _cut(chunk, x, heads):
-    """`(B, T, shared heads, size)` as `(B, heads, n, C, size)`, with zeros after the last token."""
+    """Cut `(B, T, shared heads, size)` into `(B, heads, n, C, size)`, padded with zeros."""
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk), (0, 0), (0, 0)])
     x = jnp.repeat(jnp.moveaxis(x, 2, 1), heads // x.shape[2], 1)
     return x.reshape(*x.shape[:2], -1, chunk, x.shape[-1])
 
 
 def _joined(x, length):
-    """`(B, T, heads, size)` of what was cut."""
+    """Join chunks `(B, heads, n, C, size)` to `(B, T, heads, size)`; the inverse of `_cut`."""
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return jnp.moveaxis(x[:, :, :length], 1, 2)

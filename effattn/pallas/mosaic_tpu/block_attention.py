@@ -1,21 +1,24 @@
 """Block attention for TPUs, lowered by Mosaic.
 
-The last axis of the grid walks the tiles that a tile of queries (or of keys) visits, one after
-another on one core, with the sums in scratch memory beside it (VMEM). Which tile comes next is read
-from scalar memory before the step begins, so that it is copied in while the one before is computed;
-steps that a row of tiles has no use for name the last tile again, and copy nothing.
+The last axis of the grid walks over the tiles that a query tile (or a key tile) visits, one after
+another on one core; sums stay in scratch memory (VMEM). The index of the next tile is read from
+scalar memory before its step begins, so that the next tile is copied in while the current tile is
+computed. Extra steps of a row of tiles repeat the index of the last tile, and copy nothing.
 
-Arrays are transposed to `(B, N, T, H)` before, as a tile's last two axes must be those of the
-registers, and padded to whole tiles in the same pass. Sums of rows are kept as `(t, 128)`, the
-width of a register, and leave as `(1, t)`: a column of one would take 128 times its size.
+Arrays are first transposed to `(B, N, T, H)`, as the last two axes of a tile must be the two axes
+of a register, and are padded to whole tiles in the same pass. The softmax sums of rows are kept as
+`(t, 128)`, the width of a register, and the results per row are written as `(1, t)`: an array
+`(t, 1)` would take 128 times its size.
 
-The gradients of queries and of keys come from two programs, whose logits are transposed, `(s, t)`:
-there the sums of rows lie along the registers as they are. Those of a bias, a scale and of what a
-score_mod closes over are formed by XLA (`effattn.xla.block_attention`), which is as exact.
+The gradients come from two kernels, one for queries and one for keys and values. Their logits are
+transposed, `(s, t)`, so that log-sum-exp and delta lie along the registers as they are stored. XLA
+computes the gradients of a bias, a scale and the arrays that a score_mod closes over
+(`effattn.xla.block_attention`), which is equally exact.
 
-Tiles. A step multiplies t s H numbers for s (H + Hv) that it reads: t = 512 is 512 operations a
-byte in bfloat16, twice what the cores do while memory delivers one. A tile of logits is then
-1 MB in float32, of which the backward holds four at once, in 16 MB.
+Tiles. A step does t s H multiplications for each product and reads s (H + Hv) numbers. t = 512
+gives 512 operations per byte in bfloat16, twice the operations that a core does while memory
+delivers one byte. A tile of logits then takes 1 MB in float32; the backward holds four such tiles
+at once, in 16 MB of VMEM.
 """
 
 import dataclasses
@@ -41,11 +44,11 @@ LANES = 128
 LIMITS = dispatch.Limits(("float32", "bfloat16"), 256, "tiles of multiples of 128")
 _SIDES = 512, 256, 128
 _MOST_ENTRIES = 512  # of a table that is read by position
-_MOST_SCALARS = 2**17  # of the walk, in 1 MB of scalar memory
+_MOST_SCALARS = 2**17  # largest number of layout entries, in 1 MB of scalar memory
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Why it does not take these operands, if so."""
+    """Return the reason why these kernels cannot take these operands, or None."""
     if reason := block_tiles.refusal(LIMITS, config, x):
         return reason
     given = config.tile if x.layout is None else x.layout.tile
@@ -59,7 +62,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output in the dtype given, the log-sum-exp, and what rounding took from it."""
+    """Return the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     plan, arrays = block_tiles.arrange(config, x, _tile(config, x))
     arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
     batch, (t, _), (heads, _) = arrays.query.shape[0], plan.tile, plan.heads
@@ -86,24 +89,32 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
     out, *along_rows = run(_Inputs.of(plan, arrays, of_keys=False, transposed=False))
     queries = plan.lengths[0]
     out = jnp.swapaxes(out[:, :, :queries], 1, 2).reshape(*x.query.shape[:-1], width)
-    lse, lost = (
+    lse, lse_error = (
         jnp.swapaxes(array[:, :, 0, :queries], 1, 2).reshape(x.query.shape[:-1])
         for array in along_rows
     )
-    return out, lse, lost
+    return out, lse, lse_error
 
 
 def backward(
-    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, shared: jax.Array
+    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
-    """The gradients, from that of the output and `shared` `(*B, T, N)`, dO . O - dL."""
+    """Return the gradients of the inputs.
+
+    Args:
+      config: configuration of the call.
+      x: inputs of the call.
+      lse: log-sum-exp `(*B, T, N)`.
+      d_out: gradient of the output, dO.
+      delta: rowsum(dO * O) - dL `(*B, T, N)`, with dL the gradient of the log-sum-exp.
+    """
     plan, arrays = block_tiles.arrange(config, x, _tile(config, x))
     batch, (t, s), (heads, key_heads) = arrays.query.shape[0], plan.tile, plan.heads
     axes, (size, width) = x.query.ndim - 3, plan.sizes
-    d_out, lse, shared = (array.reshape(-1, *array.shape[axes:]) for array in (d_out, lse, shared))
-    # No weight where there is no row, whatever a bias and a score_mod make of its logits.
+    d_out, lse, delta = (array.reshape(-1, *array.shape[axes:]) for array in (d_out, lse, delta))
+    # Padding rows get lse = inf, so weight 0, even if a bias or a score_mod changes their logits.
     lse = jnp.where(lse == -jnp.inf, 0, lse)
-    rows = _by_head(d_out, t), _in_rows(lse, t, jnp.inf), _in_rows(shared, t, 0)
+    rows = _by_head(d_out, t), _in_rows(lse, t, jnp.inf), _in_rows(delta, t, 0)
 
     def call(kernel, of_keys, grid, specs, shapes, scratch):
         walk = block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=of_keys)
@@ -144,21 +155,21 @@ def backward(
     if x.bias is None and x.scale is None and not x.constants:
         return gradients
     config = dataclasses.replace(config, implementations=dispatch.XLA)
-    by_rows = (array.reshape(x.query.shape[:-1]) for array in (lse, shared))
-    lse, shared = by_rows
-    others = xla.backward(config, x, lse, d_out.reshape(*x.query.shape[:-1], width), shared)
+    by_rows = (array.reshape(x.query.shape[:-1]) for array in (lse, delta))
+    lse, delta = by_rows
+    others = xla.backward(config, x, lse, d_out.reshape(*x.query.shape[:-1], width), delta)
     return gradients._replace(bias=others.bias, scale=others.scale, constants=others.constants)
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Queries and keys of tiles to try in all kernels."""
+    """Return the candidate tiles `(t, s)` to tune, one tile for all kernels."""
     lengths = x.query.shape[-3], x.key.shape[-3]
     sides = [[s for s in _SIDES if s <= max(length, LANES)] for length in lengths]
     return {"all": tuple(each for each in itertools.product(*sides) if each != _tile(config, x))}
 
 
 def _tile(config, x):
-    """The largest sides that the lengths fill, or that divide those given."""
+    """Return `(t, s)`: the largest sides up to the lengths, or that divide the given tile."""
     if tuned := config.implementations.tile("mosaic_tpu", "all"):
         return tuned
     given = config.tile if x.layout is None else x.layout.tile
@@ -171,7 +182,7 @@ def _tile(config, x):
 
 
 def _steps(plan, x, *, of_keys):
-    """The most tiles that any tile visits."""
+    """Return an upper bound on the number of tiles that a tile visits."""
     tiles, own = (plan.grid[0], plan.tile[1]) if of_keys else (plan.grid[1], plan.tile[0])
     config = plan.config
     if x.layout is not None:
@@ -179,7 +190,7 @@ def _steps(plan, x, *, of_keys):
         listed = layout.partial_indices.shape[-1] + layout.full_indices.shape[-1]
         return max(1, listed * layout.tile[1] // plan.tile[0 if of_keys else 1])
     if config.left is not None and config.right is not None and x.positions is None:
-        # Of a window, no more than it can overlap; where tokens were gathered, who knows.
+        # A window overlaps few tiles; gathered tokens have arbitrary positions, so no such bound.
         other = plan.tile[0 if of_keys else 1]
         tiles = min(tiles, -(-(config.left + config.right + own) // other) + 1)
     return tiles
@@ -192,23 +203,23 @@ def _padded(array, axis, multiple, value=0):
 
 
 def _by_head(array, multiple):
-    """`(B, L, heads, H)` to `(B, heads, L', H)`."""
+    """Transpose `(B, L, heads, H)` to `(B, heads, L', H)`, padded to L'."""
     return _padded(jnp.swapaxes(array, 1, 2), 2, multiple)
 
 
 def _in_rows(array, multiple, value):
-    """`(B, L, heads)` to `(B, heads, 1, L')`."""
+    """Transpose `(B, L, heads)` to `(B, heads, 1, L')`, padded to L' with `value`."""
     return _padded(jnp.swapaxes(array, 1, 2), 2, multiple, value)[:, :, None]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """Arrays as the grid reads them, each with where its block is at a step.
+    """Inputs of a kernel and the block specification of each input.
 
     Attributes:
-      scalars: of the walk, and the offset: what blocks are found by.
-      arrays: named.
-      specs: theirs.
+      scalars: query offset and walk arrays; scalar memory holds them, to find the blocks.
+      arrays: arrays by name.
+      specs: block specification of each array, by name.
     """
 
     scalars: tuple[jax.Array, ...]
@@ -245,9 +256,9 @@ class _Inputs:
 
             add("d_out", rows[0], (None, None, t, plan.sizes[1]), of_queries)
             add("lse", rows[1], (None, None, 1, t), along_rows)
-            add("shared", rows[2], (None, None, 1, t), along_rows)
+            add("delta", rows[2], (None, None, 1, t), along_rows)
 
-        # Of tokens: queries are the rows of a tile and keys its columns, or transposed.
+        # Arrays of tokens: queries are rows of a tile and keys columns; transposed, the reverse.
         for name, array, which, value in (
             ("query_positions", x.query_positions, 0, 0),
             ("key_positions", x.key_positions, 1, 0),
@@ -296,13 +307,13 @@ class _Inputs:
 
 
 def _place(plan, of_keys, *grid_and_scalars):
-    """(b, h, n, m) at a step: example, query head, tiles of queries and of keys."""
+    """Return (b, h, n, m) of a step: example, query head, query tile and key tile."""
     b, h, n, m, *_ = _at_step(plan, of_keys, *grid_and_scalars)
     return b, h, n, m
 
 
 def _at_step(plan, of_keys, *grid_and_scalars):
-    """(b, h, n, m, visited, masked): beyond the last tile of a row it is that one again."""
+    """Return (b, h, n, m, visited, masked) of a step; extra steps of a row repeat its last tile."""
     count = 5 if of_keys else 4
     grid, (_, *walk) = grid_and_scalars[:count], grid_and_scalars[count:]
     b, head, own, *group, step = grid
@@ -317,7 +328,7 @@ def _at_step(plan, of_keys, *grid_and_scalars):
     masked = at < row.masked
     other = jnp.where(masked, row.masked_tile(_within(at, row.masked)), 0)
     other = jnp.where(masked, other, row.whole_tile(_within(at - row.masked, row.whole)))
-    # A row without tiles reads some tile.
+    # A row without visited tiles still needs a valid index.
     other = jnp.clip(other, 0, plan.grid[0 if of_keys else 1] - 1)
     head = head * plan.group + group[0] if of_keys else head
     n, m = (other, own) if of_keys else (own, other)
@@ -355,7 +366,7 @@ def _call(kernel, plan, grid, inputs: _Inputs, *, out_specs, out_shape, scratch_
 
 
 class _Tile:
-    """The blocks of one step; `(t, s)`, or if `transposed` `(s, t)`."""
+    """Blocks of one step; its tile is `(t, s)`, or `(s, t)` if `transposed`."""
 
     def __init__(self, plan, scalars, blocks, *, of_keys, transposed):
         self.plan, self.blocks, self.transposed = plan, blocks, transposed
@@ -370,7 +381,7 @@ class _Tile:
         self.scale = blocks["scale"][0] if "scale" in blocks else None
 
     def dot(self, left, right, contract=(1, 1)):
-        """The product over the axes `contract`, accumulated in float32."""
+        """Product over the axes `contract`, accumulated in float32."""
         numbers = (((contract[0],), (contract[1],)), ((), ()))
         return lax.dot_general(
             left,
@@ -381,11 +392,11 @@ class _Tile:
         )
 
     def block(self, name):
-        """Of that name, or None."""
+        """Load the block of an array by name; None if the array is absent."""
         return self.blocks[name][...] if name in self.blocks else None
 
     def at(self):
-        """Where the tile is."""
+        """Return indices and positions of the tile."""
         index = []
         for axis, tile in ((0, self.n), (1, self.m)):
             size, down = self.plan.tile[axis], axis == self.transposed
@@ -396,7 +407,7 @@ class _Tile:
         return At(self.b, self.h, i, index[1] if j is None else j, index[1])
 
     def load(self, table, at):
-        """Entries of a table: one, or for each of `at` in turn whether it is that."""
+        """Load entries of a table; an array `at` costs one comparison per table entry."""
         ref = self.blocks[f"table{table}"]
         if jnp.ndim(at) == 0:
             return ref[at]
@@ -408,7 +419,7 @@ class _Tile:
         return lax.fori_loop(0, ref.shape[0], choose, start)
 
     def logits(self, at, products, masked):
-        """The masked logits, and the pull-back to the products."""
+        """Return the masked logits, and the pull-back from logits to products."""
         plan, values = self.plan, []
         if plan.score is not None:
             reads = block_tiles.lookups(plan, "score", self.load, products, at.b, at.h, at.i, at.j)
@@ -426,7 +437,7 @@ class _Tile:
         return block_tiles.masked(logits, allowed), pull_back
 
     def visit(self, step):
-        """Runs `step(masked)` if there is a tile to visit."""
+        """Run `step(masked)` if this step visits a tile."""
         for masked in (True, False):
             here = self.masked if masked else ~self.masked
             pl.when(self.visited & here)(functools.partial(step, masked))
@@ -438,7 +449,7 @@ def _unpack(plan, scalars, names, refs, **how):
 
 
 def _forward_kernel(plan, scalars, names, *refs):
-    tile, (out, lse, lost, largest, total, mixed) = _unpack(
+    tile, (out, lse, lse_error, largest, total, mixed) = _unpack(
         plan, scalars, names, refs, of_keys=False, transposed=False
     )
 
@@ -467,16 +478,16 @@ def _forward_kernel(plan, scalars, names, *refs):
     def _():
         output, *of_rows = Softmax(largest[...], total[...], mixed[...]).finish()
         out[...] = output.astype(out.dtype)
-        for ref, value in zip((lse, lost), of_rows, strict=True):
+        for ref, value in zip((lse, lse_error), of_rows, strict=True):
             ref[...] = value.T[:1]
 
 
 def _gradients(tile, at, masked):
-    """Transposed: the weights after dropout, and the gradient of the products."""
+    """Return the weights after dropout and the gradient of the products, both `(s, t)`."""
     products = tile.dot(tile.block("key"), tile.block("query"))
     d_weights = tile.dot(tile.block("value"), tile.block("d_out"))
     logits, pull_back = tile.logits(at, products, masked)
-    rows = tile.block("lse"), tile.block("shared")
+    rows = tile.block("lse"), tile.block("delta")
     weights, d_logits = block_tiles.gradients(tile.plan, at, logits, rows, d_weights, tile.load)
     return weights, pull_back(d_logits)[0]
 

@@ -1,13 +1,14 @@
 """Paged decode attention for TPUs, lowered by Mosaic.
 
-The grid is sequences by pages. A step has one page of one sequence for all its key heads, as the
-pool keeps them together; which page it is is read from the table in scalar memory before the step
-begins, so that it is copied in while the one before is computed. Pages outside the window or past
-the end of the sequence are neither copied nor computed. The query heads of a key head, and the
-queries of a sequence, are the rows of one product; int8 pages are widened beside it.
+The grid is `(sequences, pages)`. A step has one page of one sequence for all key heads, as the pool
+stores the key heads of a page together. The number of the page is read from the table in scalar
+memory before the step begins, so that this page is copied in while the previous page is computed.
+Pages outside the window or past the end of the sequence are neither copied nor computed. All query
+heads of a key head and all queries of a sequence are the rows of one product. int8 pages are
+widened in the same step.
 
-Decoding is bound by the bytes of keys and values, and a step costs about as much as copying
-64 kB: pages of 128 tokens or more keep memory busy, smaller ones do not.
+Decoding is bound by the bytes of keys and values, and a step costs about as much as copying 64 kB:
+pages of 128 tokens or more keep memory busy, smaller pages do not.
 """
 
 import functools
@@ -25,11 +26,11 @@ from effattn.interfaces.paged_attention import Config, Pages
 from effattn.pallas.block_tiles import Softmax
 
 LIMITS = dispatch.Limits(("float32", "bfloat16"), 256, "pages of multiples of 16 tokens")
-ROWS, LANES = 16, 128  # of a register, in bfloat16
+ROWS, LANES = 16, 128  # shape of a register in bfloat16
 
 
 def refusal(query: jax.Array, keys: Pages, values: Pages, table: jax.Array, *_) -> str | None:
-    """Why it does not take these operands of `paged`, if so."""
+    """Return the reason why the kernel cannot take these operands of `paged`, or None."""
     page = keys.array.shape[1]
     if reason := LIMITS.refusal(query.dtype, query.shape[-1], values.array.shape[-1]):
         return reason
@@ -55,13 +56,13 @@ def paged(
     lengths: jax.Array,
     scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Takes and returns what `effattn.xla.paged_attention.paged` does."""
+    """Paged decode attention; see `effattn.xla.paged_attention.paged` for arguments and results."""
     batch, queries, heads, size = query.shape
     pages, page, key_heads, _ = keys.array.shape
     value_size = values.array.shape[-1]
     group = heads // key_heads
     rows = -(-group * queries // ROWS) * ROWS
-    # A row is a query head of the key head and one of the tokens.
+    # A row is one pair of a query head of the key head and a query token.
     grouped = jnp.moveaxis(query.reshape(batch, queries, key_heads, group, size), 1, 3)
     grouped = grouped.reshape(batch, key_heads, group * queries, size)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - group * queries), (0, 0)))
@@ -134,7 +135,7 @@ def paged(
 
 
 def _span(config, queries, page, length):
-    """The first page that a sequence reads, and one past the last."""
+    """Return the first page that a sequence reads and one past the last page."""
     first, last = jnp.int32(0), lax.div(length + (page - 1), np.int32(page))
     if config.left is not None:
         first = lax.div(jnp.maximum(length - queries - config.left, 0), np.int32(page))
@@ -142,7 +143,7 @@ def _span(config, queries, page, length):
 
 
 def _kernel(table, lengths, scale, query, *refs, config, queries, page, quantized):
-    """One page: the sums `(K, R, ...)` of each row of each key head."""
+    """Kernel of one page: updates the online softmax `(K, R, ...)` of each row of each key head."""
     *pools, out, lse, largest, total, mixed = refs
     keys, *key_scales = pools[: 1 + quantized[0]]
     values, *value_scales = pools[1 + quantized[0] :]
@@ -166,7 +167,7 @@ def _kernel(table, lengths, scale, query, *refs, config, queries, page, quantize
         )
 
     def read(pool, scales, head):
-        """`(p, H)` of a key head, zeros where there is no token."""
+        """Load `(p, H)` of a key head, with zeros past the end of the sequence."""
         entries = pool[:, head, :].astype(jnp.float32)
         if scales:
             entries = entries * scales[0][...][:, head : head + 1]
