@@ -1,24 +1,26 @@
-"""The linear recurrence for TPUs, lowered by Mosaic.
+"""Linear recurrence for TPUs, lowered by Mosaic.
 
-A program takes one block of 64 tokens of one head. Its arrays are blocks in VMEM, brought there and
-back by the pipeline: a whole state of up to 256 x 256, 256 KB of float32, and 64 KB or less each of
-queries, keys, values and results, so that two of each and what is computed fit in a few of the 16
-MB. The backward of keys and values has all query heads of one key head there, of which there is a
-limit. Heads come before tokens, as a block is tokens by features, and a length that is no multiple
-of 64 is padded.
+A program computes one block of 64 tokens of one head. The pipeline copies blocks of the arrays to
+VMEM and back: a whole state of up to 256 x 256, which is 256 KB in float32, and at most 64 KB each
+of queries, keys, values and results. Two buffers of each array and the intermediate results fit in
+a few of the 16 MB of VMEM. The backward of keys and values holds all query heads of one key head,
+so the number of these query heads is limited (`GROUP_LANES`). Arrays have the axis of heads before
+the axis of tokens, as a block is tokens by features. A length that is not a multiple of 64 is
+padded.
 
 `_walk` and `_walk_back`, and for the delta form `_correct` and `_correct_back`, go through the
-blocks in order, with the state, or its gradient, in scratch memory from one to the next, and save
-it at each. The others take the blocks in any order.
+blocks in order. The state, or its gradient, stays in scratch memory between blocks and is saved at
+each block. The other kernels compute blocks in any order.
 
-The matrix unit does nearly all. With no decay, or one of each token, a block is one masked product;
-its decays are sums of log decays between two tokens, a product with triangles of ones. With decays
-of features a pair of tokens is parted once as the block is halved again and again, at a border
-between them, as in `effattn.xla.recurrent_chunks`. There the query has decayed since the border and
-the key until it, each by the exponential of a sum of log decays that is a product with a matrix of
-zeros and ones: six products of 64 x 64 for the sums, and six masked ones for the weights. These
-products, of which one operand holds zeros and ones, are in full float32. The product of zero and
--inf is no number, so a decay of zero has a finite logarithm there, `FORGETS`.
+The matrix unit does nearly all work. Without decay, or with one decay per token, a block is one
+masked product. The log decay between two tokens is then a sum of log decays, computed as a product
+with a triangular matrix of ones. With one decay per feature, the block is halved repeatedly, and
+each pair of tokens is separated once, at a border between the two tokens, as in
+`effattn.xla.recurrent_chunks`. The query has decayed since the border and the key until the border,
+each by the exponential of a sum of log decays. This sum is a product with a matrix of zeros and
+ones. A block thus takes six products of 64 x 64 for the sums and six masked products for the
+weights. The products with a matrix of zeros and ones are in full float32. As 0 * -inf is NaN, a
+decay of zero has the finite log decay `FORGETS` in the kernels.
 """
 
 import dataclasses
@@ -38,15 +40,17 @@ from effattn.pallas import recurrence
 from effattn.pallas.recurrence import BLOCK, Arrays, How
 
 LANES = 128
-GROUP_LANES = 8192  # of query heads together, and their gradients: 4 MB, two blocks of 64 tokens
-FORGETS = -1e30  # of which 64 have a sum, and all an exponential of zero
+# Largest number of lanes of the query heads of a key head and of their output gradients; two blocks
+# of 64 tokens take 4 MB.
+GROUP_LANES = 8192
+FORGETS = -1e30  # log decay in place of -inf: a sum of 64 is finite, and its exponential is zero
 
 
 LIMITS = dispatch.Limits(("float32", "bfloat16"), 256)
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Why it does not take these, if so."""
+    """Return the reason why these kernels cannot take these operands, or None."""
     dtypes = {array.dtype for array in jax.tree.leaves((x.queries, x.keys))}
     for dtype in (*dtypes, config.dtype):
         if reason := LIMITS.refusal(dtype, 0):
@@ -64,44 +68,44 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 def forward(config: Config, x: Inputs):
-    """As all implementations of the core."""
+    """Return `((output, state), saved)`; see `effattn.pallas.recurrence.forward`."""
     return recurrence.forward(KERNELS, config, x)
 
 
 def backward(config: Config, x: Inputs, saved, d_output, d_state) -> Inputs:
-    """As all implementations of the core."""
+    """Return the gradients of the inputs; see `effattn.pallas.recurrence.backward`."""
     return recurrence.backward(KERNELS, config, x, saved, d_output, d_state)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is fixed when a kernel is traced: B, n and N, K, V, and how features decay."""
+    """Static configuration of a kernel: B, n, N, K, V and the kind of decay."""
 
     batch: int
     blocks: int
     query_heads: int
     key_heads: int
     value_heads: int
-    decay: str | None  # of each "token", or of each "feature" of one
+    decay: str | None  # one decay per "token", or one per "feature" of a token
     how: How
 
     @property
     def heads(self) -> int:
-        """Of the output."""
+        """Number of heads of the output."""
         return max(self.query_heads, self.value_heads)
 
     @property
     def group(self) -> int:
-        """Heads of the output that read one value head."""
+        """Number of heads of the output that read one value head."""
         return self.heads // self.value_heads
 
     def dot(self, left: jax.Array, right: jax.Array, contract: tuple[int, int] = (1, 0)):
-        """The product over an axis of each."""
+        """Return the product over one axis of each operand, in the precision of `how`."""
         exact = self.how.precision != lax.Precision.DEFAULT
         return _dot(left, right, contract, lax.Precision.HIGHEST if exact else None)
 
     def over_group(self, body, carry):
-        """`body(g, carry)` for each head of the output that reads one value head."""
+        """Fold `body(g, carry)` over the heads of the output that read one value head."""
         if self.group == 1:
             return body(0, carry)
         return lax.fori_loop(jnp.int32(0), jnp.int32(self.group), body, carry)
@@ -123,11 +127,11 @@ def _plan(how: How, arrays: Arrays) -> _Plan:
     return _Plan(batch, pl.cdiv(length, BLOCK), *heads, decay, how)
 
 
-# Calls: what the blocks of each array are.
+# Calls of kernels, with the block specifications of arrays.
 
 
 def _by_head(x):
-    """`(B, T, heads, size)` as `(B, heads, T', size)`, with zeros up to whole blocks."""
+    """Transpose `(B, T, heads, size)` to `(B, heads, T', size)`, padded to whole blocks."""
     x = jnp.moveaxis(x, 1, 2)
     return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % BLOCK), (0, 0)])
 
@@ -137,7 +141,10 @@ def _by_token(x, length):
 
 
 def _log_decay(arrays):
-    """As `_by_head`, or of tokens `(B, V, n, 1, C)`; a list of one or none."""
+    """Return a list of the log decays, or an empty list without decay.
+
+    Decays per feature are `(B, heads, T', F)`; decays per token are `(B, V, n, 1, C)`.
+    """
     if arrays.log_decay is None:
         return []
     finite = jnp.maximum(arrays.log_decay, FORGETS)
@@ -168,9 +175,10 @@ def _call(plan, kernel, heads, inputs, specs, shapes, out_specs, scratch=(), in_
 
 
 def _tokens(size, share=1, group=None, back=0):
-    """Blocks `(C, size)` of arrays `(B, heads, T', size)`, or of `group` heads at a time.
+    """Specify blocks `(C, size)`, or `(group, C, size)`, of an array `(B, heads, T', size)`.
 
-    The heads of the grid that read one are `share`. With `back` n the blocks come last to first.
+    `share` heads of the grid read one head of the array. A `back` other than 0 is the number of
+    blocks, for a walk from the last block to the first.
     """
 
     def place(b, h, n):
@@ -239,7 +247,10 @@ def _gradients_of_states(how, arrays: Arrays, d_out, d_state):
 
 
 def _of_queries(plan, arrays, kernel, states, size, *more):
-    """One block of one head of the output, of size `size`, for each; `more` are of its values."""
+    """Run a kernel for each block of each head of the output; returns `(B, T, heads, size)`.
+
+    `more` are arrays `(B, T, heads, D)` that the kernel also reads.
+    """
     features, values = states.shape[3:]
     length = plan.blocks * BLOCK
     (out,) = _call(
@@ -311,9 +322,9 @@ def _corrected_back(how, arrays: Arrays, chunks, d_state):
 
 
 def _of_chunks(plan, kernel, chunks, state, chunk_at):
-    """`X (B, V, n, C, D)`, and the states that each chunk ends in.
+    """Return corrected values `(B, V, n, C, D)`, and the states after each chunk.
 
-    `chunk_at` a step of the grid.
+    `chunk_at(step)` is the chunk of a step of the grid.
     """
 
     def spec(x):
@@ -348,7 +359,7 @@ KERNELS = recurrence.Kernels(
 )
 
 
-# Kernels: one block (C, F) and (C, D) of tokens, one state (F, D).
+# Kernels: a program has one block of tokens, (C, F) and (C, D), and one state (F, D).
 
 
 def _walk(plan, key, value, *refs):
@@ -412,7 +423,7 @@ def _correct_back(
 
 
 def _corrected_chunk(plan, recalled, key, value, kept, state):
-    """The corrected values of a chunk, and the state after it."""
+    """Return the corrected values of a chunk and the state after the chunk."""
     before = state[...]
     found = value[...] - plan.dot(recalled[...], before)
     return found, kept[...] * before + plan.dot(key[...], found, (0, 0))
@@ -458,32 +469,32 @@ def _times(x, decay):
 
 
 class _Decays:
-    """Of the tokens of a block."""
+    """Decays of the tokens of a block; None without decay."""
 
     def __init__(self, plan: _Plan, log_decay):
-        """`log_decay` is one block or none, `(C, F)` or, alike for all features, `(1, C)`."""
+        """`log_decay` is a list: one block `(C, F)`, or `(1, C)` for all features, or empty."""
         self.plan = plan
         self.log: Any = log_decay[0][...] if log_decay else None
-        # Token t, or i, down and token m, or j, across.
+        # Token of the row (i) and token of the column (j).
         self.down = lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 0)
         self.across = lax.broadcasted_iota(jnp.int32, (BLOCK, BLOCK), 1)
 
     def sums(self, where):
-        """For each token the sum of the log decays of those that `where` names."""
+        """Sum, for each token (row), the log decays of the tokens (columns) in the mask `where`."""
         if self.plan.decay == "feature":
             return _dot(jnp.where(where, 1.0, 0.0), self.log)
         return jnp.sum(jnp.where(where, self.log, 0), 1, keepdims=True)
 
     def since_start(self):
-        """`(C, f)`, f = F or 1, of the state at the start until each token reads it."""
+        """Decays `(C, f)`, f = F or 1, from the start of the block to each token's read."""
         return None if self.log is None else jnp.exp(self.sums(self.across <= self.down))
 
     def until_end(self):
-        """`(C, f)`, of what tokens write until the end."""
+        """Decays `(C, f)` from each token's write to the end of the block."""
         return None if self.log is None else jnp.exp(self.sums(self.across > self.down))
 
     def whole(self):
-        """`(f, 1)`, of a state over the block."""
+        """Decay `(f, 1)` of the state over the whole block."""
         if self.plan.decay == "feature":
             every = jnp.ones((BLOCK, 1), jnp.float32)
             return jnp.exp(_dot(self.log, every, (0, 0)))
@@ -491,7 +502,7 @@ class _Decays:
 
 
 class _Pairs:
-    """How keys j have decayed where queries i of their block read them, `(C, C)`."""
+    """Products of queries i and decayed keys j of a block, `(C, C)`, and their gradients."""
 
     def __init__(self, at: _Decays):
         self.plan, self.log, self.down, self.across = at.plan, at.log, at.down, at.across
@@ -501,7 +512,10 @@ class _Pairs:
             self.alike = self._alike()
 
     def _halving(self, at, bit):
-        """Of blocks of 2 << bit tokens: which pairs are parted, and decays to the border (C, F)."""
+        """Return, for blocks of `2 << bit` tokens, the separated pairs and decays to the border.
+
+        The pairs are a mask `(C, C)`; the decays between a token and the border are `(C, F)`.
+        """
         second, key_second = (self.down >> bit) & 1 == 1, (self.across >> bit) & 1 == 1
         block = self.down >> (bit + 1) == self.across >> (bit + 1)
         since = second & key_second & (self.across <= self.down)
@@ -509,7 +523,7 @@ class _Pairs:
         return second & ~key_second & block, jnp.exp(at.sums(block & (since | until)))
 
     def _alike(self):
-        """Where all features decay alike; 0 where i comes before j."""
+        """Decays `(C, C)` from j to i if all features decay equally; 0 where i comes before j."""
         visible = self.across <= self.down
         if self.log is None:
             return jnp.where(visible, 1.0, 0.0)
@@ -517,7 +531,7 @@ class _Pairs:
         return jnp.where(visible, jnp.exp(_dot(jnp.where(visible, self.log, 0), later)), 0)
 
     def products(self, query, key):
-        """Of queries and keys."""
+        """Return the weights `(C, C)`, the decayed products of queries and keys."""
         dot = self.plan.dot
         if self.plan.decay != "feature":
             return dot(query, key, (1, 1)) * self.alike
@@ -528,10 +542,10 @@ class _Pairs:
         return weights
 
     def gradient(self, d_products, array, contract):
-        """`(C, F)`; where there are decays, of the products of different tokens alone.
+        """Return the gradient `(C, F)` of queries or of keys from the gradient of the products.
 
-        Of queries, `array` is the keys, over which it contracts (1, 0); of keys the queries, and
-        (0, 0).
+        For queries, `array` is the keys and `contract` is (1, 0); for keys, `array` is the queries
+        and `contract` is (0, 0). With decays, products of a token with itself are left out.
         """
         dot = self.plan.dot
         if self.plan.decay == "feature":

@@ -1,30 +1,32 @@
-"""The linear recurrence for GPUs, lowered by Triton (Ampere and later).
+"""Linear recurrence for GPUs, lowered by Triton (Ampere and later).
 
 The state is cut into tiles of at most 64 features by 64 values, and the sequence into blocks of 64
-tokens, so that no operand of a product is larger than 64 x 64: 16 KB in float32. On small cards a
-kernel has one to five of these at a time in shared memory, and fits in their 99 KB. There are no
+tokens. No operand of a product is larger than 64 x 64, which is 16 KB in float32. A kernel has one
+to five such operands at a time in shared memory, and fits in the 99 KB of small GPUs. There are no
 atomics, and the order of every sum is fixed.
 
-There are two kinds of kernel. `_walk` and `_walk_back` go through the sequence block by block, each
-program with one tile of the state in registers, and save the state, or its gradient, between them.
-They do one product a block and are alone in being sequential, so nothing else is in them.
-`_correct` and `_correct_back` are the same for the delta form, where a value depends on all
-features of the state before: a program has all of them, in tiles, and the fewer values, so that
-they are as many numbers.
+There are two kinds of kernel:
 
-The others (`_read_block`, `_d_query_block`, `_d_key_block`, `_d_value_block`) take a block each,
-all at once, from the state saved at its start, or the gradient saved at its end. A program gives
-one tile of its result: it sums over tiles of features what is read and the gradients of values,
-over tiles of values the gradients of queries and keys.
+- Sequential kernels. `_walk` and `_walk_back` go through the sequence block by block. A program has
+  one tile of the state in registers and saves the state, or its gradient, between blocks. These
+  kernels do only one product per block, as all other work can run in parallel. `_correct` and
+  `_correct_back` do the same for the delta form. There a corrected value depends on all features of
+  the previous state, so a program has all features, in tiles, and fewer values: the state of a
+  program keeps its number of entries.
+- Parallel kernels. `_read_block`, `_d_query_block`, `_d_key_block` and `_d_value_block` compute all
+  blocks in parallel, from the state saved at the start of a block or from the gradient saved at its
+  end. A program computes one tile of the result. Outputs and gradients of values are sums over
+  tiles of features; gradients of queries and of keys are sums over tiles of values.
 
-With no decay, or one of each token, a block is one masked product. With decays of features,
-products decay inside the sum over features: a block is halved down to single tokens, and the pairs
-that one of these six levels parts are a product of queries since their half's start with keys until
-the end of theirs. That is six exponentials for each token and feature, none of whose logarithms is
-a difference, and all else is on tensor cores.
+Without decay, or with one decay per token, a block is one masked product. With one decay per
+feature, the products decay inside the sum over features. The block is then halved repeatedly, down
+to single tokens, which gives six levels. Each pair of tokens is separated at one level. The pairs
+of a level are one product of queries, decayed since the start of their half, with keys, decayed
+until the end of their half. This costs six exponentials per token and feature; no exponent is a
+difference of sums, and all other work runs on tensor cores.
 
-The decay from one token to another is the exponential of the sum of what lies between, by a scan of
-masked log decays or a running sum.
+The decay from one token to another is the exponential of the sum of the log decays between them. A
+scan of masked log decays or a running sum computes this sum.
 """
 
 import functools
@@ -54,17 +56,17 @@ LIMITS = dispatch.Limits(("float32", "bfloat16", "float16"), 256, "Ampere or lat
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Why it does not take these, if so."""
+    """Return the reason why these kernels cannot take these operands, or None."""
     return recurrence.refusal(config, x) or device.triton_refusal()
 
 
 def forward(config: Config, x: Inputs):
-    """As all implementations of the core."""
+    """Return `((output, state), saved)`; see `effattn.pallas.recurrence.forward`."""
     return recurrence.forward(KERNELS, config, x)
 
 
 def backward(config: Config, x: Inputs, saved, d_output, d_state) -> Inputs:
-    """As all implementations of the core."""
+    """Return the gradients of the inputs; see `effattn.pallas.recurrence.backward`."""
     return recurrence.backward(KERNELS, config, x, saved, d_output, d_state)
 
 
@@ -113,8 +115,8 @@ KERNELS = recurrence.Kernels(
 )
 
 
-# Calls. All arrays of tokens are read by index and mask, so that no length or size is padded;
-# results are in whole blocks and tiles.
+# Calls of kernels. Arrays of tokens are read by index and mask, so these arrays are not padded.
+# Results have whole blocks and whole tiles.
 
 
 def _call(kernel, plan, grid, inputs, specs, shapes, out_specs, stages=2):
@@ -136,7 +138,7 @@ def _call(kernel, plan, grid, inputs, specs, shapes, out_specs, stages=2):
 
 
 def _walked(plan, kernel, arrays, state):
-    """`(B, V, n + 1, F', D')`, of whole tiles, with zeros in what fills them up."""
+    """Return saved states `(B, V, n + 1, F', D')`, padded with zeros to whole tiles."""
     batch, heads = state.shape[:2]
     state = _filled(state, *plan.whole)
     across = plan.tiles[1]
@@ -162,14 +164,14 @@ def _walked(plan, kernel, arrays, state):
 
 
 def _filled(x, *whole):
-    """With zeros after the last axes, up to so much of each."""
+    """Pad the last axes with zeros, each to a size in `whole`."""
     kept = x.ndim - len(whole)
     more = [(0, size - there) for there, size in zip(x.shape[kept:], whole, strict=True)]
     return jnp.pad(x, [*[(0, 0)] * kept, *more])
 
 
 def _walked_whole(plan, kernel, chunks, state):
-    """`X (B, V, n, C, D)`, and states as `_walked` gives them."""
+    """Return corrected values `(B, V, n, C, D)`, and states in the form of `_walked`."""
     batch, heads, _, size = state.shape
     features, values = plan.whole
 
@@ -199,20 +201,21 @@ def _walked_whole(plan, kernel, chunks, state):
         [*map(all_of, of_features), *map(slice_of, of_values)],
         [x.shape for x in results],
         [*map(slice_of, results)],
-        2 if features <= 2 * TILE else 1,  # of more, two chunks do not fit in shared memory
+        2 if features <= 2 * TILE else 1,  # with more features, two chunks exceed shared memory
     )
     return corrected[..., :size], states
 
 
 def _of_blocks(plan, kernel, heads, arrays, saved, more, axis):
-    """Of all blocks: `(B, T, heads, F)` for axis 0, `(B, T, heads, D)` for axis 1.
+    """Run a parallel kernel; returns `(B, T, heads, F)` for axis 0, `(B, T, heads, D)` for axis 1.
 
-    `saved` are states and which of those around a block it is for, the first or the second.
+    `saved` is `(states, offset)`: a block reads the state at its start (offset 0) or at its end
+    (offset 1).
     """
     states, offset = saved
     share = heads // plan.value_heads
     arrays = [array for array in (*more, *arrays) if array is not None]
-    # Of a state, a tile along the axis, and all of the other one.
+    # A program reads one tile of the state along `axis`, and the whole other axis.
     block = (plan.tile[0], plan.whole[1]) if axis == 0 else (plan.whole[0], plan.tile[1])
 
     def place(b, h, n, t):
@@ -231,12 +234,12 @@ def _of_blocks(plan, kernel, heads, arrays, saved, more, axis):
                 lambda b, h, n, t: (b, n, h, t),
             )
         ],
-        1,  # what another tile needs does not fit in shared memory beside it
+        1,  # two stages do not fit in shared memory
     )
     return found[:, : plan.length, :, : (plan.features, plan.values)[axis]]
 
 
-# Kernels that walk: one tile (f, d) of the state of one value head.
+# Sequential kernels: a program has one tile (f, d) of the state of one value head.
 
 
 def _walk(plan, key, value, *refs):
@@ -272,7 +275,7 @@ def _tile_of_state(plan):
 
 
 def _correct(plan, recalled, key, kept, value, initial, corrected, states):
-    """All features of a state, in tiles."""
+    """Kernel of the delta form; a program has all features of a state, in tiles."""
 
     def chunk(n, state):
         state = _corrected_chunk(plan, n, recalled, key, kept, value, corrected, state)
@@ -307,7 +310,7 @@ def _correct_back(plan, recalled, key, kept, query, value, d_out, last, correcte
 
 
 def _corrected_chunk(plan, n, recalled, key, kept, value, corrected, state):
-    """The state after chunk n, in tiles, of which the corrected values are written."""
+    """Write the corrected values of chunk n; return the state after chunk n, in tiles."""
     found = value[n]
     for tile, part in zip(plan.slices, state, strict=True):
         found -= plan.dot(recalled[n, :, tile], part)
@@ -323,7 +326,7 @@ def _put_tiles(plan, states, n, state):
         states[n, tile] = part
 
 
-# Kernels of a block: one tile of the values that are read, or of a gradient.
+# Parallel kernels: a program computes one tile, for one block, of the output or of a gradient.
 
 
 def _read_block(plan, query, key, value, *refs):
@@ -389,15 +392,15 @@ def _d_value_block(plan, d_out, query, key, value, *refs):
 
 
 def _not_before_the_loop(start, head):
-    """The start, of which a compiler does not know that it is the same for all heads.
+    """Return `start` in a form that the compiler cannot hoist out of a loop over heads.
 
-    Decays of all levels, worked out before a loop over heads, would not fit in registers.
+    Decays of all levels, computed once before the loop, would not fit in registers.
     """
     return start + jnp.minimum(head, 0)
 
 
 def _at_block(plan, heads, log_decay):
-    """What a program reads by, its head of so many, the block's first token, and its tile."""
+    """Return the `Program`, its head (of `heads`), the first token of its block, and its tile."""
     head = pl.program_id(1)
     at = Program(plan, head // (heads // plan.value_heads), log_decay)
     return at, head, pl.program_id(2) * BLOCK, pl.program_id(3)

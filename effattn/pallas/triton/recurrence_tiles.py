@@ -1,4 +1,4 @@
-"""What one program of the linear recurrence by Triton reads: tiles of tokens, and their decays."""
+"""Tiles of tokens, and their decays, that a program of the linear recurrence in Triton reads."""
 
 import dataclasses
 from typing import Any
@@ -11,13 +11,13 @@ from jax.experimental.pallas import triton
 
 from effattn.pallas.recurrence import BLOCK, Arrays, How
 
-TILE = 64  # features, and values, of the state in one program, at most
-LEAST = 16  # the least that the products of tensor cores take
+TILE = 64  # largest number of features, and of values, of a tile of the state
+LEAST = 16  # smallest side of a product on tensor cores
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is fixed when a kernel is traced: B, T, N, K, V, F and D, and how features decay."""
+    """Static configuration of a kernel: B, T, N, K, V, F, D and the kind of decay."""
 
     batch: int
     length: int
@@ -26,54 +26,55 @@ class Plan:
     value_heads: int
     features: int
     values: int
-    decay: str | None  # of each "token", or of each "feature" of one
+    decay: str | None  # one decay per "token", or one per "feature" of a token
     how: How
 
     @property
     def blocks(self) -> int:
-        """Of tokens, the last one perhaps in part."""
+        """Number of blocks of tokens; the last block can be partial."""
         return pl.cdiv(self.length, BLOCK)
 
     @property
     def heads(self) -> int:
-        """Of the output."""
+        """Number of heads of the output."""
         return max(self.query_heads, self.value_heads)
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Features and values of a tile of the state."""
+        """Numbers of features and values of a tile of the state."""
         return _tile(self.features), _tile(self.values)
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """How many along the features, and along the values."""
+        """Numbers of tiles along the features and along the values."""
         return pl.cdiv(self.features, self.tile[0]), pl.cdiv(self.values, self.tile[1])
 
     @property
     def whole(self) -> tuple[int, int]:
-        """Features and values of whole tiles."""
+        """Numbers of features and values, padded to whole tiles."""
         return self.tile[0] * self.tiles[0], self.tile[1] * self.tiles[1]
 
     @property
     def narrow(self) -> int:
-        """Values of a state of which a program has all features."""
+        """Number of values of a state of which a program has all features (delta form)."""
         return max(LEAST, min(self.tile[1], TILE * TILE // pl.next_power_of_2(self.whole[0])))
 
     @property
     def slices(self) -> list[Any]:
-        """Of all features, those of each tile."""
+        """Slices of the features, one slice per tile."""
         return [pl.ds(start, self.tile[0]) for start in range(0, self.whole[0], self.tile[0])]
 
     @property
     def warps(self) -> int:
-        """So many that a thread has 16 entries of the state, or fewer."""
+        """Number of warps, such that a thread has at most 16 entries of the state."""
         return 8 if self.tile == (TILE, TILE) else 4
 
     def dot(self, left: jax.Array, right: jax.Array) -> jax.Array:
-        """A product of matrices, in the precision asked for.
+        """Return a matrix product in the precision of `how`.
 
-        That of float32 is three products of TensorFloat-32, of what it keeps and of what it leaves,
-        which are exact to about 2**-22. Interpreters have float32 itself.
+        A float32 product is three products of TensorFloat-32: each operand is split into its
+        TensorFloat-32 part and the rest. The result is exact to about 2**-22. The interpreter uses
+        float32 directly.
         """
         precision: Any = self.how.precision
         if precision == lax.Precision.HIGHEST and not self.how.interpreted:
@@ -86,7 +87,7 @@ def _tile(size: int) -> int:
 
 
 def plan_of(how: How, arrays: Arrays) -> Plan:
-    """What the shapes of arrays fix."""
+    """Return the plan for the shapes of `arrays`."""
     decay = None
     if arrays.log_decay is not None:
         decay = "token" if arrays.log_decay.ndim == 3 else "feature"
@@ -96,47 +97,47 @@ def plan_of(how: How, arrays: Arrays) -> Plan:
 
 
 def times(x, decay):
-    """Decayed, if there are decays."""
+    """Return `x * decay`, or `x` without decay."""
     return x if decay is None else x * decay
 
 
 class Program:
-    """What a kernel reads of arrays, by blocks of C = `BLOCK` tokens.
+    """Loads and products of one program, by blocks of C = `BLOCK` tokens.
 
-    Tokens beyond the last are zeros, as are features and values. A tile of features is told by its
-    number f, one of values by d.
+    Loads return zeros beyond the last token, feature or value. The index f names a tile of features
+    and the index d a tile of values.
     """
 
     def __init__(self, plan: Plan, value_head, log_decay):
-        """`log_decay` is one array or none."""
+        """`log_decay` is a list of one array, or an empty list."""
         self.plan = plan
         self.row = jnp.arange(BLOCK, dtype=jnp.int32)
         self.back = BLOCK - 1 - self.row
         self.example, self.value_head = pl.program_id(0), value_head
         self.array: Any = log_decay[0] if log_decay else None
 
-    # Tiles `(C, f)` or `(C, d)` of the tokens given.
+    # Tiles `(C, f)` or `(C, d)` of the given tokens.
 
     def query(self, array, token, head, f):
-        """Of a head of the output."""
+        """Load queries `(C, f)` of a head of the output."""
         head = head // (self.plan.heads // self.plan.query_heads)
         return self._tile(array, token, head, 0, f)
 
     def output(self, array, token, head, d):
-        """Of a head of the output."""
+        """Load `(C, d)` of a head of the output."""
         return self._tile(array, token, head, 1, d)
 
     def key(self, array, token, f):
-        """Of the key head that this program's value head shares."""
+        """Load keys `(C, f)` of the key head that this program's value head reads."""
         head = self.value_head // (self.plan.value_heads // self.plan.key_heads)
         return self._tile(array, token, head, 0, f)
 
     def value(self, array, token, d):
-        """Of this program's value head."""
+        """Load values `(C, d)` of this program's value head."""
         return self._tile(array, token, self.value_head, 1, d)
 
     def log_decay(self, token, f, present=True):
-        """`(C)` or `(C, f)`; zero where a token is not `present`."""
+        """Load log decays `(C)` or `(C, f)`, with zero for tokens that are not `present`."""
         if self.plan.decay == "feature":
             return self._tile(self.array, token, self.value_head, 0, f, present)
         within = jnp.minimum(token, self.plan.length - 1)
@@ -156,16 +157,16 @@ class Program:
             other=0.0,
         )
 
-    # Decays, which are None where there are none.
+    # Decays; None without decay.
 
     def since_start(self, start, f):
-        """Of what is there at the start of a block until each token reads it, that included."""
+        """Decay of the state from the start of a block to each token, including the token's own."""
         if self.plan.decay is None:
             return None
         return self._column(jnp.exp(jnp.cumsum(self.log_decay(start + self.row, f), 0)))
 
     def until_end(self, start, f):
-        """Of what each token writes, until the end of a block."""
+        """Decay from each token, which writes to the state, to the end of a block."""
         if self.plan.decay is None:
             return None
         if self.plan.decay == "feature":
@@ -176,7 +177,7 @@ class Program:
         return self._column(jnp.exp(jnp.sum(jnp.where(later, log_decay, 0), 1)))
 
     def whole(self, start, f):
-        """Of the state over a block."""
+        """Decay of the state over a whole block."""
         if self.plan.decay is None:
             return None
         decay = jnp.exp(jnp.sum(self.log_decay(start + self.row, f), 0))
@@ -185,11 +186,12 @@ class Program:
     def _column(self, decay):
         return decay if self.plan.decay == "feature" else decay[:, None]
 
-    # Weights `(C, C)` of each query with the keys of its block up to its own, their gradients, and
-    # what they mix. Where features decay they decay in every product, elsewhere all at once.
+    # Weights `(C, C)` of each query with the keys of its block up to its own token, gradients of
+    # the weights, and sums of rows with these weights. With one decay per feature, the decays are
+    # inside every product; otherwise the product is multiplied by one matrix of decays.
 
     def weights(self, start, query, key, head):
-        """Of a head of the output."""
+        """Return the weights `(C, C)` of a head of the output."""
 
         def of_tile(f, weights):
             queries = self.query(query, start + self.row, head, f)
@@ -210,7 +212,7 @@ class Program:
         return products
 
     def gradient_of_weights(self, start, d_out, value, head):
-        """Where there are decays, without those of a token for itself."""
+        """Return the gradient of the weights; with decays, its diagonal (own tokens) is zero."""
 
         def of_tile(d, gradient):
             d_read = self.output(d_out, start + self.row, head, d)
@@ -222,7 +224,7 @@ class Program:
         return jnp.where(self.row[:, None] == self.row[None, :], 0, gradient)
 
     def mixed(self, start, weights, rows, f, *, back=False):
-        """`(C, f)`, of the rows up to each token, or if `back` of those from it on."""
+        """Weighted sums `(C, f)` of the rows up to each token, or from each token on if `back`."""
 
         def dot(weights, rows):
             return self.plan.dot(weights.T if back else weights, rows)
@@ -235,7 +237,7 @@ class Program:
         )
 
     def _decays(self, start):
-        """`(C, C)` to the tokens in rows from those in columns, where these do not come after."""
+        """Decays `(C, C)` from tokens j (columns) to tokens i (rows); zero where j > i."""
         visible = self.row[:, None] >= self.row[None, :]
         if self.plan.decay is None:
             return jnp.where(visible, 1.0, 0.0)
@@ -243,13 +245,13 @@ class Program:
         later = jnp.where(self.row[:, None] > self.row[None, :], log_decay, 0)
         return jnp.where(visible, jnp.exp(jnp.cumsum(later, 0)), 0)
 
-    # Those of features are products of two that are at most 1. A block is halved, and its halves,
-    # down to single tokens; a pair of tokens belongs to the level at which it is parted, and what
-    # decays between them is that of the key until the end of its half, times that of the query
-    # since the start of its own. No logarithm is a difference.
+    # Decays per feature are products of two factors of at most 1. A block is halved repeatedly,
+    # down to single tokens, and a pair of tokens belongs to the level at which the two tokens are
+    # separated. The decay of the pair is the decay of the key until the end of its half, times the
+    # decay of the query since the start of its half. No exponent is a difference of sums.
 
     def _levels(self, start, f):
-        """Of each: the decay of every token, `(C, f)`, and which pairs `(C, C)` belong to it."""
+        """Yield for each level the decays of all tokens `(C, f)` and the mask of pairs `(C, C)`."""
         for size, since, until in self._halves(start, f):
             if size < BLOCK:
                 both, second = self.row // (2 * size), self.row // size % 2 == 1
@@ -257,7 +259,11 @@ class Program:
                 yield jnp.exp(jnp.where(second[:, None], since, until)), pairs
 
     def _halves(self, start, f):
-        """Their size, and log decays since their start, with a token's own, and until their end."""
+        """Yield for each size of halves: the size, and two sums of log decays `(C, f)`.
+
+        The sums run from the start of a half to each token, including the token's own log decay,
+        and from each token, without its own log decay, to the end of the half.
+        """
         log_decay = self.log_decay(start + self.row, f)
         size, since, until = 1, log_decay, jnp.zeros_like(log_decay)
         while True:
@@ -271,10 +277,13 @@ class Program:
             until = until + jnp.where(second, 0, of_second)
             size *= 2
 
-    # The state over a block, forward, and its gradient, back.
+    # Updates over a block: of the state forward, and of the gradient of the state backward.
 
     def state_after(self, state, start, key, value, f, d):
-        """What a block leaves of the state before it, and what it writes, the last token first."""
+        """Return the state after a block: the decayed state before it plus the block's writes.
+
+        Tokens are loaded in reverse order, so that a running sum gives the decays until the end.
+        """
         keys = self.key(key, start + self.back, f)
         if self.plan.decay is not None:
             after = start + self.back + 1
@@ -284,7 +293,7 @@ class Program:
         return times(state, self.whole(start, f)) + written
 
     def gradient_before(self, co_state, start, query, d_out, f, d):
-        """The gradient of the state before a block, from that of the state after it."""
+        """Return the gradient of the state before a block from the gradient after the block."""
         since_start = self.since_start(start, f)
 
         def of_head(head, read):
@@ -294,34 +303,34 @@ class Program:
         return self.over_group(of_head, times(co_state, self.whole(start, f)))
 
     def over_tiles(self, axis, body, carry):
-        """`body(number, carry)` for each tile of features, axis 0, or of values, 1."""
+        """Fold `body(number, carry)` over tiles of features (axis 0) or of values (axis 1)."""
         return _loop(self.plan.tiles[axis], body, carry)
 
     def over_group(self, body, carry):
-        """`body(head, carry)` for each head of the output of this value head."""
+        """Fold `body(head, carry)` over the heads of the output that read this value head."""
         group = self.plan.heads // self.plan.value_heads
         first = self.value_head * group
         return _loop(group, lambda g, carry: body(first + g, carry), carry)
 
 
 def _loop(count, body, carry):
-    """No loop where it would be of one."""
+    """Fold `body` over `count` steps, without a loop for one step."""
     return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
 
 
 def _sums(x, size):
-    """Over each `size` rows of `(C, f)`, for all of them."""
+    """Sum groups of `size` rows of `(C, f)`; each row gets the sum of its group."""
     blocks = x.reshape(-1, size, x.shape[1])
     return jnp.broadcast_to(jnp.sum(blocks, 1)[:, None], blocks.shape).reshape(x.shape)
 
 
 def tile_of(ref, plan, axis, number):
-    """The features, axis 0, or the values, 1, of a state that belong to a tile."""
+    """Load a tile of features (axis 0) or of values (axis 1) of a state."""
     part = pl.ds(number * plan.tile[axis], plan.tile[axis])
     return ref[part, :] if axis == 0 else ref[:, part]
 
 
 def put(out, tile):
-    """Writes whole tiles."""
+    """Store a whole tile."""
     row, column = (jnp.arange(size, dtype=jnp.int32) for size in tile.shape)
     triton.store(out.at[row[:, None], column[None, :]], tile)
