@@ -396,7 +396,7 @@ def _range(plan, x, of_query: _Side, of_key: _Side):
     if of_query.ids is not None and of_key.ids is not None:
         (low_i, high_i), (low_j, high_j) = of_query.ids.all, of_key.ids.all
         whole &= (low_i == high_i) & (low_j == high_j) & (low_i == low_j)
-        # The id of padding would break the ascending order of document ids.
+        # These bounds exclude padding, whose id is outside the ascending order of document ids.
         (low_i, high_i), (low_j, high_j) = of_query.ids.of_documents, of_key.ids.of_documents
         possible &= (low_j <= high_i) & (high_j >= low_i)
     whole &= possible
