@@ -1,8 +1,33 @@
-"""Block attention for CPUs, in float32: what JAX sees of the kernels of `block_kernels`."""
+"""Block attention on CPUs, in float32.
 
+The first half of the file is the implementation that `effattn.cores` calls; the second half
+generates the kernels. A kernel handles one query head with its key head at a time.
+
+The queries of a tile are the lanes of vectors, and arrays of pairs are kept transposed, S^T (keys,
+queries): so a maximum or a sum over keys is one of whole vectors, without exchange between lanes.
+With Q^T, dO^T and dQ^T (features, queries), P = exp(S - L), dS = P * (dP - delta) and
+delta = rowsum(dO * O) - dL, all matrix products have the same form,
+
+    S^T = K Q^T,  O^T += V^T P^T,  dP^T = V dO^T,  dV += P^T dO,  dK += dS^T Q,  dQ^T += K^T dS^T,
+
+with right operands whose rows are read as vectors. Several query tiles form a group and visit the
+keys together: a chunk of keys and values is copied once for the whole group, into contiguous memory
+that stays in the nearest cache.
+
+- Forward: a task is one group of query tiles of one head, with an online softmax.
+- Backward: a task is one key head, with all groups of the key head's query heads, so only this task
+  adds to the gradients of these keys and values. If there are fewer key heads than threads, the
+  groups of a key head are split among several tasks ("splits"), each with its own gradients of keys
+  and values, and the caller adds these up. So no sum depends on the order of the threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
 import functools
 import os
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +36,28 @@ import numpy as np
 from effattn import dispatch
 from effattn.interfaces import block_attention
 from effattn.interfaces.block_attention import Config, Inputs
-from effattn.llvm import compiled
+from effattn.llvm import runtime
 from effattn.llvm.primitive import kernel
+from effattn.llvm.tiles import LOWEST, TILE, Rows, TileOps, lay_out
 from effattn.xla import block_attention as by_xla
 from effattn.xla import tiling
+
+if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
+    from llvmlite import ir
+
+    from effattn.llvm.codegen import Code
+    from effattn.llvm.handlers import Frame, Job
 
 LIMITS = dispatch.Limits(
     ("float32",),
     others="llvmlite; causality, windows, lengths and documents alone; numbers as offset and scale",
 )
 
-
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Why it does not take these operands, if so."""
+    """Reason why the kernels do not take these inputs, or None."""
     for array in (x.query, x.key, x.value):
         if reason := LIMITS.refusal(array.dtype):
             return reason
@@ -39,33 +70,34 @@ def refusal(config: Config, x: Inputs) -> str | None:
     given += ["a traced query_offset"] if config.offset is None else []
     if given:
         return f"does not take {' and '.join(given)}"
-    return compiled.refusal()
+    return runtime.refusal()
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Its tiles have one size."""
+    """Returns no tilings to try: the kernels have one tile size."""
     return {}
 
 
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output in the dtype given, the log-sum-exp, and what rounding took from it."""
-    out, lse, lost = _attention(("forward", config), *_arrays(x))
-    return out.astype(dtype), lse, lost
+    """Returns the output in `dtype`, the log-sum-exp, and the rounding error of the log-sum-exp."""
+    out, lse, lse_error = _attention(("forward", config), *_arrays(x))
+    return out.astype(dtype), lse, lse_error
 
 
 def backward(
-    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, shared: jax.Array
+    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
-    """The gradients, from that of the output and `shared` `(*B, T, N)`, dO . O - dL."""
-    rows = lse, d_out, shared
+    """Returns the gradients; `delta` `(*B, T, N)` is rowsum(dO * O) - dL."""
+    rows = lse, d_out, delta
     d_query, d_key, d_value = _attention(("backward", config), *_arrays(x), *rows)
     return Inputs(query=d_query, key=d_key, value=d_value)
 
 
-# (query, key, value[, query_ids, key_ids]) to (out, lse, lost), and with (lse, d_out, shared) after
-# these to (d_query, d_key, d_value). What is static is the direction and the rule.
+# The primitive. Forward, (query, key, value[, query_ids, key_ids]) -> (out, lse, lse_error);
+# backward, the same arrays and (lse, d_out, delta) -> (d_query, d_key, d_value). The static
+# argument is (direction, config).
 
-_ROWS = {"forward": 0, "backward": 3}
+_ROWS = {"forward": 0, "backward": 3}  # number of arrays after the inputs
 
 
 def _arrays(x: Inputs) -> tuple[jax.Array, ...]:
@@ -79,7 +111,7 @@ def _arrays(x: Inputs) -> tuple[jax.Array, ...]:
 
 
 def _split(direction: str, arrays: Any) -> tuple[Inputs, Any]:
-    """The operands, and the rows of the backward."""
+    """Splits arrays into the inputs and, backward, (lse, d_out, delta)."""
     count = len(arrays) - _ROWS[direction]
     (query, key, value, *ids), rows = arrays[:count], arrays[count:]
     return Inputs(query, key, value, segments=tuple(ids) or None), rows
@@ -117,11 +149,11 @@ def _by_kernel(static, shapes, *arrays):
         log_total = jnp.log(jnp.where(total == 0, 1, total))
         lse = largest + log_total
         return out, jnp.where(total == 0, -jnp.inf, lse), log_total - (lse - largest)
-    lse, d_out, shared = rows
-    lse = jnp.where(lse == -jnp.inf, 0, lse)  # of rows that see nothing
+    lse, d_out, delta = rows
+    lse = jnp.where(lse == -jnp.inf, 0, lse)  # rows without keys
     splits = _splits(shapes[1], x.query.shape[-3])
     shapes = shapes[0], *((splits, *shape) for shape in shapes[1:])
-    with_rows = (*operands, lse, d_out, shared)
+    with_rows = (*operands, lse, d_out, delta)
     d_query, d_key, d_value = _call(config, x, direction, shapes, with_rows, splits)
     return d_query, d_key.sum(0), d_value.sum(0)
 
@@ -130,33 +162,428 @@ _attention = kernel("effattn_block_attention", _by_kernel, _by_xla, _shapes, _ax
 
 
 def _call(config, x, direction, shapes, operands, splits=1):
-    from effattn.llvm import block_kernels  # where llvmlite is not, XLA is
-
     limits: dict[str, Any] = {
-        "left": block_kernels.UNLIMITED if config.left is None else config.left,
-        "right": block_kernels.UNLIMITED if config.right is None else config.right,
+        "left": UNLIMITED if config.left is None else config.left,
+        "right": UNLIMITED if config.right is None else config.right,
         "offset": config.offset,
         "has_ids": x.segments is not None,
         "splits": splits,
     }
-    in_order = np.array([limits[each] for each in block_kernels.LIMITS], np.int64)
+    in_order = np.array([limits[each] for each in ATTRIBUTES], np.int64)
     attributes = {"limits": in_order, "scale": np.float32(config.scale)}
-    return compiled.call(f"effattn_block_attention_{direction}", shapes, operands, **attributes)
+    return runtime.call(f"effattn_block_attention_{direction}", shapes, operands, **attributes)
 
 
 def _splits(shape: tuple[int, ...], queries: int) -> int:
-    """The number of tasks that share a key head, of keys of that shape; their gradients are added.
+    """Number of tasks that share a key head, for keys of that shape: one for each thread.
 
-    Each thread has one.
+    The gradients of the tasks are added up.
     """
-    from effattn.llvm.tiles import TILE
-
     heads = tiling.known_product(shape[:-3]) * shape[-2]
     return max(1, min(-(-threads() // heads), -(-queries // TILE)))
 
 
 @functools.cache
 def threads() -> int:
-    """As many as XLA has: one for each processor that this process may use."""
+    """Number of XLA's threads: one for each processor that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # on Linux
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+# Kernels.
+
+# The elements of the attribute `limits`: the window, the position of the first query, whether ids
+# are given, and the number of tasks that share the work of a key head.
+ATTRIBUTES = "left", "right", "offset", "has_ids", "splits"
+UNLIMITED = 2**40
+
+_SIZES = "queries", "heads", "size", "keys", "key_heads", "value_size"
+_OPERANDS = (
+    runtime.Array("query", 3),
+    runtime.Array("key", 3),
+    runtime.Array("value", 3),
+    runtime.Array("query_ids", 1, "int32"),
+    runtime.Array("key_ids", 1, "int32"),
+)
+_FORWARD = runtime.Signature(
+    _OPERANDS,
+    (runtime.Array("out", 3), runtime.Array("largest", 2), runtime.Array("total", 2)),
+    len(ATTRIBUTES),
+)
+_BACKWARD = runtime.Signature(
+    (*_OPERANDS, runtime.Array("lse", 2), runtime.Array("d_out", 3), runtime.Array("delta", 2)),
+    (runtime.Array("d_query", 3), runtime.Array("d_key", 4), runtime.Array("d_value", 4)),
+    len(ATTRIBUTES),
+)
+_MAX_TILES = 8  # most tiles in a group
+_MAX_FLOATS = 2**17  # most elements in the arrays of a group's tiles: 512 KB
+
+# Sizes of the scratch arrays of a tile, or of a task, by name.
+_Sizes = Callable[["Code", "Job"], Mapping[str, Any]]
+
+
+def write_forward(module: ir.Module, name: str, lanes: int) -> None:
+    """Generates the handler (query, key, value, query_ids, key_ids) -> (out, largest, total).
+
+    Arrays are `(*B, L, heads, size)`, and ids `(*B, L)`. `largest` `(*B, T, N)` is the largest
+    logit, and `total` `(*B, T, N)` the sum of exp(logit - largest). A batch axis of length 1 of an
+    argument is broadcast. The attributes are `limits` and `scale`.
+    """
+    from effattn.llvm.codegen import vectors_at_once, write_product
+
+    widest = vectors_at_once(lanes)[:1]
+    multiply = write_product(module, f"{name}_multiply", lanes, widest, "set")
+    mix = write_product(module, f"{name}_mix", lanes, widest, "decay")
+
+    def tile_arrays(code: Code, job: Job) -> Mapping[str, Any]:
+        query, out = (code.mul(job[size], TILE) for size in ("size", "value_size"))
+        return {"query": query, "out": out, "largest": TILE, "total": TILE, "ids": TILE}
+
+    def task_arrays(code: Code, job: Job) -> Mapping[str, Any]:
+        return {**_chunk_arrays(code, job), "logits": TILE * TILE, "decay": TILE}
+
+    def begin(code: Code, frame: Frame, job: Job) -> tuple[Any, Any]:
+        _read_frame(frame, job)
+        rows = code.mul(job["batch"], job["heads"])
+        # Groups are small enough for about 4 tasks a thread, if there are that many tiles.
+        tiles = code.mul(rows, code.ceil(job["queries"], TILE))
+        fair = code.div(tiles, code.mul(frame.threads(), 4))
+        job["group_tiles"] = code.max(
+            code.min(_tiles_per_group(code, tile_arrays(code, job)), fair), 1
+        )
+        count = code.mul(rows, _group_count(code, job))
+        return count, _floats_per_thread(code, job, tile_arrays, task_arrays)
+
+    def task(code: Code, job: Job, memory: Any, number: Any) -> None:
+        count = _group_count(code, job)
+        row = code.div(number, count)
+        # In causal attention the last tiles have the most keys, so they are started first.
+        index = code.sub(code.sub(count, 1), code.rem(number, count))
+        example, head = code.div(row, job["heads"]), code.rem(row, job["heads"])
+        group = _QueryGroup(
+            code, job, example, head, index, memory, tile_arrays, task_arrays, _FORWARD
+        )
+        ops, scratch, size, value_size = group.ops, group.scratch, job["size"], job["value_size"]
+        one = code.float32(1.0)
+        with group.tiles() as tile:
+            for array, count, value in (
+                ("query", code.mul(size, TILE), 0.0),
+                ("out", code.mul(value_size, TILE), 0.0),
+                ("largest", TILE, LOWEST),
+                ("total", TILE, 0.0),
+            ):
+                ops.fill(tile[array], count, value)
+            query = Rows(tile["query"], TILE)
+            ops.transpose(group.rows("query", tile.first), query, tile.rows, size, job["scale"])
+            group.read_ids(tile)
+        with group.chunks() as chunk, group.tiles() as tile, group.visible(tile, chunk) as keys:
+            logits = scratch["logits"]
+            queries = tile["query"], TILE
+            code.call(
+                multiply, keys, TILE, size, scratch["key"], size, 1, *queries, logits, TILE, logits
+            )
+            group.mask(logits, tile, chunk, keys)
+            ops.softmax_step(logits, keys, tile["largest"], tile["total"], scratch["decay"])
+            values = scratch["value"], 1, value_size
+            out = tile["out"], TILE, scratch["decay"]
+            code.call(mix, value_size, TILE, keys, *values, logits, TILE, *out)
+        with group.tiles() as tile:
+            ops.divide(tile["out"], value_size, tile["total"])
+            for array, count in (("out", value_size), ("largest", 1), ("total", 1)):
+                result = group.rows(array, tile.first)
+                ops.transpose(Rows(tile[array], TILE), result, count, tile.rows, one)
+
+    _write(module, name, lanes, _FORWARD, begin, task)
+
+
+def write_backward(module: ir.Module, name: str, lanes: int) -> None:
+    """Generates the handler of the gradients.
+
+    (query, key, value, query_ids, key_ids, lse, d_out, delta) -> (d_query, d_key, d_value), with
+    `lse` and `delta` `(*B, T, N)`. d_key and d_value have a leading axis of splits, which the
+    caller sums. The attributes are `limits` and `scale`.
+    """
+    from effattn.llvm.codegen import vectors_at_once, write_product
+
+    widths = vectors_at_once(lanes)
+    multiply = write_product(module, f"{name}_multiply", lanes, widths[:1], "set")
+    accumulate = write_product(module, f"{name}_accumulate", lanes, widths, "add")
+
+    def tile_arrays(code: Code, job: Job) -> Mapping[str, Any]:
+        found: dict[str, Any] = {"ids": TILE, "lse": TILE, "delta": TILE}
+        for array, size in (("query", job["size"]), ("d_out", job["value_size"])):
+            found[array] = code.mul(size, TILE)
+            found[f"{array}_rows"] = code.mul(code.round_to_lanes(size), TILE)
+        return found | {"d_query": code.mul(job["size"], TILE)}
+
+    def task_arrays(code: Code, job: Job) -> Mapping[str, Any]:
+        gradients = {
+            f"d_{array}": code.mul(code.round_to_lanes(job[size]), TILE)
+            for array, size in (("key", "size"), ("value", "value_size"))
+        }
+        pairs = {"logits": TILE * TILE, "d_weights": TILE * TILE}
+        return {**_chunk_arrays(code, job), **gradients, **pairs}
+
+    def begin(code: Code, frame: Frame, job: Job) -> tuple[Any, Any]:
+        _read_frame(frame, job)
+        job["group_tiles"] = code.max(_tiles_per_group(code, tile_arrays(code, job)), 1)
+        count = code.mul(job["batch"], job["key_heads"], job["splits"])
+        return count, _floats_per_thread(code, job, tile_arrays, task_arrays)
+
+    def task(code: Code, job: Job, memory: Any, number: Any) -> None:
+        split, row = code.rem(number, job["splits"]), code.div(number, job["splits"])
+        example, key_head = code.div(row, job["key_heads"]), code.rem(row, job["key_heads"])
+        heads_per_key = code.div(job["heads"], job["key_heads"])
+        head = code.mul(key_head, heads_per_key)
+        common = memory, tile_arrays, task_arrays, _BACKWARD, split
+        first_group = _QueryGroup(code, job, example, head, 0, *common)
+        for array, size in (("d_key", "size"), ("d_value", "value_size")):
+            first_group.ops.clear(first_group.rows(array, 0), job["keys"], job[size])
+        with (
+            code.loop(head, code.add(head, heads_per_key)) as h,
+            code.loop(split, _group_count(code, job), job["splits"]) as index,
+        ):
+            backward_of_group(_QueryGroup(code, job, example, h, index, *common))
+
+    def backward_of_group(group: _QueryGroup) -> None:
+        code, job, ops, scratch = group.code, group.job, group.ops, group.scratch
+        size, value_size, scale, one = (
+            job["size"],
+            job["value_size"],
+            job["scale"],
+            code.float32(1.0),
+        )
+        width, value_width = code.round_to_lanes(size), code.round_to_lanes(value_size)
+        gradients = ("d_key", width, size), ("d_value", value_width, value_size)
+        with group.tiles() as tile:
+            for array, count, features in (
+                ("query", size, width),
+                ("d_out", value_size, value_width),
+            ):
+                source = group.rows(array, tile.first)
+                factor = scale if array == "query" else one
+                ops.fill(tile[array], code.mul(count, TILE))
+                ops.transpose(source, Rows(tile[array], TILE), tile.rows, count, factor)
+                in_rows = Rows(tile[f"{array}_rows"], features)
+                ops.fill(in_rows.start, code.mul(features, TILE))
+                ops.transpose(Rows(tile[array], TILE), in_rows, count, tile.rows, one)
+            for array in ("lse", "delta"):
+                ops.fill(tile[array], TILE)
+                column = Rows(tile[array], TILE)
+                ops.transpose(group.rows(array, tile.first), column, tile.rows, 1, one)
+            ops.fill(tile["d_query"], code.mul(size, TILE))
+            group.read_ids(tile)
+        with group.chunks() as chunk:
+            for array, features, _ in gradients:
+                ops.fill(scratch[array], code.mul(features, TILE))
+            with group.tiles() as tile, group.visible(tile, chunk) as keys:
+                pairs = scratch["logits"], scratch["d_weights"]
+                logits, d_logits = pairs
+                for array, count, of_query, to in (
+                    ("key", size, "query", logits),
+                    ("value", value_size, "d_out", d_logits),
+                ):
+                    right = tile[of_query], TILE, to, TILE, to
+                    code.call(multiply, keys, TILE, count, scratch[array], count, 1, *right)
+                group.mask(logits, tile, chunk, keys)
+                ops.softmax_gradient(logits, d_logits, keys, tile["lse"], tile["delta"])
+                for left, rows, features, to in (
+                    (logits, "d_out_rows", value_width, "d_value"),
+                    (d_logits, "query_rows", width, "d_key"),
+                ):
+                    right = tile[rows], features, scratch[to], features, scratch[to]
+                    code.call(accumulate, keys, features, TILE, left, TILE, 1, *right)
+                right = d_logits, TILE, tile["d_query"], TILE, d_logits
+                code.call(accumulate, size, TILE, keys, scratch["key"], 1, size, *right)
+            for array, features, count in gradients:
+                target = group.rows(array, chunk.first)
+                ops.copy(Rows(scratch[array], features), target, chunk.keys, count, add=True)
+        with group.tiles() as tile:
+            target = group.rows("d_query", tile.first)
+            ops.transpose(Rows(tile["d_query"], TILE), target, size, tile.rows, scale)
+
+    _write(module, name, lanes, _BACKWARD, begin, task)
+
+
+def _write(module, name, lanes, signature, begin, task):
+    from effattn.llvm.handlers import write_handler
+
+    integers = *_SIZES, *ATTRIBUTES, "group_tiles"
+    write_handler(module, name, lanes, signature, integers, ["scale"], begin, task)
+
+
+def _chunk_arrays(code: Code, job: Job) -> Mapping[str, Any]:
+    return {"key": code.mul(job["size"], TILE), "value": code.mul(job["value_size"], TILE)}
+
+
+def _tiles_per_group(code: Code, tile_arrays: Mapping[str, Any]) -> Any:
+    return code.min(code.div(_MAX_FLOATS, code.add(*tile_arrays.values())), _MAX_TILES)
+
+
+def _group_count(code: Code, job: Job) -> Any:
+    return code.ceil(job["queries"], code.mul(job["group_tiles"], TILE))
+
+
+def _floats_per_thread(code: Code, job: Job, tile_arrays: _Sizes, task_arrays: _Sizes) -> Any:
+    """Size of a thread's scratch memory, in elements."""
+    tiles = code.mul(job["group_tiles"], code.add(*tile_arrays(code, job).values()))
+    return code.add(tiles, *task_arrays(code, job).values())
+
+
+def _read_frame(frame: Frame, job: Job) -> None:
+    """Reads sizes and attributes from a frame into the job."""
+    queries, heads, size = frame.last_sizes(0, 3)
+    keys, key_heads, _ = frame.last_sizes(1, 3)
+    (value_size,) = frame.last_sizes(2, 1)
+    sizes = queries, heads, size, keys, key_heads, value_size
+    job["scale"] = frame.scale()
+    for names, values in ((_SIZES, sizes), (ATTRIBUTES, frame.integers(len(ATTRIBUTES)))):
+        for name, value in zip(names, values, strict=True):
+            job[name] = value
+
+
+class _Tile(NamedTuple):
+    """A tile of queries: addresses of its arrays, its first query, and its number of queries."""
+
+    arrays: Mapping[str, Any]
+    first: Any
+    rows: Any
+
+    def __getitem__(self, name: str) -> Any:  # type: ignore[override]
+        return self.arrays[name]
+
+
+class _Chunk(NamedTuple):
+    """A chunk of keys: its first key, and its number of keys."""
+
+    first: Any
+    keys: Any
+
+
+class _QueryGroup:
+    """A group of query tiles of one head, and the chunks of keys that they attend to.
+
+    Attributes:
+      scratch: addresses of the arrays that all tiles share.
+      tile_memory: address of the arrays of the first tile.
+      first, row_count: first query of the group, and number of queries.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        job: Job,
+        example: Any,
+        head: Any,
+        index: Any,
+        memory: Any,
+        tile_arrays: _Sizes,
+        task_arrays: _Sizes,
+        signature: runtime.Signature,
+        split: Any = 0,
+    ):
+        self.code, self.job, self.ops = code, job, TileOps(code)
+        self.example, self.head, self.split = example, head, split
+        self.examples = {
+            array.name: job.example_of(array.name, example) for array in signature.arguments
+        }
+        self.key_head = code.div(head, code.div(job["heads"], job["key_heads"]))
+        self.first = code.mul(index, job["group_tiles"], TILE)
+        left = code.sub(job["queries"], self.first)
+        self.row_count = code.min(left, code.mul(job["group_tiles"], TILE))
+        self.scratch, self.tile_memory = lay_out(code, memory, task_arrays(code, job))
+        self.tile_arrays = tile_arrays(code, job)
+
+    def rows(self, name: str, first: Any) -> Rows:
+        """Rows of an array for this head, from a token on."""
+        code, job = self.code, self.job
+        of_keys = name in ("key", "value", "d_key", "d_value")
+        length, heads = (
+            job["keys" if of_keys else "queries"],
+            job["key_heads" if of_keys else "heads"],
+        )
+        head, size = self.key_head if of_keys else self.head, code.integer(1)
+        if name in ("query", "key", "d_query", "d_key"):
+            size = job["size"]
+        elif name in ("value", "out", "d_out", "d_value"):
+            size = job["value_size"]
+        example = self.examples.get(name, self.example)
+        if name in ("d_key", "d_value"):
+            example = code.add(code.mul(self.split, job["batch"]), example)
+        step = code.mul(heads, size)
+        start = code.add(
+            code.mul(code.add(code.mul(example, length), first), step), code.mul(head, size)
+        )
+        return Rows(code.address(job[name], start), step)
+
+    @contextlib.contextmanager
+    def tiles(self) -> Iterator[_Tile]:
+        """Loop over the tiles; the `with` block generates its body."""
+        code = self.code
+        numbers = code.add(*self.tile_arrays.values())
+        with code.loop(0, self.row_count, TILE) as start:
+            memory = code.address(self.tile_memory, code.mul(code.div(start, TILE), numbers))
+            arrays, _ = lay_out(code, memory, self.tile_arrays)
+            rows = code.min(code.sub(self.row_count, start), TILE)
+            yield _Tile(arrays, code.add(self.first, start), rows)
+
+    @contextlib.contextmanager
+    def chunks(self) -> Iterator[_Chunk]:
+        """Loop over the chunks that any tile may attend to; the `with` block generates its body.
+
+        The keys and values of the chunk are copied to the scratch memory first.
+        """
+        code, job = self.code, self.job
+        start, stop = self._range(self.first, self.row_count)
+        with code.loop(start, stop, TILE) as first:
+            keys = code.min(code.sub(job["keys"], first), TILE)
+            for name, size in (("key", job["size"]), ("value", job["value_size"])):
+                self.ops.copy(self.rows(name, first), Rows(self.scratch[name], size), keys, size)
+            yield _Chunk(first, keys)
+
+    @contextlib.contextmanager
+    def visible(self, tile: _Tile, chunk: _Chunk) -> Iterator[Any]:
+        """Conditional on a tile attending to a chunk; yields the number of keys to visit."""
+        code, builder = self.code, self.code.builder
+        start, stop = self._range(tile.first, tile.rows)
+        after = code.less(chunk.first, start)
+        near = builder.and_(code.less(chunk.first, stop), builder.not_(after))
+        keys = code.min(code.sub(stop, chunk.first), chunk.keys)
+        sees = code.variable(near)
+        with code.when(builder.and_(near, self._has_ids())):
+            code.set(sees, self.ops.any_same_id(keys, tile["ids"], self._key_ids(chunk)))
+        with code.when(code.get(sees)):
+            yield keys
+
+    def _range(self, first, rows):
+        """The first chunk and the end of the keys that any of these queries may attend to."""
+        code, job = self.code, self.job
+        position = code.add(first, job["offset"])
+        start = code.max(code.sub(position, job["left"]), 0)
+        stop = code.min(code.add(position, rows, job["right"]), job["keys"])
+        return code.mul(code.div(start, TILE), TILE), stop
+
+    def mask(self, logits: Any, tile: _Tile, chunk: _Chunk, keys: Any) -> None:
+        """Sets logits to -inf for pairs that may not attend."""
+        code, job = self.code, self.job
+        ahead = code.sub(chunk.first, code.add(tile.first, job["offset"]))
+        self.ops.mask_window(logits, keys, ahead, tile.rows, job["left"], job["right"])
+        with code.when(self._has_ids()):
+            self.ops.mask_ids(logits, keys, tile["ids"], self._key_ids(chunk))
+
+    def read_ids(self, tile: _Tile) -> None:
+        """Copies the ids of the tile's queries, if ids are given."""
+        code, job = self.code, self.job
+        with code.when(self._has_ids()):
+            start = code.add(code.mul(self.examples["query_ids"], job["queries"]), tile.first)
+            ids = Rows(code.address(job["query_ids"], start), 0)
+            self.ops.fill(tile["ids"], TILE)  # id 0 where there is no query: no key has id 0
+            self.ops.copy(ids, Rows(tile["ids"], 0), 1, tile.rows)
+
+    def _has_ids(self):
+        return self.code.less(0, self.job["has_ids"])
+
+    def _key_ids(self, chunk):
+        example = self.examples["key_ids"]
+        start = self.code.add(self.code.mul(example, self.job["keys"]), chunk.first)
+        return self.code.address(self.job["key_ids"], start)

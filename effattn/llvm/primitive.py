@@ -1,4 +1,4 @@
-"""A kernel as JAX sees it: a primitive, which is XLA's form wherever the kernel cannot be."""
+"""A kernel as a JAX primitive, with an XLA implementation where the kernel cannot run."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,24 +21,25 @@ def kernel(
     shapes: Callable[..., Sequence[tuple[int, ...]]],
     axes: Callable[..., Sequence[int]],
 ) -> Form:
-    """The function `(static, *arrays) -> tuple of float32 arrays`.
+    """Makes a primitive; returns the function `(static, *arrays) -> tuple of float32 arrays`.
 
-    When a program is lowered to run here it becomes the kernel. One that is exported, to be run who
-    knows where, has XLA's form, and so have derivatives in forward mode.
+    A program lowered for CPUs of this process runs the kernel. Exported programs, which may run on
+    other machines, and forward-mode derivatives use the XLA implementation.
 
-    Arrays have batch axes in front, as many each, of length 1 where an array has one entry for all
-    examples. Under `vmap` arrays that are not mapped get such an axis, and are not copied.
+    All arrays have the same number of leading batch axes; an axis of length 1 is broadcast. Under
+    `vmap`, arrays that are not mapped get a batch axis of length 1 and are not copied.
 
     Args:
-      name: of the primitive.
-      by_kernel: `(static, *arrays)` to the results.
-      by_xla: the same in XLA, of arrays with all batch axes at full length.
-      shapes: `(static, *arrays)`, of arrays with all batch axes at full length, to the shapes of
-        the results.
-      axes: `(static, *arrays)` to the number of axes that each array has beside the batch axes.
+      name: name of the primitive.
+      by_kernel: the kernel, `(static, shapes of the results, *arrays) -> results`.
+      by_xla: the XLA implementation, `(static, *arrays) -> results`, for arrays whose batch axes
+        are all of full length.
+      shapes: `(static, *arrays) -> shapes of the results`, for arrays whose batch axes are all of
+        full length.
+      axes: `(static, *arrays) ->` the number of axes of each array besides the batch axes.
     """
-    made = Primitive(name)
-    made.multiple_results = True
+    primitive = Primitive(name)
+    primitive.multiple_results = True
 
     def full_shapes(static, arrays):
         counts = axes(static, *arrays)
@@ -60,14 +61,14 @@ def kernel(
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     def run(static, *arrays):
         operands = mesh_axes.vary_alike(arrays)
-        results = made.bind(*operands, static=static)
+        results = primitive.bind(*operands, static=static)
         return tuple(mesh_axes.vary_like(operands[0], result) for result in results)
 
     @run.defjvp
     def jvp(static, primals, tangents):
         return jax.jvp(lambda *arrays: tuple(in_xla(static, *arrays)), primals, tangents)
 
-    @made.def_abstract_eval
+    @primitive.def_abstract_eval
     def abstract(*arrays, static):
         found = result_shapes(static, *arrays)
         return [jax.core.ShapedArray(shape, jnp.float32) for shape in found]
@@ -86,11 +87,11 @@ def kernel(
             x[None] if axis is None else jnp.moveaxis(x, axis, 0)
             for x, axis in zip(arrays, mapped, strict=True)
         ]
-        results = made.bind(*in_front, static=static)
+        results = primitive.bind(*in_front, static=static)
         return results, (0,) * len(results)
 
-    made.def_impl(lambda *arrays, static: in_kernel(static, *arrays))
-    mlir.register_lowering(made, lower_xla)
-    mlir.register_lowering(made, lower_here, platform="cpu")
-    batching.primitive_batchers[made] = batched
+    primitive.def_impl(lambda *arrays, static: in_kernel(static, *arrays))
+    mlir.register_lowering(primitive, lower_xla)
+    mlir.register_lowering(primitive, lower_here, platform="cpu")
+    batching.primitive_batchers[primitive] = batched
     return run

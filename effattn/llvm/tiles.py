@@ -1,47 +1,52 @@
-"""What kernels of block attention do with a tile, beside products.
+"""Operations on tiles: copies, transposes, masks, the softmax and its gradient, quotients.
 
-A tile has up to `TILE` queries, the lanes of as many vectors as that takes, and meets chunks of up
-to `TILE` keys: what it has for pairs is an array of `TILE` numbers for each key, one a query.
+A tile has up to `TILE` queries, which are the lanes of vectors, and attends to chunks of up to
+`TILE` keys. An array of query-key pairs, such as the logits, has `TILE` elements for each key, one
+for each query. Other arrays of a tile are likewise (rows, queries), with `TILE` elements a row.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llvmlite import ir
-
-from effattn.llvm.code import INT32, Code
+if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
+    from effattn.llvm.codegen import Code
 
 TILE = 64
-LOWEST, SMALLEST = -3.4028234663852886e38, 2.0**-126  # normal numbers of float32
+LOWEST, SMALLEST = (
+    -3.4028234663852886e38,
+    2.0**-126,
+)  # the lowest and the smallest positive normal float32
 
 
 class Rows(NamedTuple):
-    """Rows of an array.
+    """Rows of an array in memory.
 
     Attributes:
-      start: the first number of the first.
-      step: from one row to the next.
+      start: address of the first row.
+      step: row stride, in elements.
     """
 
     start: Any
     step: Any
 
     def at(self, code: Code, row: Any) -> Any:
-        """The first number of a row."""
-        return code.place(self.start, code.mul(row, self.step))
+        """Address of a row."""
+        return code.address(self.start, code.mul(row, self.step))
 
 
-def places(code: Code, start: Any, sizes: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Where arrays of these sizes lie, one after the other, and what follows."""
+def lay_out(code: Code, start: Any, sizes: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Addresses of consecutive arrays of these sizes from `start`, and the address after them."""
     found = {}
     for name, size in sizes.items():
         found[name] = start
-        start = code.place(start, size)
+        start = code.address(start, size)
     return found, start
 
 
-class Steps:
-    """Writes what a function does with its tiles."""
+class TileOps:
+    """Generates operations on the tiles of a function."""
 
     def __init__(self, code: Code):
         self.code, self.lanes = code, code.lanes
@@ -50,18 +55,18 @@ class Steps:
     # Memory
 
     def fill(self, array: Any, count: Any, value: float = 0.0) -> None:
-        """Gives that many numbers, a multiple of the lanes, the value."""
+        """Sets `count` elements, a multiple of the lanes, to the value."""
         with self.code.loop(0, count, self.lanes) as i:
             self.code.store_vector(self.code.number(value), array, i)
 
     def clear(self, target: Rows, rows: Any, size: Any) -> None:
-        """Zeros in rows."""
+        """Sets `size` elements of each row to zero."""
         code = self.code
         with code.loop(0, rows) as row, code.loop(0, size) as i:
-            code.store(ir.Constant(ir.FloatType(), 0.0), target.at(code, row), i)
+            code.store(code.float32(0.0), target.at(code, row), i)
 
     def copy(self, source: Rows, target: Rows, rows: Any, size: Any, *, add: bool = False) -> None:
-        """Makes rows those of the source, or adds those to them."""
+        """Copies rows from the source to the target, or adds them to the target."""
         code = self.code
         whole = code.mul(code.div(size, self.lanes), self.lanes)
         with code.loop(0, rows) as row:
@@ -84,7 +89,7 @@ class Steps:
         in_blocks = [code.mul(code.div(count, lanes), lanes) for count in (rows, size)]
         with code.loop(0, in_blocks[0], lanes) as j, code.loop(0, in_blocks[1], lanes) as i:
             block = [code.load_vector(source.at(code, code.add(j, n)), i) for n in range(lanes)]
-            for n, vector in enumerate(_transposed(code, block)):
+            for n, vector in enumerate(_transpose_block(code, block)):
                 product = code.builder.fmul(vector, factors)
                 code.store_vector(product, target.at(code, code.add(i, n)), j)
         for first_row, first in ((in_blocks[0], 0), (0, in_blocks[1])):
@@ -93,15 +98,15 @@ class Steps:
                 number = code.builder.fmul(code.load(source.at(code, j), i), factor)
                 code.store(number, target.at(code, i), j)
 
-    # Which pairs may attend
+    # Masks
 
-    def hide_far(
+    def mask_window(
         self, logits: Any, keys: Any, ahead: Any, rows: Any, left: Any, right: Any
     ) -> None:
-        """-inf for keys out of a query's window.
+        """Sets logits to -inf for keys outside a query's window.
 
-        Key j of the chunk is `ahead + j` positions ahead of the first query, and i less ahead of
-        query i.
+        Key j of the chunk is `ahead + j` positions after the first query, and `ahead + j - i`
+        positions after query i.
         """
         code, builder = self.code, self.code.builder
         beyond = code.less(right, code.add(ahead, code.sub(keys, 1)))
@@ -111,61 +116,63 @@ class Steps:
             of_key = code.add(ahead, j)
             ends = code.sub(of_key, right), code.add(of_key, left)
             first, last = (code.max(code.min(end, TILE), -1) for end in ends)
-            first, last = (code.all_lanes(builder.trunc(each, INT32)) for each in (first, last))
+            first, last = (
+                code.all_lanes(builder.trunc(each, code.int32)) for each in (first, last)
+            )
             for v in self.vectors:
-                query = ir.Constant(code.integers, list(range(v, v + self.lanes)))
+                query = code.integer_vector(range(v, v + self.lanes))
                 sees = builder.and_(
                     builder.icmp_signed("<=", first, query), builder.icmp_signed("<=", query, last)
                 )
-                self._hide(logits, j, v, sees)
+                self._mask(logits, j, v, sees)
 
-    def hide_others(self, logits: Any, keys: Any, ids: Any, ids_of_keys: Any) -> None:
-        """-inf for keys of other ids than the query's."""
+    def mask_ids(self, logits: Any, keys: Any, ids: Any, key_ids: Any) -> None:
+        """Sets logits to -inf where the ids of key and query differ."""
         with self.code.loop(0, keys) as j:
-            for v, same in zip(self.vectors, self._same(ids, ids_of_keys, j), strict=True):
-                self._hide(logits, j, v, same)
+            for v, same in zip(self.vectors, self._same(ids, key_ids, j), strict=True):
+                self._mask(logits, j, v, same)
 
-    def meet(self, keys: Any, ids: Any, ids_of_keys: Any) -> Any:
-        """Whether any query has the id of any key."""
+    def any_same_id(self, keys: Any, ids: Any, key_ids: Any) -> Any:
+        """Whether any query of the tile has the same id as any key of the chunk."""
         code = self.code
-        found = code.variable(ir.IntType(1)(0))
+        found = code.variable(code.false())
         with code.loop(0, keys) as j:
-            for same in self._same(ids, ids_of_keys, j):
+            for same in self._same(ids, key_ids, j):
                 code.set(found, code.builder.or_(code.get(found), code.any(same)))
         return code.get(found)
 
-    def _same(self, ids, ids_of_keys, j):
+    def _same(self, ids, key_ids, j):
         code = self.code
-        key = code.all_lanes(code.load(ids_of_keys, j, INT32))
+        key = code.all_lanes(code.load(key_ids, j, code.int32))
         queries = (code.load_vector(ids, v, code.integers) for v in self.vectors)
         return [code.builder.icmp_signed("==", query, key) for query in queries]
 
-    def _hide(self, logits, j, v, sees):
+    def _mask(self, logits, j, v, sees):
         code = self.code
         at = code.add(code.mul(j, TILE), v)
         hidden = code.number(float("-inf"))
         shown = code.builder.select(sees, code.load_vector(logits, at), hidden)
         code.store_vector(shown, logits, at)
 
-    def clear_ahead(self, pairs: Any, keys: Any) -> None:
-        """Zeros for keys of the same tokens that come after the query."""
+    def mask_causal(self, pairs: Any, keys: Any) -> None:
+        """Sets pairs to zero where the key is after the query; both are of one chunk."""
         code, builder = self.code, self.code.builder
         with code.loop(0, keys) as j:
-            key = code.all_lanes(builder.trunc(j, INT32))
+            key = code.all_lanes(builder.trunc(j, code.int32))
             for v in self.vectors:
                 at = code.add(code.mul(j, TILE), v)
-                query = ir.Constant(code.integers, list(range(v, v + self.lanes)))
+                query = code.integer_vector(range(v, v + self.lanes))
                 sees = builder.icmp_signed("<=", key, query)
                 shown = builder.select(sees, code.load_vector(pairs, at), code.number(0.0))
                 code.store_vector(shown, pairs, at)
 
     # Softmax
 
-    def soften(self, logits: Any, keys: Any, largest: Any, total: Any, decay: Any) -> None:
-        """Makes logits m weights exp(m - largest), and takes them into the sums of their queries.
+    def softmax_step(self, logits: Any, keys: Any, largest: Any, total: Any, decay: Any) -> None:
+        """One step of the online softmax: replaces logits m by weights exp(m - largest).
 
-        `largest` and `total` have an entry a query; `decay` gets what earlier weights are to be
-        multiplied by.
+        `largest` and `total`, the running maximum and the running sum of the weights of each query,
+        are updated. `decay` receives the factor that rescales the sums of earlier chunks.
         """
         code, builder = self.code, self.code.builder
         before = [code.load_vector(largest, v) for v in self.vectors]
@@ -173,7 +180,7 @@ class Steps:
         with code.loop(0, keys) as j:
             for found, v in zip(most, self.vectors, strict=True):
                 vector = code.load_vector(logits, code.add(code.mul(j, TILE), v))
-                code.set(found, code.larger(code.get(found), vector))
+                code.set(found, code.maximum(code.get(found), vector))
         after = [code.get(found) for found in most]
         sums = [code.variable(code.number(0.0)) for _ in self.vectors]
         with code.loop(0, keys) as j:
@@ -190,7 +197,7 @@ class Steps:
             code.store_vector(code.multiply_add(earlier, factor, code.get(sums[n])), total, v)
 
     def divide(self, array: Any, rows: Any, total: Any) -> None:
-        """Divides the numbers of each query by its total, unless that is 0."""
+        """Divides the elements of each query by the query's total; a total of 0 divides by 1."""
         code, builder = self.code, self.code.builder
         zero, one = code.number(0.0), code.number(1.0)
         totals = [code.load_vector(total, v) for v in self.vectors]
@@ -200,15 +207,17 @@ class Steps:
                 at = code.add(code.mul(row, TILE), v)
                 code.store_vector(builder.fdiv(code.load_vector(array, at), divisor), array, at)
 
-    def differentiate(self, logits: Any, d_weights: Any, keys: Any, lse: Any, shared: Any) -> None:
-        """Makes logits m weights w = exp(m - lse), and gradients of weights d those of logits.
+    def softmax_gradient(
+        self, logits: Any, d_weights: Any, keys: Any, lse: Any, delta: Any
+    ) -> None:
+        """Replaces logits m by weights w = exp(m - lse), and `d_weights` d by w * (d - delta).
 
-        These are w * (d - shared), with an `lse` and `shared` for each query.
+        The latter is the gradient of the logits. `lse` and `delta` have one element for each query.
         """
         code, builder = self.code, self.code.builder
-        of_queries = [(code.load_vector(lse, v), code.load_vector(shared, v)) for v in self.vectors]
+        per_query = [(code.load_vector(lse, v), code.load_vector(delta, v)) for v in self.vectors]
         with code.loop(0, keys) as j:
-            for (log_sum, same), v in zip(of_queries, self.vectors, strict=True):
+            for (log_sum, same), v in zip(per_query, self.vectors, strict=True):
                 at = code.add(code.mul(j, TILE), v)
                 weights = code.exp(builder.fsub(code.load_vector(logits, at), log_sum))
                 change = builder.fsub(code.load_vector(d_weights, at), same)
@@ -218,27 +227,28 @@ class Steps:
     # Quotients
 
     def multiply(self, array: Any, rows: Any, factors: Any) -> None:
-        """Multiplies the numbers of each query by its factor."""
+        """Multiplies the elements of each query by the query's factor."""
         code = self.code
-        of_queries = [code.load_vector(factors, v) for v in self.vectors]
+        per_query = [code.load_vector(factors, v) for v in self.vectors]
         with code.loop(0, rows) as row:
-            for factor, v in zip(of_queries, self.vectors, strict=True):
+            for factor, v in zip(per_query, self.vectors, strict=True):
                 at = code.add(code.mul(row, TILE), v)
                 code.store_vector(code.builder.fmul(code.load_vector(array, at), factor), array, at)
 
     def divide_by_row(self, array: Any, rows: Any) -> None:
-        """Divides rows by the row after them, which becomes its inverse: see `normalize`."""
-        last = self.code.place(array, self.code.mul(rows, TILE))
+        """Divides rows by the row after them, which is replaced by its inverse: see `_invert`."""
+        last = self.code.address(array, self.code.mul(rows, TILE))
         self._invert(last)
         self.multiply(array, rows, last)
 
-    def differentiate_quotient(self, out: Any, d_out: Any, rows: Any) -> None:
-        """Of y = u / z, u being rows of `out` and z the row after, makes dy du, and adds dz to it.
+    def quotient_gradient(self, out: Any, d_out: Any, rows: Any) -> None:
+        """Gradient of y = u / z, where u are rows of `out` and z is the row after them.
 
-        du = dy / z is in `d_out`, dz = -(dy . y) / z in the row after, and 1 / z in that of `out`.
+        `d_out` holds dy. It is replaced by du = dy / z, and the row after it by dz = -(dy . y) / z.
+        The row z of `out` is replaced by 1 / z.
         """
         code, builder = self.code, self.code.builder
-        last, d_last = (code.place(a, code.mul(rows, TILE)) for a in (out, d_out))
+        last, d_last = (code.address(a, code.mul(rows, TILE)) for a in (out, d_out))
         self._invert(last)
         self.multiply(d_out, rows, last)
         totals = [code.variable(code.number(0.0)) for _ in self.vectors]
@@ -252,19 +262,22 @@ class Steps:
             code.store_vector(builder.fsub(code.number(0.0), change), d_last, v)
 
     def _invert(self, array):
-        """Of what is as small as a subnormal number, zero: it has too few bits to divide by."""
+        """Inverts elements; subnormal numbers, which have too few bits, become zero."""
         code, builder = self.code, self.code.builder
         zero, one = code.number(0.0), code.number(1.0)
         for v in self.vectors:
             number = code.load_vector(array, v)
-            size = code.larger(number, builder.fsub(zero, number))
+            size = code.maximum(number, builder.fsub(zero, number))
             small = builder.fcmp_ordered("<", size, code.number(SMALLEST))
             inverse = builder.fdiv(one, builder.select(small, one, number))
             code.store_vector(builder.select(small, zero, inverse), array, v)
 
 
-def _transposed(code: Code, block: Sequence[Any]) -> list[Any]:
-    """Vector n of the result is lane n of each: neighbours are exchanged, then pairs, and so on."""
+def _transpose_block(code: Code, block: Sequence[Any]) -> list[Any]:
+    """Transposes a square block: vector n of the result is lane n of each vector.
+
+    Lanes are exchanged at distance 1, then 2, 4 and so on.
+    """
     vectors, lanes, distance = list(block), code.lanes, 1
     while distance < lanes:
         low = [j if not j & distance else lanes + j - distance for j in range(lanes)]
@@ -273,7 +286,7 @@ def _transposed(code: Code, block: Sequence[Any]) -> list[Any]:
             if not n & distance:
                 a, b = vectors[n], vectors[n + distance]
                 for to, mask in ((n, low), (n + distance, high)):
-                    lane = ir.Constant(code.integers, mask)
+                    lane = code.integer_vector(mask)
                     vectors[to] = code.builder.shuffle_vector(a, b, lane)
         distance *= 2
     return vectors

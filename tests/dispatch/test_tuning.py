@@ -18,7 +18,7 @@ from effattn import dispatch
 from effattn.cores import block_attention
 from effattn.dispatch import cache, tuning
 from effattn.dispatch.cache import Choice
-from effattn.llvm import compiled
+from effattn.llvm import runtime
 from effattn.pallas.triton import block_attention as block_triton
 from effattn.xla import block_attention as block_xla
 from tests.marks import slow
@@ -28,7 +28,7 @@ CALL = functools.partial(effattn.dot_product_attention, is_causal=True)
 TILES = (("forward", (20, 20)),)
 CACHE_FILE = cache.cache_file  # as it is outside of tests
 # Float32 calls that were never tuned take kernels for CPUs where these were measured to be faster.
-_HAS_KERNELS = compiled.refusal() is None and platform.machine() in ("x86_64", "AMD64")
+_HAS_KERNELS = runtime.refusal() is None and platform.machine() in ("x86_64", "AMD64")
 UNTUNED = dispatch.Chosen(("llvm", "xla") if _HAS_KERNELS else ("xla",))
 
 

@@ -13,14 +13,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 import effattn
 from effattn.llvm import block_attention as kernels
-from effattn.llvm import compiled
+from effattn.llvm import runtime
 from tests.dense import draw, with_gradients
 from tests.laws.battery import as_float64, assert_close
 from tests.pallas import block_cases
 from tests.pallas.block_cases import IDS, Case, square
 
 pytestmark = pytest.mark.skipif(
-    compiled.refusal() is not None, reason=f"the kernels are not here: {compiled.refusal()}"
+    runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"
 )
 attend = functools.partial(effattn.dot_product_attention, implementation="llvm")
 LENGTHS = {"query_seq_lengths": np.array([70, 40]), "key_value_seq_lengths": np.array([61, 0])}
@@ -78,9 +78,9 @@ def test_it_agrees_with_float64_where_integers_have_64_bits(name):
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_vectors_of_every_width_agree(lanes, monkeypatch):
     """Of those that this processor has."""
-    if lanes > compiled.lanes():
-        pytest.skip(f"this processor has vectors of {compiled.lanes()} numbers")
-    monkeypatch.setattr(compiled, "lanes", lambda: lanes)
+    if lanes > runtime.lanes():
+        pytest.skip(f"this processor has vectors of {runtime.lanes()} numbers")
+    monkeypatch.setattr(runtime, "lanes", lambda: lanes)
     jax.clear_caches()
     case = CASES["documents and lengths"]
     assert_close(case.run("llvm", np.float32), block_cases.exact(case), 2e-6)
@@ -284,6 +284,6 @@ def test_it_says_which_dtypes_and_machines_it_takes(monkeypatch):
     arrays = {name: jnp.bfloat16(x) for name, x in draw(dtype=np.float32).items()}
     with pytest.raises(NotImplementedError, match="takes float32, got bfloat16"):
         attend(**arrays)
-    monkeypatch.setattr(compiled, "lanes", lambda: 0)
+    monkeypatch.setattr(runtime, "lanes", lambda: 0)
     with pytest.raises(NotImplementedError, match="needs vectors with AVX2 and FMA, or NEON"):
         attend(**draw(dtype=np.float32))

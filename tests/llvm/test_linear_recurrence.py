@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import effattn
-from effattn.llvm import compiled
+from effattn.llvm import runtime
 from tests.laws.battery import assert_close
 
 pytestmark = pytest.mark.skipif(
-    compiled.refusal() is not None, reason=f"the kernels are not here: {compiled.refusal()}"
+    runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"
 )
 
 # Batch, tokens, query and key heads, features, values; and options.
@@ -80,9 +80,9 @@ def test_it_agrees_with_float64(name):
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_vectors_of_every_width_agree(lanes, monkeypatch):
     """Of those that this processor has."""
-    if lanes > compiled.lanes():
-        pytest.skip(f"this processor has vectors of {compiled.lanes()} numbers")
-    monkeypatch.setattr(compiled, "lanes", lambda: lanes)
+    if lanes > runtime.lanes():
+        pytest.skip(f"this processor has vectors of {runtime.lanes()} numbers")
+    monkeypatch.setattr(runtime, "lanes", lambda: lanes)
     jax.clear_caches()
     case = CASES["sizes off a vector"]
     assert_close(run(case, "llvm", np.float32), exact(case), 3e-6)

@@ -1,8 +1,9 @@
-"""Kernels compiled for the processor at hand, and registered with XLA.
+"""Compilation of the kernels for this processor, registration with XLA, and layout of XLA's FFI.
 
-Handlers are registered when effattn is imported, and compiled when a program that calls them is
-lowered, or when one that was compiled in another process is run. Until then a handler is a jump to
-a Python function that compiles it; after that, a jump to the compiled code.
+A kernel is an XLA FFI handler. Handlers are registered when effattn is imported. A handler is
+compiled when a program that calls it is lowered, or when a program that was compiled in another
+process runs. Before that, the registered address is a jump to a Python function that compiles the
+handler; afterwards it is a jump to the compiled code.
 """
 
 import contextlib
@@ -15,38 +16,102 @@ import os
 import platform
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from effattn.llvm.interface import (
-    API,
-    EXTENSION,
-    FAILED_PRECONDITION,
-    FRAME,
-    IS_METADATA,
-    METADATA,
-    VERSION,
-)
+# XLA's C interface for foreign functions, `xla/ffi/api/c_api.h`: the fields that handlers read.
+#
+# Within a major version, structures only grow at their ends. Every call of a handler checks that
+# the version and the sizes of the structures are those that the handler was written for, and that
+# every buffer has the expected dtype and rank. A mismatch is an XLA error, not a wrong result.
 
-# The handlers, and what writes their code.
+VERSION = 0, 3  # version of the interface in jaxlib 0.10.2
+
+# Offsets of fields, in bytes. A structure begins with its size and its extensions, 8 bytes each.
+FRAME = {
+    "extension": 8,
+    "api": 16,
+    "context": 24,
+    "stage": 32,
+    "argument count": 56,
+    "arguments": 72,
+    "result count": 96,
+    "results": 112,
+    "attribute count": 136,
+    "attribute types": 144,
+    "attributes": 160,
+}
+BUFFER = {"dtype": 16, "data": 24, "rank": 32, "sizes": 40}
+SCALAR = {"dtype": 0, "value": 8}
+ARRAY = {"dtype": 0, "size": 8, "data": 16}
+EXTENSION = {"kind": 8, "metadata": 24}
+METADATA = {"major": 24, "minor": 28, "traits": 32}
+API = {
+    "major": 32,
+    "minor": 36,
+    "create error": 48,
+    "destroy error": 64,
+    "schedule": 136,
+    "count threads": 144,
+}
+# The smallest sizes of structures that contain all fields that are read.
+SIZES = {"frame": FRAME["attributes"] + 8, "buffer": BUFFER["sizes"] + 8, "api": 152}
+
+IS_METADATA, IS_EXECUTION = 1, 3
+IS_ARRAY, IS_SCALAR = 1, 3  # kinds of attributes
+INVALID_ARGUMENT, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 3, 8, 9
+DTYPE_CODES = {"int32": 4, "int64": 5, "float32": 11}
+
+
+class Array(NamedTuple):
+    """Declaration of an argument or result of a handler.
+
+    Attributes:
+      name: name of the array, for error messages and for `Job`.
+      axes: number of axes besides the batch axes.
+      dtype: dtype of the elements.
+    """
+
+    name: str
+    axes: int
+    dtype: str = "float32"
+
+
+class Signature(NamedTuple):
+    """The buffers and attributes of a handler.
+
+    Attributes:
+      arguments: arrays whose batch axes are those of the first result; a batch axis of length 1 is
+        broadcast.
+      results: the first result has the batch axes and, before its own axes, no others.
+      integers: number of elements of the attribute `limits`, an int64 array; 0 for a handler
+        without attributes. The only other attribute is `scale`, a float32; attributes are sorted
+        by name.
+    """
+
+    arguments: Sequence[Array]
+    results: Sequence[Array]
+    integers: int = 0
+
+
+# Compilation.
+
+# The handlers; for each, the module and the function that generate the code.
 HANDLERS = {
-    f"effattn_{core}_{direction}": (f"effattn.llvm.{module}", f"write_{direction}")
-    for core, module in (
-        ("block_attention", "block_kernels"),
-        ("linear_recurrence", "recurrence_kernels"),
-    )
+    f"effattn_{core}_{direction}": (f"effattn.llvm.{core}", f"write_{direction}")
+    for core in ("block_attention", "linear_recurrence")
     for direction in ("forward", "backward")
 }
-DTYPES = jnp.float32, jnp.int32  # of the arrays that handlers read
+DTYPES = jnp.float32, jnp.int32  # dtypes of the arrays that handlers read
 
 _lock = threading.Lock()
-_kept: list[Any] = []  # compiled code, and Python functions that C calls, live as long as these
+_kept: list[Any] = []  # keeps compiled code and callbacks alive
 
 
 def refusal() -> str | None:
-    """Why kernels do not run on this machine, if so."""
+    """Reason why kernels do not run on this machine, or None."""
     if reason := _refusal_of_platform():
         return reason
     if not lanes():
@@ -66,14 +131,14 @@ def _refusal_of_platform():
 def _features() -> dict[str, bool]:
     from llvmlite import binding
 
-    with contextlib.suppress(RuntimeError):  # of processors that LLVM does not know
+    with contextlib.suppress(RuntimeError):  # raised for processors unknown to LLVM
         return dict(binding.get_host_cpu_features())
     return {}
 
 
 @functools.cache
 def lanes() -> int:
-    """Numbers of float32 in a vector; 0 where products are not added to as they are made."""
+    """Number of float32 in a vector; 0 if the processor has no fused multiply-add on vectors."""
     features = _features()
     if platform.machine() in ("arm64", "aarch64"):
         return 4
@@ -85,10 +150,10 @@ def lanes() -> int:
 def call(
     name: str, shapes: Sequence[tuple[int, ...]], operands: Sequence[jax.Array], **attributes: Any
 ) -> Sequence[jax.Array]:
-    """The float32 results, of these shapes, of a handler.
+    """Calls a handler; returns float32 results of the given shapes.
 
     Raises:
-      TypeError: an operand whose dtype no handler reads.
+      TypeError: an operand is neither float32 nor int32.
     """
     for operand in operands:
         if operand.dtype not in DTYPES:
@@ -98,7 +163,7 @@ def call(
 
 
 def prepare(name: str) -> str:
-    """Compiles a handler, unless that was done, and returns its name."""
+    """Compiles a handler if it is not compiled yet; returns the handler's name."""
     with _lock:
         address = _compile(name, lanes())
         if name in _jumps:
@@ -110,7 +175,7 @@ def prepare(name: str) -> str:
 
 @functools.cache
 def _compile(name: str, lanes: int) -> int:
-    """The address of a handler's code, in vectors of so many numbers."""
+    """Compiles a handler for vectors of `lanes` float32; returns the address of the code."""
     from llvmlite import binding, ir
 
     binding.initialize_native_target()
@@ -121,7 +186,7 @@ def _compile(name: str, lanes: int) -> int:
     getattr(importlib.import_module(where), write)(module, name, lanes)
     compiled = binding.parse_assembly(str(module))
     compiled.verify()
-    # Code for some processors with vectors of 512 bits would use half of each.
+    # With prefer-256-bit, LLVM would use half of each 512-bit register on some processors.
     features = ",".join(
         f"{'+' if has and feature != 'prefer-256-bit' else '-'}{feature}"
         for feature, has in _features().items()
@@ -129,7 +194,7 @@ def _compile(name: str, lanes: int) -> int:
     machine = binding.Target.from_triple(module.triple).create_target_machine(
         cpu=binding.get_host_cpu_name(), features=features, opt=3, jit=True
     )
-    # Loops are written in the vectors and pieces that they are to run in.
+    # The generated loops are already vectorized and unrolled.
     options = binding.create_pipeline_tuning_options(speed_level=2)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = binding.create_pass_builder(machine, options)
@@ -140,7 +205,7 @@ def _compile(name: str, lanes: int) -> int:
     return engine.get_function_address(name)
 
 
-# Registration. A jump is 16 bytes: an instruction that jumps to the address after it.
+# Registration. A jump has 16 bytes: an instruction, and the address that it jumps to.
 
 _JUMP = {
     "x86_64": b"\xff\x25\x02\x00\x00\x00\x90\x90",  # jmp [rip + 2]
@@ -149,11 +214,14 @@ _JUMP = {
 }
 _HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
-_jumps: dict[str, ctypes.c_uint64] = {}  # the addresses that handlers jump to
+_jumps: dict[str, ctypes.c_uint64] = {}  # target addresses of the jumps
 
 
 def register() -> None:
-    """Registers all handlers, where memory for jumps is to be had; compiles none."""
+    """Registers all handlers without compiling them.
+
+    Registers none if the system provides no memory for jumps: then `prepare` registers a handler.
+    """
     jump = _JUMP.get(platform.machine())
     if jump is None or _refusal_of_platform() or _jumps:
         return
@@ -161,7 +229,7 @@ def register() -> None:
         memory = mmap.mmap(
             -1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
         )
-    except OSError:  # systems may forbid memory that is written and executed
+    except OSError:  # some systems forbid memory that is both writable and executable
         return
     _kept.append(memory)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -186,7 +254,7 @@ def _register(name, address):
 
 
 def _compile_and_call(name: str, frame: int) -> int | None:
-    """A call before the handler is compiled: an error of XLA, or null."""
+    """Handles a call before the handler is compiled; returns an XLA error, or null."""
     if _answers_version(frame):
         return None
     try:
@@ -197,7 +265,10 @@ def _compile_and_call(name: str, frame: int) -> int | None:
 
 
 def _answers_version(frame):
-    """Whether XLA asked for the interface's version, as it does when it registers a handler."""
+    """Answers XLA's request for the interface version; returns whether this call was one.
+
+    XLA makes the request when a handler is registered.
+    """
     extension = _pointer(frame + FRAME["extension"])
     if extension == 0 or _int32(extension + EXTENSION["kind"]).value != IS_METADATA:
         return False
@@ -208,7 +279,7 @@ def _answers_version(frame):
 
 
 def _error(frame, message):
-    """The address of an error of XLA, which copies the message."""
+    """Creates an XLA error, which copies the message; returns the error's address."""
     text = ctypes.create_string_buffer(message.encode())
     fields = 32, 0, ctypes.addressof(text), FAILED_PRECONDITION
     create = _HANDLER(_pointer(_pointer(frame + FRAME["api"]) + API["create error"]))

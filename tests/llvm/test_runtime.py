@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import effattn
-from effattn.llvm import compiled, interface
+from effattn.llvm import runtime
 from tests.marks import slow_but_for
 
 pytestmark = pytest.mark.skipif(
-    compiled.refusal() is not None, reason=f"the kernels are not here: {compiled.refusal()}"
+    runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"
 )
 attend = functools.partial(effattn.dot_product_attention, implementation="llvm")
 
@@ -97,13 +97,13 @@ def test_offsets_are_those_of_the_header():
     extension = {"kind": "extension_base.type", "metadata": "metadata"}
     buffer = {"dtype": "dtype", "data": "data", "rank": "rank", "sizes": "dims"}
     for structure, paths, offsets in (
-        ("XLA_FFI_CallFrame", frame, interface.FRAME),
-        ("XLA_FFI_Api", api, interface.API),
-        ("XLA_FFI_Metadata", metadata, interface.METADATA),
-        ("XLA_FFI_Metadata_Extension", extension, interface.EXTENSION),
-        ("XLA_FFI_Buffer", buffer, interface.BUFFER),
-        ("XLA_FFI_Scalar", {"dtype": "dtype", "value": "value"}, interface.SCALAR),
-        ("XLA_FFI_Array", {"dtype": "dtype", "size": "size", "data": "data"}, interface.ARRAY),
+        ("XLA_FFI_CallFrame", frame, runtime.FRAME),
+        ("XLA_FFI_Api", api, runtime.API),
+        ("XLA_FFI_Metadata", metadata, runtime.METADATA),
+        ("XLA_FFI_Metadata_Extension", extension, runtime.EXTENSION),
+        ("XLA_FFI_Buffer", buffer, runtime.BUFFER),
+        ("XLA_FFI_Scalar", {"dtype": "dtype", "value": "value"}, runtime.SCALAR),
+        ("XLA_FFI_Array", {"dtype": "dtype", "size": "size", "data": "data"}, runtime.ARRAY),
     ):
         assert offsets == {name: header.offset(structure, path) for name, path in paths.items()}
     for structure, name in (
@@ -111,24 +111,24 @@ def test_offsets_are_those_of_the_header():
         ("XLA_FFI_Buffer", "buffer"),
         ("XLA_FFI_Api", "api"),
     ):
-        assert interface.SIZES[name] <= header.layout(structure)[1]
+        assert runtime.SIZES[name] <= header.layout(structure)[1]
 
 
 def test_constants_are_those_of_the_header():
     header = Header()
     major, minor = (int(header.defined[f"XLA_FFI_API_{name}"]) for name in ("MAJOR", "MINOR"))
-    assert major == interface.VERSION[0] and minor >= interface.VERSION[1]
+    assert major == runtime.VERSION[0] and minor >= runtime.VERSION[1]
     expected = {
-        "XLA_FFI_Extension_Metadata": interface.IS_METADATA,
-        "XLA_FFI_ExecutionStage_EXECUTE": interface.IS_EXECUTION,
-        "XLA_FFI_AttrType_ARRAY": interface.IS_ARRAY,
-        "XLA_FFI_AttrType_SCALAR": interface.IS_SCALAR,
-        "XLA_FFI_Error_Code_INVALID_ARGUMENT": interface.INVALID_ARGUMENT,
-        "XLA_FFI_Error_Code_RESOURCE_EXHAUSTED": interface.RESOURCE_EXHAUSTED,
-        "XLA_FFI_Error_Code_FAILED_PRECONDITION": interface.FAILED_PRECONDITION,
-        "XLA_FFI_DataType_S32": interface.DTYPES["int32"],
-        "XLA_FFI_DataType_S64": interface.DTYPES["int64"],
-        "XLA_FFI_DataType_F32": interface.DTYPES["float32"],
+        "XLA_FFI_Extension_Metadata": runtime.IS_METADATA,
+        "XLA_FFI_ExecutionStage_EXECUTE": runtime.IS_EXECUTION,
+        "XLA_FFI_AttrType_ARRAY": runtime.IS_ARRAY,
+        "XLA_FFI_AttrType_SCALAR": runtime.IS_SCALAR,
+        "XLA_FFI_Error_Code_INVALID_ARGUMENT": runtime.INVALID_ARGUMENT,
+        "XLA_FFI_Error_Code_RESOURCE_EXHAUSTED": runtime.RESOURCE_EXHAUSTED,
+        "XLA_FFI_Error_Code_FAILED_PRECONDITION": runtime.FAILED_PRECONDITION,
+        "XLA_FFI_DataType_S32": runtime.DTYPE_CODES["int32"],
+        "XLA_FFI_DataType_S64": runtime.DTYPE_CODES["int64"],
+        "XLA_FFI_DataType_F32": runtime.DTYPE_CODES["float32"],
     }
     assert {name: int(header.named[name]) for name in expected} == expected
 
@@ -162,7 +162,7 @@ RIGHT = {
 )
 def test_calls_that_a_kernel_was_not_written_for_are_errors_of_xla(wrong, message):
     given = RIGHT | wrong
-    name = compiled.prepare("effattn_block_attention_forward")
+    name = runtime.prepare("effattn_block_attention_forward")
 
     def call(*operands):
         results = [jax.ShapeDtypeStruct(shape, np.float32) for shape in given["results"]]
@@ -174,7 +174,7 @@ def test_calls_that_a_kernel_was_not_written_for_are_errors_of_xla(wrong, messag
 
 def test_operands_of_other_dtypes_are_refused_as_they_are_traced():
     with pytest.raises(TypeError, match="reads arrays of float32 and int32, got bfloat16"):
-        compiled.call("effattn_linear_recurrence_forward", [], [jnp.bfloat16(QUERY)])
+        runtime.call("effattn_linear_recurrence_forward", [], [jnp.bfloat16(QUERY)])
 
 
 # Under vmap arrays that are not mapped have one entry for all.
