@@ -1,13 +1,16 @@
-"""Block attention: softmax attention over the pairs that a rule leaves, by any implementation.
+"""Block attention: custom VJP and choice of implementation for masked softmax attention.
 
-Here are what it is told and its rule of differentiation, which all implementations share. Each is a
-module with a `refusal`, which says what it does not take; a `forward`, which gives the output, the
-log-sum-exp L, and what rounding took from L; a `backward`, which recomputes the weights as
-exp(logits - L); and `tilings`, the tiles that `effattn.tune` tries. The maths is written out in
-`effattn.xla.block_attention`.
+Each implementation is a module with four functions:
 
-Shapes: batch dimensions `*B`, query heads N, key heads K, G = N // K, queries T, keys S, head sizes
-H and Hv.
+- `refusal`: the reason why the implementation rejects a call, or None.
+- `forward`: the output, the log-sum-exp L, and the rounding error of L (`lse_error`).
+- `backward`: the gradients; it recomputes the weights as exp(logits - L).
+- `tilings`: the tile sizes that `effattn.tune` tries.
+
+`effattn.xla.block_attention` gives the formulas.
+
+Shapes: batch dimensions `*B`, query heads N, key heads K, query length T, key length S, head
+dimensions H and Hv.
 """
 
 import functools
@@ -23,7 +26,7 @@ from effattn.arrays import dtypes, mesh_axes
 from effattn.dispatch import cache
 from effattn.interfaces.block_attention import Config, Inputs, softmax_dtype
 
-# Imported on use: most programs have no kernels.
+# Modules are imported on first use: most programs run no kernels.
 MODULES = {
     "xla": "effattn.xla.block_attention",
     "llvm": "effattn.llvm.block_attention",
@@ -34,7 +37,7 @@ MODULES = {
 
 
 def call(mechanism: str, config: Config, x: Inputs) -> dispatch.Call:
-    """What `dispatch.choose` takes."""
+    """Description of the call for `dispatch.choose`."""
 
     def module(name):
         return importlib.import_module(MODULES[name])
@@ -44,7 +47,7 @@ def call(mechanism: str, config: Config, x: Inputs) -> dispatch.Call:
         return unknown if unknown and name != "xla" else module(name).refusal(config, x)
 
     def tilings(name):
-        # What the caller, or the layout, says is not to be tuned.
+        # Tiles that the caller or a layout fixes are not tuned.
         return module(name).tilings(config, x) if config.tile is None and x.layout is None else {}
 
     return dispatch.Call(
@@ -58,7 +61,11 @@ def call(mechanism: str, config: Config, x: Inputs) -> dispatch.Call:
 
 
 def signature(config: Config, x: Inputs) -> str:
-    """What the time depends on; numbers of tokens and rows are rounded up to powers of two."""
+    """Key of the call in the tuning cache.
+
+    The key names everything that the run time depends on. Lengths and the number of rows (batch
+    times heads) are rounded up to powers of two.
+    """
     *batch, queries, heads, size = x.query.shape
     keys, key_heads, value_size = x.key.shape[-3], x.key.shape[-2], x.value.shape[-1]
     rows = math.prod(batch) * heads
@@ -90,12 +97,14 @@ def signature(config: Config, x: Inputs) -> str:
 
 @functools.partial(jax.jit, static_argnums=0)
 def block_attention(config: Config, x: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Attention of every query over the keys that it may see.
+    """Attention of every query over the keys that the query may see.
 
-    Returns the output `(*B, T, N, Hv)` in the dtype of `value`, zeros for a row that sees nothing,
-    and the log-sum-exp of the logits `(*B, T, N)`, at least float32, `dtypes.lowest` for such a
-    row. Both are differentiable, in reverse mode. Time is O(H + Hv) a pair over the tiles visited,
-    memory O(T + S).
+    Time is O(H + Hv) for each pair in the visited tiles, memory O(T + S).
+
+    Returns:
+      The output `(*B, T, N, Hv)` in the dtype of `value`, and the log-sum-exp of the logits
+      `(*B, T, N)`, at least float32. Rows without keys have a zero output and a log-sum-exp of
+      `dtypes.lowest`. Both results are differentiable in reverse mode.
     """
     if 0 in (*x.query.shape, x.key.shape[-3]):
         out = jnp.zeros((*x.query.shape[:-1], x.value.shape[-1]), x.value.dtype)
@@ -106,7 +115,7 @@ def block_attention(config: Config, x: Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def _finite(lse):
-    """Without -inf: programs that are watched for infinities may return it, and save it."""
+    """Replaces -inf by `dtypes.lowest`, so that `jax_debug_infs` accepts the log-sum-exp."""
     return jnp.where(lse == -jnp.inf, dtypes.lowest(lse.dtype), lse)
 
 
@@ -116,7 +125,7 @@ def _attend(config: Config, x: Inputs):
     return out, _finite(lse)
 
 
-# Traced once, where the rules of differentiation call for it twice.
+# Under `jax.jit` so that it is traced once: the primal function and the VJP both call it.
 @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
 def _forward(config: Config, x: Inputs, dtype):
     def form(module):
@@ -132,31 +141,31 @@ def _run(config, form, *operands):
 
 
 def _attend_fwd(config: Config, x: Inputs):
-    # Saved unrounded: the backward takes dO . O from all d logits of a row, where the error of a
-    # rounded O would add up.
-    out, lse, lost = _forward(config, x, softmax_dtype(x))
+    # The output residual is not rounded to the dtype of `value`: delta is subtracted from every
+    # d logits of a row, so its rounding error would add up.
+    out, lse, lse_error = _forward(config, x, softmax_dtype(x))
     lse = _finite(lse)
-    # Named, so that a remat policy can save what is dear to compute again.
+    # Named, so that a remat policy can save these residuals.
     out = checkpoint_name(out, "attention_out")
-    lse, lost = checkpoint_name((lse, lost), "attention_lse")
-    return (out.astype(x.value.dtype), lse), (x, out, lse, lost)
+    lse, lse_error = checkpoint_name((lse, lse_error), "attention_lse")
+    return (out.astype(x.value.dtype), lse), (x, out, lse, lse_error)
 
 
 def _attend_bwd(config: Config, saved, cotangents):
-    x, out, lse, lost = saved
+    x, out, lse, lse_error = saved
     lse, (d_out, d_lse) = dtypes.logarithms(lse), cotangents
-    # Beside a bias of -1e9 rounding takes log 64 from L. The weights then lack a factor of their
-    # row; as gradients are linear in what comes down to the row, that gets it instead.
-    factor = jnp.exp(-lost)
-    # dO . O - dL, what all d logits of a row share
+    # L is rounded: with a bias of -1e9, L can be wrong by log 64. All recomputed weights of a row
+    # are then wrong by the same factor. The gradients are linear in dO and delta, so the factor
+    # that corrects the weights multiplies dO and delta instead.
+    factor = jnp.exp(-lse_error)
     wide_d_out = d_out.astype(out.dtype)
-    shared = ((wide_d_out * out).sum(-1) - d_lse) * factor
+    delta = ((wide_d_out * out).sum(-1) - d_lse) * factor
     d_out = (wide_d_out * factor[..., None]).astype(d_out.dtype)
 
     def form(module):
         return lambda *operands: module.backward(config, *operands)
 
-    return (_run(config, form, x, lse, d_out, shared),)
+    return (_run(config, form, x, lse, d_out, delta),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -1,19 +1,20 @@
-r"""Softmax attention in tiles, with memory linear in length both forward and backward.
+r"""Tiled softmax attention in XLA, with memory linear in length, forward and backward.
 
-The maths of a tile is FlashAttention's (Dao et al. 2022, Dao 2023): forward an online softmax,
-backward the weights again from the saved log-sum-exp L,
+Each tile is computed as in FlashAttention (Dao et al. 2022, Dao 2023). The forward pass is an
+online softmax. The backward pass recomputes the weights P from the saved log-sum-exp L:
 
-    P = exp(logits - L),    dV = P^T dO,    dP = dO V^T,    d logits = P * (dP - (dO . O) + dL),
+    P = exp(logits - L),    dV = P^T dO,    dP = dO V^T,
+    d logits = P * (dP - delta),            delta = rowsum(dO * O) - dL
 
-and from d logits the gradients of query, key, bias, and of what `score_mod` closes over.
+The gradients of query, key, bias and the arrays that `score_mod` closes over follow from d logits.
 
-Both directions walk the same tiles (`effattn.xla.tiling`): for each tile of queries, the run of key
-tiles that causality, the window or a layout leave non-empty; only tiles on the border of that run
-evaluate which pairs may attend. Batch and heads stay axes of every product, so they can be sharded.
+Both passes visit the same tiles (`effattn.xla.tiling`): for each query tile, the key tiles that
+causality, the window or a block-sparse layout leave non-empty. Only tiles at the border of the
+allowed region compute a mask. Batch and heads stay axes of every product, so they can be sharded.
 
-Shapes: batch dimensions `*B`, query heads N, key heads K, G = N // K; queries T in tiles of t, keys
-S in tiles of s; head sizes H and Hv. In a tile the query heads of a key head are so many more rows,
-r = G t: the products of one key head are plain matrices.
+Shapes: batch dimensions `*B`, query heads N, key heads K, G = N // K; query length T in tiles of t,
+key length S in tiles of s; head dimensions H and Hv. In a tile, the G query heads of one key head
+are stacked as rows, r = G t, so each key head needs plain matrix products only.
 """
 
 import dataclasses
@@ -40,12 +41,12 @@ LIMITS = dispatch.Limits()
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """It takes everything."""
+    """None: XLA accepts every call."""
     return None
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Queries and keys of tiles to try in each direction: up to twice its own, and half."""
+    """Tile sizes for `effattn.tune` to try: half, equal to and twice the default, per pass."""
     own_choice = dataclasses.replace(config, implementations=dispatch.XLA)
     found = {}
     for kernel in ("forward", "backward"):
@@ -64,7 +65,7 @@ def _tile(config, x, kernel):
         return min(tuned[0], lengths[0]), min(tuned[1], lengths[1])
     rows, smallest = tiling.known_product(x.query.shape[:-3]) * x.query.shape[-2], 64
     if x.additive is not None:
-        # A tile has as many hidden numbers as features for each logit.
+        # Additive scores compute H hidden values for each logit.
         rows, smallest = rows * x.additive.shape[-1], 16
     backward = kernel == "backward"
     return tiling.choose_tile(
@@ -73,7 +74,11 @@ def _tile(config, x, kernel):
 
 
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output in the dtype given, the log-sum-exp, and what rounding took from it."""
+    """Forward pass: output in `dtype`, log-sum-exp L, and `lse_error`, the rounding error of L.
+
+    `lse_error` is the exact log-sum-exp minus the rounded L, `(*B, T, N)`. Rows without keys have
+    a zero output and L = -inf.
+    """
     tiles = _Tiles(config, x)
     rows, size = tiles.row_shape, x.value.shape[-1]
 
@@ -100,7 +105,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
             return tuple(map(put, carry, (new, total, mixed)))
 
         start = (
-            # Finite, so that a row which has seen nothing yet subtracts no infinities.
+            # Finite, so that rows without keys so far never compute inf - inf.
             tiles.full(rows, jnp.finfo(tiles.dtype).min),
             tiles.full(rows, 0),
             tiles.full((*rows, size), 0),
@@ -126,9 +131,17 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
 
 
 def backward(
-    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, shared: jax.Array
+    config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
-    """The gradients, from that of the output and `shared` `(*B, T, N)`, dO . O - dL."""
+    """Backward pass: gradients of the inputs.
+
+    Args:
+      config: static configuration.
+      x: the inputs of the forward pass.
+      lse: log-sum-exp `(*B, T, N)`.
+      d_out: gradient of the output, `(*B, T, N, Hv)`.
+      delta: `(*B, T, N)`, rowsum(dO * O) - dL.
+    """
     tiles = _Tiles(config, x, backward=True)
     *batch, keys, heads, size = x.key.shape
     floating, rejoin = _partition(x.constants)
@@ -139,12 +152,12 @@ def backward(
         query_columns = jnp.swapaxes(query, -1, -2)
         d_out_tile = tiles.rows(d_out, n, only_new=True)
         d_out_columns = jnp.swapaxes(d_out_tile, -1, -2)
-        shared_tile = tiles.rows(shared, n, only_new=True)[..., None]
+        delta_tile = tiles.rows(delta, n, only_new=True)[..., None]
         lse_tile = tiles.rows(lse, n)[..., None]
         lse_tile = jnp.where(lse_tile == -jnp.inf, 0, lse_tile)
 
         def key_tile(patch, carry):
-            d_query_tile, d_key, d_value, d_bias, d_additive, d_shared = carry
+            d_query_tile, d_key, d_value, d_bias, d_additive, d_constants = carry
             part = functools.partial(tiles.part, patch)
             keys, values = tiles.key_rows(patch, x.key), tiles.key_rows(patch, x.value)
             products, gradients_of = tiles.differentiated(
@@ -160,12 +173,12 @@ def backward(
                 floating,
             )
             weights, gradients_of_weights = tiles.weights(
-                tiles.masked(patch, logits), part(lse_tile), part(shared_tile)
+                tiles.masked(patch, logits), part(lse_tile), part(delta_tile)
             )
             dropped = tiles.dropped(patch, weights).astype(x.value.dtype)
             d_value_tile = tiles.matmul(part(d_out_columns, -1), dropped)
             d_weights = tiles.dropped(patch, tiles.matmul(part(d_out_tile), values, contract=-1))
-            d_products, d_bias_tile, *d_shared_tile = pull_back(gradients_of_weights(d_weights))
+            d_products, d_bias_tile, *d_constants_tile = pull_back(gradients_of_weights(d_weights))
             d_rows, d_key_tile, d_additive = gradients_of(d_products.astype(query.dtype))
             return (
                 tiles.with_part(patch, d_query_tile, part(d_query_tile) + d_rows),
@@ -173,7 +186,7 @@ def backward(
                 tiles.add_keys(patch, d_value, d_value_tile),
                 tiles.add_pairs(patch, d_bias, d_bias_tile),
                 d_additive,
-                jax.tree.map(operator.add, d_shared, d_shared_tile),
+                jax.tree.map(operator.add, d_constants, d_constants_tile),
             )
 
         start = (tiles.full(query.shape, 0), *others)
@@ -182,7 +195,8 @@ def backward(
         return (tiles.add_rows(d_query, n, d_query_tile), *others)
 
     wide = None if x.bias is None else dtypes.common(tiles.dtype, x.bias.dtype)
-    # Keys last: a product streams through its larger operand, the weights, by rows.
+    # Gradients of keys and values have the key axis last: then each product reads its larger
+    # operand, the weights, row by row.
     start = (
         tiles.full(x.query.shape, 0, x.query.dtype),
         tiles.full((*batch, heads, size, keys), 0),
@@ -191,11 +205,11 @@ def backward(
         None if x.additive is None else tiles.full(x.additive.shape, 0),
         jax.tree.map(_sum_of, [x.scale, floating]),
     )
-    d_query, d_key, d_value, d_bias, d_additive, d_shared = tiles.walk.over_queries(
+    d_query, d_key, d_value, d_bias, d_additive, d_constants = tiles.walk.over_queries(
         query_tile, start
     )
     d_scale, d_floating = jax.tree.map(
-        lambda d, c: d.astype(c.dtype), d_shared, [x.scale, floating]
+        lambda d, c: d.astype(c.dtype), d_constants, [x.scale, floating]
     )
     gradients = Inputs(
         query=d_query,
@@ -210,13 +224,17 @@ def backward(
 
 
 def _sum_of(array):
-    """Zeros to add gradients of the array to, which in 16 bits would soon be too small to count."""
+    """Zeros to accumulate the array's gradient, at least float32: 16-bit sums lose small terms."""
     dtype = dtypes.wide(array.dtype)
     return mesh_axes.vary_like(array, jnp.zeros(array.shape, dtype))
 
 
 def _partition(constants):
-    """The floating arrays, and a function that puts others (or their gradients) back in place."""
+    """Returns the floating-point constants, and a function that merges them with the others.
+
+    The function also merges gradients of the floating-point constants (`other=None`: None for the
+    constants without gradients).
+    """
     is_floating = [jnp.issubdtype(c.dtype, jnp.inexact) for c in constants]
     floating = [c for c, f in zip(constants, is_floating, strict=True) if f]
 
@@ -229,7 +247,7 @@ def _partition(constants):
 
 
 def _over_leading(function, axes: int, *arrays):
-    """`function` mapped over the first `axes` axes of the arrays, which broadcast."""
+    """Maps `function` over the first `axes` axes of the arrays, which broadcast."""
     if axes == 0:
         return function(*arrays)
     shared = [array.shape[0] == 1 for array in arrays]
@@ -243,13 +261,13 @@ def _over_leading(function, axes: int, *arrays):
 
 
 def _where_it_differs(function, start, *arrays):
-    """`function(start, *arrays)`, mapped over the leading axes along which `start` differs.
+    """Maps `function(start, *arrays)` over the leading axes on which `start` is longer than 1.
 
-    The arrays broadcast along these.
+    The arrays broadcast along these axes.
     """
     axes = [axis for axis, size in enumerate(start.shape) if size > 1]
     for place, axis in reversed(list(enumerate(axes))):
-        # The maps around this one have taken an axis each.
+        # Each enclosing vmap has removed one axis.
         at = axis - place
         in_axes = [at if array.shape[axis] > 1 else None for array in arrays]
         function = jax.vmap(function, in_axes=(0, *in_axes), out_axes=at)
@@ -259,7 +277,7 @@ def _where_it_differs(function, start, *arrays):
 
 
 class _Tiles:
-    """Reads, scores and writes the operands: rows of query tile n, and patches of pairs."""
+    """Tile operations: reads and writes rows of query tile n, and scores a patch of pairs."""
 
     def __init__(self, config: Config, x: Inputs, *, backward: bool = False):
         self.config, self.x = config, x
@@ -271,9 +289,9 @@ class _Tiles:
         heads, key_heads = x.query.shape[-2], x.key.shape[-2]
         self.by_group = (key_heads, heads // key_heads)
         self.row_shape = (*x.key.shape[:-3], key_heads, self.by_group[1] * self.walk.query_tile)
-        # By its layout a row's keys depend on the tile that it is met in.
+        # In a layout, the keys of a query depend on the query tile that contains the query.
         self.rows_differ = x.layout is not None and self.walk.queries_overlap
-        # In bfloat16 the scale would cost the query a rounding; there the logits take it.
+        # Scaling a bfloat16 query would round it, so the scale multiplies the logits there.
         scale = 1.0 if config.scale is None else config.scale
         in_query = x.query.dtype == self.dtype
         self.query_scale, self.logit_scale = (scale, 1.0) if in_query else (1.0, scale)
@@ -292,23 +310,23 @@ class _Tiles:
             offset: Any = self.offset if config.offset is None else config.offset
             by_pair = x.bias is not None or x.mask is not None
             if x.positions is not None or (self.offset.ndim and by_pair):
-                # What is given by pair is read in tiles that all examples share.
+                # Bias and mask are read in tiles that are the same for all examples.
                 offset = None
             return Window(tile, lengths, masked, config.left, config.right, offset)
         masked = masked or config.left is not None or config.right is not None
         return Listed(tile, lengths, masked, x.layout, config.key_tiles)
 
     def full(self, shape, value, dtype=None):
-        """An array to start a loop with."""
+        """Constant array that starts a loop."""
         return mesh_axes.vary_like(self.x.query, jnp.full(shape, value, dtype or self.dtype))
 
     # Tiles of the operands
 
     def rows(self, array, n, only_new=False):
-        """`(*B, T, N, ...)` to `(*B, K, r, ...)`.
+        """Reads query tile n of `(*B, T, N, ...)` as `(*B, K, r, ...)`.
 
-        With `only_new`, rows that the tile before covers too (the last tile is shifted back to fit)
-        are zeros.
+        The last tile is shifted back to fit the length. With `only_new`, its rows that the previous
+        tile covers too are zeros.
         """
         start, size, axis = self.walk.query_start(n), self.walk.query_tile, self.batch_axes
         tile = lax.dynamic_slice_in_dim(array, start, size, axis)
@@ -320,7 +338,7 @@ class _Tiles:
         return jnp.moveaxis(tile, axis, axis + 2).reshape(*self.row_shape, *rest)
 
     def _is_new(self, n):
-        """bool `(t)`, False for the rows of the last tile that the one before covers too."""
+        """bool `(t)`, False for rows of the last tile that the previous tile covers too."""
         size = self.walk.query_tile
         return self.walk.query_start(n) + jnp.arange(size, dtype=jnp.int32) >= n * size
 
@@ -342,7 +360,7 @@ class _Tiles:
         return self.put_rows(array, n, self.rows(array, n) + tile)
 
     def part(self, patch, array, axis=None):
-        """Of an array of the query tile's rows, along `axis`, those of the patch."""
+        """Slices the rows of the patch from an array of all rows of the query tile."""
         if patch.first_row == 0:
             return array
         axis = self.batch_axes + 1 if axis is None else axis % array.ndim
@@ -352,7 +370,7 @@ class _Tiles:
         )
 
     def with_part(self, patch, array, part):
-        """The array with the patch's rows replaced."""
+        """Replaces the rows of the patch in an array of all rows of the query tile."""
         if patch.first_row == 0:
             return part
         axis = self.batch_axes + 1
@@ -361,7 +379,7 @@ class _Tiles:
         return self._groups_together(whole, axis)
 
     def _groups_apart(self, array, axis):
-        """Rows r, along `axis`, as two axes (G, t)."""
+        """Splits the axis of rows r into two axes (G, t)."""
         group = self.by_group[1]
         shape = (*array.shape[:axis], group, array.shape[axis] // group, *array.shape[axis + 1 :])
         return array.reshape(shape)
@@ -372,7 +390,7 @@ class _Tiles:
         return array.reshape(*array.shape[:axis], group * queries, *array.shape[axis + 2 :])
 
     def key_rows(self, patch, array):
-        """`(*B, K, s, H)` of `(*B, S, K, H)`."""
+        """Reads the keys of the patch from `(*B, S, K, H)` as `(*B, K, s, H)`."""
         start, axis = patch.key_start, array.ndim - 3
         if start.ndim == 0:
             return jnp.moveaxis(lax.dynamic_slice_in_dim(array, start, patch.keys, axis), -2, -3)
@@ -382,7 +400,7 @@ class _Tiles:
             return lax.dynamic_slice_in_dim(array, start, size, array.ndim - 2)
 
         by_head, start = jnp.moveaxis(array, -2, -3), self._by_head(start)
-        # Piece by piece in place: XLA's CPU backend concatenates slices element by element.
+        # Written run by run: XLA's CPU backend concatenates slices element by element.
         rows = jnp.broadcast_shapes(by_head.shape[:-2], start.shape[:-1])
         out = jnp.zeros((*rows, patch.keys, array.shape[-1]), array.dtype)
         for w in range(start.shape[-1]):
@@ -407,15 +425,15 @@ class _Tiles:
         return array
 
     def _by_head(self, start):
-        """`(*L, W)` to `(*#B, #K, W)`."""
+        """Reshapes `(*L, W)` to `(*#B, #K, W)`."""
         return start.reshape(*(1,) * (self.batch_axes + 2 - start.ndim), *start.shape)
 
     def of_keys(self, patch, array):
-        """`(*B, #K, 1, 1, s)` of `(*B, S)`."""
+        """Reads the keys of the patch from `(*B, S)` as `(*B, #K, 1, 1, s)`."""
         return self.key_rows(patch, array[..., None, None])[..., None, None, :, 0]
 
     def pairs(self, patch, array):
-        """`(*#B, #K, #G, #T, #S)` to `(*#B, #K, #G, #t, #s)`."""
+        """Reads the patch from `(*#B, #K, #G, #T, #S)` as `(*#B, #K, #G, #t, #s)`."""
         if array is None:
             return None
         return lax.dynamic_slice(array, *self._pairs_at(patch, array))
@@ -436,9 +454,9 @@ class _Tiles:
         return starts, [*leading, min(queries, patch.queries), min(keys, patch.keys)]
 
     def matmul(self, left, right, contract=-2):
-        """One matrix product a key head, over the last axis of `left` and `contract` of `right`.
+        """One matrix product for each key head, accumulated in the dtype of the softmax.
 
-        Accumulated in the dtype of the softmax.
+        The product contracts the last axis of `left` with the axis `contract` of `right`.
         """
         axes, batch = (left.ndim - 1, right.ndim + contract), tuple(range(self.batch_axes + 1))
         product = functools.partial(
@@ -451,7 +469,7 @@ class _Tiles:
     # Scores
 
     def products(self, query, keys):
-        """`(*B, K, r, s)` of query rows `(*B, K, r, H)` and keys `(*B, K, s, H)`."""
+        """Raw scores `(*B, K, r, s)` of query rows `(*B, K, r, H)` and keys `(*B, K, s, H)`."""
         if self.x.additive is None:
             return self.matmul(query, keys, contract=-1)
         return self._additive(query, keys, self.x.additive)
@@ -462,10 +480,10 @@ class _Tiles:
         return jnp.einsum("...krsh,kh->...krs", hidden, weights, precision=self.config.precision)
 
     def differentiated(self, query, query_columns, keys, d_additive):
-        """The products, and the function from their gradients to those of what they are made of.
+        """Returns the products and their pull-back function.
 
-        That is of the rows, of the keys `(*B, K, H, s)` and, added to `d_additive`, of the additive
-        weights.
+        The pull-back maps gradients of the products to gradients of the query rows, of the keys
+        `(*B, K, H, s)`, and of the additive weights (added to `d_additive`).
         """
         if self.x.additive is None:
 
@@ -484,15 +502,15 @@ class _Tiles:
         return products, gradients_of_additive
 
     def query_positions(self, patch):
-        """`(t)`, or `(*B, t)` if the offset differs by example."""
+        """Query positions `(t)`, or `(*B, t)` if the offset differs by example."""
         return positions_from(self.offset + patch.query_start, patch.queries)
 
     def key_positions(self, patch):
-        """`(s)`, or `(*L, 1, 1, s)` in a layout that differs by head or example."""
+        """Key positions `(s)`, or `(*L, 1, 1, s)` in a layout that differs by head or example."""
         return self._along_keys(patch, patch.key_start, ahead=1)
 
     def _along_keys(self, patch, first, ahead=0):
-        """Of a number for each run of keys, one for each key, greater by `ahead` at each step."""
+        """Expands one number per run of keys to one per key: key m of a run adds `ahead` * m."""
         size = patch.keys // (first.shape[-1] if first.ndim else 1)
         index = lead(jnp.arange(size, dtype=jnp.int32), first.ndim + 1)
         each = first[..., None] + ahead * index
@@ -500,7 +518,7 @@ class _Tiles:
         return each if each.ndim == 1 else each[..., None, None, :]
 
     def _indices(self, patch):
-        """b, h, i and j, `(*#B, #K, #G, #t, #s)` each."""
+        """Indices b, h, i and j of the patch's pairs, each `(*#B, #K, #G, #t, #s)`."""
         batch = self.x.key.shape[:-3]
         b = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(*batch, 1, 1, 1, 1)
         h = jnp.arange(math.prod(self.by_group), dtype=jnp.int32).reshape(*self.by_group, 1, 1)
@@ -514,11 +532,11 @@ class _Tiles:
         return tuple(lead(array, b.ndim) for array in (b, h, i, j))
 
     def _heads_apart(self, array):
-        """`(*B, K, r, s)` to `(*B, K, G, t, s)`."""
+        """Reshapes `(*B, K, r, s)` to `(*B, K, G, t, s)`."""
         return self._groups_apart(array, array.ndim - 2)
 
     def _heads_together(self, array):
-        """`(*B, K, G, t, s)` to `(*B, K, r, s)`."""
+        """Reshapes `(*B, K, G, t, s)` to `(*B, K, r, s)`."""
         return self._groups_together(array, array.ndim - 3)
 
     def scores(self, patch, products, bias, scale, constants):
@@ -544,21 +562,21 @@ class _Tiles:
         return self.config.score_mod(constants, *mesh_axes.vary_alike((logit, b, h, i, j)))
 
     def activated(self, logits):
-        """The weights that are none of a softmax."""
+        """Weights by an elementwise activation in place of the softmax."""
         if self.config.activation == "sigmoid":
             return jax.nn.sigmoid(logits)
         return jnp.square(jax.nn.relu(logits))
 
-    def weights(self, logits, lse, shared):
-        """The weights, and the function from their gradients to those of the logits."""
+    def weights(self, logits, lse, delta):
+        """Returns the weights and the pull-back from their gradients to those of the logits."""
         if self.config.activation is None:
             weights = jnp.exp(logits - lse)
-            return weights, lambda d_weights: weights * (d_weights - shared)
+            return weights, lambda d_weights: weights * (d_weights - delta)
         weights, pull_back = jax.vjp(self.activated, logits)
         return weights, lambda d_weights: pull_back(d_weights)[0]
 
     def masked(self, patch, logits):
-        """The logits with -inf where a pair may not attend."""
+        """Sets the logits to -inf where a pair may not attend."""
         if not patch.masked:
             return logits
         x, config, axes = self.x, self.config, self.batch_axes + 4
@@ -589,7 +607,7 @@ class _Tiles:
             return logits
         all_allow = functools.reduce(operator.and_, (lead(each, axes) for each in allowed))
         if config.pattern is not None:
-            # Once for all heads, not again wherever the logits are read.
+            # Computed once for all heads; without the barrier XLA recomputes the mask at each use.
             all_allow = lax.optimization_barrier(all_allow)
         return self._heads_together(jnp.where(all_allow, self._heads_apart(logits), -jnp.inf))
 
@@ -598,7 +616,7 @@ class _Tiles:
         return lax.dynamic_slice_in_dim(array, start, size, array.ndim - 1)
 
     def dropped(self, patch, weights):
-        """The weights after dropout; being linear, also the pull-back of it."""
+        """Dropout of weights. Dropout is linear, so this is also its own pull-back."""
         rate = self.config.dropout_rate
         if rate == 0 or self.x.seed is None:
             return weights
