@@ -1,4 +1,5 @@
-"""The engines that mechanisms reduce to: what each is told, and its rule of differentiation.
+"""Cores: the few computations that all mechanisms reduce to, each with its custom VJP.
 
-How they compute is in `effattn.xla`, for any device, and `effattn.pallas`, for some.
+The code that computes them is in `effattn.xla` for any device, and in `effattn.llvm` and
+`effattn.pallas` for CPUs, GPUs and TPUs.
 """

@@ -1,4 +1,4 @@
-"""From the arguments that softmax mechanisms share to the block-attention core."""
+"""Shared arguments and call path of softmax attention, on top of the block-attention core."""
 
 import dataclasses
 import functools
@@ -21,9 +21,10 @@ from effattn.xla import tiling
 
 
 class Score:
-    """A mechanism's own `score_mod`: a frozen dataclass.
+    """Base class of `score_mod`s that mechanisms define; subclasses are frozen dataclasses.
 
-    Without arrays, equal ones are the same program, where a function is another one with each call.
+    Equal instances without arrays reuse one compiled program. A new function compiles anew at
+    each call.
     """
 
     def __call__(self, logit, b, h, i, j) -> jax.Array:
@@ -33,7 +34,13 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Then(Score):
-    """What the caller makes of a logit, if anything, times a number and plus one."""
+    """Affine map of logits, applied after the caller's `score_mod`.
+
+    Attributes:
+      before: the caller's `score_mod`; None for none.
+      multiply: factor.
+      add: summand.
+    """
 
     before: ScoreMod | None = None
     multiply: float = 1.0
@@ -47,7 +54,11 @@ class Then(Score):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The arguments of `dot_product_attention` beside query, key and value, checked."""
+    """Checked arguments of a softmax mechanism, except query, key and value.
+
+    The fields from `origin` on are set by mechanisms only; `Config` and `Inputs` in
+    `effattn.interfaces.block_attention` document them.
+    """
 
     bias: jax.Array | None
     mask: jax.Array | None
@@ -101,9 +112,12 @@ def check(
     tile: Any = None,
     return_residual: bool = False,
 ) -> Arguments:
-    """Validates the contract's arguments; `ValueError` says what each got and what it needs.
+    """Validates the arguments of `dot_product_attention` (see `effattn.options`).
 
-    `mechanism` is the name of the function, for messages.
+    `mechanism` is the name of the calling function, for error messages.
+
+    Raises:
+      ValueError: an argument has the wrong shape, dtype or value.
     """
     dispatch.requested(implementation)
     if score_mod is not None:
@@ -148,14 +162,17 @@ def check(
 
 
 def results(out: jax.Array, lse: jax.Array, given: Arguments) -> Any:
-    """The output, with the log-sum-exp where the caller asked for it."""
+    """The output, or `(output, log-sum-exp)` with `return_residual`."""
     return (out, dtypes.logarithms(lse)) if given.return_residual else out
 
 
 def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments
 ) -> tuple[jax.Array, jax.Array]:
-    """The output `(*B, T, N, Hv)` and the log-sum-exp `(*B, T, N)`, `dtypes.lowest` of nothing."""
+    """Runs softmax attention: the output `(*B, T, N, Hv)` and the log-sum-exp `(*B, T, N)`.
+
+    The log-sum-exp of a row without keys is `dtypes.lowest`, and the output of the row is zero.
+    """
     *batch, queries, heads, _ = query.shape
     keys, key_heads = key.shape[-3:-1]
     by_group = (key_heads, heads // key_heads)
@@ -226,7 +243,7 @@ def attend(
 def without_padding(
     query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments, key_mask: Any = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The arrays with zeros in what is padding, so that a NaN there reaches no gradient."""
+    """Query, key and value with zeros in the padding, so that a NaN there reaches no gradient."""
     query_mask = _present_queries(query.shape[-3], given)
     present = _all_of(key_mask, _present_keys(key.shape[-3], given))
     return (
@@ -237,7 +254,7 @@ def without_padding(
 
 
 def _bias_without_padding(given, queries, keys):
-    """The bias with zeros where no example that shares it has a token."""
+    """The bias with zeros at rows and columns that are padding in all examples that share them."""
     bias = given.bias
     if bias is None:
         return None
@@ -251,34 +268,34 @@ def _bias_without_padding(given, queries, keys):
 
 
 def _present_queries(queries, given):
-    """bool `(*B, T)`; None for all."""
+    """Mask of the valid queries, bool `(*B, T)`; None if all are valid."""
     ids = given.segments and given.segments[0]
     return _all_of(_valid(given.query_lengths, queries), None if ids is None else ids != 0)
 
 
 def _present_keys(keys, given):
-    """bool `(*B, S)`; None for all."""
+    """Mask of the valid keys, bool `(*B, S)`; None if all are valid."""
     ids = given.segments and given.segments[1]
     return _all_of(_valid(given.key_lengths, keys), None if ids is None else ids != 0)
 
 
 def _all_of(one, other):
-    """Where both are True; None is everywhere."""
+    """Logical and of two masks; None is a mask that is True everywhere."""
     return one if other is None else other if one is None else one & other
 
 
 def _valid(lengths, size):
-    """bool `(*B, size)`, True before each length."""
+    """Mask bool `(*B, size)`, True before each length; None without lengths."""
     return None if lengths is None else within(lengths, size)
 
 
 def _zero_where_absent(array, present):
-    """`(*B, L, heads, H)` with zeros, also in the gradient, where `(*B, L)` is False."""
+    """Sets `(*B, L, heads, H)` and its gradient to zero where `present (*B, L)` is False."""
     return array if present is None else jnp.where(present[..., None, None], array, 0)
 
 
 def _split_heads(array, by_group):
-    """`(*#B, #N, #T, #S)` to `(*#B, #K, #G, #T, #S)`."""
+    """Reshapes `(*#B, #N, #T, #S)` to `(*#B, #K, #G, #T, #S)`."""
     if array is None:
         return None
     *batch, heads, queries, keys = array.shape
@@ -286,20 +303,20 @@ def _split_heads(array, by_group):
 
 
 def _with_sink(out, lse, sink):
-    """One more logit in the softmax, with a value of zero."""
+    """Adds the sink to the softmax: one more logit, whose value is zero."""
     sink = jnp.broadcast_to(sink.astype(lse.dtype), lse.shape)
     return combine((out, jnp.zeros_like(out)), (lse, sink))
 
 
 def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
-    """The function with the arrays it closes over as its first argument, and those arrays.
+    """Closure conversion: `score_mod` with its closed-over arrays as an argument, and the arrays.
 
-    Only arguments have gradients, and only those may be traced by an enclosing transformation. The
-    logits will vary over the mesh axes, if any, that the arrays `like` vary over.
+    A custom VJP gives gradients to its arguments only, and only its arguments may be tracers of an
+    enclosing transformation. The traced logits vary over the same mesh axes as the arrays `like`.
     """
     example, *_ = mesh_axes.vary_alike(like)
     dtype = dtypes.wide(*like)
-    # Of NumPy: arrays of JAX would lie on the mesh that is known here.
+    # NumPy scalars, because JAX arrays would be placed on the current mesh.
     logit = mesh_axes.vary_like(example, np.zeros((), dtype))
     index = mesh_axes.vary_like(example, np.zeros((), np.int32))
     with mesh_axes.within_placed(example, "score_mod"):
@@ -318,7 +335,8 @@ def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
         return jax.core.eval_jaxpr(traced.jaxpr, constants, *args)[0]
 
     constants = tuple(jnp.asarray(c) for c in traced.consts)
-    # A program is kept with its score_mod, which must not keep the arrays as `traced` does.
+    # Traced again without the arrays: the jit cache keeps `score_mod` alive, and `traced` holds
+    # the closed-over arrays.
     with mesh_axes.within_placed(example, "score_mod"):
         free = jax.make_jaxpr(with_constants)(constants, logit, index, index, index, index)
 
@@ -330,6 +348,8 @@ def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
 
 @dataclasses.dataclass(frozen=True)
 class _WithoutConstants:
+    """Adapter that drops the empty `constants` argument."""
+
     score_mod: Score
 
     def __call__(self, constants, *args):

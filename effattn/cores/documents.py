@@ -1,4 +1,4 @@
-"""Packed documents in bidirectional calls of the linear recurrence."""
+"""Packed sequences in causal and bidirectional calls of the linear recurrence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,20 +22,21 @@ def within_documents(
 ) -> tuple[jax.Array, jax.Array]:
     """Bidirectional attention inside packed documents, by a causal recurrence.
 
-    The tokens are sorted by document, the keys of each document before its queries, and read by one
-    causal recurrence that starts anew with each document. Time is linear in T + S but for the sort.
+    Keys and queries are sorted by document, with the keys of each document before its queries. One
+    causal recurrence then reads the sorted tokens, and resets its state at each document. Time is
+    linear in T + S, plus the sort.
 
     Args:
-      recurrence: the causal recurrence, of the arguments that follow.
+      recurrence: the causal recurrence, called with the arguments below from `parameters` on.
       documents: segment ids of queries `(*B, T)` and of keys `(*B, S)`.
-      parameters: as `linear_recurrence` takes them.
-      state: likewise.
-      query: likewise, a pytree of arrays `(*B, T, N, ...)`.
-      key_value: arrays `(*B, S, K, ...)`.
-      tokens: the masks of queries and keys, both given.
+      parameters: as in `linear_recurrence`.
+      state: as in `linear_recurrence`.
+      query: a pytree of arrays `(*B, T, N, ...)`.
+      key_value: a pair of arrays `(*B, S, K, ...)`.
+      tokens: the query mask and the key mask; neither may be None.
 
     Returns:
-      `(output (*B, T, N, D), state)`, as `linear_recurrence` returns them.
+      `(output (*B, T, N, D), state)`, as in `linear_recurrence`.
     """
     query_ids, key_ids = documents
     query_ids, key_ids, query, key_value, tokens = mesh_axes.vary_alike(
@@ -70,7 +71,7 @@ def within_documents(
 
 @jax.custom_vjp
 def _permute(x, order, place):
-    """The tokens of `x (*B, L, K, H)` in a new order, of which `place` is the inverse."""
+    """Permutes the tokens of `x (*B, L, K, H)` by `order`; `place` is the inverse permutation."""
     return jnp.take_along_axis(x, order[..., None, None], -3)
 
 
@@ -83,10 +84,11 @@ _permute.defvjp(lambda x, order, place: (_permute(x, order, place), (place, orde
 
 
 def packed(segment_ids: jax.Array, tokens: Tokens) -> Tokens:
-    """The tokens of packed documents: a query reads its own, and the state is that of the last.
+    """Masks and document starts of a packed causal sequence.
 
-    Padding (id 0, and what is masked) belongs to the document before it, or to the first one at
-    the start of the row, so that the state outlives it.
+    A query reads its own document only, and the final state is the state of the last document.
+    Padding (id 0, or a masked key) counts as part of the document before it, or of the first
+    document at the start of the row. Padding therefore does not reset the state.
     """
     length = segment_ids.shape[-1]
     token = jnp.arange(length)

@@ -1,4 +1,4 @@
-"""What kernel attention shares: it is causal or bidirectional, both by the linear recurrence."""
+"""Shared arguments and call path of feature-map attention, causal or bidirectional."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,15 @@ def check(
     chunk_size: Any = None,
     implementation: Any = None,
 ) -> tuple[recurrence.Arguments, Attend]:
-    """The arguments, as checked, and the form of the core that attends to what they say."""
+    """Checks the shared arguments (see `effattn.options.FeatureMapped`).
+
+    Returns:
+      The checked arguments, and the core function for the call: `linear_recurrence` for causal or
+      packed calls, `linear_sum` otherwise.
+
+    Raises:
+      ValueError: an argument is invalid, or two arguments exclude each other.
+    """
     batch = checks.query_key_value(query, key, value)
     queries, keys = query.shape[-3], key.shape[-3]
     ids = checks.segment_ids(segment_ids, batch, queries, keys)
@@ -45,7 +53,7 @@ def check(
     if ids is not None and is_causal:
         tokens = packed(ids[1], tokens)
     elif ids is not None:
-        attend = linear_recurrence  # of the documents one after the other
+        attend = linear_recurrence  # reads the documents one after the other
     given = recurrence.Arguments(
         batch=batch,
         query=query,
@@ -65,7 +73,7 @@ def check(
 
 
 def _check_options(batch, queries, keys, is_causal, segment_ids, initial_state, return_state):
-    """What may not go together."""
+    """`ValueError` for options that exclude each other."""
     if is_causal and queries != keys:
         raise ValueError(
             f"is_causal=True needs as many queries as keys, got {queries} and {keys}; to continue "
@@ -87,7 +95,7 @@ def _check_options(batch, queries, keys, is_causal, segment_ids, initial_state, 
 
 
 def positive_scale(value: Any, query: jax.Array) -> jax.Array:
-    """The scale of logits, `()`, whose root multiplies queries and keys."""
+    """Checks a scale `()` above 0; its square root multiplies both queries and keys."""
     array = recurrence.check_scale(value, query)
     known = None if value is None else checks.known(value)
     if known is not None and not known > 0:
@@ -96,7 +104,7 @@ def positive_scale(value: Any, query: jax.Array) -> jax.Array:
 
 
 def check_projection(name: str, projection: Any, key: jax.Array) -> jax.Array:
-    """Vectors `(1, m, H)` or `(K, m, H)`."""
+    """Checks projection vectors `(1, m, H)`, or `(K, m, H)` for each key head."""
     projection = jnp.asarray(projection)
     heads, size = key.shape[-2:]
     if (
@@ -115,7 +123,7 @@ def check_projection(name: str, projection: Any, key: jax.Array) -> jax.Array:
 
 
 def products(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.Array:
-    """w . x: `(*B, L, N, H)` and `(1 or K, m, H)` to `(*B, L, N, m)`."""
+    """Products w . x `(*B, L, N, m)` of `x (*B, L, N, H)` and `projection (1 or K, m, H)`."""
     heads, features, _ = projection.shape
     grouped = x.reshape(*x.shape[:-2], heads, x.shape[-2] // heads, x.shape[-1])
     grouped, projection = dtypes.alike(grouped, projection)
@@ -124,7 +132,7 @@ def products(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.
 
 
 def _mask(lengths, segment_ids, length):
-    """Which tokens are not padding, bool `(*B, length)`; None if all are."""
+    """Mask of the valid tokens, bool `(*B, length)`; None if all are valid."""
     mask = None if segment_ids is None else segment_ids != 0
     if lengths is None:
         return mask

@@ -1,4 +1,4 @@
-"""Feature maps: what linear attention applies to queries and keys in place of the exponential."""
+"""Feature maps of linear attention, applied to queries and keys in place of the exponential."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -12,36 +12,36 @@ FeatureMap = Callable[[jax.Array], jax.Array]
 
 
 def identity(x: jax.Array) -> jax.Array:
-    """x."""
+    """Identity: x."""
     return x
 
 
 def relu(x: jax.Array) -> jax.Array:
-    """max(x, 0)."""
+    """ReLU: max(x, 0)."""
     return jax.nn.relu(x)
 
 
 def elu(x: jax.Array) -> jax.Array:
-    """elu(x) + 1, of Katharopoulos et al. 2020: x + 1 above zero, exp(x) below."""
+    """elu(x) + 1 (Katharopoulos et al. 2020): x + 1 above zero, exp(x) below."""
     positive = x > 0
     return jnp.where(positive, x + 1, jnp.exp(jnp.where(positive, 0, x)))
 
 
 def exp(x: jax.Array) -> jax.Array:
-    """exp(x). It overflows: the largest x that float32 holds is 88."""
+    """Exponential: exp(x). In float32 it overflows for x above about 88."""
     return jnp.exp(x)
 
 
 def squared_relu(x: jax.Array) -> jax.Array:
-    """max(x, 0)^2."""
+    """Squared ReLU: max(x, 0)^2."""
     return jnp.square(jax.nn.relu(x))
 
 
 def taylor(x: jax.Array) -> jax.Array:
-    """Features whose products are 1 + s + s^2 / 2 of s = x . y, `(1 + H) (2 + H) / 2` of them.
+    """Second-order Taylor features: phi(x) . phi(y) = 1 + s + s^2 / 2 with s = x . y.
 
-    That is exp(s) up to second order, and never below 1/2: 1, x, and the products of all pairs of
-    entries, once each.
+    The `(1 + H) (2 + H) / 2` features are 1, the entries of x, and each product of two entries
+    once. Their product approximates exp(s) to second order, and is never below 1/2.
     """
     squares = [x[..., i : i + 1] * x[..., i + 1 :] for i in range(x.shape[-1] - 1)]
     ones = jnp.ones_like(x[..., :1])
@@ -61,7 +61,7 @@ FEATURE_MAPS: Mapping[str, FeatureMap] = MappingProxyType(
 
 
 def resolve(feature_map: str | FeatureMap) -> FeatureMap:
-    """The map of that name, or the callable itself; `ValueError` for anything else."""
+    """Returns the feature map of that name, or the callable itself; else raises `ValueError`."""
     if callable(feature_map):
         checks.accepts("feature_map", feature_map, ("x",))
         return feature_map

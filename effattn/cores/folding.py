@@ -1,4 +1,4 @@
-"""Tokens in blocks of one size, the blocks being one more batch axis."""
+"""Attention inside fixed-size blocks of tokens, with the blocks as an extra batch axis."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from effattn.cores import attention
 
 
 def fold(array: jax.Array, size: int, axis: int) -> jax.Array:
-    """`(*B, L, ...)` to `(*B, ceil(L / size), size, ...)`, L at `axis`, zeros after the end."""
+    """Splits `(*B, L, ...)` at `axis` into `(*B, ceil(L / size), size, ...)`, zero-padded."""
     padding = [(0, 0)] * array.ndim
     padding[axis] = (0, -array.shape[axis] % size)
     array = jnp.pad(array, padding)
@@ -21,14 +21,14 @@ def fold(array: jax.Array, size: int, axis: int) -> jax.Array:
 
 
 def unfold(array: jax.Array, length: int, axis: int) -> jax.Array:
-    """The first `length` tokens of `(*B, blocks, size, ...)`, the blocks at `axis`."""
+    """Inverse of `fold`: `(*B, blocks, size, ...)` to its first `length` tokens."""
     shape = array.shape
     array = array.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
     return jax.lax.slice_in_dim(array, 0, length, axis=axis)
 
 
 def fold_lengths(lengths: jax.Array | None, blocks: int, size: int) -> jax.Array | None:
-    """`(*B)` to `(*B, blocks)`, how many tokens of each block lie before the lengths."""
+    """Valid tokens of each block, `(*B, blocks)`, from sequence lengths `(*B)`."""
     if lengths is None:
         return None
     return jnp.clip(lengths[..., None] - size * lead(jnp.arange(blocks), lengths.ndim + 1), 0, size)
@@ -40,7 +40,7 @@ def attend_inside(size: int, query, key, value, given: attention.Arguments):
     blocks = math.ceil(length / size)
     fold_tokens = functools.partial(fold, size=size, axis=len(batch))
     query_lengths, key_lengths, ids = given.query_lengths, given.key_lengths, given.segments
-    # Of a causal block, what fills its end is ahead of all its queries.
+    # A causal block needs no key lengths: no valid query sees the padding at the end of the block.
     if key_lengths is None and not given.is_causal and length % size:
         key_lengths = jnp.full(batch, length)
     folded = dataclasses.replace(
@@ -56,7 +56,10 @@ def attend_inside(size: int, query, key, value, given: attention.Arguments):
 
 @functools.cache
 def origin_of_blocks(blocks: int, size: int):
-    """From examples and positions of blocks to those of the sequence, for `Arguments.origin`."""
+    """Function that maps block indices to sequence indices, for `Arguments.origin`.
+
+    Cached, so that equal calls reuse one compiled program.
+    """
 
     def origin(b, h, i, j):
         start = b % blocks * size

@@ -5,17 +5,20 @@ For one head, with queries q_t and keys k_t of F features and values v_t of D:
     S_t = diag(exp w_t) S_(t-1) + k_t v_t^T                          (F, D)
     y_t = S_t^T q_t        or, with a bonus u,   (S_(t-1) + diag(u) k_t v_t^T)^T q_t
 
-The log decays w_t <= 0 are none, one number a head, one a token, or F numbers a token. The delta
-form also takes away what the state holds in some direction:
+The log decay w_t <= 0 is absent, one number per head, one number per head and token, or F numbers
+per head and token. The delta form also removes the state's content in one direction:
 
     S_t = (diag(exp w_t) - a_t b_t^T) S_(t-1) + k_t v_t^T
 
-A normalised recurrence gives every value a last entry of 1, so that the last column of the state
-sums the keys, and divides y_t by its own last entry.
+A normalised recurrence appends an entry of 1 to every value, so that the last column of the state
+sums the keys. It then divides y_t by the last entry of y_t.
 
-Here are what it is told and its rule of differentiation, which all implementations share. Each is a
-module with a `refusal`, which says what it does not take; a `forward`, which gives the output, the
-state after and what its backward would have to compute again; and a `backward`.
+This module defines the custom VJP and the choice of implementation. Each implementation is a module
+with three functions:
+
+- `refusal`: the reason why the implementation rejects a call, or None.
+- `forward`: the output, the state after the last token, and the residuals.
+- `backward`: the gradients. It computes the residuals again where they are None.
 """
 
 import functools
@@ -30,7 +33,7 @@ from effattn.arrays import dtypes, mesh_axes, reverse_mode
 from effattn.dispatch import cache
 from effattn.interfaces.linear_recurrence import Config, Inputs, Tokens, own_chunk
 
-# Imported on use: most programs have no kernels.
+# Modules are imported on first use: most programs run no kernels.
 MODULES = {
     "xla": "effattn.xla.linear_recurrence",
     "llvm": "effattn.llvm.linear_recurrence",
@@ -40,7 +43,7 @@ MODULES = {
 
 
 def call(mechanism: str, config: Config, x: Inputs) -> dispatch.Call:
-    """What `dispatch.choose` takes."""
+    """Description of the call for `dispatch.choose`."""
 
     def refusal(name):
         unknown = dispatch.open_length(length)
@@ -60,7 +63,11 @@ def call(mechanism: str, config: Config, x: Inputs) -> dispatch.Call:
 
 
 def signature(config: Config, x: Inputs) -> str:
-    """What the time depends on; numbers of tokens and rows are rounded up to powers of two."""
+    """Key of the call in the tuning cache.
+
+    The key names everything that the run time depends on. The length and the number of rows (batch
+    times heads) are rounded up to powers of two.
+    """
     terms = jax.eval_shape(config.terms, x.parameters, x.queries, x.keys)
     *batch, length, heads, features = terms.query.shape
     rows = math.prod(batch) * heads
@@ -89,9 +96,9 @@ def linear_recurrence(
     keys: Any,
     tokens: Tokens,
 ) -> tuple[jax.Array, jax.Array]:
-    """Every query reads the keys and values up to its own token.
+    """Causal linear recurrence: every query reads the keys and values up to its own token.
 
-    Takes what `Inputs` holds.
+    The arguments after `config` are the fields of `effattn.interfaces.linear_recurrence.Inputs`.
 
     Returns:
       `(output (*B, T, N or V, D), state after the last token)`; the output has `config.dtype`.
@@ -109,11 +116,12 @@ def _recurrence(config, *operands):
     return _forward(config, *operands)[0]
 
 
-# Traced once, where the rules of differentiation call for it twice.
+# Under `jax.jit` so that it is traced once: the primal function and the VJP both call it.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _forward(config, *operands):
-    """`((output, state), residuals)`."""
-    # What the backward would compute again is kept where it is known who runs it.
+    """Returns `((output, state), residuals)`."""
+    # Residuals differ by implementation. With several candidate implementations none are saved,
+    # and the backward pass computes its residuals again.
     alone = len(config.implementations.names) == 1
 
     def form(module):

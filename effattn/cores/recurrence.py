@@ -1,7 +1,7 @@
-"""What all recurrent mechanisms share: the arguments that each takes, and the call of the core.
+"""Shared arguments and call path of recurrent mechanisms.
 
-A mechanism says in one function, its *terms*, what it makes of queries and keys; see
-`effattn.cores.linear_recurrence.Terms`.
+Each mechanism defines one function, its *terms*, that maps its inputs to the queries, keys, values
+and decays of the linear recurrence; see `effattn.interfaces.linear_recurrence.Terms`.
 """
 
 import dataclasses
@@ -27,21 +27,21 @@ from effattn.xla.linear_recurrence import linear_sum
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The arguments that mechanisms share, as checked.
+    """Checked arguments that all recurrent mechanisms share.
 
     Attributes:
       batch: the batch dimensions, `*B`.
-      query, key, value: as given, as arrays.
-      tokens: padding and, in causal calls, packed documents.
-      precision: of the matrix products.
-      chunk: tokens of one masked product; None for the core's own.
-      dtype: of sums and states.
-      documents: segment ids of queries and keys, of packed bidirectional calls; None elsewhere.
-      initial_state: `(*B, V, F, D)`, with D + 1 in place of D if normalised; None is zero. Not
-        checked yet.
-      is_causal: direction.
+      query, key, value: the inputs as arrays.
+      tokens: padding masks and, in causal calls, starts of packed documents.
+      precision: precision of the matrix products.
+      chunk: tokens in a chunk; None for the default of the core.
+      dtype: dtype of sums and states.
+      documents: segment ids of queries and keys in packed bidirectional calls; None elsewhere.
+      initial_state: `(*B, V, F, D)`, with D + 1 in place of D if normalised; None is zero. `run`
+        checks its shape.
+      is_causal: whether attention is causal.
       return_state: whether the caller asked for the state.
-      implementation: what the caller asked for.
+      implementation: the caller's argument `implementation`.
     """
 
     batch: tuple[int, ...]
@@ -74,10 +74,13 @@ def check(
     implementation: Any = None,
     value_heads: bool = False,
 ) -> Arguments:
-    """Of an always causal mechanism: as many queries as keys, of the same tokens.
+    """Checks the arguments of a causal mechanism (see `effattn.options.Recurrent`).
 
-    With `value_heads` there may be more value heads than key heads, if there are not more query
-    heads.
+    Queries and keys have the same length. With `value_heads`, the number of value heads may be a
+    multiple of the number of key heads, if there are as many query heads as key heads.
+
+    Raises:
+      ValueError: an argument has the wrong shape, dtype or value.
     """
     query, key, value = (
         checks.as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
@@ -127,12 +130,12 @@ def check(
 
 
 def sum_dtype(*arrays: jax.Array) -> Any:
-    """The dtype of sums and states: promoted, and at least float32."""
+    """The dtype of sums and states: the promoted dtype, at least float32."""
     return dtypes.wide(*arrays)
 
 
 def check_chunk_size(value: Any) -> int | None:
-    """Tokens of one masked product; None for the core's own."""
+    """Checks the number of tokens in a chunk; None is the default of the core."""
     if value is None:
         return None
     if not checks.is_integer(value) or value < 1:
@@ -141,14 +144,14 @@ def check_chunk_size(value: Any) -> int | None:
 
 
 def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay") -> jax.Array:
-    """Logarithms of decays, 0 or less; their sign is looked at where they are concrete."""
+    """Checks log decays of that shape; concrete values above 0 raise `ValueError`."""
     array = checks.as_array(name, value)
     if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
             f"{name} must be floating point of shape {shape}, got {array.dtype} of shape "
             f"{array.shape}"
         )
-    # By NumPy: within a trace, JAX would trace what it is asked of known arrays.
+    # NumPy, because within a trace JAX would trace this even for a concrete array.
     known = () if isinstance(array, jax.core.Tracer) else np.asarray(array)
     largest = np.max(known, initial=-np.inf)
     if largest > 0:
@@ -160,7 +163,7 @@ def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay")
 
 
 def check_scale(value: Any, query: jax.Array) -> jax.Array:
-    """The multiplier of q . k, `()`; H**-0.5 for None."""
+    """Checks the factor of q . k, a real `()`; None is H**-0.5."""
     scale = checks.as_array("scale", query.shape[-1] ** -0.5 if value is None else value)
     if scale.ndim or scale.dtype == bool or not jnp.isrealobj(scale):
         raise ValueError(f"scale must be a real number, got {scale.dtype} of shape {scale.shape}")
@@ -184,17 +187,18 @@ def run(
     normalized: bool = False,
     attend: Callable[..., tuple[jax.Array, jax.Array]] = linear_recurrence,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(out, state)` of a mechanism.
+    """Runs a mechanism: the output and the state after the last token.
 
     Args:
-      name: of the mechanism's function.
-      terms: what the mechanism makes of its tokens; the same object, or an equal one, each time.
+      name: name of the mechanism's function, for messages and profiles.
+      terms: `(parameters, queries, keys) -> Terms`. Pass an equal, hashable object in every call:
+        a new function compiles anew.
       given: the shared arguments.
-      queries: arrays `(*B, T, ...)` for `terms`; padded queries are cleared.
-      keys: arrays `(*B, S, ...)` for `terms`; padded keys are cleared.
-      parameters: arrays for `terms` that all tokens share.
-      normalized: divide by the sum of the weights.
-      attend: the form of the core.
+      queries: pytree of arrays `(*B, T, ...)` for `terms`; padded queries are set to zero.
+      keys: pytree of arrays `(*B, S, ...)` for `terms`; padded keys are set to zero.
+      parameters: arrays for `terms` that do not depend on the token.
+      normalized: divide the output by the sum of the weights.
+      attend: the core: `linear_recurrence`, `linear_sum` or `diagonal_recurrence`.
     """
     shapes = jax.eval_shape(terms, parameters, queries, keys)
     config = Config(
@@ -221,7 +225,7 @@ def run(
     specs = PartitionSpec(*rows, None), PartitionSpec(*examples, heads, None, None)
 
     def core(*operands):
-        # Chosen for the operands that the core gets: packing adds some of them on the way.
+        # The implementation is chosen here because `within_documents` changes the operands.
         with_kernels = attend not in _WITHOUT_KERNELS
         its_call = call(name, config, Inputs(*operands)) if with_kernels else _without_kernels(name)
         chosen = dispatch.choose(given.implementation, its_call)
@@ -239,15 +243,16 @@ def run(
 
 
 def results(out: jax.Array, state: Any, given: Arguments) -> Any:
-    """The output, with the state where the caller asked for it."""
+    """The output, or `(output, state)` with `return_state`."""
     return (out, state) if given.return_state else out
 
 
-# Forms that are not the linear recurrence: two matrix products, and a scan of entries.
+# Cores that run in XLA only: bidirectional sums, and recurrences with a decay per state entry.
 _WITHOUT_KERNELS = linear_sum, diagonal_recurrence
 
 
 def _without_kernels(name: str) -> dispatch.Call:
+    """Description of a call that only XLA takes."""
 
     def refusal(implementation):
         if implementation == "xla":

@@ -1,1 +1,1 @@
-"""The cores in plain XLA: any device, memory linear in length, forward and backward."""
+"""XLA implementations of the cores: any device, memory linear in length, forward and backward."""

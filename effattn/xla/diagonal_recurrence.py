@@ -1,15 +1,15 @@
-"""The recurrence in which every entry of the state decays by itself, token by token.
+"""Diagonal (elementwise) recurrence: every entry of the state has a decay of its own per token.
 
-For one head, with queries and keys of F features, values and steps of D, and rates A `(F, D)`:
+For one head, with queries and keys of F features, values and steps dt of D, and rates A `(F, D)`:
 
-    S_t = exp(A * dt_t) * S_(t-1) + k_t (dt_t * v_t)^T        (F, D), * by entry
+    S_t = exp(A * dt_t) * S_(t-1) + k_t (dt_t * v_t)^T        (F, D), * elementwise
     y_t = S_t^T q_t
 
-No product of matrices computes it: the decays of a pair of tokens differ for every entry. It is a
-scan over chunks, of which only the states between them are kept; the backward pass computes again
-what is within. There the decays of all tokens are made at once, which leaves the scan over tokens
-one product and one sum, and what sums over features is a product of matrices: XLA's own sums of
-products, in loops on a CPU, are many times slower.
+The decay between two tokens differs for every entry of the state, so matrix products cannot compute
+the recurrence. The implementation is a scan over chunks of tokens. It saves the states between
+chunks only, and the backward pass recomputes each chunk. Within a chunk, the decays of all tokens
+are computed at once, so that each token of the inner scan costs one product and one sum per entry.
+Sums over features are matrix products, because XLA's reductions on a CPU are many times slower.
 """
 
 import functools
@@ -26,7 +26,7 @@ from effattn.interfaces.linear_recurrence import Config, Tokens, clear
 
 LIMITS = dispatch.Limits()
 
-# Tokens of a chunk: the decays and states of a few fit in a CPU's cache.
+# Tokens in a chunk; few, so that their decays and states fit in a CPU's cache.
 CHUNK = 16
 
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -35,15 +35,16 @@ _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 def diagonal_recurrence(
     config: Config, parameters: Any, state: jax.Array, queries: Any, keys: Any, tokens: Tokens
 ) -> tuple[jax.Array, jax.Array]:
-    """Every query reads the keys and values up to its own token.
+    """Causal diagonal recurrence: every query reads the keys and values up to its own token.
 
     Args:
-      config: its `chunk` is how many tokens lie between two states that are kept.
+      config: static configuration; `config.chunk` is the number of tokens in a chunk.
       parameters: the rates A, `(K, D, F)`.
-      state: before the first token, `(*B, K, F, D)`. Its dtype is that of all sums.
+      state: the state before the first token, `(*B, K, F, D)`. All sums have the dtype of the
+        state.
       queries: `(*B, T, N, F)`.
-      keys: the keys `(*B, T, K, F)`, the values and the steps, `(*B, T, K, D)`.
-      tokens: padding and packed documents.
+      keys: keys `(*B, T, K, F)`, values `(*B, T, K, D)` and steps dt `(*B, T, K, D)`.
+      tokens: padding masks and starts of packed documents.
 
     Returns:
       `(output (*B, T, N, D), state after the last token)`; the output has `config.dtype`.
@@ -61,7 +62,7 @@ def diagonal_recurrence(
 def _recurrence(config, rate, state, query, keys, tokens):
     axis, length, dtype = state.ndim - 3, query.shape[state.ndim - 3], state.dtype
     query = clear(query, tokens.query_mask)
-    # A token that is not there takes a step of zero, which changes nothing.
+    # A padding token has a step of zero, which leaves the state unchanged.
     key, value, step = clear(keys, tokens.key_mask)
     rate = jnp.swapaxes(rate.astype(dtype), -1, -2)
     chunk = max(1, min(config.chunk, length))
@@ -92,7 +93,7 @@ def _recurrence(config, rate, state, query, keys, tokens):
 
 @jax.custom_vjp
 def _states(state, decay, written):
-    """`(last, all)` of S_t = decay_t * S_(t-1) + written_t; of C tokens `(C, ...)`."""
+    """States of S_t = decay_t * S_(t-1) + written_t, C tokens `(C, ...)`: `(last, all)`."""
 
     def of_token(state, token):
         decay, written = token
@@ -116,7 +117,7 @@ def _states_backward(residuals, cotangents):
         change = read + later
         return decay * change, change
 
-    # What a state changes is what its own query reads, and what it passes on to later ones.
+    # The gradient of a state sums two terms: from the query of its token, and from the next state.
     first, changes = lax.scan(of_token, last, (decay, read), reverse=True)
     before = jnp.concatenate([state[None], states[:-1]])
     return first, changes * before, changes
@@ -127,9 +128,10 @@ _states.defvjp(_states_forward, _states_backward)
 
 @jax.custom_vjp
 def _log_decay(rate, step):
-    """A * dt `(C, *B, K, F, D)`, of rates `(K, F, D)` and steps `(C, *B, K, D)`.
+    """A * dt `(C, *B, K, F, D)`, from rates A `(K, F, D)` and steps dt `(C, *B, K, D)`.
 
-    Its rule says in which form the two sums are taken; see above.
+    The custom VJP sums the gradient of A in a scan over tokens, and the gradient of dt by a matrix
+    product; see the docstring of this module.
     """
     return lead(rate, step.ndim + 1) * step[..., None, :]
 

@@ -1,11 +1,12 @@
-"""The linear recurrence in chunks of C tokens, on any device.
+"""Chunked linear recurrence in XLA, for any device.
 
-Inside a chunk all is matrix products (`recurrent_chunks`), and the state carries the chunk's sum to
-the next one.
+Tokens are cut into chunks of C tokens. Within a chunk the recurrence is matrix products
+(`effattn.xla.recurrent_chunks`); the state carries the sums to the next chunk.
 
-Time is O(T F (C + D)), memory O(T): one step of the loop takes a block of several chunks, whose
-products are batched. The backward pass saves the state at the start of each block, recomputes the
-block, and never rebuilds a state by subtraction or division.
+Time is O(T F (C + D)), memory O(T). Each step of the outer loop computes a block of several chunks,
+whose matrix products are batched. The forward pass saves the state at the start of each block, and
+the backward pass recomputes the block from the saved state. It never reconstructs a state by
+subtraction or division.
 """
 
 import functools
@@ -29,15 +30,19 @@ from effattn.interfaces.linear_recurrence import (
 )
 from effattn.xla.recurrent_chunks import mapped, run_chunks
 
-BLOCK = 512  # tokens of one step of the loop, if that is not too many chunks
+BLOCK = 512  # tokens in a block, limited to CHUNKS_OF_BLOCK chunks
 CHUNKS_OF_BLOCK = 8
 
 
-# All heads and rows of a block of chunks, and the loop over blocks, forward and backward.
-
-
 class _Span(NamedTuple):
-    """`blocks` blocks of `length` tokens from token `start` on, in chunks of `chunk`."""
+    """Equal blocks of consecutive tokens.
+
+    Attributes:
+      start: index of the first token.
+      blocks: number of blocks.
+      length: tokens in a block.
+      chunk: tokens in a chunk.
+    """
 
     start: int
     blocks: int
@@ -46,7 +51,10 @@ class _Span(NamedTuple):
 
 
 def _spans(length: int, chunk: int, block: int | None) -> list[_Span]:
-    """Whole blocks, then the tokens left: each span is one more program to compile."""
+    """Spans that cover the sequence: all whole blocks, then the rest as one shorter block.
+
+    At most two spans, because each span adds one loop body to compile.
+    """
     chunk = min(chunk, max(length, 1))
     if block is None:
         block = min(max(BLOCK // chunk, 1), CHUNKS_OF_BLOCK) * chunk
@@ -60,10 +68,10 @@ def _spans(length: int, chunk: int, block: int | None) -> list[_Span]:
 
 
 def _in_spans(config, x: Inputs, blocks: "Blocks") -> tuple[Inputs, list[_Span]]:
-    """The operands and their spans.
+    """Returns the operands and their spans.
 
-    Where an exported program leaves the length open, tokens that do nothing fill whole blocks, as
-    how many tokens are left is not known.
+    If an exported program leaves the length open, padding tokens fill the last block, because the
+    number of remaining tokens is not known.
     """
     axis, first = x.state.ndim - 3, jax.tree.leaves(x.queries)[0]
     length: Any = first.shape[axis]
@@ -80,7 +88,7 @@ def _in_spans(config, x: Inputs, blocks: "Blocks") -> tuple[Inputs, list[_Span]]
 
 
 def _filled(x, axis, span):
-    """Zeros after the tokens, up to whole blocks; the state and what tokens share as they are."""
+    """Pads the arrays with a time axis by zeros to whole blocks."""
 
     def fill(array):
         return _padded(array, axis, span.blocks * span.length - array.shape[axis])
@@ -92,7 +100,7 @@ def _filled(x, axis, span):
 
 
 def _first_tokens(arrays, axis, length):
-    """The tokens before those that fill whole blocks, by index: an open length has no slices."""
+    """Drops the padding of `_filled`, by a gather: slices do not take an open length."""
     if isinstance(length, int):
         return arrays
     index = jnp.arange(length, dtype=jnp.int32)
@@ -100,13 +108,13 @@ def _first_tokens(arrays, axis, length):
 
 
 def _take(span, index, arrays, axis):
-    """Block `index` of a span, of arrays whose time is at `axis`."""
+    """Slices block `index` of a span; `axis` is the time axis."""
     start = span.start + index * span.length
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, span.length, axis), arrays)
 
 
 def _put(span, index, arrays, blocks, axis):
-    """The arrays with block `index` of a span written."""
+    """Writes block `index` of a span into the arrays; `axis` is the time axis."""
     start = span.start + index * span.length
     return jax.tree.map(
         lambda x, block: lax.dynamic_update_slice_in_dim(x, block, start, axis), arrays, blocks
@@ -114,7 +122,7 @@ def _put(span, index, arrays, blocks, axis):
 
 
 def _group(x, axis, groups):
-    """Heads `(..., K R, ...)` at `axis` as `(..., K, R, ...)`."""
+    """Splits the heads at `axis` into groups: `(..., K R, ...)` to `(..., K, R, ...)`."""
     return x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
 
 
@@ -125,11 +133,11 @@ def _padded(x, axis, width):
 
 
 def _block(config, chunk, parameters, state, queries, keys, tokens):
-    """Consecutive tokens `(*B, L, ...)` in chunks: `(state after, outputs (*B, L, N, D))`."""
+    """Runs one block of tokens `(*B, L, ...)`: `(state after, outputs (*B, L, N, D))`."""
     time = state.ndim - 3
     length = jax.tree.leaves(keys)[0].shape[time]
     chunks = -(-length // chunk)
-    # Tokens that do nothing: up to whole chunks, and in each up to a power of two.
+    # Padding tokens fill the last chunk (`rest`), and each chunk to a power of two (`more`).
     rest, more = chunks * chunk - length, (1 << (chunk - 1).bit_length()) - chunk
     alike = tokens.key_mask is None and not rest and not more
     terms = masked_terms(config, parameters, queries, keys, tokens, state.dtype, alike)
@@ -152,7 +160,7 @@ def _block(config, chunk, parameters, state, queries, keys, tokens):
     else:
         log_decay = jax.tree.map(cut, terms.log_decay)
 
-    # Value heads of a key head, then key heads, then rows.
+    # Maps over the value heads of a key head, then over key heads, then over batch dimensions.
     dot = functools.partial(jnp.matmul, precision=config.precision)
     run, by_head = functools.partial(run_chunks, dot), 0 if constant else 2
     decays = by_head if constant or by_value else None
@@ -177,7 +185,7 @@ LIMITS = dispatch.Limits()
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """It takes everything."""
+    """None: XLA accepts every call."""
     return None
 
 
@@ -187,14 +195,14 @@ def _pull_back(cotangents, config, chunk, parameters, state, queries, keys, toke
 
 
 class Blocks(NamedTuple):
-    """How blocks of tokens are done, which follow each other.
+    """Functions that compute one block of tokens, forward and backward.
 
     Attributes:
-      run: `(rule, chunk, parameters, state, queries, keys, tokens)` to the state after and the
-        outputs `(*B, L, N, D)`.
-      pull_back: `((d_after, d_outputs), rule, ...)`, with the arguments of `run`, to the gradients
-        of its parameters, state, queries and keys.
-      length: of a block; None is that of whole chunks which suits XLA.
+      run: `(config, chunk, parameters, state, queries, keys, tokens)` to
+        `(state after, outputs (*B, L, N, D))`.
+      pull_back: `((d_after, d_outputs), config, ...)`, followed by the other arguments of `run`, to
+        the gradients of parameters, state, queries and keys.
+      length: tokens in a block; None is the default for XLA (see `BLOCK`).
     """
 
     run: Callable[..., tuple[jax.Array, jax.Array]] = _block
@@ -208,7 +216,7 @@ _IN_CHUNKS = Blocks()
 def forward(
     config: Config, x: Inputs, blocks: Blocks = _IN_CHUNKS
 ) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array]]:
-    """`((output, state), saved)`: the state at the start of every block."""
+    """Forward pass: `((output, state), saved)`, where `saved` has the state before each block."""
     length = jax.tree.leaves(x.queries)[0].shape[x.state.ndim - 3]
     x, spans = _in_spans(config, x, blocks)
     inputs, state, axis = (x.queries, x.keys, x.tokens), x.state, x.state.ndim - 3
@@ -239,7 +247,11 @@ def backward(
     d_state: jax.Array,
     blocks: Blocks = _IN_CHUNKS,
 ) -> Inputs:
-    """One sweep from the last block to the first, each recomputed from the state at its start."""
+    """Backward pass, from the last block to the first: gradients of the inputs.
+
+    Each block is recomputed from the state before it. With `saved=None` the forward pass runs again
+    to compute these states.
+    """
     if saved is None:
         _, saved = forward(config, x, blocks)
     axis = x.state.ndim - 3
@@ -248,7 +260,7 @@ def backward(
     if dispatch.open_length(length):
         d_output = _filled(d_output, axis, spans[0])
     inputs = x.queries, x.keys
-    # In 16 bits the gradient of a block would soon be too small to count.
+    # Accumulated in float32 or wider: a 16-bit sum over blocks loses small terms.
     d_parameters = jax.tree.map(
         lambda p: jnp.zeros_like(p, dtype=dtypes.wide(p.dtype)), x.parameters
     )
@@ -281,10 +293,11 @@ def linear_sum(
     keys: Any,
     tokens: Tokens,
 ) -> tuple[jax.Array, jax.Array]:
-    """Every query reads the state after the last key: the recurrence without causality.
+    """Bidirectional linear attention: every query reads the state after the last key.
 
-    Takes and returns what `linear_recurrence` does, except starts, decays, a bonus and the delta
-    form; there may be more or fewer queries than keys.
+    Arguments and results are those of `effattn.cores.linear_recurrence.linear_recurrence`. Document
+    starts, decays, a bonus and the delta form are not supported. The query length may differ from
+    the key length.
     """
     dot = functools.partial(jnp.dot, precision=config.precision)
     terms = masked_terms(config, parameters, queries, keys, tokens, state.dtype)

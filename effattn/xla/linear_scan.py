@@ -1,7 +1,8 @@
-"""The elementwise recurrences x_t = a_t x_(t-1) + b_t and x_t = max(a_t + x_(t-1), b_t).
+"""Elementwise scans: x_t = a_t x_(t-1) + b_t and x_t = max(a_t + x_(t-1), b_t).
 
-Chunks of tokens are scanned one after the other, and the tokens of a chunk by doubling: there are
-T / C steps of log C operations on C tokens each, and the program has one size for any length.
+A sequential loop runs over chunks of C tokens; within a chunk the scan is parallel (recursive
+doubling). That is T / C steps of log C operations on C tokens each. The size of the compiled
+program does not depend on the length.
 """
 
 import functools
@@ -18,7 +19,7 @@ _CHUNK = 64
 
 
 class _Semiring(NamedTuple):
-    """How states are carried on and added to; `one` carries a state on as it is."""
+    """Semiring of a scan: x_t = plus(times(a_t, x_(t-1)), b_t), with neutral `zero` and `one`."""
 
     times: Callable[[jax.Array, jax.Array], jax.Array]
     plus: Callable[[jax.Array, jax.Array], jax.Array]
@@ -33,16 +34,16 @@ _MAX_PLUS = _Semiring(jnp.add, jnp.maximum, -jnp.inf, 0.0)
 def linear_scan(decay: jax.Array, added: jax.Array, initial: jax.Array) -> jax.Array:
     """All states of x_t = decay_t * x_(t-1) + added_t.
 
-    Time is O(T F log C), memory O(T F): states are kept for the backward pass, which scans them in
-    reverse. An output depends bit for bit on no later token.
+    Time is O(T F log C), memory O(T F). The states are saved for the backward pass, which is a scan
+    in reverse. Later tokens do not change an output in any bit.
 
     Args:
       decay: `(B, T, *F)`, real or complex.
       added: `(B, T, *F)`, of the same dtype.
-      initial: `(B, *F)`, x before the first token.
+      initial: `(B, *F)`, the state before the first token.
 
     Returns:
-      `(B, T, *F)`.
+      The states `(B, T, *F)`.
 
     Raises:
       TypeError: in forward-mode differentiation.
@@ -52,9 +53,9 @@ def linear_scan(decay: jax.Array, added: jax.Array, initial: jax.Array) -> jax.A
 
 
 def max_plus_scan(change: jax.Array, floor: jax.Array, initial: jax.Array) -> jax.Array:
-    """All states of x_t = max(change_t + x_(t-1), floor_t); it has no gradients.
+    """All states of x_t = max(change_t + x_(t-1), floor_t), without gradients.
 
-    Shapes, time and memory are those of `linear_scan`.
+    Shapes and cost as in `linear_scan`.
     """
     return _states(_MAX_PLUS, *map(lax.stop_gradient, (change, floor, initial)))
 
@@ -99,16 +100,19 @@ def _states(ring, decay, added, initial):
         states = ring.plus(states, ring.times(within, before[:, None]))
         return states[:, -1], states
 
-    # What is padded comes last, and nothing reads it.
+    # The padding comes after all tokens, so no state of a token depends on it.
     _, states = lax.scan(step, initial, (chunks(decay), chunks(added)))
     states = jnp.moveaxis(states, 0, 1)
     return lax.collapse(states, 1, 3)[:, :time]
 
 
 def _doubled(ring, decay, added):
-    """Of `(B, C, *F)`, the decay since the chunk's start, and the states that begin with nothing.
+    """Parallel scan of one chunk `(B, C, *F)` by recursive doubling.
 
-    After each turn, an entry is of twice as many tokens.
+    After each iteration, every entry combines twice as many tokens.
+
+    Returns:
+      The product of decays since the start of the chunk, and the states from a zero initial state.
     """
     chunk, reach = added.shape[1], 1
     while reach < chunk:

@@ -1,4 +1,4 @@
-"""The causal convolution with a filter as long as the sequence, by Fourier transforms."""
+"""Long causal convolution by fast Fourier transform (FFT)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +8,21 @@ from effattn.arrays.axes import lead
 
 
 def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:
-    """y_t = sum_(s <= t) filter_(t - s) * x_s, each feature by itself.
+    """Causal convolution of each feature: y_t = sum_(s <= t) filter_(t - s) * x_s.
 
-    Both are padded to a length without wrapping round. Time is O(T D log T), memory O(T D).
-    Every output is rounded as all are, so that a later token moves an earlier output by rounding.
-    Before JAX 0.12 the compiler gathers sharded batches for transforms; there, shard by
-    `jax.shard_map`.
+    Both inputs are zero-padded, so that the convolution does not wrap around. Time is O(T D log T),
+    memory O(T D). The FFT mixes all tokens, so a later token changes earlier outputs by rounding
+    errors. Before JAX 0.12 the compiler gathers sharded batches for the FFT; shard by
+    `jax.shard_map` there.
 
     Args:
       x: `(*B, T, D)`.
-      filter: `(L, D)`; if L < T, the filter is zero beyond.
+      filter: `(L, D)`; if L < T, the filter is zero from L on.
 
     Returns:
       `(*B, T, D)` in the promoted dtype of both, at least float32.
     """
-    # Imported on use: it takes as long as all of the library.
+    # Imported on first use: the import takes as long as that of all of effattn.
     from scipy.fft import next_fast_len
 
     time = x.shape[-2]
@@ -34,12 +34,12 @@ def long_convolution(x: jax.Array, filter: jax.Array) -> jax.Array:
 
 
 def long_convolution_at(cached: jax.Array, filter: jax.Array, positions: jax.Array) -> jax.Array:
-    """The outputs of `long_convolution` at some positions.
+    """Outputs of `long_convolution` at the given positions, for decoding.
 
-    One position costs O(S D), more of them the whole convolution.
+    One position costs O(S D). Several positions cost a convolution of length S.
 
     Args:
-      cached: `(B, S, D)`, x, and zeros where no token is yet.
+      cached: `(B, S, D)`, the inputs x so far, and zeros after them.
       filter: `(L, D)`, with L >= S.
       positions: int `(B, P)`.
 

@@ -1,8 +1,8 @@
-"""Softmax attention of a few queries a sequence over pages, which a table names.
+"""Paged attention in XLA: decoding with a KV cache in pages, which a block table lists.
 
-A loop over steps of several pages, gathered, with an online softmax. The query heads of a key head,
-and the queries of a sequence, are the rows of one matrix product. The loop runs from the first step
-that a window reaches in any sequence to the last one of the longest sequence.
+The loop gathers several pages per step, and computes an online softmax. The query heads of one key
+head and the queries of one sequence are the rows of one matrix product. The loop starts at the first
+step that the window of any sequence reaches, and ends with the longest sequence.
 """
 
 import functools
@@ -17,7 +17,7 @@ from effattn.arrays.products import widened
 from effattn.arrays.segments import positions_from
 from effattn.interfaces.paged_attention import Config, Pages
 
-KEYS = 512  # read in a step
+KEYS = 512  # keys in a step of the loop
 
 _NO_GRADIENTS = (
     "paged attention is for decoding and has no gradients: for those gather the pages by "
@@ -29,7 +29,7 @@ LIMITS = dispatch.Limits()
 
 
 def refusal(*_) -> str | None:
-    """It takes everything."""
+    """None: XLA accepts every call."""
     return None
 
 
@@ -44,17 +44,17 @@ def paged(
     lengths: jax.Array,
     scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The output `(B, T, N, Hv)` in the dtype of the query, and the log-sum-exp `(B, T, N)`.
+    """Paged attention: output `(B, T, N, Hv)` in the dtype of the query, log-sum-exp `(B, T, N)`.
 
     Args:
-      config: what is fixed.
-      interpreted: of kernels; this is none.
+      config: static configuration.
+      interpreted: unused here; device kernels take it.
       query: `(B, T, N, H)`, the last T tokens of each sequence.
-      keys: of the pool.
-      values: of the pool.
-      table: int `(B, M)`, the pages of each sequence.
-      lengths: int `(B,)`, tokens of each sequence.
-      scale: `()`, of the logits, in their dtype: that of the query, at least float32.
+      keys: pages of keys.
+      values: pages of values.
+      table: block table, int `(B, M)`, the pages of each sequence.
+      lengths: int `(B,)`, number of tokens in each sequence.
+      scale: `()`, factor of the logits; dtype of the query, at least float32.
     """
     pages, rows, key_heads, _ = keys.array.shape
     batch, queries, heads, size = query.shape
@@ -62,14 +62,14 @@ def paged(
     dtype = dtypes.wide(query.dtype)
     width = max(1, min(table.shape[1], KEYS // rows))
     step = width * rows
-    # Whole steps of pages that exist; what is past a sequence's end is masked.
+    # Clipped to pages that exist and padded to whole steps; keys past a sequence's end are masked.
     table = jnp.clip(table, 0, pages - 1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
     lengths = lengths.astype(jnp.int32)
     position = positions_from(lengths - queries, queries)
 
     def matrix(left, right, contract):
-        """One product a sequence and key head, over the last axis of `left`."""
+        """One product per sequence and key head, over the last axis of `left` and `contract`."""
         product = functools.partial(
             lax.dot_general,
             dimension_numbers=(((3,), (contract,)), ((0, 1), (0, 2))),
@@ -78,7 +78,7 @@ def paged(
         return widened(product, left, right, dtype)
 
     def read(of, which, present):
-        """`(B, s, K, H)`, zeros where there is no token."""
+        """Gathers pages as `(B, s, K, H)`, with zeros where no token is present."""
         array = of.array[which].reshape(batch, step, key_heads, of.array.shape[-1])
         if of.scales is not None:
             scales = of.scales[which].reshape(batch, step, key_heads, 1)
@@ -109,7 +109,7 @@ def paged(
         mixed = mixed * decay[..., None] + matrix(weights.astype(value.dtype), value, 1)
         return new, total * decay + weights.sum(-1), mixed
 
-    # Finite, so that a row which has seen nothing yet subtracts no infinities.
+    # Finite, so that rows without keys so far never compute inf - inf.
     empty = (
         jnp.full(grouped.shape[:-1], jnp.finfo(dtype).min, dtype),
         jnp.zeros(grouped.shape[:-1], dtype),

@@ -1,20 +1,20 @@
-"""The maths of one head's chunks: what tokens read of each other, and what the state becomes.
+"""Chunks of the linear recurrence for one head: products within a chunk, and the state update.
 
-Arrays of M chunks of C tokens: query `(M, C, G, F)`, key `(M, C, F)`, value `(M, C, D)`, and log
-decays `(M, C, f)` with f = F, or f = 1 where all features decay alike. M is 1 where all chunks
-decay alike. `dot` is the matrix product.
+Shapes for M chunks of C tokens: query `(M, C, G, F)`, key `(M, C, F)`, value `(M, C, D)`, and log
+decays `(M, C, f)` with f = F, or f = 1 if all features have the same decay. The log decays have
+M = 1 if all chunks have the same decays. `dot` is the matrix product.
 
-- Decayed products. q_i reads k_j with the decays of the tokens after j, up to i. A pair of tokens
-  is parted once as a chunk is halved again and again, at a border between them; there q_i has
-  decayed since the border and k_j until it. So all products of a chunk are one matrix product for
-  each halving, and only sums of log decays are exponentiated, never a difference of larger sums.
-  A log decay of -inf, with which a packed document starts, is as good as any.
-- The delta form is a plain recurrence that also writes -u_t at a_t, where u_t = S_(t-1)^T b_t. Of
-  a chunk, with b~_i = b_i decayed since its start and S the state there,
+- Decayed products. The product of q_i and k_j contains the decays of the tokens j + 1 to i. A chunk
+  is halved recursively, until each pair (i, j) is separated at exactly one border. The product is
+  then (q_i decayed since the border) . (k_j decayed until the border). All products of a chunk are
+  thus one matrix product per halving. Only sums of log decays are exponentiated, never differences
+  of larger sums, so a log decay of -inf (the start of a packed document) needs no special case.
+- Delta form. It is a plain recurrence that also writes -u_t at a_t, where u_t = S_(t-1)^T b_t. In
+  a chunk with the initial state S, and b~_i = b_i decayed since the start of the chunk,
 
       u_i + sum_(j<i) (b_i . a_j) u_j = S^T b~_i + sum_(j<i) (b_i . k_j) v_j
 
-  with decayed products: one unit triangular system (Yang et al. 2024, "Parallelizing Linear
+  with decayed products. This is one unit triangular system (Yang et al. 2024, "Parallelizing Linear
   Transformers with the Delta Rule over Sequence Length", after the WY form of products of
   Householder matrices).
 """
@@ -29,7 +29,7 @@ from jax import lax
 
 
 def mapped(function, size, in_axes, out_axes):
-    """`jax.vmap` over axes of one size, which are taken away where that is 1.
+    """`jax.vmap` over axes of length `size`; axes of length 1 are squeezed instead.
 
     On CPUs, jaxlib 0.10.2 and 0.11.0 fail on sums of products over seven axes, one of which is 1
     (github.com/jax-ml/jax/issues/40412).
@@ -52,13 +52,13 @@ def _transposed(x):
 
 
 class Reader(NamedTuple):
-    """How the tokens of a chunk read what was written up to them.
+    """Decays within a chunk. The last three fields are None without decays.
 
     Attributes:
-      products: `(query, key) -> (M, C, C)`, decayed; zero where i does not read j.
-      since_start: `(M, C, f)`, how what is there at a chunk's start decays until it is read.
-      until_end: `(M, C, f)`, how keys decay until the end of the chunk.
-      whole: `(M, f, 1)`, over the whole chunk. These three are None where nothing decays.
+      products: `(query, key) -> (M, C, C)`, decayed products; zero where i does not read j.
+      since_start: `(M, C, f)`, decay from the start of the chunk to each reading token.
+      until_end: `(M, C, f)`, decay from each token to the end of the chunk.
+      whole: `(M, f, 1)`, decay over the whole chunk.
     """
 
     products: Callable[[jax.Array, jax.Array], jax.Array]
@@ -68,11 +68,11 @@ class Reader(NamedTuple):
 
 
 def decayed_reader(log_decay, starts, length, present, dot) -> Reader:
-    """Readers of the state after their token, or, if not `present`, of the one before."""
+    """Reader of the state after each token (`present`), or of the state before each token."""
     if log_decay is None:
         visible = jnp.tri(length, k=0 if present else -1, dtype=bool)
         return Reader(lambda query, key: jnp.where(visible, dot(query, _transposed(key)), 0))
-    # What a reader of the state before its token drops there.
+    # A token that reads the state before it does not decay that state, but drops it at a start.
     first = jnp.zeros_like(log_decay)
     if starts is not None:
         first = jnp.where(starts[..., None], -jnp.inf, first)
@@ -82,15 +82,15 @@ def decayed_reader(log_decay, starts, length, present, dot) -> Reader:
 
 
 def _alike(log_decay, first, dot) -> Reader:
-    """Of features that decay alike: the plain products, times a matrix of decays.
+    """Reader for one decay per token: plain products times a `(C, C)` matrix of decays.
 
-    Its logarithms are sums of the log decays after token j and up to token i (before it, where
-    there is `first`): a product with a triangle of ones, exact where a difference of running sums
-    would cancel. Column 0 is for what is there at the start, row C for the end of the chunk.
+    The log of each decay sums the log decays of tokens j + 1 to i (to i - 1 with `first`). The sums
+    are a product with a triangular matrix of ones; a difference of running sums would cancel.
+    Column 0 is the decay since the start of the chunk, row C the decay until its end.
     """
     length = log_decay.shape[1]
     visible = jnp.tri(length + 1, length, k=-1 if first is not None else 0, dtype=log_decay.dtype)
-    # A product of 0 and -inf is no number; the exponential of this is as much zero.
+    # 0 * -inf is NaN, so -inf is replaced by a finite number whose exponential is zero too.
     finite = jnp.maximum(log_decay, jnp.finfo(log_decay.dtype).min / (2 * length))
     after = jnp.where(jnp.tri(length, length + 1, dtype=bool), finite, 0)
     sums = jnp.matmul(visible, after, precision=lax.Precision.HIGHEST)
@@ -107,13 +107,14 @@ def _alike(log_decay, first, dot) -> Reader:
 
 
 def _by_feature(log_decay, first, present, dot) -> Reader:
-    """Of log decays `(M, C, F)`, C a power of two: one product for each halving of the chunks.
+    """Reader for log decays `(M, C, F)`, C a power of two: one matrix product per halving.
 
-    `first (M, C, F)` is what a reader decays at its own token.
+    `first (M, C, F)` is the log decay that a query applies at its own token.
     """
     _, length, features = log_decay.shape
-    # Of blocks of one token, then two, four, ...: sums since the block's start, until its end, and
-    # of all. Where two blocks meet: how the first one's keys and the second one's queries decay.
+    # Blocks double from one token to the whole chunk. For each block: sums of log decays since its
+    # start (`since`), until its end (`until`) and over all of it (`whole`). `borders` has, for each
+    # pair of neighbouring blocks, the decays of the first block's keys and second block's queries.
     since, whole = first.reshape(-1, 1, features), log_decay.reshape(-1, features)
     until, borders = jnp.zeros_like(since), []
     while since.shape[1] < length:
@@ -136,14 +137,14 @@ def _by_feature(log_decay, first, present, dot) -> Reader:
 
 
 def _assembled(early, across, late):
-    """Lower triangular blocks `(m, 2 s, 2 s)` of their quarters `(m, s, s)`."""
+    """Assembles lower block-triangular `(m, 2 s, 2 s)` from three quarters `(m, s, s)`."""
     upper = jnp.concatenate([early, jnp.zeros_like(across)], 2)
     return jnp.concatenate([upper, jnp.concatenate([across, late], 2)], 1)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def unit_inverse(system, dot):
-    """Of I + `system (M, C, C)`, which is zero on and above the diagonal; C a power of two."""
+    """Inverse of I + `system (M, C, C)`, `system` strictly lower triangular, C a power of two."""
     blocks, acrosses = system, []
     while (size := blocks.shape[1] // 2) > 0:
         acrosses.append(blocks[:, size:, :size])
@@ -163,18 +164,18 @@ def _inverse_jvp(dot, primals, tangents):
 
 
 class _Chunks(NamedTuple):
-    """M chunks before the states at their starts are known.
+    """Terms of M chunks that do not depend on the states at the starts of the chunks.
 
-    C' is C, or 2 C where the delta form removes in directions of its own.
+    C' is C, or 2 C if the delta form has `removed` vectors that differ from the keys.
 
     Attributes:
-      query: `(M, C, G, F)`, as they read the state.
-      weights: `(M, C, G, C')`, of the chunk's own values in what is read.
-      key: `(M, C', F)`, as they are in the state after the chunk.
-      value: `(M, C', D)`, what is written where the state is zero.
-      recalled: `(M, C', F)`: what is written on a state S is `value - recalled S`; None where it is
-        `value` on any.
-      kept: `(M or 1, f, 1)`, what remains of the state; None for all.
+      query: `(M, C, G, F)`, queries times their decay since the start of the chunk.
+      weights: `(M, C, G, C')`, weights of the values of the same chunk.
+      key: `(M, C', F)`, keys times their decay until the end of the chunk.
+      value: `(M, C', D)`, values written to a zero state.
+      recalled: `(M, C', F)`; the values written to a state S are `value - recalled S`. None without
+        the delta form.
+      kept: `(M or 1, f, 1)`, decay of the state over the chunk; None without decays.
     """
 
     query: jax.Array
@@ -200,7 +201,7 @@ def _chunks(dot, query, key, value, log_decay, bonus, removed, recalled, starts)
     def read(query):
         weights = reader.products(query, key)
         if bonus is not None:
-            # One for each chunk, so that its gradient is a sum of sums, which round less.
+            # Broadcast to chunks: the gradient is then a sum of sums per chunk, which rounds less.
             by_chunk = jnp.broadcast_to(bonus[:, None], (len(key), *bonus.shape, 1))
             own = jnp.matmul(query * key, by_chunk, precision=lax.Precision.HIGHEST)
             weights += jnp.where(jnp.eye(length, dtype=bool), own, 0)
@@ -228,12 +229,12 @@ def _chunks(dot, query, key, value, log_decay, bonus, removed, recalled, starts)
 
 
 def _carry(state, written, kept):
-    """The state after a chunk, from the state before it."""
+    """State after a chunk, from the state before the chunk."""
     return written + (state if kept is None else state * kept)
 
 
 def run_chunks(dot, state, *tokens):
-    """M chunks in a row, of one head: the state after, and outputs `(M, C, G, D)`."""
+    """Runs M consecutive chunks of one head: `(state after, outputs (M, C, G, D))`."""
     chunks = _chunks(dot, *tokens)
     values, kept = chunks.value, chunks.kept
     if kept is not None:
