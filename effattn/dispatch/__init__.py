@@ -1,4 +1,4 @@
-"""The implementation that runs a call: choice, devices, tuning cache and support table."""
+"""Choice of the implementation that runs a call: devices, tuning cache and support table."""
 
 from effattn.dispatch.choice import (
     PALLAS,

@@ -1,6 +1,6 @@
-"""What `effattn.tune` has measured on this machine: looked up where a call names no implementation.
+"""Tuning cache: results of `effattn.tune`, used by calls with `implementation=None`.
 
-It is kept in one JSON file, `cache_file()`, by device, JAX version and call.
+The results are stored in one JSON file, `cache_file()`, by device, JAX version and call.
 """
 
 import contextlib
@@ -25,7 +25,12 @@ Tiles = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Choice(NamedTuple):
-    """An implementation and, of its kernels by name, the tiles that are not its own choice."""
+    """An implementation, with tuned tile sizes.
+
+    Attributes:
+      implementation: name of the implementation.
+      tiles: pairs (kernel name, tile); kernels that are not listed use their default tile.
+    """
 
     implementation: str
     tiles: Tiles = ()
@@ -36,14 +41,20 @@ class Choice(NamedTuple):
 
 
 class Trial:
-    """Choices to try, by call, and what is called with them: one program's trace."""
+    """One trace of a program with given choices.
+
+    Attributes:
+      choices: the choice for each call, by signature.
+      called: the tunable calls that were traced: by signature, the candidates and whether the call
+        is differentiable.
+    """
 
     def __init__(self, choices: Mapping[str, Choice]):
         self.choices, self.called = choices, dict[str, Any]()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """All that is traced within takes its choices; nothing that was traced before is reused."""
+        """Applies the choices to all that is traced within; earlier traces are not reused."""
         with _trial(self):
             yield
 
@@ -52,7 +63,7 @@ _trial: Any = jax.make_user_context(None)
 
 
 def look_up(call: "Call") -> Choice | None:
-    """What to take for a call that names no implementation; None if it was never measured."""
+    """The tuned choice for a call with `implementation=None`; None if it was never measured."""
     if call.signature is None:
         return None
     trial = _trial.value
@@ -73,7 +84,7 @@ def look_up(call: "Call") -> Choice | None:
 
 
 def _is_known(choice, call):
-    """Whether the call has such an implementation, with kernels of those names and such tiles."""
+    """Whether the call has the chosen implementation, kernel names and numbers of tile sizes."""
     if choice.implementation not in call.refusals:
         return False
     tried = call.tilings(choice.implementation) if choice.tiles else {}
@@ -84,30 +95,33 @@ def _is_known(choice, call):
 
 
 def rounded(count: Any) -> Any:
-    """Up to a power of two: calls of nearly the same size are tuned as one."""
+    """Rounds up to a power of two, so that calls of similar size share a tuning result."""
     if not isinstance(count, int):  # an exported program leaves it open
         return count
     return 1 << (count - 1).bit_length() if count > 0 else count
 
 
 def device_kind() -> str:
-    """Of the device that programs run on by default."""
+    """Kind of the default device."""
     device = jax.config.jax_default_device
     return (device if isinstance(device, jax.Device) else jax.devices()[0]).device_kind
 
 
 def cache_file() -> Path | None:
-    """Where measurements are kept, in the user's cache folder; None for a user without one."""
+    """Path of the tuning cache in the user's cache folder; None without such a folder."""
     try:
         folder = platformdirs.user_cache_path("effattn")
     except (RuntimeError, OSError, KeyError):  # no home folder, as in many containers
         return None
-    # Some releases of platformdirs give "~/.cache" there, which would be a folder named "~".
+    # Some releases of platformdirs return "~/.cache" then, which would create a folder named "~".
     return folder / "tuning.json" if folder.is_absolute() else None
 
 
 def save(choices: Mapping[str, Choice]) -> None:
-    """Keeps the choices for this device and JAX, in this process and, if it can, in the file."""
+    """Stores choices for this device and JAX version, in this process and, if possible, the file.
+
+    A file that cannot be written is a `RuntimeWarning`.
+    """
     device, version = device_kind(), jax.__version__
     known = measured()
     for signature, choice in choices.items():
@@ -117,7 +131,7 @@ def save(choices: Mapping[str, Choice]) -> None:
         if path is None:
             raise OSError("this user has no home folder: set HOME or XDG_CACHE_HOME")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In one step: other processes read it whole, before or after.
+        # The file is replaced atomically, so that other processes never read half of it.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(_to_json(known), file, indent=1, sort_keys=True)
         try:
@@ -137,15 +151,15 @@ Measured = dict[tuple[str, str], dict[str, Choice]]  # by device and call, then 
 
 @functools.cache
 def measured() -> Measured:
-    """What was read of the file, and what this process has measured since."""
+    """All known results: those read from the file, and those that this process has added."""
     path = cache_file()
     if path is None:
         return {}
     try:
         return _from_json(json.loads(path.read_text()))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return {}  # nothing was kept where this user may read it
-    except Exception as error:  # whatever lies there
+        return {}  # no file that this user may read
+    except Exception as error:  # any invalid content
         warn_once(
             f"{path} is ignored, as it is not what effattn.tune writes ({error!r}); remove it, or "
             "call effattn.tune again to replace it"
@@ -187,5 +201,5 @@ def _from_json(data: Any) -> Measured:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """A `RuntimeWarning`, of each message one."""
+    """Issues a `RuntimeWarning`, once for each message."""
     warnings.warn(message, RuntimeWarning, stacklevel=2)

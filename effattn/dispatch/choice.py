@@ -1,7 +1,8 @@
-"""Which implementation runs: the first named that takes the arguments where the program runs.
+"""Choice of implementation: the first one named that accepts the call on the program's platform.
 
-Implementations are forms of the same computation. Some run anywhere and some on one platform, which
-is known only when the program is lowered; `on_platform` leaves the choice until then.
+All implementations of a mechanism compute the same results. Some run anywhere, others on one
+platform. The platform is known only when the program is lowered, so `on_platform` defers the final
+choice to lowering.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from jax import lax
 
 from effattn.dispatch import cache
 
-# The platform of each; None is any, or what the library that it is handed to says.
+# Platform of each implementation. None: any platform, or ("cudnn") `jax.nn` decides.
 PLATFORMS = {
     "xla": None,
     "cudnn": None,
@@ -25,9 +26,9 @@ PLATFORMS = {
     "triton": "cuda",
     "mosaic_tpu": "tpu",
 }
-# Tokens from which on kernels are faster: of fewer, too much of their tiles is empty.
+# Fewest tokens for which kernels are faster; below, most of a kernel's tile is empty.
 _FOR_GPU, _FOR_CPU = 128, 16
-PALLAS = "mosaic_gpu", "triton", "mosaic_tpu"  # the first that takes the arguments is the fastest
+PALLAS = "mosaic_gpu", "triton", "mosaic_tpu"  # fastest first
 
 _interpreted: contextvars.ContextVar[Any] = contextvars.ContextVar(
     "effattn_interpreted", default=False
@@ -36,12 +37,13 @@ _interpreted: contextvars.ContextVar[Any] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def interpreted(how: Any = True) -> Iterator[None]:
-    """Kernels that are traced within run in Pallas's interpreter, on any device, and slowly.
+    """Runs kernels that are traced within in Pallas's interpreter: on any device, and slowly.
 
-    `how` is what `pallas_call` takes as `interpret`: True, for TPUs also `pltpu.InterpretParams`,
-    and for Mosaic GPU, from jax 0.12 on, `plgpu.InterpretGPUParams`. The latter has a thread for
-    each warpgroup, which wait for each other: on a CPU of few cores it waits for ever, unless XLA
-    gets more threads, as by `jax.config.update("jax_num_cpu_devices", 8)` at the start.
+    `how` is the argument `interpret` of `pallas_call`: True, for TPUs also `pltpu.InterpretParams`,
+    and for Mosaic GPU, from jax 0.12 on, `plgpu.InterpretGPUParams`. `InterpretGPUParams` runs each
+    warpgroup in a thread, and the threads wait for each other. On a CPU with few cores this can
+    deadlock, unless XLA gets more threads, for example by
+    `jax.config.update("jax_num_cpu_devices", 8)` at the start of the program.
     """
     token = _interpreted.set(how)
     try:
@@ -51,16 +53,16 @@ def interpreted(how: Any = True) -> Iterator[None]:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels that are traced here will be interpreted."""
+    """Whether kernels that are traced now will run in the interpreter."""
     return bool(_interpreted.get())
 
 
 class _Recorder(NamedTuple):
-    """What `recorded` gives calls, and what it lists.
+    """State of `recorded`.
 
     Attributes:
-      names: for the calls that name no implementation.
-      taken: for each call, the implementations that take it, with their limits.
+      names: the implementations for calls with `implementation=None`.
+      taken: for each call, the implementations that accept the call, with their limits.
     """
 
     names: tuple[str, ...]
@@ -74,9 +76,9 @@ _recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def recorded(*names: str) -> Iterator[list[Mapping[str, "Limits"]]]:
-    """Lists which implementations take each call that is traced within, with their limits.
+    """Records, for each call traced within, the implementations that accept it, with their limits.
 
-    Calls that name no implementation name these. All of the calls run by XLA.
+    Calls with `implementation=None` ask for `names`. Every recorded call is traced in XLA.
     """
     recorder = _Recorder(names, [])
     token = _recorder.set(recorder)
@@ -87,12 +89,13 @@ def recorded(*names: str) -> Iterator[list[Mapping[str, "Limits"]]]:
 
 
 class Chosen(NamedTuple):
-    """Implementations to run.
+    """Implementations to run, in order of preference.
 
     Attributes:
-      names: in order; none comes after one that runs anywhere.
-      interpreted: how kernels are interpreted, if they are; they run anywhere then.
-      tiles: of the first, as `effattn.tune` found them.
+      names: names of the implementations. Only the last one may run on any platform.
+      interpreted: the value of `interpreted`: False, or how Pallas interprets kernels. Interpreted
+        kernels run on any platform.
+      tiles: tuned tiles of the first implementation.
     """
 
     names: tuple[str, ...]
@@ -100,7 +103,7 @@ class Chosen(NamedTuple):
     tiles: cache.Tiles = ()
 
     def tile(self, implementation: str, kernel: str) -> tuple[int, ...] | None:
-        """What was tuned of a kernel, if it was."""
+        """The tuned tile of a kernel; None if it was not tuned."""
         return dict(self.tiles).get(kernel) if implementation == self.names[0] else None
 
 
@@ -108,12 +111,12 @@ XLA = Chosen(("xla",))
 
 
 class Limits(NamedTuple):
-    """What an implementation takes, for its refusals and for `effattn.support`.
+    """Limits of an implementation, for its refusals and for `effattn.support`.
 
     Attributes:
-      dtypes: of queries, keys and values.
-      size: the largest head size, or number of features; None is any.
-      others: what else it asks for.
+      dtypes: accepted dtypes of queries, keys and values.
+      size: the largest head dimension, or number of features; None is any.
+      others: further requirements, as text.
     """
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
@@ -121,7 +124,7 @@ class Limits(NamedTuple):
     others: str = ""
 
     def refusal(self, dtype: Any, *sizes: int) -> str | None:
-        """Why it does not take a dtype and head sizes, if so."""
+        """The reason why a dtype or head dimensions are not accepted; None if they are."""
         if str(dtype) not in self.dtypes:
             *most, last = self.dtypes
             names = f"{', '.join(most)} and {last}" if most else last
@@ -132,7 +135,7 @@ class Limits(NamedTuple):
 
 
 def requested(value: Any) -> tuple[str, ...] | None:
-    """The names to try in order, of an argument `implementation`; None means any."""
+    """Validates an argument `implementation`: names to try in order, or None for any."""
     if value is None:
         recorder = _recorder.get()
         return None if recorder is None else recorder.names
@@ -147,9 +150,10 @@ def requested(value: Any) -> tuple[str, ...] | None:
 
 
 def asks_for_gpu_kernels(value: Any, suited: tuple[str, ...]) -> bool:
-    """Whether an argument `implementation` names a kernel of Pallas, or nothing where one is taken.
+    """Whether an argument `implementation` asks for a Pallas kernel.
 
-    `suited` is what the call says of itself: see `Call`.
+    None asks for a kernel if kernels are the default for the call on this machine; `suited` is as
+    in `Call`.
     """
     names = requested(value)
     if names is None:
@@ -158,7 +162,7 @@ def asks_for_gpu_kernels(value: Any, suited: tuple[str, ...]) -> bool:
 
 
 def suited(dtype: Any, tokens: Any) -> tuple[str, ...]:
-    """The platforms whose kernels are faster for arrays of so many tokens: see `Call`."""
+    """Platforms whose kernels are faster than XLA for this dtype and number of tokens."""
     if not isinstance(tokens, int):  # an exported program may leave them open
         return ()
     if jnp.dtype(dtype).itemsize == 2 and tokens >= _FOR_GPU:
@@ -169,7 +173,7 @@ def suited(dtype: Any, tokens: Any) -> tuple[str, ...]:
 
 
 def open_length(*lengths: Any) -> str | None:
-    """Why a kernel does not take a call whose length an exported program leaves open, if so."""
+    """The reason why kernels reject lengths that an exported program leaves open, or None."""
     left_open = [str(length) for length in lengths if not isinstance(length, int)]
     if not left_open:
         return None
@@ -177,18 +181,20 @@ def open_length(*lengths: Any) -> str | None:
 
 
 class Call(NamedTuple):
-    """A call that implementations are chosen for.
+    """Description of a call, from which an implementation is chosen.
 
     Attributes:
-      mechanism: for messages.
-      refusals: of each implementation that there is, what says why it does not take the arguments,
-        None if it does.
-      signature: gives what `effattn.tune` tells calls apart by; None if it does not tune them.
-      tilings: of an implementation, the tiles that it could have beside its own choice, by kernel.
-      differentiable: it has gradients.
-      suited: the platforms on which such calls were measured to be faster by kernels: GPUs, in 16
-        bits and, unless it decodes, of tokens for a tile; CPUs, in float32.
-      limits: of an implementation, by name.
+      mechanism: name of the mechanism, for messages.
+      refusals: for each implementation, a function that returns the reason why the implementation
+        rejects the call, or None.
+      signature: function that returns the key of the call in the tuning cache; None if
+        `effattn.tune` does not tune such calls.
+      tilings: function from an implementation to the tiles that `effattn.tune` tries besides the
+        default ones, by kernel.
+      differentiable: whether the call has gradients.
+      suited: platforms on which kernels were measured to be faster than XLA for such calls: GPUs in
+        16 bits, with enough tokens for a tile unless the call decodes; CPUs in float32.
+      limits: function from an implementation to its limits.
     """
 
     mechanism: str
@@ -200,21 +206,21 @@ class Call(NamedTuple):
     limits: Callable[[str], Limits] = lambda _: Limits()
 
     def candidates(self) -> dict[str, Mapping[str, tuple[tuple[int, ...], ...]]]:
-        """The implementations that take it, on whatever platform, with their tilings."""
+        """Implementations that accept the call, on any platform, with their tilings."""
         takes = [name for name, refusal in self.refusals.items() if refusal() is None]
         return {name: self.tilings(name) for name in takes}
 
 
 def choose(value: Any, call: Call) -> Chosen:
-    """The implementations named that there are and that take the arguments, in order.
+    """Chooses the named implementations that exist and accept the call, in order.
 
     Args:
-      value: the argument `implementation`; None means what `effattn.tune` found the fastest here,
-        or what `untuned` says; "pallas" means all of `PALLAS`.
-      call: what it is for.
+      value: the argument `implementation`. None means the fastest one that `effattn.tune` found for
+        such calls on this device, or the result of `untuned`. "pallas" means all of `PALLAS`.
+      call: description of the call.
 
     Raises:
-      NotImplementedError: there is none, with the reason of each.
+      NotImplementedError: no named implementation accepts the call; the message gives each reason.
     """
     mechanism, refusals = call.mechanism, call.refusals
     names = requested(value)
@@ -250,10 +256,10 @@ def choose(value: Any, call: Call) -> Chosen:
 
 
 def untuned(call: Call) -> tuple[str, ...]:
-    """What a call takes that names nothing and was never tuned: the fastest where it was measured.
+    """Default implementations of a call with `implementation=None` that was never tuned.
 
-    That is a kernel on Hopper GPUs and on x86-64, where its program is for one device: compilers
-    do not split kernels over several.
+    Kernels are the default on Hopper GPUs and x86-64 CPUs, where they were measured to be faster,
+    and only in programs for one device, because compilers do not partition kernels over devices.
     """
     kernels: tuple[str, ...] = ()
     if "cuda" in call.suited and _gpu_kernels_are_faster():
@@ -271,14 +277,14 @@ def _cpu_kernels_are_faster():
 def _gpu_kernels_are_faster():
     if jax.default_backend() != "gpu" or not _for_one_device():
         return False
-    from effattn.dispatch import device  # most programs have no kernels
+    from effattn.dispatch import device  # imported on first use: most programs run no kernels
 
     gpu = device.gpu()
     return gpu is not None and str(gpu.compute_capability).startswith("9.")
 
 
 def _for_one_device():
-    """Whether there is one alone, or what is traced is inside a `shard_map` over all axes."""
+    """Whether there is one device only, or the trace is inside a `shard_map` over all mesh axes."""
     axes = jax.sharding.get_abstract_mesh().axis_types
     return jax.device_count() == 1 or {jax.sharding.AxisType.Manual} == {*axes}
 
@@ -290,9 +296,16 @@ def _chosen(chosen, names, tiles):
 def on_platform(
     chosen: Chosen, mechanism: str, forms: Mapping[str, Callable[..., Any]], *operands: Any
 ) -> Any:
-    """`form(*operands)` of the first name whose platform is that which the program is lowered for.
+    """Runs the first chosen implementation for the platform that the program is lowered for.
 
-    Where there is none it is a `NotImplementedError` when the program is lowered.
+    Args:
+      chosen: the result of `choose`.
+      mechanism: name of the mechanism, for the message.
+      forms: function of the operands for each implementation.
+      operands: pytrees of arrays.
+
+    Raises:
+      NotImplementedError: when the program is lowered for a platform without an implementation.
     """
     names, interpreted, _ = chosen
     first = forms[names[0]]
@@ -304,7 +317,7 @@ def on_platform(
     if "default" not in branches:
         kernels = " and ".join(f"{name!r} on {PLATFORMS[name]}" for name in names)
         message = f"{mechanism} runs by {kernels} alone; implementation='xla' runs anywhere"
-        from effattn.dispatch.refused import refusing  # most programs have no kernels
+        from effattn.dispatch.refused import refusing  # imported on first use
 
         branches["default"] = refusing(message, jax.eval_shape(first, *operands))
     return lax.platform_dependent(*operands, **branches)

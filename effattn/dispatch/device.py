@@ -1,4 +1,4 @@
-"""What kernels for NVIDIA GPUs ask of the GPU, where a program is traced beside one."""
+"""Requirements of kernels for NVIDIA GPUs, checked if the tracing machine has a GPU."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,10 +12,10 @@ Arrays = TypeVar("Arrays")
 
 
 def gpu() -> jax.Device | None:
-    """The first of this process, whatever its default device; None where there is none to ask.
+    """The first NVIDIA GPU of this process, whatever its default device, or None.
 
-    So it is on a machine without, which may lower programs for another, and where kernels are
-    interpreted, which is anywhere.
+    None on a machine without a GPU (which may lower programs for another machine), and if kernels
+    are interpreted.
     """
     if dispatch.is_interpreted():
         return None
@@ -26,11 +26,11 @@ def gpu() -> jax.Device | None:
 
 
 def refusal(takes: Callable[[int], bool], capabilities: str) -> str | None:
-    """Why kernels do not run on the GPU that is here, if so.
+    """The reason why kernels do not run on this machine's GPU; None if they do, or without GPU.
 
     Args:
-      takes: of the first number of a compute capability, whether they run on such GPUs.
-      capabilities: which these are.
+      takes: function from the major compute capability to whether the kernels run on such GPUs.
+      capabilities: the accepted compute capabilities, for the message.
     """
     device = gpu()
     if device is None:
@@ -42,15 +42,15 @@ def refusal(takes: Callable[[int], bool], capabilities: str) -> str | None:
 
 
 def triton_refusal() -> str | None:
-    """The same of Triton, whose kernels are written for the tensor cores and copies of Ampere."""
+    """`refusal` of Triton kernels, which use tensor cores and asynchronous copies of Ampere."""
     return refusal(lambda major: major >= 8, "8.0 and later (Ampere)")
 
 
 def aligned(arrays: Arrays) -> Arrays:
-    """The arrays as kernels take them: each begins where an allocation may begin.
+    """Copies of slices, so that each array starts at the alignment of an allocation.
 
-    XLA hands a contiguous slice to a kernel in place, wherever in the whole array it begins. Mosaic
-    GPU refuses what does not begin at a multiple of 256 bytes, and code of Triton takes multiples
-    of 32 for granted. It does not look through a barrier for slices.
+    XLA passes a contiguous slice to a kernel in place, at any start address. Mosaic GPU rejects
+    arrays that do not start at a multiple of 256 bytes, and Triton kernels assume multiples of 32.
+    XLA does not pass slices in place through an optimization barrier.
     """
     return lax.optimization_barrier(arrays)

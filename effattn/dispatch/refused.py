@@ -1,4 +1,4 @@
-"""What a platform cannot run: an error when the program is lowered for it, and not before."""
+"""Placeholder for a platform without an implementation: an error at lowering, not at tracing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,11 @@ from effattn.arrays import mesh_axes
 
 
 def refusing(message: str, results: Any) -> Callable[..., Any]:
-    """A function whose lowering, or call, is a `NotImplementedError` with the message.
+    """Returns a function that raises `NotImplementedError` when it is lowered or run eagerly.
 
     Args:
-      message: what runs where, and what else would.
-      results: a pytree of shapes and dtypes, as `jax.eval_shape` gives, of what it would return.
+      message: text of the error.
+      results: pytree of shapes and dtypes of the results, as `jax.eval_shape` returns them.
     """
     leaves, structure = jax.tree.flatten(results)
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -57,7 +57,7 @@ def _batched(arrays, axes, *, shapes, message):
 
 
 def _differentiated(arrays, tangents, *, shapes, message):
-    """Where a program has this at all, it is not lowered, so its derivative is never seen."""
+    """Zero tangents: a program that contains the primitive cannot be lowered, so none is used."""
     results = _refused.bind(*arrays, shapes=shapes, message=message)
     return results, [jnp.zeros_like(x) for x in results]
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from effattn import dispatch, registry
 
-# Representative calls span several tiles of every kernel: blocks have the size of the largest tile,
-# and windows are shorter than the sequence.
+# Sizes of the traced calls. They span several tiles of every kernel: blocks are as long as the
+# largest tile, and windows are shorter than the sequence.
 _LENGTH, _HEADS, _SIZE, _BLOCK, _WINDOW, _GLOBAL = 1024, 2, 64, 128, 127, 16
 _PAGED = "paged_attention"
 
-# The names that a traced call is given. Kernels are named for GPUs, as sparse patterns then choose
-# tiles that every kernel takes; cuDNN is called by a path of its own.
+# Implementations that a traced call asks for. "pallas" is named because sparse patterns then choose
+# tiles that every kernel accepts. cuDNN needs a separate trace: `jax.nn` runs it.
 _KERNELS, _CUDNN = ("pallas", "xla"), ("cudnn",)
 
 
@@ -24,12 +24,12 @@ class Row(NamedTuple):
     """One implementation of one mechanism.
 
     Attributes:
-      mechanism: its name in the registry, or "paged_attention".
-      implementation: what the argument `implementation` names.
-      platform: that it runs on, as JAX calls it, or "any".
-      dtypes: of queries, keys and values.
-      size: the largest head size, or number of features; None is any.
-      others: what else it asks for, as text.
+      mechanism: name in the registry, or "paged_attention".
+      implementation: name for the argument `implementation`.
+      platform: JAX's name of the platform, or "any".
+      dtypes: accepted dtypes of queries, keys and values.
+      size: the largest head dimension, or number of features; None is any.
+      others: further requirements, as text.
     """
 
     mechanism: str
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 class Support(tuple[Row, ...]):
-    """Rows; as text, a Markdown table."""
+    """Rows of the support table; `str` gives a Markdown table."""
 
     def __str__(self) -> str:
         lines = [
@@ -63,20 +63,20 @@ class Support(tuple[Row, ...]):
 
 
 def support(mechanism: str | None = None) -> Support:
-    """Which implementations there are of each mechanism, or of one: `print(effattn.support())`.
+    """Table of the implementations of one mechanism, or of all: `print(effattn.support())`.
 
-    The table is derived from the checks that every call makes. A call of the mechanism with the
-    options of its registry entry, on a sequence of several tiles, blocks and windows, is traced in
-    each dtype; an implementation that takes all of the call has a row. Calls with other options are
-    taken within the row's limits, and where an implementation does not take one, naming that
-    implementation is a `NotImplementedError` that gives the reason.
+    The table comes from the same checks that every call makes. For each dtype, a representative
+    call of the mechanism with the options of its registry entry is traced; each implementation that
+    accepts the call has a row. Calls with other options are accepted within the limits of the row.
+    If an implementation rejects a call, naming the implementation raises `NotImplementedError` with
+    the reason.
 
-    Implementations that do not run on this machine's processor or GPU have no row. Where there is
-    no GPU, or no TPU, the kernels for them are listed. Mechanisms without an argument
-    `implementation` are plain JAX, run everywhere, and have no row.
+    Kernels that this machine's CPU or GPU cannot run have no row. On a machine without a GPU or
+    TPU, the kernels for GPUs or TPUs are listed. Mechanisms without an argument `implementation`
+    are plain JAX, run everywhere, and have no row.
 
     Args:
-      mechanism: a name in the registry, or "paged_attention"; None for all.
+      mechanism: name in the registry, or "paged_attention"; None for all.
 
     Raises:
       ValueError: an unknown name.
@@ -126,7 +126,7 @@ def _takes_implementation(entry: registry.Mechanism) -> bool:
 
 
 def _directions(entry: registry.Mechanism, implementation: str, dtype: str) -> list[str]:
-    """The direction that an implementation asks for where its mechanism has both."""
+    """Requirement on causality, for an implementation of a causal and bidirectional mechanism."""
     if not {"causal", "bidirectional"} <= entry.capabilities:
         return []
     if implementation in _bidirectional(entry.name, dtype, False):
@@ -139,7 +139,7 @@ def _directions(entry: registry.Mechanism, implementation: str, dtype: str) -> l
 
 @functools.cache
 def _bidirectional(name: str, dtype: str, packed: bool) -> frozenset[str]:
-    """The implementations that take a bidirectional call."""
+    """Implementations that accept a bidirectional call."""
     call = functools.partial(_call, registry.get(name), is_causal=False, packed=packed)
     return frozenset(_taken(call, dtype, _KERNELS))
 
@@ -147,10 +147,10 @@ def _bidirectional(name: str, dtype: str, packed: bool) -> frozenset[str]:
 def _taken(
     call: Callable[..., Any], dtype: str, names: tuple[str, ...]
 ) -> dict[str, list[dispatch.Limits]]:
-    """The implementations that take all that `call(dtype)` runs, with their limits there.
+    """Implementations that accept every core call of `call(dtype)`, with their limits.
 
-    The call is traced with these names, whatever promotion the user has configured. Nothing is
-    compiled.
+    The call is traced, not compiled, and asks for the implementations `names`. The user's
+    configuration of dtype and rank promotion has no effect.
     """
     with (
         jax.enable_x64(dtype == "float64"),
@@ -160,7 +160,7 @@ def _taken(
     ):
         try:
             jax.eval_shape(functools.partial(call, dtype))
-        except NotImplementedError:  # from the library that the call was handed to
+        except NotImplementedError:  # from `jax.nn`
             return {}
     takes = [name for name in dispatch.PLATFORMS if all(name in limits for limits in taken)]
     return {name: [limits[name] for limits in taken] for name in takes if taken}
@@ -172,13 +172,13 @@ def _call(
     is_causal: bool | None = None,
     packed: bool = False,
 ) -> Any:
-    """A new mixer, applied to tokens; causal where its mechanism can be, unless told otherwise."""
-    from flax import nnx  # importing the library imports no Flax
+    """Applies a new mixer of the mechanism to tokens; `is_causal=None` is causal if possible."""
+    from flax import nnx  # imported here: effattn works without Flax
 
     is_causal = "causal" in entry.capabilities if is_causal is None else is_causal
     known = entry.mixer_options() | entry.options.keys()
     representative = {"max_length": _LENGTH, "block_size": _BLOCK, "max_global": _GLOBAL}
-    if is_causal:  # a window that mechanisms of both directions may have is of causal calls
+    if is_causal:  # bidirectional calls are traced without a window
         representative["local_window_size"] = _WINDOW
     options: dict[str, Any] = {n: option for n, option in representative.items() if n in known}
     if entry.mixer_takes("is_causal"):
@@ -194,7 +194,7 @@ def _call(
 
 
 def _call_paged(dtype: str) -> Any:
-    """One token, whose sequence fills several pages."""
+    """Decodes one token of a sequence that fills several pages."""
     pages = _LENGTH // _BLOCK
     pool = jnp.zeros((pages, _BLOCK, _HEADS, _SIZE), dtype)
     query = jnp.zeros((1, 1, _HEADS, _SIZE), dtype)

@@ -1,4 +1,4 @@
-"""Measures which implementation, and which tiles, are the fastest for a call on this device."""
+"""Autotuning: measures the fastest implementation and tile sizes of a call on this device."""
 
 import functools
 import statistics
@@ -15,20 +15,21 @@ from effattn.arrays import checks
 from effattn.dispatch import cache
 from effattn.dispatch.cache import Choice
 
-_ENOUGH = 5e-3  # seconds of one measurement: as many calls as take that long, one after another
-_LONG = 2.0  # seconds of measurements, after which a candidate leaves the rounds
-_BETTER = 0.97  # a candidate must take less than this share of the time of the best so far
-_TOLERANCE = {8: 1e-6, 4: 1e-2, 2: 3e-2}  # of results, by bytes: devices round products
+_ENOUGH = 5e-3  # least seconds of one measurement, of several calls in sequence if needed
+_LONG = 2.0  # seconds of measurements, after which a candidate is not measured again
+_BETTER = 0.97  # a candidate must take less than this fraction of the time of the best so far
+# Tolerance of results relative to the largest, by bytes of the dtype: devices round products.
+_TOLERANCE = {8: 1e-6, 4: 1e-2, 2: 3e-2}
 
 
 class Row(NamedTuple):
-    """One candidate for one call.
+    """Measurement of one candidate for one call.
 
     Attributes:
-      call: what was called.
-      choice: the implementation, and its tiles where they are not its own choice.
-      seconds: of the whole function, the median; None if it was not measured.
-      reason: why not.
+      call: signature of the call.
+      choice: the implementation, and its tiles where they differ from the defaults.
+      seconds: median time of the whole function; None if the candidate failed.
+      reason: why the candidate failed.
     """
 
     call: str
@@ -38,12 +39,12 @@ class Row(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """What `tune` measured; as text, a Markdown table.
+    """Result of `tune`; `str` gives a Markdown table.
 
     Attributes:
-      device: its kind.
-      rows: in the order of measurement.
-      chosen: for each call.
+      device: kind of the device.
+      rows: measurements, in order.
+      chosen: the fastest choice for each call.
     """
 
     device: str
@@ -71,35 +72,37 @@ def tune(
     rounds: int = 5,
     **options: Any,
 ) -> Tuning:
-    """Measures a call on this device, and has `implementation=None` take what was fastest.
+    """Measures a call on this device, and makes `implementation=None` use the fastest choice.
 
-    All implementations that take the call and run here are timed within the whole function, and
-    then the tiles of the best one, kernel by kernel. What disagrees with XLA is never chosen. The
-    result holds for calls of about the same shapes (tokens and rows up to the next power of two)
-    and the same options, on this kind of device and under this version of JAX, in programs that are
-    compiled from now on. It is kept in the user's cache folder
-    (`effattn.dispatch.cache.cache_file()`).
+    All implementations that accept the call and run on this device are timed within the whole
+    function; then the tile sizes of the fastest one, kernel by kernel. An implementation whose
+    results disagree with XLA is never chosen. The choice applies to programs that are compiled from
+    now on, for calls with similar shapes (lengths and rows are rounded up to powers of two) and the
+    same options, on this kind of device and with this version of JAX. It is stored in the user's
+    cache folder (`effattn.dispatch.cache.cache_file()`).
 
-    Some twenty programs are compiled for a call of attention, which takes minutes on two CPU cores,
-    and more kernels are tried on a GPU. Each is checked, and then timed in `rounds` that it leaves
-    after two seconds: a call of several seconds is made twice, whatever the rounds.
+    Tuning one attention call compiles about twenty programs, which takes minutes on two CPU cores;
+    a GPU has more kernels to try. Each program is checked once, and then timed in `rounds` rounds.
+    A candidate is not timed again once its measurements sum to two seconds, so a call of several
+    seconds runs only twice.
 
-    On a mesh too, where compilers do not split kernels: call the function inside `jax.shard_map`
-    there, as `implementation=None` may take a kernel from then on, or name "xla".
+    The choice also applies on a mesh, where compilers do not partition kernels. After tuning, call
+    the function inside `jax.shard_map` there, or pass `implementation="xla"`.
 
     Args:
-      function: of effattn, or one that calls it, without `implementation`, such as
-        `effattn.dot_product_attention` or the `__call__` of a model.
-      arguments: of the function, as it will be called: pytrees of arrays.
-      gradients: measure with those of all floating-point arrays; False is for inference alone.
-      rounds: measurements of each candidate; fewer where they take seconds.
-      options: further arguments by name; they may hold anything, and have no gradients.
+      function: a function of effattn, or a function that calls effattn, without `implementation`:
+        for example `effattn.dot_product_attention` or the `__call__` of a model.
+      arguments: arguments of the function: pytrees of arrays.
+      gradients: measure the function with the gradients of all floating-point arrays; False
+        measures inference alone.
+      rounds: number of measurements of each candidate; fewer if they take seconds.
+      options: keyword arguments of the function; any values, without gradients.
 
     Returns:
       A `Tuning`; print it.
 
     Raises:
-      ValueError: the function calls nothing that can be tuned, or names an implementation itself.
+      ValueError: the function makes no call that can be tuned, or names an implementation.
     """
     bench = _Bench(function, arguments, options, gradients, rounds)
     chosen: dict[str, Choice] = {}
@@ -121,12 +124,12 @@ def _is_kernel_here(implementation):
 
 
 def _compete(bench, call, chosen, rows, candidates):
-    """The first, the best so far, or one that is clearly faster."""
+    """Times candidates; returns the first one (the best so far), or a clearly faster one."""
     programs = {}
     for choice in candidates:
         try:
             programs[choice] = bench.compile({**chosen, call: choice})
-        except Exception as error:  # whatever a compiler makes of tiles that do not fit
+        except Exception as error:  # compilers raise any exception for tiles that do not fit
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
             rows.append(Row(call, choice, None, reason))
     seconds = bench.time(programs)
@@ -137,7 +140,7 @@ def _compete(bench, call, chosen, rows, candidates):
 
 
 class _Disagrees(Exception):
-    """The results are not those of XLA."""
+    """The results differ from those of XLA."""
 
 
 def _check(found, wanted):
@@ -152,10 +155,10 @@ def _check(found, wanted):
 
 
 class _Bench:
-    """One call of a function, compiled with some choices and timed.
+    """Benchmark of one function call: compiles the call with given choices, and times it.
 
     Attributes:
-      calls: what it calls that can be tuned, with the candidates for each.
+      calls: signatures of the tunable calls that the function makes, with their candidates.
     """
 
     def __init__(self, function, arguments, options, gradients, rounds):
@@ -191,8 +194,8 @@ class _Bench:
         self.wanted = self._fetch(self.compile({}))
 
     def compile(self, choices):
-        """A compiled program, run once; `_Disagrees` if it is not like that of XLA alone."""
-        # A function of its own: programs are reused by function.
+        """Compiles and runs a program; `_Disagrees` if its results differ from XLA's."""
+        # A new lambda, because `jax.jit` reuses programs of the same function.
         with cache.Trial(choices).running():
             traced = jax.jit(lambda *operands: self.function(*operands))
             program = traced.lower(self.floating, self.others).compile()
@@ -206,7 +209,7 @@ class _Bench:
         return [np.asarray(x) for x in jax.tree.leaves(results)]
 
     def time(self, programs):
-        """Seconds of a call of each, the median of rounds in which they take turns."""
+        """Median seconds of a call of each program; in each round the programs take turns."""
         seconds: dict[Any, list[float]] = {name: [] for name in programs}
         for _ in range(self.rounds):
             for name, program in programs.items():

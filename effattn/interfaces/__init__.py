@@ -1,1 +1,1 @@
-"""The arguments that every implementation of a core receives: static configuration and inputs."""
+"""Static configuration and inputs of the cores, the same for every implementation."""

@@ -1,7 +1,7 @@
-"""Static configuration and inputs of a block-attention call, as every implementation receives them.
+"""Static configuration and inputs of a block-attention call.
 
 Shapes: batch dimensions `*B`, query heads N, key heads K, G = N // K, query length T, key length S,
-head sizes H and Hv.
+head dimensions H and Hv. `#` marks an axis that may have length 1 and broadcast.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from effattn import dispatch
 from effattn.arrays import dtypes
 from effattn.patterns.layouts import BlockLayout
 
-NO_KEY = np.iinfo(np.int32).min  # the id of a key that nobody may attend to
+NO_KEY = np.iinfo(np.int32).min  # segment id of a key that no query may attend to
 
 
 Origin = Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
@@ -24,26 +24,27 @@ Origin = Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is fixed when the program is traced.
+    """Static configuration of a block-attention call.
 
     Attributes:
-      tile: queries and keys in a tile; with a layout it is the layout's. None is what the
-        implementation chooses.
-      scale: multiplies the products of queries and keys; None if it is the operand `scale`.
-      left, right: how far back and ahead of its position a query sees; None is without limit.
-        Causality is right = 0.
-      offset: position of the first query; None if it is traced, as the operand `offset`.
+      tile: (queries, keys) in a tile. With a layout, the tile of the layout. None is the default of
+        the implementation.
+      scale: factor of the products of queries and keys; None if `Inputs.scale` has the factor.
+      left, right: number of positions that a query sees before and after its position; None is
+        without limit. Causal attention has right = 0.
+      offset: position of the first query; None if `Inputs.offset` has the position.
       soft_cap: c, for c * tanh(logits / c) after the bias.
-      score_mod: `(constants, logit, b, h, i, j) -> logit` on scalars, the last step.
-      dropout_rate: share of the weights that are dropped.
-      precision: of the matrix products.
-      pattern: `pattern.allows(i, j, h)` says which pairs may attend; in a layout, of partial tiles.
-      key_tiles: how many of the layout's tiles are read in a step.
-      origin: `(b, h, i, j) -> (b, h, i, j)`, from the example, head and positions here to those
-        that `score_mod` and dropout are told, where a mechanism has rearranged its tokens or heads.
-      activation: "sigmoid" or "squared_relu", of each logit, in place of a softmax; the log-sum-exp
-        then says nothing.
-      implementations: as `effattn.dispatch.choose` gives them.
+      score_mod: `(constants, logit, b, h, i, j) -> logit` on scalars, applied last.
+      dropout_rate: fraction of the weights that are dropped.
+      precision: precision of the matrix products.
+      pattern: an object whose `allows(i, j, h)` is True for pairs that may attend. With a layout
+        it is evaluated in partial tiles only.
+      key_tiles: number of key tiles of the layout in a step.
+      origin: `(b, h, i, j) -> (b, h, i, j)`, for mechanisms that rearrange tokens or heads. It maps
+        example, head and positions of this call to those passed to `score_mod` and dropout.
+      activation: "sigmoid" or "squared_relu", applied to each logit in place of the softmax. The
+        log-sum-exp then has no meaning.
+      implementations: the result of `effattn.dispatch.choose`.
     """
 
     tile: tuple[int, int] | None
@@ -63,25 +64,26 @@ class Config:
 
 
 class Inputs(NamedTuple):
-    """The arrays; None where absent. Those marked * have gradients.
+    """Arrays of a block-attention call; None if absent. Arrays marked * have gradients.
 
     Attributes:
       query: `(*B, T, N, H)` *.
       key: `(*B, S, K, H)` *.
       value: `(*B, S, K, Hv)` *.
       bias: `(*#B, #K, #G, #T, #S)`, added to the logits *.
-      scale: `()`, multiplies the products *.
-      additive: v `(N, H)` of additive scores, sum_h v_h tanh(q_h + k_h), in place of products of
-        queries and keys; K is N *.
+      scale: `()`, factor of the products of queries and keys *.
+      additive: v `(N, H)`, for additive scores sum_h v_h tanh(q_h + k_h) in place of products of
+        queries and keys; needs K = N *.
       constants: arrays that `score_mod` closes over *.
-      mask: bool `(*#B, #K, #G, #T, #S)`, the pairs that may attend.
-      key_mask: bool `(*B, S)`, the keys that anyone may attend to.
-      segments: int ids of the queries `(*B, T)` and of the keys `(*B, S)`; equal ids may attend.
+      mask: bool `(*#B, #K, #G, #T, #S)`, True for pairs that may attend.
+      key_mask: bool `(*B, S)`, False for keys that no query may attend to.
+      segments: int segment ids of the queries `(*B, T)` and of the keys `(*B, S)`; a query attends
+        to keys with an equal id.
       offset: int `()` or `(*B)`, position of the first query.
-      positions: int, of the queries `(*B, T)` and of the keys `(*B, S)`, where tokens have been
-        gathered; in place of their order, for the window, `score_mod` and dropout.
-      seed: uint32 `(2,)` of the dropout.
-      layout: the tiles to visit.
+      positions: int positions of the queries `(*B, T)` and of the keys `(*B, S)`, for tokens that a
+        mechanism has gathered. Windows, patterns, `score_mod` and dropout use these positions.
+      seed: uint32 `(2,)`, seed of the dropout.
+      layout: block-sparse layout, the tiles to visit.
     """
 
     query: jax.Array
@@ -101,10 +103,10 @@ class Inputs(NamedTuple):
 
 
 def ids(x: Inputs) -> tuple[jax.Array | None, jax.Array | None]:
-    """int32 of the queries `(*B, T)` and of the keys `(*B, S)`, of which equal ones may attend.
+    """Combines `segments` and `key_mask` into int32 ids of queries `(*B, T)` and keys `(*B, S)`.
 
-    They are what segments and the mask of keys say together. None of queries is 1 of all of them,
-    and None of keys is no restriction.
+    A query attends to keys with an equal id. Query ids of None mean 1 for every query; key ids of
+    None mean no restriction.
     """
     query_ids: Any = None
     key_ids: Any = None
@@ -118,5 +120,5 @@ def ids(x: Inputs) -> tuple[jax.Array | None, jax.Array | None]:
 
 
 def softmax_dtype(x: Inputs) -> jnp.dtype:
-    """Of logits, weights and sums."""
+    """Dtype of logits, weights and sums: the promoted dtype, at least float32."""
     return dtypes.wide(x.query, x.key, x.value)

@@ -1,6 +1,6 @@
-"""Static configuration and inputs of a linear recurrence, as every implementation receives them.
+"""Static configuration and inputs of a linear recurrence.
 
-The recurrence itself is written out in `effattn.cores.linear_recurrence`.
+`effattn.cores.linear_recurrence` gives the formulas of the recurrence.
 """
 
 from collections.abc import Callable
@@ -11,25 +11,27 @@ import jax.numpy as jnp
 
 from effattn import dispatch
 
-# Tokens of one masked product. Where features decay of their own it is a product for each halving
-# of the chunk, and shorter chunks have fewer.
+# Tokens in a chunk. A decay per feature needs one matrix product per halving of the chunk, so its
+# chunks are shorter.
 CHUNK, CHUNK_BY_FEATURE = 64, 32
 
 
 class Terms(NamedTuple):
-    """What a recurrence sums, of tokens `(*B, L)`; None where absent.
+    """Terms of the recurrence for tokens `(*B, L)`; None if absent.
 
-    Query head n reads key head n // (N // K), and value head v writes at key head v // (V // K);
-    one of N and V is K.
+    N query heads, K key heads and V value heads; N or V equals K. Query head n reads the state of
+    key head n // (N // K). Value head v writes to key head v // (V // K).
 
     Attributes:
       query: `(*B, L, N, F)`.
       key: `(*B, L, K, F)`.
       value: `(*B, L, V, D)`.
-      log_decay: `(V,)`, `(*B, L, V)`, or where V is K also `(*B, L, K, F)`; 0 or less.
-      bonus: `(K, F)`: a query reads the state before its token, and of the token this much.
-      removed: `(*B, L, K, F)`, the a of the delta form; None, with `recalled`, is the key.
-      recalled: `(*B, L, K, F)`, the b of the delta form; None is the plain one.
+      log_decay: log decay w, 0 or less: `(V,)`, `(*B, L, V)`, or if V = K also `(*B, L, K, F)`.
+      bonus: `(K, F)`, the u of the bonus form: a query reads the state before its token, plus the
+        key and value of its token times u.
+      removed: `(*B, L, K, F)`, the a of the delta form; if None and `recalled` is given, a is the
+        key.
+      recalled: `(*B, L, K, F)`, the b of the delta form; None for a plain recurrence.
     """
 
     query: jax.Array
@@ -42,17 +44,17 @@ class Terms(NamedTuple):
 
 
 class Config(NamedTuple):
-    """What is fixed when the program is traced.
+    """Static configuration of a linear recurrence.
 
     Attributes:
-      terms: `(parameters, queries, keys) -> Terms`, for a block of tokens: what a mechanism makes
-        of its arguments. It treats tokens alike and may not close over arrays. It is run again in
-        the backward pass, so nothing that it makes is kept.
-      dtype: of the output.
-      normalized: divide by the sum of the weights.
-      precision: of the matrix products.
-      chunk: tokens of one masked product, at most; kernels have chunks of their own.
-      implementations: as `effattn.dispatch.choose` gives them.
+      terms: `(parameters, queries, keys) -> Terms`, the mechanism's function for a block of tokens.
+        It computes each token independently, and may not close over arrays. The backward pass
+        calls it again, so its intermediate results are not saved.
+      dtype: dtype of the output.
+      normalized: divide the output by the sum of the weights.
+      precision: precision of the matrix products.
+      chunk: most tokens in a chunk; device kernels have fixed chunk sizes.
+      implementations: the result of `effattn.dispatch.choose`.
     """
 
     terms: Callable[[Any, Any, Any], Terms]
@@ -64,12 +66,12 @@ class Config(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What is known of each token; None where absent.
+    """Padding masks and document starts; None if absent.
 
     Attributes:
-      query_mask: bool `(*B, T)`, False for queries that read zeros.
-      key_mask: bool `(*B, T)`, False for tokens that leave the state as it is, whatever is there.
-      starts: bool `(*B, T)`, True where the state before the token is dropped.
+      query_mask: bool `(*B, T)`, False for queries whose output is zero.
+      key_mask: bool `(*B, T)`, False for tokens that leave the state unchanged (padding).
+      starts: bool `(*B, T)`, True for tokens that reset the state first (start of a document).
     """
 
     query_mask: jax.Array | None = None
@@ -78,15 +80,16 @@ class Tokens(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays. Those marked * have gradients.
+    """Arrays of a linear recurrence. Arrays marked * have gradients.
 
     Attributes:
-      parameters: a pytree that all tokens share, for `Config.terms` *.
-      state: before the first token, `(*B, V, F, D)`, or `(*B, V, F, D + 1)` if normalised. Its
-        dtype is that of all sums *.
-      queries: a pytree of arrays `(*B, T, ...)` for `Config.terms`, cleared by the query mask *.
-      keys: a pytree of arrays `(*B, T, ...)` for `Config.terms`, cleared by the key mask *.
-      tokens: padding and packed documents.
+      parameters: pytree for `Config.terms` that does not depend on the token *.
+      state: the state before the first token, `(*B, V, F, D)`, or `(*B, V, F, D + 1)` if
+        normalised. All sums have the dtype of the state *.
+      queries: pytree of arrays `(*B, T, ...)` for `Config.terms`; zero where the query mask is
+        False *.
+      keys: pytree of arrays `(*B, T, ...)` for `Config.terms`; zero where the key mask is False *.
+      tokens: padding masks and starts of packed documents.
     """
 
     parameters: Any
@@ -97,7 +100,7 @@ class Inputs(NamedTuple):
 
 
 def own_chunk(terms: Terms) -> int:
-    """Tokens of one masked product, where nobody says how many."""
+    """Default number of tokens in a chunk."""
     decay = terms.log_decay
     by_feature = decay is not None and decay.ndim == terms.key.ndim
     return CHUNK_BY_FEATURE if by_feature else CHUNK
@@ -105,10 +108,10 @@ def own_chunk(terms: Terms) -> int:
 
 @jax.custom_jvp
 def normalize(output: jax.Array) -> jax.Array:
-    """Divides `(..., D + 1)` by its last entry, to `(..., D)`; zeros where that is zero.
+    """Divides `(..., D + 1)` by its last entry, the normaliser: `(..., D)`.
 
-    A subnormal number counts as zero: it has too few bits to divide by. Derivatives divide by the
-    normaliser once, never by its square.
+    The result is zero if the normaliser is zero or subnormal: a subnormal number has too few
+    significant bits to divide by. The custom JVP never divides by the square of the normaliser.
     """
     return output[..., :-1] * _reciprocal(output[..., -1:])
 
@@ -127,12 +130,12 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 
 
 def append_one(value: jax.Array) -> jax.Array:
-    """Gives each value `(..., D)` a last entry of 1, which sums the weights."""
+    """Appends an entry of 1 to each value `(..., D)`; its weighted sum is the normaliser."""
     return jnp.concatenate([value, jnp.ones_like(value, shape=(*value.shape[:-1], 1))], axis=-1)
 
 
 def clear(tree, mask):
-    """Arrays `(*B, L, ...)` with zeros where `mask (*B, L)` is False; None hides nothing."""
+    """Sets arrays `(*B, L, ...)` to zero where `mask (*B, L)` is False; None masks nothing."""
     if mask is None:
         return tree
     return jax.tree.map(
@@ -149,9 +152,9 @@ def masked_terms(
     dtype: Any,
     alike: bool = False,
 ) -> Terms:
-    """What is summed, in the dtype of the sums; of masked tokens, nothing.
+    """Terms of the recurrence in `dtype`, zero for masked tokens.
 
-    `alike` leaves a decay of each head at that: all tokens decay.
+    With `alike`, a decay per head `(V,)` is not expanded to tokens; then no token may be masked.
     """
     arguments = parameters, clear(queries, tokens.query_mask), clear(keys, tokens.key_mask)
     terms = config.terms(*jax.tree.map(lambda x: x.astype(dtype), arguments))

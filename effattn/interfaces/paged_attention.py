@@ -6,12 +6,12 @@ import jax
 
 
 class Config(NamedTuple):
-    """What is fixed when the program is traced.
+    """Static configuration of a paged-attention call.
 
     Attributes:
-      left: how far back a query sees; None is without limit.
+      left: number of positions that a query sees before its position; None is without limit.
       soft_cap: c, for c * tanh(logits / c).
-      precision: of the matrix products.
+      precision: precision of the matrix products.
     """
 
     left: int | None = None
@@ -20,11 +20,11 @@ class Config(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Keys or values.
+    """Pages of a KV cache: its keys or its values.
 
     Attributes:
-      array: `(P, p, K, H)`.
-      scales: `(P, p, K)`, of int8; None where there are none.
+      array: `(P, p, K, H)`: P pages of p tokens, K key heads.
+      scales: `(P, p, K)`, factors of int8 entries; None if the array is not quantised.
     """
 
     array: jax.Array

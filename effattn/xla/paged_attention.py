@@ -1,8 +1,8 @@
 """Paged attention in XLA: decoding with a KV cache in pages, which a block table lists.
 
 The loop gathers several pages per step, and computes an online softmax. The query heads of one key
-head and the queries of one sequence are the rows of one matrix product. The loop starts at the first
-step that the window of any sequence reaches, and ends with the longest sequence.
+head and the queries of one sequence are the rows of one matrix product. The loop starts at the
+first step that the window of any sequence reaches, and ends with the longest sequence.
 """
 
 import functools

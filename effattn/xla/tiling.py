@@ -1,4 +1,4 @@
-"""Which tiles block attention visits, and how large they are."""
+"""Tile sizes of block attention, and iteration over its non-empty tiles."""
 
 import dataclasses
 import functools
@@ -15,10 +15,10 @@ from effattn.arrays import reverse_mode
 from effattn.arrays.axes import lead
 from effattn.patterns.layouts import BlockLayout
 
-# A window whose keys, with a tile of queries, number no more than this is read as one slice.
+# A window is read as one slice of keys if it spans at most this many keys for a query tile.
 _WIDEST_BAND = 1024
 
-# Tiles of a pattern, of all queries and keys: 4 bytes each for a pattern with a full row.
+# Most tiles that a sparse pattern is cut into: a pattern with a full row stores 4 bytes per tile.
 _MOST_TILES = 2**23
 
 _NO_SECOND_REVERSE = (
@@ -28,12 +28,12 @@ _NO_SECOND_REVERSE = (
     "softmax attention"
 )
 
-# Smaller steps multiply too slowly, and more of them are more to compile.
+# Smaller steps multiply too slowly, and more steps take longer to compile.
 _SMALLEST_STAIR, _MOST_STAIRS = 64, 4
 
 
 def known_product(sizes: Iterable[Any]) -> int:
-    """Of sizes of a batch; those that an exported program leaves open count as one example."""
+    """Product of batch sizes; sizes that an exported program leaves open count as 1."""
     return math.prod(size for size in sizes if isinstance(size, int))
 
 
@@ -51,11 +51,11 @@ def choose_tile(
     backward: bool = False,
     smallest: int = 64,
 ) -> tuple[int, int]:
-    """Queries and keys of a tile, for `rows` = batch x heads computed together.
+    """Tile size (queries, keys), for `rows` = batch x heads computed together.
 
-    The logits of a tile, `rows` x queries x keys, are what must stay near the processor: larger
-    products run nearer the peak until the logits fall out of its cache. Tiles divide the lengths
-    evenly, so that the last one is not mostly overlap.
+    Larger tiles make faster matrix products, as long as the logits of a tile (`rows` x queries x
+    keys) fit in the cache. Tiles divide the lengths evenly, so that the last tile overlaps little
+    with the previous one.
     """
     on_cpu = jax.default_backend() == "cpu"
     budget, largest = (2**20, 512) if on_cpu else (2**26, 1024)
@@ -63,20 +63,19 @@ def choose_tile(
     while side > smallest and rows * side * side > budget:
         side //= 2
     if left is not None and right is not None:
-        # Queries beyond the window's own width only add pairs that the window forbids.
+        # A query tile longer than the window only adds pairs that the window forbids.
         side = min(side, max(64, 2 ** math.ceil(math.log2(left + right + 1))))
-    # The backward holds two arrays of logits at once.
+    # The backward pass holds two arrays of logits at once.
     key_side = max(smallest, side // 2) if backward else side
     return _even_share(lengths[0], side), _even_share(lengths[1], key_side)
 
 
 def choose_sparse_tile(lengths: tuple[int, int], *, for_kernels: bool = False) -> tuple[int, int]:
-    """Queries and keys of a tile of a pattern: small ones hold less that the pattern forbids.
+    """Tile size (queries, keys) for a sparse pattern; small tiles compute fewer forbidden pairs.
 
-    Kernels take whole tiles of their own sizes, also where the sequence is shorter.
-
-    A query tile that sees all keys lists all their tiles, and every other one has room for as many;
-    so the tiles grow where the sequence would have too many of them.
+    With `for_kernels` the tile may be longer than the sequence, because device kernels have fixed
+    tile sizes. The tile grows for long sequences: all query tiles store equally long lists of key
+    tiles, so one query tile that sees all keys makes the layout quadratic in the number of tiles.
     """
     queries, keys = (128, 128) if for_kernels else (128, 64)
     while math.ceil(lengths[0] / queries) * math.ceil(lengths[1] / keys) > _MOST_TILES:
@@ -87,9 +86,9 @@ def choose_sparse_tile(lengths: tuple[int, int], *, for_kernels: bool = False) -
 
 
 def choose_width(layout: BlockLayout, rows: int) -> int:
-    """How many of the layout's key tiles to read in a step, for `rows` = batch x heads.
+    """Number of key tiles of a layout to read in one step, for `rows` = batch x heads.
 
-    Wide steps make large products, and compute the slots that a row of tiles does not fill.
+    Wider steps make larger matrix products, but compute more unused slots.
     """
     listed = layout.partial_indices.shape[-1] + layout.full_indices.shape[-1]
     widest = max(1, min(listed, 16, 2**20 // (rows * math.prod(layout.tile))))
@@ -98,30 +97,32 @@ def choose_width(layout: BlockLayout, rows: int) -> int:
         return widest
     tiles = np.asarray(counts[0]) + np.asarray(counts[1])
     widths = np.arange(1, widest + 1)
-    # A step costs about a tile more than what it computes.
+    # The overhead of a step is about the cost of one tile.
     costs = [(-(-tiles // width)).sum() * (width + 1) for width in widths]
     return int(widths[np.argmin(costs)])
 
 
 def _even_share(length: int, side: int) -> int:
+    """Size, a multiple of 8, of equal pieces of `length` that are about `side` long at most."""
     pieces = max(1, math.ceil(length / side))
     share = math.ceil(length / pieces)
     return min(length, 8 * math.ceil(share / 8))
 
 
 class Patch(NamedTuple):
-    """Pairs of the work of one step; positions may be traced, sizes are static.
+    """Query-key pairs computed in one step. Positions may be traced; sizes are static.
 
-    The queries are a run of those of one tile. The keys are one run, or in a layout several: W of
-    equal size, which may differ by key head and by example.
+    The queries are consecutive, within one query tile. The keys are one run of consecutive keys, or
+    in a layout W runs of equal size, which may differ by key head and by example.
 
     Attributes:
-      first_row: the first query, counted within its tile; the patch takes those from there on.
-      query_start, queries: the first query, and how many.
-      key_start: the first key, or those of the runs `(*L, W)`, L axes that broadcast to `(*B, K)`.
-      keys: how many in all.
-      new_query, new_key: the first query, and in each run key, that no patch before covers.
-      masked: some pairs may not attend.
+      first_row: index within the query tile of the first query of the patch.
+      query_start, queries: position of the first query, and number of queries.
+      key_start: position of the first key, or positions `(*L, W)` of the first key of each run; the
+        axes L broadcast to `(*B, K)`.
+      keys: total number of keys.
+      new_query, new_key: first query, and first key of each run, that no earlier patch covers.
+      masked: whether some pairs may not attend.
     """
 
     first_row: int
@@ -134,20 +135,21 @@ class Patch(NamedTuple):
     masked: bool
 
 
+# (low, high, patch): the patches patch(m) for low <= m < high.
 Run = tuple[Any, Any, Callable[[Any], Patch]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """All query tiles, and for each the patches that may be non-empty.
+    """Iteration over all query tiles, and for each query tile over its non-empty patches.
 
-    Where the length is no multiple of the tile, the last tile is shifted back to fit, and covers
-    tokens of the one before again.
+    If the length is not a multiple of the tile, the last tile is shifted back to fit, and overlaps
+    the previous tile.
 
     Attributes:
-      tile: queries and keys in a tile.
-      lengths: T and S.
-      always_masked: every tile has pairs that may not attend.
+      tile: (queries, keys) in a tile.
+      lengths: query length T and key length S.
+      always_masked: whether every tile may have pairs that may not attend.
     """
 
     tile: tuple[int, int]
@@ -156,35 +158,35 @@ class Walk:
 
     @property
     def query_tile(self) -> int:
-        """Queries in a tile."""
+        """Number of queries in a tile."""
         return min(self.tile[0], self.lengths[0])
 
     @property
     def query_tiles(self) -> int:
-        """How many tiles of queries there are."""
+        """Number of query tiles."""
         return -(-self.lengths[0] // self.query_tile)
 
     @property
     def queries_overlap(self) -> bool:
-        """The last query tile is shifted back over the one before."""
+        """Whether the last query tile overlaps the previous one."""
         return self.lengths[0] % self.query_tile != 0
 
     @property
     def key_tile(self) -> int:
-        """Keys in a tile."""
+        """Number of keys in a tile."""
         return min(self.tile[1], self.lengths[1])
 
     @property
     def keys_overlap(self) -> bool:
-        """The last key tile is shifted back over the one before."""
+        """Whether the last key tile overlaps the previous one."""
         return self.lengths[1] % self.key_tile != 0
 
     def query_start(self, n) -> jax.Array:
-        """The first query of tile n."""
+        """Position of the first query of tile n."""
         return jnp.minimum(n * self.query_tile, self.lengths[0] - self.query_tile)
 
     def patch(self, n, new_key, runs: int = 1, *, masked: bool) -> Patch:
-        """All queries of tile n, and the key tiles that begin at `new_key`."""
+        """Patch of all queries of tile n and the key tiles that start at `new_key`."""
         return Patch(
             first_row=0,
             query_start=self.query_start(n),
@@ -197,7 +199,7 @@ class Walk:
         )
 
     def runs(self, n) -> list[Run]:
-        """The patches of query tile n: `patch(m)` for m from low to high, in each run."""
+        """Patches of query tile n, as runs `(low, high, patch)`."""
         raise NotImplementedError
 
     def over_queries(self, step: Callable, carry: Any) -> Any:
@@ -213,12 +215,12 @@ class Walk:
 
 @dataclasses.dataclass(frozen=True)
 class Window(Walk):
-    """The tiles that causality and a window leave non-empty.
+    """Tiles that causality and a local window leave non-empty.
 
     Attributes:
-      left, right: the window around a query's position; None is without limit.
-      offset: position of the first query, known or traced, `()` or, by example, `(*B)`; None if
-        it is not to be known, and no tile is empty.
+      left, right: number of positions that a query sees on each side; None is without limit.
+      offset: position of the first query: an int, or a traced array `()` or `(*B)`. None if
+        positions are unknown; then all tiles are visited.
     """
 
     left: int | None
@@ -227,28 +229,29 @@ class Window(Walk):
 
     @property
     def band(self) -> int | None:
-        """The width of one slice that holds all the keys a query tile may see, if it is narrow."""
+        """Width of one slice with all keys that a query tile sees; None if the window is wide."""
         if self.left is None or self.right is None or self.offset is None:
             return None
-        # Processors multiply matrices of odd widths at a fraction of their speed.
+        # A multiple of 64: processors multiply matrices of odd widths far more slowly.
         width = 64 * -(-(self.left + self.query_tile + self.right) // 64)
         return width if width <= _WIDEST_BAND else None
 
     @property
     def key_tile(self) -> int:
-        """Keys in a tile."""
+        """Number of keys in a tile."""
         return min(self.band or self.tile[1], self.lengths[1])
 
     @property
     def keys_overlap(self) -> bool:
-        """The last key tile is shifted back over the one before."""
+        """Whether the last key tile overlaps the previous one."""
         return self.band is None and self.lengths[1] % self.key_tile != 0
 
     @property
     def stairs(self) -> tuple[int, int] | None:
-        """The keys of a step, and how many tiles of keys the diagonal is ahead of the query tile.
+        """(keys in a step, key tiles from the query tile to the diagonal), or None.
 
-        Where the diagonal follows the corners of tiles, the queries before a step need not read it.
+        If the causal diagonal passes through tile corners, the tile on the diagonal is cut into
+        steps of keys, and queries before a step skip the step.
         """
         if self.right is None or not isinstance(self.offset, int) or self.band is not None:
             return None
@@ -261,7 +264,7 @@ class Window(Walk):
         return step, ahead // tile
 
     def runs(self, n) -> list[Run]:
-        """The tiles that the edges cross are masked; those between them are not."""
+        """Patches of query tile n. Only tiles at the edges of the window are masked."""
         size = self.key_tile
         tiles = -(-self.lengths[1] // size)
         first = self.query_start(n) + (0 if self.offset is None else self.offset)
@@ -279,9 +282,9 @@ class Window(Walk):
         bounded = self.left is not None or self.right is not None
         if bounded and (self.offset is None or np.ndim(self.offset)):
             if self.offset is None or self.left is None or self.right is None:
-                # What is empty for one example is not for another.
+                # Examples have different empty tiles, so every tile is visited.
                 return [(0, tiles, masked)]
-            # As many tiles as a window may touch, of each example from where its own begins.
+            # The most tiles that a window can touch, from the first tile of each example's window.
             touched = min(tiles, (self.left + self.query_tile + self.right - 2) // size + 2)
             lowest = _of_examples(jnp.clip((first - self.left) // size, 0, tiles - touched))
             return [(0, touched, lambda m: self.patch(n, (lowest + m) * size, masked=True))]
@@ -316,7 +319,7 @@ class Window(Walk):
 
     @staticmethod
     def _stair(corner: Patch, first: int, step: int, _) -> Patch:
-        """The keys of a step, for the queries that are not before them."""
+        """Patch of one step of keys on the diagonal, and the queries from that step on."""
         return corner._replace(
             first_row=first,
             query_start=corner.query_start + first,
@@ -329,39 +332,39 @@ class Window(Walk):
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Walk):
-    """One tile of all queries and keys, where an exported program leaves their numbers open."""
+    """One tile of all queries and keys, for lengths that an exported program leaves open."""
 
     @property
     def query_tile(self) -> int:
-        """All queries."""
+        """The query length."""
         return self.lengths[0]
 
     @property
     def query_tiles(self) -> int:
-        """One."""
+        """1."""
         return 1
 
     @property
     def queries_overlap(self) -> bool:
-        """There is no other tile."""
+        """False: there is one tile."""
         return False
 
     @property
     def key_tile(self) -> int:
-        """All keys."""
+        """The key length."""
         return self.lengths[1]
 
     @property
     def keys_overlap(self) -> bool:
-        """There is no other tile."""
+        """False: there is one tile."""
         return False
 
     def query_start(self, n) -> jax.Array:
-        """The first query."""
+        """Position 0."""
         return jnp.zeros((), jnp.int32)
 
     def runs(self, n) -> list[Run]:
-        """One patch."""
+        """The one patch of all pairs."""
         zero = jnp.zeros((), jnp.int32)
         every = Patch(0, zero, self.lengths[0], zero, self.lengths[1], zero, zero, masked=True)
         return [(0, 1, lambda m: every)]
@@ -369,25 +372,25 @@ class Whole(Walk):
 
 @dataclasses.dataclass(frozen=True)
 class Listed(Walk):
-    """The tiles that a layout names, several at a step: first partial ones, then full ones.
+    """Tiles of a block-sparse layout, several per step: partial tiles first, then full tiles.
 
     Attributes:
-      layout: the tiles.
-      width: how many key tiles a step takes.
+      layout: the block-sparse layout.
+      width: number of key tiles in a step.
     """
 
     layout: BlockLayout
     width: int
 
     def runs(self, n) -> list[Run]:
-        """Steps with partial tiles are masked, and a last one that tiles do not fill."""
+        """Steps of query tile n. Steps with partial tiles or unused slots are masked."""
         layout, width = self.layout, self.width
         partial, full = layout.partial_counts[..., n], layout.full_counts[..., n]
         counts = partial + full
         listed = layout.partial_indices.shape[-1] + layout.full_indices.shape[-1]
         slots = jnp.arange(width * -(-listed // width), dtype=jnp.int32)
         slots = lead(slots, counts.ndim + 1)
-        # Slots beyond the last tile read it again, and mask it.
+        # Unused slots read the last tile again, and mask it.
         at = jnp.clip(slots, 0, jnp.maximum(counts[..., None], 1) - 1)
         tiles = jnp.where(
             at < partial[..., None],
@@ -414,35 +417,35 @@ class Listed(Walk):
 
 
 def _of_examples(numbers):
-    """`(*B)` as `(*B, 1, 1)`, one run of keys for each example; `()` stays."""
+    """Reshapes `(*B)` to `(*B, 1, 1)`, one run of keys per example; `()` stays unchanged."""
     return numbers if numbers.ndim == 0 else numbers[..., None, None]
 
 
 def _around(outer: tuple[Any, Any], inner: Run, patch: Callable[[Any], Patch]) -> Run:
-    """The steps of `outer` before and after those of `inner`, as one run: one body to compile."""
+    """One run of the steps of `outer` before and after `inner`: one loop body to compile."""
     (low, high), (start, stop, _) = outer, inner
     return low, high - (stop - start), lambda m: patch(jnp.where(m < start, m, m + stop - start))
 
 
 def _take(indices, at):
-    """Of `(*L, m)` those at `(*L, w)`, clipped; zeros if there are none."""
+    """Entries `(*L, w)` of `indices (*L, m)` at `at`, clipped to the range; zeros if m is 0."""
     if indices.shape[-1] == 0:
         return jnp.zeros(at.shape, jnp.int32)
     return jnp.take_along_axis(indices, jnp.clip(at, 0, indices.shape[-1] - 1), axis=-1)
 
 
 def _loop(low, high, step, carry):
-    """`lax.fori_loop` over int32 counters, without a loop where there is one step."""
+    """`lax.fori_loop` with an int32 counter; a single step runs without a loop."""
     if isinstance(low, int) and isinstance(high, int) and high - low <= 1:
         return step(np.int32(low), carry) if high > low else carry
 
     def one(n, carry):
-        # Under `jax.disable_jit` it is one of Python's.
+        # Under `jax.disable_jit` the counter is a Python int.
         return step(jnp.asarray(n, jnp.int32), carry)
 
     results = lax.fori_loop(_int32(low), _int32(high), one, carry)
     if any(isinstance(bound, jax.core.Tracer) for bound in (low, high)):
-        # Such a loop cannot say how much it would have to save.
+        # The number of steps is traced, so reverse mode cannot allocate residuals for the loop.
         return reverse_mode.forward_only(results, _NO_SECOND_REVERSE)
     return results
 
