@@ -1,1 +1,1 @@
-"""Small helpers without a mechanism: checks, dtypes, packing, positions, mesh axes, gathers."""
+"""Array helpers for all mechanisms: checks, dtypes, packing, positions, mesh axes, gathers."""

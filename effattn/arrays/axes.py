@@ -1,9 +1,9 @@
-"""Axes of length 1, written out where `jax_numpy_rank_promotion` may forbid NumPy to add them."""
+"""Explicit axes of length 1, for users who forbid rank promotion (`jax_numpy_rank_promotion`)."""
 
 import jax
 from jax import lax
 
 
 def lead(array: jax.Array, ndim: int) -> jax.Array:
-    """With as many axes before its own as make `ndim` of them."""
+    """Adds leading axes of length 1, up to `ndim` axes."""
     return lax.expand_dims(array, range(ndim - array.ndim))

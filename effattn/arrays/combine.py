@@ -1,4 +1,4 @@
-"""Attend, then combine: softmax attention over a union of disjoint key sets."""
+"""Combination of softmax attention outputs over disjoint key sets."""
 
 import functools
 from collections.abc import Sequence
@@ -19,8 +19,11 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
       lses: their log-sum-exps `(*B, T, N)`; -inf where a part is empty for a row.
 
     Returns:
-      The output, in the dtype of the first, and the log-sum-exp of the whole: what one call over
-      all the keys returns with `return_residual`. Where all parts are empty, zeros and -inf.
+      The output in the dtype of the first part, and the log-sum-exp over all keys, as one call over
+      all keys returns them with `return_residual`. Zeros and -inf where all parts are empty.
+
+    Raises:
+      ValueError: numbers or shapes of `outputs` and `lses` do not match.
     """
     if len(outputs) != len(lses) or len(outputs) == 0:
         raise ValueError(
@@ -37,7 +40,7 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
             )
     empty = [(lse == -jnp.inf) | (lse == dtypes.lowest(lse.dtype)) for lse in lses]
     nothing = functools.reduce(jnp.logical_and, empty)
-    # Finite, and of empty parts no larger than of any other.
+    # Empty parts get the smallest finite number, so that the maximum is finite.
     finite = [
         jnp.where(is_empty, jnp.finfo(lse.dtype).min, lse)
         for lse, is_empty in zip(lses, empty, strict=True)
@@ -52,6 +55,6 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
     parts = zip(weights, outputs, strict=True)
     mixed = functools.reduce(jnp.add, (dtypes.product(w[..., None], out) for w, out in parts))
     out = (mixed / total[..., None]).astype(outputs[0].dtype)
-    # Of nothing, as the parts say it: -inf, or what stands for it here.
+    # Rows without keys keep the value that the parts use for them: -inf or `dtypes.lowest`.
     of_nothing = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
     return out, jnp.where(nothing, of_nothing, shift + jnp.log(total))

@@ -1,7 +1,7 @@
-"""Dropout by counter: whether a weight is kept is a function of its place alone.
+"""Counter-based dropout: whether a weight is kept depends on its seed and indices alone.
 
-Every implementation, and a backward that recomputes, draws the same bits for the weight of query i
-on key j in head h of example b, whatever the tiles and their order.
+The random bits are a function of example b, head h, query i and key j. All implementations, tile
+sizes and backward passes therefore draw the same bits.
 """
 
 import jax
@@ -18,8 +18,8 @@ def threefry2x32(key: tuple, counter: tuple) -> tuple[jax.Array, jax.Array]:
       counter: two uint32 arrays; all four broadcast together.
 
     Returns:
-      Two uint32 arrays of random bits. Only 32-bit adds, shifts and exclusive ors, so it runs
-      inside any kernel.
+      Two uint32 arrays of random bits. The function uses 32-bit additions, shifts and exclusive
+      ors only, so it runs inside any kernel.
     """
     k0, k1 = key
     keys = (k0, k1, k0 ^ k1 ^ jnp.uint32(0x1BD11BDA))
@@ -35,14 +35,17 @@ def threefry2x32(key: tuple, counter: tuple) -> tuple[jax.Array, jax.Array]:
 
 
 def seed_from_rng(rng: jax.Array) -> jax.Array:
-    """The two uint32 words `(2,)` that `keep` takes, from a `jax.random` key of any kind."""
+    """Seed for `keep`, uint32 `(2,)`, from a `jax.random` key of any kind."""
     return jax.random.bits(rng, (2,), jnp.uint32)
 
 
 def keep(
     seed: jax.Array, rate: float, b: jax.Array, h: jax.Array, i: jax.Array, j: jax.Array
 ) -> jax.Array:
-    """True with probability 1 - rate, for example b, head h, query i and key j (they broadcast)."""
+    """Dropout mask: True with probability 1 - rate.
+
+    Example b, head h, query i and key j are integer arrays that broadcast together.
+    """
     b, h, i, j = (x.astype(jnp.uint32) for x in (b, h, i, j))
     head_key = threefry2x32((seed[0], seed[1]), (b, h))
     bits, _ = threefry2x32(head_key, (i, j))

@@ -1,7 +1,7 @@
-"""Common dtypes and limits of dtypes, for programs that JAX watches closely.
+"""Dtype promotion, and finite stand-ins for -inf, that also work in JAX's strict modes.
 
-`jax_numpy_dtype_promotion` may forbid JAX to promote unasked, and `jax_debug_infs` stops at
-infinities in any array that an operation by itself, or a compiled program, returns.
+`jax_numpy_dtype_promotion="strict"` forbids implicit promotion. `jax_debug_infs` raises an error
+for infinities in any result of an eager operation or a compiled program.
 """
 
 import functools
@@ -14,19 +14,19 @@ import numpy as np
 
 
 def common(*given: Any) -> jnp.dtype:
-    """The dtype to which arrays, dtypes or Python numbers promote together."""
+    """The promoted dtype of arrays, dtypes or Python numbers."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*given)
 
 
 def wide(*given: Any) -> jnp.dtype:
-    """The same, but at least float32: for softmax, sums and states."""
+    """The promoted dtype, at least float32: for softmax, sums and states."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(jnp.result_type(*given), jnp.float32)
 
 
 def alike(*arrays: Any) -> list[jax.Array]:
-    """The arrays, or numbers, in their common dtype."""
+    """Converts arrays or numbers to their common dtype."""
     dtype = common(*arrays)
     return [jnp.asarray(array, dtype) for array in arrays]
 
@@ -37,9 +37,10 @@ def product(*factors: Any) -> jax.Array:
 
 
 def lowest(dtype: Any) -> np.number[Any]:
-    """Stands for -inf, as the logarithm of nothing: below all numbers, and finite.
+    """Finite stand-in for -inf, the log-sum-exp of a row without keys.
 
-    One above the least number of the dtype, which biases use to forbid pairs.
+    It is the second-lowest number of the dtype. The lowest number is left for biases that forbid
+    pairs.
     """
     least: Any = jnp.finfo(dtype).min
     above: np.number[Any] = np.nextafter(least, np.zeros_like(least))[()]
@@ -47,5 +48,5 @@ def lowest(dtype: Any) -> np.number[Any]:
 
 
 def logarithms(x: jax.Array) -> jax.Array:
-    """With -inf in place of `lowest`, for the caller."""
+    """Replaces `lowest` by -inf, for results that the caller receives."""
     return jnp.where(x == lowest(x.dtype), -jnp.inf, x)

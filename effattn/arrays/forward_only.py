@@ -1,4 +1,4 @@
-"""An identity that has a derivative in forward mode, and says in reverse mode what to use."""
+"""Identity primitive with a forward-mode derivative; reverse mode raises a given `TypeError`."""
 
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir

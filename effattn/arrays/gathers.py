@@ -1,4 +1,7 @@
-"""Moving tokens to their clusters, with gradients that are never added up in any order."""
+"""Gathers and scatters with deterministic gradients.
+
+An index is met at most once in each scatter, so no result depends on the order of atomic additions.
+"""
 
 import functools
 
@@ -11,7 +14,7 @@ from effattn.arrays import dtypes, mesh_axes
 
 @jax.custom_vjp
 def permute(x, order, inverse):
-    """`x (*B, N, T, ...)` in another order, `(*B, N, T)`; `inverse` is that back."""
+    """Permutes the tokens of `x (*B, N, T, ...)` by `order (*B, N, T)`; `inverse` undoes it."""
     return _take(x, order)
 
 
@@ -27,7 +30,7 @@ permute.defvjp(_permute_fwd, _permute_bwd)
 
 
 def inverse_of(order):
-    """int32 `(*B, N, T)`, where each token is in that order."""
+    """Inverse permutation of `order (*B, N, T)`."""
 
     def of_one(order):
         token = jnp.arange(len(order), dtype=order.dtype)
@@ -41,19 +44,22 @@ def _take(x, at):
 
 
 def _over(axes: int, function):
-    """Mapped over leading axes, which stay axes."""
+    """Applies `jax.vmap` over the leading `axes` axes."""
     for _ in range(axes):
         function = jax.vmap(function)
     return function
 
 
 def pick(x, at):
-    """`x (*B, N, T, ...)` at the members `(*B, N, C, M)` of each cluster."""
+    """Gathers the members of each cluster: `x (*B, N, T, ...)` at indices `at (*B, N, C, M)`."""
     return _picked(x.shape[at.ndim - 2], x, at)
 
 
 def spread(x, at, length: int):
-    """The members `x (*B, N, C, M, ...)` of all clusters, summed by token `(*B, N, T, ...)`."""
+    """Scatter-add, the transpose of `pick`: sums `x (*B, N, C, M, ...)` to `(*B, N, T, ...)`.
+
+    T is `length`. A token is at most once in each cluster. Sums are at least float32.
+    """
     return _summed(length, x, at)
 
 
@@ -79,13 +85,13 @@ _summed.defvjp(
 
 
 def largest_of(x, at, length: int):
-    """As `spread`, the largest, or `dtypes.lowest` for a token of no cluster."""
+    """Scatter-max, like `spread`; `dtypes.lowest` for a token in no cluster."""
     start = jnp.full(length, dtypes.lowest(x.dtype), x.dtype)
     return _by_cluster(jnp.maximum, start, x, at)
 
 
 def _by_cluster(operation, start, x, at):
-    """From `start (T)`, one cluster after the other: in each, a token is met once."""
+    """Scatters one cluster after the other, from `start (T)`; a cluster has each token once."""
 
     def of_one(x, at):
         def step(carry, members):

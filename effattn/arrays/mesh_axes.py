@@ -1,4 +1,4 @@
-"""What the cores need to know of the mesh: axes that vary by device, and axes that are explicit."""
+"""Sharding helpers: explicit mesh axes, and arrays that vary by device inside `jax.shard_map`."""
 
 import contextlib
 import functools
@@ -19,10 +19,11 @@ def explicit(x: jax.Array) -> bool:
 
 
 def placed(function: Callable[..., Any], like: jax.Array, *specs: PartitionSpec) -> Callable:
-    """The function, free of explicit mesh axes inside, with results placed by `specs`.
+    """Wraps `function` so that explicit mesh axes are automatic inside (`jax.sharding.auto_axes`).
 
-    Where the mesh of `like` has explicit axes, the types of arrays say how they are sharded;
-    inside, the compiler places them, as it does on other meshes. There this changes nothing.
+    On a mesh with explicit axes, array types contain the sharding. Inside the wrapped function the
+    compiler chooses the sharding, and the results are sharded by `specs`. If the mesh of `like` has
+    no explicit axes, the function is returned unchanged.
     """
     if not explicit(like):
         return function
@@ -36,13 +37,13 @@ def placed(function: Callable[..., Any], like: jax.Array, *specs: PartitionSpec)
 
 @contextlib.contextmanager
 def of_type(like: jax.Array) -> Iterator[None]:
-    """The mesh that the array's type carries, for what is traced within, as by `jax.set_mesh`."""
+    """Sets the mesh of the array's type for code within, like `jax.set_mesh`."""
     known = jax.sharding.get_abstract_mesh()
     if not explicit(like) or not known.empty:
         yield
         return
     place: Any = None if isinstance(like, jax.core.Tracer) else like.sharding
-    # Eager operations need to know the devices, which the types of traced arrays do not say.
+    # Eager operations need the devices, which are not part of the types of traced arrays.
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         with jax.set_mesh(place.mesh):
             yield
@@ -52,9 +53,9 @@ def of_type(like: jax.Array) -> Iterator[None]:
 
 
 def on_mesh_of_input(method: Method) -> Method:
-    """A module's method, called where the mesh of its first argument is known.
+    """Decorator: calls a module's method with the mesh of its first argument set.
 
-    The parameters are taken to that mesh, so that their gradients are summed over it.
+    The parameters are resharded to the mesh, so that their gradients are summed over the mesh.
     """
 
     @functools.wraps(method)
@@ -70,7 +71,7 @@ def on_mesh_of_input(method: Method) -> Method:
 
 
 def placed_like(x: jax.Array, function: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
-    """The function of the arguments, free of explicit mesh axes inside, and placed as x is."""
+    """Calls `function(*arguments)` by `placed`; the result is sharded like `x`."""
     (y,) = placed(lambda *given: (function(*given),), x, PartitionSpec(*spec(x)))(*arguments)
     return y
 
@@ -82,10 +83,10 @@ def extended(
     state: Any,
     *more: Any,
 ) -> tuple[jax.Array, Any]:
-    """`function(module, x, state, *more)`, free of explicit mesh axes inside.
+    """Calls `function(module, x, state, *more)`, which returns `(y, state)`, by `placed`.
 
-    Of `(y, state)`, y is placed as x is, and the state as it was, with its rows where those of x
-    are.
+    y is sharded like x. The new state is sharded like the old state, with its rows (first axis)
+    sharded like those of x.
     """
     if not explicit(x):
         return function(module, x, state, *more)
@@ -96,9 +97,10 @@ def extended(
 
 @contextlib.contextmanager
 def within_placed(like: jax.Array, traced: str) -> Iterator[None]:
-    """The mesh as what is `placed` like this finds it, for what is traced ahead of that.
+    """Sets the mesh for code that is traced before a `placed` function is called with it.
 
-    `traced` names it, for the message where it closes over an array of the explicit mesh.
+    `traced` is the name of the traced function, for the `ValueError` that is raised if the function
+    closes over an array on a mesh with explicit axes.
     """
     if not explicit(like):
         yield
@@ -118,13 +120,16 @@ def within_placed(like: jax.Array, traced: str) -> Iterator[None]:
 
 
 def spec(x: jax.Array) -> tuple:
-    """Over which mesh axes each axis of the array is sharded, as its type says."""
+    """Mesh axes that shard each axis of the array, from the array's type."""
     known = tuple(jax.typeof(x).sharding.spec)
     return known + (None,) * (x.ndim - len(known))
 
 
 def beside(new: jax.Array, kept: jax.Array) -> jax.Array:
-    """`kept (B, S, ...)`, with the rows and features where explicit axes have those of `new`."""
+    """Reshards `kept (B, S, ...)` so that its rows and features are sharded like those of `new`.
+
+    Without explicit mesh axes, `kept` is returned unchanged.
+    """
     if not explicit(new):
         return kept
     (rows, _, *features), (_, tokens, *_) = spec(new), spec(kept)
@@ -141,15 +146,15 @@ def _vary(x: Any, axes: frozenset) -> jax.Array:
 
 
 def vary_alike(arrays: Arrays) -> Arrays:
-    """Lets all arrays vary over the axes that any of them varies over.
+    """Marks all arrays as varying over every mesh axis that any of the arrays varies over.
 
-    A custom rule is then local to a device, and the gradient of a replicated array is summed over
-    devices by the transpose of this.
+    A custom VJP can then work on each device alone. The transpose of this function sums the
+    gradient of a replicated array over devices.
     """
     axes = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
     return jax.tree.map(lambda x: _vary(x, axes), arrays)
 
 
 def vary_like(like: jax.Array, x: Any) -> jax.Array:
-    """Lets `x`, the same on all devices, vary as `like` does: a loop's carry keeps its type."""
+    """Marks `x`, equal on all devices, as varying like `like`: a loop carry then keeps its type."""
     return _vary(x, _varying(like))

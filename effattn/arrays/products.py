@@ -10,10 +10,10 @@ from jax import lax
 def widened(
     product: Callable[..., jax.Array], left: jax.Array, right: jax.Array, dtype: Any
 ) -> jax.Array:
-    """`product(left, right, preferred_element_type=dtype)`, on every device.
+    """Computes `product(left, right, preferred_element_type=dtype)` on every device.
 
-    XLA's runtime for CPUs has bfloat16 products with float32 results for some shapes and not for
-    others. There the operands are widened first, which changes no digit of them.
+    XLA's CPU runtime supports bfloat16 products with float32 results for some shapes only. On CPUs
+    the operands are therefore converted to `dtype` first, which is exact.
     """
 
     def narrow(left, right):

@@ -1,4 +1,4 @@
-"""What to say where custom rules and loops leave no derivative."""
+"""Error messages for derivatives that custom VJPs and loops do not support."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ import jax
 
 @contextlib.contextmanager
 def only(mechanism: str, alternative: str) -> Iterator[None]:
-    """Turns JAX's refusal of forward mode, raised inside, into a sentence that says what to use.
+    """Replaces JAX's error for forward mode, raised within, by one that names an alternative.
 
-    A transformation outside `jax.jit` meets the refusal after this call has returned; there JAX's
-    own message stands.
+    A transformation outside `jax.jit` raises JAX's error after this context has ended, so JAX's
+    message stays.
     """
     try:
         yield
     except (TypeError, NotImplementedError) as error:
-        # The second where what is differentiated forward is to be differentiated again.
+        # JAX names 'custom_lin' if the forward-mode derivative is differentiated again.
         if not any(sign in str(error) for sign in ("forward-mode", "'custom_lin'")):
             raise
         raise TypeError(
@@ -28,7 +28,7 @@ def only(mechanism: str, alternative: str) -> Iterator[None]:
 
 
 def forward_only(results: Any, message: str) -> Any:
-    """The arrays as they are, but differentiating them in reverse mode is a TypeError."""
-    from effattn.arrays.forward_only import identity  # it loads much
+    """Identity whose reverse-mode derivative raises a `TypeError` with the message."""
+    from effattn.arrays.forward_only import identity  # imported on first use: a slow import
 
     return jax.tree.map(lambda x: identity.bind(x, message=message), results)

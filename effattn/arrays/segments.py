@@ -1,7 +1,7 @@
-"""Packed documents: the integer ids that say which tokens belong together.
+"""Segment ids of packed sequences.
 
-Ids are ints `(*B, T)`; tokens attend only within equal ids, equal ids are one contiguous run, and
-id 0 is padding.
+Segment ids are integers `(*B, T)`. Tokens attend only to tokens with an equal id. Equal ids are one
+contiguous run, and id 0 is padding.
 """
 
 import jax
@@ -13,21 +13,29 @@ from effattn.arrays.axes import lead
 
 
 def within(lengths: jax.Array, size: int) -> jax.Array:
-    """Which of `size` tokens lie before lengths `(*B)`: bool `(*B, size)`."""
+    """Mask of the tokens before each length: bool `(*B, size)`, from lengths `(*B)`."""
     return lead(jnp.arange(size), lengths.ndim + 1) < lengths[..., None]
 
 
 def positions_from(first: jax.Array, size: int) -> jax.Array:
-    """`size` tokens' positions, `(*B, size)`, the first of them at `first (*B)`."""
+    """Consecutive positions `(*B, size)` that start at `first (*B)`."""
     return first[..., None] + lead(jnp.arange(size, dtype=jnp.int32), first.ndim + 1)
 
 
 @checks.checked
 def segment_ids_from_lengths(lengths: jax.Array, max_length: int) -> jax.Array:
-    """One document a row, `lengths` `(*B)` tokens long: int32 ids `(*B, max_length)`, 1, then 0.
+    """Segment ids of right-padded rows, one document per row.
 
-    Lengths lie between 0 and `max_length`, which is checked where they are concrete; traced ones
-    are cut to it.
+    Args:
+      lengths: int `(*B)`, between 0 and `max_length`. Concrete lengths are checked; traced lengths
+        above `max_length` count as `max_length`.
+      max_length: tokens in a row.
+
+    Returns:
+      int32 `(*B, max_length)`: 1 for the first `lengths` tokens, 0 for padding.
+
+    Raises:
+      ValueError: a concrete length is out of range, or an argument is not an integer.
     """
     known, lengths = checks.known(lengths), checks.as_array("lengths", lengths)
     _check_integers("lengths", lengths)
@@ -41,13 +49,13 @@ def segment_ids_from_lengths(lengths: jax.Array, max_length: int) -> jax.Array:
 
 @checks.checked
 def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total_length: int) -> jax.Array:
-    """Ids of documents packed into one row, from their borders.
+    """Segment ids of documents packed into one row, from their cumulative lengths.
 
     Args:
-      cu_seqlens: `(n + 1,)` int, cumulative lengths starting at 0, as flash-attn and fla take them;
-        document d is the tokens from cu_seqlens[d] up to, not including, cu_seqlens[d + 1]. Traced
-        ones are not checked: tokens past total_length are left out, and borders must not fall.
-      total_length: tokens in the row; those past cu_seqlens[n] are padding.
+      cu_seqlens: int `(n + 1,)`, cumulative lengths starting at 0, as in flash-attn and fla.
+        Document d is the tokens cu_seqlens[d] to cu_seqlens[d + 1] - 1. Traced values are not
+        checked: they must not decrease, and tokens past total_length are left out.
+      total_length: tokens in the row; tokens from cu_seqlens[n] on are padding.
 
     Returns:
       int32 `(total_length,)`: d + 1 in document d, 0 in padding.
@@ -69,7 +77,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, total_length: int) -> jax
 
 @checks.checked
 def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
-    """Each token's position within its own run of ids: int32 `(*B, T)`, 0 at a document's start."""
+    """Positions of tokens within their documents: int32 `(*B, T)`, 0 at the start of each."""
     segment_ids = checks.as_array("segment_ids", segment_ids)
     _check_integers("segment_ids", segment_ids)
     if segment_ids.ndim < 1:

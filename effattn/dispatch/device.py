@@ -47,7 +47,7 @@ def triton_refusal() -> str | None:
 
 
 def aligned(arrays: Arrays) -> Arrays:
-    """Copies of slices, so that each array starts at the alignment of an allocation.
+    """Makes XLA copy slices, so that each array starts at the alignment of an allocation.
 
     XLA passes a contiguous slice to a kernel in place, at any start address. Mosaic GPU rejects
     arrays that do not start at a multiple of 256 bytes, and Triton kernels assume multiples of 32.

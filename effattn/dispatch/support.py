@@ -173,7 +173,7 @@ def _call(
     packed: bool = False,
 ) -> Any:
     """Applies a new mixer of the mechanism to tokens; `is_causal=None` is causal if possible."""
-    from flax import nnx  # imported here: effattn works without Flax
+    from flax import nnx  # importing effattn does not import Flax
 
     is_causal = "causal" in entry.capabilities if is_causal is None else is_causal
     known = entry.mixer_options() | entry.options.keys()
