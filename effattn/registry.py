@@ -1,7 +1,7 @@
-"""Every mechanism by name: what it is, where it was published, what it can do.
+"""Registry of mechanisms: name, paper, function, Flax module, options and capabilities.
 
-An entry is declared beside its mechanism (`effattn/functional/<name>.py`) and collected here.
-Nothing in this module imports Flax: `Mechanism.builder` names the module class, imported on use.
+Each mechanism registers its entry in its own file, `effattn/functional/<name>.py`. This module does
+not import Flax: `Mechanism.builder` is the name of a module class, imported on first use.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ CAPABILITIES: Mapping[str, str] = MappingProxyType(
 )
 
 
-# The capability that each parameter of a function of query, key and value stands for.
+# Capabilities that follow from each parameter of a mechanism's function.
 _SHOWN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "is_causal": ("bidirectional", "causal"),
@@ -58,34 +58,38 @@ _ANY_FUNCTION = "effattn.nn.attention:SelfAttention"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """One way of attending.
+    """Registry entry of a mechanism.
 
     Attributes:
-      name: what users type.
-      family: the row group of the table of mechanisms ("exact", "sparse", "linear", ...).
+      name: unique name of the mechanism.
+      family: group in the table of mechanisms ("exact", "sparse", "linear", ...).
       paper: authors, year and title of the publication.
-      function: the pure function, taking query, key and value first if it `takes_heads`; else
-        with inputs of its own, or None where there is only a module.
-      takes_heads: the function takes query, key and value, as every attention does. What mixes
-        tokens in another way has a mixer of its own, and no other module can call its function.
-      builder: "module:attribute" of the callable that makes its Flax mixer; imported on use. The
-        default makes one of any function that takes heads; another makes this mechanism alone.
-      options_at: the options at a length, where the claimed growth supposes some that follow it.
-      knows_order: it tells positions apart by itself, so models give it no rotary embedding.
-      by_layer: the options that change with the layer (from 0) in which the mixer stands.
-      decoder: "module:attribute" of what makes its decoder, `(function, options) -> Decoder` (see
+      function: the pure function. With `takes_heads` its first arguments are query, key and value;
+        otherwise it has other inputs. None if the mechanism has only a module.
+      takes_heads: whether the function takes query, key and value. If not, the mechanism has a
+        mixer module of its own, and no other module can call the function.
+      builder: "module:attribute" of the callable that makes the mechanism's Flax mixer; imported on
+        first use. The default is a mixer for any function with `takes_heads`.
+      options_at: `(length) -> options`, if the claimed complexity needs options that depend on the
+        length; or None.
+      knows_order: whether the mechanism distinguishes positions by itself; models then pass no
+        rotary embedding.
+      by_layer: `(layer) -> options` that depend on the index of the layer (from 0), or None.
+      decoder: "module:attribute" of a function `(function, options) -> Decoder` (see
         `effattn.decode`), or None.
-      reach: the keys that each token reaches, for `effattn.decode.GatheredDecoder`, or None.
-      capabilities: names from `CAPABILITIES`. Of a function that takes heads, those that its
-        parameters do not show: "cross", and the direction where there is no `is_causal`. What the
-        parameters show is added, but for what `reasons` says it lacks; so is "grouped", and
-        "decode" where there is a decoder.
-      reasons: why the mechanism lacks a capability, for the message to those who ask for it.
-      options: the function's own arguments, or its mixer's where it takes no heads, with the values
-        used when none are given.
-      time_exponent, memory_exponent: growth in length of FLOPs and of temporary bytes.
-      complexity: the time, as written in the table.
-      causality: "exact" (bit for bit), or "rounding" where the order of summation moves.
+      reach: function for the keys that each token attends to, for
+        `effattn.decode.GatheredDecoder`, or None.
+      capabilities: names from `CAPABILITIES`. With `takes_heads`, pass only capabilities that do
+        not follow from the function's parameters: "cross", and the direction if there is no
+        parameter `is_causal`. The others are added, except those in `reasons`. "grouped" is added
+        too, and "decode" if there is a decoder.
+      reasons: for capabilities that the mechanism lacks, the reason, for error messages.
+      options: default values of the mechanism's own arguments: those of the function, or of the
+        mixer without `takes_heads`.
+      time_exponent, memory_exponent: exponents of the length in FLOPs and in temporary bytes.
+      complexity: the time complexity, as shown in the table.
+      causality: "exact" if later tokens change no bit of an output, "rounding" if they change the
+        order of summation.
     """
 
     name: str
@@ -122,7 +126,7 @@ class Mechanism:
             object.__setattr__(self, "capabilities", self.capabilities | self._shown())
 
     def _shown(self) -> frozenset[str]:
-        """The capabilities that the function's parameters and the decoder show."""
+        """Capabilities that follow from the function's parameters and the decoder."""
         assert self.function is not None
         parameters = inspect.signature(self.function).parameters
         shown = {each for name in parameters for each in _SHOWN_BY.get(name, ())} | {"grouped"}
@@ -132,7 +136,7 @@ class Mechanism:
 
     @property
     def mixer(self) -> str:
-        """The full name of its builder, for messages."""
+        """Full name of the builder, for messages."""
         module, _, attribute = self.builder.partition(":")
         return (
             f"effattn.nn.{attribute}"
@@ -141,29 +145,29 @@ class Mechanism:
         )
 
     def options_in_layer(self, layer: int) -> dict[str, Any]:
-        """The options that the mechanism has of itself in a layer of a model, from 0."""
+        """The mechanism's options that depend on the layer of a model, counted from 0."""
         return {} if self.by_layer is None else dict(self.by_layer(layer))
 
     def mixer_options(self) -> frozenset[str]:
-        """The options that its mixer has beside those of every `SelfAttention`."""
+        """Options of the mechanism's mixer that `SelfAttention` does not have."""
         return _parameters(self.builder) - _parameters(_ANY_FUNCTION)
 
     def mixer_takes(self, option: str) -> bool:
-        """Whether its mixer, or those that it is made of, may have such an option."""
+        """Whether the mechanism's mixer accepts the option, or forwards it to inner mixers."""
         parameters = _signature(self.builder)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return open_ended or option in parameters
 
     def takes_rotary(self) -> bool:
-        """Whether its mixer may turn something by its position."""
+        """Whether the mechanism's mixer accepts a rotary embedding."""
         return not self.knows_order and self.mixer_takes("rotary")
 
     def options_of_model(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Of what a model says to all its mixers, what this mechanism's is given.
+        """The model options that this mechanism's mixer accepts.
 
-        That is all but a rotary embedding, where it knows the order by itself, and what would set
-        up parts that its mixer has not: queries and keys to turn and to norm, projections,
-        parameters by position.
+        Left out are the rotary embedding if the mechanism `knows_order`, and options of parts that
+        the mixer does not have: rotary embedding and normalisation of queries and keys,
+        initialisers and dtype of parameters, and parameters per position (`max_length`).
         """
         parameters = _signature(self.builder)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -176,13 +180,13 @@ class Mechanism:
         return {name: option for name, option in options.items() if name not in left_out}
 
     def build(self, in_features: int, num_heads: int, **kwargs: Any) -> Any:
-        """The mechanism's Flax mixer, from tokens `(B, T, D)` to tokens.
+        """Builds the mechanism's Flax mixer, a module from tokens `(B, T, D)` to tokens.
 
-        One that has no heads is made for any number of them.
+        A mixer without heads ignores `num_heads`.
 
         Raises:
-          ValueError: options that its mixer does not have, or needs and was not given; and what the
-            mixer raises.
+          ValueError: an option is unknown to the mixer, a required option is missing, or the mixer
+            rejects an option.
         """
         if self.builder == _ANY_FUNCTION:
             return load(self.builder)(in_features, num_heads, attention=self.name, **kwargs)
@@ -210,7 +214,7 @@ class Mechanism:
         return load(self.builder)(in_features, **kwargs)
 
 
-# What a model says of parts that not every mixer has.
+# Model options of parts that some mixers do not have.
 _OF_PARTS = frozenset({"rotary", "qk_norm", "kernel_init", "out_kernel_init", "param_dtype"})
 
 _MECHANISMS: dict[str, Mechanism] = {}
@@ -228,13 +232,13 @@ def _parameters(builder: str) -> frozenset[str]:
 
 
 def load(reference: str) -> Any:
-    """The object named by "module:attribute", imported now."""
+    """Imports and returns the object named "module:attribute"."""
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def register(mechanism: Mechanism) -> Mechanism:
-    """Adds an entry; a name can be taken once."""
+    """Adds an entry; `ValueError` if its name is registered already."""
     if mechanism.name in _MECHANISMS:
         raise ValueError(f"a mechanism named {mechanism.name!r} is registered already")
     _MECHANISMS[mechanism.name] = mechanism
@@ -242,20 +246,20 @@ def register(mechanism: Mechanism) -> Mechanism:
 
 
 def get(name: str) -> Mechanism:
-    """The entry of that name; `ValueError` with the known names if there is none."""
+    """Returns the entry of that name; `ValueError` with the known names if there is none."""
     if not isinstance(name, str) or name not in _MECHANISMS:
         raise ValueError(f"unknown mechanism {name!r}; registered are {', '.join(names())}")
     return _MECHANISMS[name]
 
 
 def entry_of(function: Any) -> Mechanism | None:
-    """The first entry that has this function, or None."""
+    """Returns the first entry with this function, or None."""
     entries = (entry for entry in _MECHANISMS.values() if entry.function is not None)
     return next((entry for entry in entries if entry.function is function), None)
 
 
 def names(capability: str | None = None) -> tuple[str, ...]:
-    """The registered names, in order of registration; all, or those with a capability."""
+    """Registered names in order of registration: all, or those with the given capability."""
     if capability is not None and (
         not isinstance(capability, str) or capability not in CAPABILITIES
     ):
@@ -268,7 +272,7 @@ def names(capability: str | None = None) -> tuple[str, ...]:
 
 
 def table() -> str:
-    """All mechanisms as a Markdown table, as the README shows it."""
+    """Markdown table of all mechanisms, as in the README."""
     lines = ["| name | family | time | causal | paper |", "| --- | --- | --- | --- | --- |"]
     for entry in _MECHANISMS.values():
         directions = [d for d in ("causal", "bidirectional") if d in entry.capabilities]

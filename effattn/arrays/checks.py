@@ -1,4 +1,4 @@
-"""The one place where arguments of the contract are validated, at trace time."""
+"""Shared argument checks, at trace time. An invalid argument raises `ValueError`."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Positions are int32, and no sequence has as many tokens.
+# Positions are int32. Positions and counts are limited to 2**30, so that sums do not overflow.
 _FAR = 2**30
 _MOST = 2**31 - 1
 
@@ -19,10 +19,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def checked(function: Function) -> Function:
-    """The function, with those of its arguments checked whose annotations say what they are.
+    """Decorator: checks arguments by their annotations.
 
-    What is annotated `bool` must be True or False, and what is annotated `jax.Array` is passed on
-    as an array; either may be None where the annotation says so.
+    Arguments annotated `bool` must be True or False. Arguments annotated `jax.Array` are converted
+    to arrays. None is accepted if the annotation contains None. An unknown keyword argument is a
+    `TypeError`.
     """
     parameters = inspect.signature(function).parameters
     rules = {
@@ -48,21 +49,21 @@ def checked(function: Function) -> Function:
 
 
 def positional(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the parameters that may be given by position."""
+    """Names of the parameters that may be passed by position."""
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, of Python's or NumPy's."""
+    """Checks a bool of Python or NumPy."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {_said(value)}")
     return bool(value)
 
 
 def _said(value):
-    """The value in a message: a long one, or an array, by its type."""
+    """Text of a value for error messages; arrays and long values are shown by their type."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype} of shape {value.shape}"
     text = repr(value)
@@ -70,7 +71,7 @@ def _said(value):
 
 
 def query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, ...]:
-    """Checks the three shapes against each other; returns the batch dimensions `*B`."""
+    """Checks shapes and dtypes of query, key and value; returns the batch dimensions `*B`."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim < 3:
             raise ValueError(
@@ -110,7 +111,7 @@ def query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple
 
 
 def as_array(name: str, value: Any) -> jax.Array:
-    """What JAX makes of it, unless it would silently drop the upper bits of NumPy's integers."""
+    """Converts a value to an array; integers that do not fit JAX's integer dtype are an error."""
     if isinstance(value, np.ndarray | list | tuple | int):
         numbers = known(value)
         if numbers is not None and numbers.dtype.kind in "iu":
@@ -132,7 +133,7 @@ def as_array(name: str, value: Any) -> jax.Array:
 
 
 def _passed_on(name, value):
-    """The array; integers of NumPy and in lists stay so, that their values are known in a trace."""
+    """Converts to an array. NumPy and Python integers become NumPy arrays: concrete in a trace."""
     array = as_array(name, value)
     if isinstance(value, jax.Array) or not jnp.issubdtype(array.dtype, jnp.integer):
         return array
@@ -144,10 +145,10 @@ def _optional(rule):
     return lambda name, value: None if value is None else rule(name, value)
 
 
-# What functions check by themselves: keys, and arrays that some take in pairs.
+# Arguments that functions check by themselves: random keys, and arrays that may be pairs.
 _OTHERWISE = frozenset({"rng", "dropout_rng", "segment_ids", "initial_state"})
 
-# By annotation.
+# Check for each annotation.
 _RULES: dict[Any, Callable[[str, Any], Any]] = {
     bool: flag,
     bool | None: _optional(flag),
@@ -157,7 +158,7 @@ _RULES: dict[Any, Callable[[str, Any], Any]] = {
 
 
 def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
-    """`(*B)` integers; for no batch dimensions also `(1,)`, which is what `jax.nn` takes there."""
+    """Checks lengths, integers `(*B)`; without batch dimensions also `(1,)`, as in `jax.nn`."""
     if value is None:
         return None
     given, value = value, as_array(name, value)
@@ -173,9 +174,10 @@ def lengths(name: str, value: Any, batch: Sequence[int]) -> jax.Array | None:
 
 
 def known(value: Any) -> np.ndarray | None:
-    """The numbers, where they are known before running; None where they are traced, or are none.
+    """The value as a NumPy array if it is concrete and numeric; else None.
 
-    To be asked of an argument as it was given: within a trace, JAX traces what it makes of it.
+    Pass an argument as the caller gave it: within a trace, an array that JAX has converted may be a
+    tracer.
     """
     try:
         numbers = None if isinstance(value, jax.core.Tracer) else np.asarray(value)
@@ -187,7 +189,7 @@ def known(value: Any) -> np.ndarray | None:
 
 
 def _without_rounding(value: Any, numbers: np.ndarray) -> np.ndarray:
-    """Integers up to 2**64 as they are; NumPy reads a list of small and large ones as floats."""
+    """Exact integers below 2**64; NumPy converts lists of small and large integers to floats."""
     exact = np.asarray(value, object)
     if exact.size and all(is_integer(x) and 0 <= x < 2**64 for x in exact.flat):
         return exact.astype(np.uint64)
@@ -195,24 +197,25 @@ def _without_rounding(value: Any, numbers: np.ndarray) -> np.ndarray:
 
 
 def not_negative(name: str, value: Any) -> None:
-    """`ValueError` for counts below 0, where they are known before running."""
+    """Checks that counts are 0 or more, if they are concrete."""
     numbers = known(value)
     if numbers is not None and np.min(numbers, initial=0) < 0:
         raise ValueError(f"{name} must be 0 or more, got {np.min(numbers)}")
 
 
 def counts(value: jax.Array) -> jax.Array:
-    """Counts as int32 from 0 to 2**30, beyond any sequence, so that their sums do not overflow."""
+    """Clips counts to 0 ... 2**30, as int32, so that sums of counts do not overflow."""
     return jnp.clip(value, 0, min(_FAR, jnp.iinfo(value.dtype).max)).astype(jnp.int32)
 
 
 def segment_ids(
     value: Any, batch: Sequence[int], query_length: int, key_length: int
 ) -> tuple[jax.Array, jax.Array] | None:
-    """int32 ids of queries `(*B, T)` and of keys `(*B, S)`, from one array or a pair.
+    """Checks segment ids: int32 ids of queries `(*B, T)` and keys `(*B, S)`, or None.
 
-    They are equal, and 0, where those given are: wider integers are numbered anew, not cut. The one
-    id that int32 arrays may not hold is -2**31, which masked keys have.
+    `value` is one array, or a pair (query ids, key ids). Ids of wider integer dtypes are renumbered
+    so that equal ids stay equal and 0 stays 0. int32 ids may not contain -2**31, which marks masked
+    keys.
     """
     if value is None:
         return None
@@ -241,7 +244,7 @@ def segment_ids(
 
 
 def is_pair(value, shape):
-    """Whether the value is (query ids, key ids). A list of ids of that shape is one array."""
+    """Whether the value is a pair (query ids, key ids); a list of ids of `shape` is one array."""
     if not isinstance(value, list):
         return isinstance(value, tuple)
     numbers = known(value)
@@ -249,7 +252,7 @@ def is_pair(value, shape):
 
 
 def _ids(value):
-    """Ids as an array, of int32 where they are known, as NumPy's and Python's are, and fit."""
+    """Converts ids to an array, int32 if they are NumPy or Python integers that fit in int32."""
     numbers = known(value) if isinstance(value, np.ndarray | list | tuple) else None
     if numbers is None or numbers.dtype.kind not in "iu":
         return as_array("segment_ids", value)
@@ -258,7 +261,7 @@ def _ids(value):
 
 
 def _ids_in_32_bits(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int32 ids, equal and 0 where those given are."""
+    """Renumbers ids as int32: equal ids stay equal, and 0 stays 0."""
     if all(jnp.can_cast(ids.dtype, jnp.int32) for ids in (queries, keys)):
         return queries.astype(jnp.int32), keys.astype(jnp.int32)
     dtype = jnp.promote_types(queries.dtype, keys.dtype)
@@ -275,7 +278,7 @@ def _ids_in_32_bits(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax
 
 
 def _ranks(ids: jax.Array) -> jax.Array:
-    """Distinct ids of each row numbered from 1 in ascending order: int32; 0 stays 0."""
+    """Ranks of the distinct ids in each row, int32 from 1 in ascending order; 0 stays 0."""
     order = jnp.argsort(ids, -1, stable=True)
     ordered = jnp.take_along_axis(ids, order, -1)
     is_new = jnp.concatenate(
@@ -287,7 +290,7 @@ def _ranks(ids: jax.Array) -> jax.Array:
 
 
 def window(value: Any) -> tuple[int, int]:
-    """(left, right) from `local_window_size`, an int w or a pair."""
+    """Checks `local_window_size`, an int w or a pair; returns (left, right)."""
     pair = (value, value) if is_integer(value) else value
     if (
         not isinstance(pair, tuple | list)
@@ -304,7 +307,7 @@ def window(value: Any) -> tuple[int, int]:
 def broadcastable(
     name: str, value: Any, shape: tuple[int, ...], axes: str = "(*B, N, T, S)"
 ) -> jax.Array:
-    """The array with as many axes as `shape`, each 1 or that of `shape`."""
+    """Checks that an array broadcasts to `shape`; returns it with as many axes as `shape`."""
     value = as_array(name, value)
     given = value.shape
     extra = value.ndim - len(shape)
@@ -320,7 +323,7 @@ def broadcastable(
 
 
 def tile(value: Any) -> tuple[int, int] | None:
-    """(queries, keys) of a tile, or None."""
+    """Checks `tile`: (queries, keys), or None."""
     if value is None:
         return None
     if (
@@ -333,7 +336,7 @@ def tile(value: Any) -> tuple[int, int] | None:
 
 
 def offset(value: Any, batch: Sequence[int]) -> int | jax.Array:
-    """`query_offset`: an int, or integers `()` or `(*B)`."""
+    """Checks `query_offset`: an int, or an int array `()` or `(*B)`."""
     if is_integer(value):
         if abs(value) > _FAR:
             raise ValueError(f"query_offset must be a position, up to 2**30, got {value!r}")
@@ -350,7 +353,7 @@ def offset(value: Any, batch: Sequence[int]) -> int | jax.Array:
 
 
 def scale(value: Any, head_size: int) -> float | jax.Array:
-    """The scale of the logits: a float, or a floating-point array `()` where it is traced."""
+    """Checks the scale of the logits: a float, or a floating-point array `()`; None is H**-0.5."""
     if value is None:
         return float(head_size**-0.5)
     if not isinstance(value, jax.Array):
@@ -365,7 +368,7 @@ def scale(value: Any, head_size: int) -> float | jax.Array:
 
 
 def finite(name: str, value: Any) -> Any:
-    """The number, which is not checked where it is traced."""
+    """Checks that a number is finite, if it is concrete."""
     number = known(value)
     if number is not None and not np.isfinite(number.astype(float)):
         raise ValueError(f"{name} must be finite, got {float(number)}")
@@ -373,7 +376,7 @@ def finite(name: str, value: Any) -> Any:
 
 
 def positive(name: str, value: Any) -> float:
-    """A finite number above zero."""
+    """Checks a finite number above 0."""
     number = real(name, value, "a finite number above 0")
     if not 0 < number < float("inf"):
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
@@ -381,12 +384,12 @@ def positive(name: str, value: Any) -> float:
 
 
 def soft_cap(value: Any) -> float | None:
-    """A finite number above zero, or None."""
+    """Checks `logits_soft_cap`: a finite number above 0, or None."""
     return None if value is None else positive("logits_soft_cap", value)
 
 
 def real(name, value, needs):
-    """A float of a number that is known, Python's, NumPy's or JAX's."""
+    """Checks a concrete real number of Python, NumPy or JAX; returns a float."""
     known = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
     scalar = known and value.ndim == 0 and jnp.isrealobj(value)
     if isinstance(value, bool) or not (scalar or isinstance(value, numbers.Real)):
@@ -395,7 +398,7 @@ def real(name, value, needs):
 
 
 def shaped(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
-    """A floating-point array of just that shape."""
+    """Checks a floating-point array of the given shape."""
     value = as_array(name, value)
     if value.shape != shape or not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(
@@ -406,7 +409,7 @@ def shaped(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def dtype(name: str, value: Any) -> Any:
-    """A floating-point dtype, of JAX, of NumPy or by its name."""
+    """Checks a floating-point dtype of JAX or NumPy, or its name."""
     try:
         known = None if value is None else jnp.dtype(value)
     except TypeError:
@@ -420,20 +423,20 @@ def dtype(name: str, value: Any) -> Any:
 
 
 def key(name: str, value: Any) -> Any:
-    """One `jax.random` key."""
+    """Checks a single `jax.random` key."""
     if not _is_key(value):
         raise ValueError(f"{name} must be a jax.random key, got {_said(value)}")
     return value
 
 
 def accepts(name: str, function: Any, arguments: Sequence[str]) -> None:
-    """`ValueError` unless the function can be called with these arguments, by position."""
+    """Checks that a function can be called with these positional arguments."""
     of = ", ".join(arguments)
     if not callable(function):
         raise ValueError(f"{name} must be a function ({of}), got {_said(function)}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some that are not written in Python have none
+    except (TypeError, ValueError):  # some functions in C have no signature
         return
     try:
         signature.bind(*arguments)
@@ -444,7 +447,7 @@ def accepts(name: str, function: Any, arguments: Sequence[str]) -> None:
 
 
 def dropout_rate(rate: Any, rng: Any) -> float:
-    """A rate in [0, 1), with a key if it is above 0."""
+    """Checks a dropout rate in [0, 1), and its `jax.random` key if the rate is above 0."""
     number = share("dropout_rate", rate)
     if number > 0 and not _is_key(rng):
         raise ValueError(f"dropout_rate={number} needs dropout_rng, a jax.random key, got {rng!r}")
@@ -452,7 +455,7 @@ def dropout_rate(rate: Any, rng: Any) -> float:
 
 
 def share(name: str, value: Any) -> float:
-    """A number in [0, 1)."""
+    """Checks a number in [0, 1)."""
     number = real(name, value, "a number in [0, 1)")
     if not 0 <= number < 1:
         raise ValueError(f"{name} must be a number in [0, 1), got {value!r}")
@@ -460,21 +463,21 @@ def share(name: str, value: Any) -> float:
 
 
 def _is_key(rng):
-    """One `jax.random` key, of `key` or of the older `PRNGKey`."""
+    """Whether the value is a single key of `jax.random.key` or the older `PRNGKey`."""
     if isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng.ndim == 0
     return isinstance(rng, jax.Array | np.ndarray) and rng.dtype == np.uint32 and rng.ndim == 1
 
 
 def is_integer(value: Any) -> bool:
-    """A concrete integer, Python's or NumPy's; True and False are none."""
+    """Whether the value is an integer of Python or NumPy; bools do not count."""
     if isinstance(value, np.ndarray):
         return value.ndim == 0 and np.issubdtype(value.dtype, np.integer)
     return hasattr(value, "__index__") and not isinstance(value, bool | np.bool_ | jax.Array)
 
 
 def at_least(name: str, value: Any, least: int, of: str = "") -> int:
-    """The value, if it is an int and large enough; `of` says what it counts."""
+    """Checks an int that is at least `least`; `of` names the unit, for the message."""
     if not is_integer(value) or value < least:
         raise ValueError(f"{name} must be an int, {least} or more{of and ' ' + of}, got {value!r}")
     if value > _MOST:
@@ -483,7 +486,7 @@ def at_least(name: str, value: Any, least: int, of: str = "") -> int:
 
 
 def known_length(mechanism: str, *arrays: jax.Array, axis: int = -3) -> None:
-    """`ValueError` if an exported program leaves the length of one of the arrays open."""
+    """Checks that the arrays have static lengths: an exported program may leave lengths open."""
     for array in arrays:
         if array.ndim >= -axis and not isinstance(array.shape[axis], int):
             raise ValueError(
@@ -495,7 +498,7 @@ def known_length(mechanism: str, *arrays: jax.Array, axis: int = -3) -> None:
 
 
 def self_attention(mechanism: str, query: jax.Array, key: jax.Array) -> None:
-    """Queries and keys of one sequence."""
+    """Checks that queries and keys have the same length."""
     if query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"{mechanism} is self-attention: query and key need the same length, got "
@@ -504,7 +507,7 @@ def self_attention(mechanism: str, query: jax.Array, key: jax.Array) -> None:
 
 
 def dilation(value: Any, heads: int, key_heads: int) -> int | tuple[int, ...]:
-    """Tokens in a step, at least 1: an int, or one for each query head if they differ."""
+    """Checks `dilation`, 1 or more tokens: an int, or one int per query head."""
     each = tuple(value) if isinstance(value, tuple | list) else (value,) * heads
     if not all(is_integer(d) and d >= 1 for d in each):
         raise ValueError(f"dilation must be an int, 1 or more tokens, got {value!r}")
