@@ -76,8 +76,8 @@ def signature(config: Config, x: Inputs) -> str:
     if terms.log_decay is not None:
         by = {1: "head", terms.value.ndim - 1: "token"}.get(terms.log_decay.ndim, "feature")
         about.append(f"decay by {by}")
-    delta = "bonus", "removed", "recalled"
-    about += [name for name in delta if getattr(terms, name) is not None]
+    optional = "bonus", "removed", "recalled"
+    about += [name for name in optional if getattr(terms, name) is not None]
     about += [name for name in ("normalized", "precision") if getattr(config, name)]
     if config.chunk != own_chunk(terms):
         about.append(f"chunk {config.chunk}")

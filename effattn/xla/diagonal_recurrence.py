@@ -53,18 +53,18 @@ def diagonal_recurrence(
       TypeError: in forward-mode differentiation.
     """
     arguments = parameters, state, queries, keys, tokens
-    rate, state, query, keys, tokens = mesh_axes.vary_alike(arguments)
+    A, state, query, keys, tokens = mesh_axes.vary_alike(arguments)
     with reverse_mode.only("the selective scan", "a step-by-step jax.lax.scan of it"):
-        return _recurrence(config, rate, state, query, keys, tokens)
+        return _recurrence(config, A, state, query, keys, tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _recurrence(config, rate, state, query, keys, tokens):
+def _recurrence(config, A, state, query, keys, tokens):
     axis, length, dtype = state.ndim - 3, query.shape[state.ndim - 3], state.dtype
     query = clear(query, tokens.query_mask)
     # A padding token has a step of zero, which leaves the state unchanged.
-    key, value, step = clear(keys, tokens.key_mask)
-    rate = jnp.swapaxes(rate.astype(dtype), -1, -2)
+    key, value, dt = clear(keys, tokens.key_mask)
+    A = jnp.swapaxes(A.astype(dtype), -1, -2)
     chunk = max(1, min(config.chunk, length))
 
     def in_chunks(x):
@@ -73,19 +73,19 @@ def _recurrence(config, rate, state, query, keys, tokens):
         return x.reshape(x.shape[0] // chunk, chunk, *x.shape[1:])
 
     def of_chunk(state, tokens):
-        query, key, value, step, starts = tokens
-        query, key, value, step = (x.astype(dtype) for x in (query, key, value, step))
-        decay = jnp.exp(_log_decay(rate, step))
+        query, key, value, dt, starts = tokens
+        query, key, value, dt = (x.astype(dtype) for x in (query, key, value, dt))
+        decay = jnp.exp(_log_decay(A, dt))
         if starts is not None:
             decay = clear(decay, ~starts)
-        written = _einsum("...f,...d->...fd", key, step * value)
+        written = _einsum("...f,...d->...fd", key, dt * value)
         state, states = _states(state, decay, written)
         group = query.shape[-2] // key.shape[-2]
         of_heads = query.reshape(*key.shape[:-1], group, key.shape[-1])
         out = jnp.matmul(of_heads, states, precision=lax.Precision.HIGHEST)
         return state, out.reshape(*query.shape[:-1], value.shape[-1]).astype(config.dtype)
 
-    chunks = jax.tree.map(in_chunks, (query, key, value, step, tokens.starts))
+    chunks = jax.tree.map(in_chunks, (query, key, value, dt, tokens.starts))
     state, out = lax.scan(jax.checkpoint(of_chunk, prevent_cse=False), state, chunks)
     out = lax.collapse(out, 0, 2)[:length]
     return jnp.moveaxis(out, 0, axis), state
@@ -127,30 +127,30 @@ _states.defvjp(_states_forward, _states_backward)
 
 
 @jax.custom_vjp
-def _log_decay(rate, step):
+def _log_decay(A, dt):
     """A * dt `(C, *B, K, F, D)`, from rates A `(K, F, D)` and steps dt `(C, *B, K, D)`.
 
     The custom VJP sums the gradient of A in a scan over tokens, and the gradient of dt by a matrix
     product; see the docstring of this module.
     """
-    return lead(rate, step.ndim + 1) * step[..., None, :]
+    return lead(A, dt.ndim + 1) * dt[..., None, :]
 
 
-def _log_decay_forward(rate, step):
-    return _log_decay(rate, step), (rate, step)
+def _log_decay_forward(A, dt):
+    return _log_decay(A, dt), (A, dt)
 
 
 def _log_decay_backward(residuals, changes):
-    rate, step = residuals
+    A, dt = residuals
 
     def of_token(total, token):
-        change, step = token
-        return total + change * step[..., None, :], None
+        change, dt = token
+        return total + change * dt[..., None, :], None
 
-    of_rates, _ = lax.scan(of_token, jnp.zeros_like(changes[0]), (changes, step))
+    d_A, _ = lax.scan(of_token, jnp.zeros_like(changes[0]), (changes, dt))
     ones = jnp.ones(changes.shape[:-1], changes.dtype)
-    of_steps = _einsum("...f,...fd->...d", ones, changes * lead(rate, changes.ndim))
-    return of_rates.sum(range(of_rates.ndim - rate.ndim)), of_steps
+    d_dt = _einsum("...f,...fd->...d", ones, changes * lead(A, changes.ndim))
+    return d_A.sum(range(d_A.ndim - A.ndim)), d_dt
 
 
 _log_decay.defvjp(_log_decay_forward, _log_decay_backward)
