@@ -1,4 +1,4 @@
-"""Mechanisms inside Flax's own attention layers."""
+"""Adapter of mechanisms to the attention layers of Flax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,30 +23,32 @@ def as_attention_fn(
 
         nnx.MultiHeadAttention(8, 512, attention_fn=as_attention_fn("linear"), decode=False, ...)
 
-    It has the parameters of `flax.nnx.dot_product_attention`, and honours each or raises:
+    The returned function has the parameters of `flax.nnx.dot_product_attention`. It honours every
+    argument or raises:
 
-    - `mask` `(*B, 1, 1, S)` is read as padding of the keys, whatever its pattern. Other masks go to
-      mechanisms that take them. A row with nothing to attend to gives zeros.
-    - One query and several keys under such a mask, or one of each head's, is how the layers decode
-      (`decode=True`): the query then sits at the last valid key, so that windows and `score_mod`
-      see its position.
-      A mechanism takes such steps if it has "cross" and, with `local_window_size`, "offset".
-    - `is_causal` is also an option here, as Linen's layer does not pass it. Prefer it to a mask.
-    - Dropout draws every weight on its own, which takes `broadcast_dropout=False` in the layer.
-    - `module` (`sow_weights=True`) raises: no mechanism here forms the matrix of weights.
+    - A `mask` of shape `(*B, 1, 1, S)` is read as padding of the keys, for any pattern. Other masks
+      require a mechanism that takes masks. A row without keys gives zeros.
+    - One query and several keys under a padding mask, or a mask `(*B, N, 1, S)` per head, is a
+      decoding step of the Flax layers (`decode=True`). The query then has the position of the last
+      valid key, for windows and `score_mod`. Decoding needs the capability "cross"; with
+      `local_window_size`, also "offset".
+    - `is_causal` is also an option of this adapter, since Linen's layer does not pass `is_causal`.
+      Prefer `is_causal=True` to a causal mask.
+    - Dropout is drawn separately for each weight; set `broadcast_dropout=False` in the layer.
+    - `module` (`sow_weights=True`) raises, since no mechanism forms the matrix of weights.
 
     The softmax is always at least float32 (Linen's `force_fp32_for_softmax`).
 
     Args:
-      mechanism: a registered name, a registered function or a `functools.partial` of one, or any
-        function of query, key and value.
-      is_causal: attend to the past and the present only.
-      **options: the mechanism's own arguments, such as `local_window_size`; arrays are constants,
-        and parameters are refused, as Flax's layers would not train them.
+      mechanism: a registered name, a registered function, a `functools.partial` of a function, or
+        any function of query, key and value.
+      is_causal: query t attends to keys 0 to t only.
+      **options: arguments of the mechanism, such as `local_window_size`. Arrays are constants;
+        parameters raise, since Flax's layers would not train them.
 
     Raises:
-      ValueError: an unknown name or option, now; an argument that the mechanism cannot honour,
-        when called.
+      ValueError: here for an unknown name or option; in the returned function for an argument that
+        the mechanism does not support.
     """
     function, binding, options = bind(mechanism, options)
     check_has_none("an attention_fn", function, options)
@@ -111,7 +113,7 @@ def as_attention_fn(
                 keywords.update(_key_mask_keywords(binding, mask, query, key, is_causal, decoding))
             else:
                 keywords["mask"] = mask
-        # A decoding step may look at every valid key.
+        # In a decoding step the query attends to every valid key, causal or not.
         if is_causal and not decoding:
             binding.require("causal", "is_causal=True")
             if binding.takes("is_causal"):
@@ -148,7 +150,7 @@ def _dropout_keywords(
 
 
 def _as_boolean(mask: jax.Array, ndim: int) -> jax.Array:
-    """Flax's masks may be of floats and may lack batch axes."""
+    """Converts a Flax mask, which may be float and lack batch axes, to bool with `ndim` axes."""
     mask = jnp.asarray(mask).astype(bool)
     return mask.reshape((1,) * (ndim - mask.ndim) + mask.shape)
 
@@ -161,7 +163,7 @@ def _key_mask_keywords(
     is_causal: bool,
     decoding: bool,
 ) -> dict[str, Any]:
-    """Keywords for a mask `(*#B, #N, 1, S)` over the keys."""
+    """Keyword arguments for a mask `(*#B, #N, 1, S)` over the keys."""
     keywords: dict[str, Any] = {}
     batch = key.shape[:-3]
     valid = jnp.broadcast_to(mask.any((-3, -2)), (*batch, key.shape[-3]))
@@ -178,7 +180,7 @@ def _key_mask_keywords(
     if decoding and binding.has("offset"):
         keywords["query_offset"] = last
     elif binding.places_tokens:
-        # Ids would count anew after each hole in the mask.
+        # Positions derived from segment ids would restart after each hole in the mask.
         of_queries = last[..., None] if decoding else jnp.arange(query.shape[-3])
         keywords["positions"] = tuple(
             jnp.broadcast_to(positions, (*batch, length))

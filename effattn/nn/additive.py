@@ -47,7 +47,7 @@ class AdditiveSelfAttention(SelfAttention):
       in_features: D.
       num_heads: N query heads.
       hidden_dim: A, hidden numbers of each pair and head; default the head size H.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...).
 
     Raises:
@@ -78,7 +78,7 @@ class AdditiveCrossAttention(CrossAttention):
       in_features: D, of the queries' sequence.
       num_heads: N query heads.
       hidden_dim: A, hidden numbers of each pair and head; default the head size H.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
       **options: all other arguments of `CrossAttention` (`context_features`, ...).
 
     Raises:

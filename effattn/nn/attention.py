@@ -1,4 +1,4 @@
-"""Self-attention and cross-attention around any attention function."""
+"""Self-attention and cross-attention modules that call any attention function."""
 
 import functools
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from effattn.nn.options import check_holds_none, own_copy, split, values
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 
-# More than any segment or block of a decode state.
+# Larger than every segment or block size in a decode state.
 _MANY_TOKENS = 2**20
 
 
 class _Attention(Module):
-    """Projections to and from heads, and the attention function between them."""
+    """Base of `SelfAttention` and `CrossAttention`: projections and the attention function."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class _Attention(Module):
     def _project(
         self, x: jax.Array, context: jax.Array, layers: tuple[Any, Any, Any] | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query, key and value; of other `layers` than the module's own, if given."""
+        """Query, key and value; `layers` replaces the module's three projections if given."""
         of_query, *of_context = layers or (self.query, self.key, self.value)
         key, value = self._project_keys(context, *of_context)
         return self._project_queries(x, of_query), key, value
@@ -128,40 +128,41 @@ class _Attention(Module):
 
 
 class SelfAttention(_Attention):
-    """A mixer, tokens to tokens, of any attention function.
+    """Self-attention mixer around any attention function.
 
         q, k, v = x Wq, x Wk, x Wv;   y = attention(rotary(norm(q)), rotary(norm(k)), v) Wo
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
       attention: a registered name (`effattn.registry.names()`), or a function of query
-        `(B, T, N, H)`, key and value `(B, T, K, H)`, such as those of `effattn` or a
-        `functools.partial` of one. What else it can take is read from the registry, or from its
-        signature if it is not registered.
-      num_kv_heads: K, a divisor of N; default N.
-      head_dim: H; default D / N.
-      value_dim: Hv, of the values of a head; default H.
-      rotary: rotates queries and keys by position; None does not.
+        `(B, T, N, H)`, key and value `(B, T, K, H)`: a function of `effattn`, a
+        `functools.partial` of such a function, or any other function. The registry tells which
+        further arguments a registered function takes; the signature tells it for other functions.
+      num_kv_heads: K, number of key and value heads, a divisor of N; default N.
+      head_dim: H, head dimension of queries and keys; default D / N.
+      value_dim: Hv, head dimension of values; default H.
+      rotary: rotary position embedding of queries and keys; None disables rotation.
       qk_norm: RMS-normalises the features of each query and key head, with a learned scale.
-      is_causal: attend to the past and the present only. False leaves a function that is not
-        registered as it is.
-      dropout_rate: of the attention weights, where the function has dropout; active in calls
-        that get `rngs`, whether or not the module was told `train()` or `eval()`.
-      use_bias: biases in the four projections.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters.
-      **options: further arguments of the attention function, `local_window_size=(255, 0)` say. An
-        `nnx.Param` is learned, `sink=nnx.Param(jnp.zeros(num_heads))`, and so are the parameters of
-        an `nnx.Module`, such as a `score_mod` with a learned bias. The layer has its own copy of
-        these, and of an `attention` that is a module: layers given the same object share nothing.
+      is_causal: token t attends to tokens 0 to t only. With False, an unregistered function is
+        called without `is_causal`, so its default applies.
+      dropout_rate: dropout rate of the attention weights, if the function supports dropout.
+        Dropout is active in calls that get `rngs`; `train()` and `eval()` have no effect.
+      use_bias: whether the four projections have biases.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation.
+      **options: further arguments of the attention function, such as
+        `local_window_size=(255, 0)`. An `nnx.Param` is learned
+        (`sink=nnx.Param(jnp.zeros(num_heads))`); the parameters of an `nnx.Module` are learned too
+        (a `score_mod` with a learned bias). The layer copies all parameters and modules that it is
+        given, `attention` included, so two layers given the same object share no parameters.
 
     Raises:
-      ValueError: sizes that do not fit, an unknown name or option, or something asked of a
-        mechanism that cannot do it; the message names the mechanisms that can.
+      ValueError: inconsistent sizes, an unknown name or option, or an option that the mechanism
+        does not support; the message names the mechanisms that support the option.
     """
 
     def __init__(
@@ -231,12 +232,12 @@ class SelfAttention(_Attention):
         Args:
           x: `(B, T, D)`.
           lengths: `(B,)` int, valid tokens of each right-padded row.
-          segment_ids: `(B, T)` int; tokens attend within equal ids, 0 is padding, and positions
-            count from the start of each run.
-          rngs: for the dropout of attention weights: `nnx.Rngs`, or a key; None has no dropout.
+          segment_ids: `(B, T)` int, packed sequences: tokens attend within equal ids, 0 is
+            padding, and positions count from the start of each document.
+          rngs: `nnx.Rngs` or a key for dropout of attention weights; None disables dropout.
 
         Returns:
-          `(B, T, D)`. Nothing in the padding reaches the other tokens.
+          `(B, T, D)`. Valid tokens do not depend on the padding.
         """
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         heads = self._heads(x, positions)
@@ -244,22 +245,27 @@ class SelfAttention(_Attention):
         return self._finish(self._attend(heads, **keywords), x)
 
     def _attend(self, heads: tuple[jax.Array, ...], **keywords: Any) -> jax.Array:
-        """`(B, T, N, Hv)` of query, key and value."""
+        """Calls the attention function on (query, key, value); returns `(B, T, N, Hv)`."""
         self.binding.check_complete(keywords)
         return self.attention(*heads, **keywords)
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
-        """What the function takes of each token besides query, key and value, by name."""
+        """Further per-token arguments of the attention function, by name."""
         return {}
 
     def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
-        """From the heads' outputs `(B, T, N, Hv)`, and the tokens that they were made of."""
+        """Output `(B, T, D)` from the head outputs `(B, T, N, Hv)` and the input tokens x."""
         return self.out(out)
 
     def _whole(
         self, x: jax.Array, lengths: jax.Array | None, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, dict[str, Any]]:
-        """Whole sequences: x, zero in the padding; positions; keywords of the function."""
+        """Inputs for whole sequences.
+
+        Returns:
+          x with zeros in the padding; token positions, or None without rotary embedding; keyword
+          arguments of the attention function.
+        """
         x = tokens_of("x", x, self.in_features)
         batch, time = x.shape[:2]
         padding, valid = padding_of(self.binding, batch, time, lengths, segment_ids)
@@ -277,7 +283,12 @@ class SelfAttention(_Attention):
     def _new(
         self, x: jax.Array, state: Any, lengths: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Tokens after those of the state: x, zero in the padding; positions; lengths."""
+        """Inputs for new tokens that follow the tokens in `state`.
+
+        Returns:
+          x with zeros in the padding; token positions, or None without rotary embedding; checked
+          lengths, or None.
+        """
         x = tokens_of("x", x, self.in_features)
         batch, time = x.shape[:2]
         if not hasattr(state, "length"):
@@ -293,7 +304,7 @@ class SelfAttention(_Attention):
         return x, positions, lengths
 
     def _check_shapes(self, state: Any, batch: int) -> None:
-        """`ValueError` if it is the state of a layer of other sizes."""
+        """Raises `ValueError` if `state` belongs to a layer of other sizes."""
 
         def empty(max_length):
             return jax.eval_shape(lambda: self.init_state(batch, max_length))
@@ -306,7 +317,7 @@ class SelfAttention(_Attention):
         got, least = shapes(state), shapes(small)
         if got == least:
             return
-        # What differs between these is as large as the state has room for.
+        # Sizes that differ between `small` and `large` depend on the state's capacity.
         large = small if bound is not None else empty(2 * _MANY_TOKENS)
         if len({jax.tree.structure(s) for s in (state, small, large)}) > 1:
             return
@@ -323,20 +334,22 @@ class SelfAttention(_Attention):
     def _heads(
         self, x: jax.Array, positions: jax.Array | None, layers: tuple[Any, Any, Any] | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query, key and value of x, at `positions` where the module rotates."""
+        """Query, key and value of x; query and key are rotated if `rotary` is set."""
         query, key, value = self._project(x, x, layers)
         if self.rotary is not None and positions is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
         return query, key, value
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
-        """The empty decode state of `batch` rows of up to `max_length` tokens.
+        """Returns the empty decode state of `batch` rows.
 
         Args:
-          batch: B.
-          max_length: tokens that a row may come to hold; mechanisms whose state does not grow
-            are not bound by it, unless they keep the last tokens and would have room for more.
-          dtype: of cached keys and values, a float of at least 16 bits; default the module's.
+          batch: B, number of rows.
+          max_length: maximum number of tokens per row. A state of constant size has no such limit.
+            A mechanism that caches only the last tokens is limited to `max_length` if `max_length`
+            is below the size of its cache.
+          dtype: dtype of cached keys and values, a float of at least 16 bits; default the
+            module's `dtype`, or `param_dtype` if `dtype` is None.
         """
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
@@ -355,12 +368,12 @@ class SelfAttention(_Attention):
     def extend(
         self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """Mixes T >= 1 more tokens, given all before them.
+        """Mixes T >= 1 new tokens with the tokens already read into `state`.
 
         Args:
           x: `(B, T, D)`.
-          state: from `init_state` or an earlier call.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          state: decode state, from `init_state` or an earlier call.
+          lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
 
         Returns:
           `(y (B, T, D), state)`.
@@ -375,7 +388,7 @@ class SelfAttention(_Attention):
         return self._finish(out, x), state
 
     def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """`extend` by one token, x `(B, 1, D)`."""
+        """Calls `extend` with one token per row, x `(B, 1, D)`."""
         x = tokens_of("x", x, self.in_features)
         if x.shape[1] != 1:
             raise ValueError(f"step takes one token, x (B, 1, D), got x of shape {x.shape}")
@@ -397,19 +410,19 @@ class SelfAttention(_Attention):
 
 
 class CrossAttention(_Attention):
-    """Attends from tokens to a context, with any attention function.
+    """Cross-attention from tokens to a context, with any attention function.
 
         q = x Wq;   k, v = c Wk, c Wv;   y = attention(norm(q), norm(k), v) Wo
 
-    It is never causal and carries no state: in a decoder, call it on the new tokens, or
-    `project_context` once and `attend` with each of them, and say where they stand by
-    `query_offset`.
+    Cross-attention is never causal and has no decode state. In a decoder, call the module on the
+    new tokens; or call `project_context` once and `attend` for each new token. In both cases
+    `query_offset` gives the position of the first new token.
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
       attention: as in `SelfAttention`.
-      context_features: C, the size of the context's tokens; default D.
+      context_features: C, number of features per context token; default D.
 
     The other arguments are those of `SelfAttention`.
     """
@@ -473,11 +486,12 @@ class CrossAttention(_Attention):
           context: `(B, S, C)`.
           lengths: `(B,)` int, valid tokens of x.
           context_lengths: `(B,)` int, valid tokens of the context.
-          segment_ids: `(B, T)` int, attending to equal ids of the context; 0 is padding.
+          segment_ids: `(B, T)` int; tokens attend to context tokens with an equal id; 0 is
+            padding.
           context_segment_ids: `(B, S)` int; given together with `segment_ids`.
-          query_offset: int or `(B,)`, tokens before the first of x, for a mechanism to which
-            positions matter; default none.
-          rngs: for the dropout of attention weights: `nnx.Rngs`, or a key; None has no dropout.
+          query_offset: int or `(B,)` int, position of the first token of x, for mechanisms that
+            depend on positions; default None.
+          rngs: `nnx.Rngs` or a key for dropout of attention weights; None disables dropout.
 
         Returns:
           `(B, T, D)`.
@@ -507,11 +521,11 @@ class CrossAttention(_Attention):
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Keys `(B, S, K, H)` and values `(B, S, K, H)` of a context, to attend to many times.
+        """Keys `(B, S, K, H)` and values `(B, S, K, H)` of a context, for calls of `attend`.
 
         Args:
           context: `(B, S, C)`.
-          lengths: `(B,)` int, its valid tokens.
+          lengths: `(B,)` int, valid tokens of the context.
           segment_ids: `(B, S)` int; 0 is padding.
         """
         context = tokens_of("context", context, self.context_features)
@@ -533,7 +547,7 @@ class CrossAttention(_Attention):
         query_offset: jax.Array | int | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """`(B, T, D)`, from x to the keys and values that `project_context` made of a context."""
+        """Attends from x to the keys and values that `project_context` returned; `(B, T, D)`."""
         x = tokens_of("x", x, self.in_features)
         batch, time = x.shape[:2]
         self._check_projected(key, value)
@@ -567,7 +581,7 @@ class CrossAttention(_Attention):
                 )
 
     def _placed(self, offset: jax.Array, x: jax.Array, key: jax.Array) -> dict[str, Any]:
-        """Keywords that say where the tokens of x stand, if it matters to the mechanism."""
+        """Keyword arguments for the positions of x; empty if the mechanism ignores positions."""
         if self.binding.places_tokens:
             pair = positions_from(offset, x.shape[1]), jnp.arange(key.shape[1])
             lengths = x.shape[1], key.shape[1]
@@ -577,7 +591,7 @@ class CrossAttention(_Attention):
                     for positions, length in zip(pair, lengths, strict=True)
                 )
             }
-        # What reads its keys from a state reads them from anywhere alike.
+        # A mechanism that reads keys through a recurrent state ignores query positions.
         if self.binding.registered and self.binding.has("state"):
             return {}
         self.binding.require("offset", "query_offset")

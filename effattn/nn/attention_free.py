@@ -71,17 +71,17 @@ class AFTSimple(_AFT, RecurrentMixer):
     Time is O(T D^2); decoding has a state of 3 D numbers a row.
 
     Args:
-      in_features: D, the size of a token.
-      is_causal: a token sees those up to itself.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters.
+      in_features: D, number of features per token.
+      is_causal: token t reads tokens 0 to t only.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: something asked of it that it cannot do.
+      ValueError: an option that the mechanism does not support.
     """
 
     _name = "aft_simple"
@@ -160,16 +160,16 @@ class AFTFull(_BiasedAFT):
     The biases are factorised, as in the paper. Time is O(T^2 D), memory O(T D).
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       max_length: positions that have factors, the most tokens of a row.
       rank: R, the size of the factors u_t and c_s.
-      is_causal: a token sees those up to itself.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters.
+      is_causal: token t reads tokens 0 to t only.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation.
 
     Raises:
       ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more
@@ -235,17 +235,17 @@ class AFTLocal(AFTFull):
     count too, without a bias. Time is O(T W D).
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       max_length: positions that have factors, the most tokens of a row.
       local_window_size: W.
       rank: R, the size of the factors u_t and c_s.
-      is_causal: a token sees those up to itself.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters.
+      is_causal: token t reads tokens 0 to t only.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation.
 
     Raises:
       ValueError: as `AFTFull`.
@@ -290,19 +290,19 @@ class AFTConv(_BiasedAFT):
     head, a group of features. Time is O(T W D), for any length.
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       num_heads: G, groups of features, a divisor of D.
       local_window_size: W, tokens on each side that have a tap.
-      is_causal: a token sees those up to itself.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters.
+      is_causal: token t reads tokens 0 to t only.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     _name = "aft_conv"

@@ -27,8 +27,8 @@ class BasedSelfAttention(SelfAttention):
       num_heads: N query heads.
       feature_dim: F', the size of queries and keys; the state is about F'^2 / 2 by `head_dim`.
       use_bias: biases in the projections to and from heads.
-      kernel_init: of the projections.
-      rngs: for the initial parameters.
+      kernel_init: initializer of the projections.
+      rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, `head_dim`, ...)
         and `scale`.
 

@@ -1,4 +1,4 @@
-"""From what a user names (a mechanism, a function, a partial of one) to something to call."""
+"""Resolution of an `attention` argument (name, function or partial) to a function and options."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ from typing import Any
 
 from effattn import registry
 
-# What a function must be able to take to have a capability; it tells what an unregistered one can.
+# Parameters that give an unregistered function a capability.
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "causal": ("is_causal",),
     "offset": ("query_offset",),
@@ -20,7 +20,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "dropout": ("dropout_rate", "dropout_rng"),
 }
 
-# Given by the modules at each call, so not among a module's options.
+# Arguments that modules pass at each call, so they cannot be options of a module.
 _RESERVED = frozenset(
     {
         "query",
@@ -43,13 +43,13 @@ _RESERVED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """What is known of an attention function. Hashable, as a static attribute of a module is.
+    """Static description of an attention function; hashable, as Flax requires of static attributes.
 
     Attributes:
-      name: for messages; the registry's, if it is registered.
-      registered: whether it is.
-      parameters: the names it takes; None if it takes any keyword.
-      required: those of them that have no default, but for what modules give.
+      name: registered name, or the function's name; used in error messages.
+      registered: whether the function is registered.
+      parameters: names of the function's parameters; None if the function takes `**kwargs`.
+      required: keyword-only parameters without a default, except those that modules pass.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Binding:
 
     @classmethod
     def of(cls, name: str) -> "Binding":
-        """What is known of a registered mechanism that has a mixer of its own."""
+        """Binding of a registered mechanism with a dedicated mixer."""
         mechanism = registry.get(name)
         function = mechanism.function
         parameters = frozenset[str]() if function is None else _parameters(function)
@@ -67,26 +67,35 @@ class Binding:
 
     @property
     def mechanism(self) -> registry.Mechanism | None:
-        """The registry's entry, or None for a function that is not registered."""
+        """The registry entry, or None for an unregistered function."""
         return registry.get(self.name) if self.registered else None
 
     @property
     def places_tokens(self) -> bool:
-        """Whether the mechanism weighs positions, and takes them as `positions`."""
+        """Whether the mechanism depends on positions and takes the argument `positions`."""
         return self.registered and self.takes("positions")
 
     def takes(self, *names: str) -> bool:
-        """Whether the function has all these parameters."""
+        """Whether the function accepts all these parameters."""
         return self.parameters is None or self.parameters.issuperset(names)
 
     def has(self, capability: str) -> bool:
-        """Whether the mechanism claims it or, if not registered, the signature allows it."""
+        """Whether the function has a capability.
+
+        A registered mechanism declares its capabilities. For an unregistered function, the
+        parameters in its signature decide.
+        """
         if self.registered:
             return capability in registry.get(self.name).capabilities
         return self.takes(*_PARAMETERS.get(capability, ()))
 
     def require(self, capability: str, what: str) -> None:
-        """`ValueError` with advice if `what` was asked of a mechanism that cannot do it."""
+        """Raises `ValueError` with advice if the function lacks a capability.
+
+        Args:
+          capability: a name in `effattn.registry.CAPABILITIES`.
+          what: the argument that needs the capability, for the error message.
+        """
         if not self.has(capability):
             names = ", ".join(registry.names(capability)) or "none"
             lacks = f"lacks {capability!r} ({registry.CAPABILITIES[capability]})"
@@ -102,7 +111,7 @@ class Binding:
             )
 
     def check_complete(self, keywords: Mapping[str, Any]) -> None:
-        """`ValueError` with advice if the function needs more than these."""
+        """Raises `ValueError` with advice if a required parameter is missing in `keywords`."""
         missing = ", ".join(sorted(self.required - keywords.keys()))
         if missing:
             own = "" if self.mechanism is None else self.mechanism.mixer
@@ -118,17 +127,17 @@ def bind(
     """Resolves `attention` and checks its options.
 
     Args:
-      attention: a registered name, a registered function, a `functools.partial` of one (its
+      attention: a registered name, a registered function, a `functools.partial` of a function (its
         keywords become options), or any other function or module of query, key and value.
-      options: arguments for the function; those given here win over those of a partial, and both
-        over the registry's defaults.
+      options: arguments for the function. They override the keywords of a partial, which override
+        the registry's defaults.
 
     Returns:
-      The function to call, what is known of it, and all options.
+      The function to call, its `Binding`, and the merged options.
 
     Raises:
-      ValueError: an unknown name, one that is of no function of query, key and value, or an option
-        that the function does not take.
+      ValueError: an unknown name, a mechanism without a function of query, key and value, or an
+        option that the function does not take.
     """
     function, binding, options = resolve(attention, options)
     name = binding.name
@@ -145,7 +154,7 @@ def bind(
             f"attention {name!r} has no option {', '.join(unknown)}; its options are "
             f"{', '.join(known)}"
         )
-    # Modules keep options as static, hashable attributes, and configurations come as lists.
+    # Options become static attributes, which must be hashable; configuration files have lists.
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     return function, binding, options
 
@@ -153,7 +162,7 @@ def bind(
 def resolve(
     attention: str | Callable[..., Any], options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Binding, dict[str, Any]]:
-    """As `bind`, but the options are taken as they are."""
+    """Resolves `attention` as `bind` does, without checking the options."""
     options = dict(options)
     while isinstance(attention, functools.partial) and not attention.args:
         options = {**attention.keywords, **options}

@@ -29,13 +29,13 @@ class BlockLinformerSelfAttention(SelfAttention):
       block_size: b, tokens.
       num_projected: r, at most b.
       sharing: see above.
-      param_dtype: of the parameters.
-      rngs: for the initial parameters.
+      param_dtype: dtype of the parameters.
+      rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...) and options
         of `effattn.block_linformer_attention`.
 
     Raises:
-      ValueError: as `SelfAttention`, and for sizes that do not fit.
+      ValueError: as `SelfAttention`; also for inconsistent sizes.
     """
 
     def __init__(

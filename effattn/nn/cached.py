@@ -1,4 +1,4 @@
-"""What causal mixers share whose state is one cache of what every token left."""
+"""Base class of causal mixers whose decode state is a cache with features of every token."""
 
 from typing import Any
 
@@ -12,25 +12,31 @@ from effattn.nn.mixer import CausalMixer
 
 
 class CachedMixer(CausalMixer):
-    """A mixer that makes some features of each token, and mixes those of all tokens up to it.
+    """Base class of mixers that cache features of each token and mix the cached features.
 
-    A subclass says what a token leaves (`_prepare`), and how whole sequences (`_mix_all`) and the
-    tokens at some positions (`_mix_at`) mix it.
+    A subclass implements the features of a token (`_prepare`), mixing in whole sequences
+    (`_mix_all`), and mixing at some positions over cached features (`_mix_at`).
     """
 
     _state = TokenState
 
     def _prepare(self, x: jax.Array, positions: jax.Array) -> tuple[Any, Any]:
-        """Of x `(B, T, D)`, what later tokens see of each, and what it keeps for its own output.
+        """Features of the tokens x `(B, T, D)`.
 
-        Both are pytrees of `(B, T, ...)`. Positions `(B, T)` count from a document's start.
+        Args:
+          x: `(B, T, D)`.
+          positions: `(B, T)` int, counted from the document's start.
+
+        Returns:
+          Two pytrees of `(B, T, ...)`: the cached features, which later tokens read, and the
+          features that only the token's output depends on.
         """
         raise NotImplementedError
 
     def _mix_at(self, tokens: Any, own: Any, positions: jax.Array) -> jax.Array:
-        """`(B, T, D)`, the outputs at `positions (B, T)` of the cached tokens `(B, S, ...)`.
+        """Outputs `(B, T, D)` at `positions (B, T)`, from cached features `tokens (B, S, ...)`.
 
-        What a slot at or after the row's length holds may not bear on it; there are zeros.
+        Cache slots at or after the row's length hold zeros and must not affect the outputs.
         """
         raise NotImplementedError
 

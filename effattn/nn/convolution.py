@@ -28,19 +28,19 @@ class DilatedConvolution(RecurrentMixer):
     Time is O(T W D^2); the state is the last (W - 1) d tokens.
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       width: W, tokens that an output reads, its own among them.
       dilation: d.
       is_causal: only True.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
       kernel_init: of the convolution and the projection.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class ConvolutionalClassifier(Module):
       filters: F, of each width.
       dropout_rate: of what the convolutions found.
       dtype: of the computation; default that of the parameters.
-      param_dtype: of the parameters.
-      rngs: for the initial parameters.
+      param_dtype: dtype of the parameters.
+      rngs: random streams for parameter initialisation.
 
     Raises:
       ValueError: sizes that do not fit; in calls, tokens that are no integers `(B, T)`.
@@ -209,7 +209,7 @@ class ConvolutionalClassifier(Module):
           tokens: `(B, T)` int, from 0 to V - 1, checked where they are known; traced ones outside
             give NaN. Any value in the padding.
           lengths: `(B,)` int, valid tokens of each right-padded row; default all.
-          rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
+          rngs: `nnx.Rngs` or a key for dropout; None disables dropout.
 
         Returns:
           `(B, C)`.

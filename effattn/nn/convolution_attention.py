@@ -34,15 +34,15 @@ class ConvolutionAttention(CausalMixer):
       max_length: the most tokens of a row, if the mechanism has parameters by position.
       is_causal: only True.
       dropout_rate: only 0.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
       out_kernel_init: of the output projections; default `kernel_init`.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
       **options: what a model says to all its mixers, `rotary` and `num_kv_heads` say.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     _state = HybridState

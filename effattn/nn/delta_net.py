@@ -52,8 +52,8 @@ class DeltaNet(SelfAttention):
       num_heads: N query heads.
       convolution_width: tokens that the short convolutions read.
       use_bias: biases in the projections to and from heads; beta's has none.
-      kernel_init: of the projections.
-      rngs: for the initial parameters.
+      kernel_init: initializer of the projections.
+      rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `head_dim`, `value_dim`,
         ...) and options of `effattn.delta_rule_attention`. `rotary` and `qk_norm`, which the paper
         does not have, come after the convolutions and before queries and keys get length 1.
@@ -200,8 +200,8 @@ class GatedDeltaNet(DeltaNet):
       value_dim: Hv; default 2 H. With H = 0.75 D / N the layer has 6 D^2 parameters, as the
         paper's.
       use_bias: biases in the projections to and from heads, and in the gate's.
-      kernel_init: of the projections.
-      rngs: for the initial parameters.
+      kernel_init: initializer of the projections.
+      rngs: random streams for parameter initialisation.
       **options: as in `DeltaNet`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""An encoder and a decoder: from one sequence to another, over any mixers."""
+"""Encoder-decoder Transformer with any token mixers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -30,19 +30,20 @@ from effattn.nn.transformer import (
 
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoderConfig:
-    """The sizes and options of an `EncoderDecoder`.
+    """Static configuration of an `EncoderDecoder`.
 
     Attributes:
-      encoder: with `is_causal=False`, and so any bidirectional mixers.
-      decoder: with any causal mixers; of other sizes than the encoder if need be.
-      cross_attention: from the decoder to the encoder's output: a registered name, or a mapping of
-        a name and options, of a mechanism whose queries and keys may differ in length, and in which
-        each query asks by itself, from where it stands: one that has "offset" or "state".
+      encoder: configuration of the encoder, with `is_causal=False` and bidirectional mixers.
+      decoder: configuration of the decoder, with causal mixers; its sizes may differ from those of
+        the encoder.
+      cross_attention: mechanism from the decoder to the encoder's output: a registered name, or a
+        mapping of a name and options. The mechanism needs the capability "cross", and "offset" or
+        "state", so that the output of a query does not depend on the other queries.
     """
 
     encoder: TransformerConfig
     decoder: TransformerConfig
-    # A mapping has no hash; equal configurations still have equal hashes without it.
+    # Mappings are not hashable, so the hash leaves this field out.
     cross_attention: Mixer = dataclasses.field(default="softmax", hash=False)
 
     def __eq__(self, other: object) -> bool:
@@ -66,12 +67,12 @@ class EncoderDecoderConfig:
 
 
 class Context(NamedTuple):
-    """What one layer of a decoder sees of the encoder's output.
+    """Projected encoder output for the cross-attention of one decoder layer.
 
     Attributes:
       key: `(B, S, K, H)`.
       value: `(B, S, K, H)`.
-      lengths: `(B,)` int, valid tokens; None for all.
+      lengths: `(B,)` int, valid source tokens of each row; None if all are valid.
     """
 
     key: jax.Array
@@ -82,11 +83,11 @@ class Context(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoderState:
-    """What an `EncoderDecoder` carries when it decodes.
+    """Decode state of an `EncoderDecoder`.
 
     Attributes:
-      contexts: of each layer; they stay as they are.
-      decoder: the state of the decoder's mixers.
+      contexts: projected encoder output for each decoder layer; constant during decoding.
+      decoder: decode state of the decoder's mixers.
     """
 
     contexts: tuple[Context, ...]
@@ -94,16 +95,16 @@ class EncoderDecoderState:
 
     @property
     def length(self) -> jax.Array:
-        """`(B,)` int32, tokens seen by the decoder."""
+        """Number of tokens read by the decoder, `(B,)` int32."""
         return self.decoder.length
 
 
-# What a mechanism has, one or the other, in which no query bears on what another one gets.
+# A mechanism with one of these capabilities computes each query independently of the others.
 _ALONE = frozenset({"offset", "state"})
 
 
 class DecoderBlock(Layer):
-    """A layer with cross-attention between its mixer and its SwiGLU layer, normalised likewise."""
+    """Decoder layer: mixer, cross-attention and SwiGLU, each with RMSNorm and a residual."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class DecoderBlock(Layer):
         segment_ids: jax.Array | None = None,
         rngs: jax.Array | None = None,
     ) -> jax.Array:
-        """`(B, T, D)` to `(B, T, D)`; `rngs` is a key, or None for no dropout."""
+        """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout."""
         mixer_key, keys = self._keys(rngs, 3)
 
         def mix(h):
@@ -166,7 +167,7 @@ class DecoderBlock(Layer):
     def extend(
         self, x: jax.Array, state: Any, context: Context, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """The same for T more tokens, given the mixer's state of those before."""
+        """Applies the layer to T new tokens; `state` is the mixer's decode state."""
         others = self._with_cross(context, lengths, query_offset=state.length)
         return self._sublayers(
             x, lambda h: self.mixer.extend(h, state, lengths=lengths), others, None
@@ -183,7 +184,7 @@ class DecoderBlock(Layer):
 
 
 class _Decoder(TransformerLM):
-    """A language model whose blocks are given contexts."""
+    """Decoder stack: a `TransformerLM` whose blocks take a `Context` each."""
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
         self.sides = config
@@ -195,23 +196,23 @@ class _Decoder(TransformerLM):
 
 
 class EncoderDecoder(Module):
-    """A model of a sequence given another (Vaswani et al. 2017, "Attention Is All You Need").
+    """Encoder-decoder model (Vaswani et al. 2017, "Attention Is All You Need").
 
         encoded = encoder(source),   logits = decoder(target, encoded)
 
-    The encoder is a `Transformer` of bidirectional mixers. A layer of the decoder is a causal
-    mixer, cross-attention to what was encoded, and SwiGLU, each with RMSNorm before it.
+    The encoder is a `Transformer` with bidirectional mixers. Each decoder layer has a causal mixer,
+    cross-attention to the encoder's output, and SwiGLU, each with RMSNorm before it.
 
-    Teacher-forced, `model(source, target)` has the logits of all tokens after those of the target;
-    to write them one by one, give the source and use `effattn.nn.generate`:
+    For training (teacher forcing), `model(source, target)` returns the next-token logits at every
+    target position. For generation, encode the source with `given` and call `effattn.nn.generate`:
 
         generate(model.given(source), start, max_new_tokens=n, temperature=0.0, eos_id=end)
 
-    As in a `Transformer`, `rngs` alone switch dropout; decoding has none.
+    Dropout is as in `Transformer`; decoding has no dropout.
 
     Args:
-      config: sizes and options.
-      rngs: for the initial parameters.
+      config: model configuration.
+      rngs: random streams for parameter initialisation.
     """
 
     def __init__(self, config: EncoderDecoderConfig, *, rngs: nnx.Rngs):
@@ -231,14 +232,14 @@ class EncoderDecoder(Module):
         target_lengths: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """The logits of the token after each of the target, given the source.
+        """Returns the next-token logits at every target position, given the source.
 
         Args:
-          source: `(B, S)` int, tokens as in a call of a `Transformer`.
-          target: `(B, T)` int, a start token first.
-          source_lengths: `(B,)` int, valid tokens of each right-padded row.
-          target_lengths: `(B,)` int.
-          rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
+          source: `(B, S)` int, tokens as in `Transformer.__call__`.
+          target: `(B, T)` int; the first token is a start token.
+          source_lengths: `(B,)` int, valid source tokens of each right-padded row.
+          target_lengths: `(B,)` int, valid target tokens of each right-padded row.
+          rngs: `nnx.Rngs` or a key for dropout; None disables dropout.
 
         Returns:
           `(B, T, V)`, at least float32.
@@ -260,12 +261,12 @@ class EncoderDecoder(Module):
         lengths: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """`(B, S, D)` of source tokens `(B, S)`."""
+        """Encoder output `(B, S, D)` for source tokens `(B, S)`."""
         return self.encoder._features(source, lengths, None, rngs, name="source")
 
     @mesh_axes.on_mesh_of_input
     def given(self, source: jax.Array, *, lengths: jax.Array | None = None) -> "Given":
-        """The model with its source encoded: a model of the target, for `effattn.nn.generate`."""
+        """Encodes the source; returns a model of the target for `effattn.nn.generate`."""
         return Given(self, self.encode(source, lengths=lengths), lengths)
 
     def init_state(
@@ -276,15 +277,16 @@ class EncoderDecoder(Module):
         *,
         lengths: jax.Array | None = None,
     ) -> EncoderDecoderState:
-        """The decode state before the first token of the target.
+        """Returns the decode state before the first target token.
 
-        It holds the keys and values of the source, which no step projects again.
+        The state holds the projected keys and values of the source, so that decoding steps do not
+        project the source again.
 
         Args:
-          encoded: `(B, S, D)`, of `encode`.
-          max_length: tokens of the target that a row may come to hold.
-          dtype: of the decoder's caches; default the decoder's.
-          lengths: `(B,)` int, valid tokens of the source; default all.
+          encoded: `(B, S, D)`, the output of `encode`.
+          max_length: maximum number of target tokens per row.
+          dtype: dtype of the decoder's caches; default the decoder's dtype.
+          lengths: `(B,)` int, valid source tokens; default S.
         """
         encoded = tokens_of("encoded", encoded, self.config.encoder.features)
         return EncoderDecoderState(
@@ -296,12 +298,12 @@ class EncoderDecoder(Module):
     def extend(
         self, tokens: jax.Array, state: EncoderDecoderState, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, EncoderDecoderState]:
-        """The logits of T >= 1 more tokens of the target, given all before them.
+        """Returns the logits for T >= 1 new target tokens that follow the tokens in `state`.
 
         Args:
           tokens: `(B, T)` int.
-          state: from `init_state` or an earlier call.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          state: decode state, from `init_state` or an earlier call.
+          lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
 
         Returns:
           `(logits (B, T, V), state)`.
@@ -314,7 +316,7 @@ class EncoderDecoder(Module):
     def step(
         self, tokens: jax.Array, state: EncoderDecoderState
     ) -> tuple[jax.Array, EncoderDecoderState]:
-        """`extend` by one token, `(B, 1)`."""
+        """Calls `extend` with one token per row, `(B, 1)`."""
         tokens = token_ids(tokens)
         if tokens.shape[1] != 1:
             raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
@@ -333,12 +335,12 @@ class EncoderDecoder(Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """An `EncoderDecoder` and its encoded source: has what decoding needs of a language model.
+    """An `EncoderDecoder` with an encoded source; decodes like a language model.
 
     Attributes:
-      model: the model.
-      encoded: `(B, S, D)`.
-      lengths: `(B,)` int, valid tokens of the source; None for all.
+      model: the encoder-decoder model.
+      encoded: `(B, S, D)`, the encoder's output.
+      lengths: `(B,)` int, valid source tokens of each row; None if all are valid.
     """
 
     model: EncoderDecoder
@@ -346,7 +348,7 @@ class Given:
     lengths: jax.Array | None
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> EncoderDecoderState:
-        """The state before the first token, of as many rows as there are sources."""
+        """Returns the decode state before the first target token; one row per source."""
         if batch != self.encoded.shape[0]:
             raise ValueError(
                 f"there are {self.encoded.shape[0]} sources, and {batch} rows of the target were "
@@ -357,5 +359,5 @@ class Given:
     def extend(
         self, tokens: jax.Array, state: EncoderDecoderState, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, EncoderDecoderState]:
-        """As `EncoderDecoder.extend`."""
+        """Calls `EncoderDecoder.extend`."""
         return self.model.extend(tokens, state, lengths=lengths)

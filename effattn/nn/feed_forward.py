@@ -20,11 +20,11 @@ class SwiGLU(Module):
     Args:
       in_features: D, of input and output.
       hidden_features: F, of the gate.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
       kernel_init: of the gate and up projections.
       out_kernel_init: of the down projection.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
     """
 
     def __init__(

@@ -17,12 +17,12 @@ class FNet(Mixer):
       in_features: D.
       norm: as in `effattn.fourier_mixing`; "ortho" for pre-norm models, `TransformerLM` among them.
       is_causal: only False.
-      dropout_rate: only 0, as there are no attention weights to drop.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: of the output; default that of the input.
       rngs: as other mixers take; there are no parameters.
 
     Raises:
-      ValueError: something asked of it that it cannot do.
+      ValueError: an option that the mechanism does not support.
     """
 
     _of_known_length = True

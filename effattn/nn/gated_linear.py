@@ -29,8 +29,8 @@ class GatedLinearAttention(SelfAttention):
       value_dim: Hv; default D / N, or `head_dim` where it is given.
       gate_rank: features between W1 and W2.
       temperature: larger ones forget slower at the start of training.
-      kernel_init: of the projections.
-      rngs: for the initial parameters.
+      kernel_init: initializer of the projections.
+      rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `dtype`, ...) and options
         of `effattn.gated_linear_attention`.
 

@@ -23,16 +23,16 @@ class GatedMLP(CachedMixer):
     L^2 numbers. Decoding keeps z_2 of all tokens; a step costs O(S F).
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       max_length: L, positions that there are weights for, the most tokens of a row.
       hidden_features: 2 F, of z_1 and z_2 together; default 4 D.
-      is_causal: a token sees those up to itself.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters.
+      is_causal: token t reads tokens 0 to t only.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation.
 
     Raises:
       ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more

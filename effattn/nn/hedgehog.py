@@ -23,7 +23,7 @@ class HedgehogSelfAttention(SelfAttention):
       in_features: D.
       num_heads: N query heads.
       num_features: F, there are 2 F features; default the head size H.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...).
 
     Raises:

@@ -57,10 +57,10 @@ class HybridHeads(Module):
         `[{"name": "softmax", "num_heads": 2}, {"name": "sliding_window", "num_heads": 6}]`.
       num_kv_heads: K, a divisor of N; each group has its share. Default: what its mixer has.
       head_dim: H; default D / N.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
       score_mod: for all groups, with h counted through all heads.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
       **options: for the mixers of all groups; those of a group win.
 
     Raises:
@@ -172,7 +172,7 @@ class HybridHeads(Module):
         return sum(parts), HybridState(groups, state.length + lengths)
 
     def step(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
-        """`extend` by one token, x `(B, 1, D)`."""
+        """Calls `extend` with one token per row, x `(B, 1, D)`."""
         if x.shape[1] != 1:
             raise ValueError(f"step takes one token, x (B, 1, D), got x of shape {x.shape}")
         return self.extend(x, state)

@@ -48,7 +48,7 @@ class Hyena(CausalMixer):
     convolutions; a step costs O(N S D).
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       max_length: the most tokens of a row; positions are told to the filters as shares of it.
       order: N, how many gates and convolutions.
       num_harmonics: K, sines and cosines of the position.
@@ -57,12 +57,12 @@ class Hyena(CausalMixer):
       window_shift: what is added to the window, so that no tap is forced to zero.
       convolution_width: tokens that the short convolution reads.
       is_causal: only True.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation.
 
     Raises:
       ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more

@@ -43,8 +43,8 @@ class LinformerSelfAttention(SelfAttention):
         `(L / r,)` where a convolution. Flax's own transformations (`nnx.grad`, `nnx.jit`, ...) and
         `nnx.split` see it once.
       is_causal: only False.
-      param_dtype: of the parameters.
-      rngs: for the initial parameters.
+      param_dtype: dtype of the parameters.
+      rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...) and options
         of `effattn.linformer_attention`.
 

@@ -25,13 +25,13 @@ class LongShortSelfAttention(SelfAttention):
       num_heads: N query heads.
       num_projected: r, slots of the sequence, or if causal of each segment.
       dual_norm: whether there are the two layer norms.
-      param_dtype: of the parameters.
-      rngs: for the initial parameters.
+      param_dtype: dtype of the parameters.
+      rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`is_causal`, `num_kv_heads`, ...) and
         options of `effattn.long_short_attention`: `window_size`, default 64, and `segment_size`.
 
     Raises:
-      ValueError: as `SelfAttention`, and for sizes that do not fit.
+      ValueError: as `SelfAttention`; also for inconsistent sizes.
     """
 
     def __init__(

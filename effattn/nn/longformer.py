@@ -32,7 +32,7 @@ class LongformerSelfAttention(SelfAttention):
       max_global: how many global tokens a row has at most; None for never any. Where there are
         more, the first so many are global.
       global_projections: projections of their own for global tokens.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`is_causal`, `use_bias`, `num_kv_heads`,
         ...) and options of `effattn.longformer_attention`: `local_window_size`, default 127 on
         each side, and `dilation`, an int, or one for each query head.
@@ -87,10 +87,10 @@ class LongformerSelfAttention(SelfAttention):
           segment_ids: `(B, T)` int; tokens attend within equal ids, 0 is padding, and positions
             count from the start of each run. Global tokens reach no further than their segment.
           global_mask: `(B, T)` bool, True for global tokens; None for none.
-          rngs: for the dropout of attention weights: `nnx.Rngs`, or a key; None has no dropout.
+          rngs: `nnx.Rngs` or a key for dropout of attention weights; None disables dropout.
 
         Returns:
-          `(B, T, D)`. Nothing in the padding reaches the other tokens.
+          `(B, T, D)`. Valid tokens do not depend on the padding.
         """
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         if global_mask is not None:
@@ -112,12 +112,12 @@ class LongformerSelfAttention(SelfAttention):
         lengths: jax.Array | None = None,
         global_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Mixes T >= 1 more tokens, given all before them.
+        """Mixes T >= 1 new tokens with the tokens already read into `state`.
 
         Args:
           x: `(B, T, D)`.
-          state: from `init_state` or an earlier call.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          state: decode state, from `init_state` or an earlier call.
+          lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
           global_mask: `(B, T)` bool, which of the T tokens are global; None for none.
 
         Returns:

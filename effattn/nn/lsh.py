@@ -39,15 +39,15 @@ class LSHSelfAttention(CachedMixer):
         positions in x, as the paper does.
       is_causal: attend to the past only.
       dropout_rate: only 0, as it has no dropout of weights.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters; rotations are drawn from its stream `rotations`, or, where
-        there is none, from its default.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation. Rotations are drawn from the stream
+        `rotations` if there is one, otherwise from the default stream.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     _of_known_length = True

@@ -33,17 +33,17 @@ class Mamba2(RecurrentMixer):
       num_kv_heads: how many B and C there are; N / num_kv_heads heads share each. Default 1.
       convolution_width: tokens that the short convolution reads.
       is_causal: only True.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
       chunk_size: see `effattn.state_space_duality`.
       implementation: see `effattn.state_space_duality`.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What mixers of tokens share that attend by no function of queries, keys and values."""
+"""Base classes of mixers without a function of query, key and value."""
 
 from typing import Any
 
@@ -15,18 +15,18 @@ from effattn.nn.tokens import padding_of, tokens_of, zero_padding
 
 
 class Mixer(Module):
-    """A mixer of whole sequences; a subclass says how it mixes.
+    """Base class of mixers of whole sequences; a subclass implements `_mix_all`.
 
     Args:
-      in_features: D.
-      mechanism: the registered name.
-      is_causal: tokens see those before them alone.
-      dropout_rate: only 0 where the mechanism has none.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
+      in_features: D, number of features per token.
+      mechanism: registered name of the mechanism.
+      is_causal: token t reads tokens 0 to t only.
+      dropout_rate: must be 0 if the mechanism has no dropout.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
     """
 
-    _of_known_length = False  # an exported program may not leave the number of tokens open
+    _of_known_length = False  # True if T must be static, so symbolic lengths in export raise
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Mixer(Module):
     def _mix_all(
         self, x: jax.Array, lengths: jax.Array | None, segment_ids: jax.Array | None
     ) -> jax.Array:
-        """`(B, T, D)` of x `(B, T, D)`, which is zero in the padding."""
+        """Mixes x `(B, T, D)`, zero in the padding; returns `(B, T, D)`."""
         raise NotImplementedError
 
     def __call__(
@@ -67,11 +67,11 @@ class Mixer(Module):
         Args:
           x: `(B, T, D)`.
           lengths: `(B,)` int, valid tokens of each right-padded row.
-          segment_ids: `(B, T)` int; tokens are mixed within equal ids, 0 is padding.
-          rngs: as other mixers take; nothing here is random.
+          segment_ids: `(B, T)` int, packed sequences: tokens mix within equal ids, 0 is padding.
+          rngs: unused; every mixer accepts `rngs`.
 
         Returns:
-          `(B, T, D)`. Nothing in the padding reaches the other tokens.
+          `(B, T, D)`. Valid tokens do not depend on the padding.
         """
         x = tokens_of("x", x, self.in_features)
         if self._of_known_length:
@@ -85,39 +85,40 @@ class Mixer(Module):
         return mesh_axes.placed_like(x, mix, self, x, lengths, segment_ids)
 
     def _computed_in(self, x: jax.Array) -> Any:
-        """The dtype of the computation."""
+        """Computation dtype."""
         return dtypes.common(x, self.param_dtype) if self.dtype is None else self.dtype
 
     def _kept_in(self, dtype: Any) -> Any:
-        """The dtype of what a state keeps of tokens themselves, where `init_state` is told none."""
+        """Dtype of cached token features: `dtype`, or the module's dtype if `dtype` is None."""
         if dtype is not None:
             return dtype
         return self.param_dtype if self.dtype is None else self.dtype
 
 
 class CausalMixer(Mixer):
-    """A mixer that decodes; a subclass says what it keeps, and how it goes on from there."""
+    """Base class of mixers that decode; a subclass implements `_empty` and `_extend`."""
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
-        """The state of `batch` rows that have seen nothing.
+        """Returns the empty decode state of `batch` rows.
 
         Args:
-          batch: B.
-          max_length: the most tokens that a row may come to hold; no bound where the state does
-            not grow, unless it keeps the last tokens and would have room for more than these.
-          dtype: of what is kept of tokens themselves, a float of at least 16 bits; default the
-            module's.
+          batch: B, number of rows.
+          max_length: maximum number of tokens per row. A state of constant size has no such limit.
+            A mechanism that caches only the last tokens is limited to `max_length` if `max_length`
+            is below the size of its cache.
+          dtype: dtype of cached token features, a float of at least 16 bits; default the module's
+            `dtype`, or `param_dtype` if `dtype` is None.
         """
         self._check_causal()
         dtype = check_init(batch, max_length, self._kept_in(dtype))
         return self._empty(batch, max_length, dtype)
 
     def _empty(self, batch: int, max_length: int, dtype: Any) -> Any:
-        """The state, by a subclass."""
+        """Returns the empty state; implemented by subclasses."""
         raise NotImplementedError
 
     def _check_shapes(self, state: Any, batch: int) -> None:
-        """`ValueError` if it is the state of a layer of other sizes."""
+        """Raises `ValueError` if `state` belongs to a layer of other sizes."""
         capacity = self._capacity(state)
         empty = jax.eval_shape(lambda: self._empty(batch, capacity, self._kept_in(None)))
         got, needed = ([x.shape for x in jax.tree.leaves(s)] for s in (state, empty))
@@ -128,7 +129,7 @@ class CausalMixer(Mixer):
             )
 
     def _capacity(self, state: Any) -> int:
-        """How many tokens a row of the state may hold; any number where it does not grow."""
+        """Maximum number of tokens per row; an arbitrary number for a state of constant size."""
         return 1
 
     def _check_causal(self) -> None:
@@ -138,18 +139,18 @@ class CausalMixer(Mixer):
             )
 
     def _extend(self, x: jax.Array, state: Any, lengths: jax.Array | None) -> tuple[jax.Array, Any]:
-        """`(y, state)` of more tokens; `lengths`, if any, are checked, and the padding zero."""
+        """Returns `(y, state)` for new tokens; `lengths` are checked, and padding in x is zero."""
         raise NotImplementedError
 
     def extend(
         self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """Mixes T >= 1 more tokens, given all before them.
+        """Mixes T >= 1 new tokens with the tokens already read into `state`.
 
         Args:
           x: `(B, T, D)`.
-          state: from `init_state` or an earlier call.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          state: decode state, from `init_state` or an earlier call.
+          lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
 
         Returns:
           `(y (B, T, D), state)`.
@@ -169,11 +170,11 @@ class CausalMixer(Mixer):
         return mesh_axes.extended(extend, self, x, state, lengths)
 
     def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """`extend` by one token, x `(B, 1, D)`."""
+        """Calls `extend` with one token per row, x `(B, 1, D)`."""
         x = tokens_of("x", x, self.in_features)
         if x.shape[1] != 1:
             raise ValueError(f"step takes one token, x (B, 1, D), got x of shape {x.shape}")
         return self.extend(x, state)
 
-    # What `extend` takes.
+    # The type of state that `extend` accepts.
     _state: type[Any]

@@ -32,19 +32,19 @@ class MixtureOfMechanisms(CausalMixer):
     Time, memory and state are the sums of those of the mechanisms.
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       num_heads: N, of every mechanism.
       mechanisms: two or more registered names, or mappings of a `"name"` and options.
       costs: one number a mechanism, 0 or more; default their places in `mechanisms`, 0, 1, ...
       gate: "soft" or "top1".
       max_length: the most tokens of a row, for mechanisms with parameters by position.
-      is_causal: a token sees those up to itself.
+      is_causal: token t reads tokens 0 to t only.
       dropout_rate: only 0.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
       kernel_init: of the projections of every mechanism.
       out_kernel_init: of their output projections; default `kernel_init`.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
       **options: what a model says to all its mixers, `rotary` and `num_kv_heads` say.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The base of all modules, which checks what they are made with and given."""
+"""Base class of all modules: argument checks of constructors and public methods."""
 
 import functools
 import inspect
@@ -11,7 +11,10 @@ from effattn.arrays import checks
 
 
 class Module(nnx.Module):
-    """A module whose public methods check flags and arrays; `__init__` also dtypes and `rngs`."""
+    """Base class of all modules.
+
+    Public methods check flags and arrays; `__init__` also checks dtypes and `rngs`.
+    """
 
     def __init_subclass__(cls, **kwargs: Any):
         for name, method in list(vars(cls).items()):
@@ -38,7 +41,7 @@ def _checked(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_dtype(name: str, value: Any) -> None:
-    """`ValueError` for what is no floating-point dtype, and is not None."""
+    """Raises `ValueError` unless the value is a floating-point dtype or None."""
     if value is not None:
         checks.dtype(name, value)
 

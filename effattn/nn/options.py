@@ -1,4 +1,4 @@
-"""Options that hold arrays: each layer's own copies of parameters and modules."""
+"""Options of layers that hold arrays: copies of parameters and modules for each layer."""
 
 import functools
 from typing import Any
@@ -13,20 +13,21 @@ _DATA = (jax.Array, np.ndarray, *_PARAMETERS)
 
 
 def is_data(leaf: Any) -> bool:
-    """Whether it is an array, a Variable or a module."""
+    """Whether the leaf is an array, a Variable or a module."""
     return isinstance(leaf, _DATA)
 
 
 def own_copy(options: Any) -> Any:
-    """The options with copies of all Variables and modules in them, none of which shares an array.
+    """The options with all Variables and modules copied; copies share no arrays with the originals.
 
-    A Variable or a module that is given twice is one copy, given twice. All else stays as it is.
+    A Variable or module that occurs twice is copied once, and the copy occurs twice. Other options
+    stay unchanged.
     """
     leaves, structure = jax.tree.flatten(options, is_leaf=is_data)
     given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, _PARAMETERS)}
     if not given:
         return options
-    # Together, as a Variable may be both an option and part of a module that is another one.
+    # One split for all, as a Variable may be an option and also part of a module in another option.
     together: Any = list(given.values())
     graph, state = nnx.split(together)
     copies = dict(zip(given, nnx.merge(graph, jax.tree.map(_copied, state)), strict=True))
@@ -34,7 +35,9 @@ def own_copy(options: Any) -> Any:
 
 
 def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Static options, and those that hold arrays: with Variables of their own in place of these.
+    """Splits options into static options and options that hold arrays.
+
+    Arrays in the second part become new Variables; Variables and modules are copied.
 
     Raises:
       ValueError: a function that holds Variables or modules, which no layer would train.
@@ -54,7 +57,7 @@ def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_holds_none(name: str, function: Any) -> None:
-    """`ValueError` for what is no module, and holds Variables or modules that none would train."""
+    """Raises `ValueError` if a plain function or object holds Variables or modules."""
     if isinstance(function, _PARAMETERS):
         return
     held = next((x for x in _held(function) if isinstance(x, _PARAMETERS)), None)
@@ -67,7 +70,7 @@ def check_holds_none(name: str, function: Any) -> None:
 
 
 def check_has_none(what: str, function: Any, options: dict[str, Any]) -> None:
-    """`ValueError` for parameters where `what` keeps none."""
+    """Raises `ValueError` if `function` or an option has parameters; `what` cannot train them."""
     for name, option in {"mechanism": function, **options}.items():
         check_holds_none(name, option)
         leaves = jax.tree.leaves(option, is_leaf=is_data)
@@ -80,7 +83,7 @@ def check_has_none(what: str, function: Any, options: dict[str, Any]) -> None:
 
 
 def values(learned: Any) -> Any:
-    """The options with the values of Variables, and modules as they are."""
+    """The options with each Variable replaced by its value; modules stay unchanged."""
 
     def value(leaf):
         return leaf[...] if isinstance(leaf, nnx.Variable) else leaf
@@ -93,7 +96,7 @@ def _copied(leaf):
 
 
 def _held(option):
-    """What a function, a method, a `functools.partial` or a plain object holds."""
+    """Yields the objects that a function, method, `functools.partial` or plain object refers to."""
     yield getattr(option, "__self__", None)
     if isinstance(option, functools.partial):
         yield from (option.func, *option.args, *option.keywords.values())

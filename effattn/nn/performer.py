@@ -24,8 +24,8 @@ class PerformerSelfAttention(SelfAttention):
       num_features: m. The error of the softmax kernel falls as m**-0.5.
       orthogonal: see `effattn.performer_features`.
       hyperbolic: see `effattn.performer_features`.
-      rngs: for the initial parameters; the vectors are drawn from its stream `features`, or, where
-        there is none, from its default.
+      rngs: random streams for parameter initialisation. The random vectors are drawn from the
+        stream `features` if there is one, otherwise from the default stream.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, `is_causal`, ...)
         and options of `effattn.performer_attention`: `kernel` and `scale`.
 

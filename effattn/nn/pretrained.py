@@ -51,8 +51,8 @@ def longformer_from_transformers(
       prefix: what stands before `self.query.weight` and `output.dense.weight`. Where
         `query.weight` follows it (the state of a `LongformerSelfAttention`), there is no output
         projection: the module gives the heads side by side, as that does.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
 
     Returns:
       A bidirectional `LongformerSelfAttention` with biases and global projections.
@@ -124,8 +124,8 @@ def bigbird_from_transformers(
         `effattn.bigbird_attention`. Those of transformers lack the first and the last row.
       prefix: what stands before `self.query.weight` and `output.dense.weight`, or before
         `query.weight`, as in `longformer_from_transformers`.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
 
     Returns:
       A bidirectional `SelfAttention` with biases.

@@ -26,8 +26,8 @@ class RandomFeatureSelfAttention(SelfAttention):
       num_heads: N query heads.
       num_features: m vectors of each key head; there are 2 m features.
       gated: forget by a gate of each key head and token, in a causal mixer.
-      rngs: for the initial parameters; the vectors are drawn from its stream `features`, or, where
-        there is none, from its default.
+      rngs: random streams for parameter initialisation. The random vectors are drawn from the
+        stream `features` if there is one, otherwise from the default stream.
       **options: all other arguments of `SelfAttention`: `num_kv_heads`, `rotary`, `is_causal`, ...
 
     Raises:

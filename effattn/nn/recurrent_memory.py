@@ -46,14 +46,14 @@ class RecurrentMemoryAttention(CausalMixer):
         call they pass from segment to segment.
       is_causal: only True.
       dropout_rate: only 0.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     _state = RecurrentState

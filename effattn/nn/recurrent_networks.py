@@ -101,14 +101,14 @@ class LSTM(_CellMixer):
     Args:
       in_features: D, the size of tokens and outputs.
       is_causal: only True.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
       kernel_init: of the kernels of tokens; those of the state start orthogonal.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     _name, _cell = "lstm", nnx.OptimizedLSTMCell
@@ -130,14 +130,14 @@ class GRU(_CellMixer):
     Args:
       in_features: D, the size of tokens and outputs.
       is_causal: only True.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
       kernel_init: of the kernels of tokens; those of the state start orthogonal.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     _name, _cell = "gru", nnx.GRUCell

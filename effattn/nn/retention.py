@@ -32,8 +32,8 @@ class RetNet(SelfAttention):
       rotary: default `RotaryEmbedding()` of an even head size, and None, which does not turn, of an
         odd one.
       use_bias: biases in the five projections.
-      kernel_init: of the projections.
-      rngs: for the initial parameters.
+      kernel_init: initializer of the projections.
+      rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `head_dim`, `dtype`, ...)
         and options of `effattn.retention`.
 

@@ -45,8 +45,8 @@ class RoutingSelfAttention(SelfAttention):
       num_local_heads: how many heads are local, a multiple of those that share a key head; default
         half of them, rounded down to such.
       local_window_size: tokens that local heads see before their own, and, if not causal, after it.
-      rngs: for the initial parameters; the centroids are drawn from its stream `centroids`, or,
-        where there is none, from its default.
+      rngs: random streams for parameter initialisation. The centroids are drawn from the stream
+        `centroids` if there is one, otherwise from the default stream.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, `is_causal`, ...)
         and options of `effattn.routing_attention`: `scale`, `precision`, `tile`, `implementation`.
 

@@ -132,7 +132,7 @@ class RWKV6(_TimeMixing):
     The norm is a layer norm of each head.
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       num_heads: N.
       head_dim: H; default D / N. The paper has 64.
       num_kv_heads: K heads of keys, values and decays, a divisor of N; default N, as in the paper.
@@ -140,17 +140,17 @@ class RWKV6(_TimeMixing):
       decay_rank: features between A and B.
       depth: where the layer stands, from 0 for the first to 1 for the last; parameters start by it.
       is_causal: only True.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
       chunk_size: see `effattn.rwkv6_attention`.
       implementation: see `effattn.rwkv6_attention`.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class RWKV7(_TimeMixing):
     first layer into those of the others, which a layer alone cannot.
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       num_heads: N.
       head_dim: H; default D / N. The paper has 64.
       num_kv_heads: K heads of keys, values and decays, a divisor of N; default N, as in the paper.
@@ -259,17 +259,17 @@ class RWKV7(_TimeMixing):
       gate_rank: features between A_g and B_g.
       depth: where the layer stands, from 0 for the first to 1 for the last; parameters start by it.
       is_causal: only True.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
       chunk_size: see `effattn.rwkv7_attention`.
       implementation: see `effattn.rwkv7_attention`.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     def __init__(

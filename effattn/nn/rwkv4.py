@@ -28,18 +28,18 @@ class RWKV4(RecurrentMixer):
     Time is O(T D^2), and the state has 4 D numbers a row.
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       depth: where the layer stands, from 0 for the first to 1 for the last; parameters start by it.
       is_causal: only True.
-      dropout_rate: only 0, as there are no attention weights to drop.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     _of_known_length = True
@@ -124,10 +124,10 @@ class RWKV4ChannelMix(Module):
       in_features: D.
       hidden_features: of k; default 4 D.
       depth: as in `RWKV4`.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      rngs: for the initial parameters.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      rngs: random streams for parameter initialisation.
     """
 
     def __init__(

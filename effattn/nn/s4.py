@@ -102,19 +102,19 @@ class S4D(_StateSpace):
     ones run as a recurrence, and so does decoding: its state has `state_size` numbers a feature.
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       state_size: modes of a feature, conjugates counted; even.
       is_causal: only True.
-      dropout_rate: only 0, as there are no attention weights to drop.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: of the tokens; default that of the input and the parameters together. States and
         kernels are in at least float32.
-      param_dtype: of the parameters.
-      kernel_init: of the projection.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projection.
       out_kernel_init: of the projection, before `kernel_init`.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     def __init__(
@@ -177,20 +177,20 @@ class S4(_StateSpace):
     sequence, in O(D M^3 log T) time more.
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       max_length: taps of the kernel that C~ belongs to, such as the tokens of a row in training.
       state_size: modes of a feature, conjugates counted; even.
       is_causal: only True.
-      dropout_rate: only 0, as there are no attention weights to drop.
+      dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: of the tokens; default that of the input and the parameters together. States and
         kernels are in at least float32.
-      param_dtype: of the parameters.
-      kernel_init: of the projection.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projection.
       out_kernel_init: of the projection, before `kernel_init`.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, or something asked of it that it cannot do.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support.
     """
 
     def __init__(

@@ -31,9 +31,9 @@ class ShortConvolution(Module):
       activation: applied to each number; None for none.
       use_bias: adds a learned number to each feature.
       dtype: of the output; default that of the input and the parameters together.
-      param_dtype: of the parameters.
+      param_dtype: dtype of the parameters.
       taps_init: of the taps `(width, D)`, the oldest token's first.
-      rngs: for the initial parameters.
+      rngs: random streams for parameter initialisation.
 
     Raises:
       ValueError: `features` or `width` below 1; in calls, shapes that do not fit.
@@ -106,8 +106,8 @@ class ShortConvolution(Module):
 
         Args:
           x: `(B, T, D)`.
-          state: from `init_state` or an earlier call.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          state: decode state, from `init_state` or an earlier call.
+          lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
 
         Returns:
           `(y (B, T, D), state)`; padding gives zeros and leaves the state as it was.

@@ -50,7 +50,7 @@ class Synthesizer(CachedMixer):
     is; the others need embeddings of positions in x, which a `Transformer` gives them.
 
     Args:
-      in_features: D, the size of a token.
+      in_features: D, number of features per token.
       num_heads: N.
       max_length: L, positions that there are parameters for, the most tokens of a row. Packed
         documents count from their own start.
@@ -58,13 +58,13 @@ class Synthesizer(CachedMixer):
       head_dim: H; default D / N.
       hidden_features: A; default H. Of the kinds that have it.
       trained: whether the random table or rows are learned, or stay as they were drawn.
-      is_causal: a token sees those up to itself.
+      is_causal: token t reads tokens 0 to t only.
       dropout_rate: only 0.
-      dtype: of the computation; default that of the input and the parameters together.
-      param_dtype: of the parameters.
-      kernel_init: of the projections.
-      out_kernel_init: of the output projection; default `kernel_init`.
-      rngs: for the initial parameters.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      out_kernel_init: initializer of the output projection; default `kernel_init`.
+      rngs: random streams for parameter initialisation.
 
     Raises:
       ValueError: an unknown kind, options that it does not have, sizes that do not fit, something

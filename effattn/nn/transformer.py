@@ -1,4 +1,4 @@
-"""Transformers over any mixers: the stack of layers, and the language model."""
+"""Transformers with any token mixers: configuration, layers, encoder stack and language model."""
 
 import dataclasses
 import functools
@@ -48,41 +48,44 @@ _REMAT_POLICIES = (
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes and options of a `Transformer` or a `TransformerLM`.
+    """Static configuration of a `Transformer` or a `TransformerLM`.
 
     Attributes:
-      vocab_size: V.
-      num_layers: L.
-      features: D.
-      num_heads: N query heads.
-      num_kv_heads: K, a divisor of N; default N.
-      head_dim: H; default D / N.
-      hidden_features: of the feed-forward layer; default 8/3 D, rounded up to a multiple of 8.
+      vocab_size: V, number of token ids.
+      num_layers: L, number of layers.
+      features: D, number of features per token.
+      num_heads: N, number of query heads.
+      num_kv_heads: K, number of key and value heads, a divisor of N; default N.
+      head_dim: H, head dimension; default D / N.
+      hidden_features: hidden size of the feed-forward layer; default 8/3 D, rounded up to a
+        multiple of 8.
       mixer: a registered name, a mapping of a name and options
         (`{"name": "sliding_window", "local_window_size": (63, 0)}`), a mapping of groups of heads
-        (`{"heads": [{"name": "softmax", "num_heads": 2}, ...]}`, see `HybridHeads`), or L of those
-        in a sequence. Options are arguments of the mixer, and win over what the model would give
-        it. Some mechanisms change with the layer of themselves: "dilated" widens its steps. A model
-        copies the parameters and modules among the options, for each layer that trains them.
-      positions: "rotary" (in the mixers that have something to turn and do not know the order by
-        themselves), "learned" (one vector a position, added to the tokens), "alibi", or "none".
-        Default "rotary", or "learned" where no layer could tell the order with those.
+        (`{"heads": [{"name": "softmax", "num_heads": 2}, ...]}`, see `HybridHeads`), or a sequence
+        of L such mixers. Options are arguments of the mixer, and override the arguments that the
+        model passes to the mixer. Some mechanisms have options that depend on the layer: "dilated"
+        uses wider steps in later layers. If an option holds parameters or modules, each layer of
+        the model trains a separate copy.
+      positions: "rotary" (in mixers that take a rotary embedding and do not encode token order
+        otherwise), "learned" (one vector per position, added to the token embeddings), "alibi", or
+        "none". Default "rotary"; "learned" if no layer encodes token order or takes a rotary
+        embedding.
       rotary_theta: see `RotaryEmbedding`.
       rotary_scaling: see `RotaryEmbedding`.
-      max_length: the most tokens of an input, for what has parameters by position: learned
-        positions, which need it, and mixers such as Linformer's.
-      tie_embeddings: the logits use the embedding of the tokens.
-      parallel: mixer and feed-forward layer both read the same normalised input, and their sum is
-        added, as in GPT-J; else one after the other.
-      dropout_rate: of what each sublayer adds, and of the embeddings.
-      dtype: of the computation, such as "bfloat16"; default `param_dtype`.
-      param_dtype: of the parameters and so of their gradients.
-      remat: recompute each layer in the backward pass instead of keeping its activations.
-      remat_policy: what remat keeps: a function from `jax.checkpoint_policies`, or the name of one
-        that takes no arguments.
-      qk_norm: RMS-normalise queries and keys, in the mixers that have them.
-      is_causal: each token sees itself and those before it, as for predicting the next one. If
-        not, it sees both sides, as for predicting masked ones, and the model does not decode.
+      max_length: maximum number of input tokens, for parameters that depend on positions: learned
+        positions, which require `max_length`, and mixers such as Linformer.
+      tie_embeddings: the logits reuse the token embedding as output projection.
+      parallel: mixer and feed-forward layer read the same normalised input, and their outputs are
+        summed, as in GPT-J. With False, the feed-forward layer follows the mixer.
+      dropout_rate: dropout rate of the embeddings and of each sublayer's output.
+      dtype: computation dtype, such as "bfloat16"; default `param_dtype`.
+      param_dtype: dtype of the parameters, and so of the gradients.
+      remat: recompute each layer in the backward pass instead of storing its activations.
+      remat_policy: the values that remat stores: a function from `jax.checkpoint_policies`, or the
+        name of a policy that takes no arguments.
+      qk_norm: RMS-normalise queries and keys, in mixers that have queries and keys.
+      is_causal: token t reads tokens 0 to t only, for next-token prediction. With False, each token
+        reads all tokens, for masked-token prediction, and the model cannot decode.
     """
 
     vocab_size: int
@@ -92,7 +95,7 @@ class TransformerConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     hidden_features: int | None = None
-    # A mapping has no hash; equal configurations still have equal hashes without it.
+    # Mappings are not hashable, so the hash leaves this field out.
     mixer: Mixer | tuple[Mixer, ...] | list[Mixer] = dataclasses.field(
         default="softmax", hash=False
     )
@@ -148,11 +151,11 @@ class TransformerConfig:
         return isinstance(other, TransformerConfig) and same_fields(self, other)
 
     def position_kind(self) -> str:
-        """The positions that the model has: those asked for, or those that its mixers can tell.
+        """Position encoding of the model: `positions`, or the default for its mixers.
 
         Raises:
-          ValueError: rotary ones that no mixer can tell, learned ones without `max_length`, or
-            options of rotary ones where they are others.
+          ValueError: rotary positions that no mixer supports, learned positions without
+            `max_length`, or rotary options with another position encoding.
         """
         names = {mixer["name"] for n in range(self.num_layers) for mixer in self.layer_mixer(n)}
         entries = map(registry.get, names)
@@ -172,7 +175,7 @@ class TransformerConfig:
         return kind
 
     def layer_mixer(self, layer: int) -> tuple[dict[str, Any], ...]:
-        """The name and the options of a layer's mixer, or of each group of its heads."""
+        """Name and options of a layer's mixer, one mapping per group of heads."""
         mixer = self.mixer[layer] if isinstance(self.mixer, (tuple, list)) else self.mixer
         named: Any = {"name": mixer} if isinstance(mixer, str) else mixer
         if not isinstance(named, Mapping):
@@ -194,23 +197,23 @@ class TransformerConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TransformerState:
-    """What a `TransformerLM` carries when it decodes.
+    """Decode state of a `TransformerLM`.
 
     Attributes:
-      layers: the state of each layer's mixer.
-      length: `(B,)` int32, tokens seen.
+      layers: decode state of each layer's mixer.
+      length: `(B,)` int32, number of tokens read.
     """
 
     layers: tuple[Any, ...]
     length: jax.Array
 
 
-# A norm of what it reads, or None for what the mixer reads; and the layer.
+# (norm, layer). A sublayer whose norm is None reads the mixer's normalised input.
 Sublayer = tuple[Callable[[jax.Array], jax.Array] | None, Callable[[jax.Array], jax.Array]]
 
 
 class Layer(Module):
-    """A mixer and a SwiGLU layer, each with RMSNorm before it and a residual around."""
+    """Base of `Block` and `DecoderBlock`: pre-norm mixer and SwiGLU with residual connections."""
 
     def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
         dtypes = dtypes_of(config)
@@ -229,18 +232,18 @@ class Layer(Module):
         self.dropout_rate = config.dropout_rate
 
     def _others(self) -> tuple[Sublayer, ...]:
-        """After the mixer: norms and layers."""
+        """The sublayers after the mixer."""
         return ((self.feed_forward_norm, self.feed_forward),)
 
     def _keys(self, rngs: jax.Array | None, others: int = 1) -> tuple[Any, Any]:
-        """A key for the mixer, and those of the sublayers."""
+        """Random key of the mixer, and dropout keys of the mixer output and `others` sublayers."""
         if rngs is None:
             return None, None
         mixer_key, *keys = jax.random.split(rngs, 2 + others)
         return mixer_key, keys
 
     def _sublayers(self, x, mix, others, keys):
-        """Each adds to x; one without a norm reads what the mixer reads."""
+        """Adds the outputs of the mixer and of `others` to x; returns x and the mixer's state."""
         keys = iter((None,) * (1 + len(others)) if keys is None else keys)
         read = self.mixer_norm(x)
         mixed, state = mix(read)
@@ -252,12 +255,12 @@ class Layer(Module):
 
 
 class Block(Layer):
-    """One layer of a stack: tokens to tokens by its mixer and its SwiGLU layer.
+    """Transformer layer: mixer and SwiGLU, each with RMSNorm before and a residual connection.
 
     Args:
-      config: of the whole stack.
-      layer: which one of it, from 0.
-      rngs: for the initial parameters.
+      config: configuration of the model.
+      layer: index of the layer, from 0.
+      rngs: random streams for parameter initialisation.
     """
 
     @mesh_axes.on_mesh_of_input
@@ -269,7 +272,7 @@ class Block(Layer):
         segment_ids: jax.Array | None = None,
         rngs: jax.Array | None = None,
     ) -> jax.Array:
-        """`(B, T, D)` to `(B, T, D)`; `rngs` is a key, or None for no dropout."""
+        """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout."""
         mixer_key, keys = self._keys(rngs)
 
         def mix(h):
@@ -280,27 +283,28 @@ class Block(Layer):
     def extend(
         self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """The same for T more tokens, given the mixer's state of those before."""
+        """Applies the layer to T new tokens; `state` is the mixer's decode state."""
         return self._sublayers(
             x, lambda h: self.mixer.extend(h, state, lengths=lengths), self._others(), None
         )
 
 
 class Transformer(Module):
-    """From tokens to features, of an encoder say: embedding, L pre-norm blocks, RMSNorm.
+    """Maps tokens to features: embedding, L pre-norm blocks and a final RMSNorm.
 
     Vaswani et al. 2017, with RMSNorm (Zhang and Sennrich 2019) before each sublayer and SwiGLU
-    (Shazeer 2020). Projections into the residual stream start smaller by sqrt(2 L).
+    (Shazeer 2020). The initial weights of projections into the residual stream are divided by
+    sqrt(2 L).
 
-    A call has dropout where it is given `rngs`, and none without. Nothing else switches dropout:
-    `model.train()` and `model.eval()` of Flax change nothing.
+    A call applies dropout if it gets `rngs`, and only then. The methods `train()` and `eval()` of
+    Flax have no effect on dropout.
 
     Args:
-      config: sizes and options.
-      rngs: for the initial parameters.
+      config: model configuration.
+      rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: what the mixers and `TransformerConfig.position_kind` refuse.
+      ValueError: options that a mixer or `TransformerConfig.position_kind` does not support.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -318,7 +322,7 @@ class Transformer(Module):
         self.embed = embed(num_embeddings=config.vocab_size)
         learned = config.position_kind() == "learned"
         self.positions = embed(num_embeddings=config.max_length or 0) if learned else None
-        # Of this model, which layers may share: those of the configuration are of no model.
+        # Copies the configuration's parameters once, so that two models share none.
         own = dataclasses.replace(config, mixer=own_copy(config.mixer))
         self.blocks = nnx.List(
             [self._make_block(own, layer, rngs) for layer in range(config.num_layers)]
@@ -337,14 +341,14 @@ class Transformer(Module):
         segment_ids: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """The features of each token.
+        """Returns the features of each token.
 
         Args:
-          tokens: `(B, T)` int, from 0 to V - 1, checked where they are known; traced ones outside
-            give NaN. Any value in the padding.
+          tokens: `(B, T)` int, from 0 to V - 1, checked when concrete; traced
+            tokens out of range give NaN. Padding may hold any value.
           lengths: `(B,)` int, valid tokens of each right-padded row.
-          segment_ids: `(B, T)` int, packed documents: equal ids are one, 0 is padding.
-          rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
+          segment_ids: `(B, T)` int, packed sequences: one id per document, 0 is padding.
+          rngs: `nnx.Rngs` or a key for dropout; None disables dropout.
 
         Returns:
           `(B, T, D)`.
@@ -360,17 +364,17 @@ class Transformer(Module):
         decay: float = 0.999,
         axis_name: Any = None,
     ) -> None:
-        """Moves the centroids of every `RoutingSelfAttention` by what it reads of these tokens.
+        """Updates the centroids of every `RoutingSelfAttention` from these tokens.
 
-        From the first layer on, each reading what those before give after their move. A model that
-        has none stays as it is.
+        Layers are updated in order: each layer reads the outputs of the layers below after their
+        update. A model without `RoutingSelfAttention` does not change.
 
         Args:
           tokens: `(B, T)` int.
-          lengths: as in a call.
-          segment_ids: as in a call.
+          lengths: as in `__call__`.
+          segment_ids: as in `__call__`.
           decay: as in `RoutingSelfAttention.update_centroids`.
-          axis_name: as there.
+          axis_name: as in `RoutingSelfAttention.update_centroids`.
         """
 
         def move(block, x, lengths, segment_ids):
@@ -382,10 +386,16 @@ class Transformer(Module):
         self._features(tokens, lengths, segment_ids, None, before=move)
 
     def _features(self, tokens, lengths, segment_ids, rngs, *contexts, before=None, name="tokens"):
-        """`(B, T, D)`; `contexts` are sequences of what each block is given besides.
+        """Features `(B, T, D)` of whole sequences.
 
-        `before` is called with each block and what it is about to be called with; `name` is the
-        caller's name of the tokens.
+        Args:
+          tokens: `(B, T)` int.
+          lengths: as in `__call__`.
+          segment_ids: as in `__call__`.
+          rngs: as in `__call__`.
+          *contexts: sequences with one further block argument per layer.
+          before: called as `before(block, x, lengths, segment_ids)` ahead of each block.
+          name: the argument name of `tokens` in error messages.
         """
         tokens = token_ids(tokens, name)
         batch, time = tokens.shape
@@ -424,7 +434,7 @@ class Transformer(Module):
         return self.norm(x)
 
     def _extend(self, tokens, state, lengths, *contexts):
-        """The features of more tokens, and the state after them."""
+        """Returns the features of new tokens, and the decode state after these tokens."""
         tokens = token_ids(tokens)
         batch, time = tokens.shape
         check_state(state, TransformerState, batch)
@@ -445,13 +455,13 @@ class Transformer(Module):
 
     def _embed(self, tokens, positions, valid, name="tokens"):
         if valid is not None:
-            # Past the end of a table there is NaN, which may not come from padding.
+            # A position past the end of the table reads NaN; padding must not.
             positions = jnp.where(valid, positions, 0)
         x = _rows(self.embed, indices_of(tokens, valid, self.config.vocab_size, name))
         if self.positions is not None:
             x = x + _rows(self.positions, positions)
-        # Rounded after the rows are taken, so that their gradients are added up unrounded: in 16
-        # bits the sum of a frequent token's would stop growing.
+        # Cast after the lookup, so that the gradients of repeated tokens are summed in param_dtype:
+        # a long sum in 16 bits stops growing.
         return x.astype(dtypes_of(self.config)["dtype"])
 
     def _block(self, block, x, *args):
@@ -467,13 +477,13 @@ class Transformer(Module):
 
 
 class TransformerLM(Transformer):
-    """A language model, causal or not: a `Transformer` and its logits.
+    """Language model: a `Transformer`, causal or bidirectional, with an output projection.
 
-    As in a `Transformer`, `rngs` alone switch dropout; decoding has none.
+    Dropout is as in `Transformer`; decoding has no dropout.
 
     Args:
-      config: sizes and options.
-      rngs: for the initial parameters.
+      config: model configuration.
+      rngs: random streams for parameter initialisation.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -501,14 +511,14 @@ class TransformerLM(Transformer):
         segment_ids: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """The logits of each next token; of each token itself if the model is not causal.
+        """Returns the logits of the next token; of the token itself in a bidirectional model.
 
         Args:
-          tokens: `(B, T)` int, from 0 to V - 1, checked where they are known; traced ones outside
-            give NaN. Any value in the padding.
+          tokens: `(B, T)` int, from 0 to V - 1, checked when concrete; traced
+            tokens out of range give NaN. Padding may hold any value.
           lengths: `(B,)` int, valid tokens of each right-padded row.
-          segment_ids: `(B, T)` int, packed documents: equal ids are one, 0 is padding.
-          rngs: for dropout: `nnx.Rngs`, or a key; None has no dropout.
+          segment_ids: `(B, T)` int, packed sequences: one id per document, 0 is padding.
+          rngs: `nnx.Rngs` or a key for dropout; None disables dropout.
 
         Returns:
           `(B, T, V)`, at least float32.
@@ -516,7 +526,7 @@ class TransformerLM(Transformer):
         return self._logits(self._features(tokens, lengths, segment_ids, rngs))
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> TransformerState:
-        """The empty decode state; arguments as in `SelfAttention.init_state`."""
+        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
         if not self.config.is_causal:
             raise ValueError(
                 "a bidirectional TransformerLM cannot decode; configure it with is_causal=True"
@@ -536,12 +546,12 @@ class TransformerLM(Transformer):
     def extend(
         self, tokens: jax.Array, state: TransformerState, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, TransformerState]:
-        """The logits of T >= 1 more tokens, given all before them.
+        """Returns the logits for T >= 1 new tokens that follow the tokens in `state`.
 
         Args:
-          tokens: `(B, T)` int, as in a call.
-          state: from `init_state` or an earlier call.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          tokens: `(B, T)` int, as in `__call__`.
+          state: decode state, from `init_state` or an earlier call.
+          lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
 
         Returns:
           `(logits (B, T, V), state)`.
@@ -552,7 +562,7 @@ class TransformerLM(Transformer):
     def step(
         self, tokens: jax.Array, state: TransformerState
     ) -> tuple[jax.Array, TransformerState]:
-        """`extend` by one token, `(B, 1)`."""
+        """Calls `extend` with one token per row, `(B, 1)`."""
         tokens = token_ids(tokens)
         if tokens.shape[1] != 1:
             raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
@@ -571,7 +581,7 @@ def _extend_block(block, x, state, lengths, *context):
 
 
 def _rows(table: nnx.Embed, indices: jax.Array) -> jax.Array:
-    """`(B, T, D)` of the table, placed as the indices `(B, T)` are on a mesh of explicit axes."""
+    """Rows `(B, T, D)` of the table, sharded like the indices `(B, T)` on explicit mesh axes."""
     indices = jnp.asarray(indices)
     place = PartitionSpec(*mesh_axes.spec(indices), None) if mesh_axes.explicit(indices) else None
     return table(indices, out_sharding=place)
@@ -611,7 +621,7 @@ def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
 
 
 def dtypes_of(config: TransformerConfig) -> dict[str, Any]:
-    """Of the computation and of the parameters."""
+    """Computation dtype and parameter dtype, as keyword arguments of modules."""
     param_dtype = jnp.dtype(config.param_dtype)
     return {
         "dtype": param_dtype if config.dtype is None else jnp.dtype(config.dtype),
@@ -624,7 +634,7 @@ def _logits_dtype(config: TransformerConfig) -> Any:
 
 
 def _check_documents(positions: jax.Array, learned: int) -> None:
-    """`ValueError` for positions that have no vector, where they are known before running."""
+    """Raises `ValueError` for concrete positions beyond the learned positions."""
     if is_concrete(positions):
         longest = int(np.max(np.asarray(positions), initial=0)) + 1
         if longest > learned:
