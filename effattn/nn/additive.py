@@ -44,9 +44,9 @@ class AdditiveSelfAttention(SelfAttention):
         y = additive_attention(q, k, v, query_kernel=W, key_kernel=W', score=s) Wo
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
-      hidden_dim: A, hidden numbers of each pair and head; default the head size H.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
+      hidden_dim: A, hidden size of the score network of each head; default H.
       rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...).
 
@@ -76,8 +76,8 @@ class AdditiveCrossAttention(CrossAttention):
 
     Args:
       in_features: D, of the queries' sequence.
-      num_heads: N query heads.
-      hidden_dim: A, hidden numbers of each pair and head; default the head size H.
+      num_heads: N, number of query heads.
+      hidden_dim: A, hidden size of the score network of each head; default H.
       rngs: random streams for parameter initialisation.
       **options: all other arguments of `CrossAttention` (`context_features`, ...).
 

@@ -161,8 +161,8 @@ class AFTFull(_BiasedAFT):
 
     Args:
       in_features: D, number of features per token.
-      max_length: positions that have factors, the most tokens of a row.
-      rank: R, the size of the factors u_t and c_s.
+      max_length: number of positions with factors; maximum number of tokens per row.
+      rank: R, size of the factors u_t and c_s.
       is_causal: token t reads tokens 0 to t only.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
@@ -172,8 +172,8 @@ class AFTFull(_BiasedAFT):
       rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more
-        tokens than `max_length`.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support; in calls,
+        more tokens than `max_length`.
     """
 
     _name = "aft_full"
@@ -236,9 +236,9 @@ class AFTLocal(AFTFull):
 
     Args:
       in_features: D, number of features per token.
-      max_length: positions that have factors, the most tokens of a row.
+      max_length: number of positions with factors; maximum number of tokens per row.
       local_window_size: W.
-      rank: R, the size of the factors u_t and c_s.
+      rank: R, size of the factors u_t and c_s.
       is_causal: token t reads tokens 0 to t only.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.

@@ -23,10 +23,10 @@ class BasedSelfAttention(SelfAttention):
                                                 "local_window_size": (63, 0)}] * 6)
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
       feature_dim: F', the size of queries and keys; the state is about F'^2 / 2 by `head_dim`.
-      use_bias: biases in the projections to and from heads.
+      use_bias: whether the projections to and from heads have biases.
       kernel_init: initializer of the projections.
       rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, `head_dim`, ...)
@@ -76,7 +76,7 @@ class BasedSelfAttention(SelfAttention):
             self.query_norm, self.key_norm = norm(), norm()
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
-        """The empty decode state; arguments as in `SelfAttention.init_state`."""
+        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
         dtype = check_init(batch, max_length, dtype)

@@ -24,8 +24,8 @@ class BlockLinformerSelfAttention(SelfAttention):
         key_value     E = F for all heads
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
       block_size: b, tokens.
       num_projected: r, at most b.
       sharing: see above.

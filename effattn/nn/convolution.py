@@ -31,7 +31,7 @@ class DilatedConvolution(RecurrentMixer):
       in_features: D, number of features per token.
       width: W, tokens that an output reads, its own among them.
       dilation: d.
-      is_causal: only True.
+      is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
@@ -206,8 +206,8 @@ class ConvolutionalClassifier(Module):
         """The logits of the classes.
 
         Args:
-          tokens: `(B, T)` int, from 0 to V - 1, checked where they are known; traced ones outside
-            give NaN. Any value in the padding.
+          tokens: `(B, T)` int, from 0 to V - 1, checked when concrete; traced
+            tokens out of range give NaN. Padding may hold any value.
           lengths: `(B,)` int, valid tokens of each right-padded row; default all.
           rngs: `nnx.Rngs` or a key for dropout; None disables dropout.
 

@@ -26,20 +26,20 @@ class ConvolutionAttention(CausalMixer):
     width, and O(T D^2) for the rest; the state, that of the mechanism and the last W - 1 tokens.
 
     Args:
-      in_features: D, even.
+      in_features: D, number of features per token; even.
       num_heads: N, of the half that attends.
       attention: the registered name of the mechanism that attends, or a mapping of a `"name"` and
         options.
       width: W, tokens that the convolution reads.
       max_length: the most tokens of a row, if the mechanism has parameters by position.
-      is_causal: only True.
-      dropout_rate: only 0.
+      is_causal: must be True.
+      dropout_rate: must be 0.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of the projections.
       out_kernel_init: of the output projections; default `kernel_init`.
       rngs: random streams for parameter initialisation.
-      **options: what a model says to all its mixers, `rotary` and `num_kv_heads` say.
+      **options: model options for all mixers, such as `rotary` and `num_kv_heads`.
 
     Raises:
       ValueError: inconsistent sizes, or an option that the mechanism does not support.

@@ -48,9 +48,9 @@ class DeltaNet(SelfAttention):
     their root mean square, with a learned scale.
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
-      convolution_width: tokens that the short convolutions read.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
+      convolution_width: width of the short convolutions, in tokens.
       use_bias: biases in the projections to and from heads; beta's has none.
       kernel_init: initializer of the projections.
       rngs: random streams for parameter initialisation.
@@ -194,9 +194,9 @@ class GatedDeltaNet(DeltaNet):
         y = (silu(x Wg) * norm(delta_rule_attention(q / |q|, k / |k|, v, beta, log alpha))) Wo
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
-      head_dim: H; default D / N.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
+      head_dim: H, head dimension; default D / N.
       value_dim: Hv; default 2 H. With H = 0.75 D / N the layer has 6 D^2 parameters, as the
         paper's.
       use_bias: biases in the projections to and from heads, and in the gate's.

@@ -14,9 +14,9 @@ class FNet(Mixer):
     embeddings of their positions, which a `Transformer` gives them.
 
     Args:
-      in_features: D.
+      in_features: D, number of features per token.
       norm: as in `effattn.fourier_mixing`; "ortho" for pre-norm models, `TransformerLM` among them.
-      is_causal: only False.
+      is_causal: must be False.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: of the output; default that of the input.
       rngs: as other mixers take; there are no parameters.

@@ -23,8 +23,8 @@ class GatedLinearAttention(SelfAttention):
     norm there.
 
     Args:
-      in_features: D.
-      num_heads: N.
+      in_features: D, number of features per token.
+      num_heads: N, number of heads.
       head_dim: H, of queries and keys; default half of D / N, as in the paper.
       value_dim: Hv; default D / N, or `head_dim` where it is given.
       gate_rank: features between W1 and W2.

@@ -35,8 +35,8 @@ class GatedMLP(CachedMixer):
       rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more
-        tokens than `max_length`.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support; in calls,
+        more tokens than `max_length`.
     """
 
     _of_known_length = True

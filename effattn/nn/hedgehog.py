@@ -20,8 +20,8 @@ class HedgehogSelfAttention(SelfAttention):
     they are trained with the rest.
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
       num_features: F, there are 2 F features; default the head size H.
       rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...).

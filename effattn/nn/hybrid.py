@@ -50,13 +50,13 @@ class HybridHeads(Module):
     layer, as in the Routing Transformer (Roy et al. 2020) and in Hymba (Dong et al. 2024).
 
     Args:
-      in_features: D.
+      in_features: D, number of features per token.
       num_heads: N query heads, of all groups together.
       groups: one mapping for each group of heads, in their order: "name", a registered mechanism,
         "num_heads", how many heads it has, and options of its mixer:
         `[{"name": "softmax", "num_heads": 2}, {"name": "sliding_window", "num_heads": 6}]`.
       num_kv_heads: K, a divisor of N; each group has its share. Default: what its mixer has.
-      head_dim: H; default D / N.
+      head_dim: H, head dimension; default D / N.
       kernel_init: initializer of the projections.
       out_kernel_init: initializer of the output projection; default `kernel_init`.
       score_mod: for all groups, with h counted through all heads.
@@ -156,7 +156,7 @@ class HybridHeads(Module):
         return [(mixer, x) for mixer in self.mixers]
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
-        """The empty decode state; arguments as in `SelfAttention.init_state`."""
+        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
         groups = tuple(mixer.init_state(batch, max_length, dtype) for mixer in self.mixers)
         return HybridState(groups, jnp.zeros((batch,), jnp.int32))
 

@@ -55,8 +55,8 @@ class Hyena(CausalMixer):
       filter_features: hidden features of the filters' network, which has two hidden layers.
       frequency: what the sines multiply their inputs by, at the start.
       window_shift: what is added to the window, so that no tap is forced to zero.
-      convolution_width: tokens that the short convolution reads.
-      is_causal: only True.
+      convolution_width: width of the short convolution, in tokens.
+      is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
@@ -65,8 +65,8 @@ class Hyena(CausalMixer):
       rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit, something asked of it that it cannot do, and in calls more
-        tokens than `max_length`.
+      ValueError: inconsistent sizes, or an option that the mechanism does not support; in calls,
+        more tokens than `max_length`.
     """
 
     _state = HyenaState

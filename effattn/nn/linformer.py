@@ -33,8 +33,8 @@ class LinformerSelfAttention(SelfAttention):
         layers        E = F for all heads of all layers, an `nnx.Param` that each of them is given
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
       max_length: L, the most tokens of an input.
       num_projected: r.
       method: see above.
@@ -42,7 +42,7 @@ class LinformerSelfAttention(SelfAttention):
       projection: with `sharing="layers"`, the parameter of all layers: `(r, L)` where linear,
         `(L / r,)` where a convolution. Flax's own transformations (`nnx.grad`, `nnx.jit`, ...) and
         `nnx.split` see it once.
-      is_causal: only False.
+      is_causal: must be False.
       param_dtype: dtype of the parameters.
       rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...) and options

@@ -21,8 +21,8 @@ class LongShortSelfAttention(SelfAttention):
     before the norms.
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
       num_projected: r, slots of the sequence, or if causal of each segment.
       dual_norm: whether there are the two layer norms.
       param_dtype: dtype of the parameters.

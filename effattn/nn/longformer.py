@@ -27,8 +27,8 @@ class LongformerSelfAttention(SelfAttention):
     and values of the whole prefix, which a step reads only if its token is global.
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
       max_global: how many global tokens a row has at most; None for never any. Where there are
         more, the first so many are global.
       global_projections: projections of their own for global tokens.

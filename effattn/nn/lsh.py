@@ -28,8 +28,8 @@ class LSHSelfAttention(CachedMixer):
     holds what all tokens left, and a step costs O(S) for S of them.
 
     Args:
-      in_features: D.
-      num_heads: N.
+      in_features: D, number of features per token.
+      num_heads: N, number of heads.
       head_dim: H, of queries, keys and values; default D / N.
       num_rounds: n.
       num_buckets: b, or its even factors.
@@ -38,7 +38,7 @@ class LSHSelfAttention(CachedMixer):
         document; called as `rotary(x, positions)`. None leaves the order to the embeddings of
         positions in x, as the paper does.
       is_causal: attend to the past only.
-      dropout_rate: only 0, as it has no dropout of weights.
+      dropout_rate: must be 0.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of the projections.

@@ -27,14 +27,14 @@ class Mamba(RecurrentMixer):
     one C; here they may be of several groups, as in Mamba-2.
 
     Args:
-      in_features: D, the size of a token u.
+      in_features: D, number of features per token u.
       num_heads: N; it bears on nothing but the number of inner features, N times `head_dim`.
       head_dim: default 2 D / N, so that there are twice as many inner features as of a token.
-      state_size: F, of B and C.
+      state_size: F, state size, the size of B and C.
       step_rank: features of d; default D / 16, rounded up.
       num_kv_heads: K, how many B and C there are, a divisor of the inner features; default 1.
-      convolution_width: tokens that the short convolution reads.
-      is_causal: only True.
+      convolution_width: width of the short convolution, in tokens.
+      is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.

@@ -26,13 +26,13 @@ class Mamba2(RecurrentMixer):
     The norm is by root mean square, over the features of a group of heads, with a learned scale.
 
     Args:
-      in_features: D, the size of a token u.
+      in_features: D, number of features per token u.
       num_heads: N heads of x, each with its own rate.
       head_dim: P; default 2 D / N, so that x has twice the features of a token.
-      state_size: F, of B and C.
+      state_size: F, state size, the size of B and C.
       num_kv_heads: how many B and C there are; N / num_kv_heads heads share each. Default 1.
-      convolution_width: tokens that the short convolution reads.
-      is_causal: only True.
+      convolution_width: width of the short convolution, in tokens.
+      is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.

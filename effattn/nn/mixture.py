@@ -39,13 +39,13 @@ class MixtureOfMechanisms(CausalMixer):
       gate: "soft" or "top1".
       max_length: the most tokens of a row, for mechanisms with parameters by position.
       is_causal: token t reads tokens 0 to t only.
-      dropout_rate: only 0.
+      dropout_rate: must be 0.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
       kernel_init: of the projections of every mechanism.
       out_kernel_init: of their output projections; default `kernel_init`.
       rngs: random streams for parameter initialisation.
-      **options: what a model says to all its mixers, `rotary` and `num_kv_heads` say.
+      **options: model options for all mixers, such as `rotary` and `num_kv_heads`.
 
     Raises:
       ValueError: an unknown gate or mechanism, costs that do not fit, or what a mechanism refuses.

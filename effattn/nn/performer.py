@@ -19,8 +19,8 @@ class PerformerSelfAttention(SelfAttention):
     trains: call `redraw`, between steps.
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
       num_features: m. The error of the softmax kernel falls as m**-0.5.
       orthogonal: see `effattn.performer_features`.
       hyperbolic: see `effattn.performer_features`.
@@ -56,7 +56,7 @@ class PerformerSelfAttention(SelfAttention):
         self.projection = nnx.Variable(self._draw(rngs))
 
     def redraw(self, rngs: nnx.Rngs) -> None:
-        """Puts new vectors in the place of the old ones; decode states of the old are then void."""
+        """Draws new random vectors; earlier decode states become invalid."""
         self.projection[...] = self._draw(rngs)
 
     def _draw(self, rngs: nnx.Rngs) -> Any:

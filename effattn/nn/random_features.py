@@ -22,8 +22,8 @@ class RandomFeatureSelfAttention(SelfAttention):
     gate are. The paper draws w anew at each step of training: call `redraw`, between steps.
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
       num_features: m vectors of each key head; there are 2 m features.
       gated: forget by a gate of each key head and token, in a causal mixer.
       rngs: random streams for parameter initialisation. The random vectors are drawn from the
@@ -92,7 +92,7 @@ class RandomFeatureSelfAttention(SelfAttention):
         return self.out(out), state
 
     def redraw(self, rngs: nnx.Rngs) -> None:
-        """Puts new vectors in the place of the old ones; decode states of the old are then void."""
+        """Draws new random vectors; earlier decode states become invalid."""
         self.vectors[...] = self._draw(rngs)
 
     def _draw(self, rngs: nnx.Rngs) -> jax.Array:

@@ -36,16 +36,16 @@ class RecurrentMemoryAttention(CausalMixer):
 
     Args:
       in_features: D, the size of a token and of a slot.
-      num_heads: N.
+      num_heads: N, number of heads.
       segment_size: S, tokens.
       num_slots: M.
-      head_dim: H; default D / N.
+      head_dim: H, head dimension; default D / N.
       rotary: turns queries and keys of tokens by their places in the segment, called as
         `rotary(x, positions)`; slots have no place.
       stop_gradient: whether gradients stop at a memory or a state that a call is given. Within a
         call they pass from segment to segment.
-      is_causal: only True.
-      dropout_rate: only 0.
+      is_causal: must be True.
+      dropout_rate: must be 0.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of the projections.

@@ -99,12 +99,12 @@ class LSTM(_CellMixer):
     O(T D^2), token after token.
 
     Args:
-      in_features: D, the size of tokens and outputs.
-      is_causal: only True.
+      in_features: D, number of features per token.
+      is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
-      kernel_init: of the kernels of tokens; those of the state start orthogonal.
+      kernel_init: initializer of the input matrices W; the recurrent matrices R start orthogonal.
       rngs: random streams for parameter initialisation.
 
     Raises:
@@ -128,12 +128,12 @@ class GRU(_CellMixer):
     token after token.
 
     Args:
-      in_features: D, the size of tokens and outputs.
-      is_causal: only True.
+      in_features: D, number of features per token.
+      is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
-      kernel_init: of the kernels of tokens; those of the state start orthogonal.
+      kernel_init: initializer of the input matrices W; the recurrent matrices R start orthogonal.
       rngs: random streams for parameter initialisation.
 
     Raises:

@@ -26,7 +26,7 @@ class RetNet(SelfAttention):
     of heads, without its mean.
 
     Args:
-      in_features: D.
+      in_features: D, number of features per token.
       num_heads: N heads, of decays 1 - 2^(-5 - h).
       value_dim: Hv; default 2 H.
       rotary: default `RotaryEmbedding()` of an even head size, and None, which does not turn, of an

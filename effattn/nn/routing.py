@@ -38,8 +38,8 @@ class RoutingSelfAttention(SelfAttention):
     causal heads too have keys of their own.
 
     Args:
-      in_features: D.
-      num_heads: N query heads.
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
       num_clusters: C of each routed head; if not causal, at most the tokens of an input.
       cluster_size: w, tokens of a cluster. Of shorter inputs a cluster may hold all.
       num_local_heads: how many heads are local, a multiple of those that share a key head; default

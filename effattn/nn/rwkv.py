@@ -133,13 +133,13 @@ class RWKV6(_TimeMixing):
 
     Args:
       in_features: D, number of features per token.
-      num_heads: N.
-      head_dim: H; default D / N. The paper has 64.
-      num_kv_heads: K heads of keys, values and decays, a divisor of N; default N, as in the paper.
+      num_heads: N, number of heads.
+      head_dim: H, head dimension; default D / N. The paper has 64.
+      num_kv_heads: K, number of key, value and decay heads, a divisor of N; default N (paper).
       mixing_rank: features between A_c and B_c.
       decay_rank: features between A and B.
-      depth: where the layer stands, from 0 for the first to 1 for the last; parameters start by it.
-      is_causal: only True.
+      depth: relative depth of the layer, 0 (first) to 1 (last); sets initial parameters.
+      is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
@@ -251,14 +251,14 @@ class RWKV7(_TimeMixing):
 
     Args:
       in_features: D, number of features per token.
-      num_heads: N.
-      head_dim: H; default D / N. The paper has 64.
-      num_kv_heads: K heads of keys, values and decays, a divisor of N; default N, as in the paper.
+      num_heads: N, number of heads.
+      head_dim: H, head dimension; default D / N. The paper has 64.
+      num_kv_heads: K, number of key, value and decay heads, a divisor of N; default N (paper).
       decay_rank: features between A_w and B_w.
       rate_rank: features between A_a and B_a.
       gate_rank: features between A_g and B_g.
-      depth: where the layer stands, from 0 for the first to 1 for the last; parameters start by it.
-      is_causal: only True.
+      depth: relative depth of the layer, 0 (first) to 1 (last); sets initial parameters.
+      is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.

@@ -29,8 +29,8 @@ class RWKV4(RecurrentMixer):
 
     Args:
       in_features: D, number of features per token.
-      depth: where the layer stands, from 0 for the first to 1 for the last; parameters start by it.
-      is_causal: only True.
+      depth: relative depth of the layer, 0 (first) to 1 (last); sets initial parameters.
+      is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
@@ -121,7 +121,7 @@ class RWKV4ChannelMix(Module):
     It reads the token before, x', and so has a state as mixers do: the last token.
 
     Args:
-      in_features: D.
+      in_features: D, number of features per token.
       hidden_features: of k; default 4 D.
       depth: as in `RWKV4`.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.

@@ -103,14 +103,14 @@ class S4D(_StateSpace):
 
     Args:
       in_features: D, number of features per token.
-      state_size: modes of a feature, conjugates counted; even.
-      is_causal: only True.
+      state_size: number of modes per feature, conjugates included; even.
+      is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
-      dtype: of the tokens; default that of the input and the parameters together. States and
-        kernels are in at least float32.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes. States
+        and convolution kernels are at least float32.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of the projection.
-      out_kernel_init: of the projection, before `kernel_init`.
+      out_kernel_init: initializer of the projection; overrides `kernel_init`.
       rngs: random streams for parameter initialisation.
 
     Raises:
@@ -179,14 +179,14 @@ class S4(_StateSpace):
     Args:
       in_features: D, number of features per token.
       max_length: taps of the kernel that C~ belongs to, such as the tokens of a row in training.
-      state_size: modes of a feature, conjugates counted; even.
-      is_causal: only True.
+      state_size: number of modes per feature, conjugates included; even.
+      is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
-      dtype: of the tokens; default that of the input and the parameters together. States and
-        kernels are in at least float32.
+      dtype: computation dtype; default is the promotion of the input and parameter dtypes. States
+        and convolution kernels are at least float32.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of the projection.
-      out_kernel_init: of the projection, before `kernel_init`.
+      out_kernel_init: initializer of the projection; overrides `kernel_init`.
       rngs: random streams for parameter initialisation.
 
     Raises:

@@ -51,15 +51,15 @@ class Synthesizer(CachedMixer):
 
     Args:
       in_features: D, number of features per token.
-      num_heads: N.
+      num_heads: N, number of heads.
       max_length: L, positions that there are parameters for, the most tokens of a row. Packed
         documents count from their own start.
       kind: one of the above.
-      head_dim: H; default D / N.
+      head_dim: H, head dimension; default D / N.
       hidden_features: A; default H. Of the kinds that have it.
       trained: whether the random table or rows are learned, or stay as they were drawn.
       is_causal: token t reads tokens 0 to t only.
-      dropout_rate: only 0.
+      dropout_rate: must be 0.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of the projections.
