@@ -1,4 +1,4 @@
-"""Additive self-attention and cross-attention, which hold their scores' weights."""
+"""Additive self-attention and cross-attention modules, with the weights of the score network."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def _check(layer: type, options: dict[str, Any]) -> None:
 
 
 class _Scores(Module):
-    """W_q and W_k `(N, H, A)` and v `(N, A)`; those of no product start as in a layer of H."""
+    """Weights of the score network: W_q and W_k `(N, H, A)` and v `(N, A)`."""
 
     def __init__(self, num_heads, head_dim, hidden_dim, param_dtype, rngs):
         hidden = head_dim if hidden_dim is None else hidden_dim
@@ -38,7 +38,7 @@ class _Scores(Module):
 
 
 class AdditiveSelfAttention(SelfAttention):
-    """A mixer of additive attention (Bahdanau, Cho and Bengio 2014).
+    """Mixer with additive attention (Bahdanau, Cho and Bengio 2014).
 
         q, k, v = x Wq, x Wk, x Wv
         y = additive_attention(q, k, v, query_kernel=W, key_kernel=W', score=s) Wo
@@ -72,10 +72,10 @@ class AdditiveSelfAttention(SelfAttention):
 
 
 class AdditiveCrossAttention(CrossAttention):
-    """Additive attention from one sequence to another (Bahdanau, Cho and Bengio 2014).
+    """Additive attention from tokens to a context (Bahdanau, Cho and Bengio 2014).
 
     Args:
-      in_features: D, of the queries' sequence.
+      in_features: D, number of features per query token.
       num_heads: N, number of query heads.
       hidden_dim: A, hidden size of the score network of each head; default H.
       rngs: random streams for parameter initialisation.

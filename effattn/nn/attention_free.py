@@ -1,4 +1,4 @@
-"""The layers of the attention-free transformer."""
+"""Mixers of the attention-free transformer (AFT)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ bias_init = nnx.initializers.normal(0.01)
 
 
 class _AFT(CausalMixer):
-    """What all have: y = attention_free(x W_q, x W_k, x W_v, w) W_o."""
+    """Base class of the AFT mixers: y = attention_free(x W_q, x W_k, x W_v, w) W_o."""
 
     _name: str
 
@@ -68,7 +68,7 @@ class AFTSimple(_AFT, RecurrentMixer):
 
         y = attention_free(x W_q, x W_k, x W_v) W_o
 
-    Time is O(T D^2); decoding has a state of 3 D numbers a row.
+    Time is O(T D^2); the decode state has 3 D numbers per row.
 
     Args:
       in_features: D, number of features per token.
@@ -100,19 +100,20 @@ class AFTSimple(_AFT, RecurrentMixer):
 
 
 class _BiasedAFT(_AFT, CachedMixer):
-    """With biases of pairs; decoding keeps all keys and values, and a step costs O(S D).
+    """Base class of AFT mixers with a bias per pair of positions.
 
-    Many tokens at once, as of a prompt, cost what a whole sequence of S does.
+    The decode state caches all keys and values. A step costs O(S D); many tokens at once, such as a
+    prompt, cost as much as a whole sequence of S tokens.
     """
 
     window: int | None = None
 
     def _bias(self) -> Any:
-        """As `attention_free` takes it."""
+        """The `position_bias` argument of `attention_free`."""
         raise NotImplementedError
 
     def _bias_at(self, position: jax.Array, capacity: int) -> jax.Array:
-        """`(B, S, 1 or D)`, the biases of the tokens at `position (B,)` over all slots."""
+        """Biases `(B, S, 1 or D)` of the queries at `position (B,)` over all cache slots."""
         raise NotImplementedError
 
     def _mix_all(self, x, lengths, segment_ids):
@@ -134,14 +135,14 @@ class _BiasedAFT(_AFT, CachedMixer):
         capacity, features = key.shape[1:]
 
         def of_token(at):
-            """`(B, D)`: a token at a time, as its weights are of all slots and features."""
+            """Average `(B, D)` of one token per row; the weights are `(B, S, D)`."""
             seen = within(at + 1, capacity)[..., None]
             bias = self._bias_at(at, capacity).astype(key.dtype)
             exponent = jnp.where(seen, key + bias, dtypes.lowest(key.dtype))
             weights = jax.nn.softmax(exponent, 1)
             return (weights * value).sum(1)
 
-        # A pair costs several times less in the form of whole sequences, which has all of them.
+        # The form for whole sequences computes all pairs, at several times less cost per pair.
         few = capacity // 8 if self.window is None else 2 * (self.window + 1)
         if isinstance(positions.shape[1], int) and positions.shape[1] <= few:
             average = jnp.moveaxis(lax.map(of_token, positions.T), 0, 1)
@@ -153,7 +154,7 @@ class _BiasedAFT(_AFT, CachedMixer):
 
 
 class AFTFull(_BiasedAFT):
-    """AFT with a bias for every pair of positions (Zhai et al. 2021, section 3.1 and 4).
+    """AFT with a bias per pair of positions (Zhai et al. 2021, sections 3.1 and 4).
 
         y = attention_free(x W_q, x W_k, x W_v, w) W_o,   w_ts = u_t . c_s
 
@@ -229,15 +230,15 @@ class AFTFull(_BiasedAFT):
 
 
 class AFTLocal(AFTFull):
-    """AFT with biases of near pairs (Zhai et al. 2021, section 3.2).
+    """AFT with biases in a window (Zhai et al. 2021, section 3.2).
 
-    As `AFTFull`, with w_ts = 0 where t and s are more than `local_window_size` apart: far tokens
-    count too, without a bias. Time is O(T W D).
+    As `AFTFull`, with w_ts = 0 if t and s are more than `local_window_size` apart: tokens outside
+    the window contribute without a bias. Time is O(T W D).
 
     Args:
       in_features: D, number of features per token.
       max_length: number of positions with factors; maximum number of tokens per row.
-      local_window_size: W.
+      local_window_size: W, maximum distance of a pair with a bias.
       rank: R, size of the factors u_t and c_s.
       is_causal: token t reads tokens 0 to t only.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
@@ -284,15 +285,15 @@ class AFTLocal(AFTFull):
 
 
 class AFTConv(_BiasedAFT):
-    """AFT with biases by distance (Zhai et al. 2021, section 3.3).
+    """AFT with biases that depend on the distance (Zhai et al. 2021, section 3.3).
 
-    As `AFTLocal`, with w_ts = taps_(t - s), the same for all positions; one set of taps for each
-    head, a group of features. Time is O(T W D), for any length.
+    As `AFTLocal`, with w_ts = taps_(t - s). Each head (a group of features) has its own taps. Time
+    is O(T W D); the length is not limited.
 
     Args:
       in_features: D, number of features per token.
-      num_heads: G, groups of features, a divisor of D.
-      local_window_size: W, tokens on each side that have a tap.
+      num_heads: G, number of feature groups, a divisor of D.
+      local_window_size: W, number of taps on each side of the token.
       is_causal: token t reads tokens 0 to t only.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.

@@ -1,4 +1,4 @@
-"""Based's linear attention as a mixer: queries and keys smaller than values."""
+"""Mixer with the linear attention of Based."""
 
 import functools
 from typing import Any
@@ -12,12 +12,12 @@ from effattn.nn.attention import SelfAttention
 
 
 class BasedSelfAttention(SelfAttention):
-    """A mixer by a second-order Taylor series (Arora et al. 2024, "Simple linear attention ...").
+    """Mixer with a second-order Taylor feature map (Arora et al. 2024, "Simple linear ...").
 
         q, k, v = x Wq, x Wk, x Wv;   y = based_attention(q, k, v) Wo
 
-    with queries and keys of `feature_dim` and values of `head_dim`. A Based model alternates such
-    layers with tiny windows (and, in the paper, gated convolutions), as in
+    Queries and keys have the dimension `feature_dim`, values `head_dim`. A Based model alternates
+    such layers with small sliding windows (and, in the paper, gated convolutions), for example
 
         TransformerConfig(..., mixer=["based", {"name": "sliding_window",
                                                 "local_window_size": (63, 0)}] * 6)
@@ -25,7 +25,7 @@ class BasedSelfAttention(SelfAttention):
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of query heads.
-      feature_dim: F', the size of queries and keys; the state is about F'^2 / 2 by `head_dim`.
+      feature_dim: F', dimension of queries and keys; the state is about F'^2 / 2 by `head_dim`.
       use_bias: whether the projections to and from heads have biases.
       kernel_init: initializer of the projections.
       rngs: random streams for parameter initialisation.
@@ -33,7 +33,7 @@ class BasedSelfAttention(SelfAttention):
         and `scale`.
 
     Raises:
-      ValueError: as `SelfAttention`, and for a `feature_dim` below 1, or odd with rotation.
+      ValueError: as `SelfAttention`; also for `feature_dim` below 1, or odd with `rotary`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Different mechanisms in different heads."""
+"""Mixer with a different mechanism in each group of heads."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,11 @@ from effattn.nn.module import Module
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HybridState:
-    """What `HybridHeads` carries when it decodes.
+    """Decode state of a mixer that consists of several mixers, such as `HybridHeads`.
 
     Attributes:
-      groups: the state of each group of heads.
-      length: `(B,)` int32, tokens seen.
+      groups: the decode state of each part.
+      length: `(B,)` int32, number of tokens read.
     """
 
     groups: tuple[Any, ...]
@@ -33,7 +33,7 @@ class HybridState:
 
 
 def check_groups(state: HybridState, number: int) -> None:
-    """`ValueError` if the state is of another number of parts; each looks at its own."""
+    """Raises `ValueError` unless the state has `number` parts; each part checks its own state."""
     if len(state.groups) != number:
         raise ValueError(
             f"state is of {len(state.groups)} parts, and this module has {number}; it is the state "
@@ -42,29 +42,30 @@ def check_groups(state: HybridState, number: int) -> None:
 
 
 class HybridHeads(Module):
-    """A mixer whose heads attend in different ways.
+    """Mixer with a different mechanism in each group of heads.
 
         y = sum_g mixer_g(x),
 
-    which is one output projection of all heads side by side. So local and global heads share a
-    layer, as in the Routing Transformer (Roy et al. 2020) and in Hymba (Dong et al. 2024).
+    which equals one output projection of the concatenated heads. A layer can combine local and
+    global heads, as in the Routing Transformer (Roy et al. 2020) and in Hymba (Dong et al. 2024).
 
     Args:
       in_features: D, number of features per token.
-      num_heads: N query heads, of all groups together.
-      groups: one mapping for each group of heads, in their order: "name", a registered mechanism,
-        "num_heads", how many heads it has, and options of its mixer:
+      num_heads: N, total number of query heads.
+      groups: one mapping per group of heads, in head order: "name", a registered mechanism,
+        "num_heads", the number of heads in the group, and options of the group's mixer:
         `[{"name": "softmax", "num_heads": 2}, {"name": "sliding_window", "num_heads": 6}]`.
-      num_kv_heads: K, a divisor of N; each group has its share. Default: what its mixer has.
+      num_kv_heads: K, total number of key heads, a divisor of N; split among groups in proportion
+        to their query heads. Default: the default of each group's mixer.
       head_dim: H, head dimension; default D / N.
       kernel_init: initializer of the projections.
       out_kernel_init: initializer of the output projection; default `kernel_init`.
-      score_mod: for all groups, with h counted through all heads.
+      score_mod: `score_mod` of all groups; its argument h is the head index among all N heads.
       rngs: random streams for parameter initialisation.
-      **options: for the mixers of all groups; those of a group win.
+      **options: options of all groups' mixers; options in a group's mapping override them.
 
     Raises:
-      ValueError: groups that do not add up to the heads, and what the mixers refuse.
+      ValueError: groups whose heads do not sum to N, or options that a mixer does not support.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class HybridHeads(Module):
                 size,
                 head_dim=head_dim,
                 kernel_init=kernel_init,
-                # The sum of the groups starts with the variance of one projection of all heads.
+                # Initially the sum of the groups has the variance of one projection of all heads.
                 out_kernel_init=_scaled(out_kernel_init or kernel_init, (size / num_heads) ** 0.5),
                 rngs=rngs,
                 **{**mechanism.options_of_model(options), **of_group},
@@ -152,7 +153,7 @@ class HybridHeads(Module):
         return sum(mixer(x, **given, rngs=k) for mixer, k in zip(self.mixers, keys, strict=True))
 
     def parts(self, x: jax.Array) -> list[tuple[Any, jax.Array]]:
-        """The mixers that it is made of, each with the tokens that it reads."""
+        """The mixer of each group, with its input tokens."""
         return [(mixer, x) for mixer in self.mixers]
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
@@ -163,7 +164,7 @@ class HybridHeads(Module):
     def extend(
         self, x: jax.Array, state: HybridState, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, HybridState]:
-        """Mixes T >= 1 more tokens, given all before them; arguments as in `SelfAttention`."""
+        """Mixes T >= 1 new tokens that follow `state`; arguments as in `SelfAttention`."""
         check_state(state, HybridState, x.shape[0])
         check_groups(state, len(self.mixers))
         lengths = new_lengths(lengths, *x.shape[:2])
@@ -179,7 +180,7 @@ class HybridHeads(Module):
 
 
 class OfHeads(Module):
-    """A `score_mod` for a group of heads, of which the first is head `first` of all."""
+    """`score_mod` of a group of heads; the group starts at head `first` of the layer."""
 
     def __init__(self, score_mod: Callable[..., Any], first: int):
         self.score_mod = score_mod

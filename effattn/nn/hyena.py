@@ -23,12 +23,12 @@ from effattn.xla.long_convolution import long_convolution_at
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HyenaState:
-    """What a `Hyena` keeps to decode.
+    """Decode state of a `Hyena`.
 
     Attributes:
-      inputs: `(B, S, D)` for each of the N convolutions, zeros where no token is yet.
+      inputs: inputs `(B, S, D)` of each of the N convolutions; slots without a token are zero.
       last: the last inputs of the short convolution.
-      length: `(B,)` int32, tokens seen.
+      length: `(B,)` int32, number of tokens read.
     """
 
     inputs: tuple[jax.Array, ...]
@@ -42,19 +42,19 @@ class Hyena(CausalMixer):
         x^1, ..., x^N, v = convolution(x W_in)
         y = hyena_convolution(x, v, h, d) W_out
 
-    Filters are functions of the position alone: a small network with sine activations reads the
-    position and K of its harmonics, and the window exp(-a t) fades what it gives, with rates `a`
-    from fast to slow along the features. Time is O(N T D log T). Decoding keeps the inputs of the N
-    convolutions; a step costs O(N S D).
+    Filters are functions of the position: a small network with sine activations maps the position
+    and K harmonics of the position to taps, which the window exp(-a t) multiplies. The rates `a`
+    range from fast to slow along the features. Time is O(N T D log T). The decode state caches the
+    inputs of the N convolutions; a step costs O(N S D).
 
     Args:
       in_features: D, number of features per token.
-      max_length: the most tokens of a row; positions are told to the filters as shares of it.
-      order: N, how many gates and convolutions.
-      num_harmonics: K, sines and cosines of the position.
-      filter_features: hidden features of the filters' network, which has two hidden layers.
-      frequency: what the sines multiply their inputs by, at the start.
-      window_shift: what is added to the window, so that no tap is forced to zero.
+      max_length: maximum number of tokens per row; the filter network reads position / max_length.
+      order: N, number of gates and convolutions.
+      num_harmonics: K, number of harmonics (sine and cosine pairs) of the position.
+      filter_features: hidden size of the filter network, which has two hidden layers.
+      frequency: initial factor on the argument of the sine activations.
+      window_shift: constant added to the window, so that no tap is forced to zero.
       convolution_width: width of the short convolution, in tokens.
       is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
@@ -135,7 +135,7 @@ class Hyena(CausalMixer):
             kernel_init if out_kernel_init is None else out_kernel_init,
             **of_tokens,
         )
-        # The network's own input, t and the harmonics' sines and cosines, are few.
+        # The filter network reads t and the sines and cosines of the harmonics.
         sizes = (1 + 2 * num_harmonics, hidden, hidden)
         self.filter_layers = nnx.List(
             [linear(a, b, kernel_init) for a, b in zip(sizes, sizes[1:], strict=False)]
@@ -145,7 +145,7 @@ class Hyena(CausalMixer):
         self.skip = nnx.Param(jnp.ones((order, in_features), param_dtype))
 
     def filters(self) -> jax.Array:
-        """The filters h, `(N, max_length, D)`, in the dtype of the parameters, at least float32."""
+        """Filters h `(N, max_length, D)`, in the parameter dtype, at least float32."""
         wide = dtypes.wide(self.skip[...].dtype)
         place = np.arange(self.max_length) / self.max_length
         turns = 2 * np.pi * np.outer(place, np.arange(1, self.num_harmonics + 1))
@@ -153,13 +153,13 @@ class Hyena(CausalMixer):
         for layer, frequency in zip(self.filter_layers, self.frequency[...], strict=True):
             hidden = jnp.sin(frequency.astype(wide)[None] * layer(hidden))
         taps = self.filter_out(hidden).reshape(self.max_length, self.order, self.in_features)
-        # From what is gone after 0.3 of the length to what is gone after 1.5 of it.
+        # Windows decay to 1 / 100 after 0.3 of the length (fastest) to 1.5 of it (slowest).
         rates = np.linspace(np.log(100) / 0.3, np.log(100) / 1.5, self.in_features)
         window = jnp.asarray(np.exp(-np.outer(place, rates)) + self.window_shift, wide)
         return jnp.moveaxis(taps * window[:, None], 1, 0)
 
     def _streams(self, projected):
-        """The gates `(N, B, T, D)` and the value."""
+        """Gates `(N, B, T, D)` and value `(B, T, D)`."""
         *gates, value = jnp.split(projected, self.order + 1, -1)
         return jnp.stack(gates), value
 

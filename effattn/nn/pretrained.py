@@ -1,4 +1,4 @@
-"""Attention layers of Hugging Face's transformers, loaded into modules of this library."""
+"""Loaders for pretrained attention layers of Hugging Face transformers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from flax import nnx
 from effattn.nn.attention import SelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 
-# Our projections of tokens to heads, and theirs.
+# Names of the projections to heads: in this library, and in transformers.
 _LOCAL = {"query": "query", "key": "key", "value": "value"}
 _GLOBAL = {
     "global_query": "query_global",
@@ -30,27 +30,28 @@ def longformer_from_transformers(
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
 ) -> LongformerSelfAttention:
-    """A pretrained Longformer attention layer, as a module that computes the same.
+    """Loads a pretrained Longformer attention layer into an equivalent module.
 
         model = transformers.AutoModel.from_pretrained("allenai/longformer-base-4096")
         mixer = longformer_from_transformers(
             model.state_dict(), prefix="encoder.layer.0.attention.", num_heads=12,
             attention_window=512, max_global=64)
 
-    The mixer gives what `LongformerAttention` adds to its input: `output.dense` after the heads.
-    The residual connection and `output.LayerNorm` around it are not part of it. Transformers'
-    `attention_mask` is our `lengths` or `segment_ids`, its `global_attention_mask` our
-    `global_mask`. Rows in the padding may differ; nothing else sees them.
+    The mixer returns the update that `LongformerAttention` adds to its input: `output.dense` of the
+    heads. The mixer does not contain the residual connection and `output.LayerNorm`. The argument
+    `attention_mask` of transformers corresponds to `lengths` or `segment_ids`, and
+    `global_attention_mask` to `global_mask`. Outputs at padding may differ from transformers.
 
     Args:
-      parameters: names to arrays: a `state_dict()`, or what `safetensors.numpy.load_file` returns.
-        Arrays are NumPy's, JAX's or torch's (torch is not needed otherwise).
-      num_heads: the config's `num_attention_heads`.
-      attention_window: the config's `attention_window` of this layer, even: half on each side.
-      max_global: how many global tokens a row has at most; transformers counts them in each batch.
-      prefix: what stands before `self.query.weight` and `output.dense.weight`. Where
-        `query.weight` follows it (the state of a `LongformerSelfAttention`), there is no output
-        projection: the module gives the heads side by side, as that does.
+      parameters: mapping of names to arrays: a `state_dict()`, or the result of
+        `safetensors.numpy.load_file`. Arrays may be from NumPy, JAX or torch.
+      num_heads: `num_attention_heads` of the transformers config.
+      attention_window: `attention_window` of this layer in the transformers config; even, half on
+        each side.
+      max_global: maximum number of global tokens per row; transformers counts them per batch.
+      prefix: the part of the names before `self.query.weight` and `output.dense.weight`. If
+        `query.weight` follows the prefix (the state of a `LongformerSelfAttention` of
+        transformers), the module has no output projection and returns the concatenated heads.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
 
@@ -94,36 +95,37 @@ def bigbird_from_transformers(
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
 ) -> SelfAttention:
-    """A pretrained BigBird attention layer, as a module that computes the same.
+    """Loads a pretrained BigBird attention layer into an equivalent module.
 
         model = transformers.AutoModel.from_pretrained("google/bigbird-roberta-base")
         mixer = bigbird_from_transformers(
             model.state_dict(), prefix="encoder.layer.0.attention.", num_heads=12)
 
-    The mixer gives what `BigBirdAttention` adds to its input, as `longformer_from_transformers`
-    does for its layer. Its first and last blocks are global, and the window is of three blocks.
+    The mixer returns the update that `BigBirdAttention` adds to its input, as in
+    `longformer_from_transformers`. The first and last blocks are global, and the window has three
+    blocks.
 
-    Transformers draws random blocks with NumPy, for each length, in training only; given the same
-    ones, as `random_blocks`, the module agrees with it. Otherwise it draws its own from `seed`.
-    Three things that transformers does are not done here:
+    In training, transformers draws random blocks with NumPy for each length. The module agrees with
+    transformers if it gets the same blocks as `random_blocks`; otherwise blocks are drawn from
+    `seed`. The module differs from transformers in three cases:
 
-    - In evaluation it draws no random blocks, and counts the keys of the first block
-      `num_random_blocks` times more instead. Here a key counts once, always.
-    - At 1024 tokens its draw may hold the last block, global already, which then counts twice.
-    - Up to (5 + 2 `num_random_blocks`) `block_size` tokens its models attend to everything,
-      whatever their config says. Here `attention_type="original_full"` does.
+    - In evaluation, transformers draws no random blocks, and instead counts the keys of the first
+      block `num_random_blocks` more times. Here each key always counts once.
+    - At 1024 tokens, the random blocks of transformers may contain the last block, which is
+      already global and then counts twice.
+    - Up to (5 + 2 `num_random_blocks`) `block_size` tokens, models of transformers use full
+      attention for any config. Here only `attention_type="original_full"` does.
 
     Args:
-      parameters: names to arrays, as in `longformer_from_transformers`.
-      num_heads: the config's `num_attention_heads`.
+      parameters: mapping of names to arrays, as in `longformer_from_transformers`.
+      num_heads: `num_attention_heads` of the transformers config.
       attention_type: "block_sparse", or "original_full" for exact attention.
-      block_size: the config's.
-      num_random_blocks: the config's.
-      seed: of the random blocks.
-      random_blocks: in place of the draw, int `(N, n, r)` for n blocks, as in
-        `effattn.bigbird_attention`. Those of transformers lack the first and the last row.
-      prefix: what stands before `self.query.weight` and `output.dense.weight`, or before
-        `query.weight`, as in `longformer_from_transformers`.
+      block_size: `block_size` of the transformers config.
+      num_random_blocks: `num_random_blocks` of the transformers config.
+      seed: seed of the random blocks.
+      random_blocks: int `(N, n, r)` for n blocks, replaces the draw, as in
+        `effattn.bigbird_attention`. The arrays of transformers lack the first and last row.
+      prefix: as in `longformer_from_transformers`.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
 
@@ -170,7 +172,10 @@ def bigbird_from_transformers(
 def _read(
     parameters: Mapping[str, Any], prefix: str, projections: Mapping[str, str], num_heads: int
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Kernel and bias in our shapes, of the projections (ours to theirs) and of `out`."""
+    """Kernel and bias of each projection and of `out`, in the shapes of this library.
+
+    `projections` maps names of this library to names of transformers.
+    """
     found = {name.removeprefix(prefix) for name in parameters if name.startswith(prefix)}
     alone = "query.weight" in found
     theirs = {ours: name if alone else f"self.{name}" for ours, name in projections.items()}
@@ -190,7 +195,7 @@ def _read(
     heads = (num_heads, features // num_heads)
     layers = {}
     for ours, name in theirs.items():
-        # Theirs maps features by weight @ x.
+        # torch computes weight @ x, so the kernel is the transpose.
         weight = _array(parameters, f"{prefix}{name}.weight", (features, features)).T
         bias = _array(parameters, f"{prefix}{name}.bias", (features,))
         if ours == "out":
@@ -207,7 +212,7 @@ def _array(parameters: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> 
     array = parameters[name]
     if hasattr(array, "detach"):
         array = array.detach().cpu()
-        # NumPy does not know torch's bfloat16, and every float32 holds one.
+        # NumPy has no bfloat16; float32 represents every bfloat16 exactly.
         array = (array.float() if array.element_size() < 4 else array).numpy()
     array = np.asarray(array)
     if array.shape != shape:
@@ -218,7 +223,7 @@ def _array(parameters: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> 
 def _advice(
     parameters: Mapping[str, Any], prefix: str, missing: list[str], unexpected: list[str]
 ) -> str:
-    """What is wrong with the names under the prefix, and where there are such layers."""
+    """Error message about names under the prefix, with the prefixes of attention layers."""
     lists = (("missing", missing), ("unexpected", unexpected))
     wrong = "; ".join(f"{which}: {_some(names)}" for which, names in lists if names)
     end = "self.query.weight"
@@ -231,13 +236,13 @@ def _advice(
 
 
 def _some(names: list[str], most: int = 14) -> str:
-    """The first few names."""
+    """The first `most` names, comma-separated."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def _fill(mixer: Any, layers: Mapping[str, Mapping[str, np.ndarray]]) -> Any:
-    """The module with these parameters in place of its own."""
+    """Replaces the module's parameters by these arrays; returns the module."""
     for layer, arrays in layers.items():
         for name, array in arrays.items():
             parameter = getattr(getattr(mixer, layer), name)

@@ -1,4 +1,4 @@
-"""The Routing Transformer's self-attention: local heads beside heads that route by k-means."""
+"""Self-attention of the Routing Transformer: local heads, and heads that route by k-means."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,38 +21,40 @@ from effattn.nn.hybrid import HybridState
 
 
 class Centroids(nnx.Variable):
-    """Of clusters: no parameter that is trained, but what `update_centroids` moves."""
+    """Variable type of cluster centroids, which `update_centroids` updates without gradients."""
 
 
 class RoutingSelfAttention(SelfAttention):
-    """A mixer of local heads and routed ones (Roy et al. 2020, "... with Routing Transformers").
+    """Mixer of local heads and routed heads (Roy et al. 2020, "... with Routing Transformers").
 
         q, k, v = x Wq, x Wk, x Wv
         y = [sliding_window_attention(q_l, k_l, v_l), routing_attention(q_r, k_r, v_r)] Wo
 
-    for the first heads l and the others r. Half of the heads are local, as in the paper.
+    The first heads l are local, and the other heads r are routed. By default half of the heads are
+    local, as in the paper.
 
-    Each routed head has C centroids, drawn when it is made. They are `Centroids`, which are no
-    `nnx.Param`, and attention has no gradient for them: `update_centroids` moves them, between
-    steps of training, and that of `Transformer` moves those of all layers. Unlike in the paper,
-    causal heads too have keys of their own.
+    Each routed head has C centroids, drawn at construction. Centroids have the variable type
+    `Centroids`, not `nnx.Param`, and get no gradient from attention: call `update_centroids`
+    between training steps, or `Transformer.update_centroids` for all layers of a model. Unlike in
+    the paper, causal heads have separate queries and keys.
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of query heads.
-      num_clusters: C of each routed head; if not causal, at most the tokens of an input.
-      cluster_size: w, tokens of a cluster. Of shorter inputs a cluster may hold all.
-      num_local_heads: how many heads are local, a multiple of those that share a key head; default
-        half of them, rounded down to such.
-      local_window_size: tokens that local heads see before their own, and, if not causal, after it.
+      num_clusters: C, clusters per routed head; in a bidirectional mixer at most the input length.
+      cluster_size: w, tokens per cluster; limited to the input length.
+      num_local_heads: number of local query heads, a multiple of N / K; default N / 2, rounded
+        down to a multiple of N / K.
+      local_window_size: number of earlier tokens that local heads attend to; in a bidirectional
+        mixer the same number of later tokens too.
       rngs: random streams for parameter initialisation. The centroids are drawn from the stream
         `centroids` if there is one, otherwise from the default stream.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, `is_causal`, ...)
         and options of `effattn.routing_attention`: `scale`, `precision`, `tile`, `implementation`.
 
     Raises:
-      ValueError: as `SelfAttention`; local heads that do not fit; and in calls that are not causal,
-        fewer tokens than clusters.
+      ValueError: as `SelfAttention`; also for an unsuitable `num_local_heads`; in calls of a
+        bidirectional mixer, for fewer tokens than clusters.
     """
 
     def __init__(
@@ -98,24 +100,24 @@ class RoutingSelfAttention(SelfAttention):
         decay: float = 0.999,
         axis_name: Any = None,
     ) -> None:
-        """Moves each centroid towards the mean of what is nearest to it, a step of online k-means.
+        """Moves each centroid towards the mean of its nearest vectors: a step of online k-means.
 
             m_c <- sphere(decay m_c + (1 - decay) mean_{t in c} u_t)
 
-        where u are the normalised queries and keys, of all tokens of all examples; in a causal
-        module, the means of a token's two, as its cluster is that of both. Centroids that nothing
-        is nearest to stay where they are. Decode states of the old ones are void.
+        The vectors u are the normalised queries and keys of all tokens in the batch. In a causal
+        module, u is the mean of a token's query and key, which share a cluster. A centroid without
+        nearest vectors does not change. Earlier decode states become invalid.
 
-        Call it between steps of training, on what the mixer is called with; under `jax.jit` by
-        `nnx.jit`, or by hand with `nnx.split` and `nnx.merge`, as with any change of a Variable.
+        Call this method between training steps, with the mixer's input. Under compilation use
+        `nnx.jit`, or `nnx.split` and `nnx.merge`, as for any update of a Variable.
 
         Args:
           x: `(B, T, D)`.
-          lengths: as in a call; what is padding does not count.
-          segment_ids: as in a call.
-          decay: of the moving average, in [0, 1].
-          axis_name: of a `jax.shard_map` or `jax.vmap`, one or several, over which the examples are
-            divided: the means are those over all of them, and so are the centroids.
+          lengths: as in `__call__`; padding does not contribute.
+          segment_ids: as in `__call__`.
+          decay: decay of the moving average, in [0, 1].
+          axis_name: one or several axis names of `jax.shard_map` or `jax.vmap` that divide the
+            batch; means are then taken over these axes, so that all shards get equal centroids.
         """
         if not 0 <= decay <= 1:
             raise ValueError(f"decay must be a number in [0, 1], got {decay!r}")
@@ -150,11 +152,11 @@ class RoutingSelfAttention(SelfAttention):
 
     @property
     def num_local_kv_heads(self) -> int:
-        """How many key heads are local."""
+        """Number of local key heads."""
         return self.num_local_heads * self.num_kv_heads // self.num_heads
 
     def _sides(self, query, key, value) -> tuple[Any, Any]:
-        """The heads that are local, and those that are routed."""
+        """(query, key, value) of the local heads, and of the routed heads."""
         keys = self.num_local_kv_heads
         parts = (query, self.num_local_heads), (key, keys), (value, keys)
         return tuple(x[:, :, :n] for x, n in parts), tuple(x[:, :, n:] for x, n in parts)
@@ -185,14 +187,14 @@ class RoutingSelfAttention(SelfAttention):
 
 @dataclasses.dataclass(frozen=True)
 class _SideBySide:
-    """Decodes the local heads of a mixer, and the routed ones."""
+    """Decoder of a mixer with local and routed heads."""
 
     mixer: RoutingSelfAttention
     local: RingDecoder
     routed: RoutingDecoder
 
     def init(self, batch, max_length, num_kv_heads, *of_heads) -> HybridState:
-        """The empty states of both."""
+        """Returns the empty decode state of local and routed heads."""
         near = self.mixer.num_local_kv_heads
         groups = (
             self.local.init(batch, max_length, near, *of_heads),
@@ -201,7 +203,7 @@ class _SideBySide:
         return HybridState(groups, jnp.zeros((batch,), jnp.int32))
 
     def extend(self, query, key, value, state: HybridState, lengths=None):
-        """Both, and their heads side by side."""
+        """Extends local and routed heads, and concatenates the outputs along the head axis."""
         check_state(state, HybridState, query.shape[0])
         lengths = new_lengths(lengths, *query.shape[:2])
         (q, k, v), (query, key, value) = self.mixer._sides(query, key, value)
@@ -213,7 +215,7 @@ class _SideBySide:
 
 
 def routing_mixers(mixer: Any, x: jax.Array) -> Iterator[tuple[RoutingSelfAttention, jax.Array]]:
-    """The mixer if it routes, or those that it is made of and that do, each with what it reads."""
+    """Yields every `RoutingSelfAttention` in a mixer, with its input tokens."""
     if isinstance(mixer, RoutingSelfAttention):
         yield mixer, x
     elif hasattr(mixer, "parts"):
@@ -222,6 +224,6 @@ def routing_mixers(mixer: Any, x: jax.Array) -> Iterator[tuple[RoutingSelfAttent
 
 
 def _on_sphere(x: jax.Array) -> jax.Array:
-    """Of the norm of a normalised token, sqrt(H)."""
+    """Scales vectors to the norm sqrt(H), the norm of a normalised token."""
     norm = jnp.sqrt(jnp.square(x).mean(-1, keepdims=True))
     return x / jnp.maximum(norm, 1e-6)
