@@ -1,4 +1,4 @@
-"""Causal self-attention to the present block and to projections of finished blocks."""
+"""Causal self-attention to the current block and to projections of complete blocks."""
 
 from typing import Any
 
@@ -12,22 +12,22 @@ SHARING = ("none", "heads", "key_value")
 
 
 class BlockLinformerSelfAttention(SelfAttention):
-    """A causal mixer of blocks and of what is projected of them: a variation of Linformer.
+    """Causal variant of Linformer: attention to the current block and to projected earlier blocks.
 
         q, k, v = x Wq, x Wk, x Wv;   y = block_linformer_attention(q, k, v, E, F) Wo
 
-    E and F project each finished block of `block_size` tokens b to `num_projected` slots r. Which
-    of these `(r, b)` parameters there are, by `sharing`:
+    E and F, `(r, b)`, project each complete block of b = `block_size` tokens to r = `num_projected`
+    slots. `sharing` selects how heads share these parameters:
 
-        none          E and F of each key head
+        none          E and F for each key head
         heads         E and F for all heads
         key_value     E = F for all heads
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of query heads.
-      block_size: b, tokens.
-      num_projected: r, at most b.
+      block_size: b, tokens per block.
+      num_projected: r, slots per block, at most b.
       sharing: see above.
       param_dtype: dtype of the parameters.
       rngs: random streams for parameter initialisation.
@@ -73,7 +73,7 @@ class BlockLinformerSelfAttention(SelfAttention):
         if sharing not in SHARING:
             raise ValueError(f"sharing must be one of {', '.join(SHARING)}, got {sharing!r}")
         heads = (self.num_kv_heads,) if sharing == "none" else ()
-        # A slot has the variance of a token.
+        # Initially a slot has the variance of a token.
         draw = nnx.initializers.normal(self.block_size**-0.5)
 
         def make() -> nnx.Param:

@@ -1,4 +1,4 @@
-"""Convolutional baselines: a causal dilated convolution that mixes, and a classifier of texts."""
+"""Convolutional baselines: a mixer with dilated causal convolutions, and a text classifier."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,22 +20,22 @@ from effattn.nn.tokens import indices_of, token_ids
 
 
 class DilatedConvolution(RecurrentMixer):
-    """A gated causal convolution over tokens that lie `dilation` apart (Dauphin et al. 2017).
+    """Mixer with a gated dilated causal convolution (Dauphin et al. 2017).
 
         a_t, g_t = sum_(j < W) x_(t - j d) K_j + b;   y_t = (a_t sigmoid(g_t)) W_out
 
-    In models the dilation d doubles from layer to layer, as in WaveNet (van den Oord et al. 2016).
-    Time is O(T W D^2); the state is the last (W - 1) d tokens.
+    In a `Transformer` the dilation d doubles from layer to layer, as in WaveNet (van den Oord et
+    al. 2016). Time is O(T W D^2); the decode state holds the last (W - 1) d tokens.
 
     Args:
       in_features: D, number of features per token.
-      width: W, tokens that an output reads, its own among them.
-      dilation: d.
+      width: W, number of taps, including the current token.
+      dilation: d, distance between taps.
       is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
-      kernel_init: of the convolution and the projection.
+      kernel_init: initializer of the convolution and the output projection.
       out_kernel_init: initializer of the output projection; default `kernel_init`.
       rngs: random streams for parameter initialisation.
 
@@ -104,7 +104,7 @@ class DilatedConvolution(RecurrentMixer):
 
     @property
     def _reach(self) -> int:
-        """The tokens before it that an output reads."""
+        """Number of earlier tokens in the receptive field, (W - 1) d."""
         return (self.width - 1) * self.dilation
 
     def _empty(self, batch, max_length, dtype):
@@ -121,8 +121,8 @@ class DilatedConvolution(RecurrentMixer):
 
 
 def _before(read: jax.Array, steps: int, time: Any) -> jax.Array:
-    """What lies `steps` before each of the last `time` tokens of `read (B, S, ...)`, or zeros."""
-    if not isinstance(time, int):  # an exported program leaves it open
+    """The last `time` tokens of `read (B, S, ...)`, delayed by `steps`; zeros before token 0."""
+    if not isinstance(time, int):  # symbolic length in an exported program
         padded = jnp.pad(read, ((0, 0), (steps, 0), *[(0, 0)] * (read.ndim - 2)))
         return jax.lax.slice_in_dim(padded, read.shape[1] - time, read.shape[1], axis=1)
     missing = min(max(steps + time - read.shape[1], 0), time)
@@ -132,27 +132,27 @@ def _before(read: jax.Array, steps: int, time: Any) -> jax.Array:
 
 
 class ConvolutionalClassifier(Module):
-    """A text classifier of convolutions of several widths (Kim 2014).
+    """Text classifier with convolutions of several widths (Kim 2014).
 
         logits = dropout(max_t relu(convolution_W(embed(tokens)))_t, for each width W) W_out + b
 
-    "Convolutional Neural Networks for Sentence Classification". Convolutions lie within the text,
-    which counts as padded with zeros to the largest width where it is shorter. Time is
+    "Convolutional Neural Networks for Sentence Classification". Convolutions use no padding at the
+    ends of the text, except that a text shorter than a width is extended with zeros. Time is
     O(T sum(W) D F).
 
     Args:
-      vocab_size: V.
-      num_classes: C.
-      features: D, of the embedding.
-      widths: of the convolutions, in tokens.
-      filters: F, of each width.
-      dropout_rate: of what the convolutions found.
-      dtype: of the computation; default that of the parameters.
+      vocab_size: V, number of token ids.
+      num_classes: C, number of classes.
+      features: D, size of the token embedding.
+      widths: widths of the convolutions, in tokens.
+      filters: F, number of filters per width.
+      dropout_rate: dropout rate of the pooled convolution outputs.
+      dtype: computation dtype; default is the parameter dtype.
       param_dtype: dtype of the parameters.
       rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: sizes that do not fit; in calls, tokens that are no integers `(B, T)`.
+      ValueError: inconsistent sizes; in calls, tokens that are not integers `(B, T)`.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class ConvolutionalClassifier(Module):
         check_dropout_rate(dropout_rate)
         self.widths, self.dropout_rate = tuple(widths), dropout_rate
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-        # Its rows are rounded by the convolutions, so that their gradients are added up unrounded.
+        # No dtype: the convolutions cast the rows, so gradients of rows are summed in param_dtype.
         self.embed = nnx.Embed(
             vocab_size,
             features,
@@ -203,7 +203,7 @@ class ConvolutionalClassifier(Module):
         lengths: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """The logits of the classes.
+        """Returns the class logits.
 
         Args:
           tokens: `(B, T)` int, from 0 to V - 1, checked when concrete; traced
@@ -224,7 +224,7 @@ class ConvolutionalClassifier(Module):
         found = []
         for width, convolution in zip(self.widths, self.convolutions, strict=True):
             y = jax.nn.relu(convolution(x))
-            # Those that begin early enough to end within the text, or the first alone.
+            # Windows that end within the text; for a shorter text, only the first window.
             begun = within(jnp.maximum(lengths - width + 1, 1), y.shape[1])
             found.append(jnp.where(begun[..., None], y, 0).max(1))
         return self.out(dropout(jnp.concatenate(found, -1), self.dropout_rate, dropout_key(rngs)))

@@ -1,4 +1,4 @@
-"""Convolution and attention in one block, each over half of the features."""
+"""Mixer with attention over one half of the features and convolution over the other half."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,26 +18,27 @@ from effattn.nn.short_convolution import ShortConvolution
 class ConvolutionAttention(CausalMixer):
     """Long-short range attention (Wu et al. 2020, "Lite Transformer", section 4).
 
-        a, c = the halves of x
+        a, c = split(x, 2)
         y = [mixer(a), convolution(glu(c W_in)) W_out]
 
-    One half of the features attends, to what is far, and the other is convolved, with what is near.
-    The feed-forward layer after it mixes the halves. Time is that of the mechanism at half the
-    width, and O(T D^2) for the rest; the state, that of the mechanism and the last W - 1 tokens.
+    Attention over one half of the features covers long distances, and the convolution over the
+    other half covers short distances. The halves mix in the following feed-forward layer. Time is
+    that of the mechanism with D / 2 features plus O(T D^2). The decode state is that of the
+    mechanism plus the last W - 1 tokens.
 
     Args:
       in_features: D, number of features per token; even.
-      num_heads: N, of the half that attends.
-      attention: the registered name of the mechanism that attends, or a mapping of a `"name"` and
+      num_heads: N, number of attention heads.
+      attention: registered name of the attention mechanism, or a mapping of a `"name"` and
         options.
-      width: W, tokens that the convolution reads.
-      max_length: the most tokens of a row, if the mechanism has parameters by position.
+      width: W, width of the convolution, in tokens.
+      max_length: maximum number of tokens per row, for mechanisms with parameters per position.
       is_causal: must be True.
       dropout_rate: must be 0.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
       kernel_init: initializer of the projections.
-      out_kernel_init: of the output projections; default `kernel_init`.
+      out_kernel_init: initializer of the output projections; default `kernel_init`.
       rngs: random streams for parameter initialisation.
       **options: model options for all mixers, such as `rotary` and `num_kv_heads`.
 
@@ -100,7 +101,7 @@ class ConvolutionAttention(CausalMixer):
         self.out = nnx.Linear(half, half, use_bias=False, kernel_init=out_init, rngs=rngs, **dtypes)
 
     def parts(self, x: jax.Array) -> list[tuple[Any, jax.Array]]:
-        """The mixer that attends, with the tokens that it reads."""
+        """The attention mixer, with its input tokens."""
         return [(self.attention, jnp.split(x, 2, -1)[0])]
 
     def _mix_all(self, x, lengths, segment_ids):

@@ -1,4 +1,4 @@
-"""The FNet layer."""
+"""FNet mixer."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ from effattn.nn.mixer import Mixer
 
 
 class FNet(Mixer):
-    """A mixer without parameters: the real part of a Fourier transform of tokens and features.
+    """Mixer without parameters: real part of the Fourier transform over tokens and features.
 
     Lee-Thorp et al. 2022, "FNet: Mixing Tokens with Fourier Transforms"; see
-    `effattn.fourier_mixing`. It looks both ways and takes no padding. As in the paper, tokens need
-    embeddings of their positions, which a `Transformer` gives them.
+    `effattn.fourier_mixing`. The mixer is bidirectional and does not support padding. As in the
+    paper, tokens need position embeddings, which a `Transformer` adds.
 
     Args:
       in_features: D, number of features per token.
       norm: as in `effattn.fourier_mixing`; "ortho" for pre-norm models, `TransformerLM` among them.
       is_causal: must be False.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
-      dtype: of the output; default that of the input.
-      rngs: as other mixers take; there are no parameters.
+      dtype: dtype of computation and output; default is the input dtype.
+      rngs: unused; every mixer accepts `rngs`.
 
     Raises:
       ValueError: an option that the mechanism does not support.

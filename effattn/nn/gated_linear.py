@@ -1,4 +1,4 @@
-"""The layer of gated linear attention."""
+"""Mixer with gated linear attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,22 +13,21 @@ from effattn.nn.heads import default_head_dim
 
 
 class GatedLinearAttention(SelfAttention):
-    """A mixer of gated linear attention (Yang et al. 2023).
+    """Mixer with gated linear attention (Yang et al. 2023).
 
         q, k, v = x Wq, x Wk, x Wv;   log alpha = log sigmoid((x W1) W2 + b) / temperature
         y = (silu(x Wr + br) * norm(gated_linear_attention(q, k, v, log alpha))) Wo
 
-    The decays come from tokens through `gate_rank` numbers. The heads' outputs are normalised by
-    their root mean square, with a learned scale, as in the authors' code; the paper has a layer
-    norm there.
+    The decay projection has rank `gate_rank`. `norm` is an RMS norm of each head with a learned
+    scale, as in the authors' code; the paper uses a layer norm.
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of heads.
-      head_dim: H, of queries and keys; default half of D / N, as in the paper.
-      value_dim: Hv; default D / N, or `head_dim` where it is given.
-      gate_rank: features between W1 and W2.
-      temperature: larger ones forget slower at the start of training.
+      head_dim: H, head dimension of queries and keys; default D / (2 N), as in the paper.
+      value_dim: Hv, head dimension of values; default `head_dim` if given, otherwise D / N.
+      gate_rank: rank of the decay projection, the size between W1 and W2.
+      temperature: a larger temperature gives slower initial decay.
       kernel_init: initializer of the projections.
       rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `dtype`, ...) and options
@@ -86,7 +85,7 @@ class GatedLinearAttention(SelfAttention):
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         logits = self.decay_out(self.decay_in(x))
-        # Sums of them count over many tokens, so they are at least float32.
+        # At least float32, since log decays are summed over many tokens.
         logits = logits.astype(dtypes.wide(logits.dtype))
         return {"log_decay": jax.nn.log_sigmoid(logits) / self.temperature}
 

@@ -1,4 +1,4 @@
-"""The gMLP layer."""
+"""gMLP mixer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,17 +15,17 @@ from effattn.nn.cached import CachedMixer
 
 
 class GatedMLP(CachedMixer):
-    """A gMLP block without its residual (Liu et al. 2021, "Pay Attention to MLPs", section 2).
+    """gMLP block without the residual (Liu et al. 2021, "Pay Attention to MLPs", section 2).
 
         z_1, z_2 = gelu(x U);   y = spatial_gating(z_1, layer_norm(z_2), W, b) V
 
-    At the start W is near 0 and b is 1, so that tokens are not mixed. Time is O(T^2 F), and W takes
-    L^2 numbers. Decoding keeps z_2 of all tokens; a step costs O(S F).
+    Initially W is near 0 and b is 1, so tokens hardly mix. Time is O(T^2 F), and W has L^2
+    parameters. The decode state caches layer_norm(z_2) of all tokens; a step costs O(S F).
 
     Args:
       in_features: D, number of features per token.
-      max_length: L, positions that there are weights for, the most tokens of a row.
-      hidden_features: 2 F, of z_1 and z_2 together; default 4 D.
+      max_length: L, number of positions with weights; maximum number of tokens per row.
+      hidden_features: 2 F, size of z_1 and z_2 together; default 4 D.
       is_causal: token t reads tokens 0 to t only.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.

@@ -1,4 +1,4 @@
-"""Hedgehog's self-attention, which holds its feature maps."""
+"""Self-attention of Hedgehog, with learned feature maps."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ from effattn.nn.attention import SelfAttention
 
 
 class HedgehogSelfAttention(SelfAttention):
-    """A mixer with learned feature maps (Zhang et al. 2024, "The Hedgehog & the Porcupine").
+    """Mixer with learned feature maps (Zhang et al. 2024, "The Hedgehog & the Porcupine").
 
         q, k, v = x Wq, x Wk, x Wv
         y = hedgehog_attention(q, k, v, query_projection=W, key_projection=W') Wo
 
-    W and W', `(K, F, H)`, start as the identity. The paper first trains them alone, so that the
-    weights resemble those of a softmax attention that is to be replaced; in a model from scratch
-    they are trained with the rest.
+    W and W', `(K, F, H)`, start as the identity. To convert a softmax attention, the paper first
+    trains only W and W', so that the attention weights approach the softmax weights. A model
+    trained from scratch trains W and W' with all other parameters.
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of query heads.
-      num_features: F, there are 2 F features; default the head size H.
+      num_features: F; the feature map has 2 F features. Default H.
       rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...).
 

@@ -1,4 +1,4 @@
-"""How parameters start."""
+"""Parameter initializers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +16,10 @@ embedding_init = nnx.initializers.normal(0.02)
 
 
 def residual_init(num_layers: int) -> Callable[..., Any]:
-    """For projections that end a residual branch: 1 / (2 L) of the usual variance.
+    """Initializer of the last projection in a residual branch: 1 / (2 L) of the usual variance.
 
-    Two branches a layer add to the residual stream, so that their sum starts with a variance that
-    does not grow with L. Radford et al. 2019, "Language Models are Unsupervised Multitask
+    Each of L layers adds two branches to the residual stream; the scale keeps the initial variance
+    of the sum independent of L. Radford et al. 2019, "Language Models are Unsupervised Multitask
     Learners".
     """
     return nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
@@ -28,18 +28,18 @@ def residual_init(num_layers: int) -> Callable[..., Any]:
 def orthogonal_init(
     key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32, scale: float = 1.0
 ) -> jax.Array:
-    """Orthogonal matrices times `scale`, rounded to the dtype: of 16 bits JAX has no QR."""
+    """Orthogonal matrices times `scale`; computed in float32 or wider, as JAX has no 16-bit QR."""
     wide = dtypes.wide(dtype)
     return nnx.initializers.orthogonal(scale)(key, shape, wide).astype(dtype)
 
 
 def log_rate_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Of rates uniform in [1, 16), the logarithm; Dao and Gu 2024, "Transformers are SSMs"."""
+    """Logarithms of rates uniform in [1, 16). Dao and Gu 2024, "Transformers are SSMs"."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 1, 16))
 
 
 def step_bias_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Of steps from 0.001 to 0.1, uniform in their logarithm, what softplus maps to them.
+    """Inverse softplus of step sizes that are log-uniform in [0.001, 0.1].
 
     Gu and Dao 2023, "Mamba".
     """

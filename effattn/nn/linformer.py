@@ -1,4 +1,4 @@
-"""Linformer's self-attention, with the projections of the sequence as parameters."""
+"""Self-attention of Linformer, with the sequence projections as parameters."""
 
 import functools
 from typing import Any
@@ -15,33 +15,34 @@ METHODS = ("linear", "convolution", "mean")
 
 
 class LinformerSelfAttention(SelfAttention):
-    """A bidirectional mixer of projected keys and values (Wang et al. 2020, "Linformer").
+    """Bidirectional mixer with projected keys and values (Wang et al. 2020, "Linformer").
 
         q, k, v = x Wq, x Wk, x Wv;   y = linformer_attention(q, k, v, E, F) Wo
 
-    E and F sum the tokens to `num_projected` rows r. How they do it, by `method`:
+    E and F project the L = `max_length` tokens to r = `num_projected` rows. `method` selects the
+    form of the projection:
 
-        linear        (r, L) learned weights, for L = max_length
-        convolution   windows of L / r tokens, with L / r learned weights that all windows share
-        mean          the means of such windows
+        linear        a learned (r, L) matrix
+        convolution   windows of L / r tokens, with L / r learned weights shared by all windows
+        mean          means of such windows
 
-    and which of these parameters there are, by `sharing`, as in the paper:
+    `sharing` selects how heads share the parameters, as in the paper:
 
-        none          E and F of each key head
+        none          E and F for each key head
         heads         E and F for all heads
         key_value     E = F for all heads
-        layers        E = F for all heads of all layers, an `nnx.Param` that each of them is given
+        layers        E = F for all heads of all layers, an `nnx.Param` passed to each layer
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of query heads.
-      max_length: L, the most tokens of an input.
-      num_projected: r.
+      max_length: L, maximum number of input tokens.
+      num_projected: r, number of projected rows.
       method: see above.
-      sharing: see above; of no effect on means, which have no parameters.
-      projection: with `sharing="layers"`, the parameter of all layers: `(r, L)` where linear,
-        `(L / r,)` where a convolution. Flax's own transformations (`nnx.grad`, `nnx.jit`, ...) and
-        `nnx.split` see it once.
+      sharing: see above; has no effect for `method="mean"`, which has no parameters.
+      projection: with `sharing="layers"`, the parameter shared by all layers: `(r, L)` for
+        "linear", `(L / r,)` for "convolution". Flax transformations (`nnx.grad`, `nnx.jit`, ...)
+        and `nnx.split` count the shared parameter once.
       is_causal: must be False.
       param_dtype: dtype of the parameters.
       rngs: random streams for parameter initialisation.
@@ -49,8 +50,8 @@ class LinformerSelfAttention(SelfAttention):
         of `effattn.linformer_attention`.
 
     Raises:
-      ValueError: as `SelfAttention`, with the reason where `is_causal=True`; a projection that
-        does not fit; and in calls, more than L tokens.
+      ValueError: as `SelfAttention`; also for `is_causal=True` and an unsuitable `projection`; in
+        calls, for more than L tokens.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class LinformerSelfAttention(SelfAttention):
         _check_given(projection, sharing, method, shape)
         if sharing == "none":
             shape = (self.num_kv_heads, *shape)
-        # Where all tokens count, the rows have the variance of a token.
+        # Without padding, projected rows have the variance of a token.
         draw = nnx.initializers.normal(shape[-1] ** -0.5)
         make = functools.partial(self._make, draw, shape, param_dtype, rngs)
         self.key_projection = make() if projection is None else projection
@@ -122,7 +123,7 @@ class LinformerSelfAttention(SelfAttention):
         return {**super()._options(), **projections}
 
     def _matrix(self, weights: nnx.Param | None) -> Any:
-        """E or F, `(r, L)` or `(K, r, L)`, in the dtype of the computation."""
+        """E or F, `(r, L)` or `(K, r, L)`, in the computation dtype."""
         if weights is None:
             width = self.max_length // self.num_projected
             array = jnp.full(width, 1 / width, self.param_dtype)

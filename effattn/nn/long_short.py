@@ -1,4 +1,4 @@
-"""Long-short self-attention, with the projection of tokens to slots and the two layer norms."""
+"""Long-short self-attention module, with the slot projection and the two layer norms."""
 
 from typing import Any
 
@@ -11,20 +11,20 @@ from effattn.nn.attention import SelfAttention
 
 
 class LongShortSelfAttention(SelfAttention):
-    """A mixer of a window and of dynamic projections (Zhu et al. 2021, "Long-Short Transformer").
+    """Mixer with a window and dynamic projections (Zhu et al. 2021, "Long-Short Transformer").
 
         q, k, v, z = x Wq, x Wk, x Wv, x Wp;   y = long_short_attention(q, k, v, slot_scores=z) Wo
 
-    with `num_projected` scores r of each token for each key head, and the paper's DualLN: a layer
-    norm of the keys and values in windows, and another of those in slots, here over the features of
-    each head. `effattn.long_short_attention` has the formula and the cost. `rotary` turns keys
-    before the norms.
+    z has r = `num_projected` scores per token and key head. DualLN of the paper is one layer norm
+    for keys and values in windows, and one for keys and values in slots, here over the features of
+    each head. For the formula and the cost see `effattn.long_short_attention`. `rotary` is applied
+    to keys before the norms.
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of query heads.
-      num_projected: r, slots of the sequence, or if causal of each segment.
-      dual_norm: whether there are the two layer norms.
+      num_projected: r, number of slots per sequence, or per segment in a causal mixer.
+      dual_norm: whether the two layer norms are present.
       param_dtype: dtype of the parameters.
       rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`is_causal`, `num_kv_heads`, ...) and
@@ -56,7 +56,7 @@ class LongShortSelfAttention(SelfAttention):
             in_features, num_heads, "long_short", param_dtype=param_dtype, rngs=rngs, **options
         )
         self.num_projected = checks.at_least("num_projected", num_projected, 1, "slots")
-        # A bias would add the same to the scores of all tokens, and change nothing.
+        # No bias: the softmax over tokens cancels a constant added to all scores.
         self.projection = nnx.LinearGeneral(
             in_features,
             (self.num_kv_heads, self.num_projected),

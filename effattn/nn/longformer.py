@@ -1,4 +1,4 @@
-"""Longformer's self-attention, in which some tokens are global."""
+"""Self-attention of Longformer: sliding windows and global tokens."""
 
 from typing import Any
 
@@ -12,33 +12,35 @@ from effattn.nn.attention import SelfAttention
 
 
 class LongformerSelfAttention(SelfAttention):
-    """A mixer of windows and global tokens (Beltagy et al. 2020, "Longformer").
+    """Mixer with sliding windows and global tokens (Beltagy et al. 2020, "Longformer").
 
         q, k, v = x Wq, x Wk, x Wv;   y = longformer_attention(q, k, v) Wo
 
-    Each call says which tokens are global: these attend to all tokens, and all tokens attend to
-    them. With `global_projections`, what a global token asks with and gathers goes through
-    projections of its own, which start equal to the others, as in the paper:
+    The argument `global_mask` of each call selects the global tokens: global tokens attend to all
+    tokens, and all tokens attend to global tokens. With `global_projections`, the queries of global
+    tokens, and the keys and values that these queries read, use separate projections with equal
+    initial weights, as in the paper:
 
-        q, k, v = x Wgq, x Wgk, x Wgv    for queries of global tokens and all that these attend to
+        q, k, v = x Wgq, x Wgk, x Wgv    in attention from global tokens
 
-    `effattn.longformer_attention` has the pairs and the cost. Without `max_global` it is a sliding
-    window, and decodes as one. With it, the decode state also holds the global tokens and the keys
-    and values of the whole prefix, which a step reads only if its token is global.
+    For the attended pairs and the cost see `effattn.longformer_attention`. Without `max_global` the
+    mixer is a sliding window, with the decode state of a sliding window. With `max_global`, the
+    decode state also holds the global tokens, and the keys and values of the whole prefix, which a
+    step reads only if its token is global.
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of query heads.
-      max_global: how many global tokens a row has at most; None for never any. Where there are
-        more, the first so many are global.
-      global_projections: projections of their own for global tokens.
+      max_global: maximum number of global tokens per row; None disables global tokens. If
+        `global_mask` selects more, only the first `max_global` tokens are global.
+      global_projections: whether global tokens have separate projections.
       rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`is_causal`, `use_bias`, `num_kv_heads`,
         ...) and options of `effattn.longformer_attention`: `local_window_size`, default 127 on
-        each side, and `dilation`, an int, or one for each query head.
+        each side, and `dilation`, an int, or one int per query head.
 
     Raises:
-      ValueError: as `SelfAttention`, and for `global_projections` without `max_global`.
+      ValueError: as `SelfAttention`; also for `global_projections` without `max_global`.
     """
 
     def __init__(
@@ -84,9 +86,9 @@ class LongformerSelfAttention(SelfAttention):
         Args:
           x: `(B, T, D)`.
           lengths: `(B,)` int, valid tokens of each right-padded row.
-          segment_ids: `(B, T)` int; tokens attend within equal ids, 0 is padding, and positions
-            count from the start of each run. Global tokens reach no further than their segment.
-          global_mask: `(B, T)` bool, True for global tokens; None for none.
+          segment_ids: `(B, T)` int, packed sequences: tokens (global ones too) attend within equal
+            ids, 0 is padding, and positions count from the start of each document.
+          global_mask: `(B, T)` bool, True for global tokens; None if no token is global.
           rngs: `nnx.Rngs` or a key for dropout of attention weights; None disables dropout.
 
         Returns:
@@ -118,7 +120,7 @@ class LongformerSelfAttention(SelfAttention):
           x: `(B, T, D)`.
           state: decode state, from `init_state` or an earlier call.
           lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
-          global_mask: `(B, T)` bool, which of the T tokens are global; None for none.
+          global_mask: `(B, T)` bool, True for global tokens; None if no token is global.
 
         Returns:
           `(y (B, T, D), state)`.

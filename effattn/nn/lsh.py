@@ -1,4 +1,4 @@
-"""LSH self-attention, which holds its random rotations."""
+"""Mixer with locality-sensitive hashing (LSH) attention and its random rotations."""
 
 import functools
 from collections.abc import Callable
@@ -18,26 +18,26 @@ from effattn.nn.options import own_copy
 
 
 class LSHSelfAttention(CachedMixer):
-    """A mixer by locality-sensitive hashing (Kitaev et al. 2020, "Reformer").
+    """Mixer with locality-sensitive hashing attention (Kitaev et al. 2020, "Reformer").
 
         y = lsh_attention(rotary(x Wqk), x Wv) Wo
 
-    with one projection for queries and keys; see `effattn.lsh_attention`. The rotations are drawn
-    when it is made, for each head its own, and are not trained: they are an `nnx.Variable` that is
-    no `nnx.Param`. It takes sequences of fewer tokens than buckets too. In decoding, its state
-    holds what all tokens left, and a step costs O(S) for S of them.
+    Queries and keys share one projection; see `effattn.lsh_attention`. The random rotations of each
+    head are drawn at construction and are not trained: an `nnx.Variable`, not an `nnx.Param`. A
+    sequence may have fewer tokens than buckets. The decode state caches the vectors and buckets of
+    all S tokens; a step costs O(S).
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of heads.
-      head_dim: H, of queries, keys and values; default D / N.
-      num_rounds: n.
-      num_buckets: b, or its even factors.
-      chunk_length: m, tokens.
-      rotary: turns what is both query and key, before it is hashed, by its position in its
-        document; called as `rotary(x, positions)`. None leaves the order to the embeddings of
-        positions in x, as the paper does.
-      is_causal: attend to the past only.
+      head_dim: H, head dimension of queries, keys and values; default D / N.
+      num_rounds: n, number of hash rounds.
+      num_buckets: b, number of buckets per round, or a tuple of even factors of b.
+      chunk_length: m, tokens per chunk.
+      rotary: rotary embedding of the shared query-key vectors before hashing, by position in the
+        document; called as `rotary(x, positions)`. With None, as in the paper, x must contain
+        position embeddings if token order matters.
+      is_causal: token t attends to tokens 0 to t only.
       dropout_rate: must be 0.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
@@ -137,9 +137,9 @@ class LSHSelfAttention(CachedMixer):
         query_key, value, buckets = tokens
         size = self.chunk_length
         if query_key.shape[1] == 0:
-            # A state without room holds nothing to attend to.
+            # A state of capacity zero has no keys.
             return self.out(jnp.zeros((*positions.shape, *value.shape[2:]), value.dtype))
-        # By which way there are fewer pairs; an exported program may leave open how many.
+        # Choose the form with fewer pairs; with a symbolic length, the form for whole sequences.
         few = isinstance(positions.shape[1], int)
         if few and positions.shape[1] <= 2 * self.num_rounds * size:
             out = lsh.attend_at(query_key, value, buckets, own, positions, chunk_length=size)

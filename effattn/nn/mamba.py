@@ -1,4 +1,4 @@
-"""The Mamba layer."""
+"""Mamba mixer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,22 +17,23 @@ from effattn.nn.short_convolution import ShortConvolution
 
 
 class Mamba(RecurrentMixer):
-    """A mixer of a selective state space (Gu and Dao 2023, "Mamba", section 3.4).
+    """Mixer with a selective state space (Gu and Dao 2023, "Mamba", section 3.4).
 
         x, z = u W_in;   x = silu(convolution(x))
         d, B, C = x W_x;   dt = softplus(d W_dt + b)
-        y = (selective_scan(C, B, x, dt, -exp(log A), D) * silu(z)) W_out
+        y = (selective_scan(C, B, x, dt, A, D) * silu(z)) W_out,   A = -exp(log_rate)
 
-    Each of the inner features has a state and a step of its own. In the paper all share one B and
-    one C; here they may be of several groups, as in Mamba-2.
+    Each inner feature has a state and a step size dt. In the paper all inner features share one B
+    and one C; here `num_kv_heads` groups of features may have one B and C each, as in Mamba-2. The
+    parameters `log_rate`, `step_bias` and `skip` are log(-A), b and D.
 
     Args:
       in_features: D, number of features per token u.
-      num_heads: N; it bears on nothing but the number of inner features, N times `head_dim`.
-      head_dim: default 2 D / N, so that there are twice as many inner features as of a token.
+      num_heads: N; only sets the number of inner features, N times `head_dim`.
+      head_dim: default 2 D / N, which gives 2 D inner features.
       state_size: F, state size, the size of B and C.
-      step_rank: features of d; default D / 16, rounded up.
-      num_kv_heads: K, how many B and C there are, a divisor of the inner features; default 1.
+      step_rank: size of d; default D / 16, rounded up.
+      num_kv_heads: K, number of B and C groups, a divisor of the inner features; default 1.
       convolution_width: width of the short convolution, in tokens.
       is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
@@ -113,7 +114,7 @@ class Mamba(RecurrentMixer):
         )
         shared = self.num_kv_heads * self.state_size
         self.select = linear(inner, self.step_rank + 2 * shared, kernel_init)
-        # Uniform in +-rank^-1/2, as the paper's code: the steps start near what the bias says.
+        # Uniform in +-rank^-1/2, as in the paper's code: initially dt is close to softplus(b).
         of_steps = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         self.step_projection = linear(self.step_rank, inner, of_steps)
         self.step_bias = nnx.Param(

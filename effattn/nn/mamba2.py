@@ -1,4 +1,4 @@
-"""The Mamba-2 layer."""
+"""Mamba-2 mixer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,20 +17,21 @@ from effattn.nn.short_convolution import ShortConvolution
 
 
 class Mamba2(RecurrentMixer):
-    """A mixer of selective state spaces (Dao and Gu 2024, "Transformers are SSMs").
+    """Mixer with selective state spaces (Dao and Gu 2024, "Transformers are SSMs").
 
         z, x, B, C, dt = u W_in;   x, B, C = silu(convolution(x, B, C))
-        o = state_space_duality(C, B, x, softplus(dt + b), -exp(log A), D)
+        o = state_space_duality(C, B, x, softplus(dt + b), A, D),   A = -exp(log_rate)
         y = norm(o * silu(z)) W_out
 
-    The norm is by root mean square, over the features of a group of heads, with a learned scale.
+    `norm` is an RMS norm over the features of each group of heads, with a learned scale. The
+    parameters `log_rate`, `step_bias` and `skip` are log(-A), b and D.
 
     Args:
       in_features: D, number of features per token u.
-      num_heads: N heads of x, each with its own rate.
-      head_dim: P; default 2 D / N, so that x has twice the features of a token.
+      num_heads: N, number of heads of x; each head has one A.
+      head_dim: P, head dimension; default 2 D / N, which gives x 2 D features.
       state_size: F, state size, the size of B and C.
-      num_kv_heads: how many B and C there are; N / num_kv_heads heads share each. Default 1.
+      num_kv_heads: number of B and C groups; N / num_kv_heads heads share a group. Default 1.
       convolution_width: width of the short convolution, in tokens.
       is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
