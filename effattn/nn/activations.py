@@ -1,6 +1,7 @@
-"""Activations that modules keep: plain functions, which copies and pickles of a module share.
+"""Activations that modules store as attributes, as plain Python functions.
 
-JAX's own are compiled functions, of which each copy is another and no pickle can be made.
+The activations of JAX are jit-compiled functions, which cannot be pickled and do not compare equal
+after a copy of the module.
 """
 
 import jax
@@ -18,5 +19,5 @@ def sigmoid(x: jax.Array) -> jax.Array:
 
 
 def tanh(x: jax.Array) -> jax.Array:
-    """The hyperbolic tangent."""
+    """Hyperbolic tangent."""
     return jnp.tanh(x)

@@ -10,10 +10,11 @@ from effattn.arrays import checks
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """The slope of each head, `(N,)` float32.
+    """Slope of each head, `(N,)` float32.
 
-    For a power of two N they are 2**(-8/N), 2**(-16/N), ..., 2**-8. Other numbers take all the
-    slopes of the next lower power of two, then every second slope of the one above.
+    If N is a power of two, the slopes are 2**(-8/N), 2**(-16/N), ..., 2**-8. For other N, the
+    slopes are those of the next lower power of two, then every second slope of the next higher
+    power of two.
     """
     num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
     lower = 1 << (num_heads.bit_length() - 1)
@@ -25,14 +26,14 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Alibi:
-    """Lowers each logit by its head's slope times the distance |i - j|.
+    """ALiBi as a `score_mod`: subtracts the head's slope times |i - j| from each logit.
 
     Press et al. 2022, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
-    Extrapolation". Pass it as `score_mod`; two of the same number of heads are equal, so that a
-    traced function is reused.
+    Extrapolation". Two instances with the same number of heads are equal, so a compiled function is
+    reused.
 
     Attributes:
-      num_heads: N, the query heads.
+      num_heads: N, number of query heads.
     """
 
     num_heads: int
@@ -41,6 +42,6 @@ class Alibi:
         checks.at_least("num_heads", self.num_heads, 1, "heads")
 
     def __call__(self, logit, b, h, i, j) -> jax.Array:
-        """The logit of query position i and key position j in head h."""
+        """Biased logit of query position i and key position j in head h."""
         slope = jnp.asarray(alibi_slopes(self.num_heads), logit.dtype)[h]
         return logit - slope * jnp.abs(i - j).astype(logit.dtype)

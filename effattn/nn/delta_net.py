@@ -1,4 +1,4 @@
-"""The layers of DeltaNet and Gated DeltaNet."""
+"""DeltaNet and Gated DeltaNet mixers."""
 
 import dataclasses
 import math
@@ -18,19 +18,19 @@ from effattn.nn.attention import SelfAttention
 from effattn.nn.heads import default_head_dim
 from effattn.nn.short_convolution import ShortConvolution
 
-EPSILON = 1e-5  # of the norm of the heads' outputs
+EPSILON = 1e-5  # epsilon of the RMS norm of head outputs
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaNetState:
-    """What `DeltaNet` and `GatedDeltaNet` carry when they decode.
+    """Decode state of `DeltaNet` and `GatedDeltaNet`.
 
     Attributes:
-      inputs: the last queries, keys and values before their convolutions, heads side by side,
+      inputs: last inputs of the query, key and value convolutions, heads concatenated:
         `(B, width - 1, N H)`, `(B, width - 1, K H)` and `(B, width - 1, K Hv)`.
-      state: of the delta rule, `(B, K, H, Hv)`, at least float32.
-      length: `(B,)` int32, tokens seen.
+      state: state of the delta rule, `(B, K, H, Hv)`, at least float32.
+      length: `(B,)` int32, number of tokens read.
     """
 
     inputs: tuple[jax.Array, jax.Array, jax.Array]
@@ -39,24 +39,24 @@ class DeltaNetState:
 
 
 class DeltaNet(SelfAttention):
-    """A mixer of the delta rule (Yang et al. 2024, "Parallelizing Linear Transformers with ...").
+    """Mixer with the delta rule (Yang et al. 2024, "Parallelizing Linear Transformers with ...").
 
         q, k, v = silu(conv(x Wq)), silu(conv(x Wk)), silu(conv(x Wv));   beta = sigmoid(x Wb)
         y = norm(delta_rule_attention(q / |q|, k / |k|, v, beta)) Wo
 
-    Each convolution reads a few tokens back, feature by feature. The heads' outputs are divided by
-    their root mean square, with a learned scale.
+    `conv` is a short causal convolution of each feature. `norm` is an RMS norm of each head's
+    output, with a learned scale.
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of query heads.
       convolution_width: width of the short convolutions, in tokens.
-      use_bias: biases in the projections to and from heads; beta's has none.
+      use_bias: whether the projections to and from heads have biases; Wb has no bias.
       kernel_init: initializer of the projections.
       rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `head_dim`, `value_dim`,
-        ...) and options of `effattn.delta_rule_attention`. `rotary` and `qk_norm`, which the paper
-        does not have, come after the convolutions and before queries and keys get length 1.
+        ...) and options of `effattn.delta_rule_attention`. `rotary` and `qk_norm` (not in the
+        paper) are applied after the convolutions and before queries and keys get unit length.
 
     Raises:
       ValueError: as `SelfAttention`.
@@ -118,7 +118,7 @@ class DeltaNet(SelfAttention):
         segment_ids: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """Mixes whole sequences; arguments as in `SelfAttention`. Nothing here is random."""
+        """Mixes whole sequences; arguments as in `SelfAttention`. `rngs` is unused."""
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         convolved = [
             convolution(of_tokens, lengths=lengths, segment_ids=segment_ids)
@@ -128,7 +128,7 @@ class DeltaNet(SelfAttention):
         return self._finish(self.attention(*heads, **keywords, **self._per_token(x)), x)
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> DeltaNetState:
-        """The empty decode state, which does not grow; arguments as in `SelfAttention`."""
+        """Returns the empty decode state, of constant size; arguments as in `SelfAttention`."""
         empty = super().init_state(batch, max_length, dtype)
         query, key, value = (c.init_state(batch, dtype) for c in self._convolutions)
         return DeltaNetState((query, key, value), empty.state, empty.length)
@@ -158,7 +158,7 @@ class DeltaNet(SelfAttention):
         return self.query_convolution, self.key_convolution, self.value_convolution
 
     def _inputs(self, x: jax.Array) -> list[tuple[ShortConvolution, jax.Array]]:
-        """The convolutions of queries, keys and values, and what each reads."""
+        """The convolutions of queries, keys and values, each with its input."""
         projected = (layer(x) for layer in (self.query, self.key, self.value))
         flat = (heads.reshape(*x.shape[:2], math.prod(heads.shape[2:])) for heads in projected)
         return list(zip(self._convolutions, flat, strict=True))
@@ -166,7 +166,7 @@ class DeltaNet(SelfAttention):
     def _unit_heads(
         self, convolved: Sequence[jax.Array], positions: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query and key of length 1, and value."""
+        """Query and key of unit length, and value."""
         numbers = self.num_heads, self.num_kv_heads, self.num_kv_heads
         query, key, value = (
             x.reshape(*x.shape[:2], heads, x.shape[2] // heads)
@@ -186,9 +186,9 @@ class DeltaNet(SelfAttention):
 
 
 class GatedDeltaNet(DeltaNet):
-    """A mixer of the gated delta rule (Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks").
+    """Mixer with the gated delta rule (Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks").
 
-    DeltaNet with decays, as those of Mamba-2, and an output gate:
+    DeltaNet with decays as in Mamba-2, and an output gate:
 
         log alpha = -exp(log_rate) * softplus(x Wa + step_bias)
         y = (silu(x Wg) * norm(delta_rule_attention(q / |q|, k / |k|, v, beta, log alpha))) Wo
@@ -196,10 +196,10 @@ class GatedDeltaNet(DeltaNet):
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of query heads.
-      head_dim: H, head dimension; default D / N.
-      value_dim: Hv; default 2 H. With H = 0.75 D / N the layer has 6 D^2 parameters, as the
-        paper's.
-      use_bias: biases in the projections to and from heads, and in the gate's.
+      head_dim: H, head dimension of queries and keys; default D / N.
+      value_dim: Hv, head dimension of values; default 2 H. With H = 0.75 D / N the layer has 6 D^2
+        parameters, as in the paper.
+      use_bias: whether the projections to and from heads and the gate projection have biases.
       kernel_init: initializer of the projections.
       rngs: random streams for parameter initialisation.
       **options: as in `DeltaNet`.
@@ -262,7 +262,7 @@ class GatedDeltaNet(DeltaNet):
 
 
 def unit(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
-    """x over the length of its last axis, computed in at least float32; zero stays zero."""
+    """x divided by its Euclidean norm over the last axis, in at least float32; zero stays zero."""
     wide = _wide(x)
     square = jnp.sum(wide * wide, -1, keepdims=True)
     return (wide * jax.lax.rsqrt(square + epsilon)).astype(x.dtype)

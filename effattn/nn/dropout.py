@@ -1,7 +1,7 @@
-"""Dropout, and the random keys for it: modules keep no random state of their own.
+"""Dropout and its random keys; modules store no random state.
 
-A call has dropout where it is given `rngs`, and none without. `train()` and `eval()` of Flax set
-attributes that no module here has, and so change nothing.
+A call applies dropout if it gets `rngs`, and only then. The methods `train()` and `eval()` of Flax
+have no effect on modules of this library.
 """
 
 import jax
@@ -12,7 +12,7 @@ from effattn.arrays import checks
 
 
 def dropout_key(rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> jax.Array | None:
-    """One key from what a caller passes as `rngs`: `nnx.Rngs`, a stream, a key, or nothing."""
+    """Dropout key from the argument `rngs`: an `nnx.Rngs`, a stream, a key, or None."""
     if isinstance(rngs, nnx.Rngs):
         return rngs.dropout()
     if isinstance(rngs, nnx.RngStream):
@@ -21,7 +21,7 @@ def dropout_key(rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> jax.Array 
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes each element with probability `rate` and scales the rest; nothing without a key."""
+    """Zeroes elements with probability `rate` and scales the rest; returns x if key is None."""
     if key is None or rate == 0.0:
         return x
     kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
@@ -29,5 +29,5 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def check_dropout_rate(rate: float) -> None:
-    """`ValueError` unless the rate is in [0, 1)."""
+    """Raises `ValueError` unless the rate is in [0, 1)."""
     checks.share("dropout_rate", rate)

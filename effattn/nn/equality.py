@@ -1,4 +1,4 @@
-"""When two configurations are the same, whose options may hold arrays."""
+"""Equality of configurations whose options may hold arrays."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from flax import nnx
 
 
 def same_fields(one: Any, other: Any) -> bool:
-    """Whether two configurations are equal, arrays among the options of their mixers by value."""
+    """Whether two configurations are equal; arrays in their options are compared by value."""
     return all(
         _same(getattr(one, field.name), getattr(other, field.name))
         for field in dataclasses.fields(one)
@@ -23,10 +23,10 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (tuple, list)) and type(one) is type(other):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, nnx.Variable) and isinstance(other, nnx.Variable):
-        # Its value is the model's, which learns it.
+        # Models train copies of the Variable, so only its shape and dtype belong to the config.
         return (type(one), one.shape, one.dtype) == (type(other), other.shape, other.dtype)
     if isinstance(one, nnx.Module) and isinstance(other, nnx.Module):
-        # Its parameters' values are the model's, too.
+        # Models train copies of the parameters, so only shapes and dtypes are compared.
         both: Any = [jax.tree.flatten(module) for module in (one, other)]
         shapes = [[(x.shape, x.dtype) for x in leaves] for leaves, _ in both]
         return shapes[0] == shapes[1] and bool(both[0][1] == both[1][1])

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer, and feed-forward layers in chunks of tokens."""
+"""SwiGLU feed-forward layer, and evaluation of token-wise modules in chunks."""
 
 import functools
 from collections.abc import Callable
@@ -18,12 +18,12 @@ class SwiGLU(Module):
     """`(silu(x Wg) * (x Wu)) Wd`, without biases. Shazeer 2020, "GLU Variants Improve Transformer".
 
     Args:
-      in_features: D, of input and output.
-      hidden_features: F, of the gate.
+      in_features: D, number of input and output features.
+      hidden_features: F, number of hidden features.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
-      kernel_init: of the gate and up projections.
-      out_kernel_init: of the down projection.
+      kernel_init: initializer of the gate and up projections.
+      out_kernel_init: initializer of the down projection.
       rngs: random streams for parameter initialisation.
     """
 
@@ -49,24 +49,23 @@ class SwiGLU(Module):
 
     @mesh_axes.on_mesh_of_input
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`(..., D)` to `(..., D)`."""
+        """Maps x `(..., D)` to `(..., D)`."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
 class ChunkedFeedForward(Module):
-    """A token-wise module in chunks of tokens. Kitaev et al. 2020, "Reformer", section 3.
+    """Evaluates a token-wise module in chunks of tokens. Kitaev et al. 2020, "Reformer", section 3.
 
-    What the module computes on the way, such as the hidden features of a feed-forward layer, is in
-    memory for one chunk at a time, and computed once more in the backward pass; the numbers are
-    those of the module itself.
+    Intermediate values, such as the hidden features of a feed-forward layer, are in memory for one
+    chunk at a time, and the backward pass recomputes them. The outputs equal those of the module.
 
     Args:
-      module: from `(B, T, D)` to `(B, T, E)`, each token by itself; it may write no Variables. It
-        is kept, not copied, and so shared with whatever else it is given to.
-      chunk_size: tokens of a row at a time. The length need not be a multiple of it.
+      module: token-wise module from `(B, T, D)` to `(B, T, E)`, which must not write Variables. The
+        module is not copied, so its parameters are shared with other users of the module.
+      chunk_size: tokens per chunk. The length need not be a multiple of `chunk_size`.
 
     Raises:
-      ValueError: a chunk of less than 1 token.
+      ValueError: `chunk_size` below 1.
     """
 
     def __init__(self, module: Callable[..., jax.Array], *, chunk_size: int):
@@ -77,11 +76,12 @@ class ChunkedFeedForward(Module):
     def __call__(
         self, x: jax.Array, *, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None
     ) -> jax.Array:
-        """`(..., T, D)` to `(..., T, E)`.
+        """Maps x `(..., T, D)` to `(..., T, E)`.
 
         Args:
-          x: the tokens.
-          rngs: for dropout, if the module takes `rngs`: each chunk gets a key of its own.
+          x: `(..., T, D)`.
+          rngs: `nnx.Rngs` or a key for dropout, if the module takes `rngs`; each chunk gets a
+            separate key.
         """
         if x.ndim < 2:
             raise ValueError(f"x must have shape (..., length, features), got {x.shape}")

@@ -1,10 +1,10 @@
-"""How a module's features and key heads divide among its heads."""
+"""Defaults and checks of the head dimension and the number of key heads."""
 
 from effattn.arrays import checks
 
 
 def default_head_dim(in_features: int, num_heads: int) -> int:
-    """D / N."""
+    """Default head dimension D / N; raises `ValueError` unless N divides D."""
     in_features = checks.at_least("in_features", in_features, 1, "features")
     num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
     if in_features % num_heads:
@@ -16,7 +16,7 @@ def default_head_dim(in_features: int, num_heads: int) -> int:
 
 
 def key_heads(num_heads: int, num_kv_heads: int | None) -> int:
-    """K, which is N if it is not given; `ValueError` unless it divides N."""
+    """Number of key heads K, default N; raises `ValueError` unless K divides N."""
     num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
     if num_kv_heads is None:
         return num_heads

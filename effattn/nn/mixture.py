@@ -1,4 +1,4 @@
-"""A mixer that chooses between mechanisms, token by token."""
+"""Mixer with a gate per token over several mechanisms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,37 +18,38 @@ from effattn.nn.mixer import CausalMixer
 
 
 class MixtureOfMechanisms(CausalMixer):
-    """A gate a token that mixes mechanisms, after Jacobs et al. 1991, "Adaptive Mixtures".
+    """Mixture of mechanisms with a gate per token (Jacobs et al. 1991, "Adaptive Mixtures").
 
         y_t = sum_m g_tm mixer_m(x)_t,   g_t = softmax(x_t W_g + b_g)
 
-    With `gate="top1"` the largest entry of g_t is 1 and the others are 0, and gradients pass as if
-    they were not rounded (the straight-through estimator, Bengio et al. 2013). Every mechanism
-    looks at all tokens; the gate chooses whose answer a token takes. What the choices would cost is
-    `penalty`, to be added to a loss, so that only tokens that gain by it take a dear mechanism:
+    With `gate="top1"` the largest entry of g_t becomes 1 and the other entries 0; the gradient is
+    that of the softmax (straight-through estimator, Bengio et al. 2013). Every mechanism computes
+    outputs for all tokens; the gate selects or mixes the outputs. Add `penalty` to the loss to
+    discourage costly mechanisms:
 
         penalty = mean_t sum_m g_tm cost_m
 
-    Time, memory and state are the sums of those of the mechanisms.
+    Time, memory and decode state are the sums over the mechanisms.
 
     Args:
       in_features: D, number of features per token.
-      num_heads: N, of every mechanism.
+      num_heads: N, number of heads of every mechanism.
       mechanisms: two or more registered names, or mappings of a `"name"` and options.
-      costs: one number a mechanism, 0 or more; default their places in `mechanisms`, 0, 1, ...
+      costs: cost of each mechanism, 0 or more; default 0, 1, ... in the order of `mechanisms`.
       gate: "soft" or "top1".
-      max_length: the most tokens of a row, for mechanisms with parameters by position.
+      max_length: maximum number of tokens per row, for mechanisms with parameters per position.
       is_causal: token t reads tokens 0 to t only.
       dropout_rate: must be 0.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
-      kernel_init: of the projections of every mechanism.
-      out_kernel_init: of their output projections; default `kernel_init`.
+      kernel_init: initializer of the projections of every mechanism.
+      out_kernel_init: initializer of all output projections; default `kernel_init`.
       rngs: random streams for parameter initialisation.
       **options: model options for all mixers, such as `rotary` and `num_kv_heads`.
 
     Raises:
-      ValueError: an unknown gate or mechanism, costs that do not fit, or what a mechanism refuses.
+      ValueError: an unknown gate or mechanism, invalid costs, or an option that a mechanism does
+        not support.
     """
 
     _state = HybridState
@@ -122,11 +123,11 @@ class MixtureOfMechanisms(CausalMixer):
         )
 
     def parts(self, x: jax.Array) -> list[tuple[Any, jax.Array]]:
-        """The mixers that it is made of, each with the tokens that it reads."""
+        """The mixer of each mechanism, with its input tokens."""
         return [(mixer, x) for mixer in self.mixers]
 
     def gates(self, x: jax.Array) -> jax.Array:
-        """Each token's share of each mechanism.
+        """Gate values g of each token and mechanism.
 
         Args:
           x: `(B, T, D)`.
@@ -139,7 +140,7 @@ class MixtureOfMechanisms(CausalMixer):
         if self.gate == "soft":
             return soft
         hard = jax.nn.one_hot(soft.argmax(-1), len(self.names), dtype=soft.dtype)
-        # Grouped so that the value is exactly 0 or 1.
+        # The parentheses make the value exactly 0 or 1.
         return hard + (soft - jax.lax.stop_gradient(soft))
 
     def penalty(
@@ -149,7 +150,7 @@ class MixtureOfMechanisms(CausalMixer):
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """The mean cost of the tokens' choices, `()`; arguments as in a call."""
+        """Mean cost over valid tokens, a scalar `()`; arguments as in `__call__`."""
         valid = jnp.ones(x.shape[:2], bool)
         if lengths is not None:
             valid &= within(row_lengths(lengths, *x.shape[:2]), x.shape[1])

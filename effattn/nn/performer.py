@@ -1,4 +1,4 @@
-"""Performer's self-attention, which holds its random features."""
+"""Self-attention of Performer, with its random features."""
 
 from typing import Any
 
@@ -10,18 +10,19 @@ from effattn.nn.attention import SelfAttention
 
 
 class PerformerSelfAttention(SelfAttention):
-    """A mixer by random features (Choromanski et al. 2020, "Rethinking Attention with Performers").
+    """Mixer with random features (Choromanski et al. 2020, "Rethinking Attention with Performers").
 
         q, k, v = x Wq, x Wk, x Wv;   y = performer_attention(q, k, v, projection=w) Wo
 
-    The vectors w are drawn when it is made, for each key head its own, and are not trained: they
-    are an `nnx.Variable` that is no `nnx.Param`. The paper draws new ones now and then while it
-    trains: call `redraw`, between steps.
+    The random vectors w of each key head are drawn at construction and are not trained: an
+    `nnx.Variable`, not an `nnx.Param`. The paper redraws w from time to time during training: call
+    `redraw` between training steps.
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of query heads.
-      num_features: m. The error of the softmax kernel falls as m**-0.5.
+      num_features: m, number of random features per key head. The error of the softmax
+        approximation falls as m**-0.5.
       orthogonal: see `effattn.performer_features`.
       hyperbolic: see `effattn.performer_features`.
       rngs: random streams for parameter initialisation. The random vectors are drawn from the

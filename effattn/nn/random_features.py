@@ -1,4 +1,4 @@
-"""Random feature attention as a mixer, with its vectors, their scale, and its gate."""
+"""Mixer with random feature attention: random vectors, a learned scale and an optional gate."""
 
 from typing import Any
 
@@ -12,20 +12,20 @@ from effattn.nn.attention import SelfAttention
 
 
 class RandomFeatureSelfAttention(SelfAttention):
-    """A mixer by sines and cosines (Peng et al. 2021, "Random Feature Attention").
+    """Mixer with sine and cosine features (Peng et al. 2021, "Random Feature Attention").
 
         q, k, v = x Wq, x Wk, x Wv
         y = random_feature_attention(q, k, v, projection=sigma * w, gate=sigmoid(x Wg + bg)) Wo
 
-    The vectors w are drawn from N(0, I) when it is made, and are not trained: they are an
-    `nnx.Variable` that is no `nnx.Param`. Their scale sigma `(K, 1, H)`, which starts at 1, and the
-    gate are. The paper draws w anew at each step of training: call `redraw`, between steps.
+    The random vectors w are drawn from N(0, I) at construction and are not trained: an
+    `nnx.Variable`, not an `nnx.Param`. The scale sigma `(K, 1, H)`, initially 1, and the gate are
+    trained. The paper redraws w at each training step: call `redraw` between steps.
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of query heads.
-      num_features: m vectors of each key head; there are 2 m features.
-      gated: forget by a gate of each key head and token, in a causal mixer.
+      num_features: m, number of random vectors per key head; the feature map has 2 m features.
+      gated: whether a gate per key head and token decays the state; needs `is_causal=True`.
       rngs: random streams for parameter initialisation. The random vectors are drawn from the
         stream `features` if there is one, otherwise from the default stream.
       **options: all other arguments of `SelfAttention`: `num_kv_heads`, `rotary`, `is_causal`, ...

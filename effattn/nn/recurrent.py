@@ -1,4 +1,4 @@
-"""What the layers around a recurrence share: whole sequences and decoding through one function."""
+"""Base class of recurrent mixers: one function for whole sequences and decoding."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from effattn.nn.mixer import CausalMixer
 
 
 class RecurrentMixer(CausalMixer):
-    """A causal mixer whose state does not grow; a subclass says how it mixes."""
+    """Base class of causal mixers with a state of constant size; subclasses implement `_mix`."""
 
     _state = RecurrentState
 
@@ -23,10 +23,10 @@ class RecurrentMixer(CausalMixer):
         lengths: jax.Array | None,
         segment_ids: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
-        """`(y (B, T, D), state)` of x `(B, T, D)`, zero in the padding.
+        """Mixes x `(B, T, D)`, zero in the padding; returns `(y (B, T, D), state)`.
 
-        `state` is what an earlier call returned, or None before the first token; only without it
-        may there be `segment_ids`, and then the state returned means nothing.
+        `state` is the state of an earlier call, or None before the first token. `segment_ids`
+        require `state=None`, and then the returned state has no meaning.
         """
         raise NotImplementedError
 

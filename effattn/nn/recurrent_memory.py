@@ -1,4 +1,4 @@
-"""Attention within segments, and a memory that goes from each to the next."""
+"""Mixer with attention within segments and a recurrent memory across segments."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,28 +22,29 @@ from effattn.nn.tokens import tokens_of
 
 
 class RecurrentMemoryAttention(CausalMixer):
-    """Causal attention within segments and to a recurrent memory of those before.
+    """Causal attention within segments and to a recurrent memory of earlier segments.
 
-    After Bulatov et al. 2022, "Recurrent Memory Transformer". A sequence is cut in segments of S
-    tokens. Those of one attend to those up to themselves in it, and to M slots of memory, all by
-    one softmax; then each slot reads the segment, and a gated recurrent unit (Cho et al. 2014)
-    takes in what it read:
+    After Bulatov et al. 2022, "Recurrent Memory Transformer". A sequence is split into segments of
+    S tokens. A token attends, in one softmax, to the tokens of its segment up to itself and to M
+    memory slots. At the end of a segment, each slot attends to the segment, and a gated recurrent
+    unit (Cho et al. 2014) updates the slot:
 
         y_t = softmax(q_t . [k of the segment up to t, m W_k]) [v, m W_v] W_o
         read = attention(m W_r, k, v) W_o;   m' = GRU(m, read)
 
-    The first memory is learned. Time is O(T (S + M) D), memory O(T D), the state O((S + M) D).
+    The initial memory is learned. Time is O(T (S + M) D), memory O(T D), decode state
+    O((S + M) D).
 
     Args:
-      in_features: D, the size of a token and of a slot.
+      in_features: D, number of features per token and per slot.
       num_heads: N, number of heads.
-      segment_size: S, tokens.
-      num_slots: M.
+      segment_size: S, tokens per segment.
+      num_slots: M, number of memory slots.
       head_dim: H, head dimension; default D / N.
-      rotary: turns queries and keys of tokens by their places in the segment, called as
-        `rotary(x, positions)`; slots have no place.
-      stop_gradient: whether gradients stop at a memory or a state that a call is given. Within a
-        call they pass from segment to segment.
+      rotary: rotary embedding of token queries and keys by position in the segment; called as
+        `rotary(x, positions)`. Memory slots are not rotated.
+      stop_gradient: whether gradients stop at a memory or decode state passed to a call. Within a
+        call, gradients flow across segments.
       is_causal: must be True.
       dropout_rate: must be 0.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
@@ -132,17 +133,17 @@ class RecurrentMemoryAttention(CausalMixer):
     def mix_segments(
         self, x: jax.Array, memory: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Mixes whole segments, and returns the memory for those that follow.
+        """Mixes whole segments, and returns the memory for the following segments.
 
         Args:
           x: `(B, T, D)`, T a multiple of the segment size.
-          memory: `(B, M, D)`, from an earlier call; default the first one.
+          memory: `(B, M, D)`, from an earlier call; default the learned initial memory.
 
         Returns:
           `(y (B, T, D), memory (B, M, D))`.
 
         Raises:
-          ValueError: shapes that do not fit.
+          ValueError: inconsistent shapes.
         """
         x = tokens_of("x", x, self.in_features)
         batch, time, features = x.shape
@@ -172,7 +173,7 @@ class RecurrentMemoryAttention(CausalMixer):
 
     def _mix_all(self, x, lengths, segment_ids):
         time = x.shape[1]
-        # What is padded comes last, where nothing reads it.
+        # Causality: the tokens of x do not read the padding at the end.
         whole = jnp.pad(x, ((0, 0), (0, -time % self.segment_size), (0, 0)))
         return self.mix_segments(whole)[0][:, :time]
 
@@ -195,7 +196,7 @@ class RecurrentMemoryAttention(CausalMixer):
         slots = jnp.arange(state.state[1].shape[1])[None]
 
         def step(carry, of_token):
-            """A token at a time, as rows are at different places of their segments."""
+            """Reads one token per row; rows may be at different positions of their segments."""
             (memory, keys, values), length = carry
             token, valid = of_token
             place = (length % self.segment_size)[:, None]
@@ -225,7 +226,7 @@ class RecurrentMemoryAttention(CausalMixer):
         return self.rotary(heads, jnp.broadcast_to(places, heads.shape[:2]))
 
     def _attended(self, unturned, query, key, value, memory, places):
-        """`(B, T, D)`, of tokens at some places of a segment, whose keys and values these are."""
+        """Outputs `(B, T, D)` of tokens at `places`, from the segment's keys and values."""
         seen = within(places + 1, key.shape[1])
         near = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=self._wide(key))
         seen = seen if seen.ndim == 2 else seen[:, None]
@@ -238,7 +239,7 @@ class RecurrentMemoryAttention(CausalMixer):
         return self.out(jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), values))
 
     def _updated(self, memory, key, value):
-        """The memory after a segment of these keys and values."""
+        """Memory after a segment with these keys and values."""
         logits = jnp.einsum(
             "btnh,bsnh->bnts", self.read(memory), key, preferred_element_type=self._wide(key)
         )

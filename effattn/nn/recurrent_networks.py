@@ -1,4 +1,4 @@
-"""LSTM and GRU as mixers: Flax's cells, scanned over time."""
+"""LSTM and GRU mixers: Flax cells, scanned over time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from effattn.nn.recurrent import RecurrentMixer
 
 
 class _CellMixer(RecurrentMixer):
-    """What both have: h_t, carry = cell(carry, x_t), with a carry that starts at zero."""
+    """Base class of LSTM and GRU: carry, h_t = cell(carry, x_t), with a zero initial carry."""
 
     _name: str
     _cell: Callable[..., Any]
@@ -56,7 +56,7 @@ class _CellMixer(RecurrentMixer):
     def _mix(self, x, state, lengths, segment_ids):
         batch, time = x.shape[:2]
         dtype = self._computed_in(x)
-        # The cell computes in the dtype of its parameters, which may have been cast.
+        # The cell computes in the dtype of its parameters, which the user may have cast.
         own = jax.tree.leaves(self.cell) if self.dtype is None else ()
         zeros = self._carry(batch, dtypes.wide(dtype, *own))
         start = zeros
@@ -85,18 +85,18 @@ class _CellMixer(RecurrentMixer):
         return jnp.moveaxis(y, 0, 1).astype(dtype), carry
 
     def _carry(self, batch, dtype):
-        """The carry before the first token; at least float32, as all states."""
+        """Zero carry before the first token; `dtype` is at least float32, as in all states."""
         raise NotImplementedError
 
 
 class LSTM(_CellMixer):
-    """A long short-term memory (Hochreiter and Schmidhuber 1997), one layer.
+    """One layer of long short-term memory (Hochreiter and Schmidhuber 1997).
 
-        i, f, o = sigmoid(x_t W + h_(t-1) R + b), each its own;   g = tanh(x_t W + h_(t-1) R + b)
+        i, f, o = sigmoid(x_t W + h_(t-1) R + b);   g = tanh(x_t W + h_(t-1) R + b)
         c_t = f c_(t-1) + i g;   h_t = o tanh(c_t)
 
-    The cell is `flax.nnx.OptimizedLSTMCell`, and the output h_t that of `flax.nnx.RNN`. Time is
-    O(T D^2), token after token.
+    Each of i, f, o and g has separate W, R and b. The cell is `flax.nnx.OptimizedLSTMCell`, and the
+    output equals that of `flax.nnx.RNN`. Time is O(T D^2), sequential over tokens.
 
     Args:
       in_features: D, number of features per token.
@@ -119,13 +119,13 @@ class LSTM(_CellMixer):
 
 
 class GRU(_CellMixer):
-    """A gated recurrent unit (Cho et al. 2014), one layer.
+    """One layer of gated recurrent units (Cho et al. 2014).
 
-        r, z = sigmoid(x_t W + h_(t-1) R + b), each its own
+        r, z = sigmoid(x_t W + h_(t-1) R + b)
         n = tanh(x_t W + b + r (h_(t-1) R + b'));   h_t = (1 - z) n + z h_(t-1)
 
-    The cell is `flax.nnx.GRUCell`, and the output h_t that of `flax.nnx.RNN`. Time is O(T D^2),
-    token after token.
+    Each of r, z and n has separate W, R and b. The cell is `flax.nnx.GRUCell`, and the output
+    equals that of `flax.nnx.RNN`. Time is O(T D^2), sequential over tokens.
 
     Args:
       in_features: D, number of features per token.

@@ -1,4 +1,4 @@
-"""RetNet's multi-scale retention."""
+"""Multi-scale retention of RetNet."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,22 +16,21 @@ _TURN = RotaryEmbedding()
 
 
 class RetNet(SelfAttention):
-    """A mixer of retention, gated (Sun et al. 2023, "Retentive Network").
+    """Mixer with gated multi-scale retention (Sun et al. 2023, "Retentive Network").
 
         q, k, v = x Wq, x Wk, x Wv;   o = norm(retention(rotary(q), rotary(k), v))
         y = (silu(x Wg) * o) Wo
 
-    Queries and keys are turned by their positions, values have twice the features, and each head's
-    output is divided by its root mean square, in the place of a normaliser: the paper's group norm
-    of heads, without its mean.
+    Values have twice the head dimension of queries and keys. `norm` is an RMS norm of each head:
+    the group norm of the paper without the subtraction of the mean.
 
     Args:
       in_features: D, number of features per token.
-      num_heads: N heads, of decays 1 - 2^(-5 - h).
-      value_dim: Hv; default 2 H.
-      rotary: default `RotaryEmbedding()` of an even head size, and None, which does not turn, of an
-        odd one.
-      use_bias: biases in the five projections.
+      num_heads: N, number of heads; head h has the decay 1 - 2^(-5 - h).
+      value_dim: Hv, head dimension of values; default 2 H.
+      rotary: rotary position embedding; default `RotaryEmbedding()` for an even head dimension,
+        None (no rotation) for an odd head dimension.
+      use_bias: whether the five projections have biases.
       kernel_init: initializer of the projections.
       rngs: random streams for parameter initialisation.
       **options: all other arguments of `SelfAttention` (`num_kv_heads`, `head_dim`, `dtype`, ...)

@@ -1,4 +1,4 @@
-"""Reversible residual layers, whose activations are not kept for the backward pass."""
+"""Reversible residual layers, which do not store activations for the backward pass."""
 
 import inspect
 from collections.abc import Sequence
@@ -18,28 +18,28 @@ from effattn.nn.tokens import zero_padding
 
 
 class ReversibleStack(Module):
-    """Residual layers that are inverted in the backward pass, so that none keeps its activations.
+    """Stack of reversible residual layers; the backward pass recomputes inputs from outputs.
 
-    Gomez et al. 2017, "The Reversible Residual Network"; Kitaev et al. 2020, "Reformer". There are
-    two streams, and a layer is
+    Gomez et al. 2017, "The Reversible Residual Network"; Kitaev et al. 2020, "Reformer". A layer
+    acts on two streams:
 
         y1 = x1 + F(x2),    y2 = x2 + G(y1),
 
-    with a mixer for F and a feed-forward layer for G, say, so its input is
+    for example with a mixer F and a feed-forward layer G. The inverse is
 
         x2 = y2 - G(y1),    x1 = y1 - F(x2).
 
-    The gradients are those of the layers as they stand, up to the rounding of the streams, which
-    are summed in float32 at least. Time is that of the layers forward, and once more backward, as
-    with `jax.checkpoint`; activations take the memory of one layer, whatever their number.
+    Gradients equal those of the layers without inversion, up to rounding of the streams, which are
+    at least float32. The backward pass computes each layer once more, as `jax.checkpoint` does.
+    Activations take the memory of one layer for any number of layers.
 
     Args:
-      *layers: pairs (F, G) of modules from `(B, T, D)` to `(B, T, D)`. Each is given what its
-        signature names of `lengths`, `segment_ids` and `rngs`; none may write Variables. They are
-        kept, not copied: a module that is given twice shares its parameters.
+      *layers: pairs (F, G) of modules from `(B, T, D)` to `(B, T, D)`. A module gets those of the
+        arguments `lengths`, `segment_ids` and `rngs` that its signature names. Modules must not
+        write Variables. Modules are not copied: a module given twice shares its parameters.
 
     Raises:
-      ValueError: no layers, or one that is not a pair.
+      ValueError: no layers, or a layer that is not a pair.
     """
 
     def __init__(self, *layers: Sequence[Any]):
@@ -65,17 +65,17 @@ class ReversibleStack(Module):
 
         Args:
           x1: `(B, T, D)`.
-          x2: the same; default `x1`, as in Reformer, where the two results are concatenated.
+          x2: `(B, T, D)`; default `x1`, as in Reformer, which concatenates the two results.
           lengths: `(B,)` int, valid tokens of each right-padded row.
           segment_ids: `(B, T)` int, 0 is padding.
-          rngs: for dropout: `nnx.Rngs`, or a key, of which each F and G gets its own, the same in
-            the backward pass; None has no dropout.
+          rngs: `nnx.Rngs` or a key for dropout; None disables dropout. Each F and G gets a separate
+            key, which the backward pass reuses.
 
         Returns:
           `(y1, y2)`, `(B, T, D)` in the dtypes of `x1` and `x2`.
 
         Raises:
-          ValueError: streams of unequal shapes, or an argument that no module takes.
+          ValueError: streams of unequal shapes, or an argument that no module of the stack takes.
           TypeError: in forward-mode differentiation.
         """
         x1 = checks.as_array("x1", x1)
@@ -102,7 +102,7 @@ class ReversibleStack(Module):
 
 
 def _valid(x, given):
-    """Which tokens are not padding, `(B, T)`; None for all."""
+    """Mask of valid tokens, bool `(B, T)`; None if all are valid."""
     valid = None
     if "lengths" in given:
         valid = within(given["lengths"], x.shape[1])
@@ -117,9 +117,11 @@ def _takes(module: Any, name: str) -> bool:
 
 
 def _reversible(structures, dtypes):
-    """`(arrays of F, G, F, G, ..., what else they take, streams) -> streams`.
+    """Custom VJP function `(arrays, given, streams) -> streams` of the stack.
 
-    `dtypes` are those in which F and G take their stream.
+    Args:
+      structures: tree structures of the modules F, G, F, G, ...; `arrays` are their leaves.
+      dtypes: dtypes of the inputs of F and of G.
     """
 
     def call(place, arrays, x, given):
@@ -133,7 +135,7 @@ def _reversible(structures, dtypes):
     def run(arrays, given, streams):
         kept, read = streams
         for place, own in enumerate(arrays):
-            # Each adds to one stream what it makes of the other.
+            # A module reads one stream and adds its output to the other stream.
             kept, read = read, kept + call(place, own, read, given)
         return kept, read
 
@@ -146,7 +148,7 @@ def _reversible(structures, dtypes):
         of_kept, of_read = cotangents
         gradients = []
         for place, own in reversed(list(enumerate(arrays))):
-            # What was written is read next.
+            # The stream that this module wrote is the stream that the next module reads.
             written, read = read, kept
 
             def step(own, read, written, of_read, of_written, given, place=place):
@@ -165,7 +167,7 @@ def _reversible(structures, dtypes):
 
 
 def _with_integers(arrays, gradients):
-    """The gradients of floating-point arrays, and none of the others."""
+    """Cotangents of all arrays: `gradients` for floating-point arrays, float0 for others."""
     each = iter(gradients)
     return [
         next(each) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
@@ -174,9 +176,10 @@ def _with_integers(arrays, gradients):
 
 
 def _at_once(step, *args):
-    """`step(*args)`, of which nothing is put off until after the next one.
+    """Computes `step(*args)` inside `lax.cond`, so that XLA schedules the whole step at once.
 
-    Else gradients of parameters wait to the end, and with them all that they are made of.
+    Otherwise XLA may delay parameter gradients to the end of the backward pass, and keep the
+    activations that the gradients need in memory until then.
     """
     shapes = jax.eval_shape(step, *args)
     always = lax.optimization_barrier(jnp.array(True))

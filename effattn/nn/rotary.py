@@ -13,17 +13,17 @@ from effattn.arrays.axes import lead
 
 @dataclasses.dataclass(frozen=True)
 class RotaryEmbedding:
-    """Turns pairs of features by angles that grow with the position.
+    """Rotary position embedding: rotates pairs of features by angles proportional to the position.
 
-    Features m and m + H/2 form a pair, turned by `position / scaling * theta**(-2m / H)`, so that
-    the product of a query and a key depends on the distance between them only. Su et al. 2021,
-    "RoFormer: Enhanced Transformer with Rotary Position Embedding"; the linear scaling is that of
+    Features m and m + H/2 form a pair, rotated by `position / scaling * theta**(-2m / H)`, so that
+    the product of a query and a key depends on their distance, not on absolute positions. Su et al.
+    2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding"; the linear scaling is that of
     Chen et al. 2023, "Extending Context Window of Large Language Models via Positional
     Interpolation".
 
     Attributes:
-      theta: base of the wavelengths; larger turns slower.
-      scaling: divides positions; 4.0 fits four times the trained length into the trained angles.
+      theta: base of the wavelengths; a larger base gives slower rotation.
+      scaling: divisor of positions; 4.0 maps four times the trained length to the trained angles.
     """
 
     theta: float = 10000.0
@@ -41,11 +41,12 @@ class RotaryEmbedding:
           positions: `(T,)` or `(*B, T)`, int.
 
         Returns:
-          The shape and dtype of `x`. Cosines and sines are computed in float32, or x's dtype if
-          wider, and their error stays below 1e-6 at all positions (see `effattn.arrays.angles`).
+          Rotated array with the shape and dtype of `x`. Cosines and sines are computed in float32,
+          or the dtype of x if wider, with an error below 1e-6 at all positions (see
+          `effattn.arrays.angles`).
 
         Raises:
-          ValueError: an odd head size, or positions that are no integers.
+          ValueError: an odd head dimension, or positions that are not integers.
         """
         head_dim = x.shape[-1]
         if head_dim % 2:

@@ -1,4 +1,4 @@
-"""The time mixing of RWKV-6 and RWKV-7 as layers."""
+"""Mixers with the time mixing of RWKV-6 and RWKV-7."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from effattn.nn.token_shift import check_depth, token_shift
 
 
 class _TimeMixing(RecurrentMixer):
-    """What both have: inputs mixed with the token before, heads, a norm of each, a gate."""
+    """Base class of `RWKV6` and `RWKV7`: token shift, projections and a layer norm per head."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class _TimeMixing(RecurrentMixer):
         return nnx.Param(jnp.asarray(array, self.param_dtype))
 
     def _shifted(self, x, before, lengths, segment_ids):
-        """The tokens and what lies between each and the one before, in the dtype of all."""
+        """Returns x, x' - x and the last token; x' is the previous token of each token."""
         dtype = dtypes.common(x, self.norm_scale[...]) if self.dtype is None else self.dtype
         shifted, last = token_shift(x, before, lengths=lengths, segment_ids=segment_ids)
         x, shifted = x.astype(dtype), shifted.astype(dtype)
@@ -101,7 +101,7 @@ class _TimeMixing(RecurrentMixer):
         return projected.reshape(*projected.shape[:2], heads, self.head_dim)
 
     def _normalised(self, out):
-        """`(B, T, N, H)` to `(B, T, N H)`."""
+        """Normalises each head: `(B, T, N, H)` to `(B, T, N H)`."""
         out = self.norm(out).reshape(*out.shape[:2], self.num_heads * self.head_dim)
         scale, bias = (lead(p[...], 3).astype(out.dtype) for p in (self.norm_scale, self.norm_bias))
         return out * scale + bias
@@ -119,25 +119,25 @@ class _TimeMixing(RecurrentMixer):
 
 
 class RWKV6(_TimeMixing):
-    """The time mixing of RWKV-6 (Peng et al. 2024, "Eagle and Finch", section 4.2).
+    """Time mixing of RWKV-6 (Peng et al. 2024, "Eagle and Finch", section 4.2).
 
-    With the token before x', each of the five inputs c (decay, key, value, receptance, gate) is
-    mixed by an amount that depends on the token:
+    x' is the previous token. Each of the five inputs c (decay, key, value, receptance, gate) is
+    interpolated between x and x' by an amount m_c that depends on the token:
 
         m_c = mu_c + tanh((x + (x' - x) mu) A_c) B_c;   x_c = x + (x' - x) m_c
         r, k, v, g = x_r W_r, x_k W_k, x_v W_v, silu(x_g W_g)
         log w = -exp(mu_w + tanh(x_w A) B)
         y = (norm(rwkv6_attention(r, k, v, log w, u)) g) W_o
 
-    The norm is a layer norm of each head.
+    `norm` is a layer norm of each head.
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of heads.
       head_dim: H, head dimension; default D / N. The paper has 64.
       num_kv_heads: K, number of key, value and decay heads, a divisor of N; default N (paper).
-      mixing_rank: features between A_c and B_c.
-      decay_rank: features between A and B.
+      mixing_rank: rank of A_c B_c.
+      decay_rank: rank of A B.
       depth: relative depth of the layer, 0 (first) to 1 (last); sets initial parameters.
       is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
@@ -193,7 +193,7 @@ class RWKV6(_TimeMixing):
         mixing_rank = checks.at_least("mixing_rank", mixing_rank, 1, "features")
         decay_rank = checks.at_least("decay_rank", decay_rank, 1, "features")
         of_keys = self.num_kv_heads * self.head_dim
-        # As in the authors' code: features remember for longer and longer, more so in later layers.
+        # Initial values of the authors' code: decay grows along the features, less in later layers.
         place, power = np.arange(in_features) / in_features, 1 - depth
         decay = key = 1 - place**power
         value, receptance = 1 - place**power - 0.3 * depth, 1 - place ** (power / 2)
@@ -234,10 +234,10 @@ class RWKV6(_TimeMixing):
 
 
 class RWKV7(_TimeMixing):
-    """The time mixing of RWKV-7 (Peng et al. 2025, "RWKV-7 Goose", section 4.1).
+    """Time mixing of RWKV-7 (Peng et al. 2025, "RWKV-7 Goose", section 4.1).
 
-    With the token before x', each input c (receptance, decay, key, value, rate, gate) is mixed by
-    x_c = x + (x' - x) mu_c, and
+    x' is the previous token. Each input c (receptance, decay, key, value, rate, gate) is the
+    interpolation x_c = x + (x' - x) mu_c, and
 
         r, k, v = x_r W_r, x_k W_k, x_v W_v
         log w = -exp(-1/2) sigmoid(w_0 + tanh(x_w A_w) B_w)
@@ -246,17 +246,17 @@ class RWKV7(_TimeMixing):
         p = norm(rwkv7_attention(r, k~, v, log w, kappa, a)) + (r . (rho k~)) v
         y = (p g) W_o
 
-    Lengths, norms and products are of each head. The paper's models also mix the values of the
-    first layer into those of the others, which a layer alone cannot.
+    `normalised`, `norm` and the product with r act on each head. The models of the paper also mix
+    the values of the first layer into later layers; this module does not.
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of heads.
       head_dim: H, head dimension; default D / N. The paper has 64.
       num_kv_heads: K, number of key, value and decay heads, a divisor of N; default N (paper).
-      decay_rank: features between A_w and B_w.
-      rate_rank: features between A_a and B_a.
-      gate_rank: features between A_g and B_g.
+      decay_rank: rank of A_w B_w.
+      rate_rank: rank of A_a B_a.
+      gate_rank: rank of A_g B_g.
       depth: relative depth of the layer, 0 (first) to 1 (last); sets initial parameters.
       is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
@@ -315,7 +315,7 @@ class RWKV7(_TimeMixing):
         gate_rank = checks.at_least("gate_rank", gate_rank, 1, "features")
         inner, of_keys = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         small = functools.partial(initializers.orthogonal_init, scale=0.1)
-        # As in the authors' code.
+        # Initial values of the authors' code.
         place = np.arange(in_features) / in_features
         powers = np.array([0.2, 0.9, 0.7, 0.7, 0.9, 0.2]) * (1 - depth)
         self.shifts = self._parameter(1 - place ** powers[:, None])
@@ -374,12 +374,12 @@ _zeros = nnx.initializers.zeros
 
 
 def _small(key, shape, dtype):
-    """Uniform in +-0.01."""
+    """Initializer: uniform in +-0.01."""
     return jax.random.uniform(key, shape, dtype, -0.01, 0.01)
 
 
 def _of_length_1(x):
-    """Each vector divided by its length; zeros stay, with a gradient of zero."""
+    """Vectors divided by their Euclidean norm; zero vectors stay zero, with a zero gradient."""
     wide = x.astype(dtypes.wide(x.dtype))
     squares = jnp.sum(wide * wide, -1, keepdims=True)
     return (wide * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))).astype(x.dtype)

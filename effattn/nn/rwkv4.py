@@ -1,4 +1,4 @@
-"""RWKV-4: the time mixing as a mixer, and the channel mixing as a feed-forward layer."""
+"""RWKV-4: time mixing (a mixer) and channel mixing (a feed-forward layer)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +18,14 @@ from effattn.nn.token_shift import check_depth, token_shift
 
 
 class RWKV4(RecurrentMixer):
-    """The time mixing of RWKV-4 (Peng et al. 2023, "RWKV: Reinventing RNNs", section 3.1).
+    """Time mixing of RWKV-4 (Peng et al. 2023, "RWKV: Reinventing RNNs", section 3.1).
 
-    With the token before x', and one amount mu a feature for each of the three inputs:
+    x' is the previous token; each of the three inputs has one amount mu per feature:
 
         r, k, v = (mu_c x + (1 - mu_c) x') W_c
         y = (sigmoid(r) rwkv4_mixing(k, v, exp(w), u)) W_o
 
-    Time is O(T D^2), and the state has 4 D numbers a row.
+    Time is O(T D^2); the decode state has 4 D numbers per row.
 
     Args:
       in_features: D, number of features per token.
@@ -81,7 +81,7 @@ class RWKV4(RecurrentMixer):
 
         self.receptance, self.key, self.value = (linear(kernel_init) for _ in range(3))
         self.out = linear(kernel_init if out_kernel_init is None else out_kernel_init)
-        # As in the authors' code: amounts grow along the features, and less so in higher layers.
+        # Initial values of the authors' code: amounts grow along the features, less with depth.
         place = np.arange(features) / features
         mixed = place ** (1 - depth)
         amounts = np.stack([place ** ((1 - depth) / 2), mixed, mixed + 0.3 * depth])
@@ -114,15 +114,15 @@ class RWKV4(RecurrentMixer):
 
 
 class RWKV4ChannelMix(Module):
-    """The channel mixing of RWKV-4 (Peng et al. 2023), in the place of a feed-forward layer.
+    """Channel mixing of RWKV-4 (Peng et al. 2023), a replacement of the feed-forward layer.
 
         k, r = (mu_c x + (1 - mu_c) x') W_c;   y = sigmoid(r) (relu(k)^2 W_v)
 
-    It reads the token before, x', and so has a state as mixers do: the last token.
+    x' is the previous token, so the module has a decode state: the last token.
 
     Args:
       in_features: D, number of features per token.
-      hidden_features: of k; default 4 D.
+      hidden_features: size of k; default 4 D.
       depth: as in `RWKV4`.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
@@ -171,11 +171,11 @@ class RWKV4ChannelMix(Module):
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """x `(B, T, D)` to `(B, T, D)`; the first token of a document has zeros before it."""
+        """Maps x `(B, T, D)` to `(B, T, D)`; the first token of a document follows zeros."""
         return self._mix(x, None, lengths, segment_ids)[0]
 
     def init_state(self, batch: int, dtype: Any = None) -> jax.Array:
-        """The last token of rows that have seen none, zeros `(B, D)`."""
+        """Returns the empty decode state, zeros `(B, D)`."""
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
         return jnp.zeros((batch, self.in_features), state_dtype(dtype))
@@ -183,7 +183,7 @@ class RWKV4ChannelMix(Module):
     def extend(
         self, x: jax.Array, state: jax.Array, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """`(y, state)` of T more tokens, of which row b has `lengths[b]`."""
+        """Returns `(y, state)` for T new tokens; `lengths[b]` tokens of row b are valid."""
         return self._mix(x, state, lengths, None)
 
     def _mix(self, x, before, lengths, segment_ids):
@@ -196,6 +196,6 @@ class RWKV4ChannelMix(Module):
 
 
 def mixed_with_last(x: jax.Array, shifted: jax.Array, amounts: jax.Array) -> jax.Array:
-    """`(C, B, T, D)`: for each of C inputs, that share of the token and the rest of the last."""
+    """Interpolates `amounts * x + (1 - amounts) * shifted` for C inputs; `(C, B, T, D)`."""
     shifted = shifted.astype(x.dtype)
     return amounts * x[None] + (1 - amounts) * shifted[None]

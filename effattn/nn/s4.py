@@ -1,4 +1,4 @@
-"""The S4 layers: a state space for each feature, diagonal or normal plus low rank."""
+"""S4 mixers: one state space per feature, diagonal (S4D) or diagonal plus low rank (S4)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +20,11 @@ from effattn.xla.long_convolution import long_convolution
 
 
 class _StateSpace(RecurrentMixer):
-    """What both have: y = glu(gelu(state space(x)) W), and rates, steps and outputs.
+    """Base class of the S4 mixers: y = glu(gelu(state_space(x)) W), and the common parameters.
 
-    Complex parameters are pairs of real ones on a first axis: the real and the imaginary part.
+    `log_rate` is log(-A_real), `turn` is A_imag, `log_step` is log(dt), `output` is C (S4D) or C~
+    (S4), and `skip` is D of the papers. A complex parameter is stored as a real array whose first
+    axis has the real and the imaginary part.
     """
 
     _of_known_length = True
@@ -55,7 +57,7 @@ class _StateSpace(RecurrentMixer):
         shape = (in_features, state_size // 2)
         self.log_rate = nnx.Param(jnp.full(shape, np.log(-rate.real), param_dtype))
         self.turn = nnx.Param(jnp.broadcast_to(jnp.asarray(rate.imag, param_dtype), shape))
-        # Uniform in their logarithm from 0.001 to 0.1.
+        # dt is log-uniform in [0.001, 0.1].
         self.log_step = nnx.Param(
             jax.random.uniform(
                 rngs.params(), (in_features,), param_dtype, np.log(0.001), np.log(0.1)
@@ -73,7 +75,7 @@ class _StateSpace(RecurrentMixer):
         )
 
     def _pairs(self, array: np.ndarray) -> nnx.Param:
-        """A parameter of a complex array `(M,)`, the same for all features."""
+        """Parameter from a complex array `(M,)`, repeated for all features."""
         both = np.stack([array.real, array.imag])[:, None]
         shape = (2, self.in_features, len(array))
         return nnx.Param(jnp.broadcast_to(jnp.asarray(both, self.param_dtype), shape))
@@ -94,12 +96,13 @@ def _complex(pairs: Any, wide: Any) -> jax.Array:
 
 
 class S4D(_StateSpace):
-    """The layer of diagonal state spaces (Gu et al. 2022, "On the Parameterization of S4D").
+    """Mixer with diagonal state spaces (Gu et al. 2022, "On the Parameterization of S4D").
 
-        y = glu(gelu(s4_convolution(x, A, C, d, D)) W)
+        y = glu(gelu(s4_convolution(x, A, C, dt, D)) W)
 
-    The rates start as the modes of HiPPO-LegS (S4D-LegS). Whole sequences are convolved, packed
-    ones run as a recurrence, and so does decoding: its state has `state_size` numbers a feature.
+    A starts as the modes of HiPPO-LegS (S4D-LegS). Whole sequences are computed as a convolution;
+    packed sequences and decoding are computed as a recurrence. The decode state has `state_size`
+    numbers per feature.
 
     Args:
       in_features: D, number of features per token.
@@ -164,21 +167,21 @@ class S4D(_StateSpace):
 
 
 class S4(_StateSpace):
-    """The layer of normal plus low-rank state spaces (Gu et al. 2022, "Efficiently Modeling").
+    """Mixer with normal plus low-rank state spaces (Gu et al. 2022, "Efficiently Modeling").
 
-        y = glu(gelu(K * x + D x) W),   K = low_rank_kernel(L, P, B, C~, d)
+        y = glu(gelu(K * x + D x) W),   K = low_rank_kernel(L, P, B, C~, dt)
 
-    As in the paper the parameter of the output is C~ = C (I - Abar^max_length), which the kernel of
-    `max_length` taps needs, and all start as HiPPO-LegS. Decoding runs the recurrence, in O(D M) a
-    step; `init_state` finds C, by powers of the matrices of all features.
+    L is the diagonal of A = diag(L) - P P^*, and K is a convolution kernel of `max_length` taps. As
+    in the paper, the learned output matrix is C~ = C (I - Abar^max_length), and the parameters
+    start as HiPPO-LegS. Decoding runs the recurrence in O(D M) per step; `init_state` computes C
+    with matrix powers of Abar for all features.
 
-    The state space has no end: rows of more than `max_length` tokens, whole or decoded, are mixed
-    by the same C. For a longer sequence the layer finds C and the C~ of a kernel as long as the
-    sequence, in O(D M^3 log T) time more.
+    Sequences longer than `max_length`, whole or decoded, use the same C. For a longer whole
+    sequence, the layer computes C and then C~ for a kernel of T taps, in O(D M^3 log T) extra time.
 
     Args:
       in_features: D, number of features per token.
-      max_length: taps of the kernel that C~ belongs to, such as the tokens of a row in training.
+      max_length: number of kernel taps for C~, such as the row length in training.
       state_size: number of modes per feature, conjugates included; even.
       is_causal: must be True.
       dropout_rate: must be 0; the mechanism has no attention weights to drop.
@@ -227,7 +230,7 @@ class S4(_StateSpace):
         )
 
     def _arrays(self, wide):
-        """L, P, B, C~ and d."""
+        """Returns L, P, B, C~ and dt."""
         parts = (_complex(p, wide) for p in (self.low_rank, self.input, self.output))
         return self._rate(wide), *parts, self._step(wide)
 
@@ -246,31 +249,31 @@ class S4(_StateSpace):
         wide = dtypes.wide(dtype)
         output = _complex_of_row(self._row(self._matrix(wide), wide))
         states = jnp.zeros((batch, *output.shape), output.dtype)
-        # Every array of a state has the rows first, so that rows can be reordered and dropped.
+        # Every state array has the batch axis first, so that rows can be reordered and dropped.
         output = jnp.broadcast_to(output, states.shape)
         return RecurrentState(state=(states, output), length=jnp.zeros((batch,), jnp.int32))
 
     def _matrix(self, wide: Any) -> jax.Array:
-        """Abar of all features, real: `(D, 2 M, 2 M)`."""
+        """Abar of all features as real matrices, `(D, 2 M, 2 M)`."""
         rate, low_rank, _, _, step = self._arrays(wide)
         modes = rate.shape[1]
-        # The matrix as its columns: what one turn makes of real and imaginary units.
+        # Columns of Abar: one step of the recurrence from each real and imaginary unit vector.
         unit = jnp.eye(modes, dtype=rate.dtype)
         units = jnp.concatenate([unit, 1j * unit])
         turned = _advance(units[:, None], rate, low_rank, step)
         return jnp.moveaxis(jnp.concatenate([turned.real, turned.imag], -1), 0, -1)
 
     def _row(self, matrix: jax.Array, wide: Any) -> jax.Array:
-        """C = C~ (I - Abar^max_length)^-1, real: `(D, 2 M)`."""
+        """C = C~ (I - Abar^max_length)^-1 as real row vectors, `(D, 2 M)`."""
         output = _complex(self.output, wide)
         rest = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)[None]
         rest = rest - jnp.linalg.matrix_power(matrix, self.max_length)
-        # 2 Re(C . s) of s = a + i b is a row (2 Re C, -2 Im C) times (a, b).
+        # For s = a + i b, 2 Re(C . s) is the row (2 Re C, -2 Im C) times (a, b).
         row = jnp.concatenate([output.real, -output.imag], -1)
         return jnp.linalg.solve(jnp.swapaxes(rest, -1, -2), row[..., None])[..., 0]
 
     def _truncated(self, length: int, wide: Any) -> jax.Array:
-        """C (I - Abar^length), as a kernel of that many taps needs it."""
+        """C~ = C (I - Abar^length), for a kernel of `length` taps."""
         matrix = self._matrix(wide)
         row = self._row(matrix, wide)
         power = jnp.linalg.matrix_power(matrix, length)
@@ -284,7 +287,7 @@ class S4(_StateSpace):
         rate, low_rank, written, _, step = self._arrays(wide)
         count = jnp.full((batch,), time, jnp.int32) if lengths is None else lengths
 
-        def turn(before, of_token):
+        def recur(before, of_token):
             token, valid = of_token
             added = 2 * dtypes.product(written[None], token[..., None])
             after = _advance(before, rate, low_rank, step, added)
@@ -292,7 +295,7 @@ class S4(_StateSpace):
             return after, 2 * (after * output).sum(-1).real
 
         valid = within(count, time).T
-        states, y = lax.scan(turn, states, (jnp.moveaxis(x.astype(wide), 1, 0), valid))
+        states, y = lax.scan(recur, states, (jnp.moveaxis(x.astype(wide), 1, 0), valid))
         y = jnp.moveaxis(y, 0, 1) + dtypes.product(lead(self.skip[...].astype(wide), 3), x)
         return self._finish(y.astype(x.dtype)), RecurrentState(
             state=(states, output), length=state.length + count
@@ -305,12 +308,12 @@ def _complex_of_row(row: jax.Array) -> jax.Array:
 
 
 def _advance(state, rate, low_rank, step, added=0.0):
-    """(2/d - A)^-1 ((2/d + A) s + added), of states `(..., D, M)`, A = diag(L) - P P^*."""
+    """One step: (2/dt - A)^-1 ((2/dt + A) s + added); s `(..., D, M)`, A = diag(L) - P P^*."""
     rate, low_rank, twice = (lead(x, state.ndim) for x in (rate, low_rank, (2 / step)[:, None]))
     twice = twice.astype(rate.dtype)
 
     def over_low_rank(array):
-        """P^* a, of modes and their conjugates."""
+        """P^* a, summed over modes and their conjugates."""
         return 2 * (low_rank.conj() * array).sum(-1, keepdims=True).real
 
     moved = (twice + rate) * state - dtypes.product(low_rank, over_low_rank(state)) + added

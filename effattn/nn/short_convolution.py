@@ -1,4 +1,4 @@
-"""A short causal convolution over time, as recurrent mechanisms put before their recurrence."""
+"""Short causal convolution over time, which recurrent mechanisms apply before the recurrence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ from effattn.decode.state import row_lengths, state_dtype
 from effattn.nn.activations import silu
 from effattn.nn.module import Module
 
-# Uniform in +-1 / sqrt(width), the fan-in of a channel.
+# Uniform in +-1 / sqrt(width); the width is the fan-in of a depthwise convolution.
 taps_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 class ShortConvolution(Module):
-    """A causal convolution of each feature over the last few tokens.
+    """Depthwise causal convolution over the last `width` tokens.
 
         y_t = activation(bias + sum_(j < width) tap_j * x_(t - width + 1 + j))
 
@@ -26,17 +26,17 @@ class ShortConvolution(Module):
     least float32.
 
     Args:
-      features: D.
-      width: tokens that an output reads, its own among them.
-      activation: applied to each number; None for none.
-      use_bias: adds a learned number to each feature.
-      dtype: of the output; default that of the input and the parameters together.
+      features: D, number of features per token.
+      width: number of taps, including the current token.
+      activation: elementwise activation; None applies no activation.
+      use_bias: whether each feature has a learned bias.
+      dtype: output dtype; default is the promotion of the input and parameter dtypes.
       param_dtype: dtype of the parameters.
-      taps_init: of the taps `(width, D)`, the oldest token's first.
+      taps_init: initializer of the taps `(width, D)`; the first tap is for the oldest token.
       rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: `features` or `width` below 1; in calls, shapes that do not fit.
+      ValueError: `features` or `width` below 1; in calls, inconsistent shapes.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ShortConvolution(Module):
         self.activation = activation
         self.dtype = dtype
         self.param_dtype = param_dtype
-        # No `kernel`, by which optimisers tell the matrices.
+        # Not named `kernel`, since optimisers recognise matrices by that name.
         self.taps = nnx.Param(taps_init(rngs.params(), (width, features), param_dtype))
         self.bias = nnx.Param(jnp.zeros(features, param_dtype)) if use_bias else None
 
@@ -73,10 +73,11 @@ class ShortConvolution(Module):
         Args:
           x: `(B, T, D)`.
           lengths: `(B,)` int, valid tokens of each right-padded row.
-          segment_ids: `(B, T)` int; outputs read tokens of equal ids, 0 is padding.
+          segment_ids: `(B, T)` int, packed sequences: outputs read tokens with equal ids, 0 is
+            padding.
 
         Returns:
-          `(B, T, D)`, zeros in the padding, which nothing reads.
+          `(B, T, D)`, zero in the padding. Valid tokens do not depend on the padding.
         """
         self._check(x)
         batch, time = x.shape[:2]
@@ -89,11 +90,12 @@ class ShortConvolution(Module):
         return self._convolve(self._before(_clear(x, valid)), valid, ids)
 
     def init_state(self, batch: int, dtype: Any = None) -> jax.Array:
-        """The last inputs of `batch` rows that have seen nothing, zeros `(B, width - 1, D)`.
+        """Returns the empty decode state of `batch` rows, zeros `(B, width - 1, D)`.
 
         Args:
-          batch: B.
-          dtype: default the module's.
+          batch: B, number of rows.
+          dtype: dtype of the state; default the module's `dtype`, or `param_dtype` if `dtype` is
+            None.
         """
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
@@ -102,7 +104,7 @@ class ShortConvolution(Module):
     def extend(
         self, x: jax.Array, state: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolves T >= 1 more tokens, given those before them.
+        """Convolves T >= 1 new tokens that follow the tokens in `state`.
 
         Args:
           x: `(B, T, D)`.
@@ -110,7 +112,7 @@ class ShortConvolution(Module):
           lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
 
         Returns:
-          `(y (B, T, D), state)`; padding gives zeros and leaves the state as it was.
+          `(y (B, T, D), state)`; y is zero in the padding, which does not change the state.
         """
         self._check(x)
         batch, time = x.shape[:2]
@@ -125,23 +127,23 @@ class ShortConvolution(Module):
         return self._convolve(read, valid, None), last.astype(state.dtype)
 
     def _valid(self, lengths: jax.Array | None, batch: int, time: int) -> jax.Array | None:
-        """Which tokens are not padding, bool `(B, T)`; None for all."""
+        """Mask of valid tokens, bool `(B, T)`; None if all are valid."""
         if lengths is None:
             return None
         return within(row_lengths(lengths, batch, time), time)
 
     def _before(self, x: jax.Array) -> jax.Array:
-        """With the zeros that are before the first token."""
+        """Pads x with `width - 1` zeros before the first token."""
         return jnp.pad(x, ((0, 0), (self.width - 1, 0), *[(0, 0)] * (x.ndim - 2)))
 
     def _convolve(
         self, read: jax.Array, valid: jax.Array | None, ids: jax.Array | None
     ) -> jax.Array:
-        """Of `read (B, width - 1 + T, D)`, the T last tokens and those before them."""
+        """Outputs of the last T tokens of `read (B, width - 1 + T, D)`."""
         taps, bias = self.taps[...], None if self.bias is None else self.bias[...]
         dtype = dtypes.common(read, taps) if self.dtype is None else self.dtype
         wide = dtypes.wide(dtype)
-        # The parameters in the dtype of the computation, as other layers have them.
+        # Round parameters to the computation dtype, as other layers do.
         taps, read = taps.astype(dtype).astype(wide), read.astype(dtype).astype(wide)
         time = read.shape[1] - self.width + 1
         ids_read = None if ids is None else self._before(ids)
@@ -160,5 +162,5 @@ class ShortConvolution(Module):
 
 
 def _clear(x: jax.Array, valid: Any) -> jax.Array:
-    """Zeros where `valid (B, T)` is False."""
+    """x with zeros where `valid (B, T)` is False."""
     return x if valid is None else jnp.where(valid[..., None], x, 0)

@@ -1,4 +1,4 @@
-"""The Synthesizer: logits of tokens alone, of positions alone, or mixed with those of attention."""
+"""Synthesizer mixer: attention logits from single tokens or positions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,35 +29,35 @@ _KINDS = {
 
 
 class Synthesizer(CachedMixer):
-    """The Synthesizer (Tay et al. 2020, "Synthesizer: Rethinking Self-Attention", section 3).
+    """Synthesizer (Tay et al. 2020, "Synthesizer: Rethinking Self-Attention", section 3).
 
-    Each head by itself,
+    Each head computes
 
         y_t = softmax_s(logit_ts) (x_s W_v) W_o
 
-    with learned rows r_s for positions and, by kind, the logits
+    r_s is a learned vector for position s. The logits depend on `kind`:
 
-        dense              h_t . r_s,   h_t = relu(x_t W_1 + b), of A numbers
-        factorized         a_t[s // m] b_t[s % m],   a_t, b_t = linear layers of x_t, of l and m
-                           numbers, with l m >= L
-        random             R_ts, a learned table, L x L a head
-        factorized_random  p_t . r_s, with learned rows p_t as well, of A numbers
+        dense              h_t . r_s,   h_t = relu(x_t W_1 + b), of size A
+        factorized         a_t[s // m] b_t[s % m],   a_t, b_t = linear layers of x_t, of sizes l
+                           and m, with l m >= L
+        random             R_ts, a learned L x L table per head
+        factorized_random  p_t . r_s, with a learned vector p_t of size A for position t
         mixture            g (h_t . r_s) + (1 - g) q_t . k_s / sqrt(H), with a learned g in (0, 1):
-                           dense, and dot-product attention
+                           dense and dot-product attention
 
-    All run on the block core: memory is linear in the length, but for the table of `random`.
-    Decoding keeps all values; a step costs O(S (A + H)). The random kinds alone tell where a token
-    is; the others need embeddings of positions in x, which a `Transformer` gives them.
+    Memory is linear in the length, except for the table of "random". The decode state caches all
+    values (and keys for "mixture"); a step costs O(S (A + H)). Only the random kinds depend on the
+    query position; the other kinds need position embeddings in x, which a `Transformer` adds.
 
     Args:
       in_features: D, number of features per token.
       num_heads: N, number of heads.
-      max_length: L, positions that there are parameters for, the most tokens of a row. Packed
-        documents count from their own start.
-      kind: one of the above.
+      max_length: L, number of positions with parameters; maximum number of tokens per row.
+        Positions count from the start of each packed document.
+      kind: one of the kinds above.
       head_dim: H, head dimension; default D / N.
-      hidden_features: A; default H. Of the kinds that have it.
-      trained: whether the random table or rows are learned, or stay as they were drawn.
+      hidden_features: A, hidden size, for "dense", "factorized_random" and "mixture"; default H.
+      trained: whether the parameters of the random kinds are trained or stay constant.
       is_causal: token t reads tokens 0 to t only.
       dropout_rate: must be 0.
       dtype: computation dtype; default is the promotion of the input and parameter dtypes.
@@ -67,8 +67,8 @@ class Synthesizer(CachedMixer):
       rngs: random streams for parameter initialisation.
 
     Raises:
-      ValueError: an unknown kind, options that it does not have, sizes that do not fit, something
-        asked of it that it cannot do, and in calls more tokens than `max_length`.
+      ValueError: an unknown kind, inconsistent sizes, or an option that the kind or the mechanism
+        does not support; in calls, more tokens than `max_length`.
     """
 
     _of_known_length = True
@@ -193,7 +193,7 @@ class Synthesizer(CachedMixer):
             )
 
     def _attend(self, tokens, own, of_queries, of_keys, options):
-        """From queries to keys at some places, `(B, T)`; None for the first ones, in order."""
+        """Attention output for query and key positions `(B, T)`; None means 0, 1, 2, ..."""
         value, options = tokens["value"], {"is_causal": self.is_causal, **options}
         batch, keys = value.shape[:2]
         dtype = value.dtype

@@ -1,4 +1,4 @@
-"""What RWKV's layers share: the token before each one, and where in the depth they stand."""
+"""Shared parts of the RWKV layers: token shift and the check of `depth`."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from effattn.decode.state import row_lengths
 
 
 def check_depth(depth: float) -> None:
-    """`ValueError` unless it is a share of the depth."""
+    """Raises `ValueError` unless `depth` is a number in [0, 1]."""
     needs = "a number in [0, 1], the first layer to the last"
     if not 0 <= checks.real("depth", depth, needs) <= 1:
         raise ValueError(f"depth must be {needs}, got {depth}")
@@ -21,16 +21,17 @@ def token_shift(
     lengths: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`x_(t-1)` of every token, and the last one, which the next call begins with.
+    """Returns the previous token `x_(t-1)` of every token, and the last token.
 
     Args:
       x: `(B, T, D)`, zero in the padding.
-      before: the token before the first one, `(B, D)`; None is zeros.
+      before: `(B, D)`, the token before `x_0`; None means zeros.
       lengths: `(B,)` int, valid tokens of each right-padded row.
-      segment_ids: `(B, T)` int; the first token of a document has zeros before it.
+      segment_ids: `(B, T)` int, packed sequences; the first token of a document follows zeros.
 
     Returns:
-      `((B, T, D), (B, D))`. With `lengths` the last one is the last valid one.
+      `(shifted (B, T, D), last (B, D))`: `last` is the last valid token, the argument `before` of
+      the next call.
     """
     batch, time, _ = x.shape
     before = jnp.zeros_like(x[:, :1].sum(1)) if before is None else before

@@ -1,4 +1,4 @@
-"""A module's input: its shape, and which of its tokens are padding."""
+"""Checks of module inputs: shapes, token ids and padding."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from effattn.nn.binding import Binding
 
 
 def tokens_of(name: str, x: Any, features: int) -> jax.Array:
-    """x as an array; `ValueError` unless it is `(batch, length, features)`."""
+    """Returns x as an array; raises `ValueError` unless its shape is (batch, length, features)."""
     x = checks.as_array(name, x)
     if x.ndim != 3 or x.shape[-1] != features:
         raise ValueError(f"{name} must have shape (batch, length, {features}), got {x.shape}")
@@ -20,7 +20,7 @@ def tokens_of(name: str, x: Any, features: int) -> jax.Array:
 
 
 def token_ids(tokens: Any, name: str = "tokens") -> jax.Array:
-    """Tokens as an array; `ValueError` unless they are integers `(batch, length)`."""
+    """Returns tokens as an array; raises `ValueError` unless they are integers (batch, length)."""
     tokens = checks.as_array(name, tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
@@ -32,9 +32,10 @@ def token_ids(tokens: Any, name: str = "tokens") -> jax.Array:
 def indices_of(
     tokens: jax.Array, valid: jax.Array | None, vocab_size: int, name: str = "tokens"
 ) -> jax.Array:
-    """Indices into a table of the vocabulary: of padding 0, and of what is no token past the end.
+    """Indices into an embedding table: 0 in the padding, `vocab_size` or more for invalid tokens.
 
-    There JAX reads NaN. `ValueError` where tokens and padding are known.
+    JAX reads NaN at indices past the end. Raises `ValueError` for invalid tokens if `tokens` and
+    `valid` are concrete.
     """
     check_vocabulary(name, tokens, valid, vocab_size)
     tokens = narrow(tokens)
@@ -52,7 +53,7 @@ def padding_of(
     segment_ids: jax.Array | None,
     prefix: str = "",
 ) -> tuple[dict[str, Any], jax.Array | None]:
-    """Keywords of the attention function, and which tokens are valid `(B, T)`, None for all."""
+    """Padding keywords of the attention function, and the mask `(B, T)` of valid tokens or None."""
     keywords: dict[str, Any] = {}
     valid = None
     if lengths is not None:
@@ -80,5 +81,5 @@ def _check_integers(name, array, shape):
 
 
 def zero_padding(x: jax.Array, valid: jax.Array | None) -> jax.Array:
-    """Zeros in the padding, so that a NaN there reaches no gradient of a projection."""
+    """x with zeros in the padding, so that NaN in padding does not reach projection gradients."""
     return x if valid is None else jnp.where(valid[..., None], x, 0)
