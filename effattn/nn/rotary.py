@@ -17,8 +17,8 @@ class RotaryEmbedding:
 
     Features m and m + H/2 form a pair, rotated by `position / scaling * theta**(-2m / H)`, so that
     the product of a query and a key depends on their distance, not on absolute positions. Su et al.
-    2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding"; the linear scaling is that of
-    Chen et al. 2023, "Extending Context Window of Large Language Models via Positional
+    2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding"; the linear scaling is
+    from Chen et al. 2023, "Extending Context Window of Large Language Models via Positional
     Interpolation".
 
     Attributes:

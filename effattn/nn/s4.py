@@ -53,10 +53,10 @@ class _StateSpace(RecurrentMixer):
         )
         if checks.at_least("state_size", state_size, 2, "modes") % 2:
             raise ValueError(f"state_size must be even, as modes come in pairs, got {state_size}")
-        rate, _, _ = hippo(state_size)
+        L, _, _ = hippo(state_size)
         shape = (in_features, state_size // 2)
-        self.log_rate = nnx.Param(jnp.full(shape, np.log(-rate.real), param_dtype))
-        self.turn = nnx.Param(jnp.broadcast_to(jnp.asarray(rate.imag, param_dtype), shape))
+        self.log_rate = nnx.Param(jnp.full(shape, np.log(-L.real), param_dtype))
+        self.turn = nnx.Param(jnp.broadcast_to(jnp.asarray(L.imag, param_dtype), shape))
         # dt is log-uniform in [0.001, 0.1].
         self.log_step = nnx.Param(
             jax.random.uniform(
@@ -80,10 +80,10 @@ class _StateSpace(RecurrentMixer):
         shape = (2, self.in_features, len(array))
         return nnx.Param(jnp.broadcast_to(jnp.asarray(both, self.param_dtype), shape))
 
-    def _rate(self, wide: Any) -> jax.Array:
+    def _A(self, wide: Any) -> jax.Array:
         return lax.complex(-jnp.exp(self.log_rate[...].astype(wide)), self.turn[...].astype(wide))
 
-    def _step(self, wide: Any) -> jax.Array:
+    def _dt(self, wide: Any) -> jax.Array:
         return jnp.exp(self.log_step[...].astype(wide))
 
     def _finish(self, y: jax.Array) -> jax.Array:
@@ -154,9 +154,9 @@ class S4D(_StateSpace):
         wide = dtypes.wide(x.dtype)
         y, state = s4_convolution(
             x,
-            rate=self._rate(wide),
+            rate=self._A(wide),
             output=_complex(self.output, wide),
-            step_size=self._step(wide),
+            step_size=self._dt(wide),
             skip=self.skip[...].astype(wide),
             lengths=lengths,
             segment_ids=segment_ids,
@@ -223,8 +223,8 @@ class S4(_StateSpace):
             rngs=rngs,
         )
         self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
-        _, low_rank, written = hippo(state_size)
-        self.low_rank, self.input = self._pairs(low_rank), self._pairs(written)
+        _, P, B = hippo(state_size)
+        self.low_rank, self.input = self._pairs(P), self._pairs(B)
         self.output = nnx.Param(
             nnx.initializers.normal(0.5**0.5)(rngs.params(), self.input.shape, param_dtype)
         )
@@ -232,16 +232,16 @@ class S4(_StateSpace):
     def _arrays(self, wide):
         """Returns L, P, B, C~ and dt."""
         parts = (_complex(p, wide) for p in (self.low_rank, self.input, self.output))
-        return self._rate(wide), *parts, self._step(wide)
+        return self._A(wide), *parts, self._dt(wide)
 
     def _mix_all(self, x, lengths, segment_ids):
         x = x.astype(self._computed_in(x))
         wide = dtypes.wide(x.dtype)
-        rate, low_rank, written, output, step = self._arrays(wide)
+        L, P, B, output, dt = self._arrays(wide)
         length = max(x.shape[1], self.max_length)
         if length > self.max_length:
             output = self._truncated(length, wide)
-        kernel = low_rank_kernel(rate, low_rank, written, output, step, length)
+        kernel = low_rank_kernel(L, P, B, output, dt, length)
         y = long_convolution(x, kernel) + dtypes.product(lead(self.skip[...].astype(wide), 3), x)
         return self._finish(y.astype(x.dtype))
 
@@ -255,12 +255,12 @@ class S4(_StateSpace):
 
     def _matrix(self, wide: Any) -> jax.Array:
         """Abar of all features as real matrices, `(D, 2 M, 2 M)`."""
-        rate, low_rank, _, _, step = self._arrays(wide)
-        modes = rate.shape[1]
+        L, P, _, _, dt = self._arrays(wide)
+        modes = L.shape[1]
         # Columns of Abar: one step of the recurrence from each real and imaginary unit vector.
-        unit = jnp.eye(modes, dtype=rate.dtype)
+        unit = jnp.eye(modes, dtype=L.dtype)
         units = jnp.concatenate([unit, 1j * unit])
-        turned = _advance(units[:, None], rate, low_rank, step)
+        turned = _advance(units[:, None], L, P, dt)
         return jnp.moveaxis(jnp.concatenate([turned.real, turned.imag], -1), 0, -1)
 
     def _row(self, matrix: jax.Array, wide: Any) -> jax.Array:
@@ -284,13 +284,13 @@ class S4(_StateSpace):
         x = x.astype(self._computed_in(x))
         states, output = state.state
         wide = states.real.dtype
-        rate, low_rank, written, _, step = self._arrays(wide)
+        L, P, B, _, dt = self._arrays(wide)
         count = jnp.full((batch,), time, jnp.int32) if lengths is None else lengths
 
         def recur(before, of_token):
             token, valid = of_token
-            added = 2 * dtypes.product(written[None], token[..., None])
-            after = _advance(before, rate, low_rank, step, added)
+            added = 2 * dtypes.product(B[None], token[..., None])
+            after = _advance(before, L, P, dt, added)
             after = jnp.where(valid[:, None, None], after, before)
             return after, 2 * (after * output).sum(-1).real
 
@@ -307,17 +307,17 @@ def _complex_of_row(row: jax.Array) -> jax.Array:
     return lax.complex(real, -imaginary)
 
 
-def _advance(state, rate, low_rank, step, added=0.0):
+def _advance(state, L, P, dt, added=0.0):
     """One step: (2/dt - A)^-1 ((2/dt + A) s + added); s `(..., D, M)`, A = diag(L) - P P^*."""
-    rate, low_rank, twice = (lead(x, state.ndim) for x in (rate, low_rank, (2 / step)[:, None]))
-    twice = twice.astype(rate.dtype)
+    L, P, twice = (lead(x, state.ndim) for x in (L, P, (2 / dt)[:, None]))
+    twice = twice.astype(L.dtype)
 
     def over_low_rank(array):
         """P^* a, summed over modes and their conjugates."""
-        return 2 * (low_rank.conj() * array).sum(-1, keepdims=True).real
+        return 2 * (P.conj() * array).sum(-1, keepdims=True).real
 
-    moved = (twice + rate) * state - dtypes.product(low_rank, over_low_rank(state)) + added
-    inverse = 1 / (twice - rate)
+    moved = (twice + L) * state - dtypes.product(P, over_low_rank(state)) + added
+    inverse = 1 / (twice - L)
     scaled = inverse * moved
-    share = over_low_rank(scaled) / (1 + over_low_rank(inverse * low_rank))
-    return scaled - dtypes.product(inverse, low_rank, share)
+    share = over_low_rank(scaled) / (1 + over_low_rank(inverse * P))
+    return scaled - dtypes.product(inverse, P, share)

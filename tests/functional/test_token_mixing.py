@@ -110,9 +110,9 @@ def state_space():
     def drawn():
         layer = S4D(4, state_size=16, rngs=nnx.Rngs(0))
         return {
-            "rate": layer._rate(jnp.float32),
+            "rate": layer._A(jnp.float32),
             "output": jax.lax.complex(*layer.output[...]),
-            "step_size": layer._step(jnp.float32),
+            "step_size": layer._dt(jnp.float32),
             "skip": layer.skip[...],
         }
 
