@@ -1,4 +1,4 @@
-"""Flax NNX modules around the attention functions."""
+"""Flax NNX modules: mixers for every mechanism, Transformers, and adapters for Flax layers."""
 
 from effattn.decode.generate import generate
 from effattn.nn.adapters import as_attention_fn

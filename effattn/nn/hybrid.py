@@ -187,7 +187,7 @@ class OfHeads(Module):
         self.first = first
 
     def __call__(self, logit: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        """The logit of head `first + h`."""
+        """Calls `score_mod` with the layer's head index `first + h`."""
         return self.score_mod(logit, b, h + np.int32(self.first), i, j)
 
 

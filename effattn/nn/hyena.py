@@ -1,4 +1,4 @@
-"""The Hyena operator."""
+"""Hyena mixer."""
 
 import dataclasses
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class HyenaState:
 
 
 class Hyena(CausalMixer):
-    """The Hyena operator (Poli et al. 2023, "Hyena Hierarchy", section 3).
+    """Hyena operator (Poli et al. 2023, "Hyena Hierarchy", section 3).
 
         x^1, ..., x^N, v = convolution(x W_in)
         y = hyena_convolution(x, v, h, d) W_out

@@ -79,7 +79,7 @@ class RandomFeatureSelfAttention(SelfAttention):
         segment_ids: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """Mixes whole sequences; arguments as in `SelfAttention`, of which `rngs` has no use."""
+        """Mixes whole sequences; arguments as in `SelfAttention`. `rngs` is unused."""
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         heads = self._heads(x, positions)
         return self.out(self.attention(*heads, **keywords, **self._gates(x)))

@@ -81,7 +81,7 @@ class RWKV4(RecurrentMixer):
 
         self.receptance, self.key, self.value = (linear(kernel_init) for _ in range(3))
         self.out = linear(kernel_init if out_kernel_init is None else out_kernel_init)
-        # Initial values of the authors' code: amounts grow along the features, less with depth.
+        # Initial values of the authors' code; amounts grow less steeply in later layers.
         place = np.arange(features) / features
         mixed = place ** (1 - depth)
         amounts = np.stack([place ** ((1 - depth) / 2), mixed, mixed + 0.3 * depth])
