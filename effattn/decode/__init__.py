@@ -1,4 +1,4 @@
-"""Decoding: states, the decoders that extend them, and generation. Nothing here needs Flax."""
+"""Decoding: decode states, decoders that extend them, and text generation. Needs no Flax."""
 
 from effattn.decode.block_linformer import BlockLinformerDecoder, BlockLinformerState
 from effattn.decode.contiguous import ContiguousDecoder, ContiguousState

@@ -1,4 +1,4 @@
-"""The state of Based: sums, and beside them the last tokens where a window is exact."""
+"""Decoding of Based: the recurrent state and, with a window, a KV cache of the window."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from effattn.functional.based import BasedState
 class BasedDecoder(RecurrentDecoder):
     """Decodes `effattn.based_attention`.
 
-    With a window the state also holds the tokens of the window, or as many as a row may hold.
+    With a window, the state also holds the last tokens: the window or `max_length`, if fewer.
     """
 
     def init(
@@ -28,7 +28,7 @@ class BasedDecoder(RecurrentDecoder):
         dtype: Any,
         **per_token: Any,
     ) -> RecurrentState:
-        """The zero state. Only a window of more than `max_length` tokens is bounded by it."""
+        """Returns the zero state. `max_length` matters only for a window of more tokens."""
         dtype = check_init(batch, max_length, dtype)
         slots, bound = (None, None) if self._window is None else bounded(self._window, max_length)
         sizes = num_kv_heads, head_dim, value_dim, dtype
@@ -44,10 +44,11 @@ class BasedDecoder(RecurrentDecoder):
         lengths: jax.Array | None = None,
         **per_token: jax.Array,
     ) -> tuple[jax.Array, RecurrentState]:
-        """As `RecurrentDecoder.extend`.
+        """Extends the state by T tokens: see `RecurrentDecoder.extend`.
 
-        `ValueError` where a row outgrows the `max_length` of a state that it bounds and the lengths
-        are concrete; under a trace the window is then that of the last `max_length` tokens.
+        Raises `ValueError` if the window is longer than `max_length`, a row outgrows `max_length`,
+        and the lengths are concrete. With traced lengths, the window is then the last `max_length`
+        tokens.
         """
         batch, time = query.shape[:2]
         check_state(state, RecurrentState, batch)
@@ -66,7 +67,7 @@ class BasedDecoder(RecurrentDecoder):
         return None if window is None else checks.window(window)[0]
 
     def _of_window(self, slots: int | None) -> RecurrentDecoder:
-        """The decoder, with so many tokens in place of those of its window."""
+        """Returns the decoder with a window of `slots` past tokens."""
         options = dict(self.options)
         if slots != self._window:
             given = options["local_window_size"]

@@ -1,4 +1,4 @@
-"""The state of block Linformer attention: the present block, and the slots of finished ones."""
+"""Decoding of block Linformer attention: the present block and slots of finished blocks."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -27,16 +27,16 @@ _OPTIONS = frozenset((*_SHARED, "key_projection", "value_projection"))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockLinformerState:
-    """What later tokens can still see, of each row.
+    """Decode state: keys and values of the present block, and slots of finished blocks.
 
     Attributes:
-      key: `(B, b, K, H)`, the present block, at places `[0, length % b)`; fewer than b places where
-        a row may hold no more tokens.
+      key: `(B, b, K, H)`, the present block, at places `[0, length % b)`; `max_length` places if
+        that is less than b.
       value: `(B, b, K, Hv)`.
-      slot_key: `(B, M r, K, H)`, of finished blocks, up to M of them.
+      slot_key: `(B, M r, K, H)`, slots of up to M finished blocks.
       slot_value: `(B, M r, K, Hv)`.
       length: `(B,)` int32, tokens seen.
-      max_length: static; how many tokens a row may hold, if fewer than b, else None.
+      max_length: static; maximum tokens of a row if that is less than b, else None.
     """
 
     key: jax.Array
@@ -51,12 +51,12 @@ class BlockLinformerState:
 class BlockLinformerDecoder:
     """Decodes `effattn.block_linformer_attention`.
 
-    A step and a row cost O(b + r M) time, and so does the state, for M blocks before the last of a
-    whole sequence.
+    A step costs O(b + r M) time a row, and the state O(b + r M) memory, for a sequence of M + 1
+    blocks.
 
     Attributes:
       function: `effattn.block_linformer_attention`.
-      options: its own arguments, of which both projections are needed.
+      options: arguments of the function; both projections are required.
     """
 
     function: Callable[..., Any]
@@ -71,7 +71,7 @@ class BlockLinformerDecoder:
         value_dim: int,
         dtype: Any,
     ) -> BlockLinformerState:
-        """An empty state for `max_length` tokens a row; more than a block, in whole blocks."""
+        """Returns an empty state for `max_length` tokens a row, rounded up to whole blocks."""
         dtype = check_init(batch, max_length, dtype)
         of_keys, _ = self._projections(num_kv_heads)
         slots, size = of_keys.shape[-2:]
@@ -98,22 +98,22 @@ class BlockLinformerDecoder:
         state: BlockLinformerState,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, BlockLinformerState]:
-        """Attends from T tokens to all that they may see, block by block.
+        """Attends from T new tokens to earlier blocks and the present block, block by block.
 
         Args:
           query: `(B, T, N, H)`.
           key: `(B, T, K, H)`.
           value: `(B, T, K, Hv)`.
           state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
 
         Returns:
           `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
 
         Raises:
-          ValueError: a row outgrows the capacity and the lengths are concrete. Under a trace the
-            lengths are not known: slots past the capacity are then not stored (none is ever
-            overwritten), and later outputs do not see them.
+          ValueError: a row outgrows the capacity and the lengths are concrete. With traced lengths,
+            slots past the capacity are not stored, and later outputs do not attend to these slots.
+            Earlier slots are never overwritten.
         """
         batch, time = query.shape[:2]
         check_state(state, BlockLinformerState, batch)
@@ -150,7 +150,7 @@ class BlockLinformerDecoder:
         projections = self._projections(key.shape[-2])
         slots, size = projections[0].shape[-2:]
         rows = jnp.arange(batch)[:, None]
-        # Padding is sent to a place that does not exist, and so is dropped.
+        # Padding goes to a place that does not exist, so `mode="drop"` drops it.
         places = positions_from(state.length % size, time)
         places = jnp.where(within(lengths, time), places, size)
         present_key, present_value = (
@@ -162,7 +162,7 @@ class BlockLinformerDecoder:
 
         length = state.length + lengths
         if state.max_length is not None:
-            # There is no end of a block.
+            # The row is shorter than a block, so no block ends.
             return out, dataclasses.replace(
                 state, key=present_key, value=present_value, length=length
             )
@@ -177,7 +177,7 @@ class BlockLinformerDecoder:
         return out, BlockLinformerState(present_key, present_value, slot_key, slot_value, length)
 
     def _attend(self, query, key, value, of_slots, present, length, projections, lengths):
-        """To the slots, then to the present block: causal, whatever the slots are."""
+        """Attends to the slots of finished blocks and, causally, to the present block."""
         slots, size = projections[0].shape[-2:]
         batch, places = query.shape[0], present[0].shape[1]
         keys, values = (

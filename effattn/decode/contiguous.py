@@ -1,4 +1,4 @@
-"""The contiguous cache: every key and value so far, in order, up to a fixed capacity."""
+"""Contiguous KV cache: all keys and values so far, in order, up to a fixed capacity."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from effattn.decode.tokens import stored
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ContiguousState:
-    """Keys and values at slots `[0, length)` of each row.
+    """KV cache with keys and values at slots `[0, length)` of each row.
 
     Attributes:
       key: `(B, S, K, H)`, S the capacity.
@@ -30,7 +30,7 @@ class ContiguousState:
 def empty(
     batch: int, max_length: int, num_kv_heads: int, head_dim: int, value_dim: int, dtype: Any
 ) -> ContiguousState:
-    """A cache with room for `max_length` tokens a row."""
+    """Returns an empty cache for `max_length` tokens a row."""
     return ContiguousState(
         key=jnp.zeros((batch, max_length, num_kv_heads, head_dim), dtype),
         value=jnp.zeros((batch, max_length, num_kv_heads, value_dim), dtype),
@@ -41,9 +41,10 @@ def empty(
 def append(
     state: ContiguousState, key: jax.Array, value: jax.Array, lengths: jax.Array
 ) -> ContiguousState:
-    """Stores the first `lengths[b]` of T new keys `(B, T, K, H)` and values, where they fit.
+    """Appends the first `lengths[b]` of T new keys `(B, T, K, H)` and values.
 
-    `ValueError` if a row outgrows the capacity and the lengths are concrete.
+    Raises `ValueError` if a row outgrows the capacity and the lengths are concrete. With traced
+    lengths, tokens past the capacity are dropped.
     """
     check_capacity(state.length, lengths, state.key.shape[1])
     return ContiguousState(
@@ -57,12 +58,12 @@ def append(
 class ContiguousDecoder:
     """Decodes a causal attention function that takes `query_offset` and `query_seq_lengths`.
 
-    A step costs O(S) time; the state is O(S) a row.
+    A step costs O(S) time a row, and the state O(S) memory.
 
     Attributes:
       function: called as `function(query, key, value, is_causal=True, query_offset=...,
         query_seq_lengths=..., **options)`.
-      options: the function's own arguments.
+      options: other arguments of the function.
     """
 
     function: Callable[..., Any]
@@ -77,7 +78,7 @@ class ContiguousDecoder:
         value_dim: int,
         dtype: Any,
     ) -> ContiguousState:
-        """An empty cache for `max_length` tokens a row."""
+        """Returns an empty cache for `max_length` tokens a row."""
         dtype = check_init(batch, max_length, dtype)
         return empty(batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
 
@@ -89,28 +90,28 @@ class ContiguousDecoder:
         state: ContiguousState,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, ContiguousState]:
-        """Appends T tokens and attends from them to all tokens so far.
+        """Appends T tokens, and attends from the new tokens to all tokens so far.
 
         Args:
           query: `(B, T, N, H)`.
           key: `(B, T, K, H)`.
           value: `(B, T, K, Hv)`.
           state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
 
         Returns:
           `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
 
         Raises:
-          ValueError: a row outgrows the capacity and the lengths are concrete. Under a trace the
-            lengths are not known: tokens past the capacity are then not stored (no earlier token
-            is ever overwritten), and later outputs do not see them.
+          ValueError: a row outgrows the capacity and the lengths are concrete. With traced lengths,
+            tokens past the capacity are not stored, and later outputs do not attend to these
+            tokens. Earlier tokens are never overwritten.
         """
         batch, time = query.shape[:2]
         check_state(state, ContiguousState, batch)
         lengths = new_lengths(lengths, batch, time)
         new = append(state, key, value, lengths)
-        # Slots that are not filled yet are later than every query, so they need no lengths.
+        # The causal mask hides unfilled slots: their positions are after every query.
         out = self.function(
             query,
             new.key.astype(key.dtype),

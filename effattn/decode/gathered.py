@@ -1,4 +1,4 @@
-"""Decoding a sparse pattern: a cache of all keys, of which a token reads those that it reaches."""
+"""Decoding of sparse patterns: a full KV cache, from which a step gathers the reached keys."""
 
 import dataclasses
 import functools
@@ -20,13 +20,13 @@ from effattn.decode.contiguous import ContiguousState
 from effattn.decode.state import check_init, check_state, new_lengths
 from effattn.xla import tiling
 
-# Options that any mechanism may have, and those that only say how its parallel form is computed.
+# Options passed to the core, and options that only the parallel form uses.
 _SHARED = ("scale", "logits_soft_cap", "score_mod", "sink", "precision")
 _OF_PARALLEL = ("tile", "implementation")
 
 
 def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> "GatheredDecoder":
-    """The decoder of a registered mechanism that has a `reach`."""
+    """Returns the decoder of a registered mechanism that has a `reach`."""
     entry = registry.entry_of(function)
     if entry is None or entry.reach is None:
         raise ValueError(f"{function!r} is no function of a registered mechanism with a reach")
@@ -35,21 +35,21 @@ def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> "Gather
 
 @dataclasses.dataclass(frozen=True)
 class GatheredDecoder:
-    """Decodes causal attention in which a token reaches n keys: a step costs O(n).
+    """Decodes causal attention in which a query attends to at most n keys: a step costs O(n).
 
-    All keys and values are kept, O(S) a row. A step stores one, and gathers and attends to the n
-    that its position reaches. T tokens take O(T n) time and O(T) memory: keys are gathered for a
-    bounded number of tokens at a time.
+    The KV cache holds all tokens, O(S) a row. A step stores one token, gathers the n keys that its
+    position reaches, and attends to these keys. T tokens take O(T n) time and O(T) memory: keys are
+    gathered for a bounded number of tokens at a time.
 
     The registry entry of a mechanism holds its `reach`; see `decoder`.
 
     Attributes:
-      reach: `(i, capacity, ...)`, the positions of the keys that a query at position i, a traced
-        scalar, may attend to, each once: int `(n,)`, or `(K, n)` or `(N, n)` where key heads or
-        query heads differ. Those below 0 or after i are none. The rest of its parameters are
-        options of the function, and `heads` and `key_heads`, which are N and K.
-      function: of the mechanism; its parameters have the defaults of the options.
-      options: the function's own arguments.
+      reach: `reach(i, capacity, ...)` returns the positions of the keys that a query at position i
+        (a traced scalar) may attend to, each position once: int `(n,)`, or `(K, n)` or `(N, n)` if
+        key heads or query heads differ. Positions below 0 or after i are ignored. The other
+        parameters of `reach` are options of the function, or `heads` (N) and `key_heads` (K).
+      function: the function of the mechanism; its signature has the defaults of the options.
+      options: arguments of the function.
     """
 
     reach: Callable[..., jax.Array]
@@ -65,7 +65,7 @@ class GatheredDecoder:
         value_dim: int,
         dtype: Any,
     ) -> ContiguousState:
-        """An empty cache for `max_length` tokens a row."""
+        """Returns an empty cache for `max_length` tokens a row."""
         dtype = check_init(batch, max_length, dtype)
         return contiguous.empty(batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
 
@@ -77,24 +77,24 @@ class GatheredDecoder:
         state: ContiguousState,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, ContiguousState]:
-        """Appends T tokens, and attends from each to the keys that it reaches.
+        """Appends T tokens, and attends from each new token to the keys that it reaches.
 
-        A `score_mod` sees the positions in the whole sequence.
+        A `score_mod` receives positions in the whole sequence.
 
         Args:
           query: `(B, T, N, H)`.
           key: `(B, T, K, H)`.
           value: `(B, T, K, Hv)`.
           state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
 
         Returns:
           `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
 
         Raises:
           ValueError: an option that decoding does not take, or a row outgrows the capacity and the
-            lengths are concrete. Under a trace tokens past the capacity are not stored, and later
-            outputs do not see them.
+            lengths are concrete. With traced lengths, tokens past the capacity are not stored, and
+            later outputs do not attend to these tokens.
         """
         batch, time, heads, _ = query.shape
         key_heads = key.shape[-2]
@@ -108,7 +108,7 @@ class GatheredDecoder:
         reach = functools.partial(reach, capacity=capacity)
 
         def attend(query, position, present):
-            """From `(B, P, N, H)`, of positions and presences `(B, P)`."""
+            """Attends from P queries `(B, P, N, H)` with positions and validity `(B, P)`."""
             reached = _split_heads(jax.vmap(jax.vmap(reach))(position), heads, key_heads)
             position, present = (x[:, :, None, None, None] for x in (position, present))
             seen = present & (reached >= 0) & (reached <= position) & (reached < capacity)
@@ -129,7 +129,7 @@ class GatheredDecoder:
         return out, new
 
     def _split_options(self, heads: int, key_heads: int):
-        """`reach` of i and the capacity alone, and what goes to the core."""
+        """Returns `reach` as a function of (i, capacity), and the options of the core."""
         given = {name: option for name, option in self.options.items() if option is not None}
         named = [*inspect.signature(self.reach).parameters][2:]
         left_over = sorted(given.keys() - {*named, *_SHARED, *_OF_PARALLEL})
@@ -145,18 +145,21 @@ class GatheredDecoder:
 
 
 def _split_heads(reached, heads, key_heads):
-    """`(B, P, n)` or `(B, P, heads, n)` to `(B, P, #K, E, n)`: E is G where query heads differ."""
+    """Reshapes `(B, P, n)` or `(B, P, heads, n)` to `(B, P, #K, E, n)`.
+
+    #K is K, or 1 if all heads are alike. E is N / K if query heads differ, else 1.
+    """
     batch, tokens, *lists, each = reached.shape
     split = (key_heads, heads // key_heads) if lists == [heads] else (*(lists or [1]), 1)
     return reached.reshape(batch, tokens, *split, each)
 
 
 def _gather(caches, at):
-    """Of each cache `(B, S, K, H)` what lies at `(B, P, #K, E, n)`: `(B, P, K, E, n, H)`."""
+    """Gathers each cache `(B, S, K, H)` at slots `(B, P, #K, E, n)`: `(B, P, K, E, n, H)`."""
 
     def of_row(row, at):
         if at.shape[1] == 1:
-            # All heads of a key lie together.
+            # All heads read the same slots: one gather of whole tokens.
             return jnp.moveaxis(row.at[at[:, 0]].get(mode="clip"), -2, 1)
         of_head = jax.vmap(lambda row, at: row.at[at].get(mode="clip"), in_axes=1, out_axes=1)
         return of_head(row, at)
@@ -170,10 +173,10 @@ def _gather(caches, at):
 
 
 def _attend(query, key, value, positions, present, seen, shared):
-    """Each of the tokens `(B, P, N, H)` to its own keys `(B, P, K, E, n, H)`, as far as `seen`.
+    """Attends from queries `(B, P, N, H)` to gathered keys `(B, P, K, E, n, H)`, masked by `seen`.
 
-    To the core each list of keys is an example, with one query of F = N / (K E) heads; the axes
-    stay apart.
+    The core gets each list of n keys as one example, with one query of F = N / (K E) heads. The
+    batch axes are not merged.
     """
     *batch, heads, _ = query.shape
     examples = key.shape[:-2]
@@ -207,14 +210,14 @@ def _attend(query, key, value, positions, present, seen, shared):
 
 
 def _tokens_at_a_time(numbers: int, time: int) -> int:
-    """How many of `time` tokens, for each of which so many numbers are gathered."""
+    """Returns the tokens in one piece, if each token gathers `numbers` array elements."""
     most = 2**20 if jax.default_backend() == "cpu" else 2**26
     pieces = math.ceil(time / max(1, most // max(1, numbers)))
     return math.ceil(time / pieces)
 
 
 def _in_pieces(function, arrays, size: int):
-    """`function` of arrays `(B, T, ...)`, on `size` of the T at a time."""
+    """Applies `function` to arrays `(B, T, ...)`, `size` tokens at a time."""
     time = arrays[0].shape[1]
     if size >= time:
         return function(*arrays)

@@ -28,37 +28,38 @@ def generate(
 ) -> jax.Array:
     """Continues each prompt by `max_new_tokens` tokens.
 
-    All of the prompt but its last token is read in one `extend`, whose logits are not computed.
-    Then one token is fed and the next one drawn at a time, until all rows have ended, inside one
-    `jax.jit` that is compiled once for a model structure and a shape of prompt. A model that is a
-    pytree (every `nnx.Module` is) is an argument of it: new parameters do not recompile. Of any
-    other object only the attributes at the first call count, so change it by making a new one.
+    One call of `extend` reads the prompt except its last token, without computing logits. A loop
+    then feeds one token and draws the next one, until all rows have ended. Everything runs in one
+    `jax.jit`, compiled once for each model structure and prompt shape. A model that is a pytree
+    (every `nnx.Module` is one) is an argument of the jitted function: new parameters do not
+    recompile. For any other model object, `jax.jit` uses the attributes at the first call; to
+    change such a model, make a new object.
 
-    Tokens are drawn as by `effattn.decode.sample_token`, which says what ties, infinite logits and
-    tiny temperatures give. Nothing else is random: there is no dropout.
+    `effattn.decode.sample_token` draws the tokens; its docstring covers ties, infinite logits and
+    tiny temperatures. Nothing else is random: there is no dropout.
 
     Args:
       model: has `init_state(batch, max_length) -> state` and
-        `extend(tokens (B, T), state, *, lengths=None) -> (logits (B, T, V), state)`; lengths are
-        0 for prompts of one token beside longer ones.
-      prompt: `(B, P)` int, P >= 1; any value in the padding. What traced tokens outside the
-        vocabulary give, the model says.
-      lengths: `(B,)` int, how many tokens of `prompt` each row has, right padded, at least 1;
-        default all.
+        `extend(tokens (B, T), state, *, lengths=None) -> (logits (B, T, V), state)`; `lengths`
+        may hold 0, for a prompt of one token in a batch with longer prompts.
+      prompt: `(B, P)` int, P >= 1; any value in the padding. The result for traced tokens outside
+        the vocabulary depends on the model.
+      lengths: `(B,)` int, number of valid tokens of each prompt, right padded, at least 1; default
+        all.
       max_new_tokens: 0 or more.
-      temperature: divides the logits; 0 takes the likeliest token. A traced one must be positive.
-      top_k: draw from the `top_k` likeliest tokens only.
-      top_p: draw from the likeliest tokens that together reach this probability only.
-      rng: a `jax.random` key; needed unless `temperature` is 0.
-      eos_id: a token, or several `(E,)`, that end a row: a row that has drawn one of them repeats
-        it from then on.
+      temperature: divides the logits; 0 takes the likeliest token. A traced value must be positive.
+      top_k: draw only from the `top_k` likeliest tokens.
+      top_p: draw only from the likeliest tokens that together reach this probability.
+      rng: a `jax.random` key; required unless `temperature` is 0.
+      eos_id: end-of-sequence token, or several `(E,)`. A row that has drawn an end token repeats
+        that token until the end.
 
     Returns:
       `(B, max_new_tokens)` int32, the new tokens only.
 
     Raises:
-      ValueError: an argument is out of its range or missing, or tokens that are known are outside
-        the vocabulary; the message says which.
+      ValueError: an argument is out of its range or missing, or concrete tokens are outside the
+        vocabulary.
     """
     missing = [name for name in ("init_state", "extend") if not hasattr(model, name)]
     if missing:
@@ -117,7 +118,7 @@ def generate(
         None if greedy else rng,
         None if ends is None else narrow(ends),
     )
-    # The vocabulary is known once the program is traced, which running it does not repeat.
+    # Tracing finds the vocabulary size; the call below reuses the traced program.
     _, of_vocabulary = _generate.eval_shape(*arguments, **run.keywords)
     (size,) = of_vocabulary.shape[1:]
     check_vocabulary("prompt", prompt, within(lengths, prompt.shape[1]), size)
@@ -127,7 +128,7 @@ def generate(
 
 
 def _ends(eos_id: Any) -> jax.Array:
-    """The tokens that end a row, `()` or `(E,)`."""
+    """Returns the checked end tokens, `()` or `(E,)`."""
     given = eos_id if isinstance(eos_id, jax.Array) else checks.known(eos_id)
     if (
         given is None
@@ -164,14 +165,14 @@ def _generate(
     leaves = [s if a is None else a for a, s in zip(arrays, statics, strict=True)]
     model = structure.unflatten(leaves)
     batch, prompt_length = prompt.shape
-    # The last new token is never fed back.
+    # The model never reads the last new token.
     state = model.init_state(batch, prompt_length + max_new_tokens - 1)
     before_last = jnp.maximum(lengths - 1, 0)
     if prompt_length > 1:
-        # Nobody reads these logits, and so the compiler leaves them out.
+        # The logits are unused, so the compiler removes them.
         _, state = model.extend(prompt[:, :-1], state, lengths=before_last)
     last = jnp.take_along_axis(prompt, before_last[:, None], axis=1)[:, 0]
-    sizes = []  # of the vocabulary, found by tracing
+    sizes = []  # vocabulary sizes, filled while tracing
 
     def advance(carry):
         step, token, done, state, tokens = carry
@@ -197,10 +198,10 @@ def _generate(
     tokens = jnp.broadcast_to(last, (max_new_tokens, batch))
     carry = (jnp.int32(0), last, jnp.zeros_like(last, bool), state, tokens)
     if prompt_length == 1:
-        # A state may have other types before its first token.
+        # The first token may change the types in a state, which `while_loop` does not allow.
         carry = advance(carry)
     step, token, _, _, tokens = jax.lax.while_loop(goes_on, advance, carry)
-    # Rows that have ended repeat their last token in the steps that were left out.
+    # Ended rows repeat their last token in the skipped steps.
     ended = jnp.arange(max_new_tokens)[:, None] >= step
-    # An empty array says by its shape how large the vocabulary is.
+    # The shape of the empty array carries the vocabulary size.
     return jnp.where(ended, token[None], tokens).T, jnp.zeros((0, sizes[0]), bool)

@@ -1,4 +1,4 @@
-"""The state of hierarchical attention: the present segment, and summaries of what is finished."""
+"""Decoding of hierarchical attention: the present segment and summaries of finished segments."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -30,21 +30,21 @@ _OPTIONS = frozenset(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HierarchicalState:
-    """What later tokens can still see, of each row.
+    """Decode state: the present segment and summaries of finished segments.
 
-    Segments of m tokens, L levels of units of m 2^(l-1), r pieces of a unit. Of the levels below
-    the last only the unit that was finished last is kept, the one that is seen or is to be a half
-    of the next level's.
+    A segment has m tokens. Level l of L levels has units of m 2^(l-1) tokens, and a unit has r
+    summaries. Levels below L keep only the unit that was finished last: later tokens attend to this
+    unit, or it becomes one half of a unit of the next level.
 
     Attributes:
-      key: `(B, m, K, H)`, the present segment, at slots `[0, length % m)`; fewer than m slots where
-        a row may hold no more tokens.
+      key: `(B, m, K, H)`, the present segment, at slots `[0, length % m)`; `max_length` slots if
+        that is less than m.
       value: `(B, m, K, Hv)`.
-      siblings: for each of those levels `Runs` of `(B, r, ...)`, at least float32.
-      summary_key: `(B, U r, K, H)`, the finished units of level L, up to U of them.
+      siblings: one `Runs` of `(B, r, ...)` for each level below L, at least float32.
+      summary_key: `(B, U r, K, H)`, up to U finished units of level L.
       summary_value: `(B, U r, K, Hv)`.
       length: `(B,)` int32, tokens seen.
-      max_length: static; how many tokens a row may hold, if fewer than m, else None.
+      max_length: static; maximum tokens of a row if that is less than m, else None.
     """
 
     key: jax.Array
@@ -60,12 +60,12 @@ class HierarchicalState:
 class HierarchicalDecoder:
     """Decodes `effattn.hierarchical_attention`.
 
-    A step and a row cost O(m + r (L + U)) time, and so does the state, for U units of the last
-    level in the whole sequence.
+    A step costs O(m + r (L + U)) time a row, and the state O(m + r (L + U)) memory, for U units of
+    the last level in the whole sequence.
 
     Attributes:
       function: `effattn.hierarchical_attention`.
-      options: its own arguments, of which `segment_size` is needed.
+      options: arguments of the function; `segment_size` is required.
     """
 
     function: Callable[..., Any]
@@ -73,7 +73,7 @@ class HierarchicalDecoder:
 
     @property
     def hierarchy(self) -> Hierarchy:
-        """As the options say."""
+        """The checked sizes of segments and levels, from the options."""
         unknown = self.options.keys() - _OPTIONS
         if unknown:
             raise ValueError(
@@ -98,11 +98,11 @@ class HierarchicalDecoder:
         value_dim: int,
         dtype: Any,
     ) -> HierarchicalState:
-        """An empty state for `max_length` tokens a row; more than a segment, in whole units."""
+        """Returns an empty state for `max_length` tokens a row, rounded up to whole units."""
         dtype = check_init(batch, max_length, dtype)
         hierarchy = self.hierarchy
         siblings = hierarchy.siblings(max_length)
-        # Level L has no units of its own where the siblings of all levels hold the sequence.
+        # Level L needs no slots if the lower levels hold the whole sequence.
         units = -(-max_length // hierarchy.unit(siblings + 1))
         wide = dtypes.wide(dtype)
 
@@ -137,22 +137,22 @@ class HierarchicalDecoder:
         state: HierarchicalState,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, HierarchicalState]:
-        """Attends from T tokens to all tokens so far, segment by segment.
+        """Attends from T new tokens to all tokens so far, segment by segment.
 
         Args:
           query: `(B, T, N, H)`.
           key: `(B, T, K, H)`.
           value: `(B, T, K, Hv)`.
           state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
 
         Returns:
           `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
 
         Raises:
-          ValueError: a row outgrows the capacity and the lengths are concrete. Under a trace the
-            lengths are not known: units past the capacity are then not stored (none is ever
-            overwritten), and later outputs do not see them.
+          ValueError: a row outgrows the capacity and the lengths are concrete. With traced lengths,
+            units past the capacity are not stored, and later outputs do not attend to these units.
+            Earlier units are never overwritten.
         """
         batch, time = query.shape[:2]
         check_state(state, HierarchicalState, batch)
@@ -169,12 +169,12 @@ class HierarchicalDecoder:
         )
 
     def _extend_inside(self, arrays, state: HierarchicalState, lengths):
-        """By tokens that lie in one segment of each row."""
+        """Extends by tokens that lie in one segment of each row."""
         query, key, value = arrays
         hierarchy, (batch, time) = self.hierarchy, query.shape[:2]
         fill = state.length % hierarchy.segment
         rows = jnp.arange(batch)[:, None]
-        # Padding is sent to a slot that does not exist, and so is dropped.
+        # Padding goes to a slot that does not exist, so `mode="drop"` drops it.
         slots = positions_from(fill, time)
         slots = jnp.where(within(lengths, time), slots, hierarchy.segment)
         state = dataclasses.replace(
@@ -188,7 +188,7 @@ class HierarchicalDecoder:
         return out, self._summarise(state, is_finished)
 
     def _attend(self, query, key_dtype, value_dtype, state: HierarchicalState, lengths):
-        """To the summaries, then to the present segment: causal, whatever the summaries are."""
+        """Attends to the summaries and, causally, to the present segment."""
         hierarchy, batch = self.hierarchy, query.shape[0]
         segment = (state.length // hierarchy.segment)[:, None]
         units, siblings = state.summary_key.shape[1], len(state.siblings)
@@ -230,9 +230,9 @@ class HierarchicalDecoder:
         return out
 
     def _summarise(self, state: HierarchicalState, is_finished) -> HierarchicalState:
-        """Of rows whose segment is full: it is one unit, or completes those of several levels."""
+        """Summarises full segments; a segment may complete units of several levels."""
         if state.max_length is not None:
-            # No segment is ever full.
+            # The row is shorter than a segment, so no segment is ever full.
             return state
         hierarchy, pieces = self.hierarchy, self.hierarchy.pieces
         query = self.options.get("summary_query")
@@ -250,7 +250,7 @@ class HierarchicalDecoder:
         rows = jnp.arange(slots.shape[0])[:, None]
 
         def put(table, new):
-            # JAX has no gradient of what is set in an array without slots.
+            # JAX cannot differentiate a scatter into an empty array.
             if not table.shape[1]:
                 return table
             return table.at[rows, slots].set(new.astype(table.dtype), mode="drop")
@@ -264,7 +264,7 @@ class HierarchicalDecoder:
 
 
 def _where(rows, runs: Runs, other: Runs) -> Runs:
-    """`runs` in the rows `(B,)` that are True."""
+    """Selects `runs` where `rows (B,)` is True, else `other`."""
 
     def choose(a, b):
         return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
@@ -274,7 +274,10 @@ def _where(rows, runs: Runs, other: Runs) -> Runs:
 
 @dataclasses.dataclass(frozen=True)
 class _LogTokens(attention.Score):
-    """Adds log n to the logit of slot j: units of a level, siblings of the levels below, tokens."""
+    """Score function that adds log n to the logit of slot j, for a summary of n tokens.
+
+    Slots hold units of level L, then siblings of the levels below L, then tokens.
+    """
 
     hierarchy: Hierarchy
     level: int

@@ -1,4 +1,4 @@
-"""The state of long-short attention: a ring, the sums of the present segment, and slots."""
+"""Decoding of long-short attention: a window cache, segment sums and slots."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -31,13 +31,13 @@ _OPTIONS = frozenset((*_SHARED, *_OWN, "sink", "projection", "num_slots"))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What the present segment has given to each of r slots; at least float32.
+    """Online softmax sums of the present segment for each of r slots; at least float32.
 
     Attributes:
       largest: `(B, r, K)`, the largest score, -inf without tokens.
-      weight: `(B, r, K)`, the sum of exp(score - largest).
-      key: `(B, r, K, H)`, the sum of keys with these weights.
-      value: `(B, r, K, Hv)`.
+      weight: `(B, r, K)`, the sum of the weights exp(score - largest).
+      key: `(B, r, K, H)`, the weighted sum of keys.
+      value: `(B, r, K, Hv)`, the weighted sum of values.
     """
 
     largest: jax.Array
@@ -49,12 +49,12 @@ class Sums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LongShortState:
-    """What later tokens can still see, of each row.
+    """Decode state: a window cache, sums of the present segment, and slots of finished segments.
 
     Attributes:
-      ring: the last w - 1 keys and values of windows.
-      sums: of the present segment.
-      slot_key: `(B, M r, K, H)`, of finished segments, up to M of them.
+      ring: KV cache of the last w - 1 tokens.
+      sums: sums of the present segment.
+      slot_key: `(B, M r, K, H)`, slots of up to M finished segments.
       slot_value: `(B, M r, K, Hv)`.
     """
 
@@ -73,13 +73,13 @@ class LongShortState:
 class LongShortDecoder:
     """Decodes causal `effattn.long_short_attention`.
 
-    A step and a row cost O(w + r M) time, and so does the state, for M segments before the last of
-    a whole sequence.
+    A step costs O(w + r M) time a row, and the state O(w + r M) memory, for a sequence of M + 1
+    segments.
 
     Attributes:
       function: `effattn.long_short_attention`.
-      options: its own arguments, of which `window_size` is needed, and `projection`; or, where each
-        call brings scores, how many slots they have as `num_slots`.
+      options: arguments of the function; `window_size` is required, and either `projection` or, if
+        `extend` gets `slot_scores`, the number of slots as `num_slots`.
     """
 
     function: Callable[..., Any]
@@ -94,7 +94,7 @@ class LongShortDecoder:
         value_dim: int,
         dtype: Any,
     ) -> LongShortState:
-        """An empty state for `max_length` tokens a row, rounded up to whole segments."""
+        """Returns an empty state for `max_length` tokens a row, rounded up to whole segments."""
         dtype = check_init(batch, max_length, dtype)
         key = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, head_dim), dtype)
         value = jax.ShapeDtypeStruct((batch, 1, num_kv_heads, value_dim), dtype)
@@ -128,23 +128,23 @@ class LongShortDecoder:
         lengths: jax.Array | None = None,
         slot_scores: jax.Array | None = None,
     ) -> tuple[jax.Array, LongShortState]:
-        """Attends from T tokens to all that they may see, segment by segment.
+        """Attends from T new tokens to the window and the slots, segment by segment.
 
         Args:
           query: `(B, T, N, H)`.
           key: `(B, T, K, H)`.
           value: `(B, T, K, Hv)`.
           state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
-          slot_scores: `(B, T, K, r)`, in place of the option `projection`.
+          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
+          slot_scores: `(B, T, K, r)`, scores of the slots, instead of the option `projection`.
 
         Returns:
           `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
 
         Raises:
-          ValueError: a row outgrows the capacity and the lengths are concrete. Under a trace the
-            lengths are not known: slots past the capacity are then not stored (none is ever
-            overwritten), and later outputs do not see them.
+          ValueError: a row outgrows the capacity and the lengths are concrete. With traced lengths,
+            slots past the capacity are not stored, and later outputs do not attend to these slots.
+            Earlier slots are never overwritten.
         """
         batch, time = query.shape[:2]
         check_state(state, LongShortState, batch)
@@ -165,7 +165,7 @@ class LongShortDecoder:
         return extend_by_segment(extend_inside, options.segment, arrays, out, state, lengths)
 
     def _read(self, key, value) -> tuple[Settings, int]:
-        """The checked options and the number of slots, for such keys and values."""
+        """Returns the checked options and the number of slots."""
         unknown = self.options.keys() - _OPTIONS
         if unknown:
             raise ValueError(
@@ -185,7 +185,7 @@ class LongShortDecoder:
         return options, check_projection(self.options["projection"], key).shape[-1]
 
     def _extend_inside(self, options: Settings, arrays, state: LongShortState, lengths):
-        """By tokens that lie in one segment of each row."""
+        """Extends by tokens that lie in one segment of each row."""
         query, key, value, scores = arrays
         present = within(lengths, key.shape[1])[..., None, None]
         key, value, scores = (jnp.where(present, x, 0) for x in (key, value, scores))
@@ -199,7 +199,7 @@ class LongShortDecoder:
         is_finished = (lengths > 0) & (after.length % options.segment == 0)
         slots, stored = sums.weight.shape[1], state.slot_key.shape[1]
         at = positions_from((after.length // options.segment - 1) * slots, slots)
-        # Of a segment that is not finished, to a place that does not exist.
+        # Unfinished segments go to a slot that does not exist, so `mode="drop"` drops them.
         at, rows = jnp.where(is_finished[:, None], at, stored), jnp.arange(at.shape[0])[:, None]
         weight = jnp.where(sums.weight == 0, 1, sums.weight)[..., None]
 
@@ -215,7 +215,7 @@ class LongShortDecoder:
         )
 
     def _attend(self, options: Settings, heads, filled, state: LongShortState, lengths):
-        """To the window and to the slots, combined."""
+        """Attends to the window and to the slots in one softmax."""
         query, keys, values = heads
         shared = {name: self.options[name] for name in _SHARED if name in self.options}
         kept, slots = state.ring.key.shape[1], state.sums.weight.shape[1]
@@ -251,7 +251,7 @@ class LongShortDecoder:
 
 
 def _add(sums: Sums, key, value, scores) -> Sums:
-    """With more tokens, whose scores `(B, T, K, r)` are `dtypes.lowest` where there is none."""
+    """Adds T tokens to the sums; scores `(B, T, K, r)` are `dtypes.lowest` in the padding."""
     scores = jnp.moveaxis(scores.astype(sums.weight.dtype), 1, -1)  # (B, K, r, T)
     before = jnp.swapaxes(sums.largest, 1, 2)
     largest = jnp.maximum(before, scores.max(-1))
@@ -272,7 +272,7 @@ def _add(sums: Sums, key, value, scores) -> Sums:
 
 
 def _clear(sums: Sums, rows) -> Sums:
-    """Nothing in the rows `(B,)` that are True."""
+    """Resets the sums to empty where `rows (B,)` is True."""
 
     def where(empty, x):
         return jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), empty, x)

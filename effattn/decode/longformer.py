@@ -1,4 +1,4 @@
-"""The state of Longformer attention: a ring for the window, and what global tokens need."""
+"""Decoding of Longformer attention: a window cache and caches of the global tokens."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -23,15 +23,15 @@ Heads = tuple[jax.Array, jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LongformerState:
-    """What later tokens can reach.
+    """Decode state: a window cache, the global tokens, and a cache of all tokens.
 
     Attributes:
-      ring: the last W keys and values, for windows.
-      key: `(B, G, K, H)`, of the global tokens so far, for every token.
-      value: `(B, G, K, Hv)`.
-      position: `(B, G)` int32, where these tokens stand; -1 where there is none yet.
-      prefix: the keys and values of all tokens, for queries of global tokens.
-      max_length: static; how many tokens a row may hold, if fewer than `max_global`, else None.
+      ring: KV cache of the last W tokens, for the window.
+      key: `(B, G, K, H)`, keys of the global tokens so far; every query attends to these keys.
+      value: `(B, G, K, Hv)`, values of the global tokens so far.
+      position: `(B, G)` int32, positions of the global tokens; -1 in unfilled slots.
+      prefix: KV cache of all tokens, for queries of global tokens.
+      max_length: static; maximum tokens of a row if that is less than `max_global`, else None.
     """
 
     ring: RingState
@@ -51,11 +51,11 @@ class LongformerState:
 class LongformerDecoder:
     """Decodes causal Longformer attention with up to G global tokens a row.
 
-    A token that is not global costs O(W + G); a global one reads the whole prefix, O(S). The state
-    is O(S) a row.
+    A local token costs O(W + G) time; a global token reads the whole prefix, O(S). The state takes
+    O(S) memory a row.
 
     Attributes:
-      options: the arguments of `effattn.longformer_attention`, `max_global` (G) among them.
+      options: arguments of `effattn.longformer_attention`; `max_global` (G) is required.
     """
 
     options: Mapping[str, Any]
@@ -69,7 +69,7 @@ class LongformerDecoder:
         value_dim: int,
         dtype: Any,
     ) -> LongformerState:
-        """The empty state, for `max_length` tokens a row."""
+        """Returns an empty state for `max_length` tokens a row."""
         dtype = check_init(batch, max_length, dtype)
         most, bound = bounded(self.options["max_global"], max_length)
         window = RingDecoder(sliding_window_attention, self.options)
@@ -91,15 +91,15 @@ class LongformerDecoder:
         lengths: jax.Array | None = None,
         global_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, LongformerState]:
-        """Attends from T new tokens to all that they may see.
+        """Attends from T new tokens to the window, the global tokens and, if global, the prefix.
 
         Args:
           heads: query `(B, T, N, H)`, key `(B, T, K, H)` and value `(B, T, K, Hv)`.
-          global_heads: the same with the projections of global tokens.
+          global_heads: query, key and value by the projections of global attention, same shapes.
           state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
-          global_mask: bool `(B, T)`, which of them are global; default none. Those beyond the
-            first G of a row are not.
+          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
+          global_mask: bool `(B, T)`, True for global tokens; default none. Only the first G global
+            tokens of a row count.
 
         Returns:
           `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
@@ -157,12 +157,12 @@ class LongformerDecoder:
                 )
                 return jnp.where(is_global[..., None, None], gather(of_global, slot), out)
 
-            # Reading the whole prefix is for steps that need it.
+            # Only steps with a global token read the whole prefix.
             out = jax.lax.cond(jnp.any(is_global), attend_globally, lambda: out)
         return out, dataclasses.replace(state, ring=after, prefix=prefix)
 
     def _attend(self, heads: Heads, positions: tuple[jax.Array, jax.Array], mask: jax.Array):
-        """Exact attention over the pairs of the mask `(B, T, S)`; the output and log-sum-exp."""
+        """Returns output and log-sum-exp of softmax attention under the mask `(B, T, S)`."""
         windows = ("local_window_size", "dilation", "tile", "max_global")
         options = {name: o for name, o in self.options.items() if name not in windows}
         score_mod = options.get("score_mod")
@@ -177,12 +177,12 @@ class LongformerDecoder:
 
 
 def _with_new_global_tokens(state, key, value, positions, is_global):
-    """The state with room's worth of the new global tokens, and which of these they are."""
+    """Stores the new global tokens that fit; returns the state and the mask of stored tokens."""
     most = state.position.shape[1]
     taken = jnp.sum(state.position >= 0, axis=-1, keepdims=True)
     slot = taken + jnp.cumsum(is_global, axis=-1) - 1
     is_global = is_global & (slot < most)
-    # Tokens that are not global go to a slot that does not exist, and so are dropped.
+    # Local tokens go to a slot that does not exist, so `mode="drop"` drops them.
     slot = jnp.where(is_global, slot, most)
 
     @jax.vmap
@@ -199,7 +199,7 @@ def _with_new_global_tokens(state, key, value, positions, is_global):
 
 
 def _slots_of_global_tokens(position, start, shape):
-    """bool `(B, W + T)`, where slot 0 of row b is position `start[b]`."""
+    """Returns bool `(B, W + T)`, True at global tokens; slot 0 of row b is position `start[b]`."""
     slot = position - start[:, None]
     slot = jnp.where((position >= 0) & (slot >= 0), slot, shape[1])
     return jax.vmap(lambda empty, slot: empty.at[slot].set(True, mode="drop"))(
@@ -208,9 +208,9 @@ def _slots_of_global_tokens(position, start, shape):
 
 
 def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Without global tokens it is a causal sliding window, and decodes with its ring cache."""
+    """Returns the decoder without global tokens: that of causal sliding-window attention."""
     given = {name: option for name, option in options.items() if option is not None}
-    # It bounds a `global_mask`, and without one there is nothing to bound.
+    # `max_global` bounds `global_mask`, which is not given here.
     given.pop("max_global", None)
     named = sorted(name for name in given if name.startswith("global_"))
     if named:

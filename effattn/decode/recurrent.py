@@ -1,4 +1,4 @@
-"""The recurrent state: what a recurrence carries, of a size that does not grow."""
+"""Decoding of recurrent functions: a state of constant size."""
 
 import dataclasses
 import inspect
@@ -14,13 +14,13 @@ from effattn.decode.state import check_init, check_state, new_lengths
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RecurrentState:
-    """The state that a recurrence returns.
+    """Decode state of a recurrent function.
 
     Attributes:
       state: the pytree that the function takes as `initial_state`, batch first; at least float32.
       length: `(B,)` int32, tokens seen.
-      max_length: static; how many tokens a row may hold, where the state keeps the last tokens and
-        would have room for more, else None.
+      max_length: static; maximum tokens of a row, if that is less than the window of a state that
+        keeps the last tokens; else None.
     """
 
     state: Any
@@ -30,16 +30,16 @@ class RecurrentState:
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentDecoder:
-    """Decodes a function that takes `initial_state` and, with `return_state`, gives the next one.
+    """Decodes a function with the arguments `initial_state` and `return_state`.
 
-    A step costs O(1) in the length of the prefix, and so does the state.
+    Time of a step and memory of the state are O(1) in the length of the prefix.
 
     Attributes:
       function: called as `function(query, key, value, initial_state=..., return_state=True,
         query_seq_lengths=..., key_value_seq_lengths=..., **options, **per_token)`, with
-        `is_causal=True` if it can also be bidirectional.
-      options: the function's own arguments, but for those that each token has, such as decays and
-        gates, `(B, T, ...)`: these come with the tokens.
+        `is_causal=True` if the function has that argument.
+      options: arguments of the function, except arrays of the tokens `(B, T, ...)` such as decays
+        and gates; `extend` takes those as `per_token`.
     """
 
     function: Callable[..., Any]
@@ -55,9 +55,9 @@ class RecurrentDecoder:
         dtype: Any,
         **per_token: Any,
     ) -> RecurrentState:
-        """The zero state. It does not grow, so `max_length` does not bound it.
+        """Returns the zero state. It does not grow, so `max_length` is only checked.
 
-        `per_token` are the function's arrays of one token, `(B, 1, ...)`, or their
+        `per_token` holds the other arrays of one token, `(B, 1, ...)`, or their
         `jax.ShapeDtypeStruct`.
         """
         dtype = check_init(batch, max_length, dtype)
@@ -85,11 +85,11 @@ class RecurrentDecoder:
           key: `(B, T, K, H)`.
           value: `(B, T, K, Hv)`.
           state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
-          **per_token: the function's other arrays of these tokens, `(B, T, ...)`, by name.
+          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
+          **per_token: other arrays of the T tokens, `(B, T, ...)`, by argument name.
 
         Returns:
-          `(out (B, T, N, Hv), state)`; padding leaves the state as it was.
+          `(out (B, T, N, Hv), state)`; padding does not change the state.
         """
         batch, time = query.shape[:2]
         check_state(state, RecurrentState, batch)

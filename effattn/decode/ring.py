@@ -1,4 +1,4 @@
-"""The ring cache: the last few keys and values, all that a causal window can still reach."""
+"""Sliding-window KV cache: the last W keys and values, which a causal window can reach."""
 
 import dataclasses
 import functools
@@ -18,15 +18,15 @@ from effattn.decode.state import bounded, check_bound, check_init, check_state, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RingState:
-    """The last W keys and values of each row, oldest first; the newest sits at slot W - 1.
+    """KV cache of the last W tokens of each row, oldest first; the newest token is at slot W - 1.
 
-    W is the span of the window, or the most tokens that a row may hold, if fewer.
+    W is the span of the window or the maximum number of tokens of a row, whichever is less.
 
     Attributes:
-      key: `(B, W, K, H)`; of a row that has seen fewer than W tokens, the last `length` slots.
+      key: `(B, W, K, H)`; a row with fewer than W tokens fills the last `length` slots.
       value: `(B, W, K, Hv)`.
       length: `(B,)` int32, tokens seen.
-      max_length: static; how many tokens a row may hold, if fewer than the span, else None.
+      max_length: static; maximum tokens of a row if that is less than the span, else None.
     """
 
     key: jax.Array
@@ -37,12 +37,12 @@ class RingState:
 
 @dataclasses.dataclass(frozen=True)
 class RingDecoder:
-    """Decodes causal sliding-window attention: O(W) a step and a row, however long the prefix.
+    """Decodes causal sliding-window attention; a step costs O(W) a row for any prefix length.
 
     Attributes:
       function: called as `function(query, key, value, is_causal=True, query_offset=W,
         segment_ids=(...), **options)`.
-      options: the function's own arguments; `local_window_size` and `dilation` give W.
+      options: other arguments of the function; `local_window_size` and `dilation` give W.
     """
 
     function: Callable[..., Any]
@@ -50,7 +50,7 @@ class RingDecoder:
 
     @property
     def span(self) -> int:
-        """The number of past tokens that a token reaches back over."""
+        """Distance from a query to the oldest key in its window, in tokens."""
         if "local_window_size" not in self.options:
             raise ValueError(
                 "decoding with a ring cache needs local_window_size among the options, "
@@ -68,7 +68,7 @@ class RingDecoder:
         value_dim: int,
         dtype: Any,
     ) -> RingState:
-        """An empty ring. Rows may outgrow `max_length` if the ring has room for the whole span."""
+        """Returns an empty cache. Rows may outgrow `max_length` if the whole span fits in the cache."""
         dtype = check_init(batch, max_length, dtype)
         return empty(self.span, batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
 
@@ -80,23 +80,23 @@ class RingDecoder:
         state: RingState,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, RingState]:
-        """Attends from T tokens to the ring and to themselves, and keeps the last W tokens.
+        """Attends from T new tokens to the cached and the new tokens, and keeps the last W tokens.
 
-        T may be larger than the window. A `score_mod` sees the positions in the whole sequence.
+        T may be larger than the window. A `score_mod` receives positions in the whole sequence.
 
         Args:
           query: `(B, T, N, H)`.
           key: `(B, T, K, H)`.
           value: `(B, T, K, Hv)`.
           state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
 
         Returns:
           `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
 
         Raises:
-          ValueError: a row outgrows the `max_length` of a state that it bounds, and the lengths are
-            concrete. Under a trace the window is then that of the last `max_length` tokens.
+          ValueError: `state.max_length` is set, a row outgrows it, and the lengths are concrete.
+            With traced lengths, the window is then the last `max_length` tokens.
         """
         batch, time = query.shape[:2]
         check_state(state, RingState, batch)
@@ -107,7 +107,7 @@ class RingDecoder:
         query_ids, options, step, first = key_ids[:, kept:], self.options, 1, 0
         dilation = options.get("dilation", 1)
         if time == 1 and checks.is_integer(dilation) and dilation > 1:
-            # One token reads every so many slots, itself the last: a plain window over those.
+            # One query reads every `dilation`-th slot: a window without dilation over these slots.
             step, options = int(dilation), {**options, "dilation": 1}
             first = kept % step
             keys, values, key_ids = (x[:, first::step] for x in (keys, values, key_ids))
@@ -132,7 +132,7 @@ def empty(
     value_dim: int,
     dtype: Any,
 ) -> RingState:
-    """An empty ring for a window that reaches back over `span` tokens."""
+    """Returns an empty cache for a window that reaches `span` tokens back."""
     slots, bound = bounded(span, max_length)
     return RingState(
         key=jnp.zeros((batch, slots, num_kv_heads, head_dim), dtype),
@@ -145,10 +145,10 @@ def empty(
 def append(
     state: RingState, key: jax.Array, value: jax.Array, lengths: jax.Array, span: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, RingState]:
-    """The ring of a window's `span` with T new tokens after it, `(B, W + T, ...)`.
+    """Concatenates the cache and T new tokens, `(B, W + T, ...)`, and updates the cache.
 
     Returns:
-      Keys, values, which slots `(B, W + T)` hold a token, and the ring after the new tokens.
+      Keys; values; bool `(B, W + T)`, True at slots that hold a token; and the updated cache.
     """
     time, kept_slots = key.shape[1], state.key.shape[1]
     check_bound(state, lengths, kept_slots, span)
@@ -156,12 +156,12 @@ def append(
         jnp.concatenate([mesh_axes.beside(new, kept).astype(new.dtype), new], axis=1)
         for new, kept in ((key, state.key), (value, state.value))
     )
-    # Slots [0, W) are the ring, filled from its end; slots from W on are new.
+    # Slots [0, W) are the cache, filled from its end; slots from W on are the new tokens.
     slots = kept_slots + time
     filled = ~within(kept_slots - state.length, slots) & within(kept_slots + lengths, slots)
 
     def kept(arrays, taken):
-        """A row that took n tokens keeps slots [n, n + W)."""
+        """Keeps slots [n, n + W) of a row with n new tokens."""
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=kept_slots)
         return tuple(jax.vmap(cut)(array, taken) for array in arrays)
 
@@ -177,7 +177,7 @@ def append(
 
 
 def shift(options: Mapping[str, Any], start: jax.Array, step: int = 1) -> Mapping[str, Any]:
-    """The options, where slot n of row b is position `start[b] + step n` of its sequence."""
+    """Moves the positions of `score_mod`: slot n of row b is position `start[b] + step * n`."""
     score_mod = options.get("score_mod")
     if score_mod is None:
         return options

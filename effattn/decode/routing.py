@@ -1,4 +1,4 @@
-"""The state of routing attention: of each cluster, its last tokens."""
+"""Decoding of routing attention: a KV cache of the last tokens of each cluster."""
 
 import dataclasses
 import functools
@@ -23,16 +23,16 @@ _OPTIONS = frozenset((*_SHARED, "tile", "centroids", "cluster_size"))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoutingState:
-    """The last w tokens of each cluster, token n of a cluster (from 0) at slot n % w.
+    """KV cache of the last w tokens of each cluster; token n of a cluster is at slot n % w.
 
-    w is the size of a cluster, or the most tokens that a row may hold, if fewer.
+    w is the size of a cluster or the maximum number of tokens of a row, whichever is less.
 
     Attributes:
       key: `(B, N, C, w, H)`, normalised.
       value: `(B, N, C, w, Hv)`.
-      count: `(B, N, C)` int32, tokens that each cluster has had.
+      count: `(B, N, C)` int32, tokens that each cluster has seen.
       length: `(B,)` int32, tokens seen.
-      max_length: static; how many tokens a row may hold, if fewer than a cluster, else None.
+      max_length: static; maximum tokens of a row if that is less than a cluster, else None.
     """
 
     key: jax.Array
@@ -46,12 +46,12 @@ class RoutingState:
 class RoutingDecoder:
     """Decodes causal `effattn.routing_attention`.
 
-    A step and a row cost O(C H + w (H + Hv)) time a head: it reads one cluster. T tokens at once
-    cost O((T + C w) w (H + Hv)). The state is O(C w (H + Hv)), however long the prefix.
+    A step reads one cluster and costs O(C H + w (H + Hv)) time for each row and head. T tokens at
+    once cost O((T + C w) w (H + Hv)). The state takes O(C w (H + Hv)) for any prefix length.
 
     Attributes:
       function: `effattn.routing_attention`.
-      options: its own arguments, of which `centroids` and `cluster_size` are needed.
+      options: arguments of the function; `centroids` and `cluster_size` are required.
     """
 
     function: Callable[..., Any]
@@ -66,7 +66,7 @@ class RoutingDecoder:
         value_dim: int,
         dtype: Any,
     ) -> RoutingState:
-        """An empty state. Rows may outgrow `max_length` if there is room for whole clusters."""
+        """Returns an empty state. Rows may outgrow `max_length` if it is at least `cluster_size`."""
         dtype = check_init(batch, max_length, dtype)
         centroids, size = self._own()
         heads, clusters = centroids.shape[:2]
@@ -91,22 +91,22 @@ class RoutingDecoder:
         state: RoutingState,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, RoutingState]:
-        """Attends from T tokens to the last tokens of their clusters, themselves among them.
+        """Attends from T new tokens to the last tokens of their clusters, including themselves.
 
         Args:
           query: `(B, T, N, H)`.
           key: `(B, T, K, H)`.
           value: `(B, T, K, Hv)`.
           state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, how many of the T tokens each row has, right padded; default all.
+          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
 
         Returns:
           `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
 
         Raises:
-          ValueError: options that are missing or not taken, a state of others, or a row that
-            outgrows the `max_length` of a state that it bounds, where the lengths are concrete.
-            Under a trace clusters then have the last `max_length` tokens.
+          ValueError: options that are missing or not taken; a state of other options; or
+            `state.max_length` is set, a row outgrows it, and the lengths are concrete. With traced
+            lengths, clusters then keep the last `max_length` tokens.
         """
         batch, time = query.shape[:2]
         check_state(state, RoutingState, batch)
@@ -141,12 +141,12 @@ class RoutingDecoder:
         return self.options["centroids"], self.options["cluster_size"]
 
     def _step(self, tokens: Tokens, cluster, present, state: RoutingState):
-        """Of one token: it is stored, and its cluster read."""
+        """Stores one token and attends to its cluster."""
         size = state.key.shape[3]
         batch, heads = (jnp.arange(n) for n in cluster.shape[:2])
         mine = batch[:, None], heads[None], cluster[..., 0]
         count = state.count[mine]
-        # Padding goes to a slot that does not exist, and so is dropped.
+        # Padding goes to a slot that does not exist, so `mode="drop"` drops it.
         slot = jnp.where(present, count % size, size)
 
         def stored(old, new):
@@ -166,13 +166,13 @@ class RoutingDecoder:
         )
 
     def _extend(self, tokens: Tokens, cluster, present, state: RoutingState):
-        """Of more: sorted by cluster with those that are kept, which come first, oldest first."""
+        """Sorts cached and new tokens by cluster, oldest first, and attends in causal windows."""
         batch, heads, clusters, size, _ = state.key.shape
         kept, time = clusters * size, cluster.shape[-1]
         slots = lead(jnp.arange(size, dtype=jnp.int32), 4)
         count = state.count[..., None]
         age = jnp.where(count > size, (slots - count) % size, slots)
-        # What is not there is of a cluster after all others.
+        # Padding and unfilled slots get a cluster id after all others.
         none = jnp.int32(clusters)
         clusters_of = jnp.arange(clusters, dtype=jnp.int32)[None, None, :, None]
         of_kept = jnp.where(slots < count, clusters_of, none)
@@ -221,7 +221,7 @@ class RoutingDecoder:
         return _take(out, inverse[..., kept:]), state
 
     def _attend(self, query, key, value, **within):
-        """Of `(B, N, T, H)`, each head an example to the core."""
+        """Attends for `(B, N, T, H)`; the core gets each head as an example."""
         query, key, value = (x[..., None, :] for x in (query, key, value))
         shared = {name: self.options[name] for name in _SHARED if name in self.options}
         given = attention.check("routing_attention", query, key, value, **shared, **within)
@@ -229,5 +229,5 @@ class RoutingDecoder:
 
 
 def _take(x, at):
-    """`(B, N, L, ...)` at `(B, N, M)`."""
+    """Gathers `(B, N, L, ...)` at indices `(B, N, M)`."""
     return jax.vmap(jax.vmap(lambda x, at: x.at[at].get(mode="clip")))(x, at)

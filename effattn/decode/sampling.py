@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""Sampling of the next token from logits."""
 
 import numbers
 from typing import Any
@@ -19,22 +19,23 @@ def sample_token(
     top_k: int | None = None,
     top_p: jax.Array | float | None = None,
 ) -> jax.Array:
-    """One token a row: the likeliest without a temperature, else a draw.
+    """Draws one token a row; without a temperature, takes the likeliest token.
 
-    The logits are cut to the `top_k` largest and divided by the temperature, then cut to the
-    smallest set of likeliest tokens whose probability reaches `top_p` (nucleus sampling: Holtzman
-    et al. 2020, "The Curious Case of Neural Text Degeneration"). Ties with the last one kept stay.
-    Probabilities and noise are at least float32.
+    A draw keeps the `top_k` largest logits, divides them by the temperature, and then keeps the
+    smallest set of likeliest tokens whose total probability reaches `top_p` (nucleus sampling:
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration"). Tokens that tie with the
+    last kept token are also kept. Probabilities and noise are at least float32.
 
-    Of several likeliest tokens the first is taken without a temperature, and with one each is
-    equally likely. A logit of +inf is certain, and one of -inf or NaN is never chosen unless all
-    are. Then all tokens count as equal.
+    If several tokens have the largest logit, greedy decoding takes the first of them, and a draw
+    takes each with equal probability. A token with logit +inf is chosen with certainty. A token
+    with logit -inf or NaN is never chosen, unless all logits are -inf or NaN; then all tokens are
+    equally likely.
 
     Args:
       logits: `(..., V)`.
-      rng: a `jax.random` key; needed with a temperature.
-      temperature: positive and finite; None takes the likeliest token. One below the smallest
-        normal number of the dtype counts as that number.
+      rng: a `jax.random` key; required with a temperature.
+      temperature: positive and finite; None takes the likeliest token. A value below the smallest
+        normal number of the dtype is raised to that number.
       top_k: between 1 and V.
       top_p: in (0, 1].
 
@@ -42,7 +43,7 @@ def sample_token(
       `(...)` int32.
 
     Raises:
-      ValueError: an argument is missing, or known to be out of its range.
+      ValueError: an argument is missing, or concrete and out of its range.
     """
     logits = jnp.asarray(logits)
     if jnp.issubdtype(logits.dtype, jnp.inexact):
@@ -50,7 +51,7 @@ def sample_token(
     if temperature is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     rng = check_draw(rng, temperature, top_k, top_p)
-    # In 16 bits, the noise that decides a draw has too few values.
+    # Random noise in 16 bits has too few distinct values.
     logits = _below_best(logits.astype(dtypes.wide(logits.dtype)))
     if top_k is not None:
         if top_k > logits.shape[-1]:
@@ -67,23 +68,23 @@ def sample_token(
         top_p = jnp.asarray(top_p, logits.dtype)
         kept = (before < top_p) | (top_p >= 1)
         smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-        # The likeliest token, at 0, always stays.
+        # The likeliest token has logit 0 and is always kept.
         logits = jnp.where(logits < jnp.minimum(smallest, 0), -jnp.inf, logits)
     return jax.random.categorical(rng, logits, axis=-1).astype(jnp.int32)
 
 
 def _below_best(logits: jax.Array) -> jax.Array:
-    """The logits less the largest, which are 0 even if they are infinite."""
+    """Subtracts the largest logit; the result at the largest logits is 0, even if they are inf."""
     best = jnp.max(logits, axis=-1, keepdims=True)
     is_best = logits == best
-    # Of two infinities the difference would be NaN.
+    # inf - inf would be NaN.
     return jnp.where(is_best, 0, jnp.where(is_best, 0, logits) - best)
 
 
 def divisor(temperature: Any, dtype: Any) -> jax.Array:
-    """The temperature as a number of that dtype that is normal, and whose reciprocal is.
+    """Clips the temperature so that it and its reciprocal are normal numbers of `dtype`.
 
-    Processors may take a subnormal number for zero, and divide by multiplying.
+    Processors may flush subnormal numbers to zero, and may divide by multiplying by the reciprocal.
     """
     least = jnp.finfo(dtype).tiny
     clip = jnp.clip if isinstance(temperature, jax.Array) else np.clip
@@ -91,12 +92,12 @@ def divisor(temperature: Any, dtype: Any) -> jax.Array:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, or an array of them."""
+    """Returns whether `value` is a real number or an array."""
     return isinstance(value, jax.Array | np.ndarray | numbers.Real)
 
 
 def check_draw(rng: Any, temperature: Any, top_k: Any, top_p: Any) -> jax.Array:
-    """The key; `ValueError` for what no token can be drawn with, where its value is known."""
+    """Checks the arguments of a draw, as far as they are concrete, and returns the key."""
     if not isinstance(rng, jax.Array | np.ndarray):
         raise ValueError(
             f"temperature={temperature} draws tokens and needs rng, a jax.random key, got {rng!r}; "

@@ -1,4 +1,4 @@
-"""Extending states in which segments of tokens, once finished, are something else."""
+"""Extension of states that summarise each finished segment of tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,19 +19,19 @@ def extend_by_segment(
     state: Any,
     lengths: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    """Extends by any number of tokens, in parts that lie in one segment of each row.
+    """Extends a state by T tokens, in parts that do not cross a segment border of any row.
 
     Args:
-      extend_inside: `(arrays, state, lengths) -> (out, state)`, for the parts; the state has a
-        `length`.
-      segment: m, tokens of a segment.
-      arrays: of the new tokens, `(B, T, ...)` each.
-      out: shape and dtype of all outputs, `(B, T, ...)`.
-      state: before them.
-      lengths: `(B,)` int32, how many of the T tokens each row has.
+      extend_inside: `(arrays, state, lengths) -> (out, state)`, called for each part; the state has
+        a `length`.
+      segment: m, tokens in a segment.
+      arrays: arrays of the new tokens, `(B, T, ...)` each.
+      out: shape and dtype of the output, `(B, T, ...)`.
+      state: the state before the new tokens.
+      lengths: `(B,)` int32, number of valid new tokens of each row.
 
     Returns:
-      The outputs, zeros in the padding, and the state after them.
+      The output, zeros in the padding, and the state after the new tokens.
     """
     checks.known_length("decoding segment by segment", arrays[0], axis=1 - arrays[0].ndim)
     batch, time = out.shape[:2]
@@ -41,7 +41,7 @@ def extend_by_segment(
     rows = jnp.arange(batch)[:, None]
 
     def part(carry, _):
-        """The tokens of each row up to the end of its segment."""
+        """Extends each row by its next tokens, up to the end of the present segment."""
         outs, state, start = carry
         left = segment - state.length % segment
         taken = jnp.minimum(jnp.minimum(lengths - start, left), size)

@@ -1,9 +1,9 @@
-"""The state protocol: what decoding carries, and how a mechanism extends it.
+"""The state and decoder protocols, and argument checks that all decoders share.
 
 A *state* is a small frozen pytree with `length (B,)` int32, the number of tokens that each row has
-seen. A *decoder* makes and extends states for one attention function. `extend` takes any T >= 1
-tokens from any state, of which row b has `lengths[b]` (right padded): prefill, chunked prefill,
-unequal prompts and single steps are the same call.
+seen. A *decoder* makes and extends states for one attention function. `extend` takes any state and
+any number T >= 1 of new tokens; row b has `lengths[b]` valid tokens, right padded. Prefill, chunked
+prefill, unequal prompts and single steps are the same call.
 """
 
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from effattn.arrays import checks
 
 
 class State(Protocol):
-    """What every decode state has: a pytree that says how many tokens each row has seen."""
+    """Protocol of a decode state: a pytree with the number of tokens that each row has seen."""
 
     @property
     def length(self) -> jax.Array:
@@ -26,7 +26,7 @@ class State(Protocol):
 
 
 class Decoder(Protocol):
-    """How one attention function decodes; made as `decoder(function, options)`."""
+    """Protocol of a decoder of one attention function, made as `decoder(function, options)`."""
 
     def init(
         self,
@@ -37,7 +37,7 @@ class Decoder(Protocol):
         value_dim: int,
         dtype: Any,
     ) -> Any:
-        """The empty state of `batch` rows that may come to hold `max_length` tokens each."""
+        """Returns an empty state for `batch` rows of up to `max_length` tokens each."""
         ...
 
     def extend(
@@ -53,7 +53,7 @@ class Decoder(Protocol):
 
 
 def is_concrete(*arrays: Any) -> bool:
-    """Whether all values are known now: outside of any trace, and to this process."""
+    """Returns whether all values are known now: not traced, and addressable by this process."""
     return not any(
         isinstance(array, Tracer) or not getattr(array, "is_fully_addressable", True)
         for array in arrays
@@ -61,9 +61,9 @@ def is_concrete(*arrays: Any) -> bool:
 
 
 def check_vocabulary(name: str, tokens: Any, valid: Any, size: int) -> None:
-    """`ValueError` for a token outside the vocabulary, where tokens and padding are known.
+    """Raises `ValueError` for a token outside the vocabulary, if tokens and padding are concrete.
 
-    `valid` is bool, of the shape of the tokens, and False in the padding; None has no padding.
+    `valid` is bool, of the shape of the tokens, and False in the padding; None means no padding.
     """
     if is_concrete(tokens, valid):
         known = np.asarray(tokens)
@@ -78,21 +78,21 @@ def check_vocabulary(name: str, tokens: Any, valid: Any, size: int) -> None:
 
 
 def narrow(tokens: jax.Array) -> jax.Array:
-    """int32 tokens; one outside the range of int32 becomes another number that is no token."""
+    """Casts tokens to int32, clipped to the range from -1 to the largest int32."""
     most = min(2**31 - 1, jnp.iinfo(tokens.dtype).max)
     least = max(-1, jnp.iinfo(tokens.dtype).min)
     return jnp.clip(tokens, least, most).astype(jnp.int32)
 
 
 def new_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
-    """How many of `time` right-padded tokens each row has, `(B,)` int32; all of them for None."""
+    """Returns the checked valid tokens of each row, `(B,)` int32; None means all `time` tokens."""
     if time < 1:
         raise ValueError("there must be at least one token, got a sequence of length 0")
     return row_lengths(lengths, batch, time)
 
 
 def row_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
-    """The same, also where there are no tokens."""
+    """Checks `lengths` as `new_lengths` does, but also allows sequences without tokens."""
     if lengths is None:
         return jnp.full((batch,), time, jnp.int32)
     known, lengths = checks.known(lengths), checks.as_array("lengths", lengths)
@@ -109,7 +109,7 @@ def row_lengths(lengths: Any, batch: int, time: int) -> jax.Array:
 
 
 def check_capacity(length: jax.Array, lengths: jax.Array, capacity: int) -> None:
-    """`ValueError` if a row would outgrow `capacity`, where that can be known before running."""
+    """Raises `ValueError` if a row would outgrow `capacity` and the lengths are concrete."""
     if is_concrete(length, lengths):
         needed = int(np.max(np.asarray(length) + np.asarray(lengths), initial=0))
         if needed > capacity:
@@ -120,19 +120,21 @@ def check_capacity(length: jax.Array, lengths: jax.Array, capacity: int) -> None
 
 
 def bounded(size: int, max_length: int) -> tuple[int, int | None]:
-    """Slots for the last `size` tokens of a row, never more than `max_length`.
+    """Returns the number of slots for the last `size` tokens of a row of up to `max_length`.
 
     Returns:
-      The number of slots, and `max_length` if that is what bounds them, else None.
+      `(min(size, max_length), bound)`; `bound` is `max_length` if it is less than `size`, else
+      None.
     """
     return (size, None) if size <= max_length else (max_length, max_length)
 
 
 def check_bound(state: Any, lengths: jax.Array, slots: int, size: int) -> None:
-    """Checks a state that keeps the last `size` tokens of a row, or its `max_length` if fewer.
+    """Checks a state that keeps the last `min(size, state.max_length)` tokens of a row.
 
-    `ValueError` if it has other than those `slots`, or if a row would hold more than `max_length`
-    tokens, where that can be known before running.
+    Raises:
+      ValueError: the number of `slots` of the state is another, or the lengths are concrete and a
+        row would hold more than `state.max_length` tokens.
     """
     needed = size if state.max_length is None else min(size, state.max_length)
     if slots != needed:
@@ -145,7 +147,7 @@ def check_bound(state: Any, lengths: jax.Array, slots: int, size: int) -> None:
 
 
 def bound_of(state: Any) -> int | None:
-    """The `max_length` of a state that it bounds, or of one that the state is made of."""
+    """Returns the first `max_length` that is set in a state or in a part of it, else None."""
 
     def is_bounded(part):
         return getattr(part, "max_length", None) is not None
@@ -154,12 +156,12 @@ def bound_of(state: Any) -> int | None:
     return next((part.max_length for part in parts if is_bounded(part)), None)
 
 
-# A state in 8 bits or fewer would need a scale for each array, and states have none.
+# A state in 8 bits or fewer would need a scale for each array; states store no scales.
 _STATE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def check_init(batch: Any, max_length: Any, dtype: Any) -> np.dtype:
-    """The dtype; `ValueError` unless there can be a state of these rows and tokens in it."""
+    """Checks the arguments of `Decoder.init` and returns the dtype."""
     # An exported program may leave the number of rows open.
     if not jax.export.is_symbolic_dim(batch):
         checks.at_least("batch", batch, 0, "rows")
@@ -168,9 +170,9 @@ def check_init(batch: Any, max_length: Any, dtype: Any) -> np.dtype:
 
 
 def state_dtype(dtype: Any) -> np.dtype:
-    """The dtype; `ValueError` unless it can hold a decode state."""
+    """Returns the dtype; raises `ValueError` unless it is a supported dtype of a decode state."""
     try:
-        # To NumPy, None is float64.
+        # NumPy reads None as float64.
         known = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         known = None
@@ -183,7 +185,7 @@ def state_dtype(dtype: Any) -> np.dtype:
 
 
 def check_state(state: Any, kind: type[Any], batch: int) -> None:
-    """`ValueError` unless `state` is of that kind and for that many rows."""
+    """Raises `ValueError` unless `state` is an instance of `kind` for `batch` rows."""
     if not isinstance(state, kind):
         raise ValueError(
             f"state must be the {kind.__name__} that init_state returned, "
@@ -193,7 +195,7 @@ def check_state(state: Any, kind: type[Any], batch: int) -> None:
 
 
 def check_rows(state: Any, batch: int) -> None:
-    """`ValueError` unless `state` is for that many rows."""
+    """Raises `ValueError` unless `state` has `batch` rows."""
     if state.length.shape != (batch,):
         raise ValueError(
             f"state has length of shape {state.length.shape} and cannot be extended by {batch} "

@@ -1,4 +1,4 @@
-"""The cache of tokens: what each one left for those after it, in order, up to a capacity."""
+"""Cache with one slot of arrays for each token, in order, up to a fixed capacity."""
 
 import dataclasses
 from typing import Any
@@ -14,10 +14,10 @@ from effattn.decode.state import check_capacity
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenState:
-    """What tokens left, at slots `[0, length)` of each row.
+    """Arrays of each token, at slots `[0, length)` of each row.
 
     Attributes:
-      tokens: a pytree of `(B, S, ...)`, S the capacity; zeros where no token is yet.
+      tokens: a pytree of `(B, S, ...)`, S the capacity; zeros in unfilled slots.
       length: `(B,)` int32, tokens seen.
     """
 
@@ -26,9 +26,10 @@ class TokenState:
 
 
 def append(state: TokenState, new: Any, lengths: jax.Array) -> TokenState:
-    """Stores the first `lengths[b]` of T new tokens, a pytree of `(B, T, ...)`, where they fit.
+    """Appends the first `lengths[b]` of T new tokens, a pytree of `(B, T, ...)`.
 
-    `ValueError` if a row outgrows the capacity and the lengths are concrete.
+    Raises `ValueError` if a row outgrows the capacity and the lengths are concrete. With traced
+    lengths, tokens past the capacity are dropped.
     """
     first = jax.tree.leaves(state.tokens)[0]
     check_capacity(state.length, lengths, first.shape[1])
@@ -37,9 +38,9 @@ def append(state: TokenState, new: Any, lengths: jax.Array) -> TokenState:
 
 
 def stored(kept: jax.Array, new: jax.Array, length: jax.Array, lengths: jax.Array) -> jax.Array:
-    """`kept (B, S, ...)` with the first `lengths[b]` of `new (B, T, ...)` from slot `length[b]`."""
+    """Writes the first `lengths[b]` of `new (B, T, ...)` into `kept (B, S, ...)` at `length[b]`."""
     capacity = kept.shape[1]
-    # Padding is sent to slot `capacity`, which does not exist, and so is dropped.
+    # Padding goes to slot `capacity`, which does not exist, so `mode="drop"` drops it.
     time = new.shape[1]
     slots = jnp.where(within(lengths, time), positions_from(length, time), capacity)
 
