@@ -1,17 +1,17 @@
-"""Pictures and measures of attention: who may attend to whom, what a layer pays, at what error.
+"""Figures and measures of attention: patterns, attention weights, approximation error and rank.
 
     draw(Causal() & SlidingWindow(7, 0)).figure.savefig("window.png")
-    draw("longformer", local_window_size=(7, 0), is_causal=True)     # as the function really does
+    draw("longformer", local_window_size=(7, 0), is_causal=True)     # measured from the function
     print(text("sparse_transformer", 32, stride=8))                  # the same in characters
     receptive_field(bigbird(8), depth=4)                             # tokens reached, by layers
     draw_attention(model, tokens, layer=3)                           # the weights of each head
     approximation_error("nystrom", q, k, v, num_landmarks=64)        # against exact attention
     effective_rank(singular_values("softmax", q, k))                 # of the attention matrix
 
-The pictures of a mechanism are made by calling it, never from a mask written for the picture. They
-work on dense matrices, O(N^2) in the number of tokens, and take up to `LONGEST` of them;
-`approximation_error`, and `singular_values` with a `count`, go on from there in linear memory.
-Figures need matplotlib, the extra `analysis`; the numbers and `text` do not.
+Pictures of a mechanism come from calls of its function, not from a separate mask. Pictures use
+dense matrices, O(N^2) in the number of tokens, and take up to `LONGEST` tokens;
+`approximation_error`, and `singular_values` with a `count`, take more tokens in linear memory.
+Figures need matplotlib (the extra `analysis`); numbers and `text` do not.
 """
 
 from effattn.analysis.approximation import (

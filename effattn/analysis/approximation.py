@@ -1,4 +1,4 @@
-"""How far approximations are from exact softmax attention, and how many ranks attention has."""
+"""Approximation error against exact softmax attention, and effective rank of attention."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,16 +12,17 @@ from effattn.arrays import checks
 from effattn.functional.softmax import dot_product_attention
 from effattn.nn.binding import Binding, resolve
 
-# Each but the first shrinks what is missed by the squared ratio of a left-out to a kept value.
+# Each iteration after the first reduces the error by the squared ratio of an omitted to a kept
+# singular value.
 _ITERATIONS = 3
 
 
 class ApproximationError(NamedTuple):
-    """Distances relative to exact attention, each `(*B, N)`.
+    """Relative errors against exact attention, `(*B, N)` each.
 
     Attributes:
-      matrix: of the attention matrices, ||A' - A||_F / ||A||_F.
-      output: of the outputs, ||A' V - A V||_F / ||A V||_F.
+      matrix: error of the attention matrix, ||A' - A||_F / ||A||_F.
+      output: error of the output, ||A' V - A V||_F / ||A V||_F.
     """
 
     matrix: jax.Array
@@ -38,34 +39,32 @@ def approximation_error(
     keys_at_once: int = 128,
     **options: Any,
 ) -> ApproximationError:
-    r"""How far a mechanism is from exact softmax attention, for these queries, keys and values.
+    r"""Returns the error of a mechanism against exact softmax attention, for given inputs.
 
         A = softmax(H^-1/2 Q K^T),    A' = the matrix with which the mechanism mixes values
 
-    No T x S array is made. A' comes by blocks of columns, the outputs for one-hot values of
-    `keys_at_once` keys, and A beside it from the log-sum-exp of its rows. Memory
-    O((T + S) (H + keys_at_once)); time O(T S H), and that of S / keys_at_once calls of the
-    mechanism.
+    No T x S array is formed. Blocks of columns of A' are the outputs for one-hot values of
+    `keys_at_once` keys; the same columns of A come from the log-sum-exp of the rows. Memory
+    O((T + S) (H + keys_at_once)); time O(T S H) plus S / keys_at_once calls of the mechanism.
 
     Args:
       mechanism: a registered name, or a function of query, key and value, such as those of
-        `effattn`, or a `functools.partial` of one. It mixes values linearly, and alike for all of
-        their features.
+        `effattn`, or a `functools.partial` of one. The mechanism must be linear in the values and
+        treat all value features alike.
       query: `(*B, T, N, H)`.
       key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
-      is_causal: compare with causal attention; also given to a mechanism that takes it.
+      is_causal: compare with causal attention; also passed to a mechanism that takes it.
       keys_at_once: tuning only.
-      **options: any other arguments of the mechanism's function; those not given are the
-        registry's.
+      **options: other arguments of the mechanism's function; the registry has the defaults.
 
     Returns:
-      `ApproximationError`, relative distances for each head, at least float32. Exactly 1 is what
-      zeros have; there is no upper bound.
+      `ApproximationError`, relative errors for each head, at least float32. A mechanism that
+      returns zeros has error 1; there is no upper bound.
 
     Raises:
-      ValueError: an unknown mechanism, or one that does not look the way that `is_causal` says;
-        wrong shapes; a function that does not return one array; and what the function raises.
+      ValueError: an unknown mechanism, or a mechanism without the direction of `is_causal`; wrong
+        shapes; a function that does not return one array. Errors of the function pass through.
     """
     function, binding, options = resolve(mechanism, options)
     keys_at_once = checks.at_least("keys_at_once", keys_at_once, 1, "keys")
@@ -87,25 +86,25 @@ def singular_values(
     rng: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
-    """The singular values of the matrix with which each head mixes values, the largest first.
+    """Returns the singular values of the mixing matrix of each head, largest first.
 
-    By default all of them, from a decomposition of `mixing_weights`: O(T S min(T, S)) for up to
-    `LONGEST` tokens.
+    Without `count`, returns all singular values, from a decomposition of `mixing_weights`: time
+    O(T S min(T, S)), for up to `LONGEST` tokens.
 
-    With `count`, about so many of the largest ones, for any length: the mechanism is applied to
-    `count` random values, its transpose (the gradient with respect to the values) to what comes
-    out, three times back and forth (Halko et al. 2011, "Finding Structure with Randomness"). Memory
-    O((T + S) count), time O((T + S) count^2) and that of six calls. They are never above the true
-    ones, and close to them as far as the values after the first `count` are small beside them; a
-    flat spectrum, that of a window say, is not resolved.
+    With `count`, estimates the `count` largest singular values for any length, by subspace
+    iteration (Halko et al. 2011, "Finding Structure with Randomness"): the mechanism is applied to
+    `count` random values, and its transpose (the gradient with respect to the values) to the
+    output, three times. Memory O((T + S) count), time O((T + S) count^2) plus six calls. Estimates
+    never exceed the true values. They are accurate if the omitted singular values are much smaller
+    than the kept values; for a flat spectrum, such as that of a window, they are not.
 
     Args:
       mechanism: as in `approximation_error`.
       query: `(*B, T, N, H)`.
       key: `(*B, S, K, H)`.
-      count: how many, at most T and S; None for all.
-      rng: a `jax.random` key, needed with `count`.
-      **options: any other arguments of the mechanism's function, `is_causal=True` say.
+      count: number of singular values, at most T and S; None for all.
+      rng: a `jax.random` key, required with `count`.
+      **options: other arguments of the mechanism's function, such as `is_causal=True`.
 
     Returns:
       `(*B, N, count or min(T, S))`, at least float32.
@@ -129,25 +128,25 @@ def singular_values(
 
 
 def effective_rank(singular: ArrayLike) -> jax.Array:
-    """The effective rank of matrices, from their singular values.
+    """Returns the effective rank of matrices, from their singular values.
 
         exp(-sum_i p_i log p_i),    p_i = sigma_i / sum_j sigma_j
 
-    It lies between 1 and the rank, which it equals where all sigma that are not 0 are equal
-    (Roy and Vetterli 2007, "The Effective Rank: A Measure of Effective Dimensionality"). Of
-    attention, `effective_rank(singular_values("softmax", query, key))`.
+    The effective rank lies between 1 and the rank, and equals the rank if all nonzero sigma are
+    equal (Roy and Vetterli 2007, "The Effective Rank: A Measure of Effective Dimensionality").
+    Example: `effective_rank(singular_values("softmax", query, key))`.
 
-    Where `singular` has only the largest ones, as for long sequences, this is a lower bound: what
-    is left out would only spread the rest. It is close where they have nearly all of the sum.
+    If `singular` has only the largest singular values, as for long sequences, the result is a lower
+    bound. The bound is tight if the given singular values have nearly all of the sum.
 
     Args:
       singular: `(*, R)`, not negative.
 
     Returns:
-      `(*)`, at least float32; 0 of a matrix of zeros.
+      `(*)`, at least float32; 0 for a zero matrix.
 
     Raises:
-      ValueError: no values.
+      ValueError: no singular values.
     """
     singular = jnp.asarray(singular)
     if singular.ndim < 1 or singular.shape[-1] < 1:
@@ -160,7 +159,7 @@ def effective_rank(singular: ArrayLike) -> jax.Array:
 
 
 def _directed(binding: Binding, is_causal: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with the direction for a function that takes it."""
+    """Returns the options, with `is_causal` if the function takes it."""
     binding.require("causal" if is_causal else "bidirectional", f"is_causal={is_causal}")
     given = {"is_causal": True} if is_causal and binding.takes("is_causal") else {}
     return {**options, **given}
@@ -180,7 +179,7 @@ def _errors(function, options, is_causal, keys_at_once, query, key, value) -> Ap
     scaled = query.astype(dtype) * query.shape[-1] ** -0.5
 
     def weights(start):
-        """Columns of A, `(*B, T, N, C)`, from `start` on."""
+        """Returns the columns of A from `start` on, `(*B, T, N, C)`."""
         columns = jax.lax.dynamic_slice_in_dim(padded, start, block, -3).astype(dtype)
         logits = jnp.einsum("...tnh,...cnh->...tnc", scaled, columns, precision="highest")
         j = start + jnp.arange(block)
@@ -207,7 +206,7 @@ def _errors(function, options, is_causal, keys_at_once, query, key, value) -> Ap
 
 
 def _largest(function, options, count, rng, query, key) -> jax.Array:
-    """By subspace iteration, `(*B, N, count)`."""
+    """Returns the largest singular values by subspace iteration, `(*B, N, count)`."""
     key = jnp.repeat(key, query.shape[-2] // key.shape[-2], -2)
     dtype = jnp.promote_types(jnp.result_type(query, key), jnp.float32)
 

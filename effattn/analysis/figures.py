@@ -1,4 +1,4 @@
-"""The figures. Matplotlib is imported when one is drawn."""
+"""Figures of attention. Drawing a figure imports Matplotlib."""
 
 import math
 import textwrap
@@ -33,29 +33,29 @@ def draw(
 ) -> "Axes":
     """Draws which keys each query attends to: queries go down, keys to the right.
 
-    A pattern is drawn by its mask, a layout by its tiles, the partial ones lighter. A mechanism is
-    drawn by what it really does: by its `mixing_weights`, read off from a call of the function. A
-    pair is as dark as its weight is large beside the largest of its row. With all queries and keys
-    alike, the default, softmax attention spreads evenly over its pattern. The title has the
-    density, the share of the pairs (of a layout: of the tiles) in which something attends. O(N^2)
-    in the number of tokens, or of tiles.
+    The figure of a pattern shows its mask, and that of a layout its tiles (partial tiles lighter).
+    The figure of a mechanism shows its `mixing_weights`, measured by a call of the function; the
+    shade of a pair is its weight relative to the largest weight of the row. By default all queries
+    and all keys are equal, so softmax attention has uniform weights over its pattern. The title
+    gives the density: the share of pairs (for a layout: of tiles) that attend. Time O(N^2) in the
+    number of tokens or tiles.
 
     Args:
       what: a pattern of `effattn.patterns`, a `BlockLayout`, or a mechanism: a registered name, a
         function of query, key and value, or a `functools.partial` of one.
-      length: tokens, up to `effattn.analysis.LONGEST`, by default 64. A layout has its own.
-      head: which one, where heads differ; through all leading axes of a layout.
-      name: for the title; by default what the thing calls itself.
-      ax: where to draw; by default a new figure.
-      **options: arguments of a mechanism's function, `is_causal=True` say; `query` and `key` too,
-        `(length, heads, features)`, where they should not be alike or heads differ.
+      length: number of tokens, up to `effattn.analysis.LONGEST`, default 64; not for layouts.
+      head: head to draw, if heads differ; the index counts through all leading axes of a layout.
+      name: name in the title; by default the name of the mechanism or the repr of the pattern.
+      ax: axes to draw in; by default a new figure.
+      **options: arguments of a mechanism's function, such as `is_causal=True`; also `query` and
+        `key`, `(length, heads, features)`, in place of the equal ones.
 
     Returns:
-      The axes; `.figure.savefig(path)` writes them.
+      The axes; `.figure.savefig(path)` writes the figure.
 
     Raises:
-      ValueError: sizes out of range, a head that is not there, options of what takes none.
-      ImportError: there is no matplotlib.
+      ValueError: sizes or a head out of range, or options for a pattern or a layout.
+      ImportError: matplotlib is not installed.
     """
     plt = style.pyplot()
     shown = picture(what, length, head, options)
@@ -77,24 +77,24 @@ def draw_receptive_field(
     *,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draws how many tokens an output depends on, against the number of layers.
+    """Draws the size of the receptive field against the number of layers.
 
-    It is the mean over all positions of `receptive_field`. A causal pattern reaches half of the
-    tokens at most.
+    The figure shows `receptive_field`, averaged over positions. A causal pattern reaches about half
+    of the tokens at most.
 
     Args:
-      layers: what each layer is, a pattern or a mechanism (with its options in a
-        `functools.partial`), by the name for the legend.
-      depth: the largest number of layers.
-      length: tokens, up to `effattn.analysis.LONGEST`.
-      ax: where to draw; by default a new figure.
+      layers: maps names in the legend to patterns or mechanisms (options of a mechanism come in a
+        `functools.partial`).
+      depth: maximum number of layers.
+      length: number of tokens, up to `effattn.analysis.LONGEST`.
+      ax: axes to draw in; by default a new figure.
 
     Returns:
       The axes.
 
     Raises:
       ValueError: sizes out of range.
-      ImportError: there is no matplotlib.
+      ImportError: matplotlib is not installed.
     """
     plt = style.pyplot()
     from matplotlib.ticker import MaxNLocator
@@ -105,7 +105,7 @@ def draw_receptive_field(
         reach = receptive_field(what, depth, length).mean(-1)
         colour = style.COLOURS[index % len(style.COLOURS)]
         marker = style.MARKERS[index % len(style.MARKERS)]
-        # The later ones smaller, or they would hide the others where all reach everything.
+        # Later markers are smaller, so that they do not hide earlier markers at the same point.
         ax.plot(reach, color=colour, marker=marker, markersize=max(4, 11 - index), label=name)
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter("{x:g}")
@@ -124,26 +124,26 @@ def draw_attention(
     figure: "Figure | SubFigure | None" = None,
     **arguments: Any,
 ) -> "Figure | SubFigure":
-    """Draws the weights that each head of a layer really gives to each key, for one example.
+    """Draws the `attention_weights` of each head of a layer, for one example.
 
-    They are those of `attention_weights`. The title says "attention weight" for softmax attention,
-    whatever its pattern, and "effective mixing weight" for mechanisms that have no such weights.
-    Exact zeros have the colour of the background; the scale is that of square roots.
+    The title says "attention weight" for softmax attention over any pattern, and "effective mixing
+    weight" for other mechanisms. Exact zeros have the colour of the background. The colour scale is
+    a square root, or symmetric logarithmic if weights are negative.
 
     Args:
       module: a `SelfAttention`, `CrossAttention` or `TransformerLM` of `effattn.nn`.
-      *inputs: what it is called with.
-      layer: of a `TransformerLM`.
-      example: which one of the batch.
-      figure: where to draw, a figure or a subfigure; by default a new one.
-      **arguments: further ones of the call, as in `attention_weights`.
+      *inputs: inputs of the module.
+      layer: index of the layer of a `TransformerLM`.
+      example: index of the example in the batch.
+      figure: figure or subfigure to draw in; by default a new figure.
+      **arguments: other arguments of the module, as in `attention_weights`.
 
     Returns:
       The figure.
 
     Raises:
-      ValueError: as `attention_weights`, or an example that is not in the batch.
-      ImportError: there is no matplotlib.
+      ValueError: as `attention_weights`, or `example` is out of range.
+      ImportError: matplotlib is not installed.
     """
     plt = style.pyplot()
     from matplotlib.colors import PowerNorm, SymLogNorm
@@ -179,7 +179,7 @@ def draw_attention(
 
 
 def _show(ax: Any, matrix: np.ndarray, extent: tuple[int, int], **look: Any) -> Any:
-    """Cells with zeros masked; position 0 is the middle of the first one."""
+    """Draws a matrix with zeros masked; position 0 is the centre of the first cell."""
     rows, columns = extent
     image = ax.imshow(
         np.ma.masked_equal(matrix, 0),
@@ -189,6 +189,6 @@ def _show(ax: Any, matrix: np.ndarray, extent: tuple[int, int], **look: Any) -> 
     )
     ax.set(xlabel="key position", ylabel="query position")
     for axis, side in ((ax.xaxis, columns), (ax.yaxis, rows)):
-        # Every so many, a power of two as tiles and blocks are.
+        # Ticks at multiples of a power of two, like the sizes of tiles and blocks.
         axis.set_ticks(range(0, side, 2 ** max(0, math.ceil(math.log2(side / 4)))))
     return image

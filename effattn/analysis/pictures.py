@@ -1,4 +1,4 @@
-"""The matrices that pictures show: of a pattern, of a layout, or of what a mechanism does."""
+"""Matrices to draw: the pairs of a pattern, tiles of a layout, or weights of a mechanism."""
 
 import dataclasses
 import functools
@@ -14,23 +14,23 @@ from effattn.patterns import Pattern, graphs
 from effattn.patterns.characters import check_length, layout_shades, lines, one_head
 from effattn.patterns.layouts import BlockLayout
 
-# What can be drawn: a pattern, a layout, or a mechanism as a name or a function.
+# A pattern, a layout, or a mechanism given by name or function.
 Drawable = Pattern | BlockLayout | str | Callable[..., Any]
 
 _LENGTH = 64
-# Below this share of a row's largest weight is rounding: of Fourier transforms, say.
-_NOTHING = 1e-6
+# Weights below this share of the largest weight of a row are rounding errors, for example of FFTs.
+_ROUNDING = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A matrix to look at, queries down and keys across.
+    """Matrix to draw, with queries as rows and keys as columns.
 
     Attributes:
-      shades: float `(rows, columns)` in [0, 1]; 0 where nothing attends.
-      name: of what it shows.
-      tile: queries and keys in a cell.
-      lengths: queries and keys in all.
+      shades: float `(rows, columns)` in [0, 1]; 0 at pairs that do not attend.
+      name: name of the pattern, layout or mechanism.
+      tile: numbers of queries and keys in a cell.
+      lengths: total numbers of queries and keys.
     """
 
     shades: np.ndarray
@@ -40,12 +40,12 @@ class Picture:
 
     @property
     def density(self) -> float:
-        """The share of cells in which something attends."""
+        """Share of cells that are not 0."""
         return float((self.shades > 0).mean())
 
 
 def picture(what: Drawable, length: int | None, head: int, options: dict[str, Any]) -> Picture:
-    """What `draw` and `text` show; their arguments."""
+    """Returns the picture for arguments of `draw` or `text`."""
     if isinstance(what, BlockLayout):
         if length is not None:
             raise ValueError(f"length is for patterns and mechanisms, got {length} and a layout")
@@ -60,7 +60,7 @@ def picture(what: Drawable, length: int | None, head: int, options: dict[str, An
 
 
 def pairs(what: Pattern | str | Callable[..., Any], length: int, options: dict[str, Any]):
-    """Bool `(N, T, T)`, which pairs may attend; N is 1 where heads are alike."""
+    """Returns the mask of pairs, bool `(N, T, T)`; N is 1 if all heads are alike."""
     if isinstance(what, Pattern):
         _without_options(what, options)
         mask = what.mask(length)
@@ -69,7 +69,7 @@ def pairs(what: Pattern | str | Callable[..., Any], length: int, options: dict[s
 
 
 def relative_weights(mechanism: str | Callable[..., Any], length: int, options: dict[str, Any]):
-    """`(N, T, T)`, magnitudes of weights as shares of the largest of their row."""
+    """Returns magnitudes of weights relative to the largest of each row, `(N, T, T)`."""
     alike = np.ones((length, 1, 8), np.float32)
     given = {"query": alike, "key": alike} | options
     for name in ("query", "key"):
@@ -79,7 +79,7 @@ def relative_weights(mechanism: str | Callable[..., Any], length: int, options: 
     weights = np.abs(np.asarray(mixing_weights(mechanism, **given)))
     largest = weights.max(-1, keepdims=True)
     share = np.divide(weights, largest, out=np.zeros_like(weights), where=largest > 0)
-    return np.where(share > _NOTHING, share, 0)
+    return np.where(share > _ROUNDING, share, 0)
 
 
 def text(
@@ -90,21 +90,21 @@ def text(
     head: int = 0,
     **options: Any,
 ) -> str:
-    """The picture that `effattn.analysis.draw` makes, in characters, for terminals.
+    """Returns the picture of `effattn.analysis.draw` as text, for terminals.
 
-    Queries go down and keys to the right, two characters a cell; `█` is a full one, `·` an empty
-    one, and `░▒▓` lie between them: a partial tile, a weight below the row's largest, or the mean
-    where a cell stands for several.
+    Queries go down and keys to the right, two characters a cell. `█` is a full cell, `·` an empty
+    cell, and `░▒▓` are values in between: a partial tile, a weight below the largest of its row, or
+    the mean of several pairs in one cell.
 
     Args:
       what: as in `draw`.
-      length: tokens, as in `draw`.
-      width: the most characters in a line, 2 or more.
-      head: which one, where heads differ, as in `draw`.
+      length: number of tokens, as in `draw`.
+      width: maximum characters in a line, 2 or more.
+      head: head to draw, as in `draw`.
       **options: arguments of a mechanism's function, as in `draw`.
 
     Returns:
-      The lines.
+      The picture, lines joined by newlines.
 
     Raises:
       ValueError: as `draw`, or a `width` below 2.
@@ -115,23 +115,23 @@ def text(
 def receptive_field(
     what: Pattern | str | Callable[..., Any], depth: int, length: int = 256, **options: Any
 ) -> np.ndarray:
-    """How many tokens each output depends on after 0, 1, ..., `depth` layers.
+    """Counts the tokens that each output depends on after 0, 1, ..., `depth` layers.
 
-    A layer is a pattern or a mechanism, with a residual around it: row d counts the ones in the
-    rows of (M | I)^d, a boolean matrix power, M the mask joined over heads. The pairs of a
-    mechanism are those of its `mixing_weights` that are not zero. O(edges T / 64) a layer.
+    A layer is a pattern or a mechanism with a residual connection: row d counts the ones in each
+    row of (M | I)^d, a boolean matrix power of the mask M, joined over heads. The mask of a
+    mechanism is True where its `mixing_weights` are not zero. Time O(edges T / 64) a layer.
 
     Args:
       what: a pattern, or a mechanism as in `draw`.
-      depth: layers, 0 or more.
-      length: T, tokens, up to `LONGEST`.
-      **options: of the mechanism, as in `draw`; a pattern has none.
+      depth: number of layers, 0 or more.
+      length: T, number of tokens, up to `LONGEST`.
+      **options: options of a mechanism, as in `draw`; a pattern takes none.
 
     Returns:
       int `(depth + 1, T)`.
 
     Raises:
-      ValueError: sizes out of range, or options of a pattern.
+      ValueError: sizes out of range, or options for a pattern.
     """
     if not checks.is_integer(depth) or depth < 0:
         raise ValueError(f"depth must be an int, 0 or more layers, got {depth!r}")
@@ -154,7 +154,7 @@ def _without_options(what: Pattern | BlockLayout, options: dict[str, Any]) -> No
 
 
 def name_of(what: Pattern | str | Callable[..., Any]) -> str:
-    """A mechanism's name, with the options of a `functools.partial`; a pattern's own form."""
+    """Returns the name of a mechanism with its partial options, or the repr of a pattern."""
     if isinstance(what, functools.partial):
         options = ", ".join(f"{name}={value}" for name, value in what.keywords.items())
         return f"{name_of(what.func)}({options})"

@@ -1,7 +1,7 @@
-"""The weights with which mechanisms and trained layers mix values, read off with one-hot values.
+"""Mixing weights of mechanisms and of trained layers, measured with one-hot values.
 
-The output of a mechanism is linear in the values and treats their features alike: y = W v, whether
-W is ever formed or not. Given the identity as values, S features of S keys, it returns W itself.
+The output of a mechanism is linear in the values and treats all value features alike: y = W v. With
+the identity as values (S features of S keys), the output is W, even if the mechanism never forms W.
 """
 
 import dataclasses
@@ -23,26 +23,26 @@ from effattn.patterns.characters import check_length
 def mixing_weights(
     mechanism: str | Callable[..., Any], query: ArrayLike, key: ArrayLike, **options: Any
 ) -> jax.Array:
-    """The weights with which a mechanism mixes values, for these queries and keys.
+    """Returns the weights with which a mechanism mixes values, for given queries and keys.
 
-    For softmax attention over any pattern these are the attention weights; for other mechanisms
-    the effective mixing matrix, whose entries may be negative and whose rows need not sum to 1.
-    Time and memory O(T S) or more.
+    For softmax attention over any pattern, the result is the attention weights. For other
+    mechanisms it is the effective mixing matrix: entries may be negative, and rows need not sum to
+    1. Time and memory O(T S) or more.
 
     Args:
       mechanism: a registered name, or a function of query, key and value, such as those of
         `effattn`, or a `functools.partial` of one.
       query: `(*B, T, N, H)`.
       key: `(*B, S, K, H)`.
-      **options: any other arguments of the function: `is_causal=True`, `local_window_size=(7, 0)`.
-        Those not given are the registry's.
+      **options: other arguments of the function, such as `is_causal=True`; the registry has the
+        defaults.
 
     Returns:
-      `(*B, N, T, S)`, at least float32, row i the weights of query i over the keys.
+      `(*B, N, T, S)`, at least float32; row i holds the weights of query i over the keys.
 
     Raises:
       ValueError: an unknown mechanism, more than `LONGEST` tokens, or a function that does not
-        return one array `(*B, T, N, Hv)`; and what the function raises.
+        return one array `(*B, T, N, Hv)`. Errors of the function pass through.
     """
     function, _, options = resolve(mechanism, options)
     query, key = jnp.asarray(query), jnp.asarray(key)
@@ -53,32 +53,30 @@ def mixing_weights(
 def attention_weights(
     module: nnx.Module, *inputs: ArrayLike, layer: int | None = None, **arguments: Any
 ) -> jax.Array:
-    """The weights that the heads of a layer really give to each key, for these inputs.
+    """Returns the weights of each head of a layer over the keys, for given inputs.
 
-    The module is run as it is, up to that layer, whose attention function gets one-hot values
-    beside the queries, keys and further arguments that it would get. For softmax attention over any
-    pattern this is the attention paid; for other mechanisms the effective mixing matrix, whose
-    entries may be negative and whose rows need not sum to 1. Time and memory O(B N T S), beside
-    those of the module.
+    The module runs unchanged up to the layer. The attention function of the layer then gets one-hot
+    values, with the same queries, keys and other arguments as in the module. See `mixing_weights`
+    for the meaning of the weights. Time and memory O(B N T S), in addition to those of the module.
 
     Args:
       module: a `SelfAttention`, `CrossAttention` or `TransformerLM` of `effattn.nn`.
-      *inputs: what it is called with: tokens, `(B, T, D)` or `(B, T)` int.
-      layer: of a `TransformerLM`, from 0 up, or from -1 down; None for the others.
-      **arguments: further ones of the call, `lengths` and `segment_ids` say.
+      *inputs: inputs of the module: tokens, `(B, T, D)` or `(B, T)` int.
+      layer: index of the layer of a `TransformerLM`, may be negative; None for other modules.
+      **arguments: other arguments of the module, such as `lengths` and `segment_ids`.
 
     Returns:
       `(B, N, T, S)`, at least float32.
 
     Raises:
-      ValueError: another kind of module, a layer that it has not, one that normalises values or
-        whose heads attend in several ways, or more than `LONGEST` tokens.
+      ValueError: another kind of module; a layer index out of range; a layer that normalises values
+        or whose heads use several attention functions; or more than `LONGEST` tokens.
     """
     return probe(module, *inputs, layer=layer, **arguments).weights
 
 
 class Probe(NamedTuple):
-    """What a layer does: its weights, the name of its mechanism and whether that is a softmax."""
+    """Weights of a layer, the name of its mechanism, and whether the mechanism is a softmax."""
 
     weights: jax.Array
     name: str
@@ -86,7 +84,7 @@ class Probe(NamedTuple):
 
 
 def probe(module: nnx.Module, *inputs: ArrayLike, layer: int | None, **arguments: Any) -> Probe:
-    """As `attention_weights`, with what is known of the mechanism."""
+    """Returns `attention_weights` together with the name and kind of the mechanism."""
     binding = _mixer(module, layer).binding
     graph, state = nnx.split(module)
 
@@ -94,14 +92,14 @@ def probe(module: nnx.Module, *inputs: ArrayLike, layer: int | None, **arguments
     def run(state):
         copy = nnx.merge(graph, state)
         if isinstance(copy, TransformerLM):
-            # It changes no value, and hides what is seen inside of it.
+            # Rematerialisation changes no value, but its tracers must not leave the inner function.
             copy.config = dataclasses.replace(copy.config, remat=False, remat_policy=None)
         mixer, seen = _mixer(copy, layer), []
         attention = mixer.attention
 
         def attend(query, key, value, **keywords):
             seen.append(_read(attention, query, key, value, keywords))
-            # What comes after makes no difference.
+            # Later layers do not affect the result.
             return jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
 
         mixer.attention = attend
@@ -113,14 +111,14 @@ def probe(module: nnx.Module, *inputs: ArrayLike, layer: int | None, **arguments
             )
         return seen[0]
 
-    # A mechanism that has a log-sum-exp is one softmax over its keys, or over sums of them.
+    # A mechanism with a log-sum-exp is one softmax over its keys, or over projected keys.
     sums = {"key_projection", "slot_scores"} & (binding.parameters or frozenset())
     softmax = "return_residual" in (binding.parameters or ()) and not sums
     return Probe(run(state), binding.name, softmax)
 
 
 def _read(function: Callable[..., Any], query, key, value, keywords: dict[str, Any]) -> jax.Array:
-    """`(*B, N, T, S)`, by the call of a function with the identity as value."""
+    """Returns the weights `(*B, N, T, S)`, by a call of the function with identity values."""
     norms = [name for name in ("window_norm", "slot_norm") if keywords.get(name) is not None]
     if norms:
         raise ValueError(
@@ -135,9 +133,9 @@ def _read(function: Callable[..., Any], query, key, value, keywords: dict[str, A
 
 
 def mixed(function: Callable[..., Any], query, key, value, keywords: dict[str, Any]) -> jax.Array:
-    """`(*B, T, N, C)`, the mixture of any values `(*B, S, K, C)`."""
+    """Returns the output `(*B, T, N, C)` for any values `(*B, S, K, C)`."""
     if "global_value" in keywords:
-        # Values too, of another projection.
+        # `global_value` holds values too, by another projection.
         keywords = {**keywords, "global_value": value}
     out = function(query, key, value, **keywords)
     shape = (*query.shape[:-1], value.shape[-1])

@@ -1,8 +1,8 @@
-"""The look of figures: colours that are told apart with any colour vision."""
+"""Style of figures: colours that readers with any colour vision can tell apart."""
 
 from typing import Any
 
-# Okabe and Ito's palette; the markers tell lines apart without colours.
+# Palette of Okabe and Ito; markers distinguish lines without colours.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
 
@@ -10,7 +10,7 @@ EMPTY = "#f2f2f2"
 
 
 def pyplot() -> Any:
-    """`matplotlib.pyplot`, or an `ImportError` that says how to get it."""
+    """Returns `matplotlib.pyplot`; the `ImportError` says how to install matplotlib."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:
@@ -22,7 +22,7 @@ def pyplot() -> Any:
 
 
 def shades() -> Any:
-    """From light to dark blue; what is masked is nearly white."""
+    """Returns the colour map from light to dark blue; masked cells are nearly white."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = ["#cfe5f3", COLOURS[0], "#003a61"]
@@ -30,7 +30,7 @@ def shades() -> Any:
 
 
 def signed_shades() -> Any:
-    """From orange for negative to blue for positive, pale between; what is masked is white."""
+    """Returns the colour map from orange (negative) to blue (positive); masked cells are white."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = ["#7a3300", COLOURS[1], "#dddddd", COLOURS[0], "#003a61"]

@@ -68,7 +68,7 @@ class RingDecoder:
         value_dim: int,
         dtype: Any,
     ) -> RingState:
-        """Returns an empty cache. Rows may outgrow `max_length` if the whole span fits in the cache."""
+        """Returns an empty cache. Rows may outgrow `max_length` if it is at least the span."""
         dtype = check_init(batch, max_length, dtype)
         return empty(self.span, batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
 

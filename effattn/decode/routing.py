@@ -66,7 +66,7 @@ class RoutingDecoder:
         value_dim: int,
         dtype: Any,
     ) -> RoutingState:
-        """Returns an empty state. Rows may outgrow `max_length` if it is at least `cluster_size`."""
+        """Returns an empty state. Rows may outgrow a `max_length` of at least `cluster_size`."""
         dtype = check_init(batch, max_length, dtype)
         centroids, size = self._own()
         heads, clusters = centroids.shape[:2]

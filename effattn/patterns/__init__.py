@@ -1,12 +1,12 @@
-"""Which pairs may attend: a small algebra of patterns, and the layouts that they compile to.
+"""Attention patterns: which (query, key) pairs may attend, and block-sparse layouts of patterns.
 
     pattern = Causal() & (SlidingWindow(2047, 0) | Global(64))
-    pattern.mask(512)                            # the dense oracle, bool (512, 512)
-    pattern.layout(2**20, tile=(512, 512))       # what a kernel visits; never N x N elements
+    pattern.mask(512)                            # dense mask, bool (512, 512)
+    pattern.layout(2**20, tile=(512, 512))       # tiles that a kernel visits; no N x N array
 
-A query stands at position i, a key at j. Patterns are frozen, hashable and equal by value. What
-depends on the sequence (a position outside of it, a mask of blocks that does not cover it) is
-checked where the lengths are first known: in `mask`, `layout` and the like.
+A query has position i, a key has position j. Patterns combine with `&`, `|` and `~`; they are
+frozen, hashable and equal by value. Methods that take lengths, such as `mask` and `layout`, check
+that the pattern fits the sequence (positions inside the sequence, a block mask that covers it).
 """
 
 from effattn.patterns.algebra import Pattern

@@ -1,6 +1,6 @@
-"""The algebra of patterns: what a pattern answers, and `&`, `|` and `~`.
+"""Base class of patterns, and the operators `&`, `|` and `~`.
 
-The patterns themselves are in `effattn.patterns`.
+`effattn.patterns` has the concrete patterns.
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ from effattn.patterns import graphs, zones
 from effattn.patterns.layouts import BlockLayout, packed
 from effattn.patterns.zones import Frame, Zones
 
-# `density` counts runs of keys up to this number, else pairs up to that, else it samples rows.
+# `density` counts up to `_MOST_RUNS` runs of keys, else up to `_MOST_COUNTED` pairs; else it
+# samples `_SAMPLED_ROWS` rows.
 _MOST_RUNS = 2**25
 _MOST_COUNTED = 2**28
 _SAMPLED_ROWS = 256
@@ -25,11 +26,11 @@ _LARGEST_SPECTRUM = 2048
 
 
 class GraphDistance(NamedTuple):
-    """After how many layers a token's output depends on another token.
+    """Number of layers after which a token's output depends on another token.
 
     Attributes:
-      mean, largest: over the ordered pairs of different tokens that some number of layers connects.
-      unreachable: the share of pairs that none connects; at least half where a pattern is causal.
+      mean, largest: mean and maximum over ordered pairs of different, connected tokens.
+      unreachable: share of pairs that no number of layers connects; at least half if causal.
     """
 
     mean: float
@@ -38,24 +39,24 @@ class GraphDistance(NamedTuple):
 
 
 class Pattern:
-    """Which pairs (i, j) may attend: query i attends to key j. Combine with `&`, `|` and `~`."""
+    """Set of pairs (i, j): query i may attend to key j. Combine patterns with `&`, `|` and `~`."""
 
     @property
     def heads(self) -> int | None:
-        """How many query heads the pattern tells apart; None if all are alike."""
+        """Number of query heads if the pattern differs by head; None if all heads are alike."""
         return self._heads()
 
     def allows(self, i: Any, j: Any, h: Any = 0) -> Any:
-        """May the query at position i attend to the key at position j, in head h?
+        """Returns whether the query at position i may attend to the key at position j, in head h.
 
-        Takes integers, NumPy or traced, that broadcast against each other. It costs a few
-        operations an element and holds no T x S constant, so that it fuses into a kernel's tile.
-        `RandomBlocks` and `GlobalBlocks`, and what is composed of them, must be `sized` first.
+        Takes integers, NumPy or traced, that broadcast against each other. The rule costs a few
+        operations for each element and holds no T x S constant, so it can run inside a kernel.
+        `RandomBlocks`, `GlobalBlocks` and patterns composed of these need `sized` first.
 
         Args:
           i: query positions.
           j: key positions.
-          h: query heads; they matter only where `heads` is not None.
+          h: query heads; ignored if `heads` is None.
 
         Returns:
           bool of the broadcast shape.
@@ -63,24 +64,24 @@ class Pattern:
         return self._allows(i, j, h)
 
     def sized(self, T: int, S: int | None = None, *, offset: int = 0) -> "Pattern":
-        """The pattern for T queries from position `offset` on and S keys, by default T.
+        """Returns the pattern for T queries from position `offset` on, and S keys (default T).
 
-        Sizes that it cannot have are a `ValueError`. Only `RandomBlocks` and `GlobalBlocks` change:
-        they depend on how many blocks there are.
+        Only `RandomBlocks` and `GlobalBlocks` change: they depend on the number of blocks. Raises
+        `ValueError` for sizes that the pattern does not support.
         """
         return self._sized(_frame(self, T, S, offset).lengths)
 
-    # What a pattern defines.
+    # Methods that each pattern defines.
 
     def _allows(self, i: Any, j: Any, h: Any) -> Any:
         raise NotImplementedError
 
     def _zones(self, frame: Frame, inside: bool) -> Zones:
-        """The pattern, or with inside=False its complement, as a union of zones in a frame."""
+        """Returns the pattern, or the complement if not `inside`, as zones in a frame."""
         raise NotImplementedError
 
     def _check(self, frame: Frame) -> None:
-        """Raises `ValueError` if there is no such pattern of so many queries and keys."""
+        """Raises `ValueError` if the pattern does not support the sizes of the frame."""
 
     def _sized(self, lengths: tuple[int, int]) -> "Pattern":
         return self
@@ -88,12 +89,12 @@ class Pattern:
     def _heads(self) -> int | None:
         return None
 
-    # What it answers.
+    # Results.
 
     def mask(self, T: int, S: int | None = None, *, offset: int = 0) -> np.ndarray:
-        """The dense oracle: bool `(T, S)`, or `(N, T, S)` where heads differ. O(N T S).
+        """Returns the dense mask: bool `(T, S)`, or `(N, T, S)` if heads differ. O(N T S).
 
-        Query t stands at position t + offset; S defaults to T.
+        Query t has position t + offset; S defaults to T.
         """
         frame = _frame(self, T, S, offset)
         sized, (i, j, h) = self._sized(frame.lengths), _positions(frame)
@@ -113,28 +114,30 @@ class Pattern:
         offset: int = 0,
         key_heads: int | None = None,
     ) -> BlockLayout:
-        """The tiles of queries and keys that hold an allowed pair, full ones apart from partial.
+        """Returns the block-sparse layout: full and partial tiles that hold an allowed pair.
 
-        No allowed pair is left out. Just the tiles that hold one are kept for windows, global
-        positions, documents, prefixes, blocks and what `&` and `|` make of them. What arithmetic
-        cannot decide (a `Custom` rule, thousands of stripes) is evaluated by element, in no more
-        tiles than 32768 x 32768 tokens have; beyond that, tiles that may hold an allowed pair are
-        all kept, as partial ones. Time and memory follow the tiles kept. Results are cached.
+        No allowed pair is left out. For windows, global positions, documents, prefixes, blocks and
+        their combinations by `&` and `|`, the layout keeps exactly the tiles with an allowed pair.
+        Patterns that interval arithmetic cannot decide (a `Custom` rule, thousands of stripes) are
+        evaluated by element, for up to as many pairs as 32768 x 32768 tokens have; beyond that, all
+        tiles that may hold an allowed pair are kept as partial. Time and memory follow the number
+        of kept tiles. Results are cached.
 
         Args:
-          T: how many queries.
-          S: how many keys, by default T.
+          T: number of queries.
+          S: number of keys, by default T.
           tile: (t, s), queries and keys in a tile.
-          offset: query t stands at position t + offset.
-          key_heads: K, for patterns that differ by head: a key head's layout keeps what any of the
-            heads // K query heads that read it keeps, and is full where it is full for all.
+          offset: query t has position t + offset.
+          key_heads: K, for patterns that differ by head. The layout of a key head keeps a tile if
+            any of its heads // K query heads keeps it; the tile is full if it is full for all.
 
         Returns:
-          Arrays of NumPy's; without leading axes if all heads are alike, else `(K,)` or `(heads,)`.
+          A layout of NumPy arrays, without leading axes if all heads are alike, else with a leading
+          axis `(K,)` or `(heads,)`.
 
         Raises:
-          ValueError: sizes that the pattern cannot have, or a `Custom` rule without bounds above
-            32768 tokens.
+          ValueError: sizes that the pattern does not support, or a `Custom` rule without bounds
+            above 32768 tokens.
         """
         if checks.tile(tile) is None:
             raise ValueError("tile must be a pair (queries, keys) of positive ints, got None")
@@ -150,9 +153,9 @@ class Pattern:
     def tile(
         self, queries: range, keys: range, lengths: tuple[int, int] | None = None, h: int = 0
     ) -> Literal["empty", "full", "partial"]:
-        """What the pattern is on all of some consecutive queries and keys, in head h.
+        """Returns whether a tile of queries and keys is empty, full or partial, in head h.
 
-        `lengths` are the numbers of query positions and keys, by default up to the ranges' ends.
+        `lengths` are the numbers of query positions and keys; by default, the ends of the ranges.
         """
         for name, positions in (("queries", queries), ("keys", keys)):
             if not isinstance(positions, range) or not positions or positions.step != 1:
@@ -172,11 +175,11 @@ class Pattern:
         return "full" if allowed.all() else "partial" if allowed.any() else "empty"
 
     def density(self, T: int, S: int | None = None) -> float:
-        """The share of the T x S pairs (and of the heads) that may attend.
+        """Returns the share of the T x S pairs, over all heads, that may attend.
 
-        Exact by arithmetic where there are no `Custom` rules or thousands of stripes, and the runs
-        of keys of all rows number up to 2^25 (for a single window or rectangle: always); else
-        counted up to 2^28 pairs, and beyond that in 256 evenly spaced rows.
+        Exact by interval arithmetic, without `Custom` rules or thousands of stripes, for up to 2^25
+        runs of keys over all rows (always, for a single window or rectangle). Else counted pair by
+        pair for up to 2^28 pairs, and beyond that estimated from 256 evenly spaced rows.
         """
         frame = _frame(self, T, S, 0)
         pairs = zones.total(self._zones(frame, True), frame, _MOST_RUNS)
@@ -189,20 +192,20 @@ class Pattern:
         return float(np.mean([np.mean(sized._allows(row, j, h)) for row in i]))
 
     def graph_distance(self, T: int) -> GraphDistance:
-        """Shortest paths in the graph of allowed pairs (Zaheer et al. 2020, "Big Bird").
+        """Returns shortest path lengths in the graph of pairs (Zaheer et al. 2020, "Big Bird").
 
-        An edge is a pair that may attend, in any head; paths are counted in layers. T up to 4096;
-        O(edges T / 64) for each layer up to the largest distance.
+        An edge is a pair that may attend in any head; the length of a path is a number of layers. T
+        is at most 4096. Time O(edges T / 64) for each layer up to the largest distance.
         """
         return GraphDistance(*graphs.distance(self._graph(T, _LARGEST_GRAPH, "graph_distance")))
 
     def spectral_gap(self, T: int) -> float:
-        """1 - the second eigenvalue of the normalised adjacency matrix (Zaheer et al. 2020).
+        """Returns 1 - the second eigenvalue of the normalised adjacency (Zaheer et al. 2020).
 
-        The matrix is D^-1/2 A D^-1/2 with A = M | M^T | I, M the mask joined over heads and D the
-        degrees; so the gap is the second eigenvalue of the normalised Laplacian. It is 0 for a
-        graph in two parts and 1 for the full one, and the larger, the faster information mixes.
-        T up to 2048; O(T^3).
+        The matrix is D^-1/2 A D^-1/2 with A = M | M^T | I, the mask M joined over heads, and the
+        degrees D; the gap is the second eigenvalue of the normalised Laplacian. The gap is 0 for a
+        disconnected graph and 1 for the full graph; information mixes faster with a larger gap. T
+        is at most 2048. Time O(T^3).
         """
         return graphs.spectral_gap(self._graph(T, _LARGEST_SPECTRUM, "spectral_gap"))
 
@@ -234,7 +237,7 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Composed(Pattern):
-    """Several patterns; their zones are united, or intersected."""
+    """Base class of `And` and `Or`: patterns with united or intersected zones."""
 
     parts: tuple[Pattern, ...]
 
@@ -258,7 +261,7 @@ class _Composed(Pattern):
 
     def _joined(self, join, frame, inside):
         found = [part._zones(frame, inside) for part in self.parts]
-        # Small unions first: an intersection is as large as what it starts from.
+        # Small unions first: an intersection is at most as large as its first operand.
         return functools.reduce(join, sorted(found, key=len))
 
 
@@ -362,7 +365,7 @@ def _positions(frame: Frame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def sides(name: str, value: Any) -> tuple[int, int]:
-    """A window's two sides, of one number or two."""
+    """Returns (left, right) of a window given as an int or a pair."""
     pair = (value, value) if checks.is_integer(value) else value
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(f"{name} must be an int or a pair of ints, got {value!r}")

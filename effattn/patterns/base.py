@@ -1,4 +1,4 @@
-"""The patterns that others are made of."""
+"""Basic patterns: full, causal, windows, global positions, documents, stripes, images."""
 
 import dataclasses
 import functools
@@ -14,10 +14,10 @@ from effattn.patterns import zones
 from effattn.patterns.algebra import Pattern, sides
 from effattn.patterns.zones import Frame, Zones
 
-# A rule without bounds is evaluated at every pair; that goes so far.
+# Most tokens for a `Custom` rule without bounds, which is evaluated at every pair.
 LONGEST_WITHOUT_BOUNDS = 32768
 
-# Patterns of parallel stripes are given to arithmetic up to this number of them.
+# Most parallel stripes that become exact zones.
 _MOST_STRIPES = 4096
 
 
@@ -50,7 +50,8 @@ class Causal(Pattern):
 class SlidingWindow(Pattern):
     """-left <= j - i <= right, in tokens or, with `block_size`, in blocks of tokens.
 
-    The token itself (its block) is extra: `SlidingWindow(255, 0)` is a causal window of 256 keys.
+    The token itself (or its block) is not counted: `SlidingWindow(255, 0)` is a causal window of
+    256 keys.
     """
 
     left: int
@@ -98,9 +99,9 @@ class Prefix(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class Global(Pattern):
-    """Some positions see all and all see them (Beltagy et al. 2020, "Longformer").
+    """Global positions attend to all keys, and all queries attend to them (Beltagy et al. 2020).
 
-    `positions` is a count, for the first so many, or the positions themselves.
+    `positions` is the number of leading global positions, or a sequence of global positions.
     """
 
     positions: int | Sequence[int]
@@ -147,9 +148,10 @@ class Global(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class Documents(Pattern):
-    """Packed documents of these lengths: tokens attend within their own.
+    """Packed documents of the given lengths: tokens attend within their document.
 
-    Positions after the last document are padding, which sees nothing and which nothing sees.
+    Positions after the last document are padding: padding attends to nothing, and nothing attends
+    to padding.
     """
 
     lengths: tuple[int, ...]
@@ -206,8 +208,8 @@ class Dilated(Pattern):
 class Strided(Pattern):
     """(i - j) mod stride = 0, the second factor of strided attention (Child et al. 2019).
 
-    `sparse_transformer` joins it with the first factor, the previous `stride` positions, and makes
-    it causal.
+    `sparse_transformer` adds the first factor, the previous `stride` positions, and the causal
+    mask.
     """
 
     stride: int
@@ -226,8 +228,8 @@ class Strided(Pattern):
 class Fixed(Pattern):
     """j mod stride >= stride - summary, the second factor of fixed attention (Child et al. 2019).
 
-    The last `summary` positions of each block of `stride` are seen by all. `sparse_transformer`
-    joins it with the first factor, the query's own block, and makes it causal.
+    All queries attend to the last `summary` positions of each block of `stride`.
+    `sparse_transformer` adds the first factor, the query's own block, and the causal mask.
     """
 
     stride: int
@@ -257,9 +259,10 @@ class Fixed(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class Grid(Pattern):
-    """Tokens of a height x width image see those at most `window` rows and columns away.
+    """Tokens of a height x width image attend to tokens at most `window` rows and columns away.
 
-    `window` is an int or (rows, columns). Positions after the image see nothing and are not seen.
+    `window` is an int or (rows, columns). Positions after the image do not attend and are not
+    attended to.
     """
 
     height: int
@@ -304,9 +307,9 @@ class Grid(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class Axial(Pattern):
-    """Tokens of a height x width image see their row and their column (Ho et al. 2019).
+    """Tokens of a height x width image attend to their row and column (Ho et al. 2019).
 
-    Positions after the image see nothing and are not seen.
+    Positions after the image do not attend and are not attended to.
     """
 
     height: int
@@ -343,18 +346,19 @@ class Axial(Pattern):
         )
 
 
-# A user's own
+# User-defined patterns
 
 
 @dataclasses.dataclass(frozen=True)
 class Custom(Pattern):
     """The pairs for which `rule(i, j)` is true.
 
-    `rule` takes integer arrays that broadcast, NumPy or traced, and returns bools; it is made of
-    operators or of `jax.numpy`. A layout evaluates it by element. `bounds(rows)`, for a `range` of
-    query positions, returns (first, last) of the keys that they may see between them, both
-    included, or None for none; then only what lies within is evaluated, in tiles. Without bounds
-    the pattern is refused above 32768 tokens, where evaluating all pairs would take too long.
+    `rule` takes integer arrays that broadcast, NumPy or traced, and returns bools; write it with
+    operators or `jax.numpy`. A layout evaluates the rule by element. `bounds(rows)` takes a `range`
+    of query positions and returns (first, last), an inclusive range that contains all keys of these
+    queries, or None if the queries have no keys; only tiles within the bounds are evaluated.
+    Without bounds, the pattern raises `ValueError` above 32768 tokens, because evaluating all pairs
+    would take too long.
 
     Two custom patterns are equal if their functions are the same object.
     """
@@ -367,7 +371,7 @@ class Custom(Pattern):
         if any(isinstance(x, jax.Array) for x in (i, j)):
             allowed: Any = jnp.asarray(self.rule(i, j))
         else:
-            # A layout is made of known arrays under jit, too.
+            # A layout needs concrete arrays, also when it is made under jit.
             with jax.ensure_compile_time_eval():
                 allowed = np.asarray(self.rule(i, j))
         if allowed.dtype != bool:
@@ -399,14 +403,14 @@ class Custom(Pattern):
 
 
 def lookup(table: np.ndarray, *index: Any) -> Any:
-    """The table at indices, known or traced; those out of range are held to its edge."""
+    """Indexes the table by NumPy or traced indices, clipped to the range of the table."""
     if any(isinstance(x, jax.Array) for x in index):
         return jnp.asarray(table).at[index].get(mode="clip")
     return table[tuple(np.clip(x, 0, n - 1) for x, n in zip(index, table.shape, strict=True))]
 
 
 def _stripes(frame: Frame, step: int, first: int, last: int, inside: bool) -> Zones:
-    """The pairs with j - i = n step for an n from first to last, or all others."""
+    """Zones of the pairs with j - i = n step for n from first to last, or of all other pairs."""
     first = max(first, -(frame.last // step))
     last = min(last, (frame.keys - 1 - frame.first) // step)
     band = first * step, last * step

@@ -1,4 +1,4 @@
-"""Patterns of blocks of tokens: global ones, those of a mask, random ones."""
+"""Patterns of blocks of tokens: global blocks, block masks and random blocks."""
 
 import dataclasses
 import functools
@@ -16,15 +16,15 @@ from effattn.patterns.base import lookup
 
 @dataclasses.dataclass(frozen=True)
 class GlobalBlocks(Pattern):
-    """The first and the last blocks of the sequence see all, and all see them.
+    """Global blocks at the start and end attend to all keys, and all queries attend to them.
 
-    The last ones are counted from the end of the queries and of the keys (Zaheer et al. 2020).
+    The last blocks are counted from the end of the queries and of the keys (Zaheer et al. 2020).
     """
 
     block_size: int
     first: int
     last: int = 0
-    # Of the sequence, set by `sized`: the numbers of query positions and keys.
+    # Numbers of query positions and keys of the sequence, set by `sized`.
     lengths: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
@@ -44,7 +44,7 @@ class GlobalBlocks(Pattern):
         return dataclasses.replace(self, lengths=lengths)
 
     def _runs(self, length):
-        """The positions between, those that are not global."""
+        """Returns the first and last position that are not global."""
         blocks = -(-length // self.block_size)
         return self.first * self.block_size, (blocks - self.last) * self.block_size - 1
 
@@ -61,7 +61,7 @@ class GlobalBlocks(Pattern):
 
 
 class FrozenArray:
-    """A NumPy array that does not change, equal and hashed by its contents."""
+    """Read-only NumPy array, compared and hashed by its contents."""
 
     def __init__(self, array: np.ndarray):
         self.array = np.array(array)
@@ -83,11 +83,11 @@ class FrozenArray:
 
 @dataclasses.dataclass(frozen=True)
 class BlockMask(Pattern):
-    """Blocks of `block_size` x `block_size` tokens, named by a mask of their own.
+    """Pattern given by a bool mask over blocks of `block_size` x `block_size` tokens.
 
-    `array` is bool `(ceil(T / block_size), ceil(S / block_size))`, or one such for each query head,
-    `(N, ..., ...)`; i attends to j where array[h, i // block_size, j // block_size]. It is fixed
-    with the pattern: for a mask that a model computes see `BlockLayout.from_block_mask`.
+    `array` is bool `(ceil(T / block_size), ceil(S / block_size))`, or one mask for each query head,
+    `(N, ..., ...)`; i attends to j where array[h, i // block_size, j // block_size]. The array must
+    be concrete; `BlockLayout.from_block_mask` takes masks that a model computes.
     """
 
     array: Any
@@ -117,7 +117,7 @@ class BlockMask(Pattern):
     def _check(self, frame):
         shape = self.array.array.shape[-2:]
         need = -(-(frame.last + 1) // self.block_size), -(-frame.keys // self.block_size)
-        # A chunk of the queries may read its rows of a longer mask.
+        # Queries with an offset may read some rows of a mask for more queries.
         rows = max(shape[0], need[0]) if frame.first else need[0]
         if shape != (rows, need[1]):
             raise ValueError(
@@ -155,16 +155,17 @@ class BlockMask(Pattern):
 
 @dataclasses.dataclass(frozen=True)
 class RandomBlocks(Pattern):
-    """Each block of queries sees `per_row` blocks of keys, distinct and uniform among all.
+    """Each block of queries attends to `per_row` distinct key blocks, drawn uniformly.
 
-    The blocks of row r are drawn from (seed, r) alone, one key block after the other as they come
-    (reservoir sampling; Li 1994, "Algorithm L"). So T changes nothing, and a longer S only replaces
-    some of a row's blocks by new ones. With `causal` row r draws from the r blocks before it, and
-    takes all of them while they are `per_row` or fewer; then S changes nothing either.
+    The blocks of row r depend only on (seed, r) and the number of key blocks (reservoir sampling;
+    Li 1994, "Algorithm L"). The draw does not depend on T, and a longer S only replaces some of the
+    blocks of a row by new blocks. With `causal`, row r draws from the r blocks before it, and takes
+    all of these blocks if there are at most `per_row`; then the draw does not depend on S either.
 
-    What goes with them in one pattern can be left out of the draw (Zaheer et al. 2020, "Big Bird"):
-    the `window` blocks around the row's own (an odd number, or 0 for none), and the first and the
-    last blocks, `ends`; with `causal` the first alone. Where fewer are left, a row takes those.
+    The draw can leave out blocks that another part of the pattern covers (Zaheer et al. 2020, "Big
+    Bird"): the `window` blocks around the query block (an odd number, or 0 for none), and the first
+    and last blocks, `ends` (with `causal`, only the first blocks). If fewer than `per_row` blocks
+    are left, a row takes all of them.
     """
 
     block_size: int
@@ -173,7 +174,7 @@ class RandomBlocks(Pattern):
     causal: bool = False
     window: int = 0
     ends: tuple[int, int] = (0, 0)
-    # Of the sequence, set by `sized`: the numbers of query positions and keys.
+    # Numbers of query positions and keys of the sequence, set by `sized`.
     lengths: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
@@ -197,9 +198,9 @@ class RandomBlocks(Pattern):
         return dataclasses.replace(self, lengths=lengths)
 
     def blocks(self, lengths: tuple[int, int]) -> np.ndarray:
-        """The key blocks of each block of queries: int32 `(rows, per_row)`, -1 where there is none.
+        """Returns the key blocks of each query block: int32 `(rows, per_row)`, -1 for no block.
 
-        Rows ascend. `lengths` are the numbers of query positions and of keys.
+        Block numbers ascend in each row. `lengths` are the numbers of query positions and keys.
         """
         return _drawn(self, lengths)
 
@@ -242,7 +243,7 @@ def _drawn(pattern: RandomBlocks, lengths: tuple[int, int]) -> np.ndarray:
 
 
 def _known(pattern: Any) -> tuple[int, int]:
-    """The lengths of a pattern that depends on them."""
+    """Returns the lengths of a sized pattern; raises `ValueError` if it is not sized."""
     if pattern.lengths is None:
         raise ValueError(
             f"{type(pattern).__name__} depends on how many blocks there are: call allows of "

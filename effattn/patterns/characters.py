@@ -1,4 +1,4 @@
-"""Pictures in characters: matrices of pairs of tokens, as lines for a terminal."""
+"""Text pictures of token-by-token matrices, for terminals."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 
 from effattn.arrays import checks
 
-# The most tokens of a picture: a mechanism's T x T weights take 16 MB a head and example there.
+# Most tokens of a picture: T x T weights in float32 then take 16 MB for each head and example.
 LONGEST = 2048
 
 _SHADES = "·░▒▓█"
@@ -24,7 +24,7 @@ def check_length(name: str, length: Any) -> int:
 
 
 def layout_shades(layout: Any, head: int) -> np.ndarray:
-    """The tiles of one head of a `BlockLayout`: 0 is not visited, 1/2 is partial, 1 is full."""
+    """Returns the tiles of one head of a layout: 0 is not visited, 1/2 is partial, 1 is full."""
     if isinstance(layout.partial_indices, jax.core.Tracer):
         raise ValueError("a layout can be drawn where its arrays are known, not under jit")
     for name, tiles in zip(("query tiles", "key tiles"), layout.grid, strict=True):
@@ -34,14 +34,14 @@ def layout_shades(layout: Any, head: int) -> np.ndarray:
 
 
 def one_head(shades: np.ndarray, head: int) -> np.ndarray:
-    """`shades[head]`; `ValueError` for a head that is not there."""
+    """Returns `shades[head]`; raises `ValueError` if the head is out of range."""
     if not checks.is_integer(head) or not 0 <= head < len(shades):
         raise ValueError(f"head must be an int from 0 to {len(shades) - 1}, got {head!r}")
     return shades[head]
 
 
 def lines(shades: np.ndarray, width: int) -> str:
-    """A float matrix in [0, 1] as text, two characters a cell, at most `width` in a line."""
+    """Renders a matrix in [0, 1] as text: two characters a cell, at most `width` in a line."""
     if not checks.is_integer(width) or width < 2:
         raise ValueError(f"width must be an int, 2 or more, got {width!r}")
     step = -(-2 * max(shades.shape) // width)

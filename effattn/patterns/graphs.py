@@ -1,4 +1,4 @@
-"""How far and how fast information spreads over the graph of who may attend to whom."""
+"""Path lengths and spectral gap of the graph of allowed attention pairs."""
 
 from collections.abc import Iterator
 
@@ -6,10 +6,11 @@ import numpy as np
 
 
 def reached(edges: np.ndarray) -> Iterator[np.ndarray]:
-    """How many each one reaches in 0, 1, 2, ... steps, itself included: int `(T,)` a time.
+    """Yields the number of nodes that each node reaches in 0, 1, 2, ... steps: int `(T,)` each.
 
-    From bool `(T, T)`, row i true at what i reaches in one step. It ends with the last step that
-    reaches more. A bit a pair is held, and a step costs O(edges T / 64).
+    `edges` is bool `(T, T)`; row i is True at the nodes that node i reaches in one step. A node
+    reaches itself. The iterator ends after the last step that reaches new nodes. Memory is one bit
+    for each pair; a step costs O(edges T / 64).
     """
     size = len(edges)
     edges = edges | np.eye(size, dtype=bool)
@@ -34,7 +35,7 @@ def reached(edges: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def distance(edges: np.ndarray) -> tuple[float, int, float]:
-    """Mean and largest shortest path, and the share of ordered pairs that no path connects."""
+    """Returns mean and largest shortest path, and the share of unconnected ordered pairs."""
     size = len(edges)
     pairs = np.array([count.sum() for count in reached(edges)])
     largest, others = len(pairs) - 1, size * (size - 1)
@@ -45,7 +46,7 @@ def distance(edges: np.ndarray) -> tuple[float, int, float]:
 
 
 def spectral_gap(edges: np.ndarray) -> float:
-    """1 - the second eigenvalue of D^-1/2 (M | M^T | I) D^-1/2, from M bool `(T, T)`."""
+    """Returns 1 - the second eigenvalue of D^-1/2 (M | M^T | I) D^-1/2; M is bool `(T, T)`."""
     joined = edges | edges.T | np.eye(len(edges), dtype=bool)
     root = np.sqrt(joined.sum(-1))
     if len(edges) == 1:

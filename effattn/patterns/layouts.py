@@ -1,7 +1,7 @@
-"""Which tiles of queries and keys attention visits: counts and indices, for one head or for each.
+"""Block-sparse layouts: counts and indices of the tiles that attention visits.
 
-A layout is made from a pattern (`effattn.patterns`), from a mask of blocks or from indices that a
-model selected. It is a pytree of int32 arrays: one layout serves every layer, traced or not.
+Make a layout from a pattern (`effattn.patterns`), from a block mask, or from tile indices that a
+model selects. A layout is a pytree of int32 arrays, concrete or traced; all layers can share it.
 """
 
 import dataclasses
@@ -22,18 +22,19 @@ _DATA = ("partial_counts", "partial_indices", "full_counts", "full_indices")
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout:
-    """The key tiles that each tile of queries visits; those not named hold no allowed pair.
+    """Block-sparse layout: the key tiles that each query tile visits.
 
-    With tiles of t queries and s keys there are nq = ceil(T / t) query tiles and nk = ceil(S / s)
-    key tiles; the last ones may reach past the lengths. *L is `()` for one layout that all heads
-    share, `(K,)` for one a key head, or `(*B, K)` where examples differ; axes of size 1 broadcast.
-    In each row of indices the first `counts` are distinct and ascend; what follows them is some
-    valid index, not to be visited.
+    Tiles that are not listed hold no allowed pair. With tiles of t queries and s keys there are
+    nq = ceil(T / t) query tiles and nk = ceil(S / s) key tiles; the last tiles may reach past the
+    lengths. The leading axes *L are `()` if all heads share one layout, `(K,)` for one layout a key
+    head, or `(*B, K)` if examples differ; axes of size 1 broadcast. In each row of indices, the
+    first `counts` entries are distinct and ascend; the other entries are valid indices that are not
+    visited.
 
     Attributes:
-      partial_counts: int32 `(*L, nq)`, tiles in which some pairs may attend and some may not.
+      partial_counts: int32 `(*L, nq)`, number of tiles with allowed and forbidden pairs.
       partial_indices: int32 `(*L, nq, p)`.
-      full_counts: int32 `(*L, nq)`, tiles whose pairs within the lengths may all attend.
+      full_counts: int32 `(*L, nq)`, number of tiles whose pairs within the lengths are all allowed.
       full_indices: int32 `(*L, nq, f)`.
       tile: (t, s), static.
       lengths: (T, S), static.
@@ -75,11 +76,11 @@ class BlockLayout:
         lengths: tuple[int, int],
         full: Array | None = None,
     ) -> "BlockLayout":
-        """From bool `(*L, nq, nk)`, True where a tile is to be visited; traceable.
+        """Makes a layout from bool `(*L, nq, nk)`, True at tiles to visit; traceable.
 
-        Without `full` every tile visited is a full one: that is what a layout made from data means,
-        which no rule for elements goes with. With it, bool of the same shape, the tiles visited
-        outside of `full` are partial, and a tile of `full` is visited whatever `blocks` says.
+        Without `full`, all visited tiles are full, because there is no rule for single elements.
+        `full` is bool of the same shape: tiles that are True in `full` are visited as full tiles,
+        and tiles that are True only in `blocks` are partial.
         """
         tile, lengths = _pair("tile", tile), _pair("lengths", lengths)
         grid = _grid(tile, lengths)
@@ -109,11 +110,11 @@ class BlockLayout:
         lengths: tuple[int, int],
         partial: Array | None = None,
     ) -> "BlockLayout":
-        """From int `(*L, nq, k)`: up to k key tiles of each query tile; traceable.
+        """Makes a layout from int `(*L, nq, k)`: up to k key tiles of each query tile; traceable.
 
-        -1 names none, and a tile that is named twice is visited once. All are full: what a top-k
-        selection by the model means. Those also named in `partial`, int `(*L, nq, p)`, are partial.
-        Indices that are known are checked.
+        -1 means no tile, and a tile that is listed twice is visited once. All tiles are full, as a
+        top-k selection by a model needs, except tiles that `partial`, int `(*L, nq, p)`, lists.
+        Concrete indices are checked.
         """
         tile, lengths = _pair("tile", tile), _pair("lengths", lengths)
         queries, keys = _grid(tile, lengths)
@@ -140,33 +141,34 @@ class BlockLayout:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(nq, nk), how many tiles there are."""
+        """(nq, nk), the numbers of query tiles and key tiles."""
         return _grid(self.tile, self.lengths)
 
     @property
     def kept(self) -> Any:
-        """How many tiles are visited, of all heads together: an int, or traced `()`."""
+        """Number of visited tiles of all heads together: an int, or traced `()`."""
         total = self.partial_counts.sum() + self.full_counts.sum()
         return total if _is_traced(total) else int(total)
 
     @property
     def density(self) -> Any:
-        """The share of tiles that are visited, which is the share of the work."""
+        """Share of tiles that are visited, equal to the share of the work."""
         return self.kept / (math.prod(self.partial_counts.shape) * self.grid[1])
 
     def block_mask(self, kind: str | None = None) -> Array:
-        """Bool `(*L, nq, nk)`, True where a tile is visited; traceable.
+        """Returns bool `(*L, nq, nk)`, True at visited tiles; traceable.
 
-        Of the `kind` "partial" or "full" alone, if it is given.
+        `kind` selects only "partial" or only "full" tiles.
         """
         if kind is not None:
             return self._mask(kind)
         return self._mask("partial") | self._mask("full")
 
     def transpose(self) -> "BlockLayout":
-        """The query tiles that each key tile is visited by, which the key gradients sum over.
+        """Returns the transposed layout: the query tiles that visit each key tile.
 
-        O(tiles visited) for known arrays, O(nq nk) for traced ones, where the widths are nq.
+        The gradient of the keys sums over the transposed layout. Time O(tiles visited) for concrete
+        arrays; O(nq nk) for traced arrays, whose index rows then have width nq.
         """
         lengths, tile = self.lengths[::-1], self.tile[::-1]
         if _is_traced(self.partial_indices, self.full_indices):
@@ -185,9 +187,9 @@ class BlockLayout:
         return BlockLayout(*halves[0], *halves[1], tile, lengths)
 
     def draw(self, width: int = 64, head: int = 0) -> str:
-        """A picture in characters, at most `width` wide: see `effattn.analysis.text`.
+        """Returns a text picture, at most `width` characters wide: see `effattn.analysis.text`.
 
-        `effattn.analysis.draw` makes a figure of it.
+        `effattn.analysis.draw` draws a figure of the layout.
         """
         return characters.lines(characters.layout_shades(self, head), width)
 
@@ -208,7 +210,7 @@ class BlockLayout:
         return f"{text}: {partial} partial + {full} full of {total} tiles ({share:.3g} %))"
 
     def _tiles(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
-        """(row, key tile) of every tile of a kind, the rows counted through *L; known arrays."""
+        """Returns (row, key tile) of all tiles of a kind; rows count through *L; concrete only."""
         counts = np.asarray(getattr(self, f"{kind}_counts")).reshape(-1)
         indices = np.asarray(getattr(self, f"{kind}_indices"))
         indices = indices.reshape(counts.size, indices.shape[-1])
@@ -220,7 +222,7 @@ class BlockLayout:
         xp: Any = jnp if _is_traced(counts, indices) else np
         counts, indices = xp.asarray(counts), xp.asarray(indices)
         keys = self.grid[1]
-        # What lies beyond the counts lands in a column of its own.
+        # Unused entries beyond the counts go to an extra column, which is cut off.
         column = xp.where(np.arange(indices.shape[-1]) < counts[..., None], indices, keys)
         mask = xp.zeros((*counts.shape, keys + 1), bool)
         if xp is np:
@@ -233,9 +235,9 @@ class BlockLayout:
 def packed(
     row: np.ndarray, index: np.ndarray, rows: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Counts `(*rows)` and indices `(*rows, most)`, int32, from pairs in ascending order.
+    """Packs ascending pairs (row, index) into counts `(*rows)` and indices `(*rows, most)`, int32.
 
-    `row` counts through `rows`. At least one index a row is held, so that no array is empty.
+    `row` counts through `rows`. Each row has at least one index slot, so that no array is empty.
     """
     counts = np.bincount(row, minlength=math.prod(rows))
     indices = np.zeros((counts.size, max(1, int(counts.max(initial=0)))), np.int32)
@@ -244,7 +246,7 @@ def packed(
 
 
 def _distinct(indices: Array, keys: int, xp: Any) -> tuple[Array, Array]:
-    """Counts and indices of what each row names, once and in order; -1 names none."""
+    """Returns counts and sorted indices of the distinct entries of each row, without -1."""
     ordered = xp.sort(xp.where(indices < 0, keys, indices), axis=-1)
     again = xp.concatenate([ordered[..., :1] >= keys, ordered[..., 1:] == ordered[..., :-1]], -1)
     ordered = xp.sort(xp.where(again, keys, ordered), axis=-1).astype(np.int32)
@@ -287,7 +289,7 @@ def _flatten(layout: BlockLayout):
 
 
 def _unflatten(meta, data) -> BlockLayout:
-    # Past the checks: transformations put leaves of other kinds (axes, cotangents) in the tree.
+    # Skips the checks: JAX transformations put other leaves (axes, cotangents) in the tree.
     layout = object.__new__(BlockLayout)
     fields = zip((*_DATA, "tile", "lengths"), (*data, *meta), strict=True)
     for name, value in fields:

@@ -1,4 +1,4 @@
-"""The patterns of papers."""
+"""Named patterns of papers: Longformer, BigBird and Sparse Transformer."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -25,10 +25,10 @@ def longformer(
     """A window, dilated or not, and global positions (Beltagy et al. 2020, "Longformer").
 
     Args:
-      local_window_size: w or (left, right), steps on each side; the token itself is extra.
-      global_positions: those that see all and that all see, or how many, for the first so many.
+      local_window_size: w or (left, right), steps on each side; the token itself is not counted.
+      global_positions: global positions, or the number of leading global positions.
       dilation: tokens in a step of the window.
-      causal: nothing at later positions.
+      causal: add the causal mask.
     """
     left, right = sides("local_window_size", local_window_size)
     near: Pattern = SlidingWindow(left, right)
@@ -47,16 +47,16 @@ def bigbird(
 ) -> Pattern:
     """Window, global and random blocks (Zaheer et al. 2020, "Big Bird", internal construction).
 
-    Random blocks are none of the window's and none of the global ones.
+    Random blocks exclude the window and the global blocks.
 
     Args:
       block_size: tokens in a block.
-      num_window_blocks: the query's own block and as many on each side; odd.
-      num_global_blocks: blocks that see all and that all see, the first so many; or (first, last),
-        of which the published models have (1, 1).
+      num_window_blocks: width of the window, which is centred on the query's block; odd.
+      num_global_blocks: number of leading global blocks, or (leading, trailing); the published
+        models have (1, 1).
       num_random_blocks: random blocks of keys for each block of queries.
-      seed: of the random blocks.
-      causal: nothing at later positions, and random blocks are drawn from those before.
+      seed: seed of the random blocks.
+      causal: add the causal mask, and draw random blocks from earlier blocks.
     """
     if at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
         raise ValueError(f"num_window_blocks must be odd, got {num_window_blocks}")
@@ -71,9 +71,9 @@ def bigbird(
 def sparse_transformer(
     stride: int, kind: Literal["strided", "fixed"] = "strided", summary: int = 1
 ) -> Pattern:
-    """Both factors of a sparse transformer's attention, merged in one head (Child et al. 2019).
+    """Both factors of Sparse Transformer attention, merged in one head (Child et al. 2019).
 
-    "strided": the previous `stride` positions, and every stride-th one before the query. "fixed":
+    "strided": the previous `stride` positions, and every stride-th earlier position. "fixed":
     the query's own block of `stride`, and the last `summary` positions of every block. Causal.
     """
     if kind == "strided":

@@ -1,4 +1,4 @@
-"""Key positions that a token reaches in a causal sparse pattern, for decoding."""
+"""Key positions that a query reaches in a causal sparse pattern, for decoding."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,10 @@ from effattn.arrays.segments import positions_from
 
 
 def positions_of_blocks(blocks: jax.Array, block_size: int, capacity: int) -> jax.Array:
-    """The tokens `(*L, k b)` of blocks `(*L, k)`, -1 for none, each once.
+    """Returns the positions `(*L, k b)` of the tokens in blocks `(*L, k)`, each position once.
 
-    For a `reach` in blocks, of which b tokens can be among the first `capacity`: all, or if there
-    is no room for one block as many as there is room for. A block that is named again is replaced
-    by positions below 0.
+    Negative positions mean no token: for a block number of -1, and for a block that is listed
+    again. b is `block_size`, or `capacity` (at least 1) if that is less.
     """
     blocks = jnp.sort(blocks, axis=-1)
     again = jnp.pad(blocks[..., 1:] == blocks[..., :-1], [(0, 0)] * (blocks.ndim - 1) + [(1, 0)])

@@ -1,9 +1,10 @@
-"""Sets of (query, key) pairs as unions of zones, and which tiles they meet and fill.
+"""Sets of (query, key) pairs as unions of zones, and the tiles that zones meet and fill.
 
-A zone is the pairs (i, j) of some heads with r0 <= i <= r1, c0 <= j <= c1 and d0 <= j - i <= d1: a
-rectangle, a band, or where they cross. Zones are closed under intersection. For the queries of a
-tile a zone's keys are one interval, every key of which some query of the tile reaches; so it meets
-one run of key tiles and fills another, and no step looks at tiles that no zone meets.
+A zone is the set of pairs (i, j) of some heads with r0 <= i <= r1, c0 <= j <= c1 and
+d0 <= j - i <= d1: a rectangle, a band, or the intersection of both. The intersection of two zones
+is a zone. For the queries of one tile, the keys of a zone are one interval, and some query of the
+tile reaches every key of the interval. A zone therefore meets one run of key tiles and fills
+another run, and no step visits tiles that no zone meets.
 """
 
 import dataclasses
@@ -12,17 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Intersecting two unions looks at no more pairs of zones than this.
+# Most pairs of zones in the intersection of two unions.
 MOST_PAIRS = 2**22
 
-# Pairs (i, j) evaluated to settle what arithmetic cannot: as many as 32768 x 32768 tokens have.
+# Most pairs (i, j) evaluated by element, for tiles that interval arithmetic cannot decide.
 MOST_CHECKED = 2**30
 
-# Runs of tiles, and pairs (i, j), that are held at once: these bound the memory of a compilation.
+# Most runs of tiles, and most pairs (i, j), in memory at a time.
 _RANGES_AT_ONCE = 2**19
 _PAIRS_AT_ONCE = 2**22
 
-# Beyond any position or difference of positions.
+# Larger than any position or difference of positions.
 FAR = 2**40
 
 _most, _least = np.maximum, np.minimum
@@ -34,7 +35,7 @@ ANY: Interval = (-FAR, FAR)
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """Where a pattern is looked at: queries at positions first to last, keys 0 to keys - 1."""
+    """Range of a pattern: queries at positions first to last, keys 0 to keys - 1."""
 
     first: int
     queries: int
@@ -49,12 +50,12 @@ class Frame:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """How many positions queries have, and how many keys there are."""
+        """Numbers of query positions and keys."""
         return self.last + 1, self.keys
 
     @property
     def grid(self) -> tuple[int, int]:
-        """How many tiles of queries and of keys there are."""
+        """Numbers of query tiles and key tiles."""
         return -(-self.queries // self.tile[0]), -(-self.keys // self.tile[1])
 
     def row_tile(self, n: Any) -> Interval:
@@ -68,8 +69,8 @@ class Zones:
     """A union of n zones.
 
     Attributes:
-      low, high: int64 `(n, 4)`, the bounds of i, j, j - i and the head; all of them attained.
-      certain: bool `(n,)`; False for a superset of what is allowed there.
+      low, high: int64 `(n, 4)`, tight bounds of i, j, j - i and the head.
+      certain: bool `(n,)`; False if the zone may also contain forbidden pairs.
     """
 
     low: np.ndarray
@@ -91,7 +92,7 @@ def of(
     heads: Interval = ANY,
     certain: bool = True,
 ) -> Zones:
-    """The zones with these bounds, which broadcast, as far as they lie in the frame."""
+    """Returns the zones with the given bounds, which broadcast, clipped to the frame."""
     bounds = np.broadcast_arrays(
         *(side for pair in (rows, keys, diagonals, heads) for side in pair)
     )
@@ -108,15 +109,16 @@ def none() -> Zones:
 
 
 def union(*parts: Zones) -> Zones:
-    """All of the zones."""
+    """Returns the union of the zones."""
     arrays = zip(*((part.low, part.high, part.certain) for part in parts), strict=True)
     return Zones(*(np.concatenate(sides) for sides in arrays))
 
 
 def intersection(a: Zones, b: Zones) -> Zones:
-    """The zones of a that cross those of b; where these are too many, a superset, uncertain.
+    """Returns the intersection, or an uncertain superset if there are too many pairs of zones.
 
-    Only pairs that overlap along one axis are looked at, that with the fewest.
+    Only pairs of zones that overlap along one axis are intersected; the axis with the fewest such
+    pairs is used.
     """
     along = [_overlapping(*(x[:, n] for x in (a.low, a.high, b.low, b.high))) for n in range(3)]
     number, pairs = min(along, key=lambda axis: axis[0])
@@ -128,29 +130,29 @@ def intersection(a: Zones, b: Zones) -> Zones:
 
 
 def areas(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """How many pairs (i, j) lie within bounds `(n, 3 or more)`, which need not be attained."""
+    """Counts the pairs (i, j) within bounds `(n, 3 or more)`, which need not be tight."""
     (a, u, d0), (b, v, d1) = low.T[:3], high.T[:3]
     width = np.maximum(v - u + 1, 0)
 
     def up_to(x):
-        """The sum over y <= x of y, held to 0 <= y <= width."""
+        """Returns the sum over y <= x of y clipped to [0, width]."""
         held = np.clip(x, 0, width)
         return held * (held + 1) // 2 + np.maximum(x - width, 0) * width
 
     def below(d):
-        """Pairs with j - i <= d."""
+        """Counts the pairs with j - i <= d."""
         return up_to(b + d - u + 1) - up_to(a + d - u)
 
     return np.where((b >= a) & (d1 >= d0), below(d1) - below(d0 - 1), 0)
 
 
 def _crossed(a: Zones, b: Zones) -> Zones:
-    """Each zone of a crossed with that of b, one for one, or with the one there is."""
+    """Intersects zones of a and b one by one; a single zone broadcasts."""
     return _closed(_most(a.low, b.low), _least(a.high, b.high), a.certain & b.certain)
 
 
 def _closed(low: np.ndarray, high: np.ndarray, certain: np.ndarray) -> Zones:
-    """Draws the bounds in until all are attained, and drops the empty zones."""
+    """Tightens the bounds and drops empty zones."""
     (r0, c0, d0, h0), (r1, c1, d1, h1) = low.T, high.T
     low = np.stack([_most(r0, c0 - d1), _most(c0, r0 + d0), _most(d0, c0 - r1), h0], -1)
     high = np.stack([_least(r1, c1 - d0), _least(c1, r1 + d1), _least(d1, c1 - r0), h1], -1)
@@ -159,8 +161,8 @@ def _closed(low: np.ndarray, high: np.ndarray, certain: np.ndarray) -> Zones:
 
 
 def _overlapping(a0, a1, b0, b1) -> tuple[int, Callable[[], tuple[np.ndarray, np.ndarray]]]:
-    """How many pairs of intervals [a0, a1] and [b0, b1] overlap, and what finds them."""
-    # Of two that overlap, one starts within the other.
+    """Counts overlapping pairs of intervals [a0, a1] and [b0, b1]; also returns their finder."""
+    # If two intervals overlap, one starts within the other.
     in_b, in_a = np.argsort(b0), np.argsort(a0)
     b_first, b_stop = np.searchsorted(b0[in_b], a0), np.searchsorted(b0[in_b], a1, "right")
     a_first, a_stop = (np.searchsorted(a0[in_a], b, "right") for b in (b0, b1))
@@ -175,19 +177,19 @@ def _overlapping(a0, a1, b0, b1) -> tuple[int, Callable[[], tuple[np.ndarray, np
 
 
 def expanded(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(m, x) for every x from first[m] up to stop[m]."""
+    """Returns all (m, x) with first[m] <= x < stop[m]."""
     counts = np.maximum(stop - first, 0)
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(counts.cumsum() - counts - first, counts)
 
 
 class Ranges(NamedTuple):
-    """What each zone meets in each tile of queries; the rows count through heads and query tiles.
+    """Key tiles that each zone meets and fills in each query tile of each head.
 
     Attributes:
-      zone, head, query: `(n,)`, the zone and the row.
+      zone, head, query: `(n,)`, the zone, the head and the query tile.
       first, last: key tiles that the zone meets.
-      full_first, full_last: key tiles that it fills, none where first > last.
+      full_first, full_last: key tiles that the zone fills; none if full_first > full_last.
     """
 
     zone: np.ndarray
@@ -217,7 +219,7 @@ def _ranges(parts: Zones, frame: Frame) -> Ranges:
 
 
 def _in_pieces(parts: Zones, frame: Frame) -> Iterable[Zones]:
-    """The zones, cut by tiles of queries so that each piece has few enough ranges."""
+    """Cuts the zones by query tiles, so that each piece has a bounded number of ranges."""
     t, queries = frame.tile[0], frame.grid[0]
     heads = parts.high[:, 3] - parts.low[:, 3] + 1
     first, last = ((side[:, 0] - frame.first) // t for side in (parts.low, parts.high))
@@ -236,12 +238,12 @@ def _in_pieces(parts: Zones, frame: Frame) -> Iterable[Zones]:
 
 
 class Tiles(NamedTuple):
-    """The tiles that zones meet, each once and in order.
+    """Tiles that zones meet, each once, in ascending order.
 
     Attributes:
       row: `(n,)`, head * query tiles + query tile.
       key: `(n,)`, the key tile.
-      full: bool `(n,)`, all of its pairs within the lengths are allowed.
+      full: bool `(n,)`, whether all pairs of the tile within the lengths are allowed.
     """
 
     row: np.ndarray
@@ -249,21 +251,23 @@ class Tiles(NamedTuple):
     full: np.ndarray
 
 
-# Of tiles (head, query tile, key tile), `(n,)` each: is a pair allowed, and are all.
+# Takes tiles (head, query tile, key tile), `(n,)` each; returns whether any pair of each tile is
+# allowed, and whether all pairs are.
 Check = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def compiled(parts: Zones, frame: Frame, check: Check) -> Tiles:
-    """The tiles of a union of zones.
+    """Returns the tiles of a union of zones.
 
-    A tile that a certain zone meets is kept, and one that a certain zone fills is full. Tiles that
-    only uncertain zones meet, and those that several zones may fill together, are decided by
-    `check` if there are no more than MOST_CHECKED pairs in them, and are else kept as partial.
+    A tile that a certain zone meets is kept, and a tile that a certain zone fills is full. `check`
+    decides tiles that only uncertain zones meet and tiles that several zones may fill together, up
+    to MOST_CHECKED pairs; beyond that, these tiles are kept as partial.
 
-    Time and memory follow the number of runs of tiles that zones meet and of tiles kept.
+    Time and memory follow the number of runs of tiles that zones meet, and the number of kept
+    tiles.
     """
     queries, keys = frame.grid
-    # The tile's place in a line; a gap after each row keeps runs of different rows apart.
+    # Tile ids count through rows; one unused id after each row separates runs of different rows.
     stride = keys + 1
     collected: list[list[np.ndarray]] = [[], [], [], []]
     for piece in _in_pieces(parts, frame):
@@ -300,9 +304,9 @@ def compiled(parts: Zones, frame: Frame, check: Check) -> Tiles:
 
 
 def total(parts: Zones, frame: Frame, limit: int) -> int | None:
-    """How many pairs the zones hold, all of them certain; None if that takes too long to say.
+    """Counts the pairs in certain zones; None if a zone is uncertain or counting takes too long.
 
-    `limit` is on the number of runs of keys, one for each zone and query that it has.
+    `limit` bounds the number of runs of keys: one for each zone and each of its queries.
     """
     frame = dataclasses.replace(frame, tile=(1, 1))
     extent = parts.high - parts.low + 1
@@ -325,7 +329,7 @@ Runs = tuple[np.ndarray, np.ndarray]
 
 
 def _merged(first: np.ndarray, last: np.ndarray) -> Runs:
-    """Runs of integers, in order and apart from each other, of those given."""
+    """Merges runs of integers that overlap or touch, in ascending order."""
     order = np.argsort(first)
     first, reach = first[order], np.maximum.accumulate(last[order])
     new = np.ones(len(first), bool)
@@ -348,12 +352,12 @@ def _without(found: Runs, taken: Runs) -> np.ndarray:
 
 
 def _crowded(piece: Zones, ranges: Ranges, first, last, frame: Frame) -> Runs:
-    """Runs of tiles that several zones meet and that these could fill together, by their widths."""
+    """Runs of tiles that several zones meet and, by their widths, could fill together."""
     (r0, c0, d0, _), (r1, c1, d1, _) = piece.low[ranges.zone].T, piece.high[ranges.zone].T
     start, end = frame.row_tile(ranges.query)
     rows = _least(end, r1) - _most(start, r0) + 1
     share = rows / (end - start + 1) * _least(1, (_least(c1 - c0, d1 - d0) + 1) / frame.tile[1])
-    # The last key tile may be narrower than the others: there any width might do.
+    # The last key tile may be narrower than the others, so any width may fill it.
     share = np.where(c1 // frame.tile[1] == frame.grid[1] - 1, 1.0, share)
     places = np.concatenate([first, last + 1])
     order = np.argsort(places)
@@ -367,7 +371,7 @@ def _crowded(piece: Zones, ranges: Ranges, first, last, frame: Frame) -> Runs:
 
 
 def _might_fill(piece: Zones, ranges: Ranges, first, last, ids, stride, frame: Frame) -> np.ndarray:
-    """Whether the areas of the zones in each tile of `ids` add up to the whole tile."""
+    """Whether the areas of the zones in each tile of `ids` sum to at least the whole tile."""
     s, queries = frame.tile[1], frame.grid[0]
     at, place = expanded(np.searchsorted(ids, first), np.searchsorted(ids, last, "right"))
     row, key = np.divmod(ids, stride)
@@ -381,7 +385,7 @@ def _might_fill(piece: Zones, ranges: Ranges, first, last, ids, stride, frame: F
 
 
 def check_by_element(allows: Callable[..., Any], frame: Frame) -> Check:
-    """A check of tiles that evaluates `allows(i, j, h)` at all of their pairs, some at a time."""
+    """Returns a `Check` that evaluates `allows(i, j, h)` at all pairs of the tiles, in batches."""
     t, s = frame.tile
     i, j = np.arange(t, dtype=np.int32)[:, None], np.arange(s, dtype=np.int32)
     at_once = max(1, _PAIRS_AT_ONCE // (t * s))
@@ -403,18 +407,18 @@ def check_by_element(allows: Callable[..., Any], frame: Frame) -> Check:
 
 
 def runs_of(values: Sequence[int] | np.ndarray) -> Interval:
-    """The runs of consecutive ones in ascending, distinct integers."""
+    """Returns the runs of consecutive integers in ascending, distinct integers."""
     values = np.asarray(values, np.int64)
     return _merged(values, values)
 
 
 def gaps_between(runs: Interval) -> Interval:
-    """The intervals before, between and after those of `runs`, which ascend and lie apart."""
+    """Returns the intervals before, between and after `runs`, which ascend and lie apart."""
     return np.append(-FAR, runs[1] + 1), np.append(runs[0] - 1, FAR)
 
 
 def outside(interval: Interval) -> Interval:
-    """What is below and what is above each interval, on a new first axis."""
+    """Returns the ranges below and above each interval, on a new first axis."""
     low, high = np.asarray(interval[0]), np.asarray(interval[1])
     return (
         np.stack([np.full_like(low, -FAR), high + 1]),
@@ -423,10 +427,10 @@ def outside(interval: Interval) -> Interval:
 
 
 def rows_of(frame: Frame, size: int) -> np.ndarray:
-    """The blocks of `size` that the queries of a frame lie in."""
+    """Returns the numbers of the blocks of `size` that contain queries of a frame."""
     return np.arange(frame.first // size, frame.last // size + 1)
 
 
 def blocks(n: Any, size: int) -> Interval:
-    """The positions of blocks n."""
+    """Returns the first and last positions of blocks n."""
     return n * size, n * size + size - 1
