@@ -1,4 +1,4 @@
-"""Hierarchical attention: near tokens one by one, far ones in summaries that grow with distance."""
+"""Hierarchical attention: near tokens exactly, far tokens in summaries of growing size."""
 
 import dataclasses
 import functools
@@ -37,26 +37,26 @@ def hierarchical_attention(
 ) -> Any:
     r"""Hierarchical attention (Zhu and Soricut 2021, "H-Transformer-1D").
 
-    A segment has m tokens, and a unit of level l = 1..L has m 2^(l-1), so that a unit of level 1 is
-    a segment and each further one is two of the level below. A query attends to
+    A segment has m tokens. A unit of level l = 1..L has m 2^(l-1) tokens: a unit of level 1 is a
+    segment, and a unit of level l + 1 is two units of level l. A query attends to
 
         level 0          the tokens of its own segment,
         level l < L      the summaries of the other half of its unit of level l + 1,
-        level L          the summaries of all units but its own,
+        level L          the summaries of all units except its own,
 
-    which is every token once. If causal, to the past of its own segment and to finished units. A
-    unit is summarised in r pieces of equal size. A piece P of n tokens has
+    which covers every token once. Causal queries attend to earlier tokens of their segment and to
+    finished units. A unit is summarised in r pieces of equal size. A piece P of n tokens has
 
         k_P = sum_{j in P} w_j k_j,   v_P = sum_{j in P} w_j v_j,   logit = scale q . k_P + log n,
 
-    with w = 1/n, or learned w = softmax_{j in P}(scale c . k_j). By its log n a summary stands for
-    n tokens: where keys and values are constant in each piece this is
-    `effattn.dot_product_attention`, and so it is where one segment holds the sequence. The paper's
-    summaries are means, and its queries far away are averaged too; here each token has its own. The
-    name is also that of Yang et al. 2016, "Hierarchical Attention Networks", where words are
-    summarised in sentences by learned weights.
+    with w = 1/n, or learned w = softmax_{j in P}(scale c . k_j). The term log n makes a summary
+    count as n tokens. The result equals `effattn.dot_product_attention` if keys and values are
+    constant in each piece, or if one segment holds the sequence. The paper uses means as summaries
+    and also averages queries for far keys; here each token keeps its query. Yang et al. 2016,
+    "Hierarchical Attention Networks", use the same name for sentences that are summaries of words
+    by learned weights.
 
-    Time O(T (m + r T / m) (H + Hv)) with one level, so O(T sqrt(T)) for m near sqrt(T), and
+    Time O(T (m + r T / m) (H + Hv)) with one level, that is O(T sqrt(T)) for m near sqrt(T), and
     O(T (m + r log2(T / m)) (H + Hv)) with log2(T / m) levels or more; memory O(T), forward and
     backward.
 
@@ -65,9 +65,9 @@ def hierarchical_attention(
       key: `(*B, T, K, H)`, N a multiple of K.
       value: `(*B, T, K, Hv)`.
       segment_size: m, tokens, a multiple of r.
-      num_levels: L, 1 or more. Those whose units are longer than the sequence change nothing.
+      num_levels: L, 1 or more. Levels with units longer than the sequence have no effect.
       num_summaries: r, pieces of a unit, 1 or more.
-      summary_query: c, `(K, H)`, for learned summaries; zeros give means, as None does.
+      summary_query: c, `(K, H)`, for learned summaries; zeros or None give means.
       **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp and execution: see
         `effattn.options`.
 
@@ -93,7 +93,7 @@ def hierarchical_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Hierarchy:
-    """Segments of m tokens, L levels of units, and r pieces of a unit."""
+    """Static configuration: segment size m, number of levels L, and pieces of a unit r."""
 
     segment: int
     levels: int
@@ -101,7 +101,7 @@ class Hierarchy:
 
     @classmethod
     def of(cls, segment_size: Any, num_levels: Any, num_summaries: Any) -> "Hierarchy":
-        """Checked."""
+        """Checks the arguments and makes a hierarchy."""
         for name, number in (("num_levels", num_levels), ("num_summaries", num_summaries)):
             if not checks.is_integer(number) or number < 1:
                 raise ValueError(f"{name} must be an int, 1 or more, got {number!r}")
@@ -113,34 +113,34 @@ class Hierarchy:
         return cls(int(segment_size), int(num_levels), int(num_summaries))
 
     def segments(self, length: int) -> int:
-        """How many hold that many tokens."""
+        """Returns the number of segments in `length` tokens."""
         return math.ceil(length / self.segment)
 
     def siblings(self, length: int) -> int:
-        """At how many levels a query sees one other unit.
+        """Returns the number of levels at which a query attends to one other unit.
 
-        That is at all levels below the last, and at the last if it has no more than two units.
+        These are all levels below the last, and the last level if it has at most two units.
         """
         segments = self.segments(length)
         return self.levels - 1 if segments > 2**self.levels else max(segments - 1, 0).bit_length()
 
     def unit(self, level: int) -> int:
-        """Tokens of a unit."""
+        """Returns the tokens in a unit of a level."""
         return self.segment * 2 ** (level - 1)
 
     def piece(self, level: int) -> int:
-        """Tokens of a piece."""
+        """Returns the tokens in a piece of a unit of a level."""
         return self.unit(level) // self.pieces
 
 
 class Runs(NamedTuple):
-    """Runs of tokens, each with its weighted means; single tokens at first.
+    """Weighted means of keys and values over runs of tokens; at first, a run is one token.
 
     Attributes:
-      logit: `(*B, P, K)`, log of the sum of its tokens' weights, as far as it is known.
-      key: `(*B, P, K, H)`, at least float32.
-      value: `(*B, P, K, Hv)`, at least float32.
-      present: int `(*B, P)`, its tokens that are not padding; if none, the rest means nothing.
+      logit: `(*B, P, K)`, log of the sum of the weights in each run.
+      key: `(*B, P, K, H)`, mean keys, at least float32.
+      value: `(*B, P, K, Hv)`, mean values, at least float32.
+      present: int `(*B, P)`, valid tokens in each run; if 0, the other arrays are undefined.
     """
 
     logit: jax.Array
@@ -150,7 +150,7 @@ class Runs(NamedTuple):
 
 
 def tokens(key, value, present, summary_query, scale) -> Runs:
-    """Each token by itself; `present` is bool `(*B, S)`."""
+    """Makes runs of single tokens; `present` is bool `(*B, S)`."""
     dtype = dtypes.wide(key, value)
     key, value = (jnp.where(present[..., None, None], x, 0).astype(dtype) for x in (key, value))
     logit = jnp.zeros_like(key[..., 0])
@@ -160,7 +160,7 @@ def tokens(key, value, present, summary_query, scale) -> Runs:
 
 
 def pool(runs: Runs, size: int) -> Runs:
-    """Every `size` runs in a row as one, with weights softmax(logit)."""
+    """Merges every `size` consecutive runs, with weights softmax(logit)."""
     axis = runs.present.ndim
     runs = Runs(*(folding.fold(x, size, axis - 1) for x in runs))
     lowest = dtypes.lowest(runs.logit.dtype)
@@ -185,13 +185,13 @@ def pool(runs: Runs, size: int) -> Runs:
 
 
 class _Keys(NamedTuple):
-    """Pieces of units as keys.
+    """Keys and values of the pieces of units.
 
     Attributes:
       key: `(*B, P, K, H)`.
       value: `(*B, P, K, Hv)`.
-      seen: bool `(*B, P)`, False for those without tokens.
-      last: int32 `(*B, P)`, the position of the last token.
+      seen: bool `(*B, P)`, False for pieces without valid tokens.
+      last: int32 `(*B, P)`, position of the last valid token of the piece.
     """
 
     key: jax.Array
@@ -201,7 +201,7 @@ class _Keys(NamedTuple):
 
 
 def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: attention.Arguments):
-    """The own segment, the siblings and the units of the last level, combined."""
+    """Attends to the own segment, the siblings and units of the last level in one softmax."""
     batch, length = query.shape[:-3], query.shape[-3]
     if length <= hierarchy.segment:
         return attention.attend(query, key, value, given)
@@ -233,7 +233,7 @@ def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: atten
 
 
 def _siblings(hierarchy: Hierarchy, levels: list[_Keys], length: int, is_causal: bool) -> _Keys:
-    """What each segment sees at each of the levels, `(*B, segments, levels * r, ...)`."""
+    """Returns the sibling pieces of each segment, `(*B, segments, levels * r, ...)`."""
     axis, segments = levels[0].seen.ndim - 1, hierarchy.segments(length)
 
     def other_half(level, array):
@@ -257,7 +257,7 @@ def _siblings(hierarchy: Hierarchy, levels: list[_Keys], length: int, is_causal:
 
 
 def _attend_siblings(hierarchy: Hierarchy, query, keys: _Keys, given: attention.Arguments):
-    """Attention of each segment to keys of its own."""
+    """Attends from each segment to the pieces of its siblings."""
     length, axis, size = query.shape[-3], query.ndim - 3, hierarchy.segment
     blocks = hierarchy.segments(length)
     folded = dataclasses.replace(
@@ -272,7 +272,7 @@ def _attend_siblings(hierarchy: Hierarchy, query, keys: _Keys, given: attention.
 
 
 def _attend_summaries(positions, query, keys: _Keys, given: attention.Arguments):
-    """Attention from queries at `positions` to pieces, at the positions of their last tokens."""
+    """Attends from queries at `positions` to pieces, which take the position of their last token."""
     positions = jnp.broadcast_to(positions.astype(jnp.int32), query.shape[:-2])
     seen = keys.seen[..., None, None, :]
     given = dataclasses.replace(given, mask=seen, positions=(positions, keys.last))
@@ -286,9 +286,10 @@ def _example_of_blocks(blocks: int):
 
 @dataclasses.dataclass(frozen=True)
 class _LogTokens(attention.Score):
-    """Adds log n to the logit of a piece, given the position of its last token.
+    """Score function that adds log n to the logit of a piece with n tokens.
 
-    It is one of `level`, or for None of a sibling at any.
+    The position of the last token of the piece gives n. The piece belongs to a unit of `level`, or,
+    if `level` is None, to a sibling of any level.
     """
 
     hierarchy: Hierarchy
@@ -300,14 +301,14 @@ class _LogTokens(attention.Score):
         return logit + jnp.log((j % size + 1).astype(logit.dtype))
 
     def _sibling(self, i, j):
-        """Levels below that of a sibling: the highest bit in which their segments differ."""
+        """Returns the level of a sibling, minus 1: the highest bit in which the segments differ."""
         apart = (i // self.hierarchy.segment) ^ (j // self.hierarchy.segment)
         return 31 - lax.clz(apart | 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _OtherUnits:
-    """The pairs in different units of `size` tokens; if causal, the key in an earlier one."""
+    """Pattern of pairs in different units of `size` tokens; if causal, keys in earlier units."""
 
     size: int
     is_causal: bool
@@ -325,7 +326,7 @@ registry.register(
         function=hierarchical_attention,
         options={"segment_size": 64, "num_levels": 16, "num_summaries": 8},
         decoder="effattn.decode.hierarchical:HierarchicalDecoder",
-        # One level, the dearer way; with many the segments need not grow.
+        # One level costs more; with many levels, segments need not grow with the length.
         options_at=lambda length: {
             "segment_size": 8 * math.ceil(math.isqrt(length) / 8),
             "num_levels": 1,

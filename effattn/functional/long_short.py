@@ -1,4 +1,4 @@
-"""Long-short attention: a window of tokens and dynamic projections of the sequence, at once."""
+"""Long-short attention: a window of tokens and dynamic low-rank projections, in one softmax."""
 
 import dataclasses
 import functools
@@ -42,35 +42,35 @@ def long_short_attention(
 ) -> Any:
     r"""Long-short attention (Zhu et al. 2021, "Long-Short Transformer").
 
-    Tokens are projected to r slots, by weights that are a softmax over the tokens, with scores Z:
+    Tokens are projected to r slots, by weights that are a softmax of scores Z over the tokens:
 
         P = softmax_tokens(Z),   K' = P^T K,   V' = P^T V,   Z = K W for W = projection
 
     A query attends, in one softmax, to the tokens of its window and to slots:
 
-        bidirectional   the tokens of its stretch of w and w/2 more on each side of that;
+        bidirectional   the tokens of its block of w tokens and w/2 more on each side of the block;
                         the r slots of the whole sequence, or of each segment of l tokens
-        causal          the last w tokens, itself the last;
+        causal          the last w tokens, including itself;
                         the r slots of each finished segment of l tokens before its own
 
-    What is in the window is in slots too. In the paper Z has its own projection of the tokens,
-    before they are keys: that is `slot_scores`, as `effattn.nn.LongShortSelfAttention` gives them.
-    The paper's DualLN is two layer norms, each for keys and values alike and here over the features
-    of a head: `window_norm` of the tokens in windows, and `slot_norm` of the slots.
+    Tokens in the window are also in slots. In the paper, Z is a separate projection of the tokens,
+    not of the keys: that is `slot_scores`, which `effattn.nn.LongShortSelfAttention` computes. The
+    DualLN of the paper is two layer norms, shared by keys and values and here over the features of
+    a head: `window_norm` for tokens in windows, and `slot_norm` for slots.
 
-    Time O(T (w + r) (H + Hv)) with one segment and O(T (w + r T / l) (H + Hv)) with more, so
-    O(T sqrt(r T)) causal, for w and l near sqrt(r T); memory O(T r), forward and backward.
+    Time O(T (w + r) (H + Hv)) with one segment and O(T (w + r T / l) (H + Hv)) with more: causal,
+    O(T sqrt(r T)) for w and l near sqrt(r T). Memory O(T r), forward and backward.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, T, K, H)`, N a multiple of K.
       value: `(*B, T, K, Hv)`.
-      window_size: w, tokens, 1 or more; half of an odd one is rounded down.
-      segment_size: l, tokens; default w if causal, and the whole sequence if not.
-      projection: W, `(H, r)`, or `(K, H, r)` with one for each key head.
-      slot_scores: Z, `(*B, T, K, r)` or what broadcasts to it; in place of `projection`.
+      window_size: w, in tokens, 1 or more; w/2 is rounded down.
+      segment_size: l, in tokens; default w if causal, else the whole sequence.
+      projection: W, `(H, r)`, or `(K, H, r)` with one matrix for each key head.
+      slot_scores: Z, broadcastable to `(*B, T, K, r)`; given instead of `projection`.
       window_norm: scale and bias of a layer norm, `(K, H)` each, with Hv == H; None for none.
-      slot_norm: the same of slots.
+      slot_norm: scale and bias of the layer norm of slots, likewise.
       **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp and execution: see
         `effattn.options`.
 
@@ -105,7 +105,7 @@ def long_short_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Tokens of windows and of segments, and the two layer norms."""
+    """Checked window size, segment size and layer norms."""
 
     window: int
     segment: int
@@ -114,7 +114,7 @@ class Settings:
 
     @classmethod
     def of(cls, window_size: Any, segment_size: Any, window_norm, slot_norm, key, value):
-        """Checked, for such keys and values."""
+        """Checks the arguments for the given keys and values."""
         window = checks.at_least("window_size", window_size, 1, "tokens")
         segment = checks.at_least("segment_size", segment_size, 1, "tokens")
         norms = []
@@ -133,7 +133,7 @@ class Settings:
 
 
 def check_projection(projection: Any, key: jax.Array) -> jax.Array:
-    """`(H, r)` or `(K, H, r)`."""
+    """Returns the checked projection, `(H, r)` or `(K, H, r)`."""
     projection = jnp.asarray(projection)
     heads, size = key.shape[-2:]
     if (
@@ -150,7 +150,7 @@ def check_projection(projection: Any, key: jax.Array) -> jax.Array:
 
 
 def _check_scores(scores: Any, key: jax.Array) -> jax.Array:
-    """`(*B, T, K, r)`, broadcast."""
+    """Returns the checked scores, broadcast to `(*B, T, K, r)`."""
     scores = jnp.asarray(scores)
     slots = scores.shape[-1] if scores.ndim else 0
     if slots < 1 or not jnp.issubdtype(scores.dtype, jnp.floating):
@@ -165,7 +165,7 @@ def _check_scores(scores: Any, key: jax.Array) -> jax.Array:
 
 
 def _attend(settings: Settings, projection, scores, query, key, value, given: attention.Arguments):
-    """The window and the slots, combined."""
+    """Attends to the window and to the slots in one softmax."""
     batch, length = key.shape[:-3], key.shape[-3]
     lengths = jnp.full(batch, length) if given.key_lengths is None else given.key_lengths
     present = within(lengths, length)
@@ -203,7 +203,7 @@ def _attend(settings: Settings, projection, scores, query, key, value, given: at
 
 
 def _attend_windows(size: int, query, key, value, given: attention.Arguments):
-    """Of the last tokens if causal; else of stretches, which are one more batch axis."""
+    """Attends to the last tokens if causal; else in blocks, which become a batch axis."""
     length, axis = query.shape[-3], query.ndim - 3
     if given.is_causal or length == 0:
         given = dataclasses.replace(given, window=(size - 1, 0))
@@ -233,7 +233,7 @@ def _attend_windows(size: int, query, key, value, given: attention.Arguments):
 
 
 def _move(array: jax.Array, by: int, axis: int) -> jax.Array:
-    """Along an axis, with zeros where nothing comes from."""
+    """Shifts an array along an axis and fills with zeros."""
     padding = [(0, 0, 0)] * array.ndim
     padding[axis] = (by, -by, 0)
     return jax.lax.pad(array, jnp.zeros((), array.dtype), padding)
@@ -249,7 +249,7 @@ def _origin_of_stretches(stretches: int, size: int):
 
 
 def score(projection: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
-    """Z `(*B, S, K, r)`, at least float32."""
+    """Returns the scores Z `(*B, S, K, r)`, at least float32."""
     key, projection = dtypes.alike(key, projection)
     return jnp.einsum(
         "...skh,hr->...skr" if projection.ndim == 2 else "...skh,khr->...skr",
@@ -261,10 +261,10 @@ def score(projection: jax.Array, key: jax.Array, precision: Any) -> jax.Array:
 
 
 def project(scores, key, value, present, precision) -> tuple[jax.Array, jax.Array]:
-    """Slots `(*B, r, K, H)` of tokens `(*B, S, ...)`, of which those `present (*B, S)` count."""
+    """Projects tokens `(*B, S, ...)` that are `present (*B, S)` to slots `(*B, r, K, H)`."""
     present = present[..., None, None]
     dtype = dtypes.wide(scores, key, value)
-    # Any finite number keeps a softmax over nothing finite.
+    # A finite fill value keeps the softmax finite if no token is present.
     scores = jnp.where(present, scores.astype(dtype), jnp.finfo(dtype).min)
     weights = jnp.where(present, jax.nn.softmax(scores, -3), 0)
     keys, values = (
@@ -277,7 +277,7 @@ def project(scores, key, value, present, precision) -> tuple[jax.Array, jax.Arra
 
 
 def normalise(x: jax.Array, norm: Norm | None) -> jax.Array:
-    """A layer norm over the last axis, computed in at least float32."""
+    """Layer norm over the last axis, computed in at least float32."""
     if norm is None:
         return x
     scale, bias = (lead(jnp.asarray(part), x.ndim) for part in norm)
@@ -289,12 +289,12 @@ def normalise(x: jax.Array, norm: Norm | None) -> jax.Array:
 
 @functools.cache
 def _origin_of_slots(length: int):
-    """Slots as tokens after the last one."""
+    """Returns an origin that puts slots at positions after the last token."""
     return lambda b, h, i, j: (b, h, i, length + j)
 
 
 def _strided(length: int, num_projected: int = 16) -> Mapping[str, Any]:
-    """Slots that are one token in r, mostly, of segments longer than windows."""
+    """Options with slots that mostly read every r-th token, and segments longer than windows."""
     of_tokens = 4 * np.eye(num_projected, dtype=np.float32)[np.arange(length) % num_projected]
     segment = math.isqrt(length * num_projected)
     return {

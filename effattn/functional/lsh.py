@@ -1,4 +1,4 @@
-"""Locality-sensitive hashing attention: tokens see those that random rotations hash as they are."""
+"""Locality-sensitive hashing (LSH) attention: tokens attend within hash buckets."""
 
 import functools
 import math
@@ -14,9 +14,9 @@ from effattn.arrays.axes import lead
 from effattn.arrays.products import widened
 from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
 
-# The logit of a token for itself.
+# Logit of a token for itself, used only if the token attends to nothing else.
 SELF_LOGIT = -1e5
-# Tokens of a head whose logits are in memory at a time, at least.
+# Minimum tokens of a head whose logits are in memory at a time.
 _TOKENS_AT_A_TIME = 1024
 
 
@@ -38,26 +38,27 @@ def lsh_attention(
 ) -> Any:
     r"""LSH attention (Kitaev, Kaiser and Levskaya 2020, "Reformer: The Efficient Transformer").
 
-    Queries are keys too, but for their length. In each of n rounds a token gets one of b buckets,
+    Keys are the normalised queries. In each of n rounds, a token gets one of b buckets,
 
         k_j = q_j / sqrt(|q_j|^2 + 1e-6 H),    bucket_r(j) = argmax [q_j R_r ; -q_j R_r],
 
-    by a random rotation R_r of b / 2 columns. Token i sees P_i = P_i^1 u ... u P_i^n,
+    by a random rotation R_r of b / 2 columns. Token i attends to P_i = P_i^1 u ... u P_i^n,
 
         out_i = sum_{j in P_i} exp(q_i . k_j - L_i) v_j,    L_i = log sum_{j in P_i} exp(q_i . k_j).
 
-    It is computed round by round, and the rounds are combined by their log-sum-exps. As in the
-    paper, the weight of a pair that several rounds have is divided by their number. A token is in
-    its own P_i only if nothing else is; its L_i is then -1e5.
+    The rounds are computed one by one and combined by their log-sum-exps. As in the paper, the
+    weight of a pair that occurs in several rounds is divided by the number of these rounds. A token
+    attends to itself only if P_i is empty otherwise; then L_i is -1e5.
 
-    Bidirectional, P_i^r is the paper's: tokens are sorted by bucket and then time, cut in chunks of
-    m, and see their own chunk and the one before; the first chunk sees the last, as in the authors'
-    program. The paper's causal form masks these chunks, whose borders move with later tokens, so
-    that the future decides what is seen. Here P_i^r has the last m tokens before i of its bucket.
+    Bidirectional calls use the sets of the paper: tokens are sorted by bucket and then by time and
+    cut in chunks of m; a token attends to its own chunk and the chunk before it; the first chunk
+    attends to the last, as in the code of the authors. The causal form of the paper masks these
+    chunks. Chunk borders depend on later tokens, so the future would change what a token attends
+    to. Here, in causal calls, P_i^r holds the last m tokens before i in the same bucket.
 
-    A hash of b buckets costs b / 2 products a token. Where b is a product of even factors there is
-    a rotation for each, and the bucket is the number with their hashes as digits, the first factor
-    counting the ones: the sum of the factors is the cost.
+    Hashing to b buckets costs b / 2 products a token. If b is a product of even factors, each
+    factor has its own rotation, and the bucket is the number whose digits are the hashes; the first
+    factor is the lowest digit. The cost is then half the sum of the factors.
 
     Time O(T log T + n T m (H + Hv)), memory O(T (m + H + Hv)), forward and backward.
 
@@ -65,17 +66,17 @@ def lsh_attention(
       query_key: `(*B, T, N, H)`, any number of batch dimensions, also none.
       value: `(*B, T, N, Hv)`.
       num_rounds: n, 1 or more.
-      num_buckets: b, 1 or an even int, at most T. A multiple of 4 is cut in the two even factors
-        that are the nearest to its root; a tuple has the even factors themselves.
+      num_buckets: b, 1 or an even int, at most T. A multiple of 4 is split in the two even factors
+        nearest to its square root; a tuple gives the even factors.
       chunk_length: m, 1 or more tokens.
-      rng: a `jax.random` key to draw the rotations with, as `effattn.lsh_rotations` does.
-      rotations: in place of the draw, floating point `(N, n, H, sum of the factors / 2)`.
-      is_causal: attend to the past only.
-      query_seq_lengths: int `(*B)`; rows from there on give zeros.
-      key_value_seq_lengths: int `(*B)`; tokens from there on are padding: in no bucket, as keys and
-        as queries.
-      segment_ids: int `(*B, T)`; tokens attend within equal ids, which are one run, and documents
-        are sorted and cut each by itself; 0 is padding.
+      rng: a `jax.random` key; `effattn.lsh_rotations` draws the rotations with this key.
+      rotations: given instead of `rng`, floating point `(N, n, H, sum of the factors / 2)`.
+      is_causal: attend to earlier tokens only.
+      query_seq_lengths: int `(*B)`, valid queries; the other rows give zeros.
+      key_value_seq_lengths: int `(*B)`, valid tokens; the other tokens are padding, as keys and as
+        queries, and are in no bucket.
+      segment_ids: int `(*B, T)`; tokens attend within a contiguous run of equal ids; documents are
+        sorted and cut separately; 0 is padding.
       return_residual: also return the log-sum-exp.
 
     Returns:
@@ -132,21 +133,21 @@ def lsh_rotations(
     num_heads: int = 1,
     dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Random rotations for `effattn.lsh_attention`.
+    """Draws random rotations for `effattn.lsh_attention`.
 
     Args:
       rng: a `jax.random` key.
       num_rounds: n, as in `effattn.lsh_attention`.
-      num_buckets: b, as there.
+      num_buckets: b, as in `effattn.lsh_attention`.
       head_dim: H, the size of queries and keys.
-      num_heads: N, each with rotations of its own.
+      num_heads: N; each head has its own rotations.
       dtype: floating point.
 
     Returns:
       `(num_heads, num_rounds, head_dim, sum of the factors of num_buckets / 2)`, standard normal.
 
     Raises:
-      ValueError: a number of buckets that is odd, and not 1, or another that is no number.
+      ValueError: an odd number of buckets other than 1, or another size out of its range.
     """
     rng, dtype = checks.key("rng", rng), checks.dtype("dtype", dtype)
     num_rounds = checks.at_least("num_rounds", num_rounds, 1)
@@ -157,7 +158,7 @@ def lsh_rotations(
 
 
 def factors_of(num_buckets: Any) -> tuple[int, ...]:
-    """The even factors by which buckets are hashed; none for one bucket."""
+    """Returns the even factors of the number of buckets; `()` for one bucket."""
     given = num_buckets if isinstance(num_buckets, tuple | list) else (num_buckets,)
     if given == (1,):
         return ()
@@ -184,7 +185,7 @@ def attend(
     lengths: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The output `(*B, T, N, Hv)` and the log-sum-exp `(*B, T, N)`, of buckets `(*B, T, N, n)`."""
+    """Returns output `(*B, T, N, Hv)` and log-sum-exp `(*B, T, N)`; buckets are `(*B, T, N, n)`."""
     batch, length = query_key.shape[:-3], query_key.shape[-3]
     wide = dtypes.wide(query_key.dtype)
     if math.prod((*batch, length)) == 0:
@@ -200,7 +201,7 @@ def attend(
         is_causal=is_causal,
         is_packed=segment_ids is not None,
     )
-    # Over heads, then over the batch dimensions.
+    # Map over heads, then over batch dimensions.
     head = jax.vmap(head, (-2, -2, -2, None), (-2, -1))
     for _ in batch:
         head = jax.vmap(head)
@@ -222,9 +223,9 @@ def attend_at(
     *,
     chunk_length: int,
 ) -> jax.Array:
-    """The causal output `(B, T, N, Hv)` at `positions (B, T)`, of queries `(B, T, N, H)` there.
+    """Returns the causal output `(B, T, N, Hv)` of queries `(B, T, N, H)` at `positions (B, T)`.
 
-    Of all pairs, so it is for few queries; keys and values are `(B, S, N, ...)`.
+    Computes all T x S pairs, so it is for few queries; keys and values are `(B, S, N, ...)`.
     """
 
     @functools.partial(jax.vmap, in_axes=(0, 0, 0, 0, 0))
@@ -234,7 +235,7 @@ def attend_at(
         sees = jnp.zeros(past.shape, bool)
         for of_round in buckets.T:
             same = past & (of_round[None] == of_round[positions][:, None])
-            # How many of the bucket there are from each on.
+            # The sum counts the tokens of the bucket from each key to the query.
             sees |= same & (
                 lax.cumsum(same.astype(jnp.int32), axis=1, reverse=True) <= chunk_length
             )
@@ -246,7 +247,7 @@ def attend_at(
 
 
 def hashed(query_key: jax.Array, rotations: jax.Array, factors: tuple[int, ...]) -> jax.Array:
-    """The buckets `(*B, T, N, n)` int32 of `(*B, T, N, H)`, by rotations `(N, n, H, columns)`."""
+    """Hashes `(*B, T, N, H)` by rotations `(N, n, H, columns)` to int32 `(*B, T, N, n)`."""
     wide = dtypes.wide(query_key.dtype)
     tokens = lax.stop_gradient(query_key).astype(wide)
     rotations = lax.stop_gradient(rotations).astype(wide)
@@ -262,7 +263,7 @@ def hashed(query_key: jax.Array, rotations: jax.Array, factors: tuple[int, ...])
 
 
 def keys(query_key: jax.Array) -> jax.Array:
-    """Of length 1; those of no length stay finite, with their gradient."""
+    """Returns queries scaled to length 1; zero queries and their gradients stay finite."""
     wide = query_key.astype(dtypes.wide(query_key.dtype))
     size = query_key.shape[-1]
     inverse = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-6) * size**-0.5
@@ -270,7 +271,10 @@ def keys(query_key: jax.Array) -> jax.Array:
 
 
 def or_itself(out, lse, value, valid=None):
-    """For tokens that see nothing, their own values: `(T, Hv)`, `(T,)`, and the values."""
+    """Replaces the output of tokens that attend to nothing by their own values.
+
+    Takes `out (T, Hv)`, `lse (T,)` and the values; returns the new `out` and `lse`.
+    """
     alone = lse == dtypes.lowest(lse.dtype)
     if valid is not None:
         alone = alone & valid
@@ -279,7 +283,7 @@ def or_itself(out, lse, value, valid=None):
 
 
 def _documents(batch, length, lengths, segment_ids) -> jax.Array:
-    """int32 `(*B, T)`: where each token's document starts, and T in the padding."""
+    """Returns the start of the document of each token, int32 `(*B, T)`; T in the padding."""
     time = jnp.arange(length, dtype=jnp.int32)
     start = jnp.zeros((*batch, length), jnp.int32)
     valid = jnp.ones((*batch, length), bool)
@@ -291,19 +295,18 @@ def _documents(batch, length, lengths, segment_ids) -> jax.Array:
     return jnp.where(valid, start, length)
 
 
-# One head: tokens T, rounds n, tiles of m sorted places.
+# One head: T tokens, n rounds, tiles of m sorted places.
 
 
 class _Sorted(NamedTuple):
-    """Tokens in the order of their documents, their buckets, and time.
+    """Tokens sorted by document, then by bucket, then by time.
 
     Attributes:
       order: `(n, T)`, the token at each place.
       place: `(n, T)`, the place of each token.
-      sees: a pair of `(n, T)`, what each token sees as a query: places from the first up to the
-        second if causal; else the chunks that start at the first and at the second.
-      is_at: `(n, T)`, the place of each token as a key if causal, else the start of its chunk;
-        -1 for padding.
+      sees: pair of `(n, T)`, the keys of each query: if causal, first <= place < second; else the two
+        chunks that start at these places.
+      is_at: `(n, T)`, the place of each key if causal, else the start of its chunk; -1 for padding.
     """
 
     order: jax.Array
@@ -313,14 +316,14 @@ class _Sorted(NamedTuple):
 
 
 class _Spans(NamedTuple):
-    """Of sorted places, from where to where each one's document lies; `(T,)` each."""
+    """Start and end of the document at each sorted place; `(T,)` each."""
 
     start: jax.Array
     end: jax.Array
 
 
 def _attend_head(query, value, buckets, documents, *, chunk_length, is_causal, is_packed):
-    """The output `(T, Hv)` and the log-sum-exp `(T,)` of `(T, H)` and `(T, Hv)`."""
+    """Returns output `(T, Hv)` and log-sum-exp `(T,)` of one head, `(T, H)` and `(T, Hv)`."""
     length = query.shape[0]
     sorted_, spans = _sort(buckets.T, documents, chunk_length, is_causal)
     if is_causal:
@@ -360,7 +363,7 @@ def _sort(buckets, documents, size, is_causal) -> tuple[_Sorted, _Spans]:
     else:
         given = jnp.broadcast_to(documents, buckets.shape)
         of_documents, of_buckets, order = lax.sort((given, buckets, every), num_keys=2)
-        # Alike in all rounds.
+        # The spans are equal in all rounds.
         spans = _spans(of_documents[0])
 
     @jax.vmap
@@ -391,7 +394,7 @@ def _sort(buckets, documents, size, is_causal) -> tuple[_Sorted, _Spans]:
 
 
 def _spans(of_places) -> _Spans:
-    """Of runs of equal numbers `(T,)`."""
+    """Returns the spans of runs of equal numbers `(T,)`."""
     length = of_places.shape[0]
     index = jnp.arange(length, dtype=jnp.int32)
     change = of_places[1:] != of_places[:-1]
@@ -401,11 +404,11 @@ def _spans(of_places) -> _Spans:
 
 
 class _Runs(NamedTuple):
-    """What the queries of a tile read: a few runs of m places each, as r runs of a tile.
+    """Key places that the queries of each tile read: r runs of m places.
 
     Attributes:
-      places: `(tiles, r, m)`, -1 for nothing; no place is twice in a tile's runs.
-      readers: `(T, p)`, for each place where it is in `places`, flat; -1 for nothing.
+      places: `(tiles, r, m)`, -1 for no place; no place occurs twice in the runs of a tile.
+      readers: `(T, p)`, the flat indices in `places` at which each place occurs; -1 for none.
     """
 
     places: jax.Array
@@ -413,18 +416,18 @@ class _Runs(NamedTuple):
 
 
 def _groups(length: int, size: int) -> int:
-    """In how many pieces a round is computed."""
+    """Returns the number of groups of tiles in which a round is computed."""
     return max(1, length // max(size, _TOKENS_AT_A_TIME))
 
 
 def _tiles(length: int, size: int) -> int:
-    """As many as hold all tokens, in pieces of as many; the last may be empty."""
+    """Returns the number of tiles, a multiple of `_groups`; the last tiles may be empty."""
     groups = _groups(length, size)
     return groups * math.ceil(length / (size * groups))
 
 
 def _runs_causal(length, size) -> _Runs:
-    """The tile before, and its own."""
+    """Returns runs of the tile before and the own tile."""
     tiles = _tiles(length, size)
     tile = jnp.arange(tiles, dtype=jnp.int32)
     return _whole_tiles(
@@ -433,22 +436,24 @@ def _runs_causal(length, size) -> _Runs:
 
 
 def _runs(spans, length, size) -> _Runs:
-    """The tile before, and its own; for the first, the last that is not padding."""
+    """Returns runs of the tile before (for the first tile: the last valid tile) and the tile."""
     tiles = _tiles(length, size)
     tile = jnp.arange(tiles, dtype=jnp.int32)
     last = (spans.end[0] - 1) // size
     before = jnp.where(tile == 0, jnp.where(last == 0, -1, last), tile - 1)
     after = jnp.where(tile == last, jnp.where(last == 0, -1, 0), tile + 1)
-    # Of what follows it is only padding that reads, and padding.
+    # Tiles after `last` hold only padding.
     before, after = jnp.where(tile > last, -1, before), jnp.where(tile > last, -1, after)
     return _whole_tiles(jnp.stack([before, tile], 1), jnp.stack([after, tile], 1), length, size)
 
 
 def _runs_packed(spans, length, size) -> _Runs:
-    """Two tiles before to one after, for chunks that begin with documents, not with tiles.
+    """Returns runs of two tiles before to one tile after, for packed documents.
 
-    A document that goes on after those has its last chunk read besides, for its first: there is
-    one at most, that of the first place after them.
+    Chunks start with documents, not with tiles. The first chunk of a document also reads the last
+    chunk of this document. If the document continues after the four tiles, its last chunk is one
+    more run; at most one document per tile continues, the document at the first place after these
+    tiles.
     """
     tiles = _tiles(length, size)
     tile = jnp.arange(tiles, dtype=jnp.int32)
@@ -464,7 +469,7 @@ def _runs_packed(spans, length, size) -> _Runs:
     places = jnp.concatenate([near.places, jnp.where(is_read, far, -1)[:, None]], 1)
 
     runs = places.shape[1]
-    # In the near runs, `readers` count four to a tile.
+    # `near.readers` assumes four runs a tile.
     readers = jnp.where(
         near.readers < 0, -1, near.readers + near.readers // (4 * size) * (runs - 4) * size
     )
@@ -477,7 +482,7 @@ def _runs_packed(spans, length, size) -> _Runs:
 
 
 def _whole_tiles(reads, read_by, length, size) -> _Runs:
-    """Of the tiles that each tile reads `(tiles, r)`, and those that read it, in the same runs."""
+    """Returns runs of whole tiles: the tiles that each tile reads, and is read by, `(tiles, r)`."""
     tiles, runs = reads.shape
     places = positions_from(reads * size, size)
     places = jnp.where((reads[..., None] >= 0) & (places < length), places, -1)
@@ -489,7 +494,7 @@ def _whole_tiles(reads, read_by, length, size) -> _Runs:
 
 
 def _attend_round(query, key, value, sorted_, runs, each, is_causal):
-    """The output `(T, Hv)`, at least float32, and the log-sum-exp `(T,)` of one round."""
+    """Returns output `(T, Hv)`, at least float32, and log-sum-exp `(T,)` of one round."""
     order, place, own_sees, own_is_at = each
     tiles, size = runs.places.shape[0], runs.places.shape[-1]
     length, rounds = order.shape[0], sorted_.order.shape[0]
@@ -502,7 +507,7 @@ def _attend_round(query, key, value, sorted_, runs, each, is_causal):
         return jnp.moveaxis(array[..., at_queries], -2, 0)
 
     def of_keys(array):
-        """`(..., T)` to `(tiles, ..., r m)`, -1 for what is not read."""
+        """`(..., T)` to `(tiles, ..., r m)`, -1 at places that are not read."""
         return jnp.moveaxis(jnp.where(there < 0, -1, array[..., at]), -2, 0)
 
     readers = runs.readers[place]
@@ -534,7 +539,7 @@ def _attend_round(query, key, value, sorted_, runs, each, is_causal):
 
 
 def _softmax(query, key, value, which, times=None):
-    """The output `(m, Hv)`, at least float32, and the log-sum-exp `(m,)` over pairs `which (m, s)`.
+    """Softmax over the pairs `which (m, s)`: output `(m, Hv)`, at least float32, and lse `(m,)`.
 
     The weight of each pair is divided by its `times`.
     """
@@ -556,7 +561,7 @@ def _softmax(query, key, value, which, times=None):
 
 
 def _meets(seen, is_causal):
-    """Whether queries, `sees (..., m)`, see keys, `is_at (..., s)`, in a round: `(..., m, s)`."""
+    """Returns whether queries `sees (..., m)` attend to keys `is_at (..., s)`: `(..., m, s)`."""
     sees, is_at = seen
     (first, second), is_at = (x[..., None] for x in sees), is_at[..., None, :]
     if is_causal:
@@ -566,9 +571,10 @@ def _meets(seen, is_causal):
 
 @jax.custom_vjp
 def _take(x, indices, readers):
-    """`x[indices]` of `(L, ...)`; `readers (L, p)` say where each is in `indices`, flat, or -1.
+    """Gather `x[indices]` with a deterministic gradient; custom VJP.
 
-    So gradients are gathered too, and summed in one order.
+    `x` is `(L, ...)`. `readers (L, p)` holds the flat positions of each row in `indices`, or -1.
+    The backward pass gathers by `readers` in place of a scatter, and sums in a fixed order.
     """
     return jnp.take(x, indices, 0, mode="clip")
 
@@ -577,8 +583,8 @@ def _take_forward(x, indices, readers):
     return _take(x, indices, readers), (readers, indices.ndim)
 
 
-def _take_backward(kept, cotangent):
-    readers, axes = kept
+def _take_backward(residuals, cotangent):
+    readers, axes = residuals
     cotangent = cotangent.reshape(-1, *cotangent.shape[axes:])
     found = jnp.take(cotangent, jnp.maximum(readers, 0), 0, mode="clip")
     is_read = readers.reshape(*readers.shape, *[1] * (found.ndim - 2)) >= 0

@@ -1,4 +1,4 @@
-"""Performer: softmax attention by random features, so in time and memory linear in length."""
+"""Performer: softmax attention by random features, in time and memory linear in length."""
 
 import dataclasses
 from typing import Any, NamedTuple, Unpack
@@ -16,17 +16,17 @@ from effattn.options import FeatureMapped, declared
 from effattn.xla.linear_scan import max_plus_scan
 
 KERNELS = ("softmax", "relu")
-BLOCK = 512  # tokens whose exponents are held at a time, where only their maximum is wanted
+BLOCK = 512  # tokens in memory at a time, to find the maximum of their exponents
 
 
 class PerformerState(NamedTuple):
-    """What a Performer carries.
+    """Recurrent state of `performer_attention`.
 
     Attributes:
-      sums: `(*B, K, m, Hv + 1)`, of phi(k) v^T, and of phi(k) in the last column.
-      maximum: `(*B, K)`, M: the features in the sums are divided by exp(M). It is a unit, and
-        counts as a constant in derivatives of what is read from the sums. None with the ReLU
-        kernel. Where the sums are zero it says nothing, so that zeros are the empty state.
+      sums: `(*B, K, m, Hv + 1)`, the sum of phi(k) v^T, and of phi(k) in the last column.
+      maximum: `(*B, K)`, M: features in the sums are divided by exp(M). The gradient through the
+        sums treats M as a constant. None for the ReLU feature map. Ignored where the sums are zero,
+        so that zeros are the empty state.
     """
 
     sums: jax.Array
@@ -44,25 +44,24 @@ def performer_features(
     hyperbolic: bool = False,
     dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Draws the vectors w of `performer_attention`, each with the distribution N(0, I).
+    """Draws the random vectors w of `performer_attention`, each distributed as N(0, I).
 
     Args:
       rng: a `jax.random` key.
       num_features: m.
       head_dim: H.
-      num_heads: how many heads have vectors of their own: 1, or K key heads.
-      orthogonal: vectors are orthogonal within blocks of H, of which there are as many as m
-        needs; their lengths are those of independent vectors. It lowers the variance.
-        Else all are independent.
-      hyperbolic: the second half of the vectors is the first one's negative. Their features
-        exp(w.x) and exp(-w.x) are the paper's SM^hyp+; it lowers the variance too.
-      dtype: of the result.
+      num_heads: 1 if all heads share the vectors, or K for one set of vectors a key head.
+      orthogonal: make vectors orthogonal within blocks of H vectors, with the lengths of
+        independent vectors, which lowers the variance. If False, all vectors are independent.
+      hyperbolic: make the second half of the vectors the negative of the first half, which also
+        lowers the variance. The features exp(w.x) and exp(-w.x) are SM^hyp+ in the paper.
+      dtype: dtype of the result.
 
     Returns:
       `(num_heads, m, H)`.
 
     Raises:
-      ValueError: counts below 1, or an odd number of features where they come in pairs.
+      ValueError: counts below 1, or an odd `num_features` with `hyperbolic`.
     """
     rng, dtype = checks.key("rng", rng), checks.dtype("dtype", dtype)
     num_features = checks.at_least("num_features", num_features, 1)
@@ -79,7 +78,7 @@ def performer_features(
         blocks = -(-drawn // head_dim)
         normal = jax.random.normal(of_directions, (num_heads, blocks, head_dim, head_dim), dtype)
         rotations, triangles = jnp.linalg.qr(normal)
-        # With a positive diagonal the factorisation is unique, so that no direction is preferred.
+        # A positive diagonal makes the QR factorisation unique, so the rotations are uniform.
         rotations *= jnp.sign(jnp.diagonal(triangles, axis1=-2, axis2=-1))[..., None, :]
         directions = rotations.reshape(num_heads, -1, head_dim)[:, :drawn]
         like = jax.random.normal(of_lengths, directions.shape, dtype)
@@ -113,36 +112,35 @@ def performer_attention(
 
     If w_i ~ N(0, I), the mean of phi(q) . phi(k) over draws is exp(scale q . k): this estimates
     softmax attention, with an error that falls as m^(-1/2) and grows with the size of q and k.
-    Time is O((T + S) m (H + Hv)) and memory O(T + S); the features of all tokens are never held at
-    once.
+    Time is O((T + S) m (H + Hv)) and memory O(T + S); the features of all tokens are never in
+    memory at once.
 
-    Nothing is added to features of the softmax kernel, and yet none overflows. Those of a query are
-    divided by the largest of them, and those of keys by exp(M_t), the largest of all keys so far;
-    the sums then decay by exp(M_(t-1) - M_t). Both cancel in the output, and the past stays the
-    same, bit for bit, whatever comes. Not causal, M is that of all keys (of the document). It takes
-    one more product of the keys with w, in blocks of tokens.
+    Softmax features do not overflow, without an added constant. The features of a query are divided
+    by their largest entry, and the features of keys by exp(M_t), the largest entry of all keys so
+    far; the sums then decay by exp(M_(t-1) - M_t). Both factors cancel in the output, and causal
+    outputs do not depend on later tokens, bit for bit. In bidirectional calls, M is the maximum
+    over all keys (of the document). Finding M costs one more product of the keys with w.
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
       projection: the vectors w, `(1, m, H)` for all heads or `(K, m, H)`, as drawn by
-        `performer_features`. A query needs the features of the keys that it reads, so that the
-        query heads of one key head share its vectors.
-      kernel: "softmax" or "relu". The ReLU kernel estimates nothing; it is a kernel of its own. The
-        small number that the paper's experiments add to its features is left out.
-      scale: of the logits, above 0; default H**-0.5. It cancels in the ReLU kernel.
+        `performer_features`. All query heads of a key head share the vectors of the key head.
+      kernel: feature map, "softmax" or "relu". The ReLU feature map does not estimate softmax
+        attention. The small constant that the paper's experiments add to ReLU features is left out.
+      scale: scale of the logits, above 0; default H**-0.5. Cancels for the ReLU feature map.
       **options: direction, padding, packing, state and execution: see
         `effattn.options.FeatureMapped`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, PerformerState)`, in the
-      promoted dtype of query, key and value, at least float32. A query without keys, or whose
-      weights sum to zero (as they may with ReLU), gives zeros.
+      promoted dtype of query, key and value, at least float32. Queries without keys, or with
+      weights that sum to zero (possible with ReLU), give zeros.
 
     Raises:
       ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: an implementation that there is not.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
     given, attend = feature_attention.check(query, key, value, **options)
@@ -173,7 +171,7 @@ def performer_attention(
         out, sums = run((key, value), sums)
         return recurrence.results(out, PerformerState(sums, None), given)
     if sums is not None and maximum is not None:
-        # The largest feature of the keys is exp(M) / exp(M), so that only empty sums are zero.
+        # The largest feature of the keys is exp(M) / exp(M) = 1, so only empty sums are zero.
         empty = jnp.all(sums == 0, (-2, -1))
         first = jnp.where(empty, dtypes.lowest(given.dtype), lax.stop_gradient(maximum))
     else:
@@ -184,14 +182,14 @@ def performer_attention(
     if sums is not None and not given.is_causal:
         sums = sums * jnp.exp(_log_decay(first, last))[..., None, None]
     out, sums = run((key, value, units, *log_decay), sums)
-    # Where the largest is that of before, with its gradient.
+    # Keep the given maximum, with its gradient, where it did not change.
     maximum = jnp.where(last == first, jnp.zeros_like(last) if maximum is None else maximum, last)
     return recurrence.results(out, PerformerState(sums, maximum), given)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PerformerTerms:
-    """phi(q) and phi(k), times the sqrt(m) that cancels, in the units of `keys`."""
+    """Terms phi(q) and phi(k) without 1 / sqrt(m), which cancels; keys are divided by exp(M)."""
 
     kernel: str
     precision: Any
@@ -217,17 +215,20 @@ class _PerformerTerms:
 
 
 def exponents(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.Array:
-    """w . x - |x|^2 / 2, `(*B, L, N, m)`."""
+    """Returns w . x - |x|^2 / 2, `(*B, L, N, m)`."""
     return (
         feature_attention.products(x, projection, precision) - jnp.sum(x * x, -1, keepdims=True) / 2
     )
 
 
 def _units(parameters, given, first, is_causal, ids):
-    """By what the features of keys are divided, as logarithms.
+    """Returns the logarithms M by which features of keys are divided.
 
-    Of the state before them all, `first (*B, K)`, and of the keys: `(*B, S, K, 1)`; where causal,
-    also how the sums decay from one to the next, `(*B, S, K)`; and of the state after them.
+    `first (*B, K)` is M of the state before the keys.
+
+    Returns:
+      M of each key, `(*B, S, K, 1)`; a tuple with the log decay of the sums, `(*B, S, K)`, or an
+      empty tuple if not causal; and M of the state after the keys, `(*B, K)`.
     """
     *rows, time, heads, _ = mesh_axes.spec(given.key)
     of_keys = PartitionSpec(*rows, time, heads)
@@ -253,7 +254,7 @@ def _units(parameters, given, first, is_causal, ids):
 
 
 def _largest_exponents(parameters, key, given):
-    """The largest exponent of each key, `(*B, S, K)`, of `BLOCK` tokens at a time."""
+    """Returns the largest exponent of each key, `(*B, S, K)`, `BLOCK` tokens at a time."""
     projection, root = (x.astype(given.dtype) for x in parameters)
 
     def of_token(key):
@@ -267,9 +268,9 @@ def _largest_exponents(parameters, key, given):
 
 
 def _running_maxima(first, x, starts):
-    """The maximum of `first` and of `x (*B, S, K)` before and after each token.
+    """Returns the running maximum of `first` and `x (*B, S, K)`, before and after each token.
 
-    It begins anew at `starts (*B, S)`.
+    The maximum restarts at `starts (*B, S)`.
     """
     first = first[..., None, :]
     x = jnp.concatenate([jnp.maximum(first, x[..., :1, :]), x[..., 1:, :]], -2)
@@ -281,7 +282,7 @@ def _running_maxima(first, x, starts):
 
 
 def _maxima_since(x, starts, reverse=False):
-    """The running maximum of `x (*B, S, K)` since the last of `starts (*B, S)`."""
+    """Returns the running maximum of `x (*B, S, K)` since the last of `starts (*B, S)`."""
     x, starts = (jnp.moveaxis(a, axis, 0) for a, axis in ((x, -2), (starts, -1)))
     if reverse:
         x, starts = x[::-1], starts[::-1]
@@ -293,7 +294,7 @@ def _maxima_since(x, starts, reverse=False):
 
 
 def _maxima_of_documents(x, ids):
-    """The maximum of `x (*B, S, K)` over the tokens of the same id, a contiguous run."""
+    """Returns the maximum of `x (*B, S, K)` over each contiguous run of equal ids."""
     changes = ids[..., 1:] != ids[..., :-1]
     edge = jnp.ones_like(ids[..., :1], bool)
     so_far = _maxima_since(x, jnp.concatenate([edge, changes], -1)[..., : ids.shape[-1]])
@@ -302,13 +303,13 @@ def _maxima_of_documents(x, ids):
 
 
 def _log_decay(before, after):
-    """before - after, and 0 where nothing was before, which has nothing to decay."""
+    """Returns before - after; 0 - after where the sums before are empty."""
     nothing = before == dtypes.lowest(before.dtype)
     return jnp.where(nothing, 0, before) - jnp.where(nothing, 0, after)
 
 
 def _check_state(state, given, features, kernel):
-    """Its sums and its maximum; None for what there is not."""
+    """Returns the checked sums and maximum of a state; None for a missing part."""
     if state is None:
         return None, None
     if not isinstance(state, PerformerState) or (state.maximum is None) != (kernel == "relu"):

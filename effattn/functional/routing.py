@@ -1,4 +1,4 @@
-"""Routing attention: tokens attend within clusters of what they hold, found by k-means."""
+"""Routing attention: tokens attend within clusters that online k-means finds."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from effattn.arrays.segments import within
 from effattn.cores import attention
 from effattn.options import Direction, Execution, Packing, Padding, Residual, Scale, Tile, declared
 
-# Clusters whose scores are held at once.
+# Clusters whose scores are in memory at a time.
 _AT_ONCE = 16
 
 
@@ -38,39 +38,39 @@ def routing_attention(
 ) -> Any:
     r"""Routing attention (Roy et al. 2020, "... Sparse Attention with Routing Transformers").
 
-    Queries and keys are put on the sphere of radius sqrt(H) by a layer norm without scale and bias,
+    A layer norm without scale and bias projects queries and keys to the sphere of radius sqrt(H),
 
         q' = (q - mean(q)) / std(q),   k' = (k - mean(k)) / std(k),   logit = scale q' . k',
 
-    and each head has C centroids m_c there. A token attends to those of its clusters:
+    and each head has C centroids m_c. A token attends to tokens of its clusters:
 
         bidirectional   the w queries with the largest m_c . q' attend to the w keys with the
                         largest m_c . k'; ties go to the earlier token
-        causal          each token is of the cluster c with the largest m_c . (q' + k'), and attends
-                        to the last w tokens of that cluster, itself the last
+        causal          each token is in the cluster c with the largest m_c . (q' + k'), and attends
+                        to the last w tokens of that cluster, including itself
 
-    Bidirectional, a query may be in several clusters or in none. The paper says no more than that
-    outputs are scattered back; here it attends to its clusters in one softmax, in which a key that
-    it meets in m of them counts m times, and in no cluster its output is zeros. Causal, taking the
-    w largest would tell of later tokens; the assignment is the paper's, which has keys equal to
-    queries there: then c is the nearest centroid to both. With one cluster that has room for all,
-    this is `effattn.dot_product_attention` of q', k' and the values.
+    In bidirectional calls, a query may be in several clusters or in none. The paper only says that
+    outputs are scattered back. Here, a query attends to all of its clusters in one softmax; a key
+    that shares m clusters with the query counts m times; a query in no cluster gives zeros. In
+    causal calls, the w largest products would depend on later tokens. Causal calls therefore use
+    the assignment of the paper, where keys equal queries and c is the nearest centroid to both.
+    With one cluster of all tokens, the result is `effattn.dot_product_attention` of q', k' and v.
 
-    The centroids have no gradient. They are moved, as in online k-means, by
-    `effattn.nn.RoutingSelfAttention.update_centroids`.
+    The centroids have no gradient; `effattn.nn.RoutingSelfAttention.update_centroids` moves the
+    centroids by online k-means.
 
-    Time O(T C H + T w (H + Hv)) causal and O(T C H + C w^2 (H + Hv)) bidirectional, so
+    Time O(T C H + T w (H + Hv)) causal and O(T C H + C w^2 (H + Hv)) bidirectional, that is
     O(T sqrt(T)) for C and w near sqrt(T); memory O(T) causal and O(T + C w) bidirectional, forward
-    and backward. Bidirectional with `segment_ids` a cluster has w tokens of each document, and may
-    come to hold them all: one cluster after the other, time O(C T w), memory O(T). There, padding
-    costs less time than packing.
+    and backward. In bidirectional calls with `segment_ids`, a cluster has w tokens of each document
+    and may hold all tokens; clusters are then computed one by one in time O(C T w) and memory O(T),
+    so padding is faster than packing.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
-      key: `(*B, T, K, H)`, N a multiple of K. Each query head routes the keys by its own centroids.
+      key: `(*B, T, K, H)`, N a multiple of K. Each query head routes keys by its own centroids.
       value: `(*B, T, K, Hv)`.
-      centroids: `(N, C, H)`; bidirectional, C is at most T.
-      cluster_size: w, tokens; bidirectional, at most T.
+      centroids: `(N, C, H)`; C is at most T in bidirectional calls.
+      cluster_size: w, in tokens; at most T in bidirectional calls.
       **options: direction, padding, packing, scale, log-sum-exp and execution: see
         `effattn.options`.
 
@@ -79,8 +79,7 @@ def routing_attention(
       float32, -inf for a row that attends to nothing.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values; bidirectional, more clusters than tokens, or
-        larger ones.
+      ValueError: wrong shapes, dtypes or values; in bidirectional calls, C or w larger than T.
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
@@ -95,7 +94,7 @@ def routing_attention(
     centroids = check_centroids(centroids, query)
     size = checks.at_least("cluster_size", cluster_size, 1, "tokens")
     for name, number in (("clusters in centroids", centroids.shape[1]), ("cluster_size", size)):
-        # A causal input may be the beginning of a longer one.
+        # A causal input may be a prefix of a longer sequence.
         if number > query.shape[-3] > 0 and not given.is_causal:
             raise ValueError(
                 f"{name} must be at most the {query.shape[-3]} tokens given, got {number}; give "
@@ -117,14 +116,14 @@ def routing_attention(
     return attention.results(out, lse, given)
 
 
-# What may be arrays among the arguments that are passed on.
+# Names of checked arguments that may be arrays.
 _TRACED = ("scale", "query_lengths", "key_lengths", "segments")
 
 
 def _attend(query, key, value, centroids, size, is_causal, given: attention.Arguments):
     query, key, value = attention.without_padding(query, key, value, given)
     tokens = Tokens.of(query, key, value)
-    # A cluster takes all tokens where there are fewer, as where there are none.
+    # A cluster holds at most all tokens, also for an empty sequence.
     size = min(size, query.shape[-3])
     if is_causal:
         by_cluster = _attend_causal
@@ -140,7 +139,7 @@ def _attend(query, key, value, centroids, size, is_causal, given: attention.Argu
 
 
 def _present(lengths, segments, size):
-    """Which tokens are not padding, bool `(*B, T)`; None for all."""
+    """Returns the valid tokens, bool `(*B, T)`; None if all are valid."""
     present = None if lengths is None else within(lengths, size)
     if segments is None:
         return present
@@ -148,14 +147,14 @@ def _present(lengths, segments, size):
 
 
 class Tokens(NamedTuple):
-    """Queries, keys and values of query heads.
+    """Queries, keys and values for each query head.
 
     Attributes:
       query: `(*B, N, T, H)`, normalised, in the dtype of the queries.
-      key: `(*B, N, T, H)`, the same of the keys.
+      key: `(*B, N, T, H)`, normalised, in the dtype of the keys.
       value: `(*B, N, T, Hv)`.
-      query_route: `(*B, N, T, H)`, normalised, at least float32, without a gradient.
-      key_route: `(*B, N, T, H)`.
+      query_route: `(*B, N, T, H)`, normalised queries for routing, at least float32, no gradient.
+      key_route: `(*B, N, T, H)`, the keys for routing, likewise.
     """
 
     query: jax.Array
@@ -166,7 +165,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of(cls, query: jax.Array, key: jax.Array, value: jax.Array) -> "Tokens":
-        """Of `(*B, T, N, H)`, `(*B, T, K, H)` and `(*B, T, K, Hv)`."""
+        """Makes tokens from `(*B, T, N, H)`, `(*B, T, K, H)` and `(*B, T, K, Hv)`."""
         heads = query.shape[-2]
         wide_query, wide_key = normalise(query), normalise(key)
 
@@ -183,14 +182,14 @@ class Tokens(NamedTuple):
 
 
 def normalise(x: jax.Array) -> jax.Array:
-    """A layer norm over the last axis without scale and bias, at least float32."""
+    """Layer norm over the last axis without scale and bias, in at least float32."""
     x = x.astype(dtypes.wide(x.dtype))
     centred = x - x.mean(-1, keepdims=True)
     return centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
 
 
 def check_centroids(centroids: Any, query: jax.Array) -> jax.Array:
-    """`(N, C, H)`, at least float32, without a gradient."""
+    """Returns the checked centroids `(N, C, H)`, at least float32, without a gradient."""
     centroids = jnp.asarray(centroids)
     heads, size = query.shape[-2:]
     if (
@@ -211,7 +210,7 @@ def check_centroids(centroids: Any, query: jax.Array) -> jax.Array:
 
 
 def nearest(tokens: jax.Array, centroids: jax.Array) -> jax.Array:
-    """int32 `(*B, N, T)`, the cluster of the largest product of tokens `(*B, N, T, H)`."""
+    """Returns the nearest clusters, int32 `(*B, N, T)`, by the products of `(*B, N, T, H)`."""
 
     def step(best, some):
         largest, cluster = best
@@ -231,9 +230,9 @@ def nearest(tokens: jax.Array, centroids: jax.Array) -> jax.Array:
 def summed_by_cluster(
     tokens: jax.Array, centroids: jax.Array, present: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`(N, C, H)` and `(N, C)`, sum and number of the tokens `(B, N, T, H)` of each cluster.
+    """Returns sum `(N, C, H)` and number `(N, C)` of the tokens `(B, N, T, H)` of each cluster.
 
-    Those that are not `present (B, T)` do not count.
+    Only tokens that are `present (B, T)` count.
     """
     cluster = jnp.where(present[:, None], nearest(tokens, centroids), -1)
 
@@ -252,11 +251,11 @@ def summed_by_cluster(
 
 
 class Members(NamedTuple):
-    """The tokens of each cluster.
+    """Member tokens of each cluster.
 
     Attributes:
-      at: int32 `(*B, N, C, M)`, their places, each once in a cluster.
-      counts: bool `(*B, N, C, M)`, whether it is one, or fills a place that none has.
+      at: int32 `(*B, N, C, M)`, positions of the members, distinct in each cluster.
+      counts: bool `(*B, N, C, M)`, True for members, False for padding.
     """
 
     at: jax.Array
@@ -264,9 +263,9 @@ class Members(NamedTuple):
 
 
 def members(tokens, centroids, size, present) -> Members:
-    """The `size` tokens `(*B, N, T, H)` of the largest products with each centroid.
+    """Returns the `size` tokens of `(*B, N, T, H)` with the largest products for each centroid.
 
-    `present (*B, T)` says which tokens may be any.
+    Only tokens that are `present (*B, T)` can be members; None means all tokens.
     """
 
     def of_some(some):
@@ -287,12 +286,12 @@ def members(tokens, centroids, size, present) -> Members:
 
 
 class _Ranked(NamedTuple):
-    """Tokens by document, first by first, and in each as near as they are to a centroid.
+    """Tokens sorted by document, and in each document by decreasing product with a centroid.
 
     Attributes:
-      order: int32 `(*B, N, T)`, their places.
-      inverse: int32 `(*B, N, T)`, that back.
-      counts: bool `(*B, N, T)`, in that order, whether it is one of the nearest of its document.
+      order: int32 `(*B, N, T)`, the sorting permutation.
+      inverse: int32 `(*B, N, T)`, the inverse permutation.
+      counts: bool `(*B, N, T)`, in sorted order, whether a token is a member of the cluster.
     """
 
     order: jax.Array
@@ -301,7 +300,7 @@ class _Ranked(NamedTuple):
 
 
 def _ranked(tokens, centroid, size, present, documents) -> _Ranked:
-    """Of tokens `(*B, N, T, H)`, `centroid (N, H)`, and `present` and `documents (*B, T)`."""
+    """Ranks tokens `(*B, N, T, H)` for `centroid (N, H)`; `present`, `documents` are `(*B, T)`."""
     products = jnp.einsum("...nth,nh->...nt", tokens, centroid, precision="highest")
     farthest = jnp.finfo(products.dtype).max
     far = jnp.where(present[..., None, :], -products, farthest)
@@ -313,7 +312,7 @@ def _ranked(tokens, centroid, size, present, documents) -> _Ranked:
 
 
 def _in_parts(centroids):
-    """How many come before each part, and `(parts, N, some, H)`, zeros at the end."""
+    """Splits centroids in parts: first cluster of each part, and `(parts, N, some, H)`, padded."""
     number = centroids.shape[1]
     some = min(_AT_ONCE, number)
     padded = jnp.pad(centroids, ((0, 0), (0, -number % some), (0, 0)))
@@ -323,7 +322,7 @@ def _in_parts(centroids):
 
 
 def _products(tokens, some, number):
-    """`(*B, N, some, T)`, -inf from cluster `number` on."""
+    """Returns products `(*B, N, some, T)`; -inf for padding clusters from `number` on."""
     first, centroids = some
     products = jnp.einsum("...nth,nch->...nct", tokens, centroids, precision="highest")
     is_one = first + jnp.arange(centroids.shape[1], dtype=jnp.int32) < number
@@ -339,7 +338,7 @@ def _positions(like):
 
 
 def _is_first(ids):
-    """bool, where an id is not that before it."""
+    """Returns True at entries that differ from the entry before."""
     changes = ids[..., 1:] != ids[..., :-1]
     return jnp.pad(changes, [(0, 0)] * (ids.ndim - 1) + [(1, 0)], constant_values=True)
 
@@ -348,7 +347,7 @@ def _is_first(ids):
 
 
 def _attend_causal(tokens: Tokens, centroids, size: int, given: attention.Arguments):
-    """Sorted by cluster, a window of tokens that stops where their cluster begins."""
+    """Attends in causal windows of tokens that are sorted by cluster; clusters are segments."""
     cluster = nearest(tokens.query_route + tokens.key_route, centroids)
     by: tuple[jax.Array, ...] = (cluster,)
     if given.segments is not None:
@@ -378,7 +377,7 @@ def _attend_causal(tokens: Tokens, centroids, size: int, given: attention.Argume
 
 
 def _attend_clusters(tokens: Tokens, centroids, size: int, given: attention.Arguments):
-    """Each cluster by itself, then one softmax over the clusters of a query."""
+    """Attends in each cluster, then combines the clusters of a query in one softmax."""
     length = tokens.query.shape[-2]
     queries, keys = (
         members(route, centroids, size, _present(lengths, None, length))
@@ -408,7 +407,7 @@ def _attend_clusters(tokens: Tokens, centroids, size: int, given: attention.Argu
 
 
 def _attend_packed(tokens: Tokens, centroids, size: int, given: attention.Arguments):
-    """As `_attend_clusters`, where all documents together may fill a cluster."""
+    """Bidirectional attention of packed documents, one cluster after the other."""
     assert given.segments is not None
     length, (documents, _) = tokens.query.shape[-2], given.segments
     present = tuple(
@@ -419,7 +418,7 @@ def _attend_packed(tokens: Tokens, centroids, size: int, given: attention.Argume
     if isinstance(given.scale, jax.Array):
         learnt["scale"] = given.scale
     routes = tokens.query_route, tokens.key_route
-    # The members of a document are at its start, those of queries where those of keys are.
+    # Sorting puts the members of a document at its start, for queries and keys alike.
     (ids,) = _sort((documents,), num_keys=1)
     arrays = learnt, (routes, present, documents, ids, jnp.moveaxis(centroids, -2, 0))
 
@@ -447,13 +446,14 @@ def _attend_packed(tokens: Tokens, centroids, size: int, given: attention.Argume
     return out.astype(tokens.value.dtype), lse
 
 
-# A scan of its own would keep the results of all clusters for the backward pass.
+# Custom VJP: autodiff of the scan would keep the results of all clusters.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _over_clusters(attend, learnt, fixed):
-    """One softmax over the clusters of a query, of which one is held at a time.
+    """Softmax over all clusters of a query, with one cluster in memory at a time.
 
-    `attend(learnt, fixed, centroid)` is of one cluster, `(*B, N, T, Hv)` and the log-sum-exp
-    `(*B, N, T)`, `dtypes.lowest` where a token is not in it. The centroids are the last of `fixed`.
+    `attend(learnt, fixed, centroid)` returns the output `(*B, N, T, Hv)` of one cluster and the
+    log-sum-exp `(*B, N, T)`, which is `dtypes.lowest` for tokens outside the cluster. The last
+    entry of `fixed` holds the centroids.
     """
 
     def step(so_far, centroid):
@@ -469,15 +469,15 @@ def _over_clusters_fwd(attend, learnt, fixed):
     return (out, lse), (learnt, fixed, out, lse)
 
 
-def _over_clusters_bwd(attend, saved, cotangents):
-    learnt, fixed, out, lse = saved
+def _over_clusters_bwd(attend, residuals, cotangents):
+    learnt, fixed, out, lse = residuals
     d_out, d_lse = cotangents
-    beside = d_lse - (d_out * out).sum(-1)
+    delta = (d_out * out).sum(-1)
 
     def step(total, centroid):
         (own, own_lse), pull = jax.vjp(lambda x: attend(x, fixed, centroid), learnt)
         weight = jnp.where(own_lse == dtypes.lowest(lse.dtype), 0, jnp.exp(own_lse - lse))
-        d_own = weight[..., None] * d_out, weight * ((d_out * own).sum(-1) + beside)
+        d_own = weight[..., None] * d_out, weight * ((d_out * own).sum(-1) + (d_lse - delta))
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, pull(d_own)[0]), None
 
     def nothing(x):
@@ -491,7 +491,7 @@ _over_clusters.defvjp(_over_clusters_fwd, _over_clusters_bwd)
 
 
 def _attend_examples(query, key, value, given: attention.Arguments, **within):
-    """Of `(..., T, H)`, each an example with one head to the core: `(..., T, Hv)`, `(..., T)`."""
+    """Attends for `(..., T, H)`, with one head an example; returns `(..., T, Hv)`, `(..., T)`."""
     given = dataclasses.replace(
         given, **{"query_lengths": None, "key_lengths": None, "segments": None, **within}
     )
