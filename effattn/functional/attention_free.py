@@ -1,4 +1,4 @@
-"""The attention-free transformer: every feature averages values by keys and learned biases."""
+"""Attention-free transformer: weighted averages of values for each feature, by keys and biases."""
 
 import functools
 from typing import Any
@@ -13,13 +13,13 @@ from effattn.arrays.axes import lead
 from effattn.functional.rwkv4 import (
     Sums,
     check_tokens_by_feature,
-    nothing,
+    empty_sums,
     one_token,
     running_sums,
     with_initial,
 )
 
-# Queries of a tile of the full form. Those of a causal tile see each other pair by pair.
+# Queries in a tile of AFT-full. Pairs inside a causal tile are computed one by one.
 _TILE = 64
 
 
@@ -38,42 +38,44 @@ def attention_free(
     initial_state: Sums | None = None,
     return_state: bool = False,
 ) -> jax.Array | tuple[jax.Array, Sums]:
-    r"""The mixing of AFT (Zhai et al. 2021, "An Attention Free Transformer").
+    r"""Token mixing of AFT (Zhai et al. 2021, "An Attention Free Transformer").
 
-    For each feature by itself, over the keys that a token sees,
+    For each feature separately, over the keys s that token t may attend to,
 
         y_t = sigmoid(q_t) * (sum_s exp(k_s + w_ts) v_s) / (sum_s exp(k_s + w_ts))
 
-    - AFT-simple: without `position_bias`, w is 0. Time O(T D).
+    - AFT-simple: no `position_bias`, and w is 0. Time O(T D).
     - AFT-full: `position_bias` is two factors (u, c) with w_ts = u_t . c_s, as in the paper. Time
-      O(T^2 D), and no T x T array is kept.
-    - AFT-local: the same with `local_window_size`, beyond which w is 0: tokens that are far count,
+      O(T^2 D); no T x T array is stored.
+    - AFT-local: as AFT-full, with `local_window_size`. Outside the window w is 0: far tokens count,
       without a bias. Time O(T W D).
-    - AFT-conv: `position_bias` is an array of taps with w_ts = taps_(t - s), one set for each group
-      of features, within `local_window_size`. Time O(T W D).
+    - AFT-conv: `position_bias` is an array of taps with w_ts = taps_(t - s) within
+      `local_window_size`, with one set of taps for each group of features. Time O(T W D).
 
-    Memory is O(T D) for all of them, forward and backward. Sums are kept over their largest
-    exponents. In AFT-full these are of keys and of biases apart, so that a row gives zeros where
-    the largest key and the largest bias are of other tokens and over 80 apart from all others.
+    Memory is O(T D) for all variants, forward and backward. Sums are divided by exp of their
+    largest exponent. AFT-full uses separate largest exponents for keys and for biases. A row
+    therefore gives zeros if the largest key and the largest bias belong to different tokens, and
+    both are more than 80 above all others.
 
     Args:
       query: `(B, T, D)`.
-      key: `(B, T, D)`, of the dtype of the query.
-      value: `(B, T, D)`, likewise.
-      position_bias: None, `((T', R), (T', R))` with T' >= T, or `(G, 2 W + 1)`, for a causal call
-        `(G, W + 1)`; G divides D. Taps are in the order of t - s, from -W or 0 up to W.
-      local_window_size: W, tokens on each side of a token that have a bias.
-      is_causal: a token sees those up to itself.
-      lengths: `(B,)` int, valid tokens of each row; the others give zeros.
-      segment_ids: int `(B, T)`: tokens see their own run of equal ids; 0 is padding. Not together
-        with `position_bias`.
-      initial_state: the sums before the first token, from an earlier call; for causal calls without
-        `position_bias`, as is `return_state`.
-      return_state: also return the sums after the last valid token.
+      key: `(B, T, D)`, in the dtype of the query.
+      value: `(B, T, D)`, in the dtype of the query.
+      position_bias: None; two factors `((T', R), (T', R))` with T' >= T; or taps `(G, 2 W + 1)`
+        (causal: `(G, W + 1)`), where G divides D. Taps are in the order of t - s, from -W (causal:
+        from 0) to W.
+      local_window_size: W, number of tokens on each side with a bias.
+      is_causal: attend to tokens up to and including the token itself.
+      lengths: `(B,)` int, valid tokens of each row; padding gives zeros.
+      segment_ids: int `(B, T)`: each run of equal ids is a separate document; 0 is padding. Not
+        allowed with `position_bias`.
+      initial_state: the sums before the first token, from an earlier call; only for causal calls
+        without `position_bias`.
+      return_state: also return the sums after the last valid token; same restriction.
 
     Returns:
-      `(B, T, D)` in the dtype of `value`; with `return_state`, `(y, state)`, the state's arrays
-      `(B, D)`. Sums are in at least float32.
+      `(B, T, D)` in the dtype of `value`; with `return_state`, `(y, state)`; the state is
+      `Sums` of shape `(B, D)`, in at least float32.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit.
@@ -115,7 +117,7 @@ def attention_free(
 def check_bias(
     bias: Any, window: Any, is_causal: bool, time: int, features: int, dtype: Any
 ) -> Any:
-    """None, a pair of factors `(T, R)`, or taps `(2 W + 1 or W + 1, D)`."""
+    """Returns the checked bias: None, two factors `(T, R)`, or taps `(2 W + 1 or W + 1, D)`."""
     if window is not None and (not checks.is_integer(window) or window < 0):
         raise ValueError(f"local_window_size must be an int, 0 or more tokens, got {window!r}")
     if bias is None:
@@ -155,7 +157,7 @@ def biased_average(
     window: int | None,
     is_causal: bool,
 ) -> jax.Array:
-    """`(B, T, D)`, what the gates of the queries multiply; `bias` as `check_bias` returns it."""
+    """Returns the average before the query gate, `(B, T, D)`; `bias` comes from `check_bias`."""
     if key.shape[1] == 0:
         return value
     if window is None:
@@ -169,7 +171,7 @@ def _running(key, value, valid=None, starts=None, initial=None):
 
 
 def _both_sides(key, value, valid, starts):
-    """The sums over all tokens, or over those of the token's document."""
+    """Returns the sums over all tokens, or over all tokens of the document."""
     if starts is not None:
         ends = jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], 1)
         flipped = (jnp.flip(x, 1) for x in (key, value, valid, ends))
@@ -185,7 +187,7 @@ def _both_sides(key, value, valid, starts):
 
 
 def _full(key, value, factors, is_causal):
-    """A tile of queries at a time, over all keys by a matrix product of exponentials."""
+    """AFT-full: one tile of queries at a time, by matrix products of exponentials."""
     time = key.shape[1]
     tile = min(_TILE, time)
     rest = -time % tile
@@ -197,7 +199,7 @@ def _full(key, value, factors, is_causal):
 
     @jax.checkpoint
     def of_tile(first):
-        """`(B, C, D)`."""
+        """Returns the averages of one tile, `(B, C, D)`."""
         of_rows = lax.dynamic_slice_in_dim(row, first, tile, 0)
         seen = token < (first if is_causal else time)
         sums = _product(jnp.where(seen[None], of_rows @ column.T, lowest), key, value, seen)
@@ -213,7 +215,7 @@ def _full(key, value, factors, is_causal):
 
 
 def _product(bias, key, value, seen):
-    """Sums over the keys that are seen, biases `(C, S)`, -inf for those that are not."""
+    """Returns sums over the keys in `seen (S,)`; biases are `(C, S)`, -inf at other keys."""
     key = jnp.where(seen[None, :, None], key, dtypes.lowest(key.dtype))
     of_keys, of_rows = (
         lax.stop_gradient(jnp.maximum(x.max(axis, keepdims=True), -1e30))
@@ -225,7 +227,7 @@ def _product(bias, key, value, seen):
 
 
 def _pairs(bias, key, value):
-    """The same pair by pair, `(B, C, C, D)` of them, each row over its own largest exponent."""
+    """Returns sums by pairs `(B, C, C, D)`, with one largest exponent for each row and feature."""
     exponent = bias[None, ..., None] + key[:, None]
     largest = lax.stop_gradient(jnp.maximum(exponent.max(2), -1e30))
     weight = jnp.exp(exponent - largest[:, :, None])
@@ -233,7 +235,7 @@ def _pairs(bias, key, value):
 
 
 def _local(key, value, valid, bias, window, is_causal):
-    """The tokens beyond the window, then those within it, one distance at a time."""
+    """AFT-local and AFT-conv: sums outside the window, then adds one distance at a time."""
     time = key.shape[1]
     sums = _beyond(_running(key, value, valid), window)
     if not is_causal:
@@ -249,7 +251,7 @@ def _local(key, value, valid, bias, window, is_causal):
 
     @jax.checkpoint
     def add(sums, distance):
-        """The tokens so far behind, or ahead where it is below zero."""
+        """Adds the tokens at t - distance; a negative distance is a later token."""
 
         def there(array, axis):
             return lax.dynamic_slice_in_dim(array, window - distance, time, axis)
@@ -270,10 +272,10 @@ def _local(key, value, valid, bias, window, is_causal):
 
 
 def _beyond(sums, window):
-    """The running sums as they were `window + 1` tokens ago."""
+    """Returns the running sums of `window + 1` tokens ago."""
     behind = min(window + 1, sums.values.shape[1])
     batch, _, features = sums.values.shape
-    none = nothing((batch, behind, features), sums.values.dtype)
+    none = empty_sums((batch, behind, features), sums.values.dtype)
     kept = sums.values.shape[1] - behind
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b[:, :kept]], 1), none, sums)
 

@@ -1,4 +1,4 @@
-"""Based: a second-order Taylor series of softmax attention, and a small window that is exact."""
+"""Based: linear attention by a second-order Taylor feature map, with an optional exact window."""
 
 import dataclasses
 from typing import Any, NamedTuple, Unpack
@@ -17,13 +17,13 @@ from effattn.options import FeatureMapped, declared
 
 
 class BasedState(NamedTuple):
-    """What Based carries where a window is exact.
+    """Recurrent state of `based_attention` with a window.
 
     Attributes:
-      sums: `(*B, K, F, Hv + 1)`, of the tokens that have left the window.
+      sums: `(*B, K, F, Hv + 1)`, sums over the tokens that have left the window.
       key: `(*B, w, K, H)`, the last w keys, right aligned.
-      value: `(*B, w, K, Hv)`.
-      length: `(*B)` int32, how many of them there are.
+      value: `(*B, w, K, Hv)`, the last w values.
+      length: `(*B)` int32, number of valid tokens in the window.
     """
 
     sums: jax.Array
@@ -48,38 +48,39 @@ def based_attention(
 
         out_t = sum_s w_ts v_s / sum_s w_ts,    w_ts = 1 + z_ts + z_ts^2 / 2
 
-    the second-order Taylor series of exp(z_ts). Each weight is at least 1/2. It is linear attention
-    with F = (H + 1) (H + 2) / 2 features: 1, the entries of sqrt(scale) x, and their products in
-    pairs, each pair once. They are made of a block of tokens at a time. Time is
-    O((T + S) H^2 Hv), memory O(T + S), and the state is one F x Hv matrix a key head: so queries
-    and keys are meant to be small, of size 16 in the paper, while values are not.
+    the second-order Taylor series of exp(z_ts). Each weight is at least 1/2. This is linear
+    attention with F = (H + 1) (H + 2) / 2 features: 1, the entries of sqrt(scale) x, and the
+    products of pairs of entries, each pair once. Features are computed for one block of tokens at a
+    time. Time is O((T + S) H^2 Hv), memory O(T + S), and the state is one F x Hv matrix a key head.
+    The head dimension of queries and keys should be small (16 in the paper); that of values need
+    not be.
 
-    A small window makes up for what so smooth a kernel cannot pick out. With `local_window_size` w
-    the weights of the token and of the w before it are exp(z_ts) itself, under the same normaliser:
-    the window and the tokens that have left it are attended apart, then combined. The paper's own
-    models have the window in layers of its own, between linear ones; for that take no window here
-    (see `effattn.nn.BasedSelfAttention`).
+    The feature map is smooth and cannot select single tokens; a small exact window can. With
+    `local_window_size` w, the weights of a token and of the w tokens before it are exp(z_ts), under
+    the same normaliser: attention to the window and to the tokens that have left the window is
+    computed separately, then combined. The models of the paper use separate window layers between
+    linear layers; for such models, do not pass a window (see `effattn.nn.BasedSelfAttention`).
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
-      local_window_size: w, or (w, 0), tokens before each one that it sees exactly, in causal calls;
-        None for none.
-      scale: of the logits; default H**-0.5.
+      local_window_size: w or (w, 0), number of earlier tokens with exact weights, for causal calls;
+        None for no window.
+      scale: scale of the logits; default H**-0.5.
       **options: direction, padding, packing, state and execution: see
         `effattn.options.FeatureMapped`.
 
     Returns:
-      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
-      the sum of phi(k) v^T with that of phi(k) in its last column, `(*B, K, F, Hv + 1)`, in the
-      promoted dtype of query, key and value, at least float32; with a window, a `BasedState`. A
-      query without keys gives zeros.
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`. The state is
+      `(*B, K, F, Hv + 1)`, the sum of phi(k) v^T and, in the last column, of phi(k), in the
+      promoted dtype of query, key and value, at least float32; with a window, a `BasedState`.
+      Queries without keys give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; a window that looks ahead or in a bidirectional
+      ValueError: wrong shapes, dtypes or options; a window with later tokens or in a bidirectional
         call; a state together with a window and `segment_ids`.
-      NotImplementedError: an implementation that there is not.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
     given, attend = feature_attention.check(query, key, value, **options)
@@ -88,7 +89,7 @@ def based_attention(
         padding = tuple(options.get(name) for name in _PADDING)
         _check_window(local_window_size, given, padding[-1])
         if given.initial_state is None and not given.return_state:
-            # No token has more before it.
+            # The sequence has no more tokens.
             window = min(window, key.shape[-3])
         out, state = _with_window(
             given,
@@ -112,7 +113,7 @@ def based_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _BasedTerms:
-    """Second-order features of queries and keys."""
+    """Terms with second-order Taylor features of queries and keys."""
 
     def __call__(self, root, queries, keys) -> Terms:
         key, value = keys
@@ -141,7 +142,7 @@ def _check_window(window, given, segment_ids):
 
 
 def _with_window(given, window, scale, padding):
-    """`(out, BasedState)`: softmax over the window, the series over what has left it, combined."""
+    """Returns `(out, BasedState)`: softmax over the window, Taylor weights over earlier tokens."""
     query_lengths, key_lengths, segment_ids = padding
     state: Any = given.initial_state
     query, batch, (length, heads, size) = given.query, given.batch, given.key.shape[-3:]
@@ -162,7 +163,7 @@ def _with_window(given, window, scale, padding):
     checks.shaped("initial_state.key", state.key, (*batch, window, heads, size))
     checks.shaped("initial_state.value", state.value, (*batch, window, heads, values))
     checks.lengths("initial_state.length", state.length, batch)
-    # Key s of these is token s - w of the call: those before the first one come with the state.
+    # Key s is token s - w of the call; the first w keys come from the state.
     key, value = (
         jnp.concatenate([old.astype(new.dtype), new], -3)
         for old, new in ((state.key, given.key), (state.value, given.value))
@@ -173,7 +174,7 @@ def _with_window(given, window, scale, padding):
         ids if lengths is None else jnp.where(token < jnp.asarray(lengths)[..., None], ids, 0)
         for lengths in (query_lengths, key_lengths)
     )
-    # Keys come with a state only where ids are not given, and so all are 1.
+    # A state excludes `segment_ids`, so all ids of keys from the state are 1.
     kept = jnp.arange(window) >= window - state.length[..., None]
     key_ids = jnp.concatenate([kept.astype(key_ids.dtype), key_ids], -1)
     near, near_lse = sliding_window_attention(
@@ -188,11 +189,11 @@ def _with_window(given, window, scale, padding):
         implementation=given.implementation,
         return_residual=True,
     )
-    # At step t the key of token t - w leaves the window; its query reads the sums before that.
+    # At step t, query t reads the sums; then the key of token t - w leaves the window.
     new = jnp.sum(key_ids[..., window:] != 0, -1, keepdims=True)
     leaving = key_ids[..., :length]
     if segment_ids is None:
-        leaving = jnp.where(token < new, leaving, 0)  # the last w stay
+        leaving = jnp.where(token < new, leaving, 0)  # the last w tokens stay in the window
     far_tokens, reads = _leaving(leaving, query_ids)
     far, sums = recurrence.run(
         "based_attention",
@@ -221,7 +222,7 @@ def _with_window(given, window, scale, padding):
 
 
 def _leaving(ids, query_ids):
-    """Tokens of the sums, and which queries read them: those of the document that is there."""
+    """Returns the tokens added to the sums, and the queries that read sums of their document."""
     token = jnp.arange(ids.shape[-1])
     last = jax.lax.cummax(jnp.where(ids != 0, token, -1), axis=ids.ndim - 1)
     document = jnp.take_along_axis(ids, jnp.maximum(last, 0), -1)
@@ -233,7 +234,10 @@ def _leaving(ids, query_ids):
 
 @dataclasses.dataclass(frozen=True)
 class _FarTerms:
-    """As `_BasedTerms`, with the sum of weights as one more value, read before the token."""
+    """Terms for tokens outside the window; the sum of weights is one more value feature.
+
+    A query reads the sums before its token is added: the bonus is zero.
+    """
 
     def __call__(self, root, queries, keys) -> Terms:
         key, value = keys

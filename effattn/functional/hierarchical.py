@@ -272,7 +272,7 @@ def _attend_siblings(hierarchy: Hierarchy, query, keys: _Keys, given: attention.
 
 
 def _attend_summaries(positions, query, keys: _Keys, given: attention.Arguments):
-    """Attends from queries at `positions` to pieces, which take the position of their last token."""
+    """Attends from queries at `positions` to pieces, at the positions of their last tokens."""
     positions = jnp.broadcast_to(positions.astype(jnp.int32), query.shape[:-2])
     seen = keys.seen[..., None, None, :]
     given = dataclasses.replace(given, mask=seen, positions=(positions, keys.last))

@@ -208,24 +208,24 @@ def _attend_windows(size: int, query, key, value, given: attention.Arguments):
     if given.is_causal or length == 0:
         given = dataclasses.replace(given, window=(size - 1, 0))
         return attention.attend(query, key, value, given)
-    half, stretches = size // 2, math.ceil(length / size)
+    half, blocks = size // 2, math.ceil(length / size)
 
     def with_sides(array):
-        """`(*B, L, ...)` to `(*B, stretches, half + size + half, ...)`, zeros past the ends."""
+        """`(*B, L, ...)` to `(*B, blocks, half + size + half, ...)`, zeros past the ends."""
         own = folding.fold(array, size, axis)
         before = jax.lax.slice_in_dim(own, size - half, size, axis=axis + 1)
         after = jax.lax.slice_in_dim(own, 0, half, axis=axis + 1)
         return jnp.concatenate([_move(before, 1, axis), own, _move(after, -1, axis)], axis + 1)
 
-    start = size * jnp.arange(stretches) - half
+    start = size * jnp.arange(blocks) - half
     at = lead(positions_from(start, half + size + half), axis + 2)
     end = length if given.key_lengths is None else given.key_lengths[..., None, None]
     folded = dataclasses.replace(
         given,
-        query_lengths=folding.fold_lengths(given.query_lengths, stretches, size),
+        query_lengths=folding.fold_lengths(given.query_lengths, blocks, size),
         key_lengths=None,
         mask=jnp.asarray((at >= 0) & (at < end))[..., None, None, :],
-        origin=_origin_of_stretches(stretches, size),
+        origin=_origin_of_blocks(blocks, size),
     )
     query = folding.fold(query, size, axis)
     out, lse = attention.attend(query, with_sides(key), with_sides(value), folded)
@@ -240,10 +240,10 @@ def _move(array: jax.Array, by: int, axis: int) -> jax.Array:
 
 
 @functools.cache
-def _origin_of_stretches(stretches: int, size: int):
+def _origin_of_blocks(blocks: int, size: int):
     def origin(b, h, i, j):
-        start = b % stretches * size
-        return b // stretches, h, start + i, start - size // 2 + j
+        start = b % blocks * size
+        return b // blocks, h, start + i, start - size // 2 + j
 
     return origin
 

@@ -304,8 +304,8 @@ class _Sorted(NamedTuple):
     Attributes:
       order: `(n, T)`, the token at each place.
       place: `(n, T)`, the place of each token.
-      sees: pair of `(n, T)`, the keys of each query: if causal, first <= place < second; else the two
-        chunks that start at these places.
+      sees: pair of `(n, T)`, the keys of each query: if causal, first <= place < second; else
+        the two chunks that start at these places.
       is_at: `(n, T)`, the place of each key if causal, else the start of its chunk; -1 for padding.
     """
 

@@ -1,4 +1,4 @@
-"""Nystrom attention: the matrix of attention weights from those of a few landmarks."""
+"""Nystrom attention: low-rank attention weights from a few landmarks."""
 
 import dataclasses
 import functools
@@ -40,33 +40,33 @@ def nystrom_attention(
 
         out = softmax(s Q K~^T) A^+ [softmax(s Q~ K^T) V],    A = softmax(s Q~ K~^T),    s = scale,
 
-    where the pseudo-inverse A^+ is Z_J of the iteration
+    where the pseudo-inverse A^+ is approximated by Z_J of the iteration
 
         Z_(j+1) = Z_j (13 I - A Z_j (15 I - A Z_j (7 I - A Z_j))) / 4,
         Z_0 = A^T / (|A|_1 |A|_inf),
 
-    each head of each example by itself. With as many landmarks as tokens, and A^+ that has
-    converged, this is `effattn.dot_product_attention`. Weights may be negative, and every output
-    depends on every token: there is no causal form.
+    for each head of each example separately. With as many landmarks as tokens and a converged A^+,
+    the result is `effattn.dot_product_attention`. Weights may be negative. Every output depends on
+    every token, so there is no causal form.
 
-    Segments are of the valid tokens alone, as even as can be, the longer ones first, as
-    `numpy.array_split` cuts them. An example with fewer than m tokens has each as a landmark. A
-    `skip_kernel` adds the paper's depthwise convolution of the values, at token t
+    Segments split the valid tokens as `numpy.array_split` does: sizes differ by at most one, longer
+    segments first. If an example has fewer than m tokens, each token is a landmark. `skip_kernel`
+    adds the paper's depthwise convolution of the values, at token t
 
         sum_w kernel_w v_(t + w - (width - 1) / 2),
 
     with zeros past the ends and in padding.
 
     Time O((T + S) m (H + Hv) + J m^3), and O(T width Hv) for the convolution; memory
-    O(T + S + J m^2), forward and backward. All is computed in float32 at least: A^+ has large
-    entries of both signs, and would magnify the rounding of anything less.
+    O(T + S + J m^2), forward and backward. Computed in at least float32: A^+ has large entries of
+    both signs, which would amplify rounding errors of lower precision.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
-      num_landmarks: m, from 1 to the longer of T and S; of the shorter, each token is one if there
-        are fewer.
+      num_landmarks: m, from 1 to max(T, S). If the shorter sequence has fewer than m tokens, each
+        of its tokens is a landmark.
       num_iterations: J, 1 or more.
       skip_kernel: `(N, width)` or `(K, width)`, of odd width; needs T == S.
       **options: padding, scale and execution: see `effattn.options`.
@@ -100,7 +100,7 @@ def nystrom_attention(
 
 
 def _skip_kernel(kernel: Any, heads: int, key_heads: int) -> jax.Array:
-    """`(N, width)`, checked."""
+    """Returns the checked convolution kernel, `(N, width)`."""
     kernel = jnp.asarray(kernel)
     if (
         kernel.ndim != 2
@@ -119,7 +119,7 @@ def _skip_kernel(kernel: Any, heads: int, key_heads: int) -> jax.Array:
 def _attend(
     num_landmarks, num_iterations, given: attention.Arguments, query, key, value, skip_kernel
 ):
-    """The three factors, and what is skipped past them."""
+    """Multiplies the three factors and adds the skip convolution."""
     batch, queries, keys = query.shape[:-3], query.shape[-3], key.shape[-3]
     if queries == 0 or keys == 0:
         return jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
@@ -136,7 +136,7 @@ def _attend(
         of_queries, landmarks = segment_means(query, query_lengths, num_landmarks)
         of_keys, key_landmarks = segment_means(key, key_lengths, num_landmarks)
         of_keys = jnp.repeat(of_keys, groups, -2)
-        # Of nothing, one landmark of zeros keeps the inverse finite, and weighs nothing.
+        # An empty example gets one zero landmark, which keeps the inverse finite.
         weights = _softmax(
             of_queries, of_keys, jnp.maximum(landmarks, 1), jnp.maximum(key_landmarks, 1)
         )
@@ -169,10 +169,11 @@ def _attend(
 
 
 def segment_means(x: jax.Array, lengths: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Means of `x (*B, L, K, H)` over `count` segments of each example's first tokens.
+    """Returns means of `x (*B, L, K, H)` over `count` segments of the valid tokens.
 
-    Returns the means `(*B, min(count, L), K, H)`, zeros for a segment without tokens, and how many
-    segments have any, `(*B)`: those are the first.
+    Returns:
+      The means `(*B, min(count, L), K, H)`, zeros for empty segments; and the number of nonempty
+      segments, `(*B)`, which come first.
     """
     count = min(count, x.shape[-3])
     return _means(count, x, lengths), jnp.minimum(lengths, count)
@@ -195,9 +196,9 @@ def _means_fwd(count, x, lengths):
     return _means(count, x, lengths), (lengths, x.shape[-3])
 
 
-def _means_bwd(count, saved, cotangent):
-    """Each token takes its share of its segment's: a gather, where autodiff would scatter."""
-    lengths, length = saved
+def _means_bwd(count, residuals, cotangent):
+    """Gathers the gradient of each token from its segment; autodiff would scatter."""
+    lengths, length = residuals
     at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
     token = lead(jnp.arange(length, dtype=lengths.dtype), lengths.ndim + 1)
     later = token - longer * (at_least + 1)
@@ -214,18 +215,18 @@ _means.defvjp(_means_fwd, _means_bwd)
 
 
 def _take(x, index):
-    """Tokens of `x (*B, L, K, H)` at `index (*B, ...)`."""
+    """Gathers tokens of `x (*B, L, K, H)` at `index (*B, ...)`."""
     flat = lax.collapse(index, x.ndim - 3)[..., None, None]
     return jnp.take_along_axis(x, flat, -3).reshape(*index.shape, *x.shape[-2:])
 
 
 def _clear(x, lengths):
-    """`(*B, L, K, H)` with zeros from the lengths on."""
+    """Sets tokens of `(*B, L, K, H)` after the lengths to zero."""
     return jnp.where(within(lengths, x.shape[-3])[..., None, None], x, 0)
 
 
 def _softmax(query, key, queries, keys):
-    """The weights `(*B, N, i, j)` among landmarks; zeros for those after the first so many."""
+    """Returns softmax weights of landmarks, `(*B, N, i, j)`; zeros for padding landmarks."""
     logits = jnp.einsum("...inh,...jnh->...nij", query, key, precision="highest")
     exists, seen = (
         within(count[..., None], x.shape[-3]) for x, count in ((query, queries), (key, keys))
@@ -235,9 +236,9 @@ def _softmax(query, key, queries, keys):
 
 
 def pseudo_inverse(weights: jax.Array, iterations: int) -> jax.Array:
-    """Of stochastic matrices `(*B, i, j)`, by the paper's iteration, `(*B, j, i)`.
+    """Returns pseudo-inverses `(*B, j, i)` of stochastic matrices `(*B, i, j)` by iteration.
 
-    Rows and columns of zeros are those of the inverse too, and do not change the rest of it.
+    Zero rows and columns give zero columns and rows of the inverse and do not affect other entries.
     """
     multiply = functools.partial(jnp.matmul, precision="highest")
     one = lead(jnp.eye(weights.shape[-2], dtype=weights.dtype), weights.ndim)
@@ -247,21 +248,21 @@ def pseudo_inverse(weights: jax.Array, iterations: int) -> jax.Array:
         inner = 15 * one - multiply(product, 7 * one - product)
         return multiply(inverse, 13 * one - multiply(product, inner)) / 4
 
-    # Rows sum to one: the other norm, of the largest row, is 1.
+    # Rows sum to one, so |A|_inf, the largest row sum, is 1.
     largest_column = weights.sum(-2).max(-1)[..., None, None]
     return lax.fori_loop(0, iterations, improve, jnp.swapaxes(weights, -1, -2) / largest_column)
 
 
 @jax.custom_vjp
 def convolve(value: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Depthwise, of `value (*B, L, N, Hv)` with `kernel (N, width)`, zeros past the ends."""
+    """Depthwise convolution of `value (*B, L, N, Hv)` by `kernel (N, width)`, zero padded."""
     taps = _taps(value, kernel.shape[-1])
     return sum(lead(kernel[:, w, None], value.ndim) * taps(w) for w in range(kernel.shape[-1]))
 
 
-def _convolve_bwd(saved, cotangent):
-    """Again a convolution, and a loop: autodiff would have the values once for each tap."""
-    value, kernel = saved
+def _convolve_bwd(residuals, cotangent):
+    """Custom VJP: a convolution and a loop; autodiff would store the values once a tap."""
+    value, kernel = residuals
     width = kernel.shape[-1]
     taps, axes = _taps(value, width), (*range(value.ndim - 2), value.ndim - 1)
     d_kernel = lax.map(lambda w: (cotangent * taps(w)).sum(axes), jnp.arange(width))
@@ -272,7 +273,7 @@ convolve.defvjp(lambda value, kernel: (convolve(value, kernel), (value, kernel))
 
 
 def _taps(x, width):
-    """What tap w reads of `x (*B, L, N, Hv)`: token t is that at t + w - (width - 1) / 2."""
+    """Returns a function of w: `x (*B, L, N, Hv)` shifted to tokens t + w - (width - 1) / 2."""
     axis, length = x.ndim - 3, x.shape[-3]
     padding = [(0, 0)] * x.ndim
     padding[axis] = (width // 2, width // 2)

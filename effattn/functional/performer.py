@@ -303,7 +303,7 @@ def _maxima_of_documents(x, ids):
 
 
 def _log_decay(before, after):
-    """Returns before - after; 0 - after where the sums before are empty."""
+    """Returns before - after; 0 where the sums before are empty."""
     nothing = before == dtypes.lowest(before.dtype)
     return jnp.where(nothing, 0, before) - jnp.where(nothing, 0, after)
 

@@ -1,4 +1,4 @@
-"""The token mixing of RWKV-4: running averages whose weights decay, feature by feature."""
+"""Token mixing of RWKV-4: running averages with decaying weights, for each feature."""
 
 from typing import Any, NamedTuple
 
@@ -12,19 +12,19 @@ from effattn.arrays.axes import lead
 from effattn.arrays.segments import within
 from effattn.xla.linear_scan import linear_scan, max_plus_scan
 
-# Below any key, and far from overflow when it is subtracted.
-_NOTHING = -1e30
+# Lower than any key; differences of such exponents do not overflow.
+_LOWEST = -1e30
 
 
 class Sums(NamedTuple):
-    """Weighted sums of values over tokens, feature by feature, and the sums of the weights.
+    """Weighted sums of values over tokens, for each feature, and sums of the weights.
 
-    Both are divided by exp(largest), which no weight exceeds by much.
+    Both sums are divided by exp(largest) to prevent overflow.
 
     Attributes:
       values: `(*B, D)` or `(*B, T, D)`, sum of exp(k - largest) v.
-      weights: the same of exp(k - largest).
-      largest: the largest exponent, or `_NOTHING` before the first token.
+      weights: same shape, sum of exp(k - largest).
+      largest: same shape, the largest exponent, or `_LOWEST` before the first token.
     """
 
     values: jax.Array
@@ -32,12 +32,12 @@ class Sums(NamedTuple):
     largest: jax.Array
 
     def average(self) -> jax.Array:
-        """The values' average; zeros where there are no weights."""
+        """Returns the weighted average of the values; zeros where the weights are zero."""
         present = self.weights > 0
         return jnp.where(present, self.values, 0) / jnp.where(present, self.weights, 1)
 
     def plus(self, other: "Sums") -> "Sums":
-        """The sums over the tokens of both."""
+        """Returns the sums over the tokens of both operands."""
         largest = lax.stop_gradient(jnp.maximum(self.largest, other.largest))
         mine, theirs = (jnp.exp(part.largest - largest) for part in (self, other))
         return Sums(
@@ -48,25 +48,25 @@ class Sums(NamedTuple):
 
 
 def one_token(exponent: jax.Array, value: jax.Array) -> Sums:
-    """The sums of one token: its value, with weight exp(exponent)."""
+    """Returns the sums of one token with weight exp(exponent)."""
     largest = lax.stop_gradient(exponent)
     weight = jnp.exp(exponent - largest)
     return Sums(weight * value, weight, largest)
 
 
-def nothing(shape: tuple[int, ...], dtype: Any) -> Sums:
-    """The sums of no token."""
-    return Sums(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.full(shape, _NOTHING, dtype))
+def empty_sums(shape: tuple[int, ...], dtype: Any) -> Sums:
+    """Returns the empty sums."""
+    return Sums(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.full(shape, _LOWEST, dtype))
 
 
-def begun(initial: Sums | None, like: jax.Array) -> Sums:
-    """The sums `(B, D)` before `like (B, T, D)`, in its dtype; zeros and None are those of nothing.
+def initial_sums(initial: Sums | None, like: jax.Array) -> Sums:
+    """Returns the checked initial sums `(B, D)` for tokens `like (B, T, D)`, in their dtype.
 
-    Where there are no weights, they are over nothing's exponent.
+    None and zeros are the empty sums. Where the weights are zero, `largest` becomes `_LOWEST`.
     """
     shape = like.shape[0], like.shape[2]
     if initial is None:
-        return nothing(shape, like.dtype)
+        return empty_sums(shape, like.dtype)
     if not isinstance(initial, Sums):
         raise ValueError(
             f"initial_state must be the Sums that an earlier call returned, got {initial!r:.80}"
@@ -75,7 +75,7 @@ def begun(initial: Sums | None, like: jax.Array) -> Sums:
         checks.shaped(f"initial_state.{name}", x, shape).astype(like.dtype)
         for name, x in initial._asdict().items()
     )
-    return Sums(values, weights, jnp.where(weights > 0, largest, _NOTHING))
+    return Sums(values, weights, jnp.where(weights > 0, largest, _LOWEST))
 
 
 def running_sums(
@@ -86,31 +86,31 @@ def running_sums(
     starts: jax.Array | None = None,
     initial: Sums | None = None,
 ) -> Sums:
-    """The sums over all tokens up to each one, present included, weights falling by the token.
+    """Returns the running sums up to and including each token, with decaying weights.
 
     Args:
       key: `(B, T, D)`, exponents.
       value: `(B, T, D)`.
-      decay: `(D,)`, what an exponent falls by with each token, 0 or more.
-      valid: bool `(B, T)`, tokens that count.
-      starts: bool `(B, T)`, tokens before which all is forgotten.
-      initial: the sums before the first token, `(B, D)`; zeros are those of no token.
+      decay: `(D,)`, amount by which exponents of earlier tokens fall at each token, 0 or more.
+      valid: bool `(B, T)`, False in the padding.
+      starts: bool `(B, T)`, True at the first token of each document.
+      initial: the sums before the first token, `(B, D)`; zeros or None for empty sums.
 
     Returns:
-      `(B, T, D)` each.
+      `Sums` of shape `(B, T, D)`.
     """
-    initial = begun(initial, key)
+    initial = initial_sums(initial, key)
     if valid is not None:
-        # Padding changes nothing, and does not age what was before it.
-        key = jnp.where(valid[..., None], key, _NOTHING)
+        # Padding adds no weight and does not decay earlier weights.
+        key = jnp.where(valid[..., None], key, _LOWEST)
         fall = jnp.where(valid[..., None], lead(decay, 3), 0)
     else:
         fall = jnp.broadcast_to(decay, key.shape)
     if starts is not None:
-        fall = jnp.where(starts[..., None], -_NOTHING, fall)
+        fall = jnp.where(starts[..., None], -_LOWEST, fall)
     largest = max_plus_scan(-fall, key, initial.largest)
-    # After a start, and in long padding, what is carried on falls below any key.
-    largest = jnp.maximum(largest, _NOTHING)
+    # Exponents from before a start can fall below `_LOWEST`.
+    largest = jnp.maximum(largest, _LOWEST)
     before = jnp.concatenate([initial.largest[:, None], largest[:, :-1]], 1)
     kept = jnp.exp(lax.stop_gradient(before) - fall - largest)
     if starts is not None:
@@ -128,8 +128,8 @@ def running_sums(
 
 
 def with_initial(initial: Sums | None, sums: Sums) -> Sums:
-    """The sums before the first token, and up to each one: `(B, 1 + T, D)`."""
-    initial = begun(initial, sums.values)
+    """Prepends the initial sums to the running sums: `(B, 1 + T, D)`."""
+    initial = initial_sums(initial, sums.values)
     return jax.tree.map(lambda first, x: jnp.concatenate([first[:, None], x], 1), initial, sums)
 
 
@@ -146,30 +146,30 @@ def rwkv4_mixing(
     initial_state: Sums | None = None,
     return_state: bool = False,
 ) -> jax.Array | tuple[jax.Array, Sums]:
-    r"""The weighted key value averages of RWKV-4 (Peng et al. 2023, "RWKV: Reinventing RNNs").
+    r"""WKV averages of RWKV-4 (Peng et al. 2023, "RWKV: Reinventing RNNs").
 
-    For each feature by itself, with w its decay and u its bonus:
+    For each feature separately, with decay w and bonus u:
 
         y_t = (sum_(s < t) exp(k_s - (t - 1 - s) w) v_s + exp(u + k_t) v_t)
               / (sum_(s < t) exp(k_s - (t - 1 - s) w) + exp(u + k_t))
 
-    It is always causal. Sums are kept over the largest of their exponents, so keys of any size are
-    safe. Time is O(T D log C), with C the 64 tokens of a chunk, memory O(T D); the state has 3 D
-    numbers. Gradients do not flow through the exponents that sums are kept over, as those cancel.
+    The mixing is always causal. Sums are divided by exp of their largest exponent, so keys of any
+    size do not overflow. Time is O(T D log C) for chunks of C = 64 tokens, memory O(T D); the state
+    has 3 D numbers a row. Gradients do not flow through the largest exponents, which cancel.
 
     Args:
       key: `(B, T, D)`.
       value: `(B, T, D)`, of the dtype of the key.
-      decay: `(D,)` [w], 0 or more.
-      bonus: `(D,)` [u].
-      lengths: `(B,)` int, valid tokens of each row; the others give zeros and leave the state.
-      segment_ids: int `(B, T)`: averages are over the token's own run of equal ids; 0 is padding.
+      decay: w, `(D,)`, 0 or more.
+      bonus: u, `(D,)`.
+      lengths: `(B,)` int, valid tokens of each row; padding gives zeros and keeps the state.
+      segment_ids: int `(B, T)`: each run of equal ids is a separate document; 0 is padding.
       initial_state: the state before the first token, from an earlier call.
       return_state: also return the state after the last valid token.
 
     Returns:
-      `(B, T, D)` in the dtype of `value`; with `return_state`, `(y, state)`, the state's arrays
-      `(B, D)` in at least float32.
+      `(B, T, D)` in the dtype of `value`; with `return_state`, `(y, state)`; the state is
+      `Sums` of shape `(B, D)`, in at least float32.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, or a state together with `segment_ids`.
@@ -198,11 +198,11 @@ def rwkv4_mixing(
 def check_tokens_by_feature(
     arrays: dict[str, jax.Array], lengths: Any, segment_ids: Any, initial_state: Any
 ) -> tuple[Any, ...]:
-    """The arrays, all `(B, T, D)` of one dtype and zero in the padding, and what is known of them.
+    """Checks arrays `(B, T, D)` of one dtype, and sets their padding to zero.
 
     Returns:
-      The arrays, then bool `(B, T)` or None each: which tokens are valid, and which are the first
-      of their document.
+      The arrays; then `valid` and `starts`, bool `(B, T)` or None: True at valid tokens, and True
+      at the first token of each document.
     """
     arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
     (first, like), *_ = arrays.items()

@@ -1,4 +1,4 @@
-"""S4: linear state spaces of each feature, run as convolutions or as recurrences."""
+"""S4: linear state space models of each feature, run as convolutions or recurrences."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from effattn.functional.rwkv4 import check_tokens_by_feature
 from effattn.xla.linear_scan import linear_scan
 from effattn.xla.long_convolution import long_convolution
 
-# Tokens whose states are together in memory, and frequencies of a kernel that are.
+# Tokens in a chunk of the recurrence, and frequencies of a kernel in memory at a time.
 _CHUNK, _FREQUENCIES = 64, 256
 
 
@@ -37,30 +37,32 @@ def s4_convolution(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""A diagonal state space, S4D (Gu et al. 2022, "On the Parameterization of S4D").
 
-    For each feature by itself, with M complex rates A of the M first of 2 M conjugate modes, held
-    at zero order over a step d:
+    Each feature has 2 M modes in conjugate pairs; A holds the M complex rates of the first of each
+    pair. With a zero-order hold over the step size dt,
 
-        s_t = exp(d A) s_(t-1) + (exp(d A) - 1) / A x_t;    y_t = 2 Re(C . s_t) + D x_t
+        s_t = exp(dt A) s_(t-1) + (exp(dt A) - 1) / A x_t;    y_t = 2 Re(C . s_t) + D x_t
 
-    As a convolution, y = K * x + D x with K_t = 2 Re(sum_m C_m (exp(d A_m) - 1) / A_m
-    exp(d A_m t)), in time O(T D (log T + M)) and memory O(T D + sqrt(T) D M). As a recurrence, a
-    chunk of tokens at a time, in time O(T D M) and memory O(T D).
+    The convolution is y = K * x + D x with K_t = 2 Re(sum_m C_m (exp(dt A_m) - 1) / A_m
+    exp(dt A_m t)), in time O(T D (log T + M)) and memory O(T D + sqrt(T) D M). The recurrence runs
+    chunk by chunk in time O(T D M) and memory O(T D).
 
     Args:
       x: `(B, T, D)`.
-      rate: `(D, M)` complex [A], with real parts of 0 or less; not 0.
-      output: `(D, M)` complex [C, with B of ones, as only their product matters].
-      step_size: `(D,)` [d], positive.
-      skip: `(D,)` [D]; None has none.
-      lengths: `(B,)` int, valid tokens of each row; the others give zeros and leave the state.
-      segment_ids: int `(B, T)`: tokens see their own run of equal ids; 0 is padding.
+      rate: A, `(D, M)` complex; nonzero, with real parts of 0 or less.
+      output: C, `(D, M)` complex; B is all ones, because only the product B C matters.
+      step_size: dt, `(D,)`, positive.
+      skip: D, `(D,)`, or None for no skip term.
+      lengths: `(B,)` int, valid tokens of each row; padding gives zeros and keeps the state.
+      segment_ids: int `(B, T)`: each run of equal ids is a separate document; 0 is padding.
       initial_state: the state before the first token, from an earlier call.
       return_state: also return the state after the last valid token.
-      method: "convolution", "recurrence", or None for the first, with `segment_ids` the second.
+      method: "convolution" or "recurrence". None selects the convolution, or, with `segment_ids`,
+        the recurrence.
 
     Returns:
       `(B, T, D)` in the dtype of `x`; with `return_state`, `(y, state)`, the state `(B, D, M)`
-      complex. Computed in at least float32, by the convolution with `causality="rounding"`.
+      complex. Computed in at least float32. By the convolution, later tokens change earlier outputs
+      by rounding errors (`causality="rounding"`).
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit; packed documents by convolution.
@@ -112,19 +114,19 @@ def _complex(name: str, value: Any, features: int, dtype: Any) -> jax.Array:
 
 
 def _split(time):
-    """A number of blocks and their size, near the square root."""
+    """Splits `time` in blocks: returns their number and size, both near the square root."""
     size = max(1, math.isqrt(time))
     return -(-time // size), size
 
 
 def _powers(logs, count, stride=1, first=0):
-    """exp(logs (first + stride n)) for n < count, `(..., count)`."""
+    """Returns exp(logs (first + stride n)) for n < count, `(..., count)`."""
     steps = lead(first + stride * jnp.arange(count), logs.ndim + 1)
     return jnp.exp(dtypes.product(logs[..., None], steps))
 
 
 def _kernel(logs, weights, time):
-    """2 Re sum_m weights_m exp(logs_m t), `(T, D)`: a product of powers of blocks and within."""
+    """Returns 2 Re sum_m weights_m exp(logs_m t), `(T, D)`, by powers of blocks and in blocks."""
     blocks, size = _split(time)
     of_blocks = weights[..., None] * _powers(logs, blocks, size)
     kernel = jnp.einsum("dma,dmb->dab", of_blocks, _powers(logs, size))
@@ -132,7 +134,7 @@ def _kernel(logs, weights, time):
 
 
 def _seen(logs, output, state, time):
-    """What the initial state gives to all tokens, `(B, T, D)`."""
+    """Returns the contribution of the initial state to all outputs, `(B, T, D)`."""
     blocks, size = _split(time)
     of_blocks = (state * output[None])[..., None] * _powers(logs, blocks, size, first=1)[None]
     seen = jnp.einsum("rdma,dmb->rabd", of_blocks, _powers(logs, size))
@@ -140,13 +142,13 @@ def _seen(logs, output, state, time):
 
 
 def _last(u, logs, written, state, lengths):
-    """The state after the last valid token."""
+    """Returns the state after the last valid token."""
     batch, time, features = u.shape
     blocks, size = _split(time)
     u = jnp.pad(u, ((0, 0), (blocks * size - time, 0), (0, 0)))
     count = jnp.full((batch,), time) if lengths is None else lengths
     if lengths is not None:
-        # To the right, so that a token's power is that of its place.
+        # Right-align the valid tokens, so that the place of a token gives its power.
         at = positions_from(count - time, blocks * size)
         moved = jnp.take_along_axis(u, at[..., None], 1, mode="clip")
         fits = ~within(blocks * size - count, blocks * size)
@@ -160,7 +162,7 @@ def _last(u, logs, written, state, lengths):
 
 
 def _recurrence(u, decay, written, output, state, valid, starts):
-    """A chunk at a time; states are computed again in the backward pass."""
+    """Runs the recurrence chunk by chunk; the backward pass recomputes the states."""
     batch, time, features = u.shape
     chunk = max(1, min(_CHUNK, time))
 
@@ -196,14 +198,14 @@ def low_rank_kernel(
     step_size: jax.Array,
     length: int,
 ) -> jax.Array:
-    r"""The kernel of S4 (Gu et al. 2022, "Efficiently Modeling Long Sequences", algorithm 1).
+    r"""Convolution kernel of S4 (Gu et al. 2022, "Efficiently Modeling ...", algorithm 1).
 
-    Of the state space with the matrix A = diag(L) - P P^*, by the bilinear rule,
+    The state matrix is A = diag(L) - P P^*. The bilinear discretisation with step size dt gives
 
-        Abar = (2/d - A)^-1 (2/d + A);   Bbar = 2 (2/d - A)^-1 B;   K_t = C Abar^t Bbar
+        Abar = (2/dt - A)^-1 (2/dt + A);   Bbar = 2 (2/dt - A)^-1 B;   K_t = C Abar^t Bbar
 
-    The kernel's Fourier transform at the roots of unity z is, with C~ = C (I - Abar^length) and
-    w_m = 1 / ((2/d) (1 - z) - L_m (1 + z)), by the identity of Woodbury,
+    With C~ = C (I - Abar^length) and w_m = 1 / ((2/dt) (1 - z) - L_m (1 + z)), the Woodbury
+    identity gives the Fourier transform of the kernel at the roots of unity z:
 
         2 (C~ w B - (1 + z) (C~ w P) (P^* w B) / (1 + (1 + z) P^* w P))
 
@@ -211,12 +213,12 @@ def low_rank_kernel(
     memory O(length D).
 
     Args:
-      rate: `(D, M)` complex [L], the first of 2 M conjugate modes.
-      low_rank: `(D, M)` complex [P].
-      input: `(D, M)` complex [B].
-      truncated_output: `(D, M)` complex [C~].
-      step_size: `(D,)` [d].
-      length: taps of the kernel.
+      rate: L, `(D, M)` complex; the first of each of M conjugate pairs of modes.
+      low_rank: P, `(D, M)` complex.
+      input: B, `(D, M)` complex.
+      truncated_output: C~, `(D, M)` complex.
+      step_size: dt, `(D,)`.
+      length: number of taps of the kernel.
 
     Returns:
       `(length, D)` real.
@@ -229,11 +231,11 @@ def low_rank_kernel(
 
     @jax.checkpoint
     def of_block(z):
-        """`(D, frequencies)`."""
-        turn = dtypes.product((2 / step_size)[:, None, None], (1 - z)[None, :, None])
+        """Returns the transform at frequencies z, `(D, frequencies)`."""
+        difference = dtypes.product((2 / step_size)[:, None, None], (1 - z)[None, :, None])
         rest = (1 + z)[None, :, None]
-        w = 1 / (turn - rate[:, None] * rest)
-        w_conjugate = 1 / (turn - conjugate(rate)[:, None] * rest)
+        w = 1 / (difference - rate[:, None] * rest)
+        w_conjugate = 1 / (difference - conjugate(rate)[:, None] * rest)
 
         def product(a, b):
             weight = (a * b)[:, None]
@@ -250,21 +252,21 @@ def low_rank_kernel(
 
 
 def hippo(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """HiPPO-LegS as modes: rates, low rank and input, each `(size / 2,)` complex.
+    """Returns the modes of HiPPO-LegS: rates, low rank P and input B, each `(size / 2,)` complex.
 
     The matrix A_nk = -sqrt(2n + 1) sqrt(2k + 1) below the diagonal, -(n + 1) on it, plus P P^T with
-    P_n = sqrt(n + 1/2), is normal; in its eigenvectors A is diag(rates) - P P^*, and B_n =
-    sqrt(2n + 1) the input. Modes come in conjugate pairs, of which the first are returned.
+    P_n = sqrt(n + 1/2), is normal. In the basis of its eigenvectors, A is diag(rates) - P P^*. The
+    input is B_n = sqrt(2n + 1). Modes come in conjugate pairs; one mode of each pair is returned.
     """
     n = np.arange(size)
     low_rank, input = np.sqrt(n + 0.5), np.sqrt(2 * n + 1)
     matrix = -np.tril(np.outer(input, input), -1) - np.diag(n + 1)
     normal = matrix + np.outer(low_rank, low_rank)
-    # -1/2 and a skew-symmetric matrix, that is i times a Hermitian one.
-    turns, vectors = np.linalg.eigh(-1j * (normal + 0.5 * np.eye(size)))
+    # `normal` is -1/2 times the identity plus a skew-symmetric matrix, i times a Hermitian matrix.
+    A_imag, vectors = np.linalg.eigh(-1j * (normal + 0.5 * np.eye(size)))
     first = slice(size // 2, None)
     to_modes = vectors.conj().T[first]
-    return -0.5 + 1j * turns[first], to_modes @ low_rank, to_modes @ input
+    return -0.5 + 1j * A_imag[first], to_modes @ low_rank, to_modes @ input
 
 
 registry.register(

@@ -1,4 +1,4 @@
-"""Sliding-window attention, dilated or not."""
+"""Sliding-window attention, with or without dilation."""
 
 import dataclasses
 import functools
@@ -31,23 +31,23 @@ def sliding_window_attention(
     dilation: int | Sequence[int] = 1,
     **options: Unpack[Options],
 ) -> Any:
-    r"""Softmax attention over the neighbours of each token (Beltagy et al. 2020, "Longformer").
+    r"""Softmax attention in a window around each token (Beltagy et al. 2020, "Longformer").
 
     The query at position i attends to the keys at positions i + d s, for the steps s from -left to
-    right and dilation d. Tokens in different residue classes modulo d never meet, so a dilated
-    window is d plain windows over the classes, and costs what one plain window costs.
+    right and dilation d. Tokens in different residue classes modulo d do not attend to each other,
+    so a dilated window is d windows without dilation, and costs the same as one such window.
 
     Time O(T (left + right + 1) (H + Hv)), memory O(T + S), forward and backward. A window at least
-    as wide as the sequence is `effattn.dot_product_attention`.
+    as wide as the sequence gives `effattn.dot_product_attention`.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, S, K, H)`, N a multiple of K.
       value: `(*B, S, K, Hv)`.
-      local_window_size: w or (left, right), steps on each side; the token itself is extra. A causal
+      local_window_size: w or (left, right), steps on each side, without the token itself. A causal
         window of 256 keys is (255, 0).
-      dilation: tokens in a step, 1 or more; an int, or one for each query head. Heads that share a
-        key head share a dilation.
+      dilation: d, tokens in a step, 1 or more; an int, or one int for each query head. Query heads
+        of one key head must have the same dilation.
       **options: direction, offset, padding, packing, scale, soft cap, `score_mod`, sink, dropout,
         log-sum-exp and execution: see `effattn.options`.
 
@@ -75,14 +75,14 @@ def sliding_window_attention(
 
 
 def attend(dilation: int | tuple[int, ...], query, key, value, given: attention.Arguments):
-    """The output and the log-sum-exp; of masks, only one of keys, `(*B, 1, 1, S)`."""
+    """Returns output and log-sum-exp; a mask may only depend on keys, `(*B, 1, 1, S)`."""
     if isinstance(dilation, tuple):
         checks.known_length(f"{given.mechanism} with a dilation", query, key)
         return _attend_by_head(dilation, query, key, value, given)
     if dilation != 1:
         checks.known_length(f"{given.mechanism} with a dilation", query, key)
     if checks.is_integer(given.query_offset) and dilation != 1:
-        # A step beyond the farthest key leads nowhere, and would pad the tokens to its length.
+        # A larger dilation reaches no other key, and would only add padding.
         offset = int(given.query_offset)
         after, before = offset + query.shape[-3], key.shape[-3] - offset
         apart: int = max(after, before, 1)
@@ -93,7 +93,7 @@ def attend(dilation: int | tuple[int, ...], query, key, value, given: attention.
 
 
 def _attend_by_head(dilations: tuple[int, ...], query, key, value, given: attention.Arguments):
-    """Attends with the heads of each dilation in turn, and puts them back in order."""
+    """Attends separately for the heads of each dilation, and restores the order of heads."""
     of_heads = np.array(dilations)
     of_key_heads = of_heads[:: query.shape[-2] // key.shape[-2]]
     outs, lses = [], []
@@ -124,9 +124,9 @@ def _origin_of_heads(heads: tuple[int, ...]):
 
 
 def _attend_dilated(dilation: int, query, key, value, given: attention.Arguments):
-    """Attends within each residue class of positions, the classes being one more batch axis."""
+    """Attends within residue classes of positions; the classes become a batch axis."""
     batch, (queries, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
-    # The first query's class: queries are moved up to it, so that class and index match the keys'.
+    # Residue class of the first query; shifting queries by it aligns their classes with the keys.
     shift = given.query_offset % dilation
     fold_keys = functools.partial(_fold, dilation, axis=len(batch))
 
@@ -168,7 +168,7 @@ def _origin_of_classes(dilation: int, before: Origin | None):
 
 
 def _fold(dilation: int, array, axis: int):
-    """`(*B, L, ...)` to `(*B, d, ceil(L / d), ...)`, with zeros after the end."""
+    """Reshapes `(*B, L, ...)` to `(*B, d, ceil(L / d), ...)`, zero padded."""
     padding = [(0, 0)] * array.ndim
     padding[axis] = (0, -array.shape[axis] % dilation)
     array = jnp.pad(array, padding)
@@ -178,7 +178,7 @@ def _fold(dilation: int, array, axis: int):
 
 
 def _shift(array, shift, most: int, axis: int):
-    """Puts `shift` zeros, an int or one for each example, before the tokens, and the rest after."""
+    """Puts `shift` zeros (an int, or one for each example) before the tokens; pads after them."""
     padding = [(0, 0)] * array.ndim
     if checks.is_integer(shift):
         padding[axis] = (int(shift), 0)
@@ -193,7 +193,7 @@ def _unshift(array, shift, size: int, axis: int):
 
 
 def _slice_each(array, start, size: int, axis: int):
-    """`size` tokens from `start`, a number or one for each example `(*B)`."""
+    """Slices `size` tokens from `start`, a number or an array `(*B)`."""
     if isinstance(start, int):
         return jax.lax.slice_in_dim(array, start, start + size, axis=axis)
     each = jnp.ndim(start) > 0
@@ -204,14 +204,14 @@ def _slice_each(array, start, size: int, axis: int):
 
 
 def _per_class(value, batch, dilation: int):
-    """`(*B)` to `(*B, d)`; numbers stay."""
+    """Broadcasts `(*B)` to `(*B, d)`; scalars do not change."""
     if jnp.ndim(value) == 0:
         return value
     return jnp.broadcast_to(value[..., None], (*batch, dilation))
 
 
 def _class_lengths(lengths, batch, dilation: int):
-    """How many positions below each length are in each class: `(*B, d)`."""
+    """Returns the number of positions below each length in each residue class: `(*B, d)`."""
     lengths = jnp.broadcast_to(jnp.asarray(lengths), batch)[..., None]
     return (lengths - lead(jnp.arange(dilation), lengths.ndim) + dilation - 1) // dilation
 
