@@ -35,14 +35,14 @@ def bigbird_attention(
 ) -> Any:
     r"""BigBird's attention (Zaheer et al. 2020, "Big Bird: Transformers for Longer Sequences").
 
-    In blocks of b tokens, of which there are n = ceil(T / b), the queries of block m attend to
+    With n = ceil(T / b) blocks of b tokens, the queries of block m attend to the blocks
 
         window   {m - w // 2, ..., m + w // 2}   for w = num_window_blocks
-        global   the first g and the last g', (g, g') = num_global_blocks
-        random   r blocks that are neither,      for r = num_random_blocks
+        global   the first g and the last g',    (g, g') = num_global_blocks
+        random   r other blocks,                 for r = num_random_blocks
 
-    each key counting once; the queries of global blocks attend to all keys. Causally, each has what
-    of that is no later than the query, and random blocks are drawn from those before its window.
+    Each key counts once. Queries of global blocks attend to all keys. Causal queries attend only to
+    keys that are not later, and random blocks are drawn from the blocks before the window.
 
     Time O(T b (w + g + g' + r) (H + Hv)), memory O(T), forward and backward.
 
@@ -51,13 +51,14 @@ def bigbird_attention(
       key: `(*B, T, K, H)`, N a multiple of K.
       value: `(*B, T, K, Hv)`.
       block_size: b, tokens in a block, 1 or more. T need not be a multiple of it.
-      num_window_blocks: w, odd: a block's own and as many on each side.
-      num_global_blocks: the first so many, or (first, last); the published models have (1, 1).
-      num_random_blocks: r. Where fewer are left, a block has those.
-      seed: of the random blocks; key head k draws with seed + k what `patterns.RandomBlocks` does.
-      random_blocks: in place of the draw, int `(n, r)` or `(K, n, r)`, -1 for none; may be traced.
-        What is in the window or global too counts once. A table of more blocks serves shorter
-        sequences: they use its first n rows, and of those the blocks that they have.
+      num_window_blocks: w, odd: the own block and (w - 1) / 2 blocks on each side.
+      num_global_blocks: number of leading global blocks, or (leading, trailing); the published
+        models have (1, 1).
+      num_random_blocks: r. If fewer blocks are left, a block attends to all of these.
+      seed: seed of the random blocks; key head k draws `patterns.RandomBlocks` with seed + k.
+      random_blocks: given instead of `seed`, int `(n, r)` or `(K, n, r)`, -1 for no block; may be
+        traced. A block that is also global or in the window counts once. A table for longer
+        sequences is cut to its first n rows and to blocks below n.
       **options: direction, padding, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
         execution: see `effattn.options`.
 
@@ -66,8 +67,8 @@ def bigbird_attention(
       float32, -inf for a row that attends to nothing.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values; more random blocks than there are blocks, where
-        it is not causal.
+      ValueError: wrong shapes, dtypes or values; in bidirectional calls, more random blocks than
+        blocks.
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
@@ -97,7 +98,7 @@ def bigbird_attention(
 
 
 def _attend(query, key, value, given: attention.Arguments, size, side, ends, random):
-    """The global blocks attend to all keys, those between them to the blocks that they list."""
+    """Attends from global blocks to all keys, and from other blocks to their listed blocks."""
     length, (first, last) = query.shape[-3], ends
     blocks = -(-length // size)
     if not blocks:
@@ -127,14 +128,14 @@ def _attend(query, key, value, given: attention.Arguments, size, side, ends, ran
 
 
 def joined(*lists):
-    """Lists of blocks `(#K, #n, k)` as one, side by side."""
+    """Concatenates lists of blocks `(#K, #n, k)`."""
     xp = jnp if any(isinstance(one, jax.Array) for one in lists) else np
     rows = np.broadcast_shapes(*(one.shape[:-1] for one in lists))
     return xp.concatenate([xp.broadcast_to(one, (*rows, one.shape[-1])) for one in lists], axis=-1)
 
 
 def _check(block_size, num_window_blocks, num_global_blocks):
-    """The tokens of a block, and how many blocks at each end are global."""
+    """Returns the checked block size and numbers of leading and trailing global blocks."""
     if checks.at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
         raise ValueError(f"num_window_blocks must be odd, got {num_window_blocks}")
     size = checks.at_least("block_size", block_size, 1, "tokens in a block")
@@ -142,7 +143,7 @@ def _check(block_size, num_window_blocks, num_global_blocks):
 
 
 def _ends(given: Any) -> tuple[int, int]:
-    """How many of the first blocks and of the last ones are global."""
+    """Returns the numbers of leading and trailing global blocks."""
     ends = (given, 0) if checks.is_integer(given) else given
     if not isinstance(ends, tuple | list) or len(ends) != 2:
         raise ValueError(f"num_global_blocks must be an int or (first, last), got {given!r}")
@@ -151,7 +152,7 @@ def _ends(given: Any) -> tuple[int, int]:
 
 
 def check_random_blocks(given: Any, length: int, block_size: int, key_heads: int) -> Any:
-    """int `(n, r)` or `(K, n, r)`, -1 for none; NumPy's unless traced. None if not given."""
+    """Returns the checked table, int `(n, r)` or `(K, n, r)`, -1 for no block; or None."""
     if given is None:
         return None
     traced = isinstance(given, jax.core.Tracer)
@@ -189,7 +190,7 @@ def draw_random_blocks(
     window: int,
     ends: tuple[int, int],
 ) -> np.ndarray:
-    """int32 `(K, n, r)`, key head k's from seed + k; see `effattn.patterns.RandomBlocks`."""
+    """Draws int32 `(K, n, r)`; key head k uses seed + k; see `effattn.patterns.RandomBlocks`."""
     # Imported on use: not everyone who imports the library has patterns.
     from effattn.patterns import RandomBlocks
 
@@ -218,7 +219,7 @@ def _reach(
     seed: int,
     random_blocks: Any,
 ):
-    """The positions that a query at position i attends to, where they lie from 0 to i: `(K, n)`."""
+    """Returns the key positions of a query at position i, `(K, n)`; only 0 to i are valid."""
     block_size, ends = _check(block_size, num_window_blocks, num_global_blocks)
     if ends[1]:
         raise ValueError(
@@ -242,7 +243,7 @@ def _reach(
 
 
 def random_table(given: Any, capacity: int, block_size: int, key_heads: int, **drawn) -> jax.Array:
-    """The causal random blocks `(#K, n, r)` of `capacity` tokens; those given may be for more."""
+    """Returns causal random blocks `(#K, n, r)` for `capacity` tokens; `given` may have more."""
     if given is not None:
         length = max([capacity, *(block_size * n for n in np.shape(given)[-2:-1])])
         return jnp.asarray(check_random_blocks(given, length, block_size, key_heads))

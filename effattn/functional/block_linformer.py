@@ -1,4 +1,4 @@
-"""A causal variation of Linformer: exact in a token's own block, projected in those before it."""
+"""Causal variation of Linformer: exact in the own block, projected in earlier blocks."""
 
 import dataclasses
 import functools
@@ -33,24 +33,24 @@ def block_linformer_attention(
 ) -> Any:
     r"""A causal variation of Linformer (after Wang et al. 2020), with a projection of each block.
 
-    Not the paper's mechanism, which sums over the whole sequence and so cannot be causal. Blocks
-    have b tokens, and each that is finished is projected to r slots, all by the same matrices:
+    The mechanism of the paper sums over the whole sequence and cannot be causal. Here, each
+    finished block of b tokens is projected to r slots, with the same matrices for all blocks:
 
         K'_m = E K_m,   V'_m = F V_m,   for block m, E = key_projection, F = value_projection
 
     A query in block m attends, in one softmax, to the tokens of its own block up to itself and to
-    the slots of blocks 0 to m - 1. Every slot of a block counts, also one to which padding leaves
-    nothing: it has logit 0 and value 0. With r = b and identities, or with one block that holds the
-    sequence, it is causal `effattn.dot_product_attention`.
+    the slots of blocks 0 to m - 1. All slots of a block count: slots that only cover padding have
+    logit 0 and value 0. With r = b and identity projections, or with one block for the whole
+    sequence, the result is causal `effattn.dot_product_attention`.
 
-    Time O(T (b + r T / b) (H + Hv)), which is O(T sqrt(r T) (H + Hv)) for b near sqrt(r T) and not
-    linear; memory O(T), forward and backward, beside the projections.
+    Time O(T (b + r T / b) (H + Hv)), that is O(T sqrt(r T) (H + Hv)) for b near sqrt(r T); memory
+    O(T), forward and backward, in addition to the projections.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, T, K, H)`, N a multiple of K.
       value: `(*B, T, K, Hv)`.
-      key_projection: E, `(r, b)`, or `(K, r, b)` with one for each key head; r is at most b.
+      key_projection: E, `(r, b)`, or `(K, r, b)` with one matrix for each key head; r is at most b.
       value_projection: F, as key_projection, with the same r and b.
       **options: padding, scale, soft cap, sink, dropout, log-sum-exp and execution: see
         `effattn.options`.
@@ -76,7 +76,7 @@ def block_linformer_attention(
 
 
 def check_projections(of_keys: Any, of_values: Any, heads: int) -> tuple[jax.Array, jax.Array]:
-    """E and F as arrays, of one r and b, for that many key heads."""
+    """Returns the checked E and F, of the same r and b, for `heads` key heads."""
     of_keys, of_values = jnp.asarray(of_keys), jnp.asarray(of_values)
     for name, array in (("key_projection", of_keys), ("value_projection", of_values)):
         if (
@@ -99,7 +99,7 @@ def check_projections(of_keys: Any, of_values: Any, heads: int) -> tuple[jax.Arr
 
 
 def _attend(projections, query, key, value, given: attention.Arguments):
-    """The own block and the slots of those before it, combined."""
+    """Attends to the own block and to slots of earlier blocks in one softmax."""
     length = query.shape[-3]
     slots, size = projections[0].shape[-2:]
     own = folding.attend_inside(size, query, key, value, given)
@@ -126,7 +126,7 @@ def _attend(projections, query, key, value, given: attention.Arguments):
 
 
 def project_blocks(projection, array, lengths, precision):
-    """`(*B, M b, K, H)` to `(*B, M r, K, H)`; `lengths (*B, M)` are the tokens of each block."""
+    """Projects `(*B, M b, K, H)` to `(*B, M r, K, H)`; `lengths (*B, M)` are valid tokens."""
     axis = array.ndim - 3
     folded = folding.fold(array, projection.shape[-1], axis)
     slots = project(projection, folded, lengths, precision)
@@ -135,7 +135,7 @@ def project_blocks(projection, array, lengths, precision):
 
 @dataclasses.dataclass(frozen=True)
 class EarlierBlocks:
-    """The pairs of a token and a slot of a block before the token's."""
+    """Pattern of pairs of a token and a slot of an earlier block."""
 
     slots: int
     size: int
@@ -147,7 +147,7 @@ class EarlierBlocks:
 
 @functools.cache
 def _origin_of_slots(slots: int, size: int):
-    """Slot s of a block as its token s, which exact attention has no other use for."""
+    """Returns an origin that gives slot s of a block the position of token s of the block."""
     return lambda b, h, i, j: (b, h, i, j // slots * size + j % slots)
 
 

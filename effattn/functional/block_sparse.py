@@ -1,4 +1,4 @@
-"""Block-sparse attention: softmax attention over the blocks that a mask names."""
+"""Block-sparse attention: softmax attention over the blocks of a block mask."""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,11 +33,11 @@ def block_sparse_attention(
 ) -> Any:
     r"""Block-sparse attention (Gray et al. 2017, "GPU Kernels for Block-Sparse Weights").
 
-    Tokens of block m attend to those of block n where the mask says so:
+    Tokens of block m attend to tokens of block n where the mask is True: query i attends to
 
         {j : block_mask[h, i // block_size, j // block_size]}
 
-    Time O(P (H + Hv)) for the P pairs of those blocks, memory O(T + S), forward and backward.
+    Time O(P (H + Hv)) for the P pairs in these blocks, memory O(T + S), forward and backward.
     `effattn.sparse_attention` takes any other pattern.
 
     Args:
@@ -45,8 +45,8 @@ def block_sparse_attention(
       key: `(*B, S, K, H)`, N a multiple of K.
       value: `(*B, S, K, Hv)`.
       block_size: tokens in a block, 1 or more.
-      block_mask: bool `(ceil(T / block_size), ceil(S / block_size))`, or one such for each query
-        head, `(N, ..., ...)`. A traced one may differ by key head, `(K, ..., ...)`. Or a rule of
+      block_mask: bool `(ceil(T / block_size), ceil(S / block_size))`, or one mask for each query
+        head, `(N, ..., ...)`. A traced mask may differ by key head, `(K, ..., ...)`. Or a rule of
         block indices for any length, `(m, n) -> bool` on NumPy integers that broadcast.
       **options: direction, padding, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
         execution: see `effattn.options`.
@@ -83,7 +83,7 @@ def block_sparse_attention(
 
 
 def _check_mask(given, block_size, query, key):
-    """bool `(..., nq, nk)`; of NumPy, unless it is traced."""
+    """Returns the checked mask, bool `(..., nq, nk)`; NumPy unless it is traced."""
     heads, key_heads = query.shape[-2], key.shape[-2]
     blocks = tuple(-(-x.shape[-3] // block_size) for x in (query, key))
     if callable(given):
@@ -111,14 +111,14 @@ def attend_blocks(
     indices: jax.Array | np.ndarray,
     block_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of each block of queries to the key blocks that it lists; also under `jit`.
+    """Attends from each query block to its listed key blocks; indices may be traced.
 
     Args:
-      query: `(*B, T, N, H)`; the first one stands at `query_offset`, the start of a block.
+      query: `(*B, T, N, H)`; the first query has position `query_offset`, the start of a block.
       key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       given: the checked arguments.
-      indices: int `(nq, k)` or `(K, nq, k)`, -1 for none; one named twice counts once.
+      indices: int `(nq, k)` or `(K, nq, k)`, -1 for no block; repeated blocks count once.
       block_size: tokens in a block.
     """
     partial = pattern = None
@@ -142,15 +142,15 @@ def attend_blocks(
 
 
 def first_and_near(m, n):
-    """The first block, a block's own and the two on each side of it: a mask for any length."""
+    """Block mask for any length: the first block, the own block and two on each side."""
     return (n == 0) | (abs(m - n) <= 2)
 
 
 def _reach(i, capacity: int, heads: int, key_heads: int, block_size: int, block_mask: Any):
-    """The positions that a query at position i attends to, where they lie from 0 to i.
+    """Returns the key positions of a query at position i; only positions from 0 to i are valid.
 
-    `(n,)`, or a list for each head. All rows of a mask list as many blocks as the longest; a traced
-    mask lists them all.
+    The shape is `(n,)`, or `(heads, n)` if heads differ. All rows are as long as the longest row of
+    the mask; a traced mask lists all blocks.
     """
     block_size = checks.at_least("block_size", block_size, 1, "tokens in a block")
     query, key = (jax.ShapeDtypeStruct((capacity, n, 1), np.float32) for n in (heads, key_heads))

@@ -1,4 +1,4 @@
-"""cosFormer: ReLU features, with weights that fall with distance as a cosine."""
+"""cosFormer: linear attention by ReLU features with a cosine weight of the distance."""
 
 import dataclasses
 from typing import Any, Unpack
@@ -33,33 +33,33 @@ def cosformer_attention(
         out_t = sum_s w_ts v_s / sum_s w_ts
         w_ts = relu(q_t) . relu(k_s) cos(pi (t - s) / (2 M))
 
-    which is linear attention with the features relu(x) cos(a) and relu(x) sin(a) at the angle
+    This is linear attention with the features relu(x) cos(a) and relu(x) sin(a) at the angle
     a = pi t / (2 M) of a token. Time is O((T + S) H Hv) and memory O(T + S).
 
-    Weights depend on distances alone, and so a document counts positions from its start. The state
-    is kept as seen from the token after it, so that it holds no position.
+    Weights depend only on distances, so each packed document counts positions from its start. The
+    state is stored relative to the position after its last token, so it holds no position.
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
-      max_length: M, at least T and S. Continuing from a state, no two tokens may be more than M
-        apart either: there weights are negative.
-      positions: int `(*B, T)`, or a pair `((*B, T), (*B, S))`: where the tokens stand; default
-        their order, from 0 on in each document. No two that meet may be more than M apart. After a
-        state, 0 is the position that follows the last key in it.
+      max_length: M, at least T and S. Tokens of a call and of its initial state may not be more
+        than M apart either: weights would be negative.
+      positions: int `(*B, T)`, or a pair `((*B, T), (*B, S))`: positions of the tokens;
+        default 0, 1, ... in each document. Tokens that attend to each other may not be more than M
+        apart. With an initial state, 0 is the position after the last key of the state.
       **options: direction, padding, packing, state and execution: see
         `effattn.options.FeatureMapped`.
 
     Returns:
-      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
-      the sum of phi(k) v^T with that of phi(k) in its last column, `(*B, K, 2 H, Hv + 1)`, in the
-      promoted dtype of query, key and value, at least float32. A query without keys, or whose
-      weights sum to zero, gives zeros.
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`. The state is
+      `(*B, K, 2 H, Hv + 1)`, the sum of phi(k) v^T and, in the last column, of phi(k), in the
+      promoted dtype of query, key and value, at least float32. Queries without keys, or with
+      weights that sum to zero, give zeros.
 
     Raises:
       ValueError: wrong shapes, dtypes or options, and more than `max_length` tokens.
-      NotImplementedError: an implementation that there is not.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
     given, attend = feature_attention.check(query, key, value, **options)
@@ -86,7 +86,7 @@ def cosformer_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _CosformerTerms:
-    """relu(x) cos(a) and relu(x) sin(a)."""
+    """Terms with the features relu(x) cos(a) and relu(x) sin(a)."""
 
     def __call__(self, parameters, queries, keys) -> Terms:
         query, of_query = queries
@@ -102,7 +102,7 @@ def _features(x, angle):
 
 
 def _positions(given, segment_ids, positions):
-    """Of queries and of keys, `(*B, L, 1, 1)`, and of the token after the last valid key."""
+    """Returns positions of queries and keys, `(*B, L, 1, 1)`, and the position after the keys."""
     *batch, queries, _, _ = given.query.shape
     keys = given.key.shape[-3]
     if positions is not None:
@@ -119,13 +119,13 @@ def _positions(given, segment_ids, positions):
     present = jnp.ones_like(of_key, bool) if present is None else present
     index = jnp.broadcast_to(jnp.arange(keys), (*batch, keys))
     last = jnp.max(jnp.where(present, index, -1), -1, keepdims=True, initial=-1)
-    # One key alone, or none; then the state stays as it was seen.
+    # The sum has one term, or none if there is no valid key; then the state does not turn.
     of_next = jnp.sum(jnp.where(index == last, of_key + 1, 0), -1)
     return of_query[..., None, None], of_key[..., None, None], of_next
 
 
 def _checked(positions, shapes):
-    """Integers of those shapes, of queries and of keys."""
+    """Returns the checked integer positions of queries and keys."""
     arrays = tuple(map(jnp.asarray, positions))
     if tuple(x.shape for x in arrays) != shapes or not all(
         jnp.issubdtype(x.dtype, jnp.integer) for x in arrays
@@ -139,7 +139,7 @@ def _checked(positions, shapes):
 
 
 def _turned(state, angle):
-    """The state as seen from a token at this angle, `()` or `(*B)`."""
+    """Rotates the state to be relative to a token at `angle`, `()` or `(*B)`."""
     cosine, sine = (f(angle)[..., None, None, None] for f in (jnp.cos, jnp.sin))
     of_cosines, of_sines = jnp.split(state, 2, -2)
     return jnp.concatenate(

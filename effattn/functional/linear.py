@@ -1,4 +1,4 @@
-"""Linear attention: a kernel of feature maps in the place of the softmax."""
+"""Linear attention: a product of feature maps in place of the softmax."""
 
 import dataclasses
 from typing import Any, Unpack
@@ -31,26 +31,26 @@ def linear_attention(
 
         out_t = sum_s sim_ts v_s / sum_s sim_ts,    sim_ts = scale * phi(q_t) . phi(k_s)
 
-    or the numerator alone if not normalised. Time is O((T + S) F Hv) and memory O(T + S); the
+    or only the numerator, if not normalised. Time is O((T + S) F Hv) and memory O(T + S); the
     causal form runs in chunks, as a recurrence whose state is one F x Hv matrix a key head.
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
-      scale: multiplies the similarity; default H**-0.5. It cancels when normalised.
+      scale: multiplies the similarity; default H**-0.5. The scale cancels if normalised.
       feature_map: a name: "elu" (elu + 1), "relu",
         "squared_relu", "exp", "taylor" or "identity"; or a callable from `(..., H)` to `(..., F)`
-        that treats vectors alike. It is applied to queries and keys.
-      normalize: divide by the sum of the similarities; default yes, except for the identity.
+        applied to each query and key vector.
+      normalize: divide by the sum of the similarities; default True, except for "identity".
       **options: direction, padding, packing, state and execution: see
         `effattn.options.FeatureMapped`.
 
     Returns:
-      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
-      the sum of phi(k) v^T, `(*B, K, F, Hv)`, or if normalised `(*B, K, F, Hv + 1)` with the sum of
-      phi(k) in its last column. State and sums have the promoted dtype of query, key and value, at
-      least float32. A query without keys, or whose similarities sum to zero, gives zeros.
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`. The state is
+      `(*B, K, F, Hv)`, the sum of phi(k) v^T, or, if normalised, `(*B, K, F, Hv + 1)` with the sum
+      of phi(k) in the last column. The state has the promoted dtype of query, key and value, at
+      least float32. Queries without keys, or with similarities that sum to zero, give zeros.
 
     Raises:
       ValueError: wrong shapes, dtypes or options.

@@ -1,4 +1,4 @@
-"""Linformer's attention: over a few sums of all keys and values, with learned weights."""
+"""Linformer attention: keys and values are projected to a few rows along the sequence."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -35,13 +35,13 @@ def linformer_attention(
 ) -> Any:
     r"""Linformer (Wang et al. 2020, "Linformer: Self-Attention with Linear Complexity").
 
-    Keys and values are projected along the sequence to r rows each, and attended to there:
+    Keys and values are projected along the sequence to r rows each; queries attend to these rows:
 
         K' = E K,   V' = F V,   y = softmax(scale Q K'^T) V'
 
-    for E = key_projection and F = value_projection. All rows count, also those to which padding or
-    a short input leaves nothing: they have logit 0 and value 0. With r = S and identities it is
-    `effattn.dot_product_attention`. It has no causal form.
+    for E = key_projection and F = value_projection. All rows count: rows that only cover padding
+    or tokens after a short input have logit 0 and value 0. With r = S and identity projections, the
+    result is `effattn.dot_product_attention`. There is no causal form.
 
     Time O((T + S) r (H + Hv)), memory O(T + S + r), forward and backward, beside the projections
     themselves.
@@ -50,8 +50,8 @@ def linformer_attention(
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, S, K, H)`, N a multiple of K.
       value: `(*B, S, K, Hv)`.
-      key_projection: E, `(r, L)`, or `(K, r, L)` with one for each key head. L is the most tokens
-        that keys may have; of fewer, each has the column of its position.
+      key_projection: E, `(r, L)`, or `(K, r, L)` with one matrix for each key head. L is the
+        maximum key length; token s uses column s.
       value_projection: F, as key_projection, with the same r.
       **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp and execution: see
         `effattn.options`.
@@ -93,7 +93,7 @@ def _attend(query, key, value, key_projection, value_projection, given: attentio
 
 
 def project(projection, array, lengths, precision):
-    """`(*B, S, K, H)` to `(*B, r, K, H)`, summed in at least float32."""
+    """Projects `(*B, S, K, H)` to `(*B, r, K, H)`, with sums in at least float32."""
     length = array.shape[-3]
     if lengths is not None:
         present = within(lengths, length)
@@ -109,7 +109,7 @@ def project(projection, array, lengths, precision):
 
 
 def _check_projection(name: str, given: Any, key: jax.Array) -> jax.Array:
-    """`(r, L)` or `(K, r, L)`, of columns for all keys."""
+    """Returns the checked projection, `(r, L)` or `(K, r, L)`, with L at least the key length."""
     array = jnp.asarray(given)
     length, heads = key.shape[-3:-1]
     if (
@@ -132,11 +132,11 @@ def _check_projection(name: str, given: Any, key: jax.Array) -> jax.Array:
 
 
 def window_projection(weights: Any, num_projected: int) -> jax.Array:
-    """Sums of consecutive windows of tokens, with the same weights `(*, w)` in each.
+    """Returns a projection to sums of consecutive windows, with equal weights `(*, w)` in each.
 
-    `(*, r, r w)` for r = num_projected: row m has the weights at tokens m w to (m + 1) w. Equal
-    weights of 1 / w are the paper's mean pooling, learned ones its convolution of stride w, with
-    one kernel for all features.
+    The result is `(*, r, r w)` for r = num_projected: row m has the weights at tokens m w to
+    (m + 1) w. Weights of 1 / w are the mean pooling of the paper; learned weights are its
+    convolution of stride w, with the same taps for all features.
     """
     weights = jnp.asarray(weights)
     *before, width = weights.shape
@@ -147,7 +147,7 @@ def window_projection(weights: Any, num_projected: int) -> jax.Array:
 
 
 def mean_pooling(length: int, num_projected: int = 16) -> Mapping[str, Any]:
-    """Both projections as means of `length / num_projected` consecutive tokens each."""
+    """Returns both projections as means of `length / num_projected` consecutive tokens."""
     width = length // num_projected
     pooled = np.kron(np.eye(num_projected, dtype=np.float32), np.full(width, 1 / width, np.float32))
     return {"key_projection": pooled, "value_projection": pooled}

@@ -1,4 +1,4 @@
-"""Longformer attention: a sliding window, and tokens that attend and are attended globally."""
+"""Longformer attention: a sliding window and global tokens."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -38,29 +38,29 @@ def longformer_attention(
     r"""Longformer's attention (Beltagy et al. 2020, "Longformer: The Long-Document Transformer").
 
     Each token attends to a window around it, dilated or not, and to the global tokens of its
-    example; a global token attends to all tokens. Global tokens may have projections of their own:
-    what a global token attends with and to is then `global_query`, `global_key` and `global_value`,
-    while other tokens still see it through `key` and `value`.
+    example; a global token attends to all tokens. Global tokens may have separate projections: a
+    global token then attends with `global_query` to `global_key` and `global_value`, while other
+    tokens attend to global tokens by `key` and `value`.
 
-    The softmax of a token over its window without the global tokens, and that over the global
-    tokens, are disjoint, and are combined by their log-sum-exps; global tokens are gathered.
+    Attention of a token to its window (without global tokens) and to the gathered global tokens is
+    computed separately and combined by the log-sum-exps.
 
     Time O(T (w + g) (H + Hv)) for a window of w and g = max_global, memory O(T), forward and
-    backward. Without global tokens it is `effattn.sliding_window_attention`.
+    backward. Without global tokens this is `effattn.sliding_window_attention`.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, T, K, H)`, N a multiple of K.
       value: `(*B, T, K, Hv)`.
-      local_window_size: w or (left, right), steps on each side; the token itself is extra.
-      dilation: tokens in a step, 1 or more; an int, or one for each query head. Heads that share a
-        key head share a dilation.
-      global_mask: bool `(*B, T)`, True for global tokens; the axes of the batch may have size 1.
-      max_global: how many global tokens an example has at most, needed with `global_mask`. Where
-        there are more, the first so many are global.
-      global_query: what global tokens ask with, of the shape of query, which it defaults to.
-      global_key: what global tokens attend to, of the shape of key, which it defaults to.
-      global_value: what global tokens gather, of the shape of value, which it defaults to.
+      local_window_size: w or (left, right), steps on each side, without the token itself.
+      dilation: tokens in a step, 1 or more; an int, or one int for each query head. Query heads of
+        one key head must have the same dilation.
+      global_mask: bool `(*B, T)`, True for global tokens; batch axes may have size 1.
+      max_global: maximum number of global tokens in an example, required with `global_mask`. Only
+        the first `max_global` global tokens of an example count.
+      global_query: queries of global tokens, in the shape of `query`; default `query`.
+      global_key: keys for queries of global tokens, in the shape of `key`; default `key`.
+      global_value: values for queries of global tokens, in the shape of `value`; default `value`.
       **options: direction, padding, packing, scale, soft cap, `score_mod`, dropout, log-sum-exp and
         execution: see `effattn.options`.
 
@@ -147,7 +147,7 @@ def _attend(dilation, arrays, global_arrays, is_global, max_global, given):
         positions=(where, everywhere),
     )
     global_query, global_key, global_value = global_arrays
-    # A slot in the padding asks nothing, or what sits there would reach the gradients of keys.
+    # Queries of unused slots are zero, so that padding does not reach the gradients of keys.
     asks = (_present(lengths[0], where) & there)[..., None, None]
     asking = jnp.where(asks, gather(global_query, where), 0)
     of_global = attention.attend(asking, global_key, global_value, by_global)
@@ -163,21 +163,22 @@ def _attend(dilation, arrays, global_arrays, is_global, max_global, given):
 
 
 def _present(lengths, positions):
-    """bool, the positions `(*B, L)` that lie before the lengths `(*B)`."""
+    """Returns whether positions `(*B, L)` lie before the lengths `(*B)`."""
     return jnp.full(positions.shape, True) if lengths is None else positions < lengths[..., None]
 
 
 def locate(is_global: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first `most` global tokens: which they are, each one's slot, and each slot's token.
+    """Assigns the first `most` global tokens to slots.
 
-    Slots beyond them hold other tokens.
+    Unused slots hold other tokens.
 
     Args:
       is_global: bool `(*B, L)`.
       most: g, at most L.
 
     Returns:
-      bool `(*B, L)`, int32 `(*B, L)` and int32 `(*B, g)`.
+      bool `(*B, L)`, True at these tokens; int32 `(*B, L)`, the slot of each token; and int32
+      `(*B, g)`, the token of each slot.
     """
     slot = jnp.cumsum(is_global, axis=-1, dtype=jnp.int32) - 1
     is_global = is_global & (slot < most)
@@ -186,14 +187,14 @@ def locate(is_global: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def gather(array: jax.Array, where: jax.Array) -> jax.Array:
-    """`(*B, L, ...)` at `(*B, g)`."""
+    """Gathers `(*B, L, ...)` at indices `(*B, g)`."""
 
     def at(array, where):
         return array.at[where].get(mode="clip", unique_indices=False)
 
     for _ in range(where.ndim - 1):
         at = jax.vmap(at)
-    # The mask of global tokens may lie elsewhere.
+    # The mask of global tokens may have another sharding.
     return mesh_axes.placed_like(array, at, array, where)
 
 

@@ -1,4 +1,4 @@
-"""Random attention: each block of tokens sees itself and random blocks."""
+"""Random attention: each block of tokens attends to itself and to random blocks."""
 
 from typing import Any, Unpack
 
@@ -30,10 +30,10 @@ def random_attention(
     random_blocks: jax.Array | np.ndarray | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    r"""Random attention, BigBird's first part (Zaheer et al. 2020, "Big Bird", section 2).
+    r"""Random attention, one part of BigBird (Zaheer et al. 2020, "Big Bird", section 2).
 
-    In blocks of b tokens, the queries of block m attend to block m and to r random ones: a random
-    graph, in which information reaches all of n blocks in O(log n) layers.
+    With blocks of b tokens, the queries of block m attend to block m and to r random blocks. In
+    this random graph, information reaches all n blocks in O(log n) layers.
 
     Time O(T b (1 + r) (H + Hv)), memory O(T), forward and backward.
 
@@ -42,11 +42,11 @@ def random_attention(
       key: `(*B, T, K, H)`, N a multiple of K.
       value: `(*B, T, K, Hv)`.
       block_size: b, tokens in a block, 1 or more. T need not be a multiple of it.
-      num_random_blocks: r. Where fewer are left, a block has those.
-      seed: of the random blocks; key head k draws with seed + k what `patterns.RandomBlocks` does.
-      random_blocks: in place of the draw, int `(n, r)` or `(K, n, r)` for n = ceil(T / b), -1 for
-        none; may be traced. A block that is named twice counts once. A table of more blocks serves
-        shorter sequences.
+      num_random_blocks: r. If fewer blocks are left, a block attends to all of these.
+      seed: seed of the random blocks; key head k draws `patterns.RandomBlocks` with seed + k.
+      random_blocks: given instead of `seed`, int `(n, r)` or `(K, n, r)` for n = ceil(T / b), -1
+        for no block; may be traced. A block that is listed twice counts once. A table may be for a
+        longer sequence.
       **options: direction, padding, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
         execution: see `effattn.options`.
 
@@ -55,8 +55,8 @@ def random_attention(
       float32, -inf for a row that attends to nothing.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values; more random blocks than there are blocks, where
-        it is not causal.
+      ValueError: wrong shapes, dtypes or values; in bidirectional calls, more random blocks than
+        blocks.
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
@@ -96,7 +96,7 @@ def _reach(
     seed: int,
     random_blocks: Any,
 ):
-    """The positions that a query at position i attends to, where they lie from 0 to i: `(K, n)`."""
+    """Returns the key positions of a query at position i, `(K, n)`; only 0 to i are valid."""
     block_size = checks.at_least("block_size", block_size, 1, "tokens in a block")
     random = bigbird.random_table(
         random_blocks,

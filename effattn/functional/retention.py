@@ -1,4 +1,4 @@
-"""Retention: linear attention in which each head forgets at a constant rate."""
+"""Retention: linear attention with a constant decay for each head."""
 
 from typing import Any, Unpack
 
@@ -14,7 +14,7 @@ from effattn.options import Recurrent, declared
 
 
 def retention_log_decay(num_heads: int) -> jax.Array:
-    """The logarithms of RetNet's decays `(K,)`: 1 - 2^(-5 - h) for head h."""
+    """Returns the log decays of RetNet, `(K,)`: log(1 - 2^(-5 - h)) for head h."""
     return jnp.log1p(-jnp.asarray(2.0 ** (-5 - np.arange(num_heads))))
 
 
@@ -32,8 +32,8 @@ def retention(
 
         S_t = gamma S_(t-1) + k_t v_t^T;    out_t = scale * S_t^T q_t
 
-    that is, out_t = scale * sum_(s <= t) gamma^(t - s) (q_t . k_s) v_s. It is always causal, and
-    has no normaliser: RetNet normalises each head's output (`effattn.nn.RetNet`). Time is
+    that is, out_t = scale * sum_(s <= t) gamma^(t - s) (q_t . k_s) v_s. Retention is always causal
+    and has no normaliser: RetNet normalises the output of each head (`effattn.nn.RetNet`). Time is
     O(T (C + H) Hv) for chunks of C tokens, memory O(T), the state H x Hv numbers a key head.
 
     Args:

@@ -26,29 +26,29 @@ def dot_product_attention(
     mask: jax.Array | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    r"""Softmax attention, exact, in memory linear in length (Vaswani et al. 2017; Dao et al. 2022).
+    r"""Exact softmax attention in linear memory (Vaswani et al. 2017; Dao et al. 2022).
 
     For each head,
 
         out_i = sum_j softmax_j(logits_ij) v_j,    logits_ij = scale * q_i . k_j + bias_ij,
 
-    over the keys j that query i may attend to. A call that `jax.nn.dot_product_attention` takes
-    gives the same numbers here, except that a row with nothing to attend to gives zeros. Everything
-    that restricts attention is combined by "and".
+    over the keys j that query i may attend to. The result equals `jax.nn.dot_product_attention` for
+    the arguments of that function, except that rows without keys give zeros. A query may attend to
+    a key only if all of mask, causality, window, lengths and segments allow it.
 
-    Time O(T S (H + Hv)) over the tiles that causality and the window leave; memory O(T + S),
-    forward and backward, besides `bias` and `mask` as given. Differentiable in reverse mode, the
-    residual included; of the gradient there are derivatives in forward mode (`jax.hessian`).
+    Time O(T S (H + Hv)) over the tiles that causality and the window keep; memory O(T + S), forward
+    and backward, in addition to `bias` and `mask`. Differentiable in reverse mode, including the
+    log-sum-exp; forward-mode derivatives of the gradient also work (`jax.hessian`).
 
-    In a program that `jax.export` makes with an open length all T x S logits are one tile.
+    In a program that `jax.export` makes with a symbolic length, all T x S logits are one tile.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
       bias: broadcasts to `(*B, N, T, S)`; added to the scaled products. Has a gradient.
-      mask: bool, broadcasts to `(*B, N, T, S)`; True attends. One of shape `(*B, 1, 1, S)` costs no
-        more than lengths do, and what it hides may be anything, NaN too.
+      mask: bool, broadcasts to `(*B, N, T, S)`; True attends. A mask of shape `(*B, 1, 1, S)` costs
+        the same as lengths, and masked keys and values may hold any value, including NaN.
       **options: direction, offset, window, padding, packing, scale, soft cap, `score_mod`, sink,
         dropout, log-sum-exp and execution: see `effattn.options`.
 
@@ -59,7 +59,7 @@ def dot_product_attention(
     Raises:
       ValueError: wrong shapes, dtypes or values.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation, or of most gradients in reverse mode again.
+      TypeError: in forward-mode differentiation, or in reverse mode over most gradients.
     """
     given = attention.check(
         "dot_product_attention", query, key, value, bias=bias, mask=mask, **options
@@ -70,9 +70,9 @@ def dot_product_attention(
 
 
 def _attend(query, key, value, given: attention.Arguments):
-    """Of the implementations asked for, cuDNN says only when it is called what it takes.
+    """Calls the requested implementations in order; cuDNN refuses only when it is called.
 
-    Where it takes the call there is a GPU, so that those named before it run there as well.
+    If cuDNN takes the call, there is a GPU, so the implementations named before it can run too.
     """
     names = dispatch.requested(given.implementation)
     if names is None or "cudnn" not in names:
@@ -97,7 +97,7 @@ def _by(given, implementation):
     return dataclasses.replace(given, implementation=implementation)
 
 
-# `jax.nn.dot_product_attention` says the rest when it is called.
+# `jax.nn.dot_product_attention` checks other limits when it is called.
 _CUDNN = dispatch.Limits(("bfloat16", "float16"), others="what `jax.nn` takes")
 
 

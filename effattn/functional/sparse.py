@@ -1,4 +1,4 @@
-"""Softmax attention over the pairs of a pattern, or over the tiles of a layout."""
+"""Sparse softmax attention: over the pairs of a pattern or the tiles of a layout."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Unpack
@@ -31,13 +31,12 @@ def sparse_attention(
     layout: BlockLayout | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    r"""Softmax attention over the pairs that a pattern allows, visiting no other tile.
+    r"""Softmax attention over the pairs of a pattern, computed only in tiles with such pairs.
 
-    The pattern (`effattn.patterns`) is compiled once, outside of the program, to the tiles that
-    hold any of its pairs; tiles that it fills wholly are read without asking it again. A layout in
-    its place is a choice of tiles, made beforehand or from data under `jit` (`BlockLayout`), all of
-    whose pairs may attend: the key blocks of highest score, say. It may differ by key head and by
-    example.
+    A pattern (`effattn.patterns`) is compiled once, outside of the program, to a block-sparse
+    layout; full tiles skip the element mask. A layout (`BlockLayout`) is a choice of tiles made
+    beforehand or from data under `jit`, such as the key blocks with the highest scores; all pairs
+    of these tiles may attend. A layout may differ by key head and by example.
 
     Time O(P (H + Hv)) for the P pairs of the tiles visited, memory O(T + S), forward and backward.
 
@@ -45,8 +44,8 @@ def sparse_attention(
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, S, K, H)`, N a multiple of K.
       value: `(*B, S, K, Hv)`.
-      pattern: which pairs may attend, by position; it may differ by query head.
-      layout: the tiles to visit; its `lengths` are (T, S). One of the two is needed.
+      pattern: the pairs that may attend, by position; a pattern may differ by query head.
+      layout: the tiles to visit, with `lengths` (T, S). Give either `pattern` or `layout`.
       **options: direction, offset, padding, packing, scale, soft cap, `score_mod`, sink, dropout,
         log-sum-exp and execution: see `effattn.options`.
 
@@ -101,7 +100,7 @@ def _with_layout(query, key, given: attention.Arguments, layout) -> attention.Ar
 
 
 def with_pattern(query, key, given: attention.Arguments, pattern: "Pattern") -> attention.Arguments:
-    """The arguments for the pairs of a pattern, and nothing later where they are causal."""
+    """Returns the arguments restricted to a pattern, combined with causality."""
     queries, heads = query.shape[-3:-1]
     keys, key_heads = key.shape[-3:-1]
     # Imported on use: not everyone who imports the library has patterns.
@@ -133,6 +132,6 @@ def with_pattern(query, key, given: attention.Arguments, pattern: "Pattern") -> 
         offset=given.query_offset,
         key_heads=key_heads,
     )
-    # Of tiles that are all whole no element is asked for.
+    # If all tiles are full, no element mask is needed.
     of_elements = pattern if np.any(layout.partial_counts) else None
     return dataclasses.replace(given, is_causal=False, pattern=of_elements, layout=layout)

@@ -1,4 +1,4 @@
-"""The factorised attention of Sparse Transformers, strided and fixed."""
+"""Factorised attention of Sparse Transformers, strided and fixed."""
 
 import dataclasses
 import functools
@@ -42,20 +42,22 @@ def sparse_transformer_attention(
         strided    first {j : i - j <= l},              second {j : (i - j) mod l = 0}
         fixed      first {j : floor(j/l) = floor(i/l)}, second {j : j mod l >= l - c}
 
-    with c = `summary`. "merged" is their union, the paper's merged head; "first" and "second" are
-    one of them, for heads or layers that take turns. The strided second factor is computed in the
-    l residue classes of positions, the fixed ones in blocks and over the summary tokens alone.
+    with c = `summary`. "merged" is the union of both factors, the merged head of the paper; "first"
+    and "second" select one factor, for heads or layers that alternate. The strided second factor is
+    computed in the l residue classes of positions; the fixed factors are computed in blocks and
+    over the summary tokens only.
 
-    Time O(T (l + T / l) (H + Hv)) strided and O(T (l + c T / l) (H + Hv)) fixed, so O(T sqrt(T))
-    for l near sqrt(T); memory O(T), forward and backward.
+    Time O(T (l + T / l) (H + Hv)) strided and O(T (l + c T / l) (H + Hv)) fixed: O(T sqrt(T)) for l
+    near sqrt(T). Memory O(T), forward and backward.
 
     Args:
       query: `(*B, T, N, H)`, any number of batch dimensions, also none.
       key: `(*B, T, K, H)`, N a multiple of K.
       value: `(*B, T, K, Hv)`.
-      stride: l, tokens, 1 or more.
+      stride: l, in tokens, 1 or more.
       kind: "strided" or "fixed".
-      summary: c, the last tokens of a block that later blocks see, 1 to l; of "fixed" alone.
+      summary: c, number of last tokens of a block that later blocks attend to, 1 to l; only for
+        "fixed".
       factor: "merged", "first" or "second".
       **options: padding, packing, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
         execution: see `effattn.options`.
@@ -101,7 +103,7 @@ def _check(stride, kind, summary, factor):
 
 
 def _strided(stride: int, factor: str, query, key, value, given: attention.Arguments):
-    """The window, and the residue class; merged, the class without what the window holds."""
+    """Attends to the window and the residue class; merged, the class excludes the window."""
     length = query.shape[-3]
 
     def attend(step: int, left: int, right: int, given=given):
@@ -112,13 +114,13 @@ def _strided(stride: int, factor: str, query, key, value, given: attention.Argum
         return attend(1, stride, 0)
     if factor == "second":
         return attend(stride, length, 0)
-    # A sink is one more key, of one of the parts.
+    # A sink is one more key, so only one part may include it.
     rest = attend(stride, length, -1, dataclasses.replace(given, sink=None))
     return combine(*zip(attend(1, stride - 1, 0), rest, strict=True))
 
 
 def _fixed(summary: int, stride: int, factor: str, query, key, value, given: attention.Arguments):
-    """The block, and the summaries; merged, those of earlier blocks."""
+    """Attends to the block and the summaries; merged, only to summaries of earlier blocks."""
     if factor == "first":
         return folding.attend_inside(stride, query, key, value, given)
     if factor == "second":
@@ -131,7 +133,7 @@ def _fixed(summary: int, stride: int, factor: str, query, key, value, given: att
 
 @dataclasses.dataclass(frozen=True)
 class _EarlierBlocks:
-    """The rule of pairs whose key lies in a block before the query's."""
+    """Pattern of pairs with the key in a block before the block of the query."""
 
     size: int
 
@@ -140,7 +142,7 @@ class _EarlierBlocks:
 
 
 def _summaries(stride: int, summary: int, rule, query, key, value, given: attention.Arguments):
-    """Causal attention to the last `summary` tokens of each block, of the pairs of `rule`."""
+    """Attends causally to the last `summary` tokens of each block, restricted by `rule`."""
     batch, length = query.shape[:-3], query.shape[-3]
     axis = len(batch)
     where = np.arange(length)
@@ -167,7 +169,7 @@ def _summaries(stride: int, summary: int, rule, query, key, value, given: attent
 
 
 def _reach(i, capacity: int, stride: int, kind: str, summary: int, factor: str):
-    """The positions that a query at position i attends to, where they lie from 0 to i."""
+    """Returns the key positions of a query at position i; only positions 0 to i are valid."""
     _check(stride, kind, summary, factor)
     blocks = math.ceil(capacity / stride)
     if kind == "strided":
