@@ -1,4 +1,4 @@
-"""Additive attention: a query and a key are compared by a layer of hidden numbers."""
+"""Additive attention: logits come from a hidden layer over a query and a key."""
 
 import dataclasses
 from typing import Any, Unpack
@@ -45,8 +45,9 @@ def additive_attention(
 
         out_t = sum_s softmax_s(v . tanh(W_q q_t + W_k k_s)) v_s
 
-    of each query head, with weights of its own. In tiles: the hidden numbers of all pairs are never
-    held. Time is O(T S (A + Hv)), memory O(T + S), forward and backward.
+    for each query head, with separate parameters. Computed in tiles: the hidden activations of all
+    pairs are never in memory at once. Time is O(T S (A + Hv)), memory O(T + S), forward and
+    backward.
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
@@ -60,12 +61,12 @@ def additive_attention(
         see `effattn.options`.
 
     Returns:
-      `(*B, T, N, Hv)` in the dtype of `value`, zeros for a query that sees nothing; with
+      `(*B, T, N, Hv)` in the dtype of `value`, zeros for queries without keys; with
       `return_residual`, `(out, lse)`, the second `(*B, T, N)`, at least float32.
 
     Raises:
       ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: an implementation that it does not have.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation.
     """
     given = attention.check("additive_attention", query, key, value, mask=mask, **options)
@@ -77,7 +78,7 @@ def additive_attention(
     with jax.named_scope("additive_attention"):
         query, key, value = attention.without_padding(query, key, value, given)
         of_queries = _project("...tnh,nha->...tna", query, query_kernel, given.precision)
-        # Of each query head, as its weights are its own.
+        # Keys are projected for each query head, because each query head has its own parameters.
         groups = heads // key.shape[-2]
         of_groups = key_kernel.reshape(key.shape[-2], groups, size, hidden)
         of_keys = _project("...skh,kgha->...skga", key, of_groups, given.precision)
@@ -91,7 +92,7 @@ def additive_attention(
 
 
 def _project(form: str, x: jax.Array, kernel: jax.Array, precision: Any) -> jax.Array:
-    """In float32 at least: a rounding of what tanh takes would be one of the weights."""
+    """Projects in at least float32: rounding errors in the tanh argument change the weights."""
     wide = dtypes.wide(x, kernel)
     return jnp.einsum(form, x.astype(wide), kernel.astype(wide), precision=precision)
 

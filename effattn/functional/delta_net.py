@@ -1,4 +1,4 @@
-"""The delta rule: a state that corrects what it holds under a key before it writes."""
+"""Delta rule: a recurrent state whose write corrects the value stored under a key."""
 
 from typing import Any, Unpack
 
@@ -25,15 +25,16 @@ def delta_rule_attention(
 ) -> Any:
     r"""DeltaNet (Schlag et al. 2021, Yang et al. 2024), and with decays Gated DeltaNet.
 
-    The state, H x Hv of each key head, maps keys to values. Each token moves what it finds under
-    its key towards its value, by the strength beta_t, and of all that was there keeps alpha_t:
+    The state of a key head, H x Hv, maps keys to values. Each token decays the state by alpha_t and
+    moves the value stored under its key towards its own value, with strength beta_t:
 
         S_t = alpha_t (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T,    alpha = exp(log_decay)
         out_t = scale * S_t^T q_t
 
-    so that beta_t = 1 replaces the value of a key of length 1, and 0 writes nothing. Keys are
-    taken as given: the state stays bounded where beta_t |k_t|^2 is at most 2, as with keys of
-    length 1. Always causal. Time is O(T H (Hv + C)) for chunks of C tokens, and memory O(T).
+    With beta_t = 1, the value of a key of length 1 is replaced; with beta_t = 0, nothing is
+    written. Keys are not normalised: the state stays bounded if beta_t |k_t|^2 is at most 2, for
+    example with keys of length 1. Always causal. Time is O(T H (Hv + C)) for chunks of C
+    tokens, and memory O(T).
 
     Schlag et al. 2021, "Linear Transformers Are Secretly Fast Weight Programmers"; Yang et al.
     2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"; Yang, Kautz
@@ -43,9 +44,8 @@ def delta_rule_attention(
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, T, K, Hv)`.
-      beta: `(*B, T, K)`, how strongly each token writes, in [0, 1] or up to 2.
-      log_decay: `(*B, T, K)`, the logarithm of how much of the state each token keeps, 0 or less;
-        None keeps all.
+      beta: `(*B, T, K)`, write strength of each token, in [0, 1] or up to 2.
+      log_decay: `(*B, T, K)`, log alpha, 0 or less; None means no decay.
       scale: multiplies the queries; default H**-0.5.
       **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
 
@@ -56,7 +56,7 @@ def delta_rule_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, and decays above 1.
-      NotImplementedError: an implementation that it does not have.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)

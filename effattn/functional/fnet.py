@@ -1,4 +1,4 @@
-"""Fourier mixing, that of FNet: a transform in the place of attention."""
+"""Fourier mixing of FNet: a Fourier transform in place of attention."""
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +10,21 @@ from effattn.arrays import checks, dtypes
 @jax.named_scope("fourier_mixing")
 @checks.checked
 def fourier_mixing(x: jax.Array, *, norm: str = "backward") -> jax.Array:
-    r"""The mixing of FNet (Lee-Thorp et al. 2022, "FNet: Mixing Tokens with Fourier Transforms").
+    r"""Token mixing of FNet (Lee-Thorp et al. 2022, "FNet: Mixing Tokens with Fourier Transforms").
 
         y_td = Re sum_(s, e) x_se exp(-2 pi i (t s / T + d e / D))
 
-    A discrete Fourier transform over the features, one over the tokens, and the real part of both.
-    It has no parameters and mixes all tokens with all. Time is O(T D log(T D)), memory O(T D).
-    The transforms are of all T rows, so there can be neither padding nor packing: zeros do not
-    leave the other outputs as they were, and outputs depend on T itself. Before JAX 0.12 the
-    compiler gathers sharded batches for transforms; there, shard by `jax.shard_map`.
+    The result is the real part of a discrete Fourier transform over tokens and features. The mixing
+    has no parameters, and every output depends on every token. Time is O(T D log(T D)), memory
+    O(T D). Padding and packing are not supported: the transform covers all T rows, so zeros in the
+    padding and the length T change all outputs. Before JAX 0.12, the compiler gathers sharded
+    batches for Fourier transforms; use `jax.shard_map` there.
 
     Args:
       x: `(*B, T, D)`, any number of batch dimensions.
-      norm: "backward", as above and in the paper, where a layer norm follows the sum with x; or
-        "ortho", divided by sqrt(T D), for models in which none does: outputs as large as x, where
-        else they would drown it.
+      norm: "backward", as above and in the paper, for models with a layer norm after the residual
+        sum; or "ortho", which divides by sqrt(T D), for models without this norm: outputs then have
+        the magnitude of x.
 
     Returns:
       `(*B, T, D)` in the dtype of `x`; transformed in float32 or float64.

@@ -1,4 +1,4 @@
-"""Gated linear attention: each token says what the state forgets, feature by feature."""
+"""Gated linear attention: a recurrent state with data-dependent decay of each feature."""
 
 from typing import Any, Unpack
 
@@ -26,16 +26,16 @@ def gated_linear_attention(
 
         S_t = diag(alpha_t) S_(t-1) + k_t v_t^T;    out_t = scale * S_t^T q_t
 
-    It is always causal and has no normaliser. Time O(T (C + H) Hv) for chunks of C tokens, memory
-    O(T), the state H x Hv numbers a key head. A decay of each token and head, instead of each
-    feature, takes less time.
+    Always causal, without a normaliser. Time O(T (C + H) Hv) for chunks of C tokens, memory O(T),
+    state H x Hv numbers a key head. One decay for each token and head is faster than one for each
+    feature.
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, T, K, Hv)`.
-      log_decay: log alpha, `(*B, T, K, H)`, or `(*B, T, K)` where all features of a head decay
-        alike; 0 or less, which is checked where it is concrete. -inf forgets all.
+      log_decay: log alpha, `(*B, T, K, H)`, or `(*B, T, K)` for one decay a head; 0 or less,
+        checked if concrete. -inf clears the state.
       scale: multiplies q . k; default H**-0.5.
       **options: `effattn.options.Recurrent`: padding, packing, state and execution.
 
@@ -45,7 +45,7 @@ def gated_linear_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, or a log decay above 0.
-      NotImplementedError: an implementation that it does not have.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)

@@ -1,4 +1,4 @@
-"""Spatial gating, that of gMLP: each token gated by a learned mixture of all."""
+"""Spatial gating of gMLP: tokens are gated by a learned mixture of all tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,20 @@ def spatial_gating(
     is_causal: bool = False,
     lengths: jax.Array | None = None,
 ) -> jax.Array:
-    r"""The spatial gating unit of gMLP (Liu et al. 2021, "Pay Attention to MLPs", section 2.1).
+    r"""Spatial gating unit of gMLP (Liu et al. 2021, "Pay Attention to MLPs", section 2.1).
 
         y_t = gate_t * (sum_s W_ts value_s + b_t)
 
-    The weights are learned and the same for all features. Time is O(T^2 F), memory O(T F) beside
-    the weights themselves.
+    The weights are learned and the same for all features. Time is O(T^2 F), memory O(T F) in
+    addition to the weights.
 
     Args:
-      gate: `(B, T, F)` [z_1].
-      value: `(B, T, F)` [z_2, normalised].
-      weights: `(L, L)` [W], with L at least T.
-      bias: `(L,)` [b].
-      is_causal: of W, the entries above the diagonal count as zeros.
-      lengths: `(B,)` int, valid tokens of each row; the others give zeros and are not read.
+      gate: `(B, T, F)`, z_1 in the paper.
+      value: `(B, T, F)`, the normalised z_2 in the paper.
+      weights: W, `(L, L)`, with L at least T.
+      bias: b, `(L,)`.
+      is_causal: treat entries of W above the diagonal as zeros.
+      lengths: `(B,)` int, valid tokens of each row; padding gives zeros and is ignored.
 
     Returns:
       `(B, T, F)` in the dtype of `value`; summed in at least float32.
@@ -64,7 +64,7 @@ def spatial_gating(
 
 
 def gated(gate: jax.Array, value: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
-    """Of weights `(T, S)` or `(B, T, S)`, and biases `(T,)` or `(B, T)`."""
+    """Returns the gated mixture; weights `(T, S)` or `(B, T, S)`, biases `(T,)` or `(B, T)`."""
     wide = dtypes.wide(value.dtype)
     weights = weights.astype(value.dtype)
     mixed = jnp.matmul(weights, value, preferred_element_type=wide)

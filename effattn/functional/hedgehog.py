@@ -1,4 +1,4 @@
-"""Hedgehog: linear attention with feature maps that are learned."""
+"""Hedgehog: linear attention with learned feature maps."""
 
 import dataclasses
 from typing import Any, Unpack
@@ -29,29 +29,29 @@ def hedgehog_attention(
         out_t = sum_s w_ts v_s / sum_s w_ts,    w_ts = phi(W q_t) . phi(W' k_s)
         phi(x) = [softmax(x), softmax(-x)]
 
-    where phi is exp of x and of -x, each over its sum, as in the paper's form that cannot overflow:
-    once W and W' are trained for it, the weights are as spiky as those of softmax attention and
-    grow with q . k as they do. It is linear attention with 2 F features, made of a block of tokens
-    at a time: time O((T + S) F (H + Hv)), memory O(T + S).
+    phi is the normalised form of the paper, which cannot overflow. With trained W and W', the
+    weights are as peaked as softmax weights and grow with q . k. This is linear attention with 2 F
+    features, computed for one block of tokens at a time: time O((T + S) F (H + Hv)), memory
+    O(T + S).
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
-      query_projection: W, `(K, F, H)`, of the queries that read each key head, or `(1, F, H)`.
-      key_projection: W', `(K, F, H)`, of each key head, or `(1, F, H)`.
+      query_projection: W, `(K, F, H)`, one matrix for the queries of each key head, or `(1, F, H)`.
+      key_projection: W', `(K, F, H)`, one matrix for each key head, or `(1, F, H)`.
       **options: direction, padding, packing, state and execution: see
         `effattn.options.FeatureMapped`.
 
     Returns:
-      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
-      the sum of phi(W' k) v^T with that of phi(W' k) in its last column, `(*B, K, 2 F, Hv + 1)`, in
-      the promoted dtype of query, key and value, at least float32. A query without keys, or whose
-      weights sum to zero, gives zeros.
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`. The state is
+      `(*B, K, 2 F, Hv + 1)`, the sum of phi(W' k) v^T and, in the last column, of phi(W' k), in the
+      promoted dtype of query, key and value, at least float32. Queries without keys, or with
+      weights that sum to zero, give zeros.
 
     Raises:
       ValueError: wrong shapes, dtypes or options; projections to unequal numbers of features.
-      NotImplementedError: an implementation that there is not.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
     given, attend = feature_attention.check(query, key, value, **options)
@@ -77,7 +77,7 @@ def hedgehog_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _HedgehogTerms:
-    """phi(W q), phi(W' k) and v."""
+    """Terms phi(W q), phi(W' k) and v."""
 
     precision: Any
 

@@ -1,4 +1,4 @@
-"""The entries of hybrids, which are modules alone."""
+"""Registry entries of hybrid mechanisms, which exist only as modules."""
 
 from effattn import registry
 

@@ -1,4 +1,4 @@
-"""The Hyena recurrence: long convolutions and gates in turns."""
+"""Hyena recurrence: alternating long convolutions and gates."""
 
 from typing import Any
 
@@ -22,20 +22,20 @@ def hyena_convolution(
     skip: jax.Array | None = None,
     lengths: jax.Array | None = None,
 ) -> jax.Array:
-    r"""The Hyena recurrence (Poli et al. 2023, "Hyena Hierarchy", definition 3.1).
+    r"""Hyena recurrence (Poli et al. 2023, "Hyena Hierarchy", definition 3.1).
 
-    For each feature by itself, with causal convolutions * over time,
+    For each feature separately, with causal convolutions * over time,
 
         z^1 = v;   z^(n+1) = x^n (h^n * z^n + d^n z^n);   y = z^(N+1)
 
     Time is O(N T D log T) by Fourier transforms, memory O(N T D).
 
     Args:
-      gates: `(N, B, T, D)` [x], N the order.
-      value: `(B, T, D)` [v].
-      filters: `(N, L, D)` [h], L at least T.
-      skip: `(N, D)` [d], what each convolution adds of its own input; None adds nothing.
-      lengths: `(B,)` int, valid tokens of each row; the others give zeros.
+      gates: x, `(N, B, T, D)`, for order N.
+      value: v, `(B, T, D)`.
+      filters: h, `(N, L, D)`, L at least T.
+      skip: d, `(N, D)`, weight of the input of each convolution in its output; None means 0.
+      lengths: `(B,)` int, valid tokens of each row; padding gives zeros.
 
     Returns:
       `(B, T, D)` in the dtype of `value`; convolved in at least float32.
@@ -67,14 +67,14 @@ def hyena_convolution(
 
 
 def gated(gate: jax.Array, convolved: jax.Array, z: jax.Array, skip: jax.Array | None) -> jax.Array:
-    """One turn, x (h * z + d z), in the dtype of z."""
+    """Returns one step of the recurrence, x (h * z + d z), in the dtype of z."""
     if skip is not None:
         convolved = convolved + dtypes.product(lead(skip.astype(convolved.dtype), z.ndim), z)
     return dtypes.product(gate, convolved).astype(z.dtype)
 
 
 def check_filters(filters: jax.Array, order: int, time: int, features: int) -> None:
-    """`ValueError` unless they are real `(order, L, features)` with L at least `time`."""
+    """Raises `ValueError` unless filters are real `(order, L, features)` with L >= `time`."""
     shape: tuple[Any, ...] = filters.shape
     if len(shape) != 3 or (shape[0], shape[2]) != (order, features) or shape[1] < time:
         raise ValueError(

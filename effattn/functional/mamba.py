@@ -1,4 +1,4 @@
-"""The selective scan of Mamba: every entry of the state decays by its own rate and step."""
+"""Selective scan of Mamba: a diagonal state space model with data-dependent step sizes."""
 
 from typing import Any, Unpack
 
@@ -29,26 +29,26 @@ def selective_scan(
     chunk_size: int | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    r"""The selective scan of Mamba (Gu and Dao 2023, "Mamba").
+    r"""Selective scan of Mamba (Gu and Dao 2023, "Mamba").
 
-    With the paper's names in brackets, for one head of D values, each with a step dt of its own:
+    In the symbols of the paper, for one head of D values, each with its own step size dt:
 
         S_t = exp(A^T * dt_t) * S_(t-1) + B_t (dt_t * x_t)^T;    out_t = S_t^T C_t + D * x_t
 
-    * is by entry, and dt_t the same for all F entries of a value. C is the query, B the key, x the
-    value; Mamba has one head of all values. It is always causal. Time is O(T F D), memory
-    O(T (F + D) + T F D / C + C F D), where the states between chunks of C tokens are kept for the
-    backward pass and those within, with their decays, are made a chunk at a time; the state has
+    * is elementwise, and dt_t is the same for all F entries of a value. C is the query, B the key,
+    x the value; Mamba has one head of all values. Always causal. Time is O(T F D), memory
+    O(T (F + D) + T F D / c + c F D) for chunks of c tokens: states between chunks are stored for
+    the backward pass, and states inside a chunk are recomputed one chunk at a time. The state has
     F x D numbers a key head.
 
     Args:
-      query: `(*B, T, N, F)` [C], with any number of batch dimensions; F is the paper's state size.
-      key: `(*B, T, K, F)` [B], N a multiple of K: query head n reads key head n // (N // K).
-      value: `(*B, T, K, D)` [x].
-      step_size: `(*B, T, K, D)` [dt, after its softplus], positive.
-      rate: `(K, D, F)` [A], 0 or less, which is checked where it is concrete.
-      skip: `(K, D)` [D], with as many query heads as key heads; None has none.
-      chunk_size: tokens between two states that are kept; tuning only.
+      query: C, `(*B, T, N, F)`, with any number of batch dimensions; F is the state size.
+      key: B, `(*B, T, K, F)`, N a multiple of K: query head n reads key head n // (N // K).
+      value: x, `(*B, T, K, D)`.
+      step_size: dt (after the softplus), `(*B, T, K, D)`, positive.
+      rate: A, `(K, D, F)`, 0 or less, checked if concrete.
+      skip: D, `(K, D)`, or None for no skip term; requires N = K.
+      chunk_size: tokens between two stored states; tuning only.
       **options: padding, packing, state and implementation: see `effattn.options`.
 
     Returns:
@@ -57,7 +57,7 @@ def selective_scan(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, or a rate above 0.
-      NotImplementedError: an implementation that it does not have.
+      NotImplementedError: an unknown implementation.
     """
     given = recurrence.check(
         query, key, value, chunk_size=CHUNK if chunk_size is None else chunk_size, **options
@@ -88,7 +88,7 @@ def selective_scan(
 
 
 def _terms(_, query, keys) -> Terms:
-    """For their shapes alone."""
+    """Returns terms that are only used for their shapes."""
     key, value, _ = keys
     return Terms(query, key, value)
 

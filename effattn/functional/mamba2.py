@@ -1,4 +1,4 @@
-"""State-space duality: the selective state space of Mamba-2, as masked attention in chunks."""
+"""State-space duality: the state space model of Mamba-2, as masked attention in chunks."""
 
 from typing import Any, Unpack
 
@@ -23,24 +23,23 @@ def state_space_duality(
     skip: jax.Array | None = None,
     **options: Unpack[Recurrent],
 ) -> Any:
-    r"""The state space of Mamba-2 (Dao and Gu 2024, "Transformers are SSMs").
+    r"""State space model of Mamba-2 (Dao and Gu 2024, "Transformers are SSMs").
 
-    With the paper's names in brackets, for one head and its step size dt_t > 0:
+    In the symbols of the paper, for one head with step size dt_t > 0:
 
         S_t = exp(dt_t A) S_(t-1) + dt_t B_t x_t^T;    out_t = S_t^T C_t + D x_t
 
-    C is the query, B the key, x the value. It is always causal. Time is O(T (C + F) P) for chunks
-    of C tokens, memory O(T), the state F x P numbers a value head.
+    C is the query, B the key, x the value. Always causal. Time is O(T (c + F) P) for chunks of c
+    tokens, memory O(T), state F x P numbers a value head.
 
     Args:
-      query: `(*B, T, N, F)` [C], with any number of batch dimensions; F is the paper's state size.
-      key: `(*B, T, K, F)` [B].
-      value: `(*B, T, V, P)` [x]. Of the numbers of heads N, K and V, all K or one of N and V a
-        multiple of it: in Mamba-2 many value heads share a key and a query head, head v those of
-        v // (V // K).
-      step_size: `(*B, T, V)` [dt, after its softplus], positive.
-      rate: `(V,)` [A], 0 or less, which is checked where it is concrete.
-      skip: `(V,)` [D]; with as many value heads as query heads. None has none.
+      query: C, `(*B, T, N, F)`, with any number of batch dimensions; F is the state size.
+      key: B, `(*B, T, K, F)`.
+      value: x, `(*B, T, V, P)`. N and V are K, or one of them is a multiple of K. In Mamba-2,
+        value head v uses key and query head v // (V // K).
+      step_size: dt (after the softplus), `(*B, T, V)`, positive.
+      rate: A, `(V,)`, 0 or less, checked if concrete.
+      skip: D, `(V,)`, or None for no skip term; requires V >= N.
       **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
 
     Returns:
@@ -49,7 +48,7 @@ def state_space_duality(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, or a rate above 0.
-      NotImplementedError: an implementation that it does not have.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, value_heads=True, **options)

@@ -1,4 +1,4 @@
-"""Paged decode attention: a few queries a sequence, over keys and values kept in pages."""
+"""Paged decode attention: a few queries a sequence, over a paged KV cache."""
 
 import functools
 import importlib
@@ -39,36 +39,37 @@ def paged_attention(
     precision: jax.lax.PrecisionLike = None,
     implementation: str | tuple[str, ...] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Causal softmax attention of the last tokens of each sequence over its pages.
+    r"""Causal softmax attention of the last tokens of each sequence over a paged KV cache.
 
     The keys and values of all sequences lie in one pool of pages of p tokens, in any order; token j
     of sequence b is row j % p of page block_table[b, j // p] (Kwon et al. 2023, "Efficient Memory
-    Management for Large Language Model Serving with PagedAttention"). Query t of sequence b is that
-    of token lengths[b] - T + t, whose key is in its page already:
+    Management for Large Language Model Serving with PagedAttention"). Query t of sequence b belongs
+    to token lengths[b] - T + t, whose key is already in its page:
 
         out_t = sum_(j <= lengths - T + t) softmax_j(scale * q_t . k_j) v_j
 
-    Pages are read a few at a time, up to the end of the longest sequence: time is
-    O(B T max(lengths) N (H + Hv)) whatever the table has room for, and memory beside the pages
-    O(B). Pages of int8 are widened as they are read. There are no gradients: this is for decoding.
+    Pages are read a few at a time, up to the end of the longest sequence. Time is
+    O(B T max(lengths) N (H + Hv)) for any table width, memory in addition to the pages O(B). Pages
+    of int8 are dequantised as they are read. There are no gradients: the function is for decoding.
 
     Args:
       query: `(B, T, N, H)`, the last T tokens of each sequence; usually T is 1.
       key_pages: `(P, p, K, H)`, N a multiple of K: query head n reads key head n // (N // K). In
         the dtype of `query`, or int8.
       value_pages: `(P, p, K, Hv)`, floating point, or int8.
-      block_table: int `(B, M)`, the pages of each sequence in order, 0 to P - 1, which is checked
-        where the table and the lengths are concrete; a traced entry beyond them reads some other
-        page. What stands behind a sequence's last page is not read.
-      lengths: int `(B,)`, tokens of each sequence, those of `query` among them. A query before the
-        first token of a short sequence gives zeros.
-      key_scales: `(P, p, K)`, what each key of int8 is multiplied by, as `quantize_pages` gives.
-      value_scales: `(P, p, K)`, the same of values.
-      scale: of the logits; default H**-0.5.
-      local_window_size: w, or (w, 0), tokens before each one that it sees; None for all.
+      block_table: int `(B, M)`, the pages of each sequence in order, 0 to P - 1, checked if the
+        table and the lengths are concrete; a traced entry out of range reads another page. Entries
+        after the last page of a sequence are not read.
+      lengths: int `(B,)`, tokens of each sequence, including the tokens of `query`. Queries before
+        the first token of a short sequence give zeros.
+      key_scales: `(P, p, K)`, factors of int8 keys, from `quantize_pages`.
+      value_scales: `(P, p, K)`, factors of int8 values, from `quantize_pages`.
+      scale: scale of the logits; default H**-0.5.
+      local_window_size: w or (w, 0): a query attends to its token and the w tokens before; None for
+        all tokens.
       logits_soft_cap: c, for c * tanh(logits / c).
       return_residual: also return the log-sum-exp of the logits.
-      precision: of the matrix products, as in `jax.lax.dot`.
+      precision: precision of the matrix products, as in `jax.lax.dot`.
       implementation: None, a name, or a tuple of names tried in order, as in
         `effattn.dot_product_attention`; `effattn.support("paged_attention")` lists the names and
         what they take.
@@ -80,8 +81,8 @@ def paged_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options; int8 without scales, or scales without int8.
-      NotImplementedError: an implementation that there is not, or that does not take these
-        arguments; when the program is lowered, one that does not run there.
+      NotImplementedError: an unknown implementation, or an implementation that does not take these
+        arguments; at lowering, an implementation that does not run on the platform.
       TypeError: in reverse-mode differentiation.
     """
     batch, rows = _check_shapes(query, key_pages, value_pages)
@@ -147,7 +148,7 @@ def paged_attention(
 
 
 def _signature(query, keys, values, table, *_):
-    """What the time depends on, counts rounded up to powers of two."""
+    """Returns the tuning key: sizes that the time depends on, counts rounded to powers of two."""
     batch, tokens, heads, size = query.shape
     _, rows, key_heads, value_size = values.array.shape
     room = cache.rounded(table.shape[1] * rows)
@@ -160,7 +161,7 @@ def _signature(query, keys, values, table, *_):
 
 @checks.checked
 def quantize_pages(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys or values as int8, with a scale for each token and head.
+    """Quantises keys or values to int8, with one scale for each token and head.
 
         scale = max |x| / 127,    int8 = round(x / scale)
 
@@ -168,8 +169,8 @@ def quantize_pages(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
       pages: `(..., H)`, floating point.
 
     Returns:
-      int8 `(..., H)` and the scales `(...)`, float32; zero where all of x is. The error of an entry
-      is at most half a scale.
+      int8 `(..., H)` and the scales `(...)`, float32; a zero vector has scale 0. The error of an
+      entry is at most half a scale.
     """
     wide = jnp.asarray(pages).astype(jnp.float32)
     scales = jnp.max(jnp.abs(wide), -1) / 127
@@ -178,7 +179,7 @@ def quantize_pages(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _check_shapes(query, key_pages, value_pages):
-    """Sequences, and the tokens of a page."""
+    """Returns the number of sequences and the tokens in a page."""
     if query.ndim != 4 or not jnp.issubdtype(query.dtype, jnp.floating):
         raise ValueError(
             "query must be floating point of shape (B, T, N, H), got "
@@ -204,7 +205,7 @@ def _check_shapes(query, key_pages, value_pages):
 
 
 def _check_room(lengths, room):
-    # By NumPy: within a trace, JAX would trace the comparison of what is known.
+    # NumPy, because JAX would trace the comparison of concrete values inside a trace.
     if not isinstance(lengths, jax.core.Tracer) and np.max(np.asarray(lengths), initial=0) > room:
         raise ValueError(
             f"lengths must be at most the {room} tokens that the pages in block_table hold, got "
@@ -213,7 +214,7 @@ def _check_room(lengths, room):
 
 
 def _check_pages(table, lengths, sizes):
-    """That the pages which are read exist, where they are known before running."""
+    """Checks that the pages to read exist, if the table and the lengths are concrete."""
     if table is None or lengths is None:
         return
     number, rows = sizes
@@ -226,7 +227,7 @@ def _check_pages(table, lengths, sizes):
 
 
 def _check_scales(of: str, pages: Any, scales: Any, dtype: Any) -> Pages:
-    """Pages of int8 with their scales, or of floating point, in a dtype if it is given, without."""
+    """Returns int8 pages with scales, or floating-point pages (of `dtype`, if given) without."""
     if pages.dtype == jnp.int8:
         if scales is None:
             raise ValueError(

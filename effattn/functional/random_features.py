@@ -1,4 +1,4 @@
-"""Random feature attention: the Gaussian kernel by sines and cosines, with or without a gate."""
+"""Random feature attention: a sine and cosine feature map, with or without a gate."""
 
 import dataclasses
 from typing import Any, Unpack
@@ -26,17 +26,17 @@ def random_feature_attention(
 ) -> Any:
     r"""Random feature attention (Peng et al. 2021, "Random Feature Attention").
 
-    With features of vectors w_1 .. w_m, of queries and keys divided by their Euclidean norms,
+    With random vectors w_1 .. w_m, and queries and keys divided by their Euclidean norms,
 
         phi(x) = [sin(w_1 . x), .., sin(w_m . x), cos(w_1 . x), .., cos(w_m . x)] / sqrt(m)
         out_t = sum_s phi(q_t) . phi(k_s) v_s / sum_s phi(q_t) . phi(k_s)
 
     over the keys s that query t may attend to. If w_i ~ N(0, diag(sigma^2)), the mean of
-    phi(q) . phi(k) over draws is a Gaussian kernel of sigma (q - k), which for one sigma and unit
-    vectors is exp(sigma^2 q . k) but for a factor that cancels. A product of features may be
-    negative, and a sum of them zero; nothing is added to it.
+    phi(q) . phi(k) over draws is a Gaussian of sigma (q - k). For one sigma and unit vectors, this
+    is exp(sigma^2 q . k) times a factor that cancels. Products of features may be negative, and
+    their sum may be zero; no constant is added.
 
-    A gate g_t in [0, 1] makes it forget: with the sums S and z of phi(k) v^T and phi(k),
+    A gate g_t in [0, 1] decays the sums S of phi(k) v^T and z of phi(k):
 
         S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t^T,   z_t = g_t z_(t-1) + (1 - g_t) phi(k_t)
 
@@ -46,20 +46,20 @@ def random_feature_attention(
       query: `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
-      projection: the vectors w, `(1, m, H)` for all heads or `(K, m, H)`: sigma times what
-        `performer_features` draws. The query heads of one key head share its vectors.
-      gate: `(*B, T, K)`, for `is_causal=True`; None forgets nothing.
+      projection: the vectors w, `(1, m, H)` for all heads or `(K, m, H)`: sigma times the
+        result of `performer_features`. All query heads of a key head share its vectors.
+      gate: g, `(*B, T, K)`, for `is_causal=True`; None for plain sums.
       **options: direction, padding, packing, state and execution: see
         `effattn.options.FeatureMapped`.
 
     Returns:
-      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
-      S with z in its last column, `(*B, K, 2 m, Hv + 1)`, in the promoted dtype of query, key and
-      value, at least float32. A query without keys, or whose weights sum to zero, gives zeros.
+      `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`. The state is
+      `(*B, K, 2 m, Hv + 1)`, S with z in the last column, in the promoted dtype of query, key and
+      value, at least float32. Queries without keys, or with weights that sum to zero, give zeros.
 
     Raises:
       ValueError: wrong shapes, dtypes or options; a gate outside of [0, 1], where it is concrete.
-      NotImplementedError: an implementation that there is not.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
     given, attend = feature_attention.check(query, key, value, **options)
@@ -80,7 +80,7 @@ def random_feature_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _RandomFeatureTerms:
-    """phi(q), phi(k), and with a gate its logarithm as a decay."""
+    """Terms phi(q) and phi(k); with a gate, its logarithm is the decay."""
 
     precision: Any
 
@@ -94,14 +94,14 @@ class _RandomFeatureTerms:
         return Terms(query, key * (1 - gate)[..., None], value, log_gate)
 
     def features(self, x, projection):
-        """Sines and cosines, `(*B, L, N, 2 m)`."""
+        """Returns the sine and cosine features, `(*B, L, N, 2 m)`."""
         angles = feature_attention.products(_unit(x), projection, self.precision)
         features = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
         return features * projection.shape[1] ** -0.5
 
 
 def _unit(x):
-    """Vectors divided by their norms, whose squares neither overflow nor vanish; zeros stay."""
+    """Divides vectors by their norms, without overflow or underflow; zero vectors stay zero."""
     largest = lax.stop_gradient(jnp.max(jnp.abs(x), -1, keepdims=True))
     x = x / jnp.where(largest == 0, 1, largest)
     square = jnp.sum(x * x, -1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The entries of the recurrent and convolutional baselines, which are modules alone."""
+"""Registry entries of recurrent and convolutional baselines, which exist only as modules."""
 
 from effattn import registry
 

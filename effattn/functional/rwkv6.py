@@ -1,4 +1,4 @@
-"""RWKV-6: each token says what each feature forgets, and weighs its own key by a bonus."""
+"""RWKV-6: a recurrent state with data-dependent decay, and a bonus for the present token."""
 
 from typing import Any, Unpack
 
@@ -21,20 +21,20 @@ def rwkv6_attention(
     bonus: jax.Array,
     **options: Unpack[Recurrent],
 ) -> Any:
-    r"""The time mixing of RWKV-6 (Peng et al. 2024, "Eagle and Finch").
+    r"""Time mixing of RWKV-6 (Peng et al. 2024, "Eagle and Finch").
 
         out_t = (S_(t-1) + diag(u) k_t v_t^T)^T r_t;    S_t = diag(w_t) S_(t-1) + k_t v_t^T
 
-    The receptance r is the query. A token's own key and value count by the bonus u, those before it
-    as they have decayed since; with decays that do not depend on the token it is RWKV-5. It is
-    always causal, and has no scale and no normaliser. Time is O(T (C + H) Hv) for chunks of C
-    tokens, memory O(T), the state H x Hv numbers a key head.
+    The receptance r is the query. The bonus u weighs the key and value of the present token;
+    earlier tokens decay. With decays that do not depend on the token, this is RWKV-5. Always
+    causal, without scale or normaliser. Time is O(T (C + H) Hv) for chunks of C tokens, memory
+    O(T), state H x Hv numbers a key head.
 
     Args:
       query: the receptance, `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, T, K, Hv)`.
-      log_decay: log w, `(*B, T, K, H)`; 0 or less, which is checked where it is concrete.
+      log_decay: log w, `(*B, T, K, H)`; 0 or less, checked if concrete.
       bonus: u, `(K, H)`.
       **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
 
@@ -44,7 +44,7 @@ def rwkv6_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, or a log decay above 0.
-      NotImplementedError: an implementation that it does not have.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)

@@ -1,4 +1,4 @@
-"""RWKV-7: each token says what each feature forgets, and takes away what it finds under a key."""
+"""RWKV-7: the delta rule with data-dependent decays and a separate removal key."""
 
 from typing import Any, Unpack
 
@@ -22,23 +22,23 @@ def rwkv7_attention(
     learning_rate: jax.Array,
     **options: Unpack[Recurrent],
 ) -> Any:
-    r"""The time mixing of RWKV-7 (Peng et al. 2025, "RWKV-7 Goose").
+    r"""Time mixing of RWKV-7 (Peng et al. 2025, "RWKV-7 Goose").
 
         S_t = (diag(w_t) - (a_t * kappa_t) kappa_t^T) S_(t-1) + k_t v_t^T;    out_t = S_t^T r_t
 
-    The receptance r is the query. The delta rule with decays of each feature, a removal key kappa
-    apart from the key that is written, and an in-context learning rate a of each feature. With
-    kappa of length 1 and 0 <= a <= 1 the state stays bounded. It is always causal, and has no scale
-    and no normaliser; the paper's bonus is added to the output by the layer. Time is
-    O(T (C + H) Hv) for chunks of C tokens, memory O(T), the state H x Hv numbers a key head.
+    The receptance r is the query. This is the delta rule with a decay and an in-context learning
+    rate a for each feature, and a removal key kappa that differs from the written key. With kappa
+    of length 1 and 0 <= a <= 1, the state stays bounded. Always causal, without scale or
+    normaliser; the layer adds the bonus of the paper to the output. Time is O(T (C + H) Hv) for
+    chunks of C tokens, memory O(T), state H x Hv numbers a key head.
 
     Args:
       query: the receptance, `(*B, T, N, H)`, with any number of batch dimensions.
       key: `(*B, T, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, T, K, Hv)`.
-      log_decay: log w, `(*B, T, K, H)`; 0 or less, which is checked where it is concrete.
-      removal_key: kappa, `(*B, T, K, H)`; the paper's has length 1.
-      learning_rate: a, `(*B, T, K, H)`; the paper's is in [0, 1].
+      log_decay: log w, `(*B, T, K, H)`; 0 or less, checked if concrete.
+      removal_key: kappa, `(*B, T, K, H)`; of length 1 in the paper.
+      learning_rate: a, `(*B, T, K, H)`; in [0, 1] in the paper.
       **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
 
     Returns:
@@ -47,7 +47,7 @@ def rwkv7_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, or a log decay above 0.
-      NotImplementedError: an implementation that it does not have.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)

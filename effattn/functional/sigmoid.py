@@ -1,4 +1,4 @@
-"""Sigmoid attention: each weight is the sigmoid of its own logit."""
+"""Sigmoid attention: each weight is the sigmoid of its logit."""
 
 import dataclasses
 import math
@@ -57,7 +57,7 @@ def sigmoid_attention(
 
         out_t = sum_s sigmoid(scale * q_t . k_s + b) v_s
 
-    A weight depends on its own query and key alone; the bias b keeps the sum of many of them small.
+    A weight depends only on its query and key; the bias b keeps the sum of many weights small.
     Time is O(T S (H + Hv)), memory O(T + S), forward and backward.
 
     Args:
@@ -66,17 +66,17 @@ def sigmoid_attention(
       value: `(*B, S, K, Hv)`.
       bias: added to the logits, broadcastable to `(*B, N, T, S)`.
       mask: bool, broadcastable to `(*B, N, T, S)`, True where a pair may attend.
-      logit_bias: b; default -log S, as in the paper. Give the number where calls of other lengths
-        are to agree, as in decoding.
+      logit_bias: b; default -log S, as in the paper. Pass a number if calls of different lengths
+        must agree, as in decoding.
       **options: direction, offset, window, padding, packing, scale, soft cap, `score_mod`, dropout
         and execution: see `effattn.options`.
 
     Returns:
-      `(*B, T, N, Hv)` in the dtype of `value`, zeros for a query that sees nothing.
+      `(*B, T, N, Hv)` in the dtype of `value`, zeros for queries without keys.
 
     Raises:
       ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: an implementation that it does not have.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation.
     """
     given = attention.check("sigmoid_attention", query, key, value, bias=bias, mask=mask, **options)
@@ -98,7 +98,7 @@ registry.register(
         paper="Ramapuram et al. 2024, Best Practices for Sigmoid Self-Attention",
         function=sigmoid_attention,
         capabilities=frozenset({"cross"}),
-        # That of 1024 tokens: calls of all lengths agree, and decoding with them.
+        # Bias for 1024 tokens, fixed so that calls of all lengths agree with decoding.
         options={"logit_bias": -math.log(1024)},
         decoder="effattn.decode.contiguous:ContiguousDecoder",
         complexity="O(N^2 H)",

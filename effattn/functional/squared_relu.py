@@ -1,4 +1,4 @@
-"""Squared-ReLU attention: each weight is the square of its own logit, if that is positive."""
+"""Squared-ReLU attention: each weight is the square of its logit, if the logit is positive."""
 
 import dataclasses
 from typing import Any, Unpack
@@ -56,8 +56,8 @@ def squared_relu_attention(
 
         out_t = sum_s relu(scale * q_t . k_s)^2 / n  v_s
 
-    A weight depends on its own query and key alone, and most can be zero; n keeps the sum of many
-    small. Time is O(T S (H + Hv)), memory O(T + S), forward and backward.
+    A weight depends only on its query and key, and most weights can be zero; n keeps the sum of
+    many weights small. Time is O(T S (H + Hv)), memory O(T + S), forward and backward.
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
@@ -65,17 +65,17 @@ def squared_relu_attention(
       value: `(*B, S, K, Hv)`.
       bias: added to the logits, broadcastable to `(*B, N, T, S)`.
       mask: bool, broadcastable to `(*B, N, T, S)`, True where a pair may attend.
-      divisor: n; default S, as in the paper. Give the number where calls of other lengths are to
+      divisor: n; default S, as in the paper. Pass a number if calls of different lengths must
         agree, as in decoding.
       **options: direction, offset, window, padding, packing, scale, soft cap, `score_mod`, dropout
         and execution: see `effattn.options`.
 
     Returns:
-      `(*B, T, N, Hv)` in the dtype of `value`, zeros for a query that sees nothing.
+      `(*B, T, N, Hv)` in the dtype of `value`, zeros for queries without keys.
 
     Raises:
       ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: an implementation that it does not have.
+      NotImplementedError: an unknown implementation.
       TypeError: in forward-mode differentiation.
     """
     given = attention.check(
@@ -96,7 +96,7 @@ registry.register(
         paper="Hua et al. 2022, Transformer Quality in Linear Time",
         function=squared_relu_attention,
         capabilities=frozenset({"cross"}),
-        # Calls of all lengths agree, and decoding with them.
+        # Fixed, so that calls of all lengths agree with decoding.
         options={"divisor": 1024},
         decoder="effattn.decode.contiguous:ContiguousDecoder",
         complexity="O(N^2 H)",

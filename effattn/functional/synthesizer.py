@@ -1,4 +1,4 @@
-"""Synthesizers: attention whose logits do not compare tokens with tokens."""
+"""Synthesizers: attention with logits that do not compare two tokens."""
 
 import functools
 from typing import Any
@@ -30,16 +30,16 @@ def synthesizer_attention(
 
         y_t = sum_s softmax_s(h_t . r_s) v_s
 
-    The logits are a learned function of the query's token and of the key's position: h_t is made
-    of the token alone, and r_s is a learned row for each position. That is dot-product attention
-    with learned keys, and runs on the block core: time O(T S A), memory O((T + S) A). With learned
-    rows of positions as h too, it is the factorised random Synthesizer.
+    The logits are a learned function of the token of the query and the position of the key: h_t
+    depends only on token t, and r_s is a learned row for position s. This is dot-product attention
+    with learned keys: time O(T S A), memory O((T + S) A). If h is also a learned row for each
+    position, this is the factorised random Synthesizer.
 
     Args:
-      hidden: `(*B, T, N, A)`, in the paper relu(x W_1 + b).
-      table: `(S, N, A)`, the columns of W_2; also `(*B, S, N, A)`.
+      hidden: h, `(*B, T, N, A)`; relu(x W_1 + b) in the paper.
+      table: r, `(S, N, A)` or `(*B, S, N, A)`; the columns of W_2 in the paper.
       value: `(*B, S, N, Hv)`.
-      is_causal: see `effattn.dot_product_attention`, for this and all that follow.
+      is_causal: see `effattn.options`, for this and the following arguments.
       query_offset: the position of the first query.
       query_seq_lengths: `(*B)` int.
       key_value_seq_lengths: `(*B)` int.
@@ -79,7 +79,7 @@ def synthesizer_attention(
     )
 
 
-# Queries that look at a block of keys together.
+# Queries in a tile.
 _TILE = 128
 
 
@@ -98,17 +98,17 @@ def factorized_synthesizer_attention(
 
         y_t = sum_s softmax_s(a_t[s // m] b_t[s % m]) v_s
 
-    Of the l m logits of a token only l + m are made, and products of them taken a block of m keys
-    at a time. Time is O(T S Hv), memory O(T (l + m + Hv)), forward and backward.
+    The l m logits of a token are products of l + m factors, computed for one block of m keys at a
+    time. Time is O(T S Hv), memory O(T (l + m + Hv)), forward and backward.
 
     Args:
-      coarse: `(B, T, N, l)` [a].
-      fine: `(B, T, N, m)` [b], with l m at least S.
+      coarse: a, `(B, T, N, l)`.
+      fine: b, `(B, T, N, m)`, with l m at least S.
       value: `(B, S, N, Hv)`.
-      is_causal: query t sees keys up to t + offset.
+      is_causal: query t attends to keys up to position t + offset.
       query_offset: an int, or ints `(B,)`.
-      lengths: `(B,)` int, valid tokens of each row; the others are not seen, and give zeros where T
-        is S.
+      lengths: `(B,)` int, valid tokens of each row; padding keys are ignored, and padding queries
+        give zeros if T is S.
 
     Returns:
       `(B, T, N, Hv)` in the dtype of `value`; logits and sums are in at least float32.
@@ -148,7 +148,7 @@ def factorized_synthesizer_attention(
 
     @jax.checkpoint
     def of_tile(first, a, b):
-        """`(B, C, N, Hv)` of the queries from `first` on."""
+        """Returns the output of the queries from `first` on, `(B, C, N, Hv)`."""
         positions = positions_from(offset + first, a.shape[1])
 
         def add(sums, of_block):
@@ -160,7 +160,7 @@ def factorized_synthesizer_attention(
                 seen = seen & (key <= positions[..., None])
             logit = coarse[..., None].astype(wide) * b.astype(wide)
             logit = jnp.where(seen[:, :, None], logit, dtypes.lowest(wide))
-            # Not below what stands for nothing, so that differences are finite.
+            # At least the initial value, so that differences are finite.
             new = jax.lax.stop_gradient(jnp.maximum(largest, logit.max(-1)))
             share, weight = jnp.exp(largest - new), jnp.exp(logit - new[..., None])
             added = jnp.einsum("bcnm,bmnh->bcnh", weight, value.astype(wide))
