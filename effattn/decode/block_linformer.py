@@ -144,7 +144,7 @@ class BlockLinformerDecoder:
         return check_projections(of_keys, of_values, heads)
 
     def _extend_inside(self, arrays, state: BlockLinformerState, lengths):
-        """By tokens that lie in one block of each row."""
+        """Extends by tokens that lie in one block of each row."""
         query, key, value = arrays
         batch, time = query.shape[:2]
         projections = self._projections(key.shape[-2])

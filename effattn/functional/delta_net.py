@@ -75,9 +75,10 @@ def delta_rule_attention(
 
 
 def _terms(scale, query, keys) -> Terms:
-    """What is found under the key, in the state as it has decayed, is taken away where beta v goes.
+    """Terms of the delta rule for the core.
 
-    In the core's words a_t = beta_t k_t, the written key, and b_t = alpha_t k_t.
+    The core removes the value recalled by b_t = alpha_t k_t, which reads the decayed state, and
+    writes under the key a_t = beta_t k_t.
     """
     key, value, beta, log_decay = keys
     recalled = key if log_decay is None else dtypes.product(jnp.exp(log_decay)[..., None], key)

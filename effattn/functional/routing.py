@@ -472,12 +472,12 @@ def _over_clusters_fwd(attend, learnt, fixed):
 def _over_clusters_bwd(attend, residuals, cotangents):
     learnt, fixed, out, lse = residuals
     d_out, d_lse = cotangents
-    delta = (d_out * out).sum(-1)
+    delta = (d_out * out).sum(-1) - d_lse  # with the gradient of the log-sum-exp
 
     def step(total, centroid):
         (own, own_lse), pull = jax.vjp(lambda x: attend(x, fixed, centroid), learnt)
         weight = jnp.where(own_lse == dtypes.lowest(lse.dtype), 0, jnp.exp(own_lse - lse))
-        d_own = weight[..., None] * d_out, weight * ((d_out * own).sum(-1) + (d_lse - delta))
+        d_own = weight[..., None] * d_out, weight * ((d_out * own).sum(-1) - delta)
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, pull(d_own)[0]), None
 
     def nothing(x):
