@@ -233,7 +233,7 @@ class FeatureMapped(Direction, Recurrent, total=False):
     """
 
 
-# Those that are not None.
+# Default values other than None.
 DEFAULTS: dict[str, Any] = {
     "is_causal": False,
     "query_offset": 0,
@@ -255,8 +255,12 @@ def declared(function: Function) -> Function:
         if parameter.kind is not parameter.VAR_KEYWORD:
             parameters.append(parameter)
             continue
-        (group,) = get_args(parameter.annotation)
-        assert is_typeddict(group), f"{function.__name__} must take **options: Unpack[...]"
+        group, *_ = (*get_args(parameter.annotation), None)
+        if not is_typeddict(group):
+            raise TypeError(
+                f"{function.__name__} must annotate **{parameter.name} as Unpack[a TypedDict], "
+                f"got {parameter.annotation!r}"
+            )
         for name, annotation in group.__annotations__.items():
             parameters.append(
                 inspect.Parameter(

@@ -67,6 +67,13 @@ def test_other_arguments_are_refused_as_python_does():
         effattn.nystrom_attention(x, x, x, num_landmarks=2, segment_ids=jnp.ones(4, int))
 
 
+def test_a_group_must_be_a_typed_dictionary():
+    with pytest.raises(TypeError, match=r"must annotate \*\*options as Unpack\[a TypedDict\]"):
+
+        @options.declared
+        def untyped(query, **options): ...
+
+
 def test_values_are_checked_by_their_annotations():
     with pytest.raises(ValueError, match="is_causal must be True or False, got 'no'"):
         pooling(jnp.ones(3), rate=1.0, is_causal="no")

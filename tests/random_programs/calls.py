@@ -559,7 +559,7 @@ def amplification(mechanism: str) -> float:
     Features that a ReLU leaves near zero make a small normaliser. Gradients are then differences of
     numbers as large as its inverse, which change alike where an argument moves.
     """
-    return 8.0 if mechanism in ("linear", "cosformer") else 1.0
+    return 8.0 if mechanism == "cosformer" else 1.0
 
 
 def differences(program: Program, ours: Any, values: Any, rng: np.random.Generator):

@@ -31,14 +31,14 @@ def compare(
     decays: frozenset[str] = frozenset(),
     amplified: float = 1.0,
 ) -> Iterator[str]:
-    """What differs by more than a few times the errors that are likely.
+    """Yields the differences above a few times the likely error.
 
     `amplified` is how much more the rounding of sums weighs than that of the arguments.
     """
     paths = jax.tree.leaves_with_path(true)
     leaves = jax.tree.leaves(ours)
-    # Gradients of queries and keys are differences of numbers as large as those of values are: of
-    # one key alone they are zero, and rounding remains.
+    # Gradients of queries and keys are differences of numbers about as large as the gradients of
+    # values. With a single key the exact difference is zero, and the rounding of both remains.
     largest = max((float(np.abs(b[np.isfinite(b)]).max(initial=0)) for _, b in paths), default=0)
     for n, ((path, b), a) in enumerate(zip(paths, leaves, strict=True)):
         name = jax.tree_util.keystr(path)

@@ -43,7 +43,6 @@ from effattn.xla import block_attention as xla
 LANES = 128
 LIMITS = dispatch.Limits(("float32", "bfloat16"), 256, "tiles of multiples of 128")
 _SIDES = 512, 256, 128
-_MOST_ENTRIES = 512  # largest number of entries of a table that is read by position
 _MOST_SCALARS = 2**17  # largest number of layout entries, in 1 MB of scalar memory
 
 
