@@ -49,7 +49,8 @@ def block_sparse_attention(
         head, `(N, ..., ...)`. A traced mask may differ by key head, `(K, ..., ...)`. Or a rule of
         block indices for any length, `(m, n) -> bool` on NumPy integers that broadcast.
       **options: direction, padding, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
-        execution: see `effattn.options`.
+        execution: see `effattn.options`. Causal calls see nothing at later positions, whatever the
+        mask says.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least

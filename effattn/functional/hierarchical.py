@@ -69,7 +69,9 @@ def hierarchical_attention(
       num_summaries: r, pieces of a unit, 1 or more.
       summary_query: c, `(K, H)`, for learned summaries; zeros or None give means.
       **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp and execution: see
-        `effattn.options`.
+        `effattn.options`. Padded keys are in no summary. The soft cap applies before log n is
+        added. Dropout drops the weight of a summary where exact attention would drop the weight of
+        the summary's last token.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least

@@ -54,7 +54,8 @@ def linformer_attention(
         maximum key length; token s uses column s.
       value_projection: F, as key_projection, with the same r.
       **options: direction, padding, scale, soft cap, sink, dropout, log-sum-exp and execution: see
-        `effattn.options`.
+        `effattn.options`. `is_causal` must be False. Padded keys are in no projected row, and an
+        example without keys gives zeros. Dropout, log-sum-exp and tiles are over projected rows.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least

@@ -62,7 +62,8 @@ def longformer_attention(
       global_key: keys for queries of global tokens, in the shape of `key`; default `key`.
       global_value: values for queries of global tokens, in the shape of `value`; default `value`.
       **options: direction, padding, packing, scale, soft cap, `score_mod`, dropout, log-sum-exp and
-        execution: see `effattn.options`.
+        execution: see `effattn.options`. Causal calls see nothing at later positions, for global
+        tokens too. Global tokens reach no further than their segment. `tile` applies to the window.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least

@@ -60,7 +60,8 @@ def sparse_transformer_attention(
         "fixed".
       factor: "merged", "first" or "second".
       **options: padding, packing, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
-        execution: see `effattn.options`.
+        execution: see `effattn.options`. `segment_ids` need kind="strided", whose pattern depends
+        on distances alone.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least

@@ -68,7 +68,7 @@ def squared_relu_attention(
       divisor: n; default S, as in the paper. Pass a number if calls of different lengths must
         agree, as in decoding.
       **options: direction, offset, window, padding, packing, scale, soft cap, `score_mod`, dropout
-        and execution: see `effattn.options`.
+        and execution: see `effattn.options`. The soft cap and `score_mod` apply before the ReLU.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`, zeros for queries without keys.
