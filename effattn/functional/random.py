@@ -48,8 +48,7 @@ def random_attention(
         for no block; may be traced. A block that is listed twice counts once. A table may be for a
         longer sequence.
       **options: direction, padding, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
-        execution: see `effattn.options`. Causal calls draw the random blocks from the blocks up to
-        the query's.
+        execution: see `effattn.options`. Causal calls draw the random blocks from earlier blocks.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
