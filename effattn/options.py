@@ -43,8 +43,9 @@ class Offset(TypedDict, total=False):
 
     Attributes:
       query_offset: query t stands at position t + offset; an int, or an int array `()` or `(*B)`.
-        Default 0. Only causality, windows, `score_mod` and dropout look at positions. Where
-        examples differ, windows skip the tiles outside of them, and causality alone skips nothing.
+        Default 0. Only causality, windows, patterns, `score_mod` and dropout depend on positions.
+        With an offset for each example, tiles outside all windows are skipped; causality without a
+        window then skips no tiles.
     """
 
     query_offset: int | jax.Array
@@ -62,7 +63,7 @@ class Window(TypedDict, total=False):
 
 
 class Padding(TypedDict, total=False):
-    """Right-padded rows. What sits in the padding (NaN too) reaches no valid output or gradient.
+    """Right-padded rows. Values in the padding, even NaN, reach no valid output or gradient.
 
     Attributes:
       query_seq_lengths: int `(*B)`, valid queries of each row; the others give zeros.
@@ -136,7 +137,7 @@ class Dropout(TypedDict, total=False):
     Attributes:
       dropout_rate: share of the weights dropped, in [0, 1); the others are scaled up. Default 0.
       dropout_rng: a `jax.random` key; needed where the rate is above 0. Whether a weight is kept
-        depends on the key, example, head and the two positions alone.
+        depends only on `dropout_rng`, the example, the head and the two positions.
     """
 
     dropout_rate: float
@@ -155,7 +156,7 @@ class Residual(TypedDict, total=False):
 
 
 class State(TypedDict, total=False):
-    """The state of a recurrence, at least float32, with gradients both ways.
+    """The state of a recurrence, at least float32; initial and returned state have gradients.
 
     Attributes:
       initial_state: the state before the first token, as returned by an earlier call; zeros by
@@ -185,8 +186,9 @@ class Implementation(TypedDict, total=False):
       implementation: None, a name, or a tuple of names tried in order. `effattn.support(name)`
         lists the names that a mechanism has, the device that each runs on and what it takes;
         "pallas" is the first of "mosaic_gpu", "triton" and "mosaic_tpu" that takes the call where
-        it runs. None is what `effattn.tune` has found; untuned, a kernel that takes the call in 16
-        bits on one Hopper GPU or in float32 on an x86-64 CPU, and elsewhere "xla". A named
+        it runs. None is the result of `effattn.tune`. Untuned, None is a kernel, if one takes
+        the call, for 16-bit inputs of 128 or more tokens on one Hopper GPU and for float32 inputs
+        of 16 or more tokens on an x86-64 CPU, and "xla" otherwise. A named
         implementation that does not take the call is a NotImplementedError.
     """
 
@@ -226,10 +228,10 @@ class Recurrent(Padding, Packing, State, Chunk, Execution, total=False):
 
 
 class FeatureMapped(Direction, Recurrent, total=False):
-    """Options of attention by a feature map: direction, padding, packing, state and execution.
+    """Options of attention by a feature map: direction, and those of `Recurrent`.
 
-    A causal call needs T == S. `initial_state` and `return_state` with `segment_ids` need a causal
-    call.
+    A causal call needs T == S; in a bidirectional call `segment_ids` may be a pair. `initial_state`
+    and `return_state` with `segment_ids` need a causal call.
     """
 
 
@@ -246,8 +248,8 @@ DEFAULTS: dict[str, Any] = {
 def declared(function: Function) -> Function:
     """The function with the signature that its groups of options give it, and checked arguments.
 
-    What is annotated `bool` must be True or False, and what is annotated `jax.Array` is passed on
-    as an array.
+    Arguments annotated `bool` must be True or False, and arguments annotated `jax.Array` become
+    arrays (see `effattn.arrays.checks.checked`).
     """
     own = inspect.signature(function)
     parameters = []

@@ -165,9 +165,10 @@ class Mechanism:
     def options_of_model(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The model options that this mechanism's mixer accepts.
 
-        Left out are the rotary embedding if the mechanism `knows_order`, and options of parts that
-        the mixer does not have: rotary embedding and normalisation of queries and keys,
-        initialisers and dtype of parameters, and parameters per position (`max_length`).
+        Left out are the rotary embedding if the mechanism `knows_order`, `max_length` if it is None
+        or the mixer has none, and, of the options that the mixer lacks, those that are None or set
+        up parts of other mixers (rotary embedding, normalisation of queries and keys, initialisers
+        and dtype of parameters).
         """
         parameters = _signature(self.builder)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

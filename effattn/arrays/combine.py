@@ -40,7 +40,7 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
             )
     empty = [(lse == -jnp.inf) | (lse == dtypes.lowest(lse.dtype)) for lse in lses]
     nothing = functools.reduce(jnp.logical_and, empty)
-    # Empty parts get the smallest finite number, so that the maximum is finite.
+    # Empty parts get the lowest finite number, so that the maximum is finite.
     finite = [
         jnp.where(is_empty, jnp.finfo(lse.dtype).min, lse)
         for lse, is_empty in zip(lses, empty, strict=True)

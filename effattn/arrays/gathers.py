@@ -1,6 +1,6 @@
 """Gathers and scatters with deterministic gradients.
 
-An index is met at most once in each scatter, so no result depends on the order of atomic additions.
+Each scatter writes an index at most once, so no result depends on the order of atomic additions.
 """
 
 import functools
@@ -58,7 +58,8 @@ def pick(x, at):
 def spread(x, at, length: int):
     """Scatter-add, the transpose of `pick`: sums `x (*B, N, C, M, ...)` to `(*B, N, T, ...)`.
 
-    T is `length`. A token is at most once in each cluster. Sums are at least float32.
+    T is `length`. A token is at most once in each cluster. Sums are accumulated in
+    at least float32, and the result has the dtype of x.
     """
     return _summed(length, x, at)
 

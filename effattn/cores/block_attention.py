@@ -154,7 +154,8 @@ def _attend_fwd(config: Config, x: Inputs):
 def _attend_bwd(config: Config, saved, cotangents):
     x, out, lse, lse_error = saved
     lse, (d_out, d_lse) = dtypes.logarithms(lse), cotangents
-    # L is rounded: with a bias of -1e9, L can be wrong by log 64. All recomputed weights of a row
+    # L is rounded: in float32, beside a bias of -1e9, L loses the logarithm of the number of keys
+    # (log 64 for 64 equal logits). All recomputed weights of a row
     # are then wrong by the same factor. The gradients are linear in dO and delta, so the factor
     # that corrects the weights multiplies dO and delta instead.
     factor = jnp.exp(-lse_error)

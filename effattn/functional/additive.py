@@ -57,8 +57,8 @@ def additive_attention(
       query_kernel: W_q, `(N, H, A)`.
       key_kernel: W_k, `(N, H, A)`.
       score: v, `(N, A)`.
-      **options: direction, offset, window, padding, packing, dropout, log-sum-exp and execution:
-        see `effattn.options`.
+      **options: direction, offset, window, padding, packing, dropout, log-sum-exp, tiles, tiles and
+        execution: see `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`, zeros for queries without keys; with
@@ -66,7 +66,7 @@ def additive_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
     given = attention.check("additive_attention", query, key, value, mask=mask, **options)

@@ -68,8 +68,9 @@ def based_attention(
       local_window_size: w or (w, 0), number of earlier tokens with exact weights, for causal calls;
         None for no window.
       scale: scale of the logits; default H**-0.5.
-      **options: direction, padding, packing, state and execution: see
-        `effattn.options.FeatureMapped`.
+      **options: direction, padding, packing, state, chunks and execution: see
+        `effattn.options.FeatureMapped`. Calls without a window also take the implementations of
+        `effattn.support("linear")`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`. The state is
@@ -80,7 +81,7 @@ def based_attention(
     Raises:
       ValueError: wrong shapes, dtypes or options; a window with later tokens or in a bidirectional
         call; a state together with a window and `segment_ids`.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
     given, attend = feature_attention.check(query, key, value, **options)

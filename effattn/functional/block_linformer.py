@@ -52,8 +52,8 @@ def block_linformer_attention(
       value: `(*B, T, K, Hv)`.
       key_projection: E, `(r, b)`, or `(K, r, b)` with one matrix for each key head; r is at most b.
       value_projection: F, as key_projection, with the same r and b.
-      **options: padding, scale, soft cap, sink, dropout, log-sum-exp and execution: see
-        `effattn.options`. Padded keys are in no slot, and blocks without keys have no slots.
+      **options: padding, scale, soft cap, sink, dropout, log-sum-exp, tiles and execution:
+        see `effattn.options`. Padded keys are in no slot, and blocks without keys have no slots.
         Dropout drops the weight of slot s of a block where exact attention would drop the weight of
         the block's token s.
 

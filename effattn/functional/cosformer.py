@@ -48,7 +48,7 @@ def cosformer_attention(
       positions: int `(*B, T)`, or a pair `((*B, T), (*B, S))`: positions of the tokens;
         default 0, 1, ... in each document. Tokens that attend to each other may not be more than M
         apart. With an initial state, 0 is the position after the last key of the state.
-      **options: direction, padding, packing, state and execution: see
+      **options: direction, padding, packing, state, chunks and execution: see
         `effattn.options.FeatureMapped`.
 
     Returns:
@@ -59,7 +59,7 @@ def cosformer_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, and more than `max_length` tokens.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
     given, attend = feature_attention.check(query, key, value, **options)

@@ -47,7 +47,7 @@ def delta_rule_attention(
       beta: `(*B, T, K)`, write strength of each token, in [0, 1] or up to 2.
       log_decay: `(*B, T, K)`, log alpha, 0 or less; None means no decay.
       scale: multiplies the queries; default H**-0.5.
-      **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
+      **options: padding, packing, state, chunks and execution: see `effattn.options.Recurrent`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state being
@@ -56,7 +56,7 @@ def delta_rule_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, and decays above 1.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)

@@ -37,7 +37,7 @@ def gated_linear_attention(
       log_decay: log alpha, `(*B, T, K, H)`, or `(*B, T, K)` for one decay a head; 0 or less,
         checked if concrete. -inf clears the state.
       scale: multiplies q . k; default H**-0.5.
-      **options: `effattn.options.Recurrent`: padding, packing, state and execution.
+      **options: padding, packing, state, chunks and execution: see `effattn.options.Recurrent`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -45,7 +45,7 @@ def gated_linear_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, or a log decay above 0.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)

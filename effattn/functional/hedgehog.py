@@ -40,7 +40,7 @@ def hedgehog_attention(
       value: `(*B, S, K, Hv)`.
       query_projection: W, `(K, F, H)`, one matrix for the queries of each key head, or `(1, F, H)`.
       key_projection: W', `(K, F, H)`, one matrix for each key head, or `(1, F, H)`.
-      **options: direction, padding, packing, state and execution: see
+      **options: direction, padding, packing, state, chunks and execution: see
         `effattn.options.FeatureMapped`.
 
     Returns:
@@ -51,7 +51,7 @@ def hedgehog_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options; projections to unequal numbers of features.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
     given, attend = feature_attention.check(query, key, value, **options)

@@ -39,11 +39,11 @@ def linear_attention(
       key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
       value: `(*B, S, K, Hv)`.
       scale: multiplies the similarity; default H**-0.5. The scale cancels if normalised.
-      feature_map: a name: "elu" (elu + 1), "relu",
-        "squared_relu", "exp", "taylor" or "identity"; or a callable from `(..., H)` to `(..., F)`
-        applied to each query and key vector.
+      feature_map: a name: "elu" (elu + 1), "relu", "squared_relu", "exp", "taylor" or "identity";
+        or a callable from `(..., H)` to `(..., F)` that gets all queries, or all keys, and treats
+        each vector independently of the others.
       normalize: divide by the sum of the similarities; default True, except for "identity".
-      **options: direction, padding, packing, state and execution: see
+      **options: direction, padding, packing, state, chunks and execution: see
         `effattn.options.FeatureMapped`.
 
     Returns:

@@ -61,9 +61,11 @@ def longformer_attention(
       global_query: queries of global tokens, in the shape of `query`; default `query`.
       global_key: keys for queries of global tokens, in the shape of `key`; default `key`.
       global_value: values for queries of global tokens, in the shape of `value`; default `value`.
-      **options: direction, padding, packing, scale, soft cap, `score_mod`, dropout, log-sum-exp and
-        execution: see `effattn.options`. Causal calls see nothing at later positions, for global
-        tokens too. Global tokens reach no further than their segment. `tile` applies to the window.
+      **options: direction, padding, packing, scale, soft cap, `score_mod`, dropout, log-sum-exp,
+        tiles and execution: see `effattn.options`. Causal calls see nothing at later
+        positions, for global tokens too. Global tokens reach no further than their segment. `tile`
+        applies to the window. Calls without global tokens also take the implementations of
+        `effattn.support("sliding_window")`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least

@@ -408,7 +408,8 @@ class _Runs(NamedTuple):
 
     Attributes:
       places: `(tiles, r, m)`, -1 for no place; no place occurs twice in the runs of a tile.
-      readers: `(T, p)`, the flat indices in `places` at which each place occurs; -1 for none.
+      readers: `(T, p)`, for each place the flat indices in `places` from which a query may attend
+        to the place; -1 for none.
     """
 
     places: jax.Array

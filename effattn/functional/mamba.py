@@ -57,7 +57,7 @@ def selective_scan(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, or a rate above 0.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
     """
     given = recurrence.check(
         query, key, value, chunk_size=CHUNK if chunk_size is None else chunk_size, **options

@@ -40,7 +40,7 @@ def state_space_duality(
       step_size: dt (after the softplus), `(*B, T, V)`, positive.
       rate: A, `(V,)`, 0 or less, checked if concrete.
       skip: D, `(V,)`, or None for no skip term; requires V >= N.
-      **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
+      **options: padding, packing, state, chunks and execution: see `effattn.options.Recurrent`.
 
     Returns:
       `(*B, T, max(N, V), P)` in the dtype of `value`; with `return_state`, `(out, state)`, the
@@ -48,7 +48,7 @@ def state_space_duality(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, or a rate above 0.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, value_heads=True, **options)

@@ -69,9 +69,9 @@ def nystrom_attention(
         of its tokens is a landmark.
       num_iterations: J, 1 or more.
       skip_kernel: `(N, width)` or `(K, width)`, of odd width; needs T == S.
-      **options: padding, scale and execution: see `effattn.options`. Padded queries and keys are in
-        no landmark. `precision` applies to products with queries, keys and values; products of
-        landmarks alone always have the highest precision.
+      **options: padding, scale, tiles and execution: see `effattn.options`. Padded queries
+        and keys are in no landmark. `precision` applies to products with queries, keys and values;
+        products of landmarks alone always have the highest precision.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`.

@@ -116,10 +116,11 @@ def performer_attention(
     memory at once.
 
     Softmax features do not overflow, without an added constant. The features of a query are divided
-    by their largest entry, and the features of keys by exp(M_t), the largest entry of all keys so
-    far; the sums then decay by exp(M_(t-1) - M_t). Both factors cancel in the output, and causal
-    outputs do not depend on later tokens, bit for bit. In bidirectional calls, M is the maximum
-    over all keys (of the document). Finding M costs one more product of the keys with w.
+    by their largest entry, and the features of keys by exp(M_t), the largest entry of the features
+    of all keys up to t; the sums then decay by exp(M_(t-1) - M_t). Both factors cancel in the
+    output, and causal outputs do not depend on later tokens, bit for bit. In bidirectional calls, M
+    is the maximum over all keys (of the document). Finding M costs one more product of the keys
+    with w.
 
     Args:
       query: `(*B, T, N, H)`, with any number of batch dimensions.
@@ -130,7 +131,7 @@ def performer_attention(
       kernel: feature map, "softmax" or "relu". The ReLU feature map does not estimate softmax
         attention. The small constant that the paper's experiments add to ReLU features is left out.
       scale: scale of the logits, above 0; default H**-0.5. Cancels for the ReLU feature map.
-      **options: direction, padding, packing, state and execution: see
+      **options: direction, padding, packing, state, chunks and execution: see
         `effattn.options.FeatureMapped`.
 
     Returns:
@@ -140,7 +141,7 @@ def performer_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
     given, attend = feature_attention.check(query, key, value, **options)
@@ -222,7 +223,7 @@ def exponents(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax
 
 
 def _units(parameters, given, first, is_causal, ids):
-    """Returns the logarithms M by which features of keys are divided.
+    """Returns M: features of keys are divided by exp(M).
 
     `first (*B, K)` is M of the state before the keys.
 

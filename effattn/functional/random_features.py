@@ -49,7 +49,7 @@ def random_feature_attention(
       projection: the vectors w, `(1, m, H)` for all heads or `(K, m, H)`: sigma times the
         result of `performer_features`. All query heads of a key head share its vectors.
       gate: g, `(*B, T, K)`, for `is_causal=True`; None for plain sums.
-      **options: direction, padding, packing, state and execution: see
+      **options: direction, padding, packing, state, chunks and execution: see
         `effattn.options.FeatureMapped`.
 
     Returns:
@@ -59,7 +59,7 @@ def random_feature_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options; a gate outside of [0, 1], where it is concrete.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
     given, attend = feature_attention.check(query, key, value, **options)

@@ -43,7 +43,7 @@ def retention(
       log_decay: `(K,)`, log gamma of each key head, 0 or less, which is checked where it is
         concrete; default `retention_log_decay(K)`.
       scale: multiplies q . k; default H**-0.5.
-      **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
+      **options: padding, packing, state, chunks and execution: see `effattn.options.Recurrent`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -51,7 +51,7 @@ def retention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, or a log decay above 0.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)

@@ -71,10 +71,11 @@ def routing_attention(
       value: `(*B, T, K, Hv)`.
       centroids: `(N, C, H)`; C is at most T in bidirectional calls.
       cluster_size: w, in tokens; at most T in bidirectional calls.
-      **options: direction, padding, packing, scale, log-sum-exp and execution: see
+      **options: direction, padding, packing, scale, log-sum-exp, tiles and execution: see
         `effattn.options`. Padded queries are in no cluster, and padded keys are seen by no query.
         `segment_ids` are one array `(*B, T)`, and each document has the clusters for itself.
-        `precision` applies to the products of the attention.
+        `precision` applies to the products of the attention. In causal calls, a valid query whose
+        key is padded is routed by the query alone.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least

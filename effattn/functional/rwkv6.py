@@ -36,7 +36,7 @@ def rwkv6_attention(
       value: `(*B, T, K, Hv)`.
       log_decay: log w, `(*B, T, K, H)`; 0 or less, checked if concrete.
       bonus: u, `(K, H)`.
-      **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
+      **options: padding, packing, state, chunks and execution: see `effattn.options.Recurrent`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -44,7 +44,7 @@ def rwkv6_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, or a log decay above 0.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)

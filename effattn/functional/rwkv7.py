@@ -39,7 +39,7 @@ def rwkv7_attention(
       log_decay: log w, `(*B, T, K, H)`; 0 or less, checked if concrete.
       removal_key: kappa, `(*B, T, K, H)`; of length 1 in the paper.
       learning_rate: a, `(*B, T, K, H)`; in [0, 1] in the paper.
-      **options: padding, packing, state and execution: see `effattn.options.Recurrent`.
+      **options: padding, packing, state, chunks and execution: see `effattn.options.Recurrent`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_state`, `(out, state)`, the state
@@ -47,7 +47,7 @@ def rwkv7_attention(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, or a log decay above 0.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
     given = recurrence.check(query, key, value, **options)

@@ -68,15 +68,16 @@ def sigmoid_attention(
       mask: bool, broadcastable to `(*B, N, T, S)`, True where a pair may attend.
       logit_bias: b; default -log S, as in the paper. Pass a number if calls of different lengths
         must agree, as in decoding.
-      **options: direction, offset, window, padding, packing, scale, soft cap, `score_mod`, dropout
-        and execution: see `effattn.options`. The soft cap and `score_mod` apply before b is added.
+      **options: direction, offset, window, padding, packing, scale, soft cap, `score_mod`, dropout,
+        tiles and execution: see `effattn.options`. The soft cap and `score_mod` apply before
+        b is added.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`, zeros for queries without keys.
 
     Raises:
       ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
     given = attention.check("sigmoid_attention", query, key, value, bias=bias, mask=mask, **options)

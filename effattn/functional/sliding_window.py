@@ -49,8 +49,8 @@ def sliding_window_attention(
       dilation: d, tokens in a step, 1 or more; an int, or one int for each query head. Query heads
         of one key head must have the same dilation.
       **options: direction, offset, padding, packing, scale, soft cap, `score_mod`, sink, dropout,
-        log-sum-exp and execution: see `effattn.options`. Causal calls see nothing at later
-        positions, whatever the right side of the window.
+        log-sum-exp, tiles and execution: see `effattn.options`. Causal calls see nothing at
+        later positions, whatever the right side of the window.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least

@@ -50,7 +50,7 @@ def dot_product_attention(
       mask: bool, broadcasts to `(*B, N, T, S)`; True attends. A mask of shape `(*B, 1, 1, S)` costs
         the same as lengths, and masked keys and values may hold any value, including NaN.
       **options: direction, offset, window, padding, packing, scale, soft cap, `score_mod`, sink,
-        dropout, log-sum-exp and execution: see `effattn.options`.
+        dropout, log-sum-exp, tiles and execution: see `effattn.options`.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least
@@ -59,7 +59,8 @@ def dot_product_attention(
     Raises:
       ValueError: wrong shapes, dtypes or values.
       NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation, or in reverse mode over most gradients.
+      TypeError: in forward-mode differentiation, or in reverse-mode differentiation of most
+        gradients.
     """
     given = attention.check(
         "dot_product_attention", query, key, value, bias=bias, mask=mask, **options

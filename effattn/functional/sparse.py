@@ -47,9 +47,9 @@ def sparse_attention(
       pattern: the pairs that may attend, by position; a pattern may differ by query head.
       layout: the tiles to visit, with `lengths` (T, S). Give either `pattern` or `layout`.
       **options: direction, offset, padding, packing, scale, soft cap, `score_mod`, sink, dropout,
-        log-sum-exp and execution: see `effattn.options`. Causal calls see nothing at later
-        positions, whatever the pattern says. `query_offset` may be an array only with a layout;
-        `tile` applies to a pattern.
+        log-sum-exp, tiles and execution: see `effattn.options`. Causal calls see nothing at
+        later positions, whatever the pattern says. `query_offset` may be an array only with a
+        layout; `tile` applies to a pattern.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least

@@ -59,9 +59,9 @@ def sparse_transformer_attention(
       summary: c, number of last tokens of a block that later blocks attend to, 1 to l; only for
         "fixed".
       factor: "merged", "first" or "second".
-      **options: padding, packing, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp and
-        execution: see `effattn.options`. `segment_ids` need kind="strided", whose pattern depends
-        on distances alone.
+      **options: padding, packing, scale, soft cap, `score_mod`, sink, dropout, log-sum-exp, tiles
+        and execution: see `effattn.options`. `segment_ids` need kind="strided", whose pattern
+        depends on distances alone.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least

@@ -67,15 +67,16 @@ def squared_relu_attention(
       mask: bool, broadcastable to `(*B, N, T, S)`, True where a pair may attend.
       divisor: n; default S, as in the paper. Pass a number if calls of different lengths must
         agree, as in decoding.
-      **options: direction, offset, window, padding, packing, scale, soft cap, `score_mod`, dropout
-        and execution: see `effattn.options`. The soft cap and `score_mod` apply before the ReLU.
+      **options: direction, offset, window, padding, packing, scale, soft cap, `score_mod`, dropout,
+        tiles and execution: see `effattn.options`. The soft cap and `score_mod` apply before
+        the ReLU.
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`, zeros for queries without keys.
 
     Raises:
       ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: an unknown implementation.
+      NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
     given = attention.check(

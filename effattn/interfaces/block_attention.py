@@ -78,7 +78,7 @@ class Inputs(NamedTuple):
       mask: bool `(*#B, #K, #G, #T, #S)`, True for pairs that may attend.
       key_mask: bool `(*B, S)`, False for keys that no query may attend to.
       segments: int segment ids of the queries `(*B, T)` and of the keys `(*B, S)`; a query attends
-        to keys with an equal id.
+        to keys with an equal id; id 0 is padding.
       offset: int `()` or `(*B)`, position of the first query.
       positions: int positions of the queries `(*B, T)` and of the keys `(*B, S)`, for tokens that a
         mechanism has gathered. Windows, patterns, `score_mod` and dropout use these positions.

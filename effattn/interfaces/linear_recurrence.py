@@ -19,8 +19,9 @@ CHUNK, CHUNK_BY_FEATURE = 64, 32
 class Terms(NamedTuple):
     """Terms of the recurrence for tokens `(*B, L)`; None if absent.
 
-    N query heads, K key heads and V value heads; N or V equals K. Query head n reads the state of
-    key head n // (N // K). Value head v writes to key head v // (V // K).
+    N query heads, K key heads and V value heads, with a state for each value head; N or V equals K.
+    If V = K, query head n reads state n // (N // K). If N = K, key head v // (V // K) writes state
+    v, and the query head of the same number reads it.
 
     Attributes:
       query: `(*B, L, N, F)`.

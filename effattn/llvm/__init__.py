@@ -2,7 +2,7 @@
 
 XLA runs each matrix product and each pass over the logits as a parallel operation of its own, and
 all threads wait for each other after every operation. In these kernels a thread runs a whole task,
-from logits to outputs, and the arrays of the task stay in the thread's nearest cache.
+from logits to outputs, and the arrays of the task stay in the cache of the thread's core.
 
 - `block_attention`, `linear_recurrence`: the implementations that `effattn.cores` calls, and the
   code of their kernels.

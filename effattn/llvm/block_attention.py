@@ -4,7 +4,8 @@ The first half of the file is the implementation that `effattn.cores` calls; the
 generates the kernels. A kernel handles one query head with its key head at a time.
 
 The queries of a tile are the lanes of vectors, and arrays of pairs are kept transposed, S^T (keys,
-queries): so a maximum or a sum over keys is one of whole vectors, without exchange between lanes.
+queries): so a maximum or a sum over keys is computed on whole vectors, without exchange between
+lanes.
 With Q^T, dO^T and dQ^T (features, queries), P = exp(S - L), dS = P * (dP - delta) and
 delta = rowsum(dO * O) - dL, all matrix products have the same form,
 
@@ -12,7 +13,7 @@ delta = rowsum(dO * O) - dL, all matrix products have the same form,
 
 with right operands whose rows are read as vectors. Several query tiles form a group and visit the
 keys together: a chunk of keys and values is copied once for the whole group, into contiguous memory
-that stays in the nearest cache.
+that stays in the cache of the core.
 
 - Forward: a task is one group of query tiles of one head, with an online softmax.
 - Backward: a task is one key head, with all groups of the key head's query heads, so only this task
@@ -175,7 +176,9 @@ def _call(config, x, direction, shapes, operands, splits=1):
 
 
 def _splits(shape: tuple[int, ...], queries: int) -> int:
-    """Number of tasks that share a key head, for keys of that shape: one for each thread.
+    """Number of tasks for each key head, for keys of that shape.
+
+    There are enough tasks for all threads, and at most one for each query tile.
 
     The gradients of the tasks are added up.
     """

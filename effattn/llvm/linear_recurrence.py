@@ -2,8 +2,8 @@
 
 The first half of the file is the implementation that `effattn.cores` calls; the second half
 generates the kernels. XLA computes the terms (query, key, value) of a block of tokens, and a kernel
-scans the block. In a normalised recurrence values have a last entry of 1; the kernels add this
-entry, and divide outputs by the sum of the weights that it gives.
+scans the block. In a normalised recurrence values have a last entry of 1; the kernels append
+this entry. The last entry of an output is then the sum of the weights, which divides the output.
 
 A task is one key head, with its query heads. It goes through chunks of `TILE` tokens, and the state
 S (F, D) carries the tokens before the chunk. With the queries of a chunk as lanes of vectors, and
@@ -84,7 +84,7 @@ def backward(
 
 
 def _blocks(x):
-    """Blocks of tokens whose features take 256 KB a head, and so fit in the nearest cache."""
+    """Blocks of tokens whose features take 256 KB a head, and so fit in the cache of a core."""
     features = x.state.shape[-2]
     return by_xla.Blocks(_forward_block, _backward_block, max(2**16 // features // 64, 1) * 64)
 

@@ -85,7 +85,7 @@ class Signature(NamedTuple):
     Attributes:
       arguments: arrays whose batch axes are those of the first result; a batch axis of length 1 is
         broadcast.
-      results: the first result has the batch axes and, before its own axes, no others.
+      results: the axes of the first result are the batch axes and its own axes.
       integers: number of elements of the attribute `limits`, an int64 array; 0 for a handler
         without attributes. The only other attribute is `scale`, a float32; attributes are sorted
         by name.

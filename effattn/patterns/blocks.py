@@ -159,8 +159,9 @@ class RandomBlocks(Pattern):
 
     The blocks of row r depend only on (seed, r) and the number of key blocks (reservoir sampling;
     Li 1994, "Algorithm L"). The draw does not depend on T, and a longer S only replaces some of the
-    blocks of a row by new blocks. With `causal`, row r draws from the r blocks before it, and takes
-    all of these blocks if there are at most `per_row`; then the draw does not depend on S either.
+    blocks of a row by new blocks. With `causal`, row r draws from the r blocks before it, or takes
+    all of these blocks if there are at most `per_row`. For rows up to the number of key blocks, the
+    causal draw does not depend on S.
 
     The draw can leave out blocks that another part of the pattern covers (Zaheer et al. 2020, "Big
     Bird"): the `window` blocks around the query block (an odd number, or 0 for none), and the first

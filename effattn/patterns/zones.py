@@ -2,8 +2,8 @@
 
 A zone is the set of pairs (i, j) of some heads with r0 <= i <= r1, c0 <= j <= c1 and
 d0 <= j - i <= d1: a rectangle, a band, or the intersection of both. The intersection of two zones
-is a zone. For the queries of one tile, the keys of a zone are one interval, and some query of the
-tile reaches every key of the interval. A zone therefore meets one run of key tiles and fills
+is a zone. For the queries of one tile, the keys of a zone are one interval, and at least one query
+of the tile reaches each key of the interval. A zone therefore meets one run of key tiles and fills
 another run, and no step visits tiles that no zone meets.
 """
 
@@ -260,8 +260,9 @@ def compiled(parts: Zones, frame: Frame, check: Check) -> Tiles:
     """Returns the tiles of a union of zones.
 
     A tile that a certain zone meets is kept, and a tile that a certain zone fills is full. `check`
-    decides tiles that only uncertain zones meet and tiles that several zones may fill together, up
-    to MOST_CHECKED pairs; beyond that, these tiles are kept as partial.
+    decides two groups of tiles: those that only uncertain zones meet, and those that several zones
+    may fill together. A group with more than MOST_CHECKED pairs is not checked: its tiles are kept
+    as partial.
 
     Time and memory follow the number of runs of tiles that zones meet, and the number of kept
     tiles.
@@ -304,9 +305,10 @@ def compiled(parts: Zones, frame: Frame, check: Check) -> Tiles:
 
 
 def total(parts: Zones, frame: Frame, limit: int) -> int | None:
-    """Counts the pairs in certain zones; None if a zone is uncertain or counting takes too long.
+    """Counts the pairs (head, i, j) of a union of zones.
 
-    `limit` bounds the number of runs of keys: one for each zone and each of its queries.
+    None if a zone is uncertain, or if there are more than `limit` runs of keys: one for each zone,
+    head and query.
     """
     frame = dataclasses.replace(frame, tile=(1, 1))
     extent = parts.high - parts.low + 1
