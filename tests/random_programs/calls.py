@@ -553,13 +553,14 @@ def named(values) -> dict[str, Any]:
 # The verdict.
 
 
-def amplification(mechanism: str) -> float:
-    """How much more the rounding of sums weighs than that of the arguments.
+def amplification(mechanism: str, options: Mapping[str, Any]) -> float:
+    """Factor by which rounding of the sums outweighs rounding of the arguments.
 
-    Features that a ReLU leaves near zero make a small normaliser. Gradients are then differences of
-    numbers as large as its inverse, which change alike where an argument moves.
+    ReLU features near zero make a small normaliser. Gradients are then differences of numbers as
+    large as the inverse of the normaliser, and a change of an argument changes both alike.
     """
-    return 8.0 if mechanism == "cosformer" else 1.0
+    has_relu = mechanism == "cosformer" or options.get("feature_map") == "relu"
+    return 8.0 if has_relu else 1.0
 
 
 def differences(program: Program, ours: Any, values: Any, rng: np.random.Generator):
@@ -588,5 +589,5 @@ def differences(program: Program, ours: Any, values: Any, rng: np.random.Generat
     true = in_float64(arrays)
     narrowest = max((program.dtype, program.value_dtype), key=lambda d: jnp.finfo(d).eps)
     eps = float(jnp.finfo(narrowest).eps)
-    amplified = amplification(program.subject.name)
+    amplified = amplification(program.subject.name, program.subject.options)
     yield from compare(ours, true, likely, eps, program.subject.reference.decays, amplified)

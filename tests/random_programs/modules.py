@@ -262,7 +262,9 @@ class Runner:
 
         true = truth(np.float64)
         eps = float(jnp.finfo(program.dtype).eps)
-        yield from compare(found, true, likely, eps, amplified=amplification(program.name))
+        yield from compare(
+            found, true, likely, eps, amplified=amplification(program.name, program.options)
+        )
 
     @functools.cached_property
     def whole(self):
