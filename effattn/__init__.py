@@ -67,7 +67,7 @@ from effattn.dispatch.tuning import tune
 from effattn.patterns.layouts import BlockLayout
 
 if TYPE_CHECKING:
-    from effattn import analysis, decode, nn, patterns
+    from effattn import analysis, decode, naive, nn, patterns
 
 __version__ = "0.1.0"
 
@@ -98,6 +98,7 @@ __all__ = [
     "longformer_attention",
     "lsh_attention",
     "lsh_rotations",
+    "naive",
     "nn",
     "nystrom_attention",
     "paged_attention",
@@ -130,7 +131,7 @@ __all__ = [
     "tune",
 ]
 
-_LAZY = ("analysis", "decode", "nn", "patterns")
+_LAZY = ("analysis", "decode", "naive", "nn", "patterns")
 
 if not TYPE_CHECKING:  # where every name that it does not know would be one of these
 

@@ -68,6 +68,9 @@ class Mechanism:
         otherwise it has other inputs. None if the mechanism has only a module.
       takes_heads: whether the function takes query, key and value. If not, the mechanism has a
         mixer module of its own, and no other module can call the function.
+      naive: the naive form (see `effattn.naive`): a function with the arguments of `function`, or,
+        for a mechanism that is a module alone, of the module and its tokens. Default: that of
+        `function`, if it has one.
       builder: "module:attribute" of the callable that makes the mechanism's Flax mixer; imported on
         first use. The default is a mixer for any function with `takes_heads`.
       options_at: `(length) -> options`, if the claimed complexity needs options that depend on the
@@ -105,6 +108,7 @@ class Mechanism:
     options_at: Callable[[int], Mapping[str, Any]] | None = None
     by_layer: Callable[[int], Mapping[str, Any]] | None = None
     takes_heads: bool = True
+    naive: Callable[..., Any] | None = None
     builder: str = _ANY_FUNCTION
     decoder: str | None = None
     reach: Callable[..., Any] | None = None
@@ -112,6 +116,8 @@ class Mechanism:
     knows_order: bool = False
 
     def __post_init__(self):
+        if self.naive is None:
+            object.__setattr__(self, "naive", getattr(self.function, "naive", None))
         unknown = (self.capabilities | self.reasons.keys()) - CAPABILITIES.keys()
         if unknown:
             raise ValueError(

@@ -9,9 +9,17 @@ from effattn import registry
 from effattn.arrays import dtypes
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.naive import over_tokens, with_naive
 from effattn.options import Recurrent, declared
 
 
+def naive(state, query, key, value, *, log_decay, scale):
+    """One token of one head: state `(H, Hv)`, query and key `(H,)`, value `(Hv,)`."""
+    state = jnp.exp(log_decay)[..., None] * state + jnp.outer(key, value)
+    return state, scale * (query @ state)
+
+
+@with_naive(over_tokens(naive, per_token=("log_decay",)))
 @declared
 def gated_linear_attention(
     query: jax.Array,

@@ -11,9 +11,36 @@ from effattn.arrays import dtypes
 from effattn.cores import feature_attention, feature_maps, recurrence
 from effattn.cores.feature_maps import FeatureMap
 from effattn.interfaces.linear_recurrence import Terms, clear
+from effattn.naive import over_pairs, with_naive
 from effattn.options import FeatureMapped, declared
 
 
+_NAIVE_MAPS = {
+    "identity": lambda x: x,
+    "relu": jax.nn.relu,
+    "elu": lambda x: jax.nn.elu(x) + 1,
+    "exp": jnp.exp,
+    "squared_relu": lambda x: jax.nn.relu(x) ** 2,
+    "taylor": lambda x: jax.vmap(taylor_features)(x),
+}
+
+
+def taylor_features(x):
+    """Features of one vector `(H,)` whose products are 1 + s + s^2 / 2 for s = x . y."""
+    rows, columns = jnp.triu_indices(x.size)
+    products = x[rows] * x[columns] * jnp.where(rows == columns, 0.5**0.5, 1)
+    return jnp.concatenate([jnp.ones(1, x.dtype), x, products])
+
+
+def naive(query, key, value, pairs, *, scale, feature_map, normalize, initial_state=None):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`, state `(F, Hv + 1)`."""
+    phi = _NAIVE_MAPS.get(feature_map, feature_map)
+    normalize = feature_map != "identity" if normalize is None else normalize
+    query = phi(query) if normalize else scale * phi(query)
+    return pairs.linear(query, phi(key), value, initial_state, normalize=normalize)
+
+
+@with_naive(over_pairs(naive, wide=True))
 @declared
 def linear_attention(
     query: jax.Array,

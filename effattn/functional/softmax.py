@@ -10,6 +10,7 @@ import jax
 from effattn import dispatch, registry
 from effattn.arrays import checks
 from effattn.cores import attention
+from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import Direction, Offset, Packing, Score, Sink, Softmax, Tile, Window, declared
 
 
@@ -17,6 +18,13 @@ class Options(Direction, Offset, Window, Packing, Score, Sink, Tile, Softmax, to
     """The shared options of `dot_product_attention`."""
 
 
+def naive(query, key, value, pairs, *, scale):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`. Returns output and log-sum-exp."""
+    weights, lse = pairs.softmax(scale * dot(query, key.T))
+    return dot(weights, value), lse
+
+
+@with_naive(over_pairs(naive))
 @declared
 def dot_product_attention(
     query: jax.Array,

@@ -1,0 +1,34 @@
+"""Naive forms: the formula of each mechanism, in a few lines of `jax.numpy` for one head.
+
+`effattn.naive.<name>` is the naive form of the mechanism registered under that name, with the
+arguments of its fast function: `effattn.naive.softmax(query, key, value, is_causal=True)`. The same
+form runs by `implementation="naive"`. For a mechanism that is a module alone, it takes the module
+and its tokens: `effattn.naive.lstm(mixer, x)`.
+
+A naive form is quadratic in time and memory, or steps through the tokens. Forward-mode and
+reverse-mode derivatives of any order work. Each formula stands in the file of its mechanism, as the
+function `naive`; this package maps it over heads and batch and applies the shared options. It shares
+no code with the fast forms, except the random bits of dropout.
+"""
+
+from typing import Any
+
+from effattn import registry
+from effattn.naive.form import with_naive
+from effattn.naive.pairs import Pairs, dot, over_pairs
+from effattn.naive.tokens import over_tokens
+
+__all__ = ["Pairs", "dot", "over_pairs", "over_tokens", "with_naive"]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or name not in registry.names():
+        raise AttributeError(f"no mechanism is registered as {name!r}; see effattn.registry.names()")
+    form = registry.get(name).naive
+    if form is None:
+        raise AttributeError(f"the mechanism {name!r} has no naive form")
+    return form
+
+
+def __dir__():
+    return sorted([*__all__, *(n for n in registry.names() if registry.get(n).naive is not None)])

@@ -1,0 +1,73 @@
+"""Decorator that gives a function its naive form."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def with_naive(naive: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Decorator: `implementation="naive"` runs the naive form, as does the attribute `naive`.
+
+    A function without an argument `implementation` gets one: None, "xla" or "naive".
+
+    Args:
+      naive: the naive form, from `over_pairs` or `over_tokens`: takes the arguments of the function
+        by name.
+    """
+
+    def decorate(function):
+        signature = inspect.signature(function)
+        has_option = "implementation" in signature.parameters
+
+        def fast(args, kwargs, implementation):
+            if has_option:
+                return function(*args, **kwargs, implementation=implementation)
+            if not {None, "xla"} & {*_names(implementation)}:
+                raise NotImplementedError(
+                    f"{function.__name__} has the implementations 'xla' and 'naive', got "
+                    f"implementation={implementation!r}"
+                )
+            return function(*args, **kwargs)
+
+        @functools.wraps(naive)
+        def form(*args, **kwargs):
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return naive(**given.arguments)
+
+        @functools.wraps(function)
+        def call(*args, implementation=None, **kwargs):
+            names = _names(implementation)
+            if "naive" not in names:
+                return fast(args, kwargs, implementation)
+            if before := names[: names.index("naive")]:
+                with contextlib.suppress(NotImplementedError):
+                    return fast(args, kwargs, before)
+            # The checks of arguments are those of the fast form.
+            jax.eval_shape(lambda: function(*args, **kwargs))
+            return form(*args, **kwargs)
+
+        if not has_option:
+            option = inspect.Parameter(
+                "implementation", inspect.Parameter.KEYWORD_ONLY, default=None
+            )
+            call.__signature__ = signature.replace(
+                parameters=[*signature.parameters.values(), option]
+            )
+        form.__signature__ = signature
+        form.__name__ = function.__name__
+        call.naive = form
+        return call
+
+    return decorate
+
+
+def _names(implementation: Any) -> tuple[Any, ...]:
+    is_several = isinstance(implementation, tuple | list)
+    return tuple(implementation) if is_several else (implementation,)

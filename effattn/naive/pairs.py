@@ -1,0 +1,322 @@
+"""Naive forms over all pairs of a query and a key."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn.arrays import dropout
+from effattn.naive import lifting
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product `a @ b` in the dtype of b, summed in at least float32."""
+    wide = jnp.promote_types(b.dtype, jnp.float32)
+    return jnp.matmul(a.astype(b.dtype), b, preferred_element_type=wide)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Which pairs of one head may attend, and what the options do to their logits and weights.
+
+    Attributes:
+      allowed: bool `(T, S)`, by direction, window, mask, padding and packing.
+      i: int `(T,)`, positions of the queries.
+      j: int `(S,)`, positions of the keys.
+      valid: bool `(T,)`, the queries that are not padding.
+      present: bool `(S,)`, the keys that are not padding.
+      query_ids: int `(T,)`, segment ids of the queries; ones if nothing is packed.
+      key_ids: int `(S,)`, those of the keys.
+      is_causal: whether attention is causal; a bool, or a traced one.
+      change: `(logits, i, j) -> logits`: the bias, the soft cap and `score_mod`.
+      keep: `(weights, i, j) -> weights`: dropout.
+      sink: logit of the sink, or None.
+    """
+
+    allowed: jax.Array
+    i: jax.Array
+    j: jax.Array
+    valid: jax.Array
+    present: jax.Array
+    query_ids: jax.Array
+    key_ids: jax.Array
+    is_causal: bool | jax.Array
+    change: Callable[..., jax.Array]
+    keep: Callable[..., jax.Array]
+    sink: jax.Array | None = None
+
+    def where(self, allowed: jax.Array) -> "Pairs":
+        """The pairs that are also `allowed`, bool `(T, S)`."""
+        return dataclasses.replace(self, allowed=self.allowed & allowed)
+
+    def logits(self, products: jax.Array) -> jax.Array:
+        """Logits `(T, S)` from scaled products: with bias, soft cap and `score_mod`."""
+        return self.change(products, self.i[:, None], self.j)
+
+    def weights(self, weights: jax.Array) -> jax.Array:
+        """Weights `(T, S)` after dropout, with zeros where a pair may not attend."""
+        return self.keep(jnp.where(self.allowed, weights, 0), self.i[:, None], self.j)
+
+    def softmax(self, products: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Softmax over the keys of the logits of scaled products; the sink is one more key.
+
+        Returns:
+          Weights `(T, S)` after dropout, zeros for a query without keys; the log-sum-exp `(T,)`.
+        """
+        logits = jnp.where(self.allowed, self.logits(products), -jnp.inf)
+        if self.sink is not None:
+            sink = jnp.where(self.valid, self.sink.astype(logits.dtype), -jnp.inf)
+            logits = jnp.concatenate([logits, sink[:, None]], 1)
+        largest = jax.lax.stop_gradient(logits.max(1, initial=-jnp.inf))
+        largest = jnp.where(largest == -jnp.inf, 0, largest)
+        weights = jnp.exp(logits - largest[:, None])
+        total = weights.sum(1)
+        is_empty, total = total == 0, jnp.where(total == 0, 1, total)
+        lse = jnp.where(is_empty, -jnp.inf, jnp.log(total) + largest)
+        weights = (weights / total[:, None])[:, : self.allowed.shape[1]]
+        return self.keep(weights, self.i[:, None], self.j), lse
+
+    def linear(self, query, key, value, state=None, *, normalize=True):
+        """Attention with weights `query @ key.T` of features, and with a state.
+
+        Args:
+          query: features `(T, F)`.
+          key: features `(S, F)`.
+          value: `(S, Hv)`.
+          state: sums before the first key, `(F, Hv)`; `(F, Hv + 1)` if normalised, with the sum of
+            the weights last. None is zero.
+          normalize: divide the output by the sum of the weights.
+
+        Returns:
+          The output `(T, Hv)` and the sums after the last key.
+        """
+        if normalize:
+            value = jnp.concatenate([value, jnp.ones_like(value[:, :1])], 1)
+        value = value.astype(key.dtype)
+        out = self.weights(query @ key.T) @ value
+        sums = jnp.where(self.reaches_final[:, None], key, 0).T @ value
+        if state is not None:
+            state = state.astype(out.dtype)
+            out = out + jnp.where(self.reads_initial[:, None], query, 0) @ state
+            sums = sums + jnp.where(self.keeps_initial, state, 0)
+        if normalize:
+            total = out[:, -1:]
+            out = jnp.where(total == 0, 0, out[:, :-1] / jnp.where(total == 0, 1, total))
+        return out, sums
+
+    @property
+    def first_id(self) -> jax.Array:
+        """The id of the first document."""
+        return self.key_ids[jnp.argmax(self.key_ids != 0)]
+
+    @property
+    def last_id(self) -> jax.Array:
+        """The id of the last document; that of the first if all keys are padding."""
+        last = self.key_ids[self.present.size - 1 - jnp.argmax(self.present[::-1])]
+        return jnp.where(self.present.any(), last, self.first_id)
+
+    @property
+    def reads_initial(self) -> jax.Array:
+        """Bool `(T,)`, the queries that read the initial state: those of the first document."""
+        return self.valid & (self.query_ids == self.first_id)
+
+    @property
+    def reaches_final(self) -> jax.Array:
+        """Bool `(S,)`, the keys that the final state holds: those of the last document."""
+        return self.present & (self.key_ids == self.last_id)
+
+    @property
+    def keeps_initial(self) -> jax.Array:
+        """Bool `()`, whether the final state holds the initial one."""
+        return self.first_id == self.last_id
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Shared:
+    """Shared options that are neither of an example nor of a head."""
+
+    is_causal: bool | jax.Array
+    window: Any = None
+    soft_cap: Any = None
+    score_mod: Any = None
+    dropout_rate: float = 0.0
+    seed: Any = None
+
+    def pairs(self, query_ids, key_ids, b, h, *, offset, lengths, bias, mask, sink) -> Pairs:
+        """The pairs of head h of example b."""
+        i, j = jnp.arange(query_ids.size) + offset, jnp.arange(key_ids.size)
+        ahead = j - i[:, None]
+        valid, present = map(lifting.present_tokens, (query_ids, key_ids), lengths)
+        allowed = valid[:, None] & present & (query_ids[:, None] == key_ids)
+        allowed = allowed & (jnp.logical_not(self.is_causal) | (ahead <= 0))
+        if self.window is not None:
+            left, right = self.window if isinstance(self.window, tuple) else (self.window,) * 2
+            allowed = allowed & (-left <= ahead) & (ahead <= right)
+        if mask is not None:
+            allowed = allowed & mask
+
+        def change(logits, i, j):
+            if bias is not None:
+                logits = logits + bias
+            if self.soft_cap is not None:
+                logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+            if self.score_mod is not None:
+                logits = self.score_mod(logits, b, h, i, j).astype(logits.dtype)
+            return logits
+
+        def keep(weights, i, j):
+            if self.seed is None:
+                return weights
+            kept = dropout.keep(self.seed, self.dropout_rate, b, h, i, j)
+            return jnp.where(kept, weights / (1 - self.dropout_rate), 0)
+
+        return Pairs(
+            allowed=allowed,
+            i=i,
+            j=j,
+            valid=valid,
+            present=present,
+            query_ids=query_ids,
+            key_ids=key_ids,
+            is_causal=self.is_causal,
+            change=change,
+            keep=keep,
+            sink=sink,
+        )
+
+
+def over_pairs(
+    naive: Callable[..., Any],
+    *,
+    per_token: Sequence[str] = (),
+    per_head: Mapping[str, int] | None = None,
+    per_example: Sequence[str] = (),
+    heads: bool = True,
+    is_causal: bool = True,
+    wide: bool = False,
+) -> Callable[..., Any]:
+    """The naive form of all heads and examples, with the arguments of the fast function.
+
+    Args:
+      naive: `naive(query, key, value, pairs, **own)` of one head: query `(T, H)`, key `(S, H)`,
+        value `(S, Hv)` and the `Pairs`. Returns the output `(T, Hv)`, or the output and a second
+        result: the log-sum-exp `(T,)`, or the state. The inputs before `pairs` may have other
+        names: the first has a row for each query, the others have a row for each key. Of the shared
+        options, `naive` receives `scale`, `local_window_size` and `initial_state` if it names them.
+      per_token: names of own arguments `(*B, S, K, ...)`, or `(S, K, ...)` for all examples.
+      per_head: own arguments `(K, ...)` or `(N, ...)`, with the number of axes of one head; an
+        array of that many axes is for all heads.
+      per_example: names of own arguments `(*B, ...)`.
+      heads: False if the inputs have no axis of heads.
+      is_causal: direction, for a mechanism without an argument `is_causal`.
+      wide: give `naive` its arrays in at least float32.
+    """
+    parameters = list(inspect.signature(naive).parameters)
+    inputs = parameters[: parameters.index("pairs")]
+    own = parameters[len(inputs) + 1 :]
+    ranks = dict(per_head or {})
+    causal = is_causal
+
+    @functools.partial(lifting.named, like=naive)
+    def call(**given: Any) -> Any:
+        first, *_, last = arrays = [jnp.asarray(given[name]) for name in inputs]
+        axis = -3 if heads else -2
+        shape, queries, keys = last.shape[:axis], first.shape[axis], last.shape[axis]
+        counts = [x.shape[-2] for x in arrays]
+        num_heads = max(counts) if heads else None
+        arrays = [jnp.broadcast_to(x, (*shape, *x.shape[axis:])) for x in arrays]
+
+        def of_examples(array, *own_shape):
+            return None if array is None else jnp.broadcast_to(array, (*shape, *own_shape))
+
+        def of_pairs(array):
+            full = (*shape, num_heads or 1, queries, keys)
+            return None if array is None else jnp.broadcast_to(array, full)
+
+        rate = given.get("dropout_rate", 0.0)
+        shared = _Shared(
+            is_causal=given.get("is_causal", causal),
+            window=None if "local_window_size" in own else given.get("local_window_size"),
+            soft_cap=given.get("logits_soft_cap"),
+            score_mod=given.get("score_mod"),
+            dropout_rate=rate,
+            seed=dropout.seed_from_rng(given["dropout_rng"]) if rate else None,
+        )
+        ids = given.get("segment_ids")
+        query_ids, key_ids = ids if isinstance(ids, tuple | list) else (ids, ids)
+        lengths = given.get("lengths")
+        static = {name: given[name] for name in own if name in given}
+        if "scale" in own and static.get("scale") is None:
+            static["scale"] = first.shape[-1] ** -0.5
+        state = static.pop("initial_state", None)
+        own_tokens = {
+            name: lifting.per_example_tokens(static.pop(name, None), shape, keys)
+            for name in per_token
+        }
+        own_heads = {n: lifting.per_head_array(static.pop(n, None), r) for n, r in ranks.items()}
+        own_examples = {name: static.pop(name, None) for name in per_example}
+        second = next((n for n in ("state", "residual") if given.get(f"return_{n}")), None)
+
+        def one(query_ids, key_ids, b, h=0, offset=0, bias=None, mask=None, sink=None, **mapped):
+            pairs = shared.pairs(
+                query_ids,
+                key_ids,
+                jnp.asarray(b),
+                jnp.asarray(h),
+                offset=offset,
+                lengths=(mapped.pop("query_lengths", None), mapped.pop("key_lengths", None)),
+                bias=bias,
+                mask=mask,
+                sink=sink,
+            )
+            for name in (*inputs, *per_token):
+                if name in mapped:
+                    present = pairs.valid if name == inputs[0] else pairs.present
+                    mapped[name] = lifting.without_padding(mapped[name], present)
+            if wide:
+                mapped = {name: lifting.widened(x, *arrays) for name, x in mapped.items()}
+            rows = [mapped.pop(name) for name in inputs]
+            result = naive(*rows, pairs, **static, **mapped)
+            out, *others = result if isinstance(result, tuple) else (result,)
+            out = lifting.without_padding(out, pairs.valid).astype(last.dtype)
+            return out if second is None else (out, *others)
+
+        ones = jnp.ones(max(queries, keys), jnp.int32)
+        with lifting.precision(given.get("precision")):
+            result = lifting.over_heads(
+                one,
+                len(shape),
+                num_heads,
+                tokens={**dict(zip(inputs, arrays, strict=True)), **own_tokens},
+                heads={
+                    **own_heads,
+                    "h": None if num_heads is None else jnp.arange(num_heads),
+                    "sink": given.get("sink"),
+                },
+                examples={
+                    **own_examples,
+                    "query_ids": of_examples(
+                        ones[:queries] if query_ids is None else query_ids, queries
+                    ),
+                    "key_ids": of_examples(ones[:keys] if key_ids is None else key_ids, keys),
+                    "b": jnp.arange(jnp.zeros(shape).size).reshape(shape),
+                    "offset": of_examples(given.get("query_offset", 0)),
+                    "query_lengths": of_examples(given.get("query_seq_lengths", lengths)),
+                    "key_lengths": of_examples(given.get("key_value_seq_lengths", lengths)),
+                },
+                both={
+                    "bias": of_pairs(given.get("bias")),
+                    "mask": of_pairs(given.get("mask")),
+                    "initial_state": state,
+                },
+                out_axes=1 if second is None else (1, 0 if second == "state" else 1),
+            )
+        if second != "state" or not heads:
+            return result
+        return result[0], lifting.first_of_groups(result[1], len(shape), counts[-1])
+
+    return call
