@@ -14,7 +14,6 @@ from effattn.interfaces.linear_recurrence import Terms, clear
 from effattn.naive import over_pairs, with_naive
 from effattn.options import FeatureMapped, declared
 
-
 _NAIVE_MAPS = {
     "identity": lambda x: x,
     "relu": jax.nn.relu,

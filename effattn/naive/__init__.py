@@ -7,8 +7,8 @@ and its tokens: `effattn.naive.lstm(mixer, x)`.
 
 A naive form is quadratic in time and memory, or steps through the tokens. Forward-mode and
 reverse-mode derivatives of any order work. Each formula stands in the file of its mechanism, as the
-function `naive`; this package maps it over heads and batch and applies the shared options. It shares
-no code with the fast forms, except the random bits of dropout.
+function `naive`; this package maps it over heads and batch, and applies the shared options. It
+shares no code with the fast forms, except the random bits of dropout.
 """
 
 from typing import Any
@@ -23,7 +23,9 @@ __all__ = ["Pairs", "dot", "over_pairs", "over_tokens", "with_naive"]
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or name not in registry.names():
-        raise AttributeError(f"no mechanism is registered as {name!r}; see effattn.registry.names()")
+        raise AttributeError(
+            f"no mechanism is registered as {name!r}; registered are {', '.join(registry.names())}"
+        )
     form = registry.get(name).naive
     if form is None:
         raise AttributeError(f"the mechanism {name!r} has no naive form")
