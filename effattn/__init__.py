@@ -67,7 +67,7 @@ from effattn.dispatch.tuning import tune
 from effattn.patterns.layouts import BlockLayout
 
 if TYPE_CHECKING:
-    from effattn import analysis, decode, naive, nn, patterns
+    from effattn import analysis, decode, naive, nn, patterns, testing
 
 __version__ = "0.1.0"
 
@@ -128,10 +128,11 @@ __all__ = [
     "state_space_duality",
     "support",
     "synthesizer_attention",
+    "testing",
     "tune",
 ]
 
-_LAZY = ("analysis", "decode", "naive", "nn", "patterns")
+_LAZY = ("analysis", "decode", "naive", "nn", "patterns", "testing")
 
 if not TYPE_CHECKING:  # where every name that it does not know would be one of these
 

@@ -319,4 +319,5 @@ def over_pairs(
             return result
         return result[0], lifting.first_of_groups(result[1], len(shape), counts[-1])
 
+    call.per_token, call.per_head = tuple(per_token), tuple(ranks)  # type: ignore[attr-defined]
     return call

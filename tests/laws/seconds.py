@@ -24,7 +24,7 @@ def name_of(item: pytest.Item) -> str | None:
         (parameters[k] for k in ("subject", "mechanism", "mixer") if k in parameters), None
     )
     # Where nobody claims what a law is of, pytest has a name of its own.
-    return subject.name if hasattr(subject, "entry") else None
+    return subject.entry.name if hasattr(subject, "entry") else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,58 @@
+"""The inputs on which a mechanism is tested."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """Inputs and options on which the laws test a mechanism. All fields have defaults.
+
+    Attributes:
+      variants: sets of options by label. The first one goes through every law, the others through
+        the laws about values.
+      tuning: arguments that may not change a result, with values that cut the test lengths into
+        several pieces, the last of them shorter.
+      arguments: `(rng, sizes) -> arrays by name`: the mechanism's own arrays with gradients; `rng`
+        is a NumPy generator and `sizes` a `Sizes`. An array named query or key replaces the drawn
+        one.
+      masks: names of own bool arguments `(*B, T)`, each with `length -> options` that a call with
+        the mask needs.
+      decays: names of own arguments that are logarithms of decays; at least float32 in every call.
+      initial_state: `(rng, shapes) -> state`, random, from a pytree of `jax.ShapeDtypeStruct`.
+        Default: uniform in [0.1, 1).
+      state_and_segments: whether a bidirectional call takes a state and `segment_ids` together.
+      normalized: whether the weights of a query sum to 1.
+      bounded: `arrays -> arrays` that keeps extreme inputs in the range where the mechanism
+        promises finite results; default: all inputs.
+      least_tokens: least number of tokens that the options allow.
+      decoding: options that replace those of the variant in decoding.
+      module: options of the mixer; None for those of the variant.
+      mix: for a mechanism without heads, `(mixer, x (T, D)) -> (T, D)`: its naive form with the
+        mixer's parameters. Default: the registered naive form.
+      cost: for a mechanism without heads, `length -> options` at which its cost is counted.
+      transforms: whether it runs Fourier transforms.
+      drawn: names of arrays in the mixer that are drawn and not learned: they have no gradient.
+      narrow: options for 16 bits, where rounding would change a choice between numbers.
+    """
+
+    variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {"": {}})
+    tuning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: Callable[..., dict[str, Any]] = lambda rng, sizes: {}
+    masks: Mapping[str, Callable[[int], Mapping[str, Any]]] = dataclasses.field(
+        default_factory=dict
+    )
+    decays: frozenset[str] = frozenset()
+    initial_state: Callable[..., Any] | None = None
+    state_and_segments: bool = True
+    normalized: bool = True
+    bounded: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    least_tokens: int = 1
+    decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    module: Mapping[str, Any] | None = None
+    mix: Callable[..., Any] | None = None
+    cost: Callable[[int], Mapping[str, Any]] = lambda length: {}
+    transforms: bool = False
+    drawn: frozenset[str] = frozenset()
+    narrow: Mapping[str, Any] = dataclasses.field(default_factory=dict)

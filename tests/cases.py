@@ -1,0 +1,240 @@
+"""The inputs and options on which the laws test each mechanism."""
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from effattn.testing import Case
+
+Tiled = functools.partial(Case, tuning={"tile": (5, 4)})
+Chunked = functools.partial(Case, tuning={"chunk_size": 3})
+# Attention by a feature map has a state in bidirectional calls too, but not of packed documents.
+FeatureMapped = functools.partial(Chunked, state_and_segments=False)
+Recurrent = functools.partial(Chunked, normalized=False)
+
+
+def normal(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def projections(rows, length):
+    """Random projections; the rows of values' sum to 1, so that equal values are kept."""
+    rng = np.random.default_rng(0)
+    of_keys, of_values = rng.normal(size=(2, *rows, length)) / length**0.5
+    of_values[..., -1] += 1 - of_values.sum(-1)
+    return {"key_projection": of_keys, "value_projection": of_values}
+
+
+def in_float32(arrays):
+    return {name: x.astype(np.float32) for name, x in arrays.items()}
+
+
+def tokens(sizes, *size):
+    return (*sizes.batch, sizes.keys, sizes.key_heads, *size)
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+# Of the 6 blocks of 17 tokens; some are in the window or global too, and one is named twice.
+RANDOM_BLOCKS = np.array([[3, 1], [4, -1], [0, 2], [1, 1], [0, 3], [2, 4]], np.int32)
+
+
+def positive(rng, sizes):
+    """Queries and keys of which every pair has enough positive entries in common.
+
+    The sum of the weights is nearly zero otherwise, and the error of every form is large.
+    """
+    of_query = (*sizes.batch, sizes.queries, sizes.heads, sizes.size)
+    return {
+        "query": rng.uniform(-0.5, 1.5, size=of_query),
+        "key": rng.uniform(-0.5, 1.5, size=tokens(sizes, sizes.size)),
+    }
+
+
+def after_tokens(rng, shape):
+    """The state of Based after some tokens; for others, the weights of a query may sum to zero."""
+    *batch, width, size = shape.shape
+    head_size = next(h for h in range(width) if 1 + h + h * (h + 1) // 2 == width)
+    x, values = (rng.normal(size=(*batch, 4, n)) for n in (head_size, size))
+    values[..., -1] = 1
+    rows, columns = np.triu_indices(head_size)
+    squares = x[..., rows] * x[..., columns] * np.where(rows == columns, 0.5**0.5, 1)
+    features = np.concatenate([np.ones_like(x[..., :1]), x, squares], -1)
+    return np.einsum("...sf,...sd->...fd", features, values)
+
+
+def strengths(rng, sizes):
+    """Strengths for keys whose length is about the square root of their size."""
+    return {"beta": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size}
+
+
+def strengths_and_decays(rng, sizes):
+    return {**strengths(rng, sizes), "log_decay": -rng.uniform(0, 1, size=tokens(sizes))}
+
+
+def bounded_strengths(arrays):
+    """Strengths with which the state stays bounded for any keys: beta |k|^2 <= 1."""
+    beta = arrays["beta"] / jnp.maximum(1, (arrays["key"] ** 2).sum(-1))
+    return {**arrays, "beta": beta.astype(arrays["beta"].dtype)}
+
+
+def removals(rng, sizes):
+    shape = tokens(sizes, sizes.size)
+    removal_key = rng.normal(size=shape)
+    return {
+        "log_decay": -rng.uniform(0, 1, size=shape),
+        "removal_key": removal_key / np.linalg.norm(removal_key, axis=-1, keepdims=True),
+        "learning_rate": rng.uniform(0, 1, size=shape),
+    }
+
+
+# Mechanisms of query, key and value.
+FUNCTIONS = {
+    "softmax": Tiled(),
+    "additive": Tiled(
+        arguments=lambda rng, sizes: {
+            "query_kernel": rng.normal(size=(sizes.heads, sizes.size, 3)),
+            "key_kernel": rng.normal(size=(sizes.heads, sizes.size, 3)),
+            "score": rng.normal(size=(sizes.heads, 3)),
+        },
+    ),
+    "sigmoid": Tiled(variants={"": {"logit_bias": -2.0}}, normalized=False),
+    "squared_relu": Tiled(variants={"": {"divisor": 7.0}}, normalized=False),
+    "sliding_window": Tiled(variants={"": {"local_window_size": (3, 2)}}),
+    "dilated": Tiled(variants={"": {"local_window_size": (2, 1), "dilation": 3}}),
+    "longformer": Tiled(
+        variants={"": {"local_window_size": (3, 2)}},
+        masks={"global_mask": lambda length: {"max_global": length}},
+    ),
+    "sparse_transformer": Tiled(variants={"": {"stride": 4}}),
+    "block_sparse": Case(
+        variants={"": {"block_size": 3, "block_mask": lambda m, n: (m + 2 * n) % 3 != 1}}
+    ),
+    "bigbird": Case(
+        variants={
+            "": {
+                "block_size": 3,
+                "num_window_blocks": 1,
+                "num_global_blocks": (1, 1),
+                "random_blocks": RANDOM_BLOCKS,
+            }
+        },
+        # The last blocks are known only when all tokens are.
+        decoding={"num_global_blocks": 1},
+    ),
+    "random": Case(variants={"": {"block_size": 3, "random_blocks": RANDOM_BLOCKS}}),
+    "hierarchical": Tiled(
+        variants={
+            "": {"segment_size": 4, "num_levels": 1, "num_summaries": 2},
+            "levels": {"segment_size": 2, "num_levels": 3, "num_summaries": 1},
+        },
+    ),
+    "linear": FeatureMapped(
+        variants={name: {"feature_map": name or "elu"} for name in ("", "relu", "identity")}
+    ),
+    "based": FeatureMapped(initial_state=after_tokens),
+    "cosformer": FeatureMapped(variants={"": {"max_length": 17}}, arguments=positive),
+    "hedgehog": FeatureMapped(
+        arguments=lambda rng, sizes: {
+            name: rng.normal(size=(sizes.key_heads, 4, sizes.size))
+            for name in ("query_projection", "key_projection")
+        },
+    ),
+    "performer": FeatureMapped(
+        variants={"": {"kernel": "softmax"}},
+        arguments=lambda rng, sizes: {
+            "projection": rng.normal(size=(sizes.key_heads, 7, sizes.size))
+        },
+    ),
+    "random_features": FeatureMapped(
+        # Vectors so short that sums of cosines stay away from zero.
+        arguments=lambda rng, sizes: {
+            "projection": rng.normal(size=(sizes.key_heads, 7, sizes.size)) / 3
+        },
+    ),
+    "retention": Recurrent(
+        arguments=lambda rng, sizes: {"log_decay": -rng.uniform(0, 1, size=sizes.key_heads)},
+        decays=frozenset({"log_decay"}),
+    ),
+    "gated_linear": Recurrent(
+        arguments=lambda rng, sizes: {
+            "log_decay": -rng.uniform(0, 1, size=tokens(sizes, sizes.size))
+        },
+        decays=frozenset({"log_decay"}),
+    ),
+    "rwkv6": Recurrent(
+        arguments=lambda rng, sizes: {
+            "log_decay": -rng.uniform(0, 1, size=tokens(sizes, sizes.size)),
+            "bonus": rng.normal(size=(sizes.key_heads, sizes.size)),
+        },
+        decays=frozenset({"log_decay"}),
+    ),
+    "mamba2": Recurrent(
+        arguments=lambda rng, sizes: {
+            "step_size": softplus(rng.normal(size=tokens(sizes))),
+            "rate": -rng.uniform(0.2, 1, size=sizes.key_heads),
+        },
+        decays=frozenset({"rate"}),
+    ),
+    "mamba": Recurrent(
+        arguments=lambda rng, sizes: {
+            "step_size": softplus(rng.normal(size=tokens(sizes, sizes.value_size))),
+            "rate": -rng.uniform(0.2, 1, size=(sizes.key_heads, sizes.value_size, sizes.size)),
+        },
+        decays=frozenset({"rate"}),
+    ),
+    "delta_net": Recurrent(arguments=strengths, bounded=bounded_strengths),
+    "gated_delta_net": Recurrent(
+        arguments=strengths_and_decays,
+        decays=frozenset({"log_decay"}),
+        bounded=bounded_strengths,
+    ),
+    "rwkv7": Recurrent(arguments=removals, decays=frozenset({"log_decay"})),
+    "linformer": Tiled(variants={"": projections((7,), 17), "by head": projections((2, 6), 19)}),
+    "block_linformer": Tiled(
+        variants={
+            "": in_float32(projections((2,), 4)),
+            "by head": in_float32(projections((2, 3), 5)),
+        },
+        module={"block_size": 4, "num_projected": 2},
+    ),
+    "long_short": Tiled(
+        variants={
+            "": {"window_size": 3, "segment_size": 4, "projection": normal(6, 2)},
+            "scores": {"window_size": 4, "slot_scores": normal(17, 2, 3)},
+        },
+        module={"window_size": 3, "segment_size": 4, "num_projected": 2},
+    ),
+    "nystrom": Tiled(
+        variants={
+            "": {"num_landmarks": 4},
+            "skip": {"num_landmarks": 3, "skip_kernel": normal(4, 5)},
+            "more landmarks than queries": {"num_landmarks": 9},
+        },
+        least_tokens=4,
+    ),
+    "routing": Tiled(
+        variants={"": {"cluster_size": 5}},
+        module={"num_clusters": 3, "cluster_size": 4, "local_window_size": 2},
+        arguments=lambda rng, sizes: {
+            "centroids": rng.normal(
+                size=(sizes.heads, max(math.isqrt(sizes.queries), 2), sizes.size)
+            )
+        },
+    ),
+}
+
+from tests.references import MIXERS as _MIXERS  # noqa: E402  (until the mixers' cases stand here)
+
+MIXERS = {
+    name: Case(
+        mix=r.mix, variants=r.variants, tuning=r.tuning, cost=r.cost, transforms=r.transforms,
+        drawn=r.drawn, narrow=r.narrow,
+        bounded=lambda a, b=r.bounded: {**a, "x": a["x"] * np.float32(b)},
+    )
+    for name, r in _MIXERS.items()
+}
