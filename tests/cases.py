@@ -215,10 +215,12 @@ FUNCTIONS = {
             "skip": {"num_landmarks": 3, "skip_kernel": normal(4, 5)},
             "more landmarks than queries": {"num_landmarks": 9},
         },
+        mixes_queries=True,  # landmarks are means of queries
         least_tokens=4,
     ),
     "routing": Tiled(
         variants={"": {"cluster_size": 5}},
+        mixes_queries=True,  # a cluster chooses among queries
         module={"num_clusters": 3, "cluster_size": 4, "local_window_size": 2},
         arguments=lambda rng, sizes: {
             "centroids": rng.normal(
@@ -232,8 +234,13 @@ from tests.references import MIXERS as _MIXERS  # noqa: E402  (until the mixers'
 
 MIXERS = {
     name: Case(
-        mix=r.mix, variants=r.variants, tuning=r.tuning, cost=r.cost, transforms=r.transforms,
-        drawn=r.drawn, narrow=r.narrow,
+        mix=r.mix,
+        variants=r.variants,
+        tuning=r.tuning,
+        cost=r.cost,
+        transforms=r.transforms,
+        drawn=r.drawn,
+        narrow=r.narrow,
         bounded=lambda a, b=r.bounded: {**a, "x": a["x"] * np.float32(b)},
     )
     for name, r in _MIXERS.items()

@@ -34,8 +34,9 @@ from effattn.nn import (
     as_attention_fn,
     generate,
 )
+from effattn.testing import functions
+from tests.cases import MIXERS
 from tests.laws import battery
-from tests.references import MIXERS
 
 PUBLIC = {name: getattr(effattn, name) for name in effattn.__all__}
 FUNCTIONS = {name: one for name, one in PUBLIC.items() if inspect.isfunction(one)}
@@ -87,7 +88,7 @@ def test_flags_are_true_or_false(function, name, annotation):
 
 @functools.cache
 def arrays_of(subject):
-    drawn = battery.draw_arrays(subject, battery.SQUARE, everything=False)
+    drawn = functions.draw_arrays(subject, functions.SQUARE, everything=False)
     return {name: np.asarray(x, np.float32) for name, x in drawn.items()}
 
 

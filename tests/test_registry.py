@@ -10,7 +10,7 @@ from flax import nnx
 
 import effattn
 from effattn import registry
-from tests.references import MIXERS, REFERENCES
+from tests.cases import FUNCTIONS, MIXERS
 
 
 def entry(**changes):
@@ -35,8 +35,8 @@ def scratch(monkeypatch):
 
 
 def test_every_mechanism_has_a_reference_and_none_is_left_over():
-    assert {*REFERENCES, *MIXERS} == set(registry.names())
-    assert all(registry.get(name).takes_heads == (name in REFERENCES) for name in registry.names())
+    assert {*FUNCTIONS, *MIXERS} == set(registry.names())
+    assert all(registry.get(name).takes_heads == (name in FUNCTIONS) for name in registry.names())
 
 
 @pytest.mark.parametrize("name", registry.names())

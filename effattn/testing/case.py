@@ -26,6 +26,7 @@ class Case:
       normalized: whether the weights of a query sum to 1.
       bounded: `arrays -> arrays` that keeps extreme inputs in the range where the mechanism
         promises finite results; default: all inputs.
+      mixes_queries: whether a query changes the outputs of other queries.
       least_tokens: least number of tokens that the options allow.
       decoding: options that replace those of the variant in decoding.
       module: options of the mixer; None for those of the variant.
@@ -48,6 +49,7 @@ class Case:
     state_and_segments: bool = True
     normalized: bool = True
     bounded: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    mixes_queries: bool = False
     least_tokens: int = 1
     decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     module: Mapping[str, Any] | None = None

@@ -239,7 +239,8 @@ def neutral(subject: Subject, sizes: Sizes, extent: Extent) -> dict[str, Any]:
         known["query_seq_lengths"] = np.full(batch, queries, np.int32)
         known["key_value_seq_lengths"] = np.full(batch, keys, np.int32)
     if subject.has("segments") and takes_segments(subject, extent):
-        known["segment_ids"] = np.ones((*batch, keys), np.int32)
+        ids = (np.ones((*batch, length), np.int32) for length in (queries, keys))
+        known["segment_ids"] = next(ids) if queries == keys else tuple(ids)
     if subject.has("offset"):
         known["query_offset"] = np.zeros(batch, np.int32)
     if subject.has("mask"):
@@ -406,12 +407,12 @@ def as_float64(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
-def assert_close(ours, expected, rtol: float) -> None:
-    """Equal to `rtol` of each array's largest entry, infinities in the same places."""
+def assert_close(ours, expected, rtol: float, least: float = 1.0) -> None:
+    """Asserts equality to `rtol` of each array's largest entry, or of `least` if that is larger."""
     for (path, a), b in zip(
         jax.tree.leaves_with_path(to_numpy(ours)), jax.tree.leaves(to_numpy(expected)), strict=True
     ):
-        size = np.abs(b[np.isfinite(b)]).max(initial=1)
+        size = np.abs(b[np.isfinite(b)]).max(initial=least)
         np.testing.assert_allclose(
             a, b, rtol=rtol, atol=rtol * size, err_msg=jax.tree_util.keystr(path)
         )

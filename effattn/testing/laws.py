@@ -69,7 +69,32 @@ def agrees_with_the_naive_form(subject: Subject) -> None:
         for path, gradient in jax.tree.leaves_with_path(expected[1].get("mixer")):
             drawn = any(name in jax.tree_util.keystr(path) for name in subject.case.drawn)
             assert np.any(gradient) != drawn, path
-        assert_close(ours, expected, subject.tolerance)
+        assert_close(ours, expected, subject.tolerance, subject.least)
+
+    with jax.enable_x64(True):
+        holds()
+
+
+@law(lambda subject: isinstance(subject, OfFunction) and subject.has("bidirectional"))
+def agrees_with_the_naive_form_in_both_directions(subject: OfFunction) -> None:
+    """Bidirectional calls, of unequal lengths if claimed, with dropout, soft cap and `score_mod`."""
+    of_function = subject.subject
+    sizes = functions.CROSS if subject.has("cross") else functions.SQUARE
+    extent = functions.Extent(False, everything=True, simple=False, tuning=False)
+    agrees(of_function, sizes, extent)
+
+
+def agrees(subject: functions.Subject, sizes: functions.Sizes, extent: functions.Extent) -> None:
+    """A function equals its naive form, with all gradients, in float64."""
+
+    @draws(8)
+    @given(functions.draw_known(subject, sizes, extent), st.integers(0, 99))
+    def holds(known, seed):
+        arrays = functions.draw_arrays(subject, sizes, extent.everything, seed)
+        cotangents = functions.cotangents_of(subject, extent, arrays, known)
+        ours = functions.program(subject, extent)(arrays, known, cotangents)
+        expected = functions.run_naive(subject, sizes, extent, arrays, known, cotangents)
+        assert_close(ours, expected, 1e-12)
 
     with jax.enable_x64(True):
         holds()
@@ -200,7 +225,7 @@ def padded_rows_give_what_they_give_alone(subject: Subject) -> None:
         first = {**arrays, "x": arrays["x"][:, :size]}
         alone, of_alone = subject.run_naive(first, known, {"out": cotangents["out"][:, :size]})
         ours = results["out"][:, :size], {**gradients, "x": gradients["x"][:, :size]}
-        assert_close(ours, (alone["out"], of_alone), subject.tolerance)
+        assert_close(ours, (alone["out"], of_alone), subject.tolerance, subject.least)
 
 
 @law(claims("lengths"))
@@ -242,6 +267,47 @@ def an_example_does_not_depend_on_the_others(subject: Subject) -> None:
             np.testing.assert_array_equal(a[row], b[row])
 
 
+@law(lambda subject: isinstance(subject, OfFunction) and not subject.case.mixes_queries)
+def a_query_that_is_nan_reaches_its_own_output_alone(subject: OfFunction) -> None:
+    """Bit for bit."""
+    arrays = subject.single(0)
+    expected = subject.run_single(arrays)[0]["out"]
+    arrays["query"][:, 5] = np.nan
+    out = subject.run_single(arrays)[0]["out"]
+    others = np.arange(subject.length) != 5
+    np.testing.assert_array_equal(out[:, others], expected[:, others])
+    assert np.isnan(out[:, 5]).all()
+
+
+@law()
+def one_token_is_enough(subject: Subject) -> None:
+    """Results and gradients of a sequence of one token, or of one valid token, are finite."""
+    if isinstance(subject, OfMixer):
+        with jax.enable_x64(True):
+            arrays = subject.wide(0)
+            arrays["x"] = arrays["x"][:, :1]
+            cotangents = {"out": np.ones_like(arrays["x"])}
+            ours = subject.run_wide(arrays, {}, cotangents)
+            assert_close(
+                ours, subject.run_naive(arrays, {}, cotangents), subject.tolerance, subject.least
+            )
+        return
+    arrays, least = subject.single(0), subject.case.least_tokens
+    arrays.update({name: arrays[name][:, :least] for name in subject.tokens})
+    one = np.ones(subject.rows, np.int32)
+    known = {"query_seq_lengths": one, "key_value_seq_lengths": one} if least > 1 else {}
+    extent = functions.plain(subject.subject)._replace(tuning=False)
+
+    def total(arrays):
+        results = functions.call(subject.subject, extent, arrays, known)
+        if known and "lse" in results:
+            results["lse"] = results["lse"][:, 0]
+        return sum(map(jnp.sum, jax.tree.leaves(results)))
+
+    found = jax.jit(jax.value_and_grad(total))(arrays)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+
+
 @law()
 def extreme_values_stay_finite(subject: Subject) -> None:
     """Results and gradients, in float32."""
@@ -259,9 +325,14 @@ def equal_keys_share_their_weight(subject: Subject) -> None:
 
 @law()
 def twice_the_same(subject: Subject) -> None:
-    """The same call gives the same bits, forward and backward."""
+    """The same call gives the same bits, forward and backward, without options and with all."""
     arrays = subject.single(0)
     first, second = (subject.run_single(arrays) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    with jax.enable_x64(True):
+        arrays, known = subject.wide(0), subject.neutral()
+        cotangents = subject.cotangents_wide(arrays, known)
+        first, second = (subject.run_wide(arrays, known, cotangents) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 

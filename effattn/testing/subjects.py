@@ -31,6 +31,7 @@ class OfFunction:
     """A function of query, key and value."""
 
     tolerance = packed_tolerance = 1e-12
+    least = 1.0
     decode_tolerance: Mapping[str, float] = MappingProxyType({"rtol": 2e-5, "atol": 2e-6})
     features, heads = 16, 4
 
@@ -149,7 +150,7 @@ class OfFunction:
 class OfMixer:
     """A mixer without heads: the arrays are its tokens x and its parameters."""
 
-    tolerance, packed_tolerance = 1e-10, 1e-11
+    tolerance, packed_tolerance, least = 1e-10, 1e-11, 1e-3
     decode_tolerance: Mapping[str, float] = MappingProxyType({"rtol": 5e-5, "atol": 1e-5})
     tokens, length, rows = ("x",), mixers.LENGTH, mixers.ROWS
     features, heads = mixers.FEATURES, mixers.HEADS

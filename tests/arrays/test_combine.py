@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from effattn import combine, dot_product_attention
+from effattn.testing.functions import assert_close
 from tests.dense import dense_with_gradients, draw, with_gradients
-from tests.laws.battery import assert_close
 
 attend = functools.partial(dot_product_attention, return_residual=True)
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import effattn
 from effattn.patterns import Causal
-from tests.laws.battery import assert_close
+from effattn.testing.functions import assert_close
 from tests.laws.sharding import mesh, shard
 from tests.marks import slow_but_for
 

@@ -14,7 +14,8 @@ import effattn
 from effattn import patterns, registry
 from effattn.decode import GatheredDecoder, gathered
 from effattn.patterns.reaching import positions_of_blocks
-from tests.laws import battery, cost
+from effattn.testing import functions
+from tests.laws import cost
 from tests.laws.sharding import collectives, mesh
 from tests.marks import slow
 
@@ -244,7 +245,7 @@ def test_gradients_flow_through_a_prefill(monkeypatch):
     def gradients(function):
         return jax.jit(jax.grad(lambda arrays: (function(arrays) ** 2).sum()))(draw(LENGTH))
 
-    battery.assert_close(gradients(through_decoder), gradients(through_whole), 1e-5)
+    functions.assert_close(gradients(through_decoder), gradients(through_whole), 1e-5)
 
 
 # What it costs

@@ -9,8 +9,8 @@ import pytest
 
 from effattn import bigbird_attention, block_sparse_attention, random_attention
 from effattn.patterns import BlockMask, Causal, RandomBlocks, SlidingWindow, bigbird
+from effattn.testing.functions import assert_close
 from tests.dense import dense_with_gradients, draw, with_gradients
-from tests.laws.battery import assert_close
 from tests.marks import slow
 
 LENGTH, SIZE, KEY_HEADS = 30, 4, 2

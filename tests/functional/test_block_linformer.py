@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from effattn import block_linformer_attention, dot_product_attention
+from effattn.testing.functions import assert_close
 from tests.dense import draw, dropout_keep, with_gradients
-from tests.laws.battery import assert_close
 from tests.marks import slow
 from tests.references.block_linformer import block_linformer
 from tests.references.pairs import pairs

@@ -11,9 +11,9 @@ from flax import nnx
 from effattn import dot_product_attention
 from effattn.functional.hierarchical import hierarchical_attention
 from effattn.nn import SelfAttention
+from effattn.testing.functions import assert_close
 from tests.dense import draw, dropout_keep, with_gradients
 from tests.laws import cost
-from tests.laws.battery import assert_close
 from tests.marks import slow
 from tests.references.hierarchical import hierarchical
 from tests.references.pairs import pairs

@@ -10,8 +10,8 @@ import effattn
 from effattn import linformer_attention
 from effattn.functional.linformer import window_projection
 from effattn.nn import CrossAttention, SelfAttention, as_attention_fn
+from effattn.testing.functions import assert_close
 from tests.dense import draw, with_gradients
-from tests.laws.battery import assert_close
 from tests.marks import slow
 from tests.references.linformer import linformer
 from tests.references.pairs import pairs

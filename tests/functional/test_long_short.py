@@ -10,9 +10,9 @@ import pytest
 from effattn import linformer_attention, sliding_window_attention
 from effattn.arrays.combine import combine
 from effattn.functional.long_short import long_short_attention
+from effattn.testing.functions import assert_close
 from tests.dense import draw, with_gradients
 from tests.laws import cost
-from tests.laws.battery import assert_close
 from tests.marks import slow
 from tests.references.long_short import long_short
 from tests.references.pairs import pairs

@@ -9,8 +9,8 @@ import pytest
 
 from effattn import sliding_window_attention
 from effattn.functional.longformer import longformer_attention
+from effattn.testing.functions import assert_close
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
-from tests.laws.battery import assert_close
 from tests.marks import slow
 
 LENGTH = 29

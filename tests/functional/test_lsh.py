@@ -12,7 +12,7 @@ from flax import nnx
 from effattn import dot_product_attention, lsh_attention, lsh_rotations
 from effattn.functional import lsh as module
 from effattn.nn import LSHSelfAttention
-from tests.laws.battery import assert_close
+from effattn.testing.functions import assert_close
 from tests.marks import slow
 from tests.references import lsh as reference
 

@@ -17,9 +17,9 @@ from effattn.functional.nystrom import (
     segment_means,
 )
 from effattn.nn import SelfAttention
+from effattn.testing.functions import assert_close
 from tests.dense import draw
 from tests.laws import cost
-from tests.laws.battery import assert_close
 from tests.marks import slow
 
 LENGTH = 13

@@ -13,9 +13,9 @@ import pytest
 from effattn import dot_product_attention, sliding_window_attention
 from effattn.cores import block_attention as core
 from effattn.cores.block_attention import block_attention
+from effattn.testing.functions import assert_close
 from effattn.xla import block_attention as xla
 from tests.dense import dense_with_gradients, draw, with_gradients
-from tests.laws.battery import assert_close
 from tests.xla.test_tiling import count_pairs
 
 rng = np.random.default_rng(0)

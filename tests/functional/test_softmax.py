@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from effattn import dot_product_attention, sliding_window_attention
+from effattn.testing.functions import assert_close
 from effattn.xla import tiling
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.laws import cost
-from tests.laws.battery import assert_close
 from tests.marks import slow, slow_but_for
 from tests.references.pairs import pairs
 

@@ -29,8 +29,8 @@ from effattn.patterns import (
     SlidingWindow,
     Strided,
 )
+from effattn.testing.functions import assert_close
 from tests.dense import dense_with_gradients, draw, with_gradients
-from tests.laws.battery import assert_close
 from tests.marks import slow
 
 QUERIES, KEYS = 21, 26

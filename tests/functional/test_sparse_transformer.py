@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from effattn.functional.sparse_transformer import sparse_transformer_attention
+from effattn.testing.functions import assert_close
 from tests.dense import dense_with_gradients, draw, with_gradients
-from tests.laws.battery import assert_close
 from tests.marks import slow
 
 LENGTH = 23

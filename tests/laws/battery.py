@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from effattn import registry
-from effattn.testing import functions, mixers
+from effattn.testing import mixers
 from effattn.testing.functions import Subject
 from effattn.testing.mixers import Mixer
 from effattn.testing.subjects import subjects_of
@@ -83,7 +83,11 @@ MIXER_SUBJECTS = [
     for d in mixers.directions(n)
 ]
 # One of each, for the laws that are not about values.
-FIRST_MIXERS = list({s.name: s for s in reversed(MIXER_SUBJECTS) if s.variant == next(iter(s.case.variants))}.values())[::-1]
+FIRST_MIXERS = list(
+    {
+        s.name: s for s in reversed(MIXER_SUBJECTS) if s.variant == next(iter(s.case.variants))
+    }.values()
+)[::-1]
 # One of each layer, for the laws on calls from larger programs: kinds of a layer are alike there.
 LAYERS = list({s.entry.builder: s for s in reversed(FIRST_MIXERS)}.values())[::-1]
 # One of each family that has no mechanism with heads.
@@ -94,5 +98,3 @@ FIRST_MIXER_OF_FAMILY = [
 ]
 # Hybrids run on the cores of their parts.
 MIXERS_WITH_CORES = [s for s in FIRST_MIXER_OF_FAMILY if s.entry.family != "hybrid"]
-
-draw_plain, everything, plain = functions.draw_plain, functions.everything, functions.plain

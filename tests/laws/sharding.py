@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.laws import battery
-from tests.laws.battery import SQUARE
+from effattn.testing import functions
+from effattn.testing.functions import SQUARE
 
 COLLECTIVE = re.compile(
     r"\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)"
@@ -38,7 +38,7 @@ def collectives(compiled):
 def specs_of(mechanism, arrays):
     specs = dict.fromkeys(mechanism.of_tokens, BY_HEAD)
     specs |= {"out": BY_HEAD, "lse": BY_HEAD, "state": PartitionSpec("batch", "heads")}
-    specs |= dict.fromkeys(mechanism.reference.per_head, PartitionSpec("heads"))
+    specs |= dict.fromkeys(mechanism.case.per_head, PartitionSpec("heads"))
     return {k: specs.get(k, PartitionSpec()) for k in arrays}
 
 
@@ -50,11 +50,11 @@ def shared_sizes(mechanism):
 
 def draw_shared(mechanism, seed):
     """Arrays in bfloat16, what goes with them and cotangents, of `shared_sizes`."""
-    sizes, extent = shared_sizes(mechanism), battery.everything(mechanism)
-    arrays = battery.draw_arrays(mechanism, sizes, everything=True, seed=seed)
-    arrays = battery.cast(mechanism, arrays, jnp.bfloat16)
-    known = battery.neutral(mechanism, sizes, extent)
-    return arrays, known, battery.cotangents_of(mechanism, extent, arrays, known, seed)
+    sizes, extent = shared_sizes(mechanism), functions.everything(mechanism)
+    arrays = functions.draw_arrays(mechanism, sizes, everything=True, seed=seed)
+    arrays = functions.cast(mechanism, arrays, jnp.bfloat16)
+    known = functions.neutral(mechanism, sizes, extent)
+    return arrays, known, functions.cotangents_of(mechanism, extent, arrays, known, seed)
 
 
 def _placed(mechanism, arrays, known, cotangents):
@@ -62,7 +62,7 @@ def _placed(mechanism, arrays, known, cotangents):
     of_arrays, of_results = specs_of(mechanism, arrays), specs_of(mechanism, cotangents)
     if arrays["key"].shape[-2] == 1:
         of_arrays |= dict.fromkeys(mechanism.of_tokens[1:], BY_ROW)
-        of_arrays |= dict.fromkeys(mechanism.reference.per_head, PartitionSpec())
+        of_arrays |= dict.fromkeys(mechanism.case.per_head, PartitionSpec())
         of_results |= {"state": BY_ROW}
     of_arrays |= {"initial_state": BY_ROW, "bias": PartitionSpec("heads")}
     everywhere = mesh()
@@ -76,11 +76,11 @@ def _placed(mechanism, arrays, known, cotangents):
 @functools.cache
 def shared_program(mechanism):
     """Compiled for what `draw_shared` draws."""
-    run = battery.program(mechanism, battery.everything(mechanism))
+    run = functions.program(mechanism, functions.everything(mechanism))
     return run.lower(*_placed(mechanism, *draw_shared(mechanism, 0))).compile()
 
 
 def run_shared(mechanism, arrays, known, cotangents):
     """Results and gradients of that program, as NumPy arrays."""
     placed = _placed(mechanism, arrays, known, cotangents)
-    return battery.to_numpy(shared_program(mechanism)(*placed))
+    return functions.to_numpy(shared_program(mechanism)(*placed))

@@ -8,8 +8,9 @@ from flax import nnx
 
 from effattn import registry
 from effattn.nn import CrossAttention, SelfAttention, as_attention_fn
-from tests.laws import battery
-from tests.laws.battery import CALLED_IN_FLOAT32, SQUARE
+from effattn.testing import functions
+from effattn.testing.functions import SQUARE
+from tests.laws.battery import CALLED_IN_FLOAT32
 
 ROWS, LENGTH = SQUARE.batch[0], SQUARE.keys
 
@@ -54,7 +55,7 @@ def test_a_signature_has_what_is_claimed_and_nothing_else(mechanism, capability)
         assert given.keys() <= mechanism.parameters.keys()
         return
     assert not given.keys() & mechanism.parameters.keys()
-    arrays = battery.draw_plain(mechanism, 0)
+    arrays = functions.draw_plain(mechanism, 0)
     for name, value in given.items():
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             mechanism.entry.function(**arrays, **mechanism.options, **{name: value})
@@ -110,11 +111,11 @@ BATCHES = ((), ("query", "key")), ((2, 1, 2), ("value",))
 @pytest.mark.parametrize(("batch", "narrow"), BATCHES, ids=["none", "three"])
 def test_any_number_of_batch_dimensions_and_mixed_dtypes(mechanism, batch, narrow):
     """The output has the dtype of the value; what is summed has at least float32."""
-    sizes, extent = SQUARE._replace(batch=batch), battery.plain(mechanism)
-    arrays = battery.draw_arrays(mechanism, sizes, everything=False)
-    arrays = battery.cast(mechanism, arrays, jnp.float32)
+    sizes, extent = SQUARE._replace(batch=batch), functions.plain(mechanism)
+    arrays = functions.draw_arrays(mechanism, sizes, everything=False)
+    arrays = functions.cast(mechanism, arrays, jnp.float32)
     arrays.update({k: arrays[k].astype(jnp.float16) for k in narrow})
-    results = jax.eval_shape(lambda a: battery.call(mechanism, extent, a, {}), arrays)
+    results = jax.eval_shape(lambda a: functions.call(mechanism, extent, a, {}), arrays)
     assert results["out"].shape == (*batch, LENGTH, SQUARE.heads, SQUARE.value_size)
     assert results.pop("out").dtype == arrays["value"].dtype
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(results))
@@ -125,5 +126,5 @@ def test_any_number_of_batch_dimensions_and_mixed_dtypes(mechanism, batch, narro
 @pytest.mark.parametrize("mechanism", CALLED_IN_FLOAT32, ids=str)
 def test_float32_stays_float32_where_float64_is_enabled(mechanism):
     """Constants of the default dtype would meet it in a loop's carry."""
-    results, gradients = battery.run(mechanism, battery.draw_plain(mechanism, 0))
+    results, gradients = functions.run(mechanism, functions.draw_plain(mechanism, 0))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((results, gradients)))

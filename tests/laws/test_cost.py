@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.laws import battery, cost
-from tests.laws.battery import ALSO_OF_CORES, FIRST_OF_FAMILY, MECHANISMS, Sizes
+from effattn.testing import functions
+from effattn.testing.functions import Sizes
+from tests.laws import cost
+from tests.laws.battery import ALSO_OF_CORES, FIRST_OF_FAMILY, MECHANISMS
 
 
 def lengths_of(mechanism):
@@ -47,7 +49,7 @@ def traced(mechanism, direction, length, backward=True):
     sizes = Sizes((1,), length, length, heads=1, key_heads=1, size=16, value_size=16)
     arrays = {
         k: jax.ShapeDtypeStruct(x.shape, jnp.float32)
-        for k, x in battery.draw_arrays(mechanism, sizes, everything=False).items()
+        for k, x in functions.draw_arrays(mechanism, sizes, everything=False).items()
     }
     return jax.jit(both_of(forward) if backward else lambda a: forward(**a)).trace(arrays)
 

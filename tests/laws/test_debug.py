@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 import effattn
-from tests.laws import battery, mixers
-from tests.laws.battery import MECHANISMS, SQUARE, Extent
-from tests.laws.mixers import FIRST
-from tests.laws.test_decode import DECODING, mixer_of
+from effattn.testing import functions, mixers
+from effattn.testing.functions import SQUARE, Extent
+from tests.laws.battery import FIRST_MIXERS, MECHANISMS, mixer_of
+from tests.laws.test_decode import DECODING
 from tests.marks import slow_but_for
 
 ROWS, LENGTH = SQUARE.batch[0], SQUARE.keys
 NAMES = ("softmax", "linear", "routing", "hierarchical", "performer")
 QUICK = [s for s in MECHANISMS if s.name in NAMES]
-QUICK_MIXERS = [s for s in FIRST if s.name in ("lsh", "aft_local", "recurrent_memory")]
+QUICK_MIXERS = [s for s in FIRST_MIXERS if s.name in ("lsh", "aft_local", "recurrent_memory")]
 
 
 def lengths_of(length):
@@ -59,9 +59,9 @@ def padding_of(subject):
 def test_functions_and_their_gradients(subject, is_causal, implementation):
     if not subject.has("causal" if is_causal else "bidirectional"):
         return
-    arrays = battery.draw_arrays(subject, SQUARE, everything=False)
-    arrays = battery.cast(subject, arrays, jnp.float32)
-    options = battery.fixed_options(subject, Extent(is_causal), arrays)
+    arrays = functions.draw_arrays(subject, SQUARE, everything=False)
+    arrays = functions.cast(subject, arrays, jnp.float32)
+    options = functions.fixed_options(subject, Extent(is_causal), arrays)
     if implementation and "implementation" in subject.parameters:
         options["implementation"] = implementation
     for padding in padding_of(subject).values():
@@ -119,7 +119,7 @@ def test_a_bias_of_the_least_number_is_not_the_absence_of_keys():
         np.testing.assert_allclose(same, out, atol=1e-6)
 
 
-@pytest.mark.parametrize("mixer", slow_but_for(QUICK_MIXERS, FIRST), ids=str)
+@pytest.mark.parametrize("mixer", slow_but_for(QUICK_MIXERS, FIRST_MIXERS), ids=str)
 def test_mixers_without_heads(mixer):
     module = mixers.cast(mixers.made(mixer), np.float32)
     x = mixers.tokens(1).astype(np.float32)

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from effattn.testing import functions
+from effattn.testing.functions import SQUARE, Extent, Sizes
 from tests.laws import battery
-from tests.laws.battery import MECHANISMS, SQUARE, WITH_KERNELS, Extent, Sizes
+from tests.laws.battery import MECHANISMS, WITH_KERNELS
 
 LONG = Sizes((2,), 80, 80)
 QUICK = "softmax", "sliding_window", "linear"  # without x64, the others show the same again
@@ -35,7 +37,9 @@ def cases():
         ways = [way for way in ("causal", "bidirectional") if subject.has(way)]
         takes = [given for given in GIVEN if all(map(subject.has, given))]
         for way, given, x64 in itertools.product(ways, takes, (False, True)):
-            if "segments" in given and not battery.takes_segments(subject, Extent(way == "causal")):
+            if "segments" in given and not functions.takes_segments(
+                subject, Extent(way == "causal")
+            ):
                 continue
             container = CONTAINERS[next(number) % len(CONTAINERS)]
             label = "-".join([str(subject), way, *given, *["x64"] * x64])
@@ -49,12 +53,12 @@ def cases():
 @pytest.mark.parametrize("subject", MECHANISMS, ids=str)
 def test_which_mechanisms_take_kernels_for_cpus(subject):
     """So that the laws are put to both forms of these, and of no others."""
-    arrays = battery.draw_arrays(subject, sizes_of(subject), everything=False)
-    arrays = battery.cast(subject, arrays, jnp.float32)
+    arrays = functions.draw_arrays(subject, sizes_of(subject), everything=False)
+    arrays = functions.cast(subject, arrays, jnp.float32)
 
     def forward(is_causal):
         extent = Extent(is_causal, tuning=False)
-        return jax.make_jaxpr(lambda a: battery.call(subject, extent, a, {}))(arrays)
+        return jax.make_jaxpr(lambda a: functions.call(subject, extent, a, {}))(arrays)
 
     ways = [way == "causal" for way in ("causal", "bidirectional") if subject.has(way)]
     has_kernel = any(
@@ -74,8 +78,8 @@ def draw_known(sizes, given):
     """Lengths and ids of both rows; one example has documents on both sides of a tile's edge."""
     length, known = sizes.keys, {}
     if "lengths" in given:
-        known["query_seq_lengths"] = [length - 3, length // 2]
-        known["key_value_seq_lengths"] = [length - 6, length // 3]
+        known["query_seq_lengths"] = np.array([length - 3, length // 2])
+        known["key_value_seq_lengths"] = np.array([length - 6, length // 3])
     if "segments" in given:
         parts = np.array([0.25, 0.25, 0.25, 0.25]), np.array([0.1, 0.75, 0.15, 0])
         ends = (np.cumsum(part)[:-1] * length for part in parts)
@@ -94,18 +98,18 @@ def test_the_default_agrees_with_float64(subject, way, given, x64, container):
     sizes = sizes_of(subject)
     extent = Extent(way == "causal", tuning=False)
     known = draw_known(sizes, given)
-    arrays = battery.draw_arrays(subject, sizes, everything=False)
-    single = battery.cast(subject, arrays, jnp.float32)
-    cotangents = battery.cotangents_of(subject, extent, single, known)
+    arrays = functions.draw_arrays(subject, sizes, everything=False)
+    single = functions.cast(subject, arrays, jnp.float32)
+    cotangents = functions.cotangents_of(subject, extent, single, known)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: x.astype(np.float64), (single, cotangents))
-        expected = battery.run_reference(subject, sizes, extent, wide[0], known, wide[1])
+        expected = functions.run_naive(subject, sizes, extent, wide[0], known, wide[1])
 
     def run(arrays, cotangents):
         given = {name: container(x) for name, x in known.items()}
-        results, pull_back = jax.vjp(lambda a: battery.call(subject, extent, a, given), arrays)
+        results, pull_back = jax.vjp(lambda a: functions.call(subject, extent, a, given), arrays)
         return results, pull_back(cotangents)[0]
 
     with jax.enable_x64(x64):
-        ours = battery.to_numpy(jax.jit(run)(single, cotangents))
-    battery.assert_close(ours, expected, 2e-5)
+        ours = functions.to_numpy(jax.jit(run)(single, cotangents))
+    functions.assert_close(ours, expected, 2e-5)

@@ -20,11 +20,11 @@ from effattn.nn import (
     TransformerConfig,
     TransformerLM,
 )
-from tests.laws import battery, mixers
-from tests.laws.battery import FIRST_OF_FAMILY, MECHANISMS, SQUARE, Extent
-from tests.laws.mixers import LAYERS
+from effattn.testing import functions, mixers
+from effattn.testing.functions import SQUARE, Extent
+from tests.laws.battery import FIRST_OF_FAMILY, LAYERS, MECHANISMS, mixer_of
 from tests.laws.sharding import mesh, shard, specs_of
-from tests.laws.test_decode import LENGTH, mixer_of
+from tests.laws.test_decode import LENGTH
 from tests.marks import slow_but_for
 from tests.nn.build import filled
 
@@ -51,10 +51,10 @@ def rows_of(tree):
 @pytest.mark.parametrize("mechanism", slow_but_for(QUICK, MECHANISMS), ids=str)
 def test_functions_and_their_gradients(mechanism, everything):
     extent = Extent(mechanism.has("causal"), everything, tuning=False)
-    arrays = battery.draw_arrays(mechanism, SQUARE, everything)
-    arrays = battery.cast(mechanism, arrays, jnp.float32)
-    known = battery.neutral(mechanism, SQUARE, extent) if everything else {}
-    cotangents = battery.cotangents_of(mechanism, extent, arrays, known)
+    arrays = functions.draw_arrays(mechanism, SQUARE, everything)
+    arrays = functions.cast(mechanism, arrays, jnp.float32)
+    known = functions.neutral(mechanism, SQUARE, extent) if everything else {}
+    cotangents = functions.cotangents_of(mechanism, extent, arrays, known)
     specs = {**specs_of(mechanism, arrays), **specs_of(mechanism, cotangents)}
     specs["initial_state"] = PartitionSpec("batch", "heads")
     # What a score_mod closes over has no mesh.
@@ -62,7 +62,7 @@ def test_functions_and_their_gradients(mechanism, everything):
 
     def run(arrays, cotangents, known):
         def call(of_tokens):
-            return battery.call(mechanism, extent, {**arrays, **of_tokens}, known)
+            return functions.call(mechanism, extent, {**arrays, **of_tokens}, known)
 
         results, pull_back = jax.vjp(call, {k: arrays[k] for k in mechanism.of_tokens})
         return results, pull_back(cotangents)[0]
@@ -107,7 +107,7 @@ def assert_same(call, module, *arrays):
         y, pull_back = jax.vjp(lambda module: call(module, *arrays), module)
         return y, pull_back(y)[0]
 
-    battery.assert_close(run(module, *map(by_row, arrays)), run(module, *arrays), 2e-6)
+    functions.assert_close(run(module, *map(by_row, arrays)), run(module, *arrays), 2e-6)
 
 
 FLOATS = np.random.default_rng(0).normal(size=(4, 24, 16)).astype(np.float32)
@@ -118,21 +118,21 @@ TOKENS = np.random.default_rng(0).integers(0, 11, size=(4, 24))
 def test_the_numbers_of_a_function_are_those_of_one_device(mechanism):
     """Called by itself, outside of any program, too."""
     extent = Extent(mechanism.has("causal"), tuning=False)
-    arrays = battery.draw_plain(mechanism, 0)
+    arrays = functions.draw_plain(mechanism, 0)
     placed = shard(devices(), arrays, **specs_of(mechanism, arrays))
 
     def call(arrays):
-        return battery.call(mechanism, extent, arrays, {})["out"]
+        return functions.call(mechanism, extent, arrays, {})["out"]
 
     expected = call(arrays)
-    battery.assert_close(call(placed), expected, 2e-6)
-    battery.assert_close(jax.jit(call)(placed), expected, 2e-6)
+    functions.assert_close(call(placed), expected, 2e-6)
+    functions.assert_close(jax.jit(call)(placed), expected, 2e-6)
 
 
 def test_self_attention_and_cross_attention():
     own = filled(lambda: SelfAttention(16, 4, rngs=nnx.Rngs(0)))
     assert_same(lambda m, x: m(x), own, FLOATS)
-    battery.assert_close(own(by_row(FLOATS)), own(FLOATS), 2e-6)
+    functions.assert_close(own(by_row(FLOATS)), own(FLOATS), 2e-6)
     cross = filled(lambda: CrossAttention(16, 4, rngs=nnx.Rngs(0)))
     assert_same(lambda m, x, context: m(x, context), cross, FLOATS, FLOATS[:, ::-1])
 

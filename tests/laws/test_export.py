@@ -12,9 +12,9 @@ import pytest
 from jax import export
 
 import effattn
-from tests.laws import battery, mixers
-from tests.laws.battery import MECHANISMS, SQUARE, Extent, Sizes
-from tests.laws.mixers import LAYERS
+from effattn.testing import functions, mixers
+from effattn.testing.functions import SQUARE, Extent, Sizes
+from tests.laws.battery import LAYERS, MECHANISMS
 from tests.laws.test_decode import mixer_of
 from tests.marks import slow_but_for
 
@@ -51,7 +51,7 @@ def assert_agrees(run, arrays, open_arrays, lengths=LENGTHS):
     program = exported(run, arrays, open_arrays)
     for length in lengths:
         part = {k: x[:, :length] if k in open_arrays else x for k, x in arrays.items()}
-        battery.assert_close(program.call(part), run(part), 1e-5)
+        functions.assert_close(program.call(part), run(part), 1e-5)
 
 
 @pytest.mark.parametrize("subject", slow_but_for(QUICK, MECHANISMS), ids=str)
@@ -63,8 +63,8 @@ def test_functions_with_lengths_and_gradients(subject, is_causal):
     fixed = "max_length" in options or any(hasattr(o, "shape") and o.ndim for o in options.values())
     sizes = SQUARE if fixed else Sizes((3,), LONG, LONG, 4, 2 if subject.has("grouped") else 4)
     extent = Extent(is_causal, tuning=False)
-    arrays = battery.draw_arrays(subject, sizes, everything=False)
-    arrays = battery.cast(subject, arrays, jnp.float32)
+    arrays = functions.draw_arrays(subject, sizes, everything=False)
+    arrays = functions.cast(subject, arrays, jnp.float32)
     known = {}
     if subject.has("lengths"):
         lengths = np.array([LONG, 19, 1, 0], np.int32)[: sizes.batch[0]]
@@ -75,7 +75,7 @@ def test_functions_with_lengths_and_gradients(subject, is_causal):
         padding = {k: given.pop(k) for k in known}
 
         def out(arrays):
-            return battery.call(subject, extent, arrays, padding)["out"]
+            return functions.call(subject, extent, arrays, padding)["out"]
 
         y, pull_back = jax.vjp(out, given)
         return y, pull_back(jnp.cos(y))

@@ -1,8 +1,6 @@
-"""References share no code with what they check."""
+"""Naive forms share no code with the fast forms that they check."""
 
-import ast
 import os
-import pathlib
 import sys
 
 import jax
@@ -10,40 +8,25 @@ import numpy as np
 import pytest
 
 import effattn
-from tests.laws import battery, mixers
+from effattn.testing import functions, mixers
+from tests.laws import battery
 from tests.marks import slow_but_for
 
-# A state's fields, and an option of a mixer: they hold numbers, and compute nothing here.
-RECORDS = {"PerformerState", "RotaryEmbedding"}
-REFERENCES = pathlib.Path(__file__).parents[1] / "references"
 LIBRARY = os.path.dirname(effattn.__file__) + os.sep
-
-
-def imports_of(path):
-    """`(module, name)` of all that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.module, alias.name) for alias in node.names)
-
-
-@pytest.mark.parametrize("path", sorted(REFERENCES.glob("*.py")), ids=lambda path: path.stem)
-def test_a_reference_imports_records_of_the_library_at_most(path):
-    for module, name in imports_of(path):
-        package, *rest = module.split(".")
-        assert package != "effattn" or name in RECORDS
-        assert package != "tests" or rest[:1] == ["references"]
+# The lift of naive forms, and the random bits of dropout, which are the definition of dropout.
+SHARED = ("naive/", "arrays/dropout.py")
 
 
 def library_code(run):
-    """The functions of the library that are called, each with its file."""
+    """The functions of the library that run, each with its file."""
     called = set()
 
     def note(frame, event, _):
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(LIBRARY):
-            called.add((code.co_filename.removeprefix(LIBRARY), code.co_qualname))
+            path = code.co_filename.removeprefix(LIBRARY)
+            if not path.startswith(SHARED):
+                called.add((path, code.co_qualname))
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -57,21 +40,28 @@ def library_code(run):
 @pytest.mark.parametrize(
     "subject", slow_but_for(battery.FIRST_OF_FAMILY, battery.SUBJECTS), ids=str
 )
-def test_no_code_of_the_library_runs_in_a_reference(subject):
-    """Not by way of an argument, either. Arguments are made before."""
-    sizes, extent = battery.SQUARE, battery.everything(subject)._replace(everything=False)
-    arrays = battery.draw_arrays(subject, sizes, everything=True)
-    pairs = battery.pairs_of(subject, sizes, extent, battery.neutral(subject, sizes, extent))
-    options = battery.fixed_options(subject, extent, arrays)
+def test_a_naive_form_shares_no_code_with_the_fast_form(subject):
+    sizes, extent = functions.SQUARE, functions.everything(subject)
+    arrays = functions.draw_arrays(subject, sizes, everything=True)
+    known = functions.neutral(subject, sizes, extent)
 
-    def attend(arrays, pairs):
-        return subject.reference.attend(arrays, pairs, None, **options)
+    def code(naive):
+        # What the tests themselves call, such as `score_mod`, is in `effattn.testing`.
+        run = functions.call
+        found = library_code(
+            lambda: jax.eval_shape(lambda a: run(subject, extent, a, known, naive=naive), arrays)
+        )
+        return {(path, name) for path, name in found if not path.startswith(("testing/", "reg"))}
 
-    assert not library_code(lambda: jax.eval_shape(attend, arrays, pairs))
+    assert not code(naive=True) & code(naive=False)
 
 
-@pytest.mark.parametrize("subject", slow_but_for(mixers.FIRST_OF_FAMILY, mixers.SUBJECTS), ids=str)
-def test_no_code_of_the_library_runs_in_a_reference_of_a_mixer(subject):
-    mixer = jax.eval_shape(lambda: mixers.build(subject))
-    tokens = np.zeros((mixers.LENGTH, mixers.FEATURES), np.float32)
-    assert not library_code(lambda: jax.eval_shape(subject.reference.mix, mixer, tokens))
+@pytest.mark.parametrize(
+    "mixer", slow_but_for(battery.FIRST_MIXER_OF_FAMILY, battery.FIRST_MIXERS), ids=str
+)
+def test_a_naive_form_of_a_mixer_shares_no_code_with_the_mixer(mixer):
+    module = jax.eval_shape(lambda: mixers.build(mixer))
+    x = np.zeros((mixers.LENGTH, mixers.FEATURES), np.float32)
+    naive = library_code(lambda: jax.eval_shape(mixer.mix, module, x))
+    fast = library_code(lambda: jax.eval_shape(lambda m, x: m(x[None]), module, x))
+    assert not {(path, name) for path, name in naive & fast if not path.startswith("reg")}

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import effattn
-from tests.laws import battery
-from tests.laws.battery import SQUARE, Subject
+from effattn.testing import functions
+from effattn.testing.functions import SQUARE, Subject
+from tests.cases import FUNCTIONS
 
 
 def exact(query, key, value):
@@ -103,11 +104,14 @@ LIMITS = {
 
 @pytest.mark.parametrize(
     ("mechanism", "both"),
-    [pytest.param(Subject(m, ""), both, id=f"{m}-{name}") for name, (m, both) in LIMITS.items()],
+    [
+        pytest.param(Subject(m, "", FUNCTIONS[m]), both, id=f"{m}-{name}")
+        for name, (m, both) in LIMITS.items()
+    ],
 )
 def test_limit(mechanism, both):
     with jax.enable_x64(True):
-        arrays = battery.draw_arrays(mechanism, SQUARE, everything=False)
+        arrays = functions.draw_arrays(mechanism, SQUARE, everything=False)
         arrays = {name: arrays[name] for name in ("query", "key", "value")}
         ours, other = jax.jit(both)(**arrays)
-        battery.assert_close(ours, np.asarray(other), 1e-12)
+        functions.assert_close(ours, np.asarray(other), 1e-12)

@@ -14,15 +14,15 @@ import pytest
 from flax import nnx
 
 from effattn.nn import RotaryEmbedding
-from tests.laws import battery, mixers
-from tests.laws.battery import LAST, MECHANISMS, SQUARE, Extent, Sizes
-from tests.laws.mixers import FIRST
+from effattn.testing import functions, mixers
+from effattn.testing.functions import SQUARE, Extent, Sizes
+from tests.laws.battery import FIRST_MIXERS, LAST, MECHANISMS
 from tests.marks import slow_but_for
 
 ROWS, LENGTH, FEATURES, HEADS = 2, 301, 16, 4
 
 QUICK = [s for s in MECHANISMS if s.name in ("softmax", "bigbird", "retention", "routing")]
-QUICK_MIXERS = [s for s in FIRST if s.name in ("s4d", "recurrent_memory")]
+QUICK_MIXERS = [s for s in FIRST_MIXERS if s.name in ("s4d", "recurrent_memory")]
 
 dtyped = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 
@@ -51,14 +51,14 @@ def test_functions_and_their_gradients(subject, everything, dtype):
     sizes = sizes_of(subject)
     for is_causal in [c for c in (True, False) if subject.has("causal" if c else "bidirectional")]:
         extent = Extent(is_causal, everything, tuning=False)
-        arrays = battery.draw_arrays(subject, sizes, everything)
-        arrays = battery.cast(subject, arrays, dtype)
-        known = battery.neutral(subject, sizes, extent) if everything else {}
-        cotangents = battery.cotangents_of(subject, extent, arrays, known)
+        arrays = functions.draw_arrays(subject, sizes, everything)
+        arrays = functions.cast(subject, arrays, dtype)
+        known = functions.neutral(subject, sizes, extent) if everything else {}
+        cotangents = functions.cotangents_of(subject, extent, arrays, known)
 
         def run(arrays, known, cotangents, extent=extent):
             results, pull_back = jax.vjp(
-                lambda arrays: battery.call(subject, extent, arrays, known), arrays
+                lambda arrays: functions.call(subject, extent, arrays, known), arrays
             )
             return results, pull_back(cotangents)
 
@@ -109,10 +109,10 @@ def test_modules_and_decoding(subject):
     assert_nothing_promoted(built(subject), x, padding, LENGTH + 9, decodes=True)
 
 
-@pytest.mark.parametrize("mixer", slow_but_for(QUICK_MIXERS, FIRST), ids=str)
+@pytest.mark.parametrize("mixer", slow_but_for(QUICK_MIXERS, FIRST_MIXERS), ids=str)
 def test_mixers_without_heads_and_decoding(mixer):
     x = jax.ShapeDtypeStruct((ROWS, mixers.LENGTH, FEATURES), jnp.float32)
-    module = jax.eval_shape(lambda: mixers.build(mixer, FEATURES, HEADS, **mixer.reference.tuning))
+    module = jax.eval_shape(lambda: mixers.build(mixer, FEATURES, HEADS, **mixer.case.tuning))
     padding = {k: array[:ROWS] for k, array in mixers.padding(mixer).items()}
     decodes = mixer.is_causal and mixer.has("decode")
     assert_nothing_promoted(module, x, padding, mixers.LENGTH, decodes=decodes)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.laws import battery
+from effattn.testing import functions
 from tests.laws.battery import ALSO_OF_CORES, CALLED
 from tests.laws.sharding import collectives, draw_shared, mesh, shard, shared_program, specs_of
 
@@ -39,8 +39,8 @@ def test_batch_and_heads_need_no_collective(mechanism):
     Where types carry the sharding, results and gradients have to stay where queries and keys are.
     Inside, the compiler places everything, as it does on meshes without such types.
     """
-    chosen = battery.plain(mechanism)._replace(tuning=False)
-    arrays, cotangents = battery.draw_plain(mechanism, 0), battery.plain_cotangents(mechanism)
+    chosen = functions.plain(mechanism)._replace(tuning=False)
+    arrays, cotangents = functions.draw_plain(mechanism, 0), functions.plain_cotangents(mechanism)
     specs = {**specs_of(mechanism, arrays), **specs_of(mechanism, cotangents)}
     # The gradients of the others are sums over all examples.
     names = mechanism.of_tokens
@@ -54,7 +54,7 @@ def test_batch_and_heads_need_no_collective(mechanism):
     @jax.jit
     def run(arrays, cotangents):
         def call(of_tokens):
-            return battery.call(mechanism, chosen, {**arrays, **of_tokens}, {})
+            return functions.call(mechanism, chosen, {**arrays, **of_tokens}, {})
 
         results, pull_back = jax.vjp(call, {k: arrays[k] for k in names})
         (gradients,) = pull_back(cotangents)
@@ -68,9 +68,9 @@ def test_batch_and_heads_need_no_collective(mechanism):
         compiled = run.lower(*args).compile()
         assert collectives(compiled) == []
         got = compiled(*args)
-    results, gradients = battery.run(mechanism, arrays, cotangents)
+    results, gradients = functions.run(mechanism, arrays, cotangents)
     expected = results, {k: gradients[k] for k in names}
-    battery.assert_close(got, expected, 10 * np.finfo(np.float32).eps)
+    functions.assert_close(got, expected, 10 * np.finfo(np.float32).eps)
 
 
 @pytest.mark.parametrize("mechanism", ALSO_OF_CORES, ids=str)
@@ -79,13 +79,13 @@ def test_shard_map_remat_and_scan(mechanism):
 
     Inside `shard_map` everything is local.
     """
-    extent = battery.plain(mechanism)
-    arrays, cotangents = battery.draw_plain(mechanism, 0), battery.plain_cotangents(mechanism)
+    extent = functions.plain(mechanism)
+    arrays, cotangents = functions.draw_plain(mechanism, 0), functions.plain_cotangents(mechanism)
     named = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
 
     @functools.partial(jax.checkpoint, policy=named)
     def call(arrays):
-        return battery.call(mechanism, extent, arrays, {})
+        return functions.call(mechanism, extent, arrays, {})
 
     def local(arrays):
         examples = {k: arrays[k] for k in mechanism.of_tokens}
@@ -103,5 +103,5 @@ def test_shard_map_remat_and_scan(mechanism):
         results, pull_back = jax.vjp(mapped, arrays)
         return results, pull_back(cotangents)[0]
 
-    expected = battery.run(mechanism, arrays, cotangents)
-    battery.assert_close(run(arrays, cotangents), expected, 10 * np.finfo(np.float32).eps)
+    expected = functions.run(mechanism, arrays, cotangents)
+    functions.assert_close(run(arrays, cotangents), expected, 10 * np.finfo(np.float32).eps)

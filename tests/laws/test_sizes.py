@@ -13,7 +13,7 @@ from flax import nnx
 
 from effattn import registry
 from effattn.nn import TransformerConfig, TransformerLM
-from tests.references import MIXERS
+from tests.cases import MIXERS
 
 DIRECTIONS = {"causal": True, "bidirectional": False}
 CASES = [

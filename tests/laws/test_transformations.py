@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from tests.laws import battery
-from tests.laws.battery import FIRST_OF_FAMILY, MECHANISMS, OF_CORES_IN_FLOAT32, SQUARE
+from effattn.testing import functions
+from effattn.testing.functions import SQUARE
+from tests.laws.battery import FIRST_OF_FAMILY, MECHANISMS, OF_CORES_IN_FLOAT32
 from tests.marks import slow_but_for
 
 # XLA fuses products on the CPU for a library that ends the process at those of eight axes.
@@ -25,16 +26,16 @@ def test_vmap_over_any_argument(mechanism):
     each family, which share their cores; of query, key and value for the others.
     """
     all_claimed = mechanism in FIRST_OF_FAMILY
-    extent = battery.everything(mechanism) if all_claimed else battery.plain(mechanism)
+    extent = functions.everything(mechanism) if all_claimed else functions.plain(mechanism)
     with jax.enable_x64(True):
         first, second = (
-            battery.draw_arrays(mechanism, SQUARE, everything=True, seed=seed)
+            functions.draw_arrays(mechanism, SQUARE, everything=True, seed=seed)
             if all_claimed
-            else battery.draw_plain(mechanism, seed)
+            else functions.draw_plain(mechanism, seed)
             for seed in (0, 1)
         )
-        known = battery.neutral(mechanism, SQUARE, extent) if all_claimed else {}
-        cotangents = battery.cotangents_of(mechanism, extent, first, known)
+        known = functions.neutral(mechanism, SQUARE, extent) if all_claimed else {}
+        cotangents = functions.cotangents_of(mechanism, extent, first, known)
         names = sorted([*first, *known])
         # Halves are shorter lengths, padding in place of a segment, and nothing of a mask.
         other = {**second, **{k: (x // 2).astype(x.dtype) for k, x in known.items()}}
@@ -47,13 +48,13 @@ def test_vmap_over_any_argument(mechanism):
             given = dict(zip(names, values, strict=True))
             return run({k: given[k] for k in first}, {k: given[k] for k in known}, cotangents)
 
-        program = battery.program(mechanism, extent)
-        mapped = functools.partial(one, battery.traced_once(mechanism, extent))
+        program = functions.program(mechanism, extent)
+        mapped = functools.partial(one, functions.traced_once(mechanism, extent))
         for part in range(3):
             axes = [0 if n % 3 == part else None for n in range(len(names))]
             mapped = jax.vmap(mapped, axes)
         mapped = jax.jit(mapped, compiler_options=UNFUSED)
-        got = battery.to_numpy(mapped(*every.values()))
+        got = functions.to_numpy(mapped(*every.values()))
         for outer, middle, inner in itertools.product(range(2), repeat=3):
             rows = (inner, middle, outer)
             values = (
@@ -62,14 +63,14 @@ def test_vmap_over_any_argument(mechanism):
             )
             here = jax.tree.map(lambda x, at=(outer, middle, inner): x[at], got)
             alone = one(program, *values)
-            battery.assert_close(here, alone, 1e-12 if all_claimed else 1e-5)
+            functions.assert_close(here, alone, 1e-12 if all_claimed else 1e-5)
 
 
 @pytest.mark.parametrize("mechanism", slow_but_for(REFUSING, MECHANISMS), ids=str)
 def test_forward_mode_works_or_says_what_to_use(mechanism):
     """Eagerly, as what is said does not pass `jax.jit`."""
-    arrays = battery.draw_plain(mechanism, 0)
-    call = functools.partial(battery.call, mechanism, battery.plain(mechanism), known={})
+    arrays = functions.draw_plain(mechanism, 0)
+    call = functools.partial(functions.call, mechanism, functions.plain(mechanism), known={})
     try:
         jax.jvp(call, (arrays,), (arrays,))
     except TypeError as error:

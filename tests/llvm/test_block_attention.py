@@ -14,8 +14,8 @@ from jax.sharding import AxisType, PartitionSpec
 import effattn
 from effattn.llvm import block_attention as kernels
 from effattn.llvm import runtime
+from effattn.testing.functions import as_float64, assert_close
 from tests.dense import draw, with_gradients
-from tests.laws.battery import as_float64, assert_close
 from tests.pallas import block_cases
 from tests.pallas.block_cases import IDS, Case, square
 

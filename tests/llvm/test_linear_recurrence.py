@@ -9,7 +9,7 @@ import pytest
 
 import effattn
 from effattn.llvm import runtime
-from tests.laws.battery import assert_close
+from effattn.testing.functions import assert_close
 
 pytestmark = pytest.mark.skipif(
     runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"

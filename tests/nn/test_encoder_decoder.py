@@ -13,7 +13,7 @@ from effattn.nn import (
     TransformerConfig,
     generate,
 )
-from tests.laws.rows import assert_rows_first
+from effattn.testing.laws import rows_first
 from tests.marks import slow
 from tests.nn.build import filled, floats
 
@@ -79,7 +79,7 @@ def test_every_array_of_a_state_has_the_rows_first():
         encoded = model.encode(np.zeros((rows, 9), int), lengths=lengths[:rows])
         return model.init_state(encoded, 6, lengths=lengths[:rows])
 
-    assert_rows_first(begin)
+    rows_first(begin)
 
 
 @pytest.mark.slow

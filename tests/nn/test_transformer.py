@@ -22,7 +22,7 @@ from effattn.nn import (
     TransformerConfig,
     TransformerLM,
 )
-from tests.laws.rows import assert_rows_first
+from effattn.testing.laws import rows_first
 from tests.marks import slow, slow_but_for
 from tests.nn.build import filled, floats
 
@@ -204,7 +204,7 @@ def test_every_array_of_a_state_has_the_rows_first():
     heads = {"heads": ({"name": "softmax", "num_heads": 2}, {"name": "linear", "num_heads": 2})}
     longformer = {"name": "longformer", "max_global": 2}
     model = made(num_layers=4, mixer=("softmax", heads, longformer, "mixture_of_mechanisms"))
-    assert_rows_first(lambda rows: model.init_state(rows, 9))
+    rows_first(lambda rows: model.init_state(rows, 9))
 
 
 def test_options_of_a_mixer_win_over_those_of_the_model():

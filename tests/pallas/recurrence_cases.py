@@ -11,7 +11,7 @@ from effattn import dispatch
 from effattn.cores.documents import packed
 from effattn.cores.linear_recurrence import linear_recurrence
 from effattn.interfaces.linear_recurrence import Config, Terms, Tokens
-from tests.laws.battery import assert_close
+from effattn.testing.functions import assert_close
 from tests.xla.test_linear_recurrence import ALL, as_they_are, token_by_token
 
 PACKED = [[1] * 3 + [2] * 60 + [5] * 40, [0] * 2 + [7] * 62 + [3] + [4] * 31 + [0] * 7]

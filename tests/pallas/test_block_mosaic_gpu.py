@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 import effattn
 from effattn import dispatch, patterns
+from effattn.testing.functions import as_float64, assert_close
 from tests.dense import cotangents, draw, with_gradients
-from tests.laws.battery import as_float64, assert_close
 from tests.marks import slow_but_for
 from tests.pallas import block_cases
 from tests.pallas.block_cases import Case, over_layout, square

@@ -16,8 +16,8 @@ import effattn
 from effattn import dispatch, patterns
 from effattn.cores.block_attention import block_attention
 from effattn.interfaces.block_attention import Config, Inputs
+from effattn.testing.functions import assert_close
 from tests.dense import cotangents, draw
-from tests.laws.battery import assert_close
 from tests.marks import slow_but_for
 from tests.pallas import block_cases
 from tests.pallas.block_cases import CASES, QUICK, Case, over_layout, square

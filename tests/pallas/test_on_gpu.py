@@ -15,9 +15,9 @@ import effattn
 from effattn import dispatch, patterns
 from effattn.dispatch import device
 from effattn.pallas.triton import paged_attention as paged_triton
+from effattn.testing.functions import as_float64, assert_close, to_numpy
 from tests.dense import cotangents, with_gradients
 from tests.functional.test_paged import draw as draw_pages
-from tests.laws.battery import as_float64, assert_close, to_numpy
 from tests.pallas import block_cases, recurrence_cases, test_block_mosaic_gpu
 from tests.pallas.block_cases import Case, square
 from tests.xla.test_linear_recurrence import ALL

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 import effattn
 from effattn import dispatch
 from effattn.pallas.triton import paged_attention as paged_triton
+from effattn.testing.functions import assert_close
 from tests.functional.test_paged import draw
-from tests.laws.battery import assert_close
 from tests.marks import slow
 from tests.pallas.lowering import (
     LEAST_SHARED,

@@ -12,7 +12,7 @@ import effattn
 from effattn import dispatch
 from effattn.interfaces.linear_recurrence import Config, Inputs
 from effattn.pallas.triton import linear_recurrence
-from tests.laws.battery import assert_close
+from effattn.testing.functions import assert_close
 from tests.marks import slow
 from tests.pallas.lowering import TRITON, compile_triton, kernels_of
 from tests.pallas.recurrence_cases import (

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from effattn.testing import functions
+from effattn.testing.functions import Extent, Sizes
+from tests.cases import FUNCTIONS
 from tests.laws import battery
-from tests.laws.battery import Extent, Sizes
 from tests.random_programs.errors import compare, jittered, largest_difference
-from tests.references import REFERENCES
 from tests.references.linformer import projections
 from tests.references.reference import Reference
 
@@ -41,9 +42,9 @@ class Drawn:
     reference: Reference
     unused: frozenset[str]
 
-    entry = battery.Subject.entry
-    parameters = battery.Subject.parameters
-    of_tokens = battery.Subject.of_tokens
+    entry = functions.Subject.entry
+    parameters = functions.Subject.parameters
+    of_tokens = functions.Subject.of_tokens
 
     @property
     def options(self) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     if subject.has("lengths"):
         sides = [side for side in ("query", "key_value") if coin(0.75)] or ["key_value"]
         given |= {f"{side}_seq_lengths" for side in sides}
-    if subject.has("segments") and battery.takes_segments(subject, extent):
+    if subject.has("segments") and functions.takes_segments(subject, extent):
         given |= {"segment_ids"}
     given |= {n for n, c in (("query_offset", "offset"), ("mask", "mask")) if subject.has(c)}
     if "global_mask" in subject.parameters:
@@ -168,7 +169,7 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     if not (subject.has("dropout") and not extent.simple):
         given -= {"dropout_rng"}
     left_out = {"scale"} if coin() or plain else set()
-    arrays = sorted({"query", "key", "value", *subject.reference.arguments(rng, sizes)})
+    arrays = sorted({"query", "key", "value", *subject.case.arguments(rng, sizes)})
     constant: set[str] = set()
     if coin(0.25) and transformation not in ("vmap", "scan"):
         constant = {name for name in arrays if coin()}
@@ -244,7 +245,7 @@ def draw_sizes(rng: np.random.Generator, entry: Any, is_causal: bool) -> Sizes:
 
 def draw_options(rng, name: str, sizes: Sizes) -> tuple[dict[str, Any], Reference]:
     """A mechanism's own options for these sizes, and its reference."""
-    reference = REFERENCES[name]
+    reference = FUNCTIONS[name]
     labels = list(reference.variants)
     options = dict(reference.variants[labels[rng.integers(len(labels))]])
     options = {**battery.registry.get(name).options, **options}
@@ -386,17 +387,17 @@ def draw_values(program: Program, rng: np.random.Generator) -> tuple[Any, Any, A
     """Arrays, the arguments without gradient, and cotangents, all for one call."""
     subject, sizes = program.subject, program.sizes
     seed = int(rng.integers(2**31))
-    arrays = battery.draw_arrays(subject, sizes, True, seed)
+    arrays = functions.draw_arrays(subject, sizes, True, seed)
     if "bias" in arrays:
         shape = (*sizes.batch, sizes.heads, sizes.queries, sizes.keys)
         arrays["bias"] = rng.normal(size=broadcast(program, shape))
     for name in program.left_out & arrays.keys():
         del arrays[name]
-    arrays = battery.to_numpy(subject.reference.bounded(arrays))
-    arrays = battery.cast(subject, arrays, program.dtype)
+    arrays = functions.to_numpy(subject.case.bounded(arrays))
+    arrays = functions.cast(subject, arrays, program.dtype)
     arrays["value"] = arrays["value"].astype(program.value_dtype)
     known = draw_known(program, rng)
-    cotangents = battery.cotangents_of(subject, program.extent, arrays, known, seed + 1)
+    cotangents = functions.cotangents_of(subject, program.extent, arrays, known, seed + 1)
     return arrays, known, cotangents
 
 
@@ -451,7 +452,7 @@ def run(program: Program, arrays, constants, known, cotangents) -> Any:
 
     def call(arrays):
         given = {**known, "implementation": program.implementation}
-        return battery.call(program.subject, program.extent, {**arrays, **constants}, given)
+        return functions.call(program.subject, program.extent, {**arrays, **constants}, given)
 
     if program.transformation == "forward":
         # A `score_mod` reads traced indices of it.
@@ -487,7 +488,7 @@ class Runner:
             alone = not program.mapped or {*program.subject.of_tokens} <= program.mapped.keys()
             if program.dirty and alone:
                 given = [(with_nan(program, *one[:2]), *one[1:]) for one in values]
-            found = [battery.to_numpy(result) for result in self.call(given)]
+            found = [functions.to_numpy(result) for result in self.call(given)]
         for results, one in zip(found, values, strict=True):
             yield from differences(program, results, one, rng)
 
@@ -570,8 +571,8 @@ def differences(program: Program, ours: Any, values: Any, rng: np.random.Generat
 
     def in_float64(arrays):
         with jax.enable_x64(True):
-            wide = battery.as_float64(arrays), known, battery.as_float64(cotangents)
-            return like_ours(battery.to_numpy(refer(*wide)))
+            wide = functions.as_float64(arrays), known, functions.as_float64(cotangents)
+            return like_ours(functions.to_numpy(refer(*wide)))
 
     def like_ours(of_reference):
         results, gradients = of_reference
@@ -581,7 +582,7 @@ def differences(program: Program, ours: Any, values: Any, rng: np.random.Generat
     def likely():
         """Errors that are nobody's fault: those of the plain form, and of rounded arguments."""
         with jax.enable_x64(jnp.float64 in (program.dtype, program.value_dtype)):
-            errors = [like_ours(battery.to_numpy(refer(*values)))]
+            errors = [like_ours(functions.to_numpy(refer(*values)))]
         for _ in range(3):
             errors.append(in_float64(jax.tree.map(functools.partial(jittered, rng), arrays)))
         return [jax.tree.map(largest_difference, error, true) for error in errors]
@@ -590,4 +591,4 @@ def differences(program: Program, ours: Any, values: Any, rng: np.random.Generat
     narrowest = max((program.dtype, program.value_dtype), key=lambda d: jnp.finfo(d).eps)
     eps = float(jnp.finfo(narrowest).eps)
     amplified = amplification(program.subject.name, program.subject.options)
-    yield from compare(ours, true, likely, eps, program.subject.reference.decays, amplified)
+    yield from compare(ours, true, likely, eps, program.subject.case.decays, amplified)

@@ -18,7 +18,8 @@ from flax import nnx
 
 from effattn import registry
 from effattn.nn import RotaryEmbedding
-from tests.laws.battery import Sizes
+from effattn.testing.functions import Sizes
+from tests.cases import FUNCTIONS, MIXERS
 from tests.random_programs.calls import (
     INTEGERS,
     STATES,
@@ -27,7 +28,6 @@ from tests.random_programs.calls import (
     draw_options,
 )
 from tests.random_programs.errors import compare, jittered, largest_difference
-from tests.references import MIXERS, REFERENCES
 
 FEATURES = 8
 HEADS = ((2, 2), (2, 1), (4, 2), (1, 1))  # of queries and of keys
@@ -153,9 +153,9 @@ def options_of(rng, entry, length: int, heads: tuple[int, int], is_causal: bool)
         return {"max_length": length + int(rng.integers(0, 4)), "num_projected": min(length, 4)}
     if entry.name in ("random", "bigbird"):
         options = {"block_size": max(1, length // 8)}
-        return options | (dict(REFERENCES[entry.name].decoding) if is_causal else {})
-    if REFERENCES[entry.name].module is not None:
-        return dict(REFERENCES[entry.name].module)
+        return options | (dict(FUNCTIONS[entry.name].decoding) if is_causal else {})
+    if FUNCTIONS[entry.name].module is not None:
+        return dict(FUNCTIONS[entry.name].module)
     sizes = Sizes((2,), length, length, heads[0], heads[1], FEATURES // heads[0], 1)
     chosen, reference = draw_options(rng, entry.name, sizes)
     if is_causal:

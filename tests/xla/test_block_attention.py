@@ -13,10 +13,10 @@ from effattn.cores import block_attention as core
 from effattn.cores.block_attention import block_attention
 from effattn.interfaces.block_attention import Config, Inputs
 from effattn.patterns.layouts import BlockLayout
+from effattn.testing.functions import assert_close
 from effattn.xla import block_attention as xla
 from effattn.xla import tiling
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
-from tests.laws.battery import assert_close
 from tests.marks import slow
 
 TILE = (4, 5)
