@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.cores import attention
+from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import (
     Direction,
     Dropout,
@@ -29,6 +30,14 @@ class Options(
     """The shared options of `additive_attention`."""
 
 
+def naive(query, key, value, pairs, *, query_kernel, key_kernel, score):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`; W_q, W_k `(H, A)` and v `(A,)`."""
+    hidden = jnp.tanh(dot(query, query_kernel)[:, None] + dot(key, key_kernel))  # (T, S, A)
+    weights, lse = pairs.softmax(hidden @ score)
+    return dot(weights, value), lse
+
+
+@with_naive(over_pairs(naive, per_head={"query_kernel": 2, "key_kernel": 2, "score": 1}))
 @declared
 def additive_attention(
     query: jax.Array,

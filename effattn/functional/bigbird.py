@@ -10,7 +10,9 @@ import numpy as np
 from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import attention
+from effattn.functional import softmax
 from effattn.functional.block_sparse import attend_blocks
+from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Score, Sink, Softmax, declared
 from effattn.patterns.reaching import positions_of_blocks
 
@@ -19,6 +21,60 @@ class Options(Direction, Score, Sink, Softmax, total=False):
     """The shared options of `bigbird_attention`."""
 
 
+def naive(
+    query,
+    key,
+    value,
+    pairs,
+    *,
+    scale,
+    block_size,
+    random_blocks,
+    num_window_blocks=1,
+    num_global_blocks=0,
+):
+    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`, random blocks `(n, r)`.
+
+    Returns output and log-sum-exp.
+    """
+    m, n, blocks = pairs.i[:, None] // block_size, pairs.j // block_size, -(-len(key) // block_size)
+    first, last = num_global_blocks if np.ndim(num_global_blocks) else (num_global_blocks, 0)
+    window = abs(m - n) <= num_window_blocks // 2
+    of_ends = [(block < first) | (block >= blocks - last) for block in (m, n)]
+    random = (random_blocks[m] == n[:, None]).any(-1)
+    allowed = window | of_ends[0] | of_ends[1] | random
+    return softmax.naive(query, key, value, pairs.where(allowed), scale=scale)
+
+
+def drawn_blocks(
+    key,
+    *,
+    block_size,
+    num_random_blocks,
+    seed,
+    random_blocks,
+    is_causal,
+    num_window_blocks=1,
+    num_global_blocks=0,
+    **_,
+):
+    """The random blocks of each key head, if the caller gives none."""
+    if random_blocks is not None:
+        return {}
+    drawn = draw_random_blocks(
+        key.shape[-3],
+        block_size,
+        num_random_blocks,
+        seed,
+        key_heads=key.shape[-2],
+        is_causal=is_causal,
+        window=num_window_blocks,
+        ends=_ends(num_global_blocks),
+    )
+    return {"random_blocks": drawn}
+
+
+@with_naive(over_pairs(naive, per_head={"random_blocks": 2}, derived=drawn_blocks))
 @declared
 def bigbird_attention(
     query: jax.Array,

@@ -13,7 +13,9 @@ from effattn import registry
 from effattn.arrays import checks
 from effattn.arrays.combine import combine
 from effattn.cores import attention, folding
+from effattn.functional import softmax
 from effattn.functional.linformer import mean_pooling, project
+from effattn.naive import over_pairs, with_naive
 from effattn.options import Sink, Softmax, Tile, declared
 
 
@@ -21,6 +23,30 @@ class Options(Sink, Tile, Softmax, total=False):
     """The shared options of `block_linformer_attention`."""
 
 
+def naive(query, key, value, pairs, *, scale, key_projection, value_projection):
+    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`; E and F `(r, b)`.
+
+    Returns output and log-sum-exp.
+    """
+    r, b = key_projection.shape
+
+    def blocks(x):
+        return jnp.pad(x, ((0, -len(x) % b), (0, 0))).reshape(-1, b, x.shape[1])
+
+    def with_slots(projection, x):
+        slots = (projection @ blocks(x)).astype(x.dtype).reshape(-1, x.shape[1])
+        return jnp.concatenate([x, slots])  # (T + M r, ...) for M blocks
+
+    key, value = with_slots(key_projection, key), with_slots(value_projection, value)
+    i, j, has_keys = pairs.i[:, None], pairs.j, blocks(pairs.present[:, None]).any((1, 2))
+    m, slot = jnp.divmod(jnp.arange(len(has_keys) * r), r)
+    own = pairs.allowed & (i // b == j // b)
+    earlier = pairs.valid[:, None] & (m < i // b) & has_keys[m]
+    pairs = pairs.with_keys(jnp.hstack([own, earlier]), jnp.hstack([j, m * b + slot]))
+    return softmax.naive(query, key, value, pairs, scale=scale)
+
+
+@with_naive(over_pairs(naive, per_head={"key_projection": 2, "value_projection": 2}))
 @declared
 def block_linformer_attention(
     query: jax.Array,

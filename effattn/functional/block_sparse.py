@@ -11,7 +11,8 @@ import numpy as np
 from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import attention
-from effattn.functional import sparse
+from effattn.functional import softmax, sparse
+from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Score, Sink, Softmax, declared
 from effattn.patterns.layouts import BlockLayout
 from effattn.patterns.reaching import positions_of_blocks
@@ -21,6 +22,24 @@ class Options(Direction, Score, Sink, Softmax, total=False):
     """The shared options of `block_sparse_attention`."""
 
 
+def naive(query, key, value, pairs, *, scale, block_size, block_mask):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`, mask `(query blocks, key blocks)`.
+
+    Returns output and log-sum-exp.
+    """
+    allowed = block_mask[pairs.i[:, None] // block_size, pairs.j // block_size]
+    return softmax.naive(query, key, value, pairs.where(allowed), scale=scale)
+
+
+def _rule_as_mask(query, key, block_size, block_mask, **_):
+    """The mask `(query blocks, key blocks)` of a rule of block indices."""
+    if not callable(block_mask):
+        return {}
+    m, n = (np.arange(-(-x.shape[-3] // block_size)) for x in (query, key))
+    return {"block_mask": np.broadcast_to(block_mask(m[:, None], n), (len(m), len(n)))}
+
+
+@with_naive(over_pairs(naive, per_head={"block_mask": 2}, derived=_rule_as_mask))
 @declared
 def block_sparse_attention(
     query: jax.Array,

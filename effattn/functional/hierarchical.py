@@ -16,6 +16,7 @@ from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
 from effattn.cores import attention, folding
+from effattn.naive import dot, masked_softmax, over_pairs, with_naive
 from effattn.options import Direction, Sink, Softmax, Tile, declared
 
 
@@ -23,6 +24,56 @@ class Options(Direction, Sink, Tile, Softmax, total=False):
     """The shared options of `hierarchical_attention`."""
 
 
+def naive(
+    query,
+    key,
+    value,
+    pairs,
+    *,
+    scale,
+    segment_size,
+    num_levels,
+    num_summaries,
+    summary_query=None,
+):
+    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`, summary_query c `(H,)`.
+
+    Returns output and log-sum-exp.
+    """
+    pieces, meant = _pieces(len(key), segment_size, num_levels, num_summaries)
+    present = pieces & pairs.present
+    n, last = present.sum(1), jnp.where(present, pairs.j, 0).max(1, initial=0)
+    c = jnp.zeros_like(key, shape=key.shape[1:]) if summary_query is None else summary_query
+    w = masked_softmax(scale * dot(key, c), present)  # (P, T)
+    keys, values = (w @ key).astype(key.dtype), (w @ value).astype(value.dtype)
+    reached = meant & (pairs.allowed @ pieces.T)
+    log_n = jnp.log(jnp.maximum(n, 1).astype(w.dtype))
+    weights, lse = pairs.with_keys(reached, last).softmax(scale * dot(query, keys.T), log_n)
+    return dot(weights, values), lse
+
+
+def _pieces(length, segment_size, num_levels, num_summaries):
+    """Bool `(P, T)`, the tokens of each piece, and `(T, P)`, the pieces meant for each query.
+
+    The first T pieces are the single tokens.
+    """
+
+    def same(a, b, unit):
+        return a[:, None] // unit == b // unit
+
+    t = np.arange(length)
+    pieces, meant = [np.eye(length, dtype=bool)], [same(t, t, segment_size)]
+    for level in range(1, num_levels + 1):
+        unit = segment_size * 2 ** (level - 1)
+        size = unit // num_summaries
+        first = np.arange(0, length, size)
+        pieces.append(same(first, t, size))
+        in_pair = level == num_levels or same(t, first, 2 * unit)
+        meant.append(in_pair & ~same(t, first, unit))
+    return np.concatenate(pieces), np.concatenate(meant, 1)
+
+
+@with_naive(over_pairs(naive, per_head={"summary_query": 1}))
 @declared
 def hierarchical_attention(
     query: jax.Array,

@@ -12,6 +12,8 @@ from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import within
 from effattn.cores import attention
+from effattn.functional import softmax
+from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Sink, Softmax, Tile, declared
 
 NOT_CAUSAL = (
@@ -23,6 +25,22 @@ class Options(Direction, Sink, Tile, Softmax, total=False):
     """The shared options of `linformer_attention`."""
 
 
+def naive(query, key, value, pairs, *, scale, key_projection, value_projection):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`; E and F `(r, L)` for L >= S.
+
+    Returns output and log-sum-exp.
+    """
+    projected_key, projected_value = (
+        (projection[:, : len(x)] @ x).astype(x.dtype)
+        for projection, x in ((key_projection, key), (value_projection, value))
+    )
+    rows = jnp.arange(len(key_projection))
+    allowed = (pairs.valid & pairs.present.any())[:, None] & (rows >= 0)
+    pairs = pairs.with_keys(allowed, rows)
+    return softmax.naive(query, projected_key, projected_value, pairs, scale=scale)
+
+
+@with_naive(over_pairs(naive, per_head={"key_projection": 2, "value_projection": 2}))
 @declared
 def linformer_attention(
     query: jax.Array,

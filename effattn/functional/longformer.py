@@ -12,7 +12,8 @@ from effattn.arrays import checks, mesh_axes
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
 from effattn.cores import attention
-from effattn.functional import sliding_window
+from effattn.functional import sliding_window, softmax
+from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Packing, Score, Softmax, Tile, declared
 
 
@@ -20,6 +21,51 @@ class Options(Direction, Packing, Score, Tile, Softmax, total=False):
     """The shared options of `longformer_attention`."""
 
 
+def naive(
+    query,
+    key,
+    value,
+    pairs,
+    *,
+    scale,
+    local_window_size,
+    dilation,
+    global_mask=None,
+    max_global=None,
+    global_query=None,
+    global_key=None,
+    global_value=None,
+):
+    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`. Returns output and log-sum-exp."""
+    near = sliding_window.in_window(pairs, local_window_size, dilation)
+    if global_mask is None:
+        return softmax.naive(query, key, value, pairs.where(near), scale=scale)
+    is_global = global_mask & (jnp.cumsum(global_mask) <= max_global)
+    out, lse = softmax.naive(query, key, value, pairs.where(near | is_global), scale=scale)
+    query = query if global_query is None else global_query
+    key = key if global_key is None else global_key
+    value = value if global_value is None else global_value
+    of_global, global_lse = softmax.naive(query, key, value, pairs, scale=scale)
+    out = jnp.where(is_global[:, None], of_global, out)
+    return out, jnp.where(is_global, global_lse, lse)
+
+
+def _masks_of_examples(query, global_mask, **_):
+    """`global_mask` for each example, `(*B, T)`."""
+    if global_mask is None:
+        return {}
+    return {"global_mask": jnp.broadcast_to(global_mask, query.shape[:-2])}
+
+
+@with_naive(
+    over_pairs(
+        naive,
+        per_token=("global_query", "global_key", "global_value"),
+        per_head={"dilation": 0},
+        per_example=("global_mask",),
+        derived=_masks_of_examples,
+    )
+)
 @declared
 def longformer_attention(
     query: jax.Array,

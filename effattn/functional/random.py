@@ -10,6 +10,7 @@ from effattn.arrays import checks
 from effattn.cores import attention
 from effattn.functional import bigbird
 from effattn.functional.block_sparse import attend_blocks
+from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Score, Sink, Softmax, declared
 from effattn.patterns.reaching import positions_of_blocks
 
@@ -18,6 +19,16 @@ class Options(Direction, Score, Sink, Softmax, total=False):
     """The shared options of `random_attention`."""
 
 
+def naive(query, key, value, pairs, *, scale, block_size, random_blocks):
+    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`, random blocks `(n, r)`.
+
+    Returns output and log-sum-exp.
+    """
+    options = {"block_size": block_size, "random_blocks": random_blocks}
+    return bigbird.naive(query, key, value, pairs, scale=scale, **options)
+
+
+@with_naive(over_pairs(naive, per_head={"random_blocks": 2}, derived=bigbird.drawn_blocks))
 @declared
 def random_attention(
     query: jax.Array,

@@ -9,6 +9,7 @@ import jax
 from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import attention
+from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import (
     Direction,
     Dropout,
@@ -42,6 +43,14 @@ class Options(
     """The shared options of `sigmoid_attention`."""
 
 
+def naive(query, key, value, pairs, *, scale, logit_bias):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`."""
+    b = -math.log(max(len(key), 1)) if logit_bias is None else logit_bias
+    weights = jax.nn.sigmoid(pairs.logits(scale * dot(query, key.T)) + b)
+    return dot(pairs.weights(weights), value)
+
+
+@with_naive(over_pairs(naive))
 @declared
 def sigmoid_attention(
     query: jax.Array,

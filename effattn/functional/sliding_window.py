@@ -13,7 +13,9 @@ from effattn import registry
 from effattn.arrays import checks, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.cores import attention
+from effattn.functional import softmax
 from effattn.interfaces.block_attention import Origin
+from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Offset, Packing, Score, Sink, Softmax, Tile, declared
 
 
@@ -21,6 +23,21 @@ class Options(Direction, Offset, Packing, Score, Sink, Tile, Softmax, total=Fals
     """The shared options of `sliding_window_attention`."""
 
 
+def in_window(pairs, local_window_size, dilation):
+    """Bool `(T, S)`: the keys at most `left` steps before and `right` steps after each query."""
+    is_pair = isinstance(local_window_size, tuple | list)
+    left, right = local_window_size if is_pair else (local_window_size, local_window_size)
+    steps, rest = jnp.divmod(pairs.j - pairs.i[:, None], dilation)
+    return (rest == 0) & (-left <= steps) & (steps <= right)
+
+
+def naive(query, key, value, pairs, *, scale, local_window_size, dilation):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`. Returns output and log-sum-exp."""
+    near = in_window(pairs, local_window_size, dilation)
+    return softmax.naive(query, key, value, pairs.where(near), scale=scale)
+
+
+@with_naive(over_pairs(naive, per_head={"dilation": 0}))
 @declared
 def sliding_window_attention(
     query: jax.Array,

@@ -13,7 +13,8 @@ from effattn import registry
 from effattn.arrays import checks
 from effattn.arrays.combine import combine
 from effattn.cores import attention, folding
-from effattn.functional import sliding_window
+from effattn.functional import sliding_window, softmax
+from effattn.naive import over_pairs, with_naive
 from effattn.options import Packing, Score, Sink, Softmax, Tile, declared
 
 KINDS, FACTORS = ("strided", "fixed"), ("merged", "first", "second")
@@ -23,6 +24,18 @@ class Options(Packing, Score, Sink, Tile, Softmax, total=False):
     """The shared options of `sparse_transformer_attention`."""
 
 
+def naive(query, key, value, pairs, *, scale, stride, kind, summary, factor):
+    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`. Returns output and log-sum-exp."""
+    i, j = pairs.i[:, None], pairs.j
+    if kind == "strided":
+        first, second = i - j <= stride, (i - j) % stride == 0
+    else:
+        first, second = i // stride == j // stride, j % stride >= stride - summary
+    allowed = {"first": first, "second": second, "merged": first | second}[factor]
+    return softmax.naive(query, key, value, pairs.where(allowed), scale=scale)
+
+
+@with_naive(over_pairs(naive))
 @declared
 def sparse_transformer_attention(
     query: jax.Array,

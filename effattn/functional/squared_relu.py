@@ -8,6 +8,7 @@ import jax
 from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import attention
+from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import (
     Direction,
     Dropout,
@@ -41,6 +42,14 @@ class Options(
     """The shared options of `squared_relu_attention`."""
 
 
+def naive(query, key, value, pairs, *, scale, divisor):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`."""
+    n = max(len(key), 1) if divisor is None else divisor
+    weights = jax.nn.relu(pairs.logits(scale * dot(query, key.T))) ** 2 / n
+    return dot(pairs.weights(weights), value)
+
+
+@with_naive(over_pairs(naive))
 @declared
 def squared_relu_attention(
     query: jax.Array,

@@ -19,6 +19,12 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a.astype(b.dtype), b, preferred_element_type=wide)
 
 
+def masked_softmax(logits: jax.Array, allowed: jax.Array) -> jax.Array:
+    """Softmax over the allowed entries of the last axis; zeros if no entry is allowed."""
+    logits = jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
+    return jnp.where(allowed, jax.nn.softmax(logits), 0)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
     """Which pairs of one head may attend, and what the options do to their logits and weights.
@@ -53,6 +59,10 @@ class Pairs:
         """The pairs that are also `allowed`, bool `(T, S)`."""
         return dataclasses.replace(self, allowed=self.allowed & allowed)
 
+    def with_keys(self, allowed: jax.Array, j: jax.Array) -> "Pairs":
+        """Pairs with other keys: bool `(T, M)`, and positions `(M,)` for dropout alone."""
+        return dataclasses.replace(self, allowed=allowed, j=j)
+
     def logits(self, products: jax.Array) -> jax.Array:
         """Logits `(T, S)` from scaled products: with bias, soft cap and `score_mod`."""
         return self.change(products, self.i[:, None], self.j)
@@ -61,13 +71,23 @@ class Pairs:
         """Weights `(T, S)` after dropout, with zeros where a pair may not attend."""
         return self.keep(jnp.where(self.allowed, weights, 0), self.i[:, None], self.j)
 
-    def softmax(self, products: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def softmax(
+        self, products: jax.Array, log_counts: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Softmax over the keys of the logits of scaled products; the sink is one more key.
+
+        Args:
+          products: `(T, S)`, scaled.
+          log_counts: logarithms of how often each key counts, which broadcast to `(T, S)`; added
+            after the bias, the soft cap and `score_mod`.
 
         Returns:
           Weights `(T, S)` after dropout, zeros for a query without keys; the log-sum-exp `(T,)`.
         """
-        logits = jnp.where(self.allowed, self.logits(products), -jnp.inf)
+        logits = self.logits(products)
+        if log_counts is not None:
+            logits = logits + log_counts.astype(logits.dtype)
+        logits = jnp.where(self.allowed, logits, -jnp.inf)
         if self.sink is not None:
             sink = jnp.where(self.valid, self.sink.astype(logits.dtype), -jnp.inf)
             logits = jnp.concatenate([logits, sink[:, None]], 1)
@@ -195,6 +215,7 @@ def over_pairs(
     per_token: Sequence[str] = (),
     per_head: Mapping[str, int] | None = None,
     per_example: Sequence[str] = (),
+    derived: Callable[..., Mapping[str, Any]] | None = None,
     heads: bool = True,
     is_causal: bool = True,
     wide: bool = False,
@@ -205,12 +226,15 @@ def over_pairs(
       naive: `naive(query, key, value, pairs, **own)` of one head: query `(T, H)`, key `(S, H)`,
         value `(S, Hv)` and the `Pairs`. Returns the output `(T, Hv)`, or the output and a second
         result: the log-sum-exp `(T,)`, or the state. The inputs before `pairs` may have other
-        names: the first has a row for each query, the others have a row for each key. Of the shared
-        options, `naive` receives `scale`, `local_window_size` and `initial_state` if it names them.
+        names: those that end in "query" have a row for each query, the others have a row for each
+        key, and so have the arrays `per_token`. Of the shared options, `naive` receives `scale`,
+        `local_window_size` and `initial_state` if it names them.
       per_token: names of own arguments `(*B, S, K, ...)`, or `(S, K, ...)` for all examples.
       per_head: own arguments `(K, ...)` or `(N, ...)`, with the number of axes of one head; an
         array of that many axes is for all heads.
       per_example: names of own arguments `(*B, ...)`.
+      derived: `(**given) -> arguments by name`, in place of those that the caller gives in another
+        form or lets the function draw.
       heads: False if the inputs have no axis of heads.
       is_causal: direction, for a mechanism without an argument `is_causal`.
       wide: give `naive` its arrays in at least float32.
@@ -223,6 +247,8 @@ def over_pairs(
 
     @functools.partial(lifting.named, like=naive)
     def call(**given: Any) -> Any:
+        if derived is not None:
+            given |= derived(**given)
         first, *_, last = arrays = [jnp.asarray(given[name]) for name in inputs]
         axis = -3 if heads else -2
         shape, queries, keys = last.shape[:axis], first.shape[axis], last.shape[axis]
@@ -275,7 +301,7 @@ def over_pairs(
             )
             for name in (*inputs, *per_token):
                 if name in mapped:
-                    present = pairs.valid if name == inputs[0] else pairs.present
+                    present = pairs.valid if name.endswith("query") else pairs.present
                     mapped[name] = lifting.without_padding(mapped[name], present)
             if wide:
                 mapped = {name: lifting.widened(x, *arrays) for name, x in mapped.items()}
