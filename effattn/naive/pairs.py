@@ -195,6 +195,7 @@ def over_pairs(
     per_token: Sequence[str] = (),
     per_head: Mapping[str, int] | None = None,
     per_example: Sequence[str] = (),
+    queries: int = 1,
     heads: bool = True,
     is_causal: bool = True,
     wide: bool = False,
@@ -205,12 +206,14 @@ def over_pairs(
       naive: `naive(query, key, value, pairs, **own)` of one head: query `(T, H)`, key `(S, H)`,
         value `(S, Hv)` and the `Pairs`. Returns the output `(T, Hv)`, or the output and a second
         result: the log-sum-exp `(T,)`, or the state. The inputs before `pairs` may have other
-        names: the first has a row for each query, the others have a row for each key. Of the shared
-        options, `naive` receives `scale`, `local_window_size` and `initial_state` if it names them.
+        names. Of the shared options, `naive` receives `scale`, `local_window_size`, `bias` and
+        `initial_state` if it names them; it then applies the window and the bias itself.
       per_token: names of own arguments `(*B, S, K, ...)`, or `(S, K, ...)` for all examples.
       per_head: own arguments `(K, ...)` or `(N, ...)`, with the number of axes of one head; an
         array of that many axes is for all heads.
       per_example: names of own arguments `(*B, ...)`.
+      queries: number of inputs, from the first, that have a row for each query; the others have a
+        row for each key.
       heads: False if the inputs have no axis of heads.
       is_causal: direction, for a mechanism without an argument `is_causal`.
       wide: give `naive` its arrays in at least float32.
@@ -225,7 +228,7 @@ def over_pairs(
     def call(**given: Any) -> Any:
         first, *_, last = arrays = [jnp.asarray(given[name]) for name in inputs]
         axis = -3 if heads else -2
-        shape, queries, keys = last.shape[:axis], first.shape[axis], last.shape[axis]
+        shape, time, keys = last.shape[:axis], first.shape[axis], last.shape[axis]
         counts = [x.shape[-2] for x in arrays]
         num_heads = max(counts) if heads else None
         arrays = [jnp.broadcast_to(x, (*shape, *x.shape[axis:])) for x in arrays]
@@ -234,7 +237,7 @@ def over_pairs(
             return None if array is None else jnp.broadcast_to(array, (*shape, *own_shape))
 
         def of_pairs(array):
-            full = (*shape, num_heads or 1, queries, keys)
+            full = (*shape, num_heads or 1, time, keys)
             return None if array is None else jnp.broadcast_to(array, full)
 
         rate = given.get("dropout_rate", 0.0)
@@ -249,6 +252,7 @@ def over_pairs(
         ids = given.get("segment_ids")
         query_ids, key_ids = ids if isinstance(ids, tuple | list) else (ids, ids)
         lengths = given.get("lengths")
+        query_lengths = lengths if time == keys else None
         static = {name: given[name] for name in own if name in given}
         if "scale" in own and static.get("scale") is None:
             static["scale"] = first.shape[-1] ** -0.5
@@ -275,7 +279,7 @@ def over_pairs(
             )
             for name in (*inputs, *per_token):
                 if name in mapped:
-                    present = pairs.valid if name == inputs[0] else pairs.present
+                    present = pairs.valid if name in inputs[:queries] else pairs.present
                     mapped[name] = lifting.without_padding(mapped[name], present)
             if wide:
                 mapped = {name: lifting.widened(x, *arrays) for name, x in mapped.items()}
@@ -285,7 +289,7 @@ def over_pairs(
             out = lifting.without_padding(out, pairs.valid).astype(last.dtype)
             return out if second is None else (out, *others)
 
-        ones = jnp.ones(max(queries, keys), jnp.int32)
+        ones = jnp.ones(max(time, keys), jnp.int32)
         with lifting.precision(given.get("precision")):
             result = lifting.over_heads(
                 one,
@@ -299,17 +303,15 @@ def over_pairs(
                 },
                 examples={
                     **own_examples,
-                    "query_ids": of_examples(
-                        ones[:queries] if query_ids is None else query_ids, queries
-                    ),
+                    "query_ids": of_examples(ones[:time] if query_ids is None else query_ids, time),
                     "key_ids": of_examples(ones[:keys] if key_ids is None else key_ids, keys),
                     "b": jnp.arange(jnp.zeros(shape).size).reshape(shape),
                     "offset": of_examples(given.get("query_offset", 0)),
-                    "query_lengths": of_examples(given.get("query_seq_lengths", lengths)),
+                    "query_lengths": of_examples(given.get("query_seq_lengths", query_lengths)),
                     "key_lengths": of_examples(given.get("key_value_seq_lengths", lengths)),
                 },
                 both={
-                    "bias": of_pairs(given.get("bias")),
+                    "bias": of_pairs(None if "bias" in own else given.get("bias")),
                     "mask": of_pairs(given.get("mask")),
                     "initial_state": state,
                 },
