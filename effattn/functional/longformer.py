@@ -60,7 +60,8 @@ def _masks_of_examples(query, global_mask, **_):
 @with_naive(
     over_pairs(
         naive,
-        per_token=("global_query", "global_key", "global_value"),
+        per_query=("global_query",),
+        per_token=("global_key", "global_value"),
         per_head={"dilation": 0},
         per_example=("global_mask",),
         derived=_masks_of_examples,

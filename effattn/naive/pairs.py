@@ -215,7 +215,9 @@ def over_pairs(
     per_token: Sequence[str] = (),
     per_head: Mapping[str, int] | None = None,
     per_example: Sequence[str] = (),
+    per_query: Sequence[str] = (),
     derived: Callable[..., Mapping[str, Any]] | None = None,
+    queries: int = 1,
     heads: bool = True,
     is_causal: bool = True,
     wide: bool = False,
@@ -226,15 +228,17 @@ def over_pairs(
       naive: `naive(query, key, value, pairs, **own)` of one head: query `(T, H)`, key `(S, H)`,
         value `(S, Hv)` and the `Pairs`. Returns the output `(T, Hv)`, or the output and a second
         result: the log-sum-exp `(T,)`, or the state. The inputs before `pairs` may have other
-        names: those that end in "query" have a row for each query, the others have a row for each
-        key, and so have the arrays `per_token`. Of the shared options, `naive` receives `scale`,
-        `local_window_size` and `initial_state` if it names them.
+        names. Of the shared options, `naive` receives `scale`, `local_window_size`, `bias` and
+        `initial_state` if it names them; it then applies the window and the bias itself.
       per_token: names of own arguments `(*B, S, K, ...)`, or `(S, K, ...)` for all examples.
       per_head: own arguments `(K, ...)` or `(N, ...)`, with the number of axes of one head; an
         array of that many axes is for all heads.
       per_example: names of own arguments `(*B, ...)`.
+      per_query: names of own arguments `(*B, T, N, ...)` with a row for each query.
       derived: `(**given) -> arguments by name`, in place of those that the caller gives in another
         form or lets the function draw.
+      queries: number of inputs, from the first, that have a row for each query; the others have a
+        row for each key.
       heads: False if the inputs have no axis of heads.
       is_causal: direction, for a mechanism without an argument `is_causal`.
       wide: give `naive` its arrays in at least float32.
@@ -243,6 +247,7 @@ def over_pairs(
     inputs = parameters[: parameters.index("pairs")]
     own = parameters[len(inputs) + 1 :]
     ranks = dict(per_head or {})
+    of_queries = {*inputs[:queries], *per_query}
     causal = is_causal
 
     @functools.partial(lifting.named, like=naive)
@@ -251,7 +256,7 @@ def over_pairs(
             given |= derived(**given)
         first, *_, last = arrays = [jnp.asarray(given[name]) for name in inputs]
         axis = -3 if heads else -2
-        shape, queries, keys = last.shape[:axis], first.shape[axis], last.shape[axis]
+        shape, time, keys = last.shape[:axis], first.shape[axis], last.shape[axis]
         counts = [x.shape[-2] for x in arrays]
         num_heads = max(counts) if heads else None
         arrays = [jnp.broadcast_to(x, (*shape, *x.shape[axis:])) for x in arrays]
@@ -260,7 +265,7 @@ def over_pairs(
             return None if array is None else jnp.broadcast_to(array, (*shape, *own_shape))
 
         def of_pairs(array):
-            full = (*shape, num_heads or 1, queries, keys)
+            full = (*shape, num_heads or 1, time, keys)
             return None if array is None else jnp.broadcast_to(array, full)
 
         rate = given.get("dropout_rate", 0.0)
@@ -275,13 +280,14 @@ def over_pairs(
         ids = given.get("segment_ids")
         query_ids, key_ids = ids if isinstance(ids, tuple | list) else (ids, ids)
         lengths = given.get("lengths")
+        query_lengths = lengths if time == keys else None
         static = {name: given[name] for name in own if name in given}
         if "scale" in own and static.get("scale") is None:
             static["scale"] = first.shape[-1] ** -0.5
         state = static.pop("initial_state", None)
         own_tokens = {
             name: lifting.per_example_tokens(static.pop(name, None), shape, keys)
-            for name in per_token
+            for name in (*per_token, *per_query)
         }
         own_heads = {n: lifting.per_head_array(static.pop(n, None), r) for n, r in ranks.items()}
         own_examples = {name: static.pop(name, None) for name in per_example}
@@ -299,9 +305,9 @@ def over_pairs(
                 mask=mask,
                 sink=sink,
             )
-            for name in (*inputs, *per_token):
+            for name in (*inputs, *per_token, *per_query):
                 if name in mapped:
-                    present = pairs.valid if name.endswith("query") else pairs.present
+                    present = pairs.valid if name in of_queries else pairs.present
                     mapped[name] = lifting.without_padding(mapped[name], present)
             if wide:
                 mapped = {name: lifting.widened(x, *arrays) for name, x in mapped.items()}
@@ -311,7 +317,7 @@ def over_pairs(
             out = lifting.without_padding(out, pairs.valid).astype(last.dtype)
             return out if second is None else (out, *others)
 
-        ones = jnp.ones(max(queries, keys), jnp.int32)
+        ones = jnp.ones(max(time, keys), jnp.int32)
         with lifting.precision(given.get("precision")):
             result = lifting.over_heads(
                 one,
@@ -325,17 +331,15 @@ def over_pairs(
                 },
                 examples={
                     **own_examples,
-                    "query_ids": of_examples(
-                        ones[:queries] if query_ids is None else query_ids, queries
-                    ),
+                    "query_ids": of_examples(ones[:time] if query_ids is None else query_ids, time),
                     "key_ids": of_examples(ones[:keys] if key_ids is None else key_ids, keys),
                     "b": jnp.arange(jnp.zeros(shape).size).reshape(shape),
                     "offset": of_examples(given.get("query_offset", 0)),
-                    "query_lengths": of_examples(given.get("query_seq_lengths", lengths)),
+                    "query_lengths": of_examples(given.get("query_seq_lengths", query_lengths)),
                     "key_lengths": of_examples(given.get("key_value_seq_lengths", lengths)),
                 },
                 both={
-                    "bias": of_pairs(given.get("bias")),
+                    "bias": of_pairs(None if "bias" in own else given.get("bias")),
                     "mask": of_pairs(given.get("mask")),
                     "initial_state": state,
                 },
@@ -345,5 +349,5 @@ def over_pairs(
             return result
         return result[0], lifting.first_of_groups(result[1], len(shape), counts[-1])
 
-    call.per_token, call.per_head = tuple(per_token), tuple(ranks)  # type: ignore[attr-defined]
+    call.per_token, call.per_head = (*per_token, *per_query), tuple(ranks)  # type: ignore[attr-defined]
     return call

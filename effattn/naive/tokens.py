@@ -34,7 +34,7 @@ def over_tokens(
       per_head: own arguments `(K, ...)` or `(N, ...)`, with the number of axes of one head; an
         array of that many axes is for all heads.
       heads: False if the inputs have no axis of heads.
-      empty: `(**inputs of one token) -> state`; the default is zeros `(H, Hv)`.
+      empty: `(**inputs of one token, **own) -> state`; the default is zeros `(H, Hv)`.
     """
     parameters = inspect.signature(naive).parameters.values()
     inputs = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
@@ -67,7 +67,8 @@ def over_tokens(
                     lifting.widened(x, *arrays), valid if name == inputs[0] else present
                 )
             own_arrays = lifting.widened({**static, **mapped}, *arrays)
-            first = (empty or zeros)(**{name: of_tokens[name][0] for name in inputs})
+            of_first = {name: of_tokens[name][0] for name in inputs}
+            first = (empty or zeros)(**of_first, **own_arrays)
             start = first if initial_state is None else initial_state
             start = jax.tree.map(lambda x, like: x.astype(like.dtype), start, first)
 
