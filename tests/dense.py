@@ -1,22 +1,16 @@
-"""Softmax attention with all its pairs, called as `effattn.dot_product_attention` is."""
+"""Softmax attention over all pairs, by its naive form, with gradients."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from effattn.arrays import dropout
-from tests.references.pairs import Pairs, pairs
-from tests.references.softmax import softmax
+import effattn
 
-RESTRICTIONS = (
-    "is_causal local_window_size dilation query_offset query_seq_lengths key_value_seq_lengths "
-    "segment_ids mask"
-).split()
+# Arrays of a call; others are of a `score_mod`.
+NAMES = ("query", "key", "value", "bias", "scale", "sink")
 
 
 def draw(
@@ -53,41 +47,22 @@ def _with_gradients(function, arrays, known, cotangents):
     return results, pull_back(cotangents)[0]
 
 
-def dense_with_gradients(
-    arrays, *, score_mod_of=None, dropout_rate=0.0, dropout_rng=None, **options
-) -> Any:
-    """The same from the definition; `score_mod_of(arrays)` makes the score_mod."""
-    allowed = {name: options.pop(name) for name in RESTRICTIONS if name in options}
-    if "mask" in allowed:
-        allowed["mask"] = np.asarray(allowed["mask"])[..., 0, :, :]
-    *batch, queries, heads, _ = arrays["query"].shape
-    which = pairs(tuple(batch), queries, arrays["key"].shape[-3], **allowed)
-    keep = dropout_keep(dropout_rng, dropout_rate, which, heads) if dropout_rate else None
-    function = _definition(score_mod_of, dropout_rate, tuple(options.items()))
-    return with_gradients(function, arrays, (which, keep))
+def dense_with_gradients(arrays, *, score_mod_of=None, **options) -> Any:
+    """The same by the naive form of all pairs; `score_mod_of(arrays)` makes the score_mod."""
+    leaves = {name: jax.tree.leaves(x) for name, x in options.items()}
+    known = {n: options[n] for n in options if any(hasattr(x, "shape") for x in leaves[n])}
+    static = {name: x for name, x in options.items() if name not in known}
+    return with_gradients(_naive(score_mod_of, tuple(sorted(static.items()))), arrays, known)
 
 
 @functools.cache
-def _definition(score_mod_of, dropout_rate, options):
-    def definition(arrays, known):
-        score_mod = None if score_mod_of is None else score_mod_of(arrays)
-        results = softmax(
-            arrays, *known, score_mod=score_mod, dropout_rate=dropout_rate, **dict(options)
-        )
-        return results["out"], results["lse"]
+def _naive(score_mod_of, static):
+    options = dict(static)
+    attend = effattn.naive.sliding_window if "dilation" in options else effattn.naive.softmax
 
-    return definition
+    def naive(arrays, known):
+        given = {} if score_mod_of is None else {"score_mod": score_mod_of(arrays)}
+        own = {name: arrays[name] for name in NAMES if name in arrays}
+        return attend(**own, **known, **options, **given, return_residual=True)
 
-
-def dropout_keep(rng, rate: float, which: Pairs, heads: int) -> jax.Array:
-    """bool `(*B, N, T, S)`."""
-    return _dropout_keep(rng, rate, which.position, heads, which.allowed.shape[-1])
-
-
-@functools.partial(jax.jit, static_argnums=(1, 3, 4))
-def _dropout_keep(rng, rate, position, heads, keys):
-    batch = position.shape[:-1]
-    b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
-    i = position[..., None, :, None]
-    h = np.arange(heads)[:, None, None]
-    return dropout.keep(dropout.seed_from_rng(rng), rate, b, h, i, jnp.arange(keys))
+    return naive

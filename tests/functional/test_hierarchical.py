@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import effattn
 from effattn import dot_product_attention
 from effattn.functional.hierarchical import hierarchical_attention
 from effattn.nn import SelfAttention
 from effattn.testing.functions import assert_close
-from tests.dense import draw, dropout_keep, with_gradients
+from tests.dense import draw, with_gradients
 from tests.laws import cost
 from tests.marks import slow
-from tests.references.hierarchical import hierarchical
-from tests.references.pairs import pairs
 
 LENGTH = 23
 
@@ -39,25 +38,14 @@ def test_learned_summaries_at_three_levels_with_all_arguments(is_causal, x64):
     lengths = {"query_seq_lengths": np.array([20]), "key_value_seq_lengths": np.array([18])}
     arrays = {k: x[:1] if k in ("query", "key", "value") else x for k, x in arrays.items()}
     rng = jax.random.key(1)
-    which = pairs((1,), LENGTH, LENGTH, is_causal=is_causal, **lengths)
-    keep = jax.jit(functools.partial(dropout_keep, rate=0.3, heads=4))(rng, which=which)
 
-    def ours(arrays, known):
+    def call(function, arrays, known):
         given = {**arrays, **lengths, **options, "is_causal": is_causal, "dropout_rng": rng}
-        return hierarchical_attention(**given, tile=(8, 8), return_residual=True)
+        return function(**given, return_residual=True)
 
-    expected = with_gradients(_definition(**options), arrays, (which, keep))
-    assert_close(with_gradients(ours, arrays), expected, 1e-12)
-
-
-@functools.cache
-def _definition(**options):
-    def definition(arrays, known):
-        others = {k: x for k, x in arrays.items() if k != "summary_query"}
-        results = hierarchical(others, *known, summary_query=arrays["summary_query"], **options)
-        return results["out"], results["lse"]
-
-    return definition
+    ours = functools.partial(call, functools.partial(hierarchical_attention, tile=(8, 8)))
+    naive = functools.partial(call, effattn.naive.hierarchical)
+    assert_close(with_gradients(ours, arrays), with_gradients(naive, arrays), 1e-12)
 
 
 def attend(arrays, **options):
