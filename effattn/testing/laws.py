@@ -43,6 +43,11 @@ def is_causal(subject: Subject) -> bool:
     return subject.is_causal
 
 
+def decodes(subject: Subject) -> bool:
+    """Selects subjects whose mixer decodes."""
+    return subject.is_causal and subject.has("decode") and subject.has_mixer
+
+
 def rms(x: Any) -> float:
     """Root mean square of the finite entries."""
     x = np.asarray(x, np.float64)
@@ -336,7 +341,7 @@ def twice_the_same(subject: Subject) -> None:
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-@law(lambda subject: subject.is_causal and subject.has("decode"))
+@law(decodes)
 def any_split_equals_the_whole(subject: Subject) -> None:
     """A mixer extended by pieces of 0 to 4 tokens, unequal between rows, equals one call.
 
@@ -425,7 +430,7 @@ def splits_equal(
     holds()
 
 
-@law(lambda subject: subject.is_causal and subject.has("decode"))
+@law(decodes)
 def rows_of_a_state_can_be_chosen(subject: Subject) -> None:
     """Rows of a state can be repeated, reordered and dropped, as beam search does.
 

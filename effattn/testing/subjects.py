@@ -23,6 +23,8 @@ from effattn.testing import functions, mixers
 from effattn.testing.case import Case
 from effattn.testing.functions import SQUARE
 
+_INPUTS = ("query", "key", "value")
+
 Arrays = dict[str, Any]
 Results = tuple[dict[str, Any], dict[str, Any]]
 
@@ -40,6 +42,9 @@ class OfFunction:
         self.tokens, self.length, self.rows = subject.of_tokens, SQUARE.keys, SQUARE.batch[0]
         self.is_causal = subject.has("causal")
         self.has = subject.has
+        # `SelfAttention` cannot make arrays that only the caller has.
+        own = {*subject.case.arguments(np.random.default_rng(0), SQUARE)} - {*_INPUTS}
+        self.has_mixer = not own or self.entry.mixer != "effattn.nn.SelfAttention"
 
     def single(self, seed: int) -> Arrays:
         """Arrays of `run_single`, float32."""
@@ -153,6 +158,7 @@ class OfMixer:
     tolerance, packed_tolerance, least = 1e-10, 1e-11, 1e-3
     decode_tolerance: Mapping[str, float] = MappingProxyType({"rtol": 5e-5, "atol": 1e-5})
     tokens, length, rows = ("x",), mixers.LENGTH, mixers.ROWS
+    has_mixer = True
     features, heads = mixers.FEATURES, mixers.HEADS
 
     def __init__(self, subject: mixers.Mixer):
