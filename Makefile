@@ -14,6 +14,7 @@ WORKERS := $(shell n=$(CPUS); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 export PYTHON
 python := "$(VENV)/bin/python"
 setup := @scripts/setup_venv.sh "$(VENV)"
+sources := .ci benchmarks effattn experiments scripts tests
 pytest = $(python) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
@@ -72,12 +73,14 @@ docs: ## write the reference of all public names, from their docstrings, to docs
 	$(setup) docs
 	$(python) -m pdoc --docformat google -o docs/api effattn
 
-lint: ## check style, format, imports and types
+lint: ## check style, format, imports, types, spelling and prose
 	$(setup) dev,experiments
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 	"$(VENV)/bin/lint-imports"
 	$(python) -m mypy
+	$(python) -m codespell_lib $(sources) docs *.md
+	$(python) scripts/lint_prose.py $(sources)
 
 format: ## fix style and format
 	$(setup) dev,experiments

@@ -17,7 +17,7 @@ if not __package__:  # run as `python experiments/seq2seq.py`
 
 import tyro
 
-from experiments.common import checks, folders, machine, outcome, pairs, report
+from experiments.common import checks, folders, machine, outcome, pairs, report, user_modules
 from experiments.common.errors import UserError
 from experiments.common.metrics import read_json, write_atomically
 
@@ -36,6 +36,7 @@ class Config:
 
     task: str = "reverse"  # sort, reverse or dates; or a file of SOURCE, a tab and TARGET a line
     encoders: tuple[str, ...] = COMPARED  # names; NAME,OPTION=8; A/B by layer; A+B by head
+    imports: user_modules.Modules = ()  # Python modules that register mechanisms of their own
     window: int = 5  # tokens that sliding_window sees, the present one included
     layers: int = 2  # of the encoder, and as many of the decoder
     width: int = 64  # features of a token
@@ -57,9 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = tyro.cli(Config, prog="python -m experiments.seq2seq", args=argv)
 
     def work() -> None:
+        user_modules.load(config.imports)
         check(config)
         data = pairs.load(config.task, config.examples, config.held_out)
-        given = {k: v for k, v in dataclasses.asdict(config).items() if k != "output"}
+        left_out = {"output"} | (set() if config.imports else {"imports"})
+        given = {k: v for k, v in dataclasses.asdict(config).items() if k not in left_out}
         settings = {"experiment": "seq2seq", **given, "pairs_sha256": data.sha256}
         task = Path(config.task).stem
         name = f"seq2seq-{task}-{folders.fingerprint(settings)}"

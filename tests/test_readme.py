@@ -1,4 +1,4 @@
-"""The examples of the README, which run one after another."""
+"""The examples of the README and of `docs/`: the examples of a page run one after another."""
 
 import pathlib
 import re
@@ -6,16 +6,34 @@ import re
 import pytest
 
 import effattn
+from effattn import registry
 from effattn.xla import block_attention
 
-README = pathlib.Path(effattn.__file__).parents[1] / "README.md"
+ROOT = pathlib.Path(effattn.__file__).parents[1]
+PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if path.exists()]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+pytestmark = pytest.mark.skipif(not PAGES, reason="installed without its documents")
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def examples_of(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def anchors_of(page):
+    """The anchors that GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.slow
-def test_all_examples_run_in_order(monkeypatch, tmp_path):
+@pytest.mark.parametrize("page", [page for page in PAGES if examples_of(page)], ids=name_of)
+def test_all_examples_run_in_order(page, monkeypatch, tmp_path):
     """With a 16th of the tokens, and one tile of each kernel to try; without pretrained weights."""
-    if not README.exists():
-        pytest.skip("installed without its README")
     pytest.importorskip("matplotlib").use("agg")
     monkeypatch.chdir(tmp_path)  # a figure is saved
     tilings = block_attention.tilings
@@ -25,8 +43,29 @@ def test_all_examples_run_in_order(monkeypatch, tmp_path):
         lambda *call: {kernel: tiles[:1] for kernel, tiles in tilings(*call).items()},
     )
     names = {}
-    for example in re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S):
+    for example in examples_of(page):
         if "from_transformers" not in example:
             shorter = re.sub("16384|16000|9000", lambda found: str(int(found[0]) // 16), example)
             exec(shorter, names)
-    assert (tmp_path / "pattern.png").exists()
+    for figure in re.findall(r"savefig\(\"(.*?)\"\)", "".join(examples_of(page))):
+        assert (tmp_path / figure).exists()
+
+
+def test_the_examples_show_the_functions_the_modules_and_the_pictures():
+    text = "".join("".join(examples_of(page)) for page in PAGES)
+    for name in ("dot_product_attention", "as_attention_fn", "TransformerLM", "savefig", "tune("):
+        assert name in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(page):
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            path, _, anchor = target.partition("#")
+            linked = (page.parent / path).resolve() if path else page
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors_of(linked), target
+
+
+def test_the_readme_counts_the_mechanisms():
+    assert f"It has {len(registry.names())} mechanisms" in PAGES[0].read_text(encoding="utf-8")

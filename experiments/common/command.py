@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from experiments.common import checks, corpora, folders, machine, outcome, report
+from experiments.common import checks, corpora, folders, machine, outcome, report, user_modules
 from experiments.common.objectives import Objective
 from experiments.common.schedules import Schedule
 
@@ -21,6 +21,7 @@ class Options:
 
     preset: Literal["small", "medium", "gpu"] = "small"  # defaults of the other options
     mechanisms: tuple[str, ...] = ("softmax",)  # names; NAME,OPTION=8; A/B by layer; A+B by head
+    imports: user_modules.Modules = ()  # Python modules that register mechanisms of their own
     window: int = 16  # tokens that sliding_window sees, the present one included
     layers: int = 2  # Transformer layers
     width: int = 64  # features of a token
@@ -56,7 +57,8 @@ class Options:
     def settings(self) -> dict[str, Any]:
         """What the results depend on, beside the text of the corpus and the objective."""
         settings = dataclasses.asdict(self) | {"learning_rate": self.rates}
-        return {k: v for k, v in settings.items() if k not in ("sweep", "at_once", "output")}
+        left_out = {"sweep", "at_once", "output"} | (set() if self.imports else {"imports"})
+        return {k: v for k, v in settings.items() if k not in left_out}
 
 
 Config = TypeVar("Config", bound=Options)
@@ -104,6 +106,7 @@ def run(experiment: str, config: Options, objective: type[Objective]) -> int:
     """
 
     def work() -> None:
+        user_modules.load(config.imports)
         checks.check(config, objective.is_causal)
         corpus = corpora.load(config.corpus)
         settings = {

@@ -75,7 +75,10 @@ def _mechanism(text: str, window: int, context: int, is_causal: bool) -> dict[st
     direction = "causal" if is_causal else "bidirectional"
     if name not in registry.names():
         known = ", ".join(registry.names(direction))
-        raise ValueError(f"unknown mechanism {name!r}; {direction} ones are {known}")
+        raise ValueError(
+            f"unknown mechanism {name!r}; {direction} ones are {known}; --import adds those of "
+            "your own modules"
+        )
     entry = registry.get(name)
     Binding.of(name).require(direction, f"is_causal={is_causal}")
     mixer: dict[str, Any] = {"name": name}

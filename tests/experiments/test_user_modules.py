@@ -1,0 +1,99 @@
+"""`--import`: mechanisms of the user's own modules, trained by name."""
+
+import json
+import sys
+
+import pytest
+
+from effattn import registry
+from experiments import lm, seq2seq
+
+MODULE = '''
+import effattn
+from effattn import registry
+
+
+def doubled_attention(
+    query, key, value, *, is_causal=False, query_seq_lengths=None, key_value_seq_lengths=None
+):
+    """Softmax attention to values twice as large."""
+    return effattn.dot_product_attention(
+        query,
+        key,
+        2 * value,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )
+
+
+registry.register(
+    registry.Mechanism(
+        name="doubled",
+        family="exact",
+        paper="none",
+        function=doubled_attention,
+        complexity="O(N^2 H)",
+        time_exponent=2.0,
+    )
+)
+'''
+TINY = """--import their_mechanisms.doubled --layers 1 --width 8 --heads 2 --batch 4
+    --steps 2 --seeds 0 --window 4""".split()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current directory, with a package of two modules; what they register is forgotten."""
+    package = tmp_path / "their_mechanisms"
+    package.mkdir()
+    (package / "doubled.py").write_text(MODULE)
+    (package / "broken.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(registry, "_MECHANISMS", dict(registry._MECHANISMS))
+    yield tmp_path
+    for module in [name for name in sys.modules if name.startswith("their_mechanisms")]:
+        del sys.modules[module]
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (lm, "--context 16 --eval-windows 4 --optimiser adamw --corpus texts --mechanisms"),
+        pytest.param(seq2seq, "--examples 40 --held-out 4 --encoders", marks=pytest.mark.slow),
+    ],
+    ids=["lm", "seq2seq"],
+)
+def test_a_mechanism_of_ones_own_module_is_trained(here, folder_of_text, capsys, script, options):
+    command = [*TINY, "--output", "run", *options.split(), "doubled"]
+    assert script.main(command) == 0, capsys.readouterr().err
+    assert "| doubled " in capsys.readouterr().out
+    config = json.loads((here / "run" / "config.json").read_text())
+    assert config["imports"] == ["their_mechanisms.doubled"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("their_mechanisms.tripled", "there is no module 'their_mechanisms.tripled' in the"),
+        ("no_such_package.module", "there is no module 'no_such_package.module' in the current"),
+        ("their_mechanisms/doubled.py", "needs the name of a module as in Python"),
+        ("", "needs the name of a module as in Python, my_package.my_module, got ''"),
+        (
+            "their_mechanisms.broken",
+            "the module 'their_mechanisms.broken' cannot be imported (ModuleNotFoundError: No",
+        ),
+    ],
+)
+@pytest.mark.parametrize("script", [lm, seq2seq], ids=["lm", "seq2seq"])
+def test_a_module_that_cannot_be_imported_is_named(here, capsys, script, name, sentence):
+    assert script.main(["--import", name, "--output", "run"]) == 1
+    error = capsys.readouterr().err
+    assert sentence in error and error.startswith("error: --import") and error.count("\n") == 1
+    assert not (here / "run").exists()
+
+
+def test_without_imports_the_settings_are_as_before():
+    assert "imports" not in lm.Config().settings()
+    assert lm.Config(imports=("a",)).settings()["imports"] == ("a",)
