@@ -14,11 +14,20 @@ shares no code with the fast forms, except the random bits of dropout.
 from typing import Any
 
 from effattn import registry
-from effattn.naive.form import with_naive
-from effattn.naive.pairs import Pairs, dot, masked_softmax, over_pairs
+from effattn.naive.form import given_option, with_naive
+from effattn.naive.pairs import Pairs, dot, masked_softmax, normalized, over_pairs
 from effattn.naive.tokens import over_tokens
 
-__all__ = ["Pairs", "dot", "masked_softmax", "over_pairs", "over_tokens", "with_naive"]
+__all__ = [
+    "Pairs",
+    "dot",
+    "given_option",
+    "masked_softmax",
+    "normalized",
+    "over_pairs",
+    "over_tokens",
+    "with_naive",
+]
 
 
 def __getattr__(name: str) -> Any:
