@@ -9,9 +9,19 @@ from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.naive import over_tokens, with_naive
 from effattn.options import Recurrent, declared
 
 
+def naive(state, query, key, value, *, beta, log_decay=None, scale):
+    """One token of one head: state `(H, Hv)`, query and key `(H,)`, value `(Hv,)`."""
+    if log_decay is not None:
+        state = jnp.exp(log_decay) * state
+    state = state + beta * jnp.outer(key, value - key @ state)
+    return state, scale * (query @ state)
+
+
+@with_naive(over_tokens(naive, per_token=("beta", "log_decay")))
 @declared
 def delta_rule_attention(
     query: jax.Array,

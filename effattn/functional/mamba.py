@@ -3,12 +3,14 @@
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms, clear
+from effattn.naive import over_tokens, with_naive
 from effattn.options import Implementation, Packing, Padding, State, declared
 from effattn.xla.diagonal_recurrence import CHUNK, diagonal_recurrence
 
@@ -17,6 +19,15 @@ class Options(Padding, Packing, State, Implementation, total=False):
     """The shared options of `selective_scan`."""
 
 
+def naive(state, query, key, value, *, step_size, rate, skip=None):
+    """One token of one head: state `(F, D)`, C and B `(F,)`, x and dt `(D,)`, A `(D, F)`."""
+    C, B, x, dt, A, D = query, key, value, step_size, rate, skip
+    state = jnp.exp(A.T * dt) * state + jnp.outer(B, dt * x)
+    out = C @ state
+    return state, out if D is None else out + D * x
+
+
+@with_naive(over_tokens(naive, per_token=("step_size",), per_head={"rate": 2, "skip": 1}))
 @declared
 def selective_scan(
     query: jax.Array,

@@ -3,15 +3,26 @@
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms, clear
+from effattn.naive import over_tokens, with_naive
 from effattn.options import Recurrent, declared
 
 
+def naive(state, query, key, value, *, step_size, rate, skip=None):
+    """One token of one head: state `(F, P)`, C and B `(F,)`, x `(P,)`, and numbers dt, A and D."""
+    C, B, x, dt, A, D = query, key, value, step_size, rate, skip
+    state = jnp.exp(dt * A) * state + dt * jnp.outer(B, x)
+    out = C @ state
+    return state, out if D is None else out + D * x
+
+
+@with_naive(over_tokens(naive, per_token=("step_size",), per_head={"rate": 0, "skip": 0}))
 @declared
 def state_space_duality(
     query: jax.Array,

@@ -10,6 +10,7 @@ from effattn import registry
 from effattn.arrays import dtypes
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.naive import over_tokens, with_naive
 from effattn.options import Recurrent, declared
 
 
@@ -18,6 +19,23 @@ def retention_log_decay(num_heads: int) -> jax.Array:
     return jnp.log1p(-jnp.asarray(2.0 ** (-5 - np.arange(num_heads))))
 
 
+def naive(state, query, key, value, *, log_decay, scale):
+    """One token of one head: state `(H, Hv)`, query and key `(H,)`, value `(Hv,)`."""
+    state = jnp.exp(log_decay) * state + jnp.outer(key, value)
+    return state, scale * (query @ state)
+
+
+def _naive_log_decay(*, key, log_decay, **_):
+    """The decays of the paper, unless the caller has others."""
+    decay = 1 - 2.0 ** (-5 - jnp.arange(key.shape[-2]))
+    return {"log_decay": jnp.log(decay) if log_decay is None else log_decay}
+
+
+@with_naive(
+    over_tokens(
+        naive, per_head={"log_decay": 0}, derived=_naive_log_decay, neutral={"log_decay": 0}
+    )
+)
 @declared
 def retention(
     query: jax.Array,

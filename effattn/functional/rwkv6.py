@@ -3,14 +3,23 @@
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 
 from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.naive import over_tokens, with_naive
 from effattn.options import Recurrent, declared
 
 
+def naive(state, query, key, value, *, log_decay, bonus):
+    """One token of one head: state `(H, Hv)`, query, key, decay and bonus `(H,)`, value `(Hv,)`."""
+    out = query @ (state + jnp.outer(bonus * key, value))
+    return jnp.exp(log_decay)[:, None] * state + jnp.outer(key, value), out
+
+
+@with_naive(over_tokens(naive, per_token=("log_decay",), per_head={"bonus": 1}))
 @declared
 def rwkv6_attention(
     query: jax.Array,

@@ -3,14 +3,24 @@
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 
 from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.naive import over_tokens, with_naive
 from effattn.options import Recurrent, declared
 
 
+def naive(state, query, key, value, *, log_decay, removal_key, learning_rate):
+    """One token of one head: state `(H, Hv)`, value `(Hv,)`, all others `(H,)`."""
+    removed = jnp.outer(learning_rate * removal_key, removal_key @ state)
+    state = jnp.exp(log_decay)[:, None] * state - removed + jnp.outer(key, value)
+    return state, query @ state
+
+
+@with_naive(over_tokens(naive, per_token=("log_decay", "removal_key", "learning_rate")))
 @declared
 def rwkv7_attention(
     query: jax.Array,

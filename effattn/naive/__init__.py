@@ -15,14 +15,16 @@ from typing import Any
 
 from effattn import registry
 from effattn.naive.examples import over_examples
-from effattn.naive.form import with_naive
-from effattn.naive.pairs import Pairs, dot, masked_softmax, over_pairs
+from effattn.naive.form import given_option, with_naive
+from effattn.naive.pairs import Pairs, dot, masked_softmax, normalized, over_pairs
 from effattn.naive.tokens import over_tokens
 
 __all__ = [
     "Pairs",
     "dot",
+    "given_option",
     "masked_softmax",
+    "normalized",
     "over_examples",
     "over_pairs",
     "over_tokens",

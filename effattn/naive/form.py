@@ -68,6 +68,18 @@ def with_naive(naive: Callable[..., Any]) -> Callable[[Function], Function]:
     return decorate
 
 
+def given_option(
+    name: str, form: Callable[..., Any], otherwise: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The naive form `form` if the caller gives that option, and `otherwise` if it is None."""
+
+    @functools.wraps(form)
+    def call(**given):
+        return (otherwise if given.get(name) is None else form)(**given)
+
+    return call
+
+
 def _names(implementation: Any) -> tuple[Any, ...]:
     is_several = isinstance(implementation, tuple | list)
     return tuple(implementation) if is_several else (implementation,)

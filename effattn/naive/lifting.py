@@ -19,6 +19,7 @@ def over_heads(
     examples: Mapping[str, Any],
     both: Mapping[str, Any],
     out_axes: Any,
+    state_axes: Any = 0,
 ) -> Any:
     """Maps a function of one head of one example over all heads and examples.
 
@@ -31,36 +32,56 @@ def over_heads(
       examples: pytrees `(*B, ...)` by name, which all heads share.
       both: pytrees `(*B, n, ...)` by name.
       out_axes: the axes of heads in the results of one example, as in `jax.vmap`.
+      state_axes: the axes of heads in the `initial_state` of one example, as in `jax.vmap`.
 
     Returns:
       The results, with batch dimensions first.
     """
 
+    def given(arrays):
+        return {name: x for name, x in arrays.items() if x is not None}
+
     def repeated(arrays, axis):
-        def repeat(x):
+        def repeat(x, axis):
             return x if num_heads is None else jnp.repeat(x, num_heads // x.shape[axis], axis)
 
-        return jax.tree.map(repeat, {n: x for n, x in arrays.items() if x is not None})
+        return map_by_axis(repeat, axis, given(arrays))
 
     def call(tokens, heads, examples, both):
         return function(**tokens, **heads, **examples, **both)
 
-    examples = {name: x for name, x in examples.items() if x is not None}
-    arrays = repeated(tokens, batch + 1), repeated(heads, 0), examples, repeated(both, batch)
+    axes = {name: state_axes if name == "initial_state" else 0 for name in given(both)}
+    full_axes = jax.tree.map(lambda axis: batch + axis, axes)
+    arrays = (
+        repeated(tokens, batch + 1),
+        repeated(heads, 0),
+        given(examples),
+        repeated(both, full_axes),
+    )
     if num_heads is not None:
-        call = jax.vmap(call, (1, 0, None, 0), out_axes, axis_size=num_heads)
+        call = jax.vmap(call, (1, 0, None, axes), out_axes, axis_size=num_heads)
     for _ in range(batch):
         call = jax.vmap(call, (0, None, 0, 0))
     return call(*arrays)
 
 
-def first_of_groups(state: Any, axis: int, num_heads: int) -> Any:
+def map_by_axis(function: Callable[[jax.Array, int], jax.Array], axes: Any, tree: Any) -> Any:
+    """Maps arrays with their axes, a prefix of the tree; arrays of axis None stay as they are."""
+
+    def of_axis(axis, part):
+        return part if axis is None else jax.tree.map(lambda x: function(x, axis), part)
+
+    return jax.tree.map(of_axis, axes, tree, is_leaf=lambda axis: axis is None)
+
+
+def first_of_groups(state: Any, batch: int, num_heads: int, state_axes: Any = 0) -> Any:
     """The states of key heads from those of query heads, which are equal within a group."""
 
-    def pick(x):
+    def pick(x, axis):
+        axis = batch + axis
         return jax.lax.slice_in_dim(x, 0, None, x.shape[axis] // num_heads, axis)
 
-    return jax.tree.map(pick, state)
+    return map_by_axis(pick, state_axes, state)
 
 
 def per_example_tokens(array: Any, shape: tuple[int, ...], length: int) -> Any:

@@ -19,6 +19,12 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a.astype(b.dtype), b, preferred_element_type=wide)
 
 
+def normalized(sums: jax.Array) -> jax.Array:
+    """Divides `(..., D + 1)` by its last entry: `(..., D)`, zeros if that entry is zero."""
+    total = sums[..., -1:]
+    return jnp.where(total == 0, 0, sums[..., :-1] / jnp.where(total == 0, 1, total))
+
+
 def masked_softmax(logits: jax.Array, allowed: jax.Array) -> jax.Array:
     """Softmax over the allowed entries of the last axis; zeros if no entry is allowed."""
     logits = jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
@@ -123,10 +129,7 @@ class Pairs:
             state = state.astype(out.dtype)
             out = out + jnp.where(self.reads_initial[:, None], query, 0) @ state
             sums = sums + jnp.where(self.keeps_initial, state, 0)
-        if normalize:
-            total = out[:, -1:]
-            out = jnp.where(total == 0, 0, out[:, :-1] / jnp.where(total == 0, 1, total))
-        return out, sums
+        return normalized(out) if normalize else out, sums
 
     @property
     def first_id(self) -> jax.Array:
@@ -221,6 +224,7 @@ def over_pairs(
     heads: bool = True,
     is_causal: bool = True,
     wide: bool = False,
+    state_axes: Any = 0,
 ) -> Callable[..., Any]:
     """The naive form of all heads and examples, with the arguments of the fast function.
 
@@ -242,6 +246,8 @@ def over_pairs(
       heads: False if the inputs have no axis of heads.
       is_causal: direction, for a mechanism without an argument `is_causal`.
       wide: give `naive` its arrays in at least float32.
+      state_axes: the axes of heads in the state without batch dimensions, as in `jax.vmap`; None
+        for an array that all heads share.
     """
     parameters = list(inspect.signature(naive).parameters)
     inputs = parameters[: parameters.index("pairs")]
@@ -309,10 +315,11 @@ def over_pairs(
                 if name in mapped:
                     present = pairs.valid if name in of_queries else pairs.present
                     mapped[name] = lifting.without_padding(mapped[name], present)
+            own_arrays = {**static, **mapped}
             if wide:
-                mapped = {name: lifting.widened(x, *arrays) for name, x in mapped.items()}
-            rows = [mapped.pop(name) for name in inputs]
-            result = naive(*rows, pairs, **static, **mapped)
+                own_arrays = lifting.widened(own_arrays, *arrays)
+            rows = [own_arrays.pop(name) for name in inputs]
+            result = naive(*rows, pairs, **own_arrays)
             out, *others = result if isinstance(result, tuple) else (result,)
             out = lifting.without_padding(out, pairs.valid).astype(last.dtype)
             return out if second is None else (out, *others)
@@ -343,11 +350,13 @@ def over_pairs(
                     "mask": of_pairs(given.get("mask")),
                     "initial_state": state,
                 },
-                out_axes=1 if second is None else (1, 0 if second == "state" else 1),
+                out_axes=1 if second is None else (1, state_axes if second == "state" else 1),
+                state_axes=state_axes,
             )
         if second != "state" or not heads:
             return result
-        return result[0], lifting.first_of_groups(result[1], len(shape), counts[-1])
+        state = lifting.first_of_groups(result[1], len(shape), counts[-1], state_axes)
+        return result[0], state
 
     call.per_token, call.per_head = (*per_token, *per_query), tuple(ranks)  # type: ignore[attr-defined]
     return call

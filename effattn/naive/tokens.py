@@ -19,6 +19,8 @@ def over_tokens(
     per_head: Mapping[str, int] | None = None,
     heads: bool = True,
     empty: Callable[..., Any] | None = None,
+    derived: Callable[..., Mapping[str, Any]] | None = None,
+    neutral: Mapping[str, float] | None = None,
 ) -> Callable[..., Any]:
     """The naive form of all tokens, heads and examples, with the arguments of the fast function.
 
@@ -34,7 +36,11 @@ def over_tokens(
       per_head: own arguments `(K, ...)` or `(N, ...)`, with the number of axes of one head; an
         array of that many axes is for all heads.
       heads: False if the inputs have no axis of heads.
-      empty: `(**inputs of one token, **own) -> state`; the default is zeros `(H, Hv)`.
+      empty: `(**inputs of one token, **own arguments of one head) -> state`; the default is zeros
+        `(H, Hv)`.
+      derived: `(**given) -> arguments by name`, in place of those that the caller leaves out.
+      neutral: the own arguments by which a token of zeros would change the state, with values by
+        which a token of zeros does not.
     """
     parameters = inspect.signature(naive).parameters.values()
     inputs = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
@@ -46,6 +52,8 @@ def over_tokens(
 
     @functools.partial(lifting.named, like=naive)
     def call(**given: Any) -> Any:
+        if derived is not None:
+            given |= derived(**given)
         arrays = [jnp.asarray(given[name]) for name in inputs]
         last = arrays[-1]
         axis = -3 if heads else -2
@@ -77,7 +85,10 @@ def over_tokens(
                 of_token, ident, is_present = token
                 before = _choose(ident == document, state, first)
                 of_inputs = [of_token.pop(name) for name in inputs]
-                after, out = naive(before, *of_inputs, **of_token, **own_arrays)
+                own_arguments = {**own_arrays, **of_token}
+                for name, x in (neutral or {}).items():
+                    own_arguments[name] = jnp.where(is_present, own_arguments[name], x)
+                after, out = naive(before, *of_inputs, **own_arguments)
                 carry = _choose(is_present, (after, ident), (state, document))
                 return carry, out
 
