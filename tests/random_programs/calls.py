@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from effattn.testing import functions
+from effattn import registry
+from effattn.testing import Case, functions
 from effattn.testing.functions import Extent, Sizes
-from tests.cases import FUNCTIONS
-from tests.laws import battery
+from tests.cases import FUNCTIONS, projections
 from tests.random_programs.errors import compare, jittered, largest_difference
-from tests.references.linformer import projections
-from tests.references.reference import Reference
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 20, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80, 96, 100)
 LONG = (127, 128, 129, 150, 200)
@@ -29,7 +27,7 @@ MAPPED = 2
 
 # Which keys a query sees there follows from comparing numbers, which rounding to 16 bits decides.
 COMPARES = frozenset({"routing"})
-# Their plain form holds a state for every pair, or for every query.
+# Their naive form steps through the tokens.
 STATES = frozenset({"mamba", "delta_net", "gated_delta_net", "rwkv7"})
 
 
@@ -39,12 +37,15 @@ class Drawn:
 
     name: str
     chosen: Mapping[str, Any]
-    reference: Reference
+    case: Case
     unused: frozenset[str]
 
     entry = functions.Subject.entry
     parameters = functions.Subject.parameters
+    per_token = functions.Subject.per_token
+    per_head = functions.Subject.per_head
     of_tokens = functions.Subject.of_tokens
+    _own = functions.Subject._own
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,6 +53,9 @@ class Drawn:
 
     def has(self, capability: str) -> bool:
         return capability in self.entry.capabilities - self.unused
+
+    def _replace(self, **_: Any) -> "Drawn":
+        return self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,11 +124,11 @@ class Program:
 
 def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     """A program, or None where the mechanism drawn is not among those asked for."""
-    names = battery.NAMES
+    names = list(FUNCTIONS)
     name = names[rng.integers(len(names))]
     if not only.search(name):
         return None
-    entry = battery.registry.get(name)
+    entry = registry.get(name)
 
     def coin(probability: float = 0.5) -> bool:
         return bool(rng.random() < probability)
@@ -135,7 +139,7 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     ways = [way for way in ("causal", "bidirectional") if way in entry.capabilities]
     is_causal = one_of(ways) == "causal"
     sizes = draw_sizes(rng, entry, is_causal)
-    chosen, reference = draw_options(rng, name, sizes)
+    chosen = draw_options(rng, name, sizes)
     # Part of the options at a time: all together, one may hide what another does.
     likely = {"state": 0.5, "residual": 0.3, "window": 0.5, "lengths": 0.3, "segments": 0.3}
     optional = {*likely, *("bias", "mask", "score_mod", "soft_cap", "sink", "dropout", "offset")}
@@ -143,7 +147,7 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     plain = coin()
     if plain:  # what the kernels for CPUs take
         unused |= {"bias", "mask", "score_mod", "soft_cap", "dropout", "offset"}
-    subject = Drawn(name, MappingProxyType(chosen), reference, frozenset(unused))
+    subject = Drawn(name, MappingProxyType(chosen), FUNCTIONS[name], frozenset(unused))
     extent = Extent(is_causal, everything=True, simple=coin(), tuning=coin(0.3) and not plain)
     x64 = coin()
     dtypes: list[Any] = [jnp.float32] * 6
@@ -164,8 +168,7 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     if subject.has("segments") and functions.takes_segments(subject, extent):
         given |= {"segment_ids"}
     given |= {n for n, c in (("query_offset", "offset"), ("mask", "mask")) if subject.has(c)}
-    if "global_mask" in subject.parameters:
-        given |= {"global_mask"}
+    given |= subject.case.masks.keys()
     if not (subject.has("dropout") and not extent.simple):
         given -= {"dropout_rng"}
     left_out = {"scale"} if coin() or plain else set()
@@ -243,12 +246,12 @@ def draw_sizes(rng: np.random.Generator, entry: Any, is_causal: bool) -> Sizes:
     return Sizes(batch, queries, keys, key_heads * groups, key_heads, size, value_size)
 
 
-def draw_options(rng, name: str, sizes: Sizes) -> tuple[dict[str, Any], Reference]:
-    """A mechanism's own options for these sizes, and its reference."""
-    reference = FUNCTIONS[name]
-    labels = list(reference.variants)
-    options = dict(reference.variants[labels[rng.integers(len(labels))]])
-    options = {**battery.registry.get(name).options, **options}
+def draw_options(rng, name: str, sizes: Sizes) -> dict[str, Any]:
+    """A mechanism's own options for these sizes."""
+    variants = FUNCTIONS[name].variants
+    labels = list(variants)
+    options = dict(variants[labels[rng.integers(len(labels))]])
+    options = {**registry.get(name).options, **options}
     length, integers = max(sizes.queries, sizes.keys), rng.integers
 
     def normal(*shape):
@@ -289,16 +292,13 @@ def draw_options(rng, name: str, sizes: Sizes) -> tuple[dict[str, Any], Referenc
         options |= {name: x.astype(np.float32) for name, x in made.items()}
     elif name == "long_short":
         options = {"window_size": 2 * int(integers(1, 12))}
-        segment = options["window_size"]
         slots = int(integers(1, 4))
         if rng.random() < 0.5:
-            segment = options["segment_size"] = int(integers(2, 20))
+            options["segment_size"] = int(integers(2, 20))
         if rng.random() < 0.5:
             options["projection"] = normal(sizes.size, slots)
         else:
             options["slot_scores"] = normal(sizes.keys, sizes.key_heads, slots)
-        more = slots * (1 + -(-sizes.keys // segment))
-        reference = dataclasses.replace(reference, more_keys=more)
     elif name == "nystrom":
         options["num_landmarks"] = int(integers(1, min(length, 11) + 1))
         if "skip_kernel" in options:
@@ -308,7 +308,7 @@ def draw_options(rng, name: str, sizes: Sizes) -> tuple[dict[str, Any], Referenc
             options.pop("skip_kernel", None)
     elif name == "routing":
         options["cluster_size"] = int(integers(2, 6))
-    return options, reference
+    return options
 
 
 # The values of a case.
@@ -566,7 +566,7 @@ def amplification(mechanism: str, options: Mapping[str, Any]) -> float:
 
 def differences(program: Program, ours: Any, values: Any, rng: np.random.Generator):
     """Between results and gradients of ours and of the plain form in float64."""
-    refer = functools.partial(battery.run_reference, program.subject, program.sizes, program.extent)
+    refer = functools.partial(functions.run_naive, program.subject, program.sizes, program.extent)
     arrays, known, cotangents = values
 
     def in_float64(arrays):
@@ -574,8 +574,8 @@ def differences(program: Program, ours: Any, values: Any, rng: np.random.Generat
             wide = functions.as_float64(arrays), known, functions.as_float64(cotangents)
             return like_ours(functions.to_numpy(refer(*wide)))
 
-    def like_ours(of_reference):
-        results, gradients = of_reference
+    def like_ours(of_naive):
+        results, gradients = of_naive
         return {k: results[k] for k in ours[0]}, {k: gradients[k] for k in ours[1]}
 
     @functools.cache

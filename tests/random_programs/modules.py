@@ -157,9 +157,9 @@ def options_of(rng, entry, length: int, heads: tuple[int, int], is_causal: bool)
     if FUNCTIONS[entry.name].module is not None:
         return dict(FUNCTIONS[entry.name].module)
     sizes = Sizes((2,), length, length, heads[0], heads[1], FEATURES // heads[0], 1)
-    chosen, reference = draw_options(rng, entry.name, sizes)
+    chosen = draw_options(rng, entry.name, sizes)
     if is_causal:
-        chosen |= reference.decoding
+        chosen |= FUNCTIONS[entry.name].decoding
     return {
         name: option
         for name, option in chosen.items()

@@ -90,7 +90,9 @@ def test_a_broken_mechanism_breaks_a_law(forgetting, monkeypatch, change):
 
 
 def test_a_mechanism_without_a_naive_form_is_refused(forgetting, monkeypatch):
-    entry = dataclasses.replace(registry.get("forgetting"), function=lambda query, key, value: value)
+    entry = dataclasses.replace(
+        registry.get("forgetting"), function=lambda query, key, value: value
+    )
     object.__setattr__(entry, "naive", None)
     monkeypatch.setitem(registry._MECHANISMS, "forgetting", entry)
     with pytest.raises(ValueError, match="'forgetting' has no naive form to compare with"):
