@@ -33,10 +33,12 @@ class Subject(NamedTuple):
 
     @property
     def entry(self) -> registry.Mechanism:
+        """The registry entry."""
         return registry.get(self.name)
 
     @property
     def options(self) -> dict[str, Any]:
+        """The options of the variant over the registered defaults."""
         options = {**self.entry.options, **self.case.variants[self.variant]}
         if self.implementation is not None:
             options["implementation"] = self.implementation
@@ -44,6 +46,7 @@ class Subject(NamedTuple):
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the function."""
         return inspect.signature(self.entry.function).parameters
 
     @property
@@ -66,6 +69,7 @@ class Subject(NamedTuple):
         return tuple(sorted(drawn.keys() & {*getattr(self.entry.naive, kind, ())}))
 
     def has(self, capability: str) -> bool:
+        """Whether the mechanism claims a capability."""
         return capability in self.entry.capabilities
 
     def __str__(self) -> str:
@@ -138,6 +142,7 @@ def draw_arrays(subject: Subject, sizes: Sizes, everything: bool, seed: int = 0)
 
 
 def uniform_state(rng: np.random.Generator, shapes: Any) -> Any:
+    """A random state of these shapes, uniform in [0.1, 1)."""
     return jax.tree.map(lambda x: rng.uniform(0.1, 1, size=x.shape), shapes)
 
 
@@ -219,6 +224,7 @@ def draw_known(draw, subject: Subject, sizes: Sizes, extent: Extent) -> dict[str
 
 
 def takes_segments(subject: Subject, extent: Extent) -> bool:
+    """Whether `segment_ids` go with the other options of an extent."""
     with_state = subject.has("state") and not subject.case.state_and_segments
     return extent.is_causal or not with_state
 
@@ -251,6 +257,7 @@ def neutral(subject: Subject, sizes: Sizes, extent: Extent) -> dict[str, Any]:
 
 
 def score_mod_of(arrays: Mapping[str, Any], simple: bool):
+    """A `score_mod` with a learned slope a head; if not simple, it depends on every index."""
     def score_mod(logit, b, h, i, j):
         logit = logit - arrays["slope"][h] * jnp.abs(i - j).astype(logit.dtype)
         return logit if simple else logit * (1 + ((b + 2 * i + 3 * j) % 5).astype(float) / 8)
@@ -309,14 +316,10 @@ def call(
 
 @functools.cache
 def traced_once(subject: Subject, extent: Extent):
-    """`(arrays, known, cotangents) -> (results, gradients of arrays)`.
-
-    Whoever calls it, by itself or within a larger program, arguments of the same shapes are traced
-    once.
-    """
+    """`(arrays, known, cotangents) -> (results, gradients of arrays)`, traced once a shape."""
 
     def run(arrays, known, cotangents):
-        # Whoever forbids it to their own arrays can call all of them.
+        # Users who forbid rank promotion can call every mechanism.
         with jax.numpy_rank_promotion("raise"):
             results, pull_back = jax.vjp(lambda a: call(subject, extent, a, known), arrays)
             return results, pull_back(cotangents)[0]
@@ -326,7 +329,7 @@ def traced_once(subject: Subject, extent: Extent):
 
 @functools.cache
 def program(subject: Subject, extent: Extent):
-    """The same, as a program of its own."""
+    """The compiled program of `traced_once`."""
     return jax.jit(traced_once(subject, extent))
 
 
@@ -386,10 +389,10 @@ def second_result(subject: Subject, extent: Extent, known: Mapping[str, Any]) ->
 
 
 def cast(subject: Subject, arrays: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
-    """The arrays in a dtype; learned numbers, decays and states at least float32, as in use.
+    """The arrays in a dtype; parameters, decays and states in at least float32, as in use.
 
-    So per token is in the dtype of the tokens all that a model projects from them, gates and the
-    strengths of updates too, but for the decays, whose sums over tokens are taken.
+    A model projects its own arrays of tokens, gates and strengths from the tokens, so they have the
+    dtype of the tokens. Decays are summed over tokens and stay in at least float32.
     """
     wide = jnp.promote_types(dtype, jnp.float32)
     narrow = {"bias", *subject.of_tokens} - subject.case.decays
@@ -400,10 +403,12 @@ def cast(subject: Subject, arrays: Mapping[str, Any], dtype: Any) -> dict[str, A
 
 
 def to_numpy(tree: Any) -> Any:
+    """The tree with NumPy arrays."""
     return jax.tree.map(np.asarray, tree)
 
 
 def as_float64(tree: Any) -> Any:
+    """The tree with NumPy arrays in float64."""
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
@@ -423,17 +428,19 @@ def assert_close(ours, expected, rtol: float, least: float = 1.0) -> None:
 
 
 def draw_plain(subject: Subject, seed: int) -> dict[str, np.ndarray]:
+    """Arrays of `run`: query, key, value and own arguments in float32."""
     return cast(subject, draw_arrays(subject, SQUARE, everything=False, seed=seed), jnp.float32)
 
 
 def plain(subject: Subject) -> Extent:
+    """The extent of `run`."""
     return Extent(is_causal=subject.has("causal"), tuning=subject.tuned)
 
 
 def run(subject: Subject, arrays: Mapping[str, Any], cotangents: Any = None) -> Any:
-    """Results and gradients of the plain program, as NumPy arrays.
+    """Results and gradients in float32 without options, as NumPy arrays.
 
-    With float64 enabled, where float32 has to stay what it is. The other laws' programs are not.
+    Float64 is enabled, so a constant of the default dtype would turn float32 results to float64.
     """
     if cotangents is None:
         cotangents = plain_cotangents(subject)
@@ -443,14 +450,16 @@ def run(subject: Subject, arrays: Mapping[str, Any], cotangents: Any = None) -> 
 
 @functools.cache
 def plain_cotangents(subject: Subject) -> Any:
+    """Cotangents of `run`."""
     return cotangents_of(subject, plain(subject), draw_plain(subject, 0), {})
 
 
 def everything(subject: Subject) -> Extent:
+    """The extent of `run_everything`."""
     return Extent(is_causal=subject.has("causal"), everything=True)
 
 
 def run_everything(subject: Subject, arrays: Mapping[str, Any], known, cotangents) -> Any:
-    """Results and gradients of the program for all that is claimed, as NumPy arrays."""
+    """Results and gradients in float64 with all claimed options, as NumPy arrays."""
     run = program(subject, everything(subject))
     return to_numpy(run(arrays, known, cotangents))

@@ -82,7 +82,7 @@ def agrees_with_the_naive_form(subject: Subject) -> None:
 
 @law(lambda subject: isinstance(subject, OfFunction) and subject.has("bidirectional"))
 def agrees_with_the_naive_form_in_both_directions(subject: OfFunction) -> None:
-    """Bidirectional calls, of unequal lengths if claimed, with dropout, soft cap and `score_mod`."""
+    """Bidirectional calls of unequal lengths if claimed, with dropout, cap and `score_mod`."""
     of_function = subject.subject
     sizes = functions.CROSS if subject.has("cross") else functions.SQUARE
     extent = functions.Extent(False, everything=True, simple=False, tuning=False)
@@ -397,7 +397,8 @@ def splits_equal(
       tokens: pytree of `(R, L, ...)`.
       empty: the empty state.
       extend: `(tokens, state, lengths) -> (output, state)` for pieces of `MOST` tokens.
-      rtol, atol: as in `numpy.testing.assert_allclose`.
+      rtol: relative tolerance, as in `numpy.testing.assert_allclose`.
+      atol: absolute tolerance.
     """
     whole = np.asarray(whole)
     rows, length = whole.shape[:2]

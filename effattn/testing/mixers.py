@@ -27,6 +27,7 @@ class Mixer(NamedTuple):
 
     @property
     def entry(self) -> registry.Mechanism:
+        """The registry entry."""
         return registry.get(self.name)
 
     @property
@@ -35,6 +36,7 @@ class Mixer(NamedTuple):
         return self.case.mix or self.entry.naive
 
     def has(self, capability: str) -> bool:
+        """Whether the mechanism claims a capability."""
         return capability in self.entry.capabilities
 
     def __str__(self) -> str:
@@ -80,6 +82,7 @@ def _moved(subject: Mixer, options: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def cast(tree: Any, dtype: Any) -> Any:
+    """The tree with NumPy arrays in a dtype."""
     return jax.tree.map(lambda x: np.asarray(x).astype(dtype), tree)
 
 

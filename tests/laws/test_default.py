@@ -13,7 +13,6 @@ import pytest
 
 from effattn.testing import functions
 from effattn.testing.functions import SQUARE, Extent, Sizes
-from tests.laws import battery
 from tests.laws.battery import MECHANISMS, WITH_KERNELS
 
 LONG = Sizes((2,), 80, 80)
