@@ -15,10 +15,10 @@ from typing import Any
 
 from effattn import registry
 from effattn.naive.form import with_naive
-from effattn.naive.pairs import Pairs, dot, masked_softmax, over_pairs
+from effattn.naive.pairs import Pairs, dot, masked_softmax, over_pairs, projected
 from effattn.naive.tokens import over_tokens
 
-__all__ = ["Pairs", "dot", "masked_softmax", "over_pairs", "over_tokens", "with_naive"]
+__all__ = ["Pairs", "dot", "masked_softmax", "over_pairs", "over_tokens", "projected", "with_naive"]
 
 
 def __getattr__(name: str) -> Any:

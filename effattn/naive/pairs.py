@@ -19,6 +19,12 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a.astype(b.dtype), b, preferred_element_type=wide)
 
 
+def projected(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The product `x @ kernel` in the promoted dtype, summed in at least float32."""
+    dtype = jnp.promote_types(jnp.result_type(x, kernel), jnp.float32)
+    return jnp.matmul(x, kernel, preferred_element_type=dtype)
+
+
 def masked_softmax(logits: jax.Array, allowed: jax.Array) -> jax.Array:
     """Softmax over the allowed entries of the last axis; zeros if no entry is allowed."""
     logits = jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
