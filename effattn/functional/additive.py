@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.cores import attention
-from effattn.naive import dot, over_pairs, with_naive
+from effattn.naive import dot, over_pairs, projected, with_naive
 from effattn.options import (
     Direction,
     Dropout,
@@ -32,7 +32,8 @@ class Options(
 
 def naive(query, key, value, pairs, *, query_kernel, key_kernel, score):
     """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`; W_q, W_k `(H, A)` and v `(A,)`."""
-    hidden = jnp.tanh(dot(query, query_kernel)[:, None] + dot(key, key_kernel))  # (T, S, A)
+    of_query, of_key = projected(query, query_kernel), projected(key, key_kernel)
+    hidden = jnp.tanh(of_query[:, None] + of_key)  # (T, S, A)
     weights, lse = pairs.softmax(hidden @ score)
     return dot(weights, value), lse
 

@@ -16,7 +16,7 @@ from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
 from effattn.cores import attention, folding
-from effattn.naive import dot, masked_softmax, over_pairs, with_naive
+from effattn.naive import dot, masked_softmax, over_pairs, projected, with_naive
 from effattn.options import Direction, Sink, Softmax, Tile, declared
 
 
@@ -44,7 +44,7 @@ def naive(
     present = pieces & pairs.present
     n, last = present.sum(1), jnp.where(present, pairs.j, 0).max(1, initial=0)
     c = jnp.zeros_like(key, shape=key.shape[1:]) if summary_query is None else summary_query
-    w = masked_softmax(scale * dot(key, c), present)  # (P, T)
+    w = masked_softmax(scale * projected(key, c), present)  # (P, T)
     keys, values = (w @ key).astype(key.dtype), (w @ value).astype(value.dtype)
     reached = meant & (pairs.allowed @ pieces.T)
     log_n = jnp.log(jnp.maximum(n, 1).astype(w.dtype))

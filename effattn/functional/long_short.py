@@ -16,7 +16,9 @@ from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention, folding
+from effattn.functional import softmax
 from effattn.functional.block_linformer import EarlierBlocks
+from effattn.naive import masked_softmax, over_pairs, projected, with_naive
 from effattn.options import Direction, Sink, Softmax, Tile, declared
 
 Norm = tuple[jax.Array, jax.Array]
@@ -26,6 +28,75 @@ class Options(Direction, Sink, Tile, Softmax, total=False):
     """The shared options of `long_short_attention`."""
 
 
+def naive(
+    query,
+    key,
+    value,
+    pairs,
+    *,
+    scale,
+    window_size,
+    segment_size,
+    projection=None,
+    slot_scores=None,
+    window_norm=None,
+    slot_norm=None,
+):
+    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`, projection `(H, r)`.
+
+    slot_scores are `(T, r)`; each norm is scale and bias, `(2, H)`. Returns output and log-sum-exp.
+    """
+    i, j, w, length = pairs.i[:, None], pairs.j, window_size, len(key)
+    size = segment_size or jnp.where(pairs.is_causal, w, length)
+    m = jnp.arange(-(-length // (segment_size or w)))  # segments; those past the end have no token
+    members = pairs.present & (j // size == m[:, None])  # (M, T)
+
+    scores = projected(key, projection) if slot_scores is None else slot_scores
+    p = masked_softmax(scores.T, members[:, None])  # (M, r, T)
+
+    def with_slots(x):
+        slots = (p @ x).reshape(-1, x.shape[1]).astype(x.dtype)
+        return jnp.concatenate([_layer_norm(x, window_norm), _layer_norm(slots, slot_norm)])
+
+    start = i // w * w
+    around = (start - w // 2 <= j) & (j < start + w + w // 2)
+    near = pairs.allowed & jnp.where(pairs.is_causal, i - j < w, around)
+    finished = jnp.logical_not(pairs.is_causal) | (m < i // size)
+    seen = jnp.repeat(pairs.valid[:, None] & finished & members.any(1), p.shape[1], 1)
+    at = jnp.hstack([j, length + jnp.arange(seen.shape[1])])
+    pairs = pairs.with_keys(jnp.hstack([near, seen]), at)
+    return softmax.naive(query, with_slots(key), with_slots(value), pairs, scale=scale)
+
+
+def _layer_norm(x, norm):
+    """Layer norm of each row, by scale and bias `(2, H)`."""
+    if norm is None:
+        return x
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = wide - wide.mean(-1, keepdims=True)
+    deviation = jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    return (centred / deviation * norm[0] + norm[1]).astype(x.dtype)
+
+
+def _for_one_head(key, slot_scores, window_norm, slot_norm, **_):
+    """The scores `(*B, T, K, r)` in at least float32, and each norm as `(K, 2, H)`."""
+    norms = {"window_norm": window_norm, "slot_norm": slot_norm}
+    arrays = {name: jnp.stack(norm, 1) for name, norm in norms.items() if norm is not None}
+    if slot_scores is not None:
+        dtype = jnp.promote_types(jnp.result_type(key, slot_scores), jnp.float32)
+        shape = (*key.shape[:-1], jnp.shape(slot_scores)[-1])
+        arrays["slot_scores"] = jnp.broadcast_to(jnp.asarray(slot_scores, dtype), shape)
+    return arrays
+
+
+@with_naive(
+    over_pairs(
+        naive,
+        per_token=("slot_scores",),
+        per_head={"projection": 2, "window_norm": 2, "slot_norm": 2},
+        derived=_for_one_head,
+    )
+)
 @declared
 def long_short_attention(
     query: jax.Array,

@@ -16,7 +16,7 @@ from typing import Any
 from effattn import registry
 from effattn.naive.examples import over_examples
 from effattn.naive.form import given_option, with_naive
-from effattn.naive.pairs import Pairs, dot, masked_softmax, normalized, over_pairs
+from effattn.naive.pairs import Pairs, dot, masked_softmax, normalized, over_pairs, projected
 from effattn.naive.tokens import over_tokens
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "over_examples",
     "over_pairs",
     "over_tokens",
+    "projected",
     "with_naive",
 ]
 

@@ -25,6 +25,12 @@ def normalized(sums: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 0, sums[..., :-1] / jnp.where(total == 0, 1, total))
 
 
+def projected(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The product `x @ kernel` in the promoted dtype, summed in at least float32."""
+    dtype = jnp.promote_types(jnp.result_type(x, kernel), jnp.float32)
+    return jnp.matmul(x, kernel, preferred_element_type=dtype)
+
+
 def masked_softmax(logits: jax.Array, allowed: jax.Array) -> jax.Array:
     """Softmax over the allowed entries of the last axis; zeros if no entry is allowed."""
     logits = jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
