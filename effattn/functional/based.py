@@ -11,8 +11,10 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.combine import combine
 from effattn.cores import feature_attention, recurrence
 from effattn.cores.feature_maps import taylor
+from effattn.functional.linear import taylor_features
 from effattn.functional.sliding_window import sliding_window_attention
 from effattn.interfaces.linear_recurrence import Terms, Tokens, append_one, normalize
+from effattn.naive import given_option, masked_softmax, over_pairs, with_naive
 from effattn.options import FeatureMapped, declared
 
 
@@ -32,6 +34,68 @@ class BasedState(NamedTuple):
     length: jax.Array
 
 
+def naive(query, key, value, pairs, *, scale, initial_state=None):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`, state `(F, Hv + 1)`."""
+    query, key = (jax.vmap(taylor_features)(scale**0.5 * x) for x in (query, key))
+    return pairs.linear(query, key, value, initial_state)
+
+
+def naive_with_window(query, key, value, pairs, *, scale, local_window_size, initial_state=None):
+    """One head: exact weights in the window of w tokens, and those of `naive` before the window."""
+    phi, w = jax.vmap(taylor_features), local_window_size
+    state = initial_state or _empty_state(key, value, w)
+    # Key s is token s - w of the call; the first w keys come from the state.
+    key = jnp.concatenate([state.key.astype(key.dtype), key])
+    value = jnp.concatenate([state.value.astype(value.dtype), value])
+    token = jnp.arange(len(key)) - w
+    present = jnp.concatenate([token[:w] >= -state.length, pairs.present])
+    allowed = jnp.concatenate([pairs.valid[:, None] & present[:w], pairs.allowed], 1)
+    new = pairs.present.sum()
+    last = new + jnp.arange(w)
+    window = (jnp.where(present[:, None], x, 0)[last] for x in (key, value))
+    count = jnp.minimum(state.length + new, w).astype(jnp.int32)
+
+    wide = jnp.result_type(query, key, value, jnp.float32)
+    query, key, value, sums = (x.astype(wide) for x in (query, key, value, state.sums))
+    query, key = scale**0.5 * query, scale**0.5 * key
+    z = query @ key.T
+    logits = jnp.where(token < pairs.i[:, None] - w, jnp.log(1 + z + z**2 / 2), z)
+    # The tokens that the sums hold are one more key.
+    far = phi(query) @ sums
+    total = far[:, -1:]
+    reads = pairs.reads_initial[:, None] & (total > 0)
+    total = jnp.where(reads, total, 1)
+    logits, allowed = jnp.append(jnp.log(total), logits, 1), jnp.append(reads, allowed, 1)
+    weights = masked_softmax(logits, allowed)
+    out = weights[:, :1] * far[:, :-1] / total + weights[:, 1:] @ value
+
+    leaving = phi(key) * (present & (token < new - w))[:, None]
+    sums = sums + leaving.T @ jnp.append(value, jnp.ones_like(value[:, :1]), 1)
+    return out, BasedState(sums, *window, count)
+
+
+def _empty_state(key, value, w):
+    features = taylor_features(key[0]).size
+    sums = jnp.zeros((features, value.shape[1] + 1), value.dtype)
+    key, value = (jnp.zeros((w, x.shape[1]), x.dtype) for x in (key, value))
+    return BasedState(sums, key, value, jnp.zeros((), jnp.int32))
+
+
+def _window(*, key, local_window_size, initial_state=None, return_state=False, **_):
+    """The number w; without a state, no more than there are tokens."""
+    is_pair = isinstance(local_window_size, tuple | list)
+    w = local_window_size[0] if is_pair else local_window_size
+    has_state = initial_state is not None or return_state
+    return {"local_window_size": w if has_state else min(w, key.shape[-3])}
+
+
+@with_naive(
+    given_option(
+        "local_window_size",
+        over_pairs(naive_with_window, derived=_window, state_axes=BasedState(0, 1, 1, None)),
+        otherwise=over_pairs(naive, wide=True),
+    )
+)
 @declared
 def based_attention(
     query: jax.Array,

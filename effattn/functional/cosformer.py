@@ -13,9 +13,42 @@ from effattn.arrays.angles import angles
 from effattn.arrays.segments import positions_from_segment_ids
 from effattn.cores import feature_attention, recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.naive import over_pairs, with_naive
 from effattn.options import FeatureMapped, declared
 
 
+def naive(query, key, value, pairs, *, max_length, positions=None, initial_state=None):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`, state `(2 H, Hv + 1)`."""
+
+    def cos_and_sin(position):
+        angle = (np.pi / (2 * max_length) * position).astype(value.dtype)
+        return jnp.cos(angle), jnp.sin(angle)
+
+    def phi(x, position):
+        cos, sin = cos_and_sin(position[:, None])
+        return jnp.concatenate([jax.nn.relu(x) * cos, jax.nn.relu(x) * sin], 1)
+
+    t, s = _naive_positions(pairs, positions)
+    out, sums = pairs.linear(phi(query, t), phi(key, s), value, initial_state)
+    # The state counts positions from the one after the last key.
+    last_key = jnp.argmax(jnp.where(pairs.present, pairs.j, -1))
+    cos, sin = cos_and_sin(jnp.where(pairs.present.any(), s[last_key] + 1, 0))
+    of_cos, of_sin = jnp.split(sums, 2)
+    return out, jnp.concatenate([of_cos * cos + of_sin * sin, of_sin * cos - of_cos * sin])
+
+
+def _naive_positions(pairs, positions):
+    """Positions `(T,)` and `(S,)`; by default the index of each token in its document."""
+    if positions is None:
+        query_ids, key_ids = pairs.query_ids, pairs.key_ids
+        first_query, first_key = (
+            jnp.argmax(ids[:, None] == ids, 1) for ids in (query_ids, key_ids)
+        )
+        return jnp.arange(query_ids.size) - first_query, jnp.arange(key_ids.size) - first_key
+    return positions if isinstance(positions, tuple | list) else (positions, positions)
+
+
+@with_naive(over_pairs(naive, per_example=("positions",), wide=True))
 @declared
 def cosformer_attention(
     query: jax.Array,

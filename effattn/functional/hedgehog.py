@@ -9,9 +9,21 @@ import jax.numpy as jnp
 from effattn import registry
 from effattn.cores import feature_attention, recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.naive import over_pairs, with_naive
 from effattn.options import FeatureMapped, declared
 
 
+def naive(query, key, value, pairs, *, query_projection, key_projection, initial_state=None):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`, projections `(F, H)`."""
+
+    def phi(x):
+        return jnp.concatenate([jax.nn.softmax(x), jax.nn.softmax(-x)], 1)
+
+    query, key = phi(query @ query_projection.T), phi(key @ key_projection.T)
+    return pairs.linear(query, key, value, initial_state)
+
+
+@with_naive(over_pairs(naive, per_head={"query_projection": 2, "key_projection": 2}, wide=True))
 @declared
 def hedgehog_attention(
     query: jax.Array,

@@ -12,6 +12,7 @@ from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.cores import feature_attention, recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.naive import over_pairs, with_naive
 from effattn.options import FeatureMapped, declared
 from effattn.xla.linear_scan import max_plus_scan
 
@@ -88,6 +89,50 @@ def performer_features(
     return jnp.concatenate([vectors, -vectors], 1) if hyperbolic else vectors
 
 
+def naive(query, key, value, pairs, *, projection, kernel, scale, initial_state=None):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`, projection `(m, H)`."""
+
+    def exponents(x):
+        return x @ projection.T - (x**2).sum(1, keepdims=True) / 2
+
+    query, key = scale**0.5 * query, scale**0.5 * key
+    if kernel == "relu":
+        query, key = jax.nn.relu(query @ projection.T), jax.nn.relu(key @ projection.T)
+        sums, maximum = None if initial_state is None else initial_state.sums, None
+    else:
+        query, key = exponents(query), exponents(key)
+        largest = lax.stop_gradient(query.max(1, keepdims=True))
+        unit, sums, maximum = _naive_units(key, pairs, initial_state)
+        # Both factors, exp(-largest) and exp(-unit), cancel in the output.
+        query, key = jnp.exp(query - largest), jnp.exp(key - unit[:, None])
+    out, sums = pairs.linear(query, key, value, sums)
+    return out, PerformerState(sums, maximum)
+
+
+def _naive_units(exponents, pairs, state):
+    """Largest exponents: `(S,)` in the document of each key, and `()` in the state after the keys.
+
+    The second result is the sums of the state before the keys, in units of the first document.
+    """
+    first = -jnp.inf
+    if state is not None:
+        first = jnp.where((state.sums == 0).all(), first, lax.stop_gradient(state.maximum))
+    largest = jnp.where(pairs.present, lax.stop_gradient(exponents.max(1)), -jnp.inf)
+
+    def maximum(document):
+        of_keys = jnp.where(pairs.key_ids == document, largest, -jnp.inf).max()
+        both = jnp.where(document == pairs.first_id, jnp.maximum(of_keys, first), of_keys)
+        return jnp.where(both == -jnp.inf, 0, both)
+
+    unit = jnp.where(pairs.present, jax.vmap(maximum)(pairs.key_ids), 0)
+    last = maximum(pairs.last_id)
+    if state is None:
+        return unit, None, last
+    sums = jnp.exp(first - maximum(pairs.first_id)) * state.sums
+    return unit, sums, jnp.where(last == first, state.maximum, last)
+
+
+@with_naive(over_pairs(naive, per_head={"projection": 2}, wide=True))
 @declared
 def performer_attention(
     query: jax.Array,

@@ -11,9 +11,47 @@ from jax import lax
 from effattn import registry
 from effattn.cores import feature_attention, recurrence
 from effattn.interfaces.linear_recurrence import Terms
+from effattn.naive import given_option, normalized, over_pairs, over_tokens, with_naive
 from effattn.options import FeatureMapped, declared
 
 
+def naive(query, key, value, pairs, *, projection, initial_state=None):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`, state `(2 m, Hv + 1)`."""
+    query, key = _naive_phi(query, projection), _naive_phi(key, projection)
+    return pairs.linear(query, key, value, initial_state)
+
+
+def naive_with_gate(state, query, key, value, *, projection, gate):
+    """One token of one head: state `(2 m, Hv + 1)`, query and key `(H,)`, value `(Hv,)`."""
+    query, key = _naive_phi(query, projection), _naive_phi(key, projection)
+    state = gate * state + (1 - gate) * jnp.outer(key, jnp.append(value, 1))
+    return state, normalized(query @ state)
+
+
+def _naive_phi(x, projection):
+    """Features `(..., 2 m)` of vectors `(..., H)`."""
+    square = (x**2).sum(-1, keepdims=True)
+    angle = x / jnp.sqrt(jnp.where(square == 0, 1, square)) @ projection.T
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1) / len(projection) ** 0.5
+
+
+def _empty(value, projection, **_):
+    return jnp.zeros((2 * len(projection), value.size + 1), value.dtype)
+
+
+@with_naive(
+    given_option(
+        "gate",
+        over_tokens(
+            naive_with_gate,
+            per_token=("gate",),
+            per_head={"projection": 2},
+            empty=_empty,
+            neutral={"gate": 1},
+        ),
+        otherwise=over_pairs(naive, per_head={"projection": 2}, wide=True),
+    )
+)
 @declared
 def random_feature_attention(
     query: jax.Array,
