@@ -30,6 +30,7 @@ from effattn.functional.mamba2 import state_space_duality  # isort: skip
 from effattn.functional.rwkv6 import rwkv6_attention  # isort: skip
 from effattn.functional.mamba import selective_scan  # isort: skip
 from effattn.functional.delta_net import delta_rule_attention  # isort: skip
+import effattn.functional.gated_delta_net  # isort: skip
 from effattn.functional.rwkv7 import rwkv7_attention  # isort: skip
 from effattn.functional.performer import (  # isort: skip
     PerformerState,
@@ -49,13 +50,26 @@ from effattn.functional.routing import routing_attention  # isort: skip
 from effattn.functional.fnet import fourier_mixing  # isort: skip
 from effattn.functional.rwkv4 import rwkv4_mixing  # isort: skip
 from effattn.functional.attention_free import attention_free  # isort: skip
+import effattn.functional.aft_full  # isort: skip
+import effattn.functional.aft_simple  # isort: skip
+import effattn.functional.aft_local  # isort: skip
+import effattn.functional.aft_conv  # isort: skip
 from effattn.functional.hyena import hyena_convolution  # isort: skip
-from effattn.functional.synthesizer import factorized_synthesizer_attention, synthesizer_attention  # isort: skip
+from effattn.functional.synthesizer import synthesizer_attention  # isort: skip
+from effattn.functional.synthesizer_factorized import factorized_synthesizer_attention  # isort: skip
+import effattn.functional.synthesizer_random  # isort: skip
+import effattn.functional.synthesizer_factorized_random  # isort: skip
+import effattn.functional.synthesizer_mixture  # isort: skip
 from effattn.functional.gmlp import spatial_gating  # isort: skip
-import effattn.functional.hybrids  # isort: skip
-import effattn.functional.recurrent_networks  # isort: skip
-import effattn.llvm  # noqa: F401  # isort: skip
-from effattn.functional.s4 import s4_convolution  # isort: skip
+import effattn.functional.mixture_of_mechanisms  # isort: skip
+import effattn.functional.convolution_attention  # isort: skip
+import effattn.functional.recurrent_memory  # isort: skip
+import effattn.functional.lstm  # isort: skip
+import effattn.functional.gru  # isort: skip
+import effattn.functional.convolution  # isort: skip
+import effattn.llvm  # isort: skip
+from effattn.functional.s4d import s4_convolution  # isort: skip
+import effattn.functional.s4  # noqa: F401  # isort: skip
 from effattn.functional.paged import paged_attention, quantize_pages  # isort: skip
 from effattn.arrays.segments import (
     positions_from_segment_ids,

@@ -227,6 +227,24 @@ class Recurrent(Padding, Packing, State, Chunk, Execution, total=False):
     """Options of every causal recurrence: padding, packing, state, chunks and execution."""
 
 
+class Lengths(TypedDict, total=False):
+    """Right-padded rows of one sequence, `(B, T, D)`.
+
+    Attributes:
+      lengths: int `(B,)`, valid tokens of each row. Padding gives zeros, is not read, and leaves a
+        state as it is.
+    """
+
+    lengths: jax.Array | None
+
+
+class TokenMixing(Lengths, Packing, State, total=False):
+    """Options of recurrences without heads, over `(B, T, D)`: lengths, packing and state.
+
+    `segment_ids` are one array `(B, T)`. A packed call takes no `initial_state`.
+    """
+
+
 class FeatureMapped(Direction, Recurrent, total=False):
     """Options of attention by a feature map: direction, and those of `Recurrent`.
 

@@ -1,7 +1,7 @@
 """Attention-free transformer: weighted averages of values for each feature, by keys and biases."""
 
 import functools
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +10,61 @@ from jax import lax
 from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
-from effattn.functional.rwkv4 import (
-    Sums,
-    check_tokens_by_feature,
-    empty_sums,
-    one_token,
-    running_sums,
-    with_initial,
-)
+from effattn.cores import token_mixing
+from effattn.cores.token_mixing import cleared
+from effattn.cores.weighted_sums import Sums, empty_sums, one_token, running_sums, with_initial
+from effattn.naive import over_pairs, with_naive
+from effattn.options import Direction, TokenMixing, declared
 
 # Queries in a tile of AFT-full. Pairs inside a causal tile are computed one by one.
 _TILE = 64
 
 
+class Options(Direction, TokenMixing, total=False):
+    """The shared options of `attention_free`."""
+
+
+_LOWEST = -1e30  # below every exponent
+
+
+def naive(query, key, value, pairs, *, position_bias, local_window_size, initial_state=None):
+    """Query `(T, D)`, key and value `(S, D)`; the state is `Sums` over earlier tokens, `(D,)`."""
+    bias = jax.tree.map(lambda x: jnp.asarray(x, key.dtype), position_bias)
+    w = pair_biases(bias, local_window_size, pairs.i[:, None] - pairs.j, key.shape[1])
+    empty = jnp.zeros_like(key, shape=key.shape[1:])
+    start = Sums(empty, empty, empty) if initial_state is None else initial_state
+    before = lax.stop_gradient(jnp.where(start.weights > 0, start.largest, _LOWEST))
+
+    def sums(exponent, allowed):
+        """`Sums` of the start and of the keys `allowed (S,)`; exponent `(S, D)`."""
+        exponent = jnp.where(allowed[:, None], exponent, _LOWEST)
+        largest = lax.stop_gradient(jnp.maximum(exponent.max(0, initial=_LOWEST), before))
+        weights = jnp.where(allowed[:, None], jnp.exp(exponent - largest), 0)
+        kept = jnp.exp(before - largest)
+        values = kept * start.values + (weights * value).sum(0)
+        return Sums(values, kept * start.weights + weights.sum(0), largest)
+
+    values, weights, _ = jax.vmap(sums)(key + w, pairs.allowed)
+    average = values / jnp.where(weights == 0, 1, weights)
+    return jax.nn.sigmoid(query) * average, sums(key, pairs.reaches_final)
+
+
+def pair_biases(position_bias, window, distance, features):
+    """The biases w, `(T, S, 1)` or `(T, S, D)`, of tokens at a distance t - s, int `(T, S)`."""
+    if position_bias is None:
+        return jnp.zeros((*distance.shape, 1))
+    if isinstance(position_bias, tuple | list):
+        rows, columns = position_bias
+        w = (rows[: len(distance)] @ columns[: len(distance)].T)[..., None]
+    else:
+        taps = jnp.repeat(position_bias, features // len(position_bias), 0).T
+        w = taps[jnp.clip(distance + len(taps) - 1 - window, 0)]
+    return w if window is None else jnp.where(jnp.abs(distance)[..., None] <= window, w, 0)
+
+
+@with_naive(over_pairs(naive, heads=False, wide=True))
 @jax.named_scope("attention_free")
-@checks.checked
+@declared
 def attention_free(
     query: jax.Array,
     key: jax.Array,
@@ -32,11 +72,7 @@ def attention_free(
     *,
     position_bias: tuple[jax.Array, jax.Array] | jax.Array | None = None,
     local_window_size: int | None = None,
-    is_causal: bool = False,
-    lengths: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    initial_state: Sums | None = None,
-    return_state: bool = False,
+    **options: Unpack[Options],
 ) -> jax.Array | tuple[jax.Array, Sums]:
     r"""Token mixing of AFT (Zhai et al. 2021, "An Attention Free Transformer").
 
@@ -65,13 +101,9 @@ def attention_free(
         (causal: `(G, W + 1)`), where G divides D. Taps are in the order of t - s, from -W (causal:
         from 0) to W.
       local_window_size: W, number of tokens on each side with a bias.
-      is_causal: attend to tokens up to and including the token itself.
-      lengths: `(B,)` int, valid tokens of each row; padding gives zeros.
-      segment_ids: int `(B, T)`: each run of equal ids is a separate document; 0 is padding. Not
-        allowed with `position_bias`.
-      initial_state: the sums before the first token, from an earlier call; only for causal calls
-        without `position_bias`.
-      return_state: also return the sums after the last valid token; same restriction.
+      **options: direction, lengths, packing and state: see `effattn.options`. A call with
+        `position_bias` takes no `segment_ids`; only causal calls without `position_bias` have a
+        state.
 
     Returns:
       `(B, T, D)` in the dtype of `value`; with `return_state`, `(y, state)`; the state is
@@ -80,8 +112,10 @@ def attention_free(
     Raises:
       ValueError: shapes, dtypes or options that do not fit.
     """
-    query, key, value, valid, starts = check_tokens_by_feature(
-        {"query": query, "key": key, "value": value}, lengths, segment_ids, initial_state
+    is_causal = options.pop("is_causal", False)
+    initial, return_state = options.get("initial_state"), options.get("return_state", False)
+    query, key, value, valid, starts = token_mixing.check(
+        "attention_free", {"query": query, "key": key, "value": value}, **options
     )
     time, features = key.shape[1:]
     dtype, wide = value.dtype, dtypes.wide(value.dtype)
@@ -91,7 +125,7 @@ def attention_free(
         raise ValueError(
             "segment_ids are for calls without position_bias, which reaches across documents"
         )
-    if (initial_state is not None or return_state) and not (is_causal and bias is None):
+    if (initial is not None or return_state) and not (is_causal and bias is None):
         raise ValueError(
             "initial_state and return_state are for causal calls without position_bias; others "
             "need all earlier keys and values"
@@ -101,17 +135,15 @@ def attention_free(
     if bias is not None:
         average = biased_average(key, values, valid, bias, local_window_size, is_causal)
     elif is_causal:
-        sums = _running(key, values, valid, starts, initial_state)
+        sums = _running(key, values, valid, starts, initial)
         average = sums.average()
     else:
         average = _both_sides(key, values, valid, starts).average()
     y = jax.nn.sigmoid(query.astype(wide)) * average
-    if valid is not None:
-        y = jnp.where(valid[..., None], y, 0)
-    y = y.astype(dtype)
+    y = cleared(y, valid).astype(dtype)
     if not return_state:
         return y
-    return y, jax.tree.map(lambda x: x[:, -1], with_initial(initial_state, sums))
+    return y, jax.tree.map(lambda x: x[:, -1], with_initial(initial, sums))
 
 
 def check_bias(
@@ -280,55 +312,13 @@ def _beyond(sums, window):
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b[:, :kept]], 1), none, sums)
 
 
-_register = functools.partial(
+# Registry entry of one of the four kinds of biases, each in a file of its own.
+entry: Any = functools.partial(
     registry.Mechanism,
     family="attention-free",
     paper="Zhai et al. 2021, An Attention Free Transformer",
     function=attention_free,
     takes_heads=False,
 )
-_BOTH_WAYS = frozenset({"causal", "bidirectional", "lengths", "decode"})
-_REASONS = {"segments": "its biases reach across documents"}
-
-registry.register(
-    _register(
-        name="aft_full",
-        capabilities=_BOTH_WAYS,
-        reasons=_REASONS,
-        builder="effattn.nn.attention_free:AFTFull",
-        complexity="O(N^2 D), O(N D) a step",
-        time_exponent=2.0,
-        knows_order=True,
-    )
-)
-registry.register(
-    _register(
-        name="aft_simple",
-        capabilities=_BOTH_WAYS | {"segments"},
-        builder="effattn.nn.attention_free:AFTSimple",
-        complexity="O(N D)",
-        time_exponent=1.0,
-    )
-)
-registry.register(
-    _register(
-        name="aft_local",
-        capabilities=_BOTH_WAYS,
-        reasons=_REASONS,
-        builder="effattn.nn.attention_free:AFTLocal",
-        complexity="O(N W D), O(N D) a step",
-        time_exponent=1.0,
-        knows_order=True,
-    )
-)
-registry.register(
-    _register(
-        name="aft_conv",
-        capabilities=_BOTH_WAYS,
-        reasons=_REASONS,
-        builder="effattn.nn.attention_free:AFTConv",
-        complexity="O(N W D), O(N D) a step",
-        time_exponent=1.0,
-        knows_order=True,
-    )
-)
+BOTH_WAYS = frozenset({"causal", "bidirectional", "lengths", "decode"})
+NOT_PACKED = {"segments": "its biases reach across documents"}

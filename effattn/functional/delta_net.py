@@ -115,18 +115,3 @@ registry.register(
         knows_order=True,
     )
 )
-
-registry.register(
-    registry.Mechanism(
-        name="gated_delta_net",
-        family="recurrent",
-        paper="Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks",
-        function=delta_rule_attention,
-        capabilities=frozenset({"causal"}),
-        builder="effattn.nn.delta_net:GatedDeltaNet",
-        decoder="effattn.decode.recurrent:RecurrentDecoder",
-        complexity="O(N H Hv)",
-        time_exponent=1.0,
-        knows_order=True,
-    )
-)

@@ -5,8 +5,23 @@ import jax.numpy as jnp
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
+from effattn.naive import over_examples, with_naive
 
 
+def naive(x, *, norm):
+    """Tokens x `(T, D)`."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def transform(size):
+        """exp(-2 pi i n k / size), `(size, size)`."""
+        turns = jnp.outer(jnp.arange(size), jnp.arange(size)) % size / size
+        return jnp.exp(-2j * jnp.pi * turns.astype(wide.dtype))
+
+    y = jnp.real(transform(len(x)) @ wide @ transform(x.shape[1]))
+    return (y / x.size**0.5 if norm == "ortho" else y).astype(x.dtype)
+
+
+@with_naive(over_examples(naive))
 @jax.named_scope("fourier_mixing")
 @checks.checked
 def fourier_mixing(x: jax.Array, *, norm: str = "backward") -> jax.Array:

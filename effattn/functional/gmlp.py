@@ -1,24 +1,38 @@
 """Spatial gating of gMLP: tokens are gated by a learned mixture of all tokens."""
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
-from effattn.arrays.segments import within
+from effattn.cores import token_mixing
+from effattn.cores.token_mixing import cleared
+from effattn.naive import dot, over_pairs, with_naive
+from effattn.options import Direction, Lengths, declared
 
 
+class Options(Direction, Lengths, total=False):
+    """The shared options of `spatial_gating`."""
+
+
+def naive(gate, value, pairs, *, weights, bias):
+    """Gate and value `(T, F)`, weights `(L, L)`, bias `(L,)`."""
+    weights = jnp.where(pairs.allowed, weights[: len(value), : len(value)], 0)
+    return gate * (dot(weights, value) + bias[: len(value), None])
+
+
+@with_naive(over_pairs(naive, heads=False))
 @jax.named_scope("spatial_gating")
-@checks.checked
+@declared
 def spatial_gating(
     gate: jax.Array,
     value: jax.Array,
     weights: jax.Array,
     bias: jax.Array,
-    *,
-    is_causal: bool = False,
-    lengths: jax.Array | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     r"""Spatial gating unit of gMLP (Liu et al. 2021, "Pay Attention to MLPs", section 2.1).
 
@@ -32,8 +46,8 @@ def spatial_gating(
       value: `(B, T, F)`, the normalised z_2 in the paper.
       weights: W, `(L, L)`, with L at least T.
       bias: b, `(L,)`.
-      is_causal: treat entries of W above the diagonal as zeros.
-      lengths: `(B,)` int, valid tokens of each row; padding gives zeros and is ignored.
+      **options: direction and lengths: see `effattn.options`. In a causal call, the entries of W
+        above the diagonal count as zeros.
 
     Returns:
       `(B, T, F)` in the dtype of `value`; summed in at least float32.
@@ -41,24 +55,14 @@ def spatial_gating(
     Raises:
       ValueError: shapes or dtypes that do not fit.
     """
-    gate, value, weights = map(jnp.asarray, (gate, value, weights))
-    if value.ndim != 3 or not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(
-            f"value must be floating point of shape (B, T, F), got {value.dtype} of shape "
-            f"{value.shape}"
-        )
-    checks.known_length("spatial_gating", value, axis=-2)
-    batch, time, _ = value.shape
-    gate = checks.shaped("gate", gate, value.shape)
+    is_causal = options.pop("is_causal", False)
+    value, valid, _ = token_mixing.check("spatial_gating", {"value": value}, **options)
+    gate, time = cleared(checks.shaped("gate", gate, value.shape), valid), value.shape[1]
     size = weights.shape[0] if weights.ndim else 0
     weights = checks.shaped("weights", weights, (size, size))
     bias = checks.shaped("bias", bias, (size,))
     if size < time:
         raise ValueError(f"weights are for {size} tokens, got {time}")
-    lengths = checks.lengths("lengths", lengths, (batch,))
-    if lengths is not None:
-        valid = within(lengths, time)[..., None]
-        gate, value = jnp.where(valid, gate, 0), jnp.where(valid, value, 0)
     weights = weights[:time, :time]
     return gated(gate, value, jnp.tril(weights) if is_causal else weights, bias[:time])
 

@@ -1,6 +1,6 @@
 """Hyena recurrence: alternating long convolutions and gates."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +8,41 @@ import jax.numpy as jnp
 from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
-from effattn.arrays.segments import within
+from effattn.cores import token_mixing
+from effattn.cores.token_mixing import cleared
+from effattn.naive import over_pairs, with_naive
+from effattn.options import Lengths, declared
 from effattn.xla.long_convolution import long_convolution
 
 
+def naive(value, pairs, *, gates, filters, skip):
+    """Value `(T, D)`, gates `(T, N, D)`, filters `(N, L, D)`, skip `(N, D)` or None."""
+    z = value
+    for n, taps in enumerate(filters):
+        matrix = taps[jnp.clip(pairs.i[:, None] - pairs.j, 0)]  # (T, T, D)
+        convolved = (jnp.where(pairs.allowed[..., None], matrix, 0) * z).sum(1)
+        if skip is not None:
+            convolved = convolved + skip[n] * z
+        z = gates[:, n] * convolved
+    return z
+
+
+def _over_examples(gates, filters, **given):
+    form = over_pairs(naive, per_token=("gates",), heads=False, wide=True)
+    gates = jnp.moveaxis(jnp.asarray(gates), 0, -2)
+    return form(gates=gates, filters=jnp.asarray(filters), **given)
+
+
+@with_naive(_over_examples)
 @jax.named_scope("hyena_convolution")
-@checks.checked
+@declared
 def hyena_convolution(
     gates: jax.Array,
     value: jax.Array,
     filters: jax.Array,
     *,
     skip: jax.Array | None = None,
-    lengths: jax.Array | None = None,
+    **options: Unpack[Lengths],
 ) -> jax.Array:
     r"""Hyena recurrence (Poli et al. 2023, "Hyena Hierarchy", definition 3.1).
 
@@ -35,7 +57,7 @@ def hyena_convolution(
       value: v, `(B, T, D)`.
       filters: h, `(N, L, D)`, L at least T.
       skip: d, `(N, D)`, weight of the input of each convolution in its output; None means 0.
-      lengths: `(B,)` int, valid tokens of each row; padding gives zeros.
+      **options: lengths: see `effattn.options.Lengths`.
 
     Returns:
       `(B, T, D)` in the dtype of `value`; convolved in at least float32.
@@ -43,24 +65,13 @@ def hyena_convolution(
     Raises:
       ValueError: shapes or dtypes that do not fit, or filters shorter than the sequence.
     """
-    gates, value, filters = map(jnp.asarray, (gates, value, filters))
-    if value.ndim != 3 or not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(
-            f"value must be floating point of shape (B, T, D), got {value.dtype} of shape "
-            f"{value.shape}"
-        )
-    checks.known_length("hyena_convolution", value, axis=-2)
-    batch, time, features = value.shape
-    order = gates.shape[0] if gates.ndim else 0
-    gates = checks.shaped("gates", gates, (order, *value.shape))
+    value, valid, _ = token_mixing.check("hyena_convolution", {"value": value}, **options)
+    order, (_, time, features) = gates.shape[0] if gates.ndim else 0, value.shape
+    gates = cleared(checks.shaped("gates", gates, (order, *value.shape)), valid)
     check_filters(filters, order, time, features)
     if skip is not None:
         skip = checks.shaped("skip", skip, (order, features))
-    lengths = checks.lengths("lengths", lengths, (batch,))
-    z, valid = value, None
-    if lengths is not None:
-        valid = within(lengths, time)[..., None]
-        z, gates = jnp.where(valid, z, 0), jnp.where(valid[None], gates, 0)
+    z = value
     for n in range(order):
         z = gated(gates[n], long_convolution(z, filters[n]), z, None if skip is None else skip[n])
     return z

@@ -266,7 +266,8 @@ def over_pairs(
     def call(**given: Any) -> Any:
         if derived is not None:
             given |= derived(**given)
-        first, *_, last = arrays = [jnp.asarray(given[name]) for name in inputs]
+        arrays = [jnp.asarray(given[name]) for name in inputs]
+        first, last = arrays[0], arrays[-1]
         axis = -3 if heads else -2
         shape, time, keys = last.shape[:axis], first.shape[axis], last.shape[axis]
         counts = [x.shape[-2] for x in arrays]

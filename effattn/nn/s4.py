@@ -13,7 +13,8 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.arrays.segments import within
 from effattn.decode.recurrent import RecurrentState
-from effattn.functional.s4 import hippo, low_rank_kernel, s4_convolution
+from effattn.functional.s4 import hippo, low_rank_kernel
+from effattn.functional.s4d import s4_convolution
 from effattn.nn import initializers
 from effattn.nn.recurrent import RecurrentMixer
 from effattn.xla.long_convolution import long_convolution

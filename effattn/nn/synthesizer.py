@@ -11,10 +11,8 @@ from flax import nnx
 from effattn.arrays import checks
 from effattn.arrays.segments import positions_from_segment_ids
 from effattn.functional.softmax import dot_product_attention
-from effattn.functional.synthesizer import (
-    factorized_synthesizer_attention,
-    synthesizer_attention,
-)
+from effattn.functional.synthesizer import synthesizer_attention
+from effattn.functional.synthesizer_factorized import factorized_synthesizer_attention
 from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
 from effattn.nn.heads import default_head_dim

@@ -1,8 +1,9 @@
-"""gMLP with its weights as a masked matrix."""
+"""gMLP's mixer by its naive form."""
 
 import jax
 import jax.numpy as jnp
 
+import effattn
 from tests.references.reference import MixerReference
 
 
@@ -12,11 +13,15 @@ def mix(mixer, x):
     gate, value = jnp.split(z.astype(wide), 2, -1)
     value = value - value.mean(-1, keepdims=True)
     value = value / jnp.sqrt(jnp.square(value).mean(-1, keepdims=True) + 1e-6)
-    value = (value * mixer.norm.scale[...] + mixer.norm.bias[...]).astype(x.dtype).astype(wide)
-    weights = mixer.weights[...][: len(x), : len(x)].astype(wide)
-    weights = jnp.where(jnp.tri(len(x), dtype=bool), weights, 0) if mixer.is_causal else weights
-    y = gate * (weights @ value + mixer.bias[...][: len(x), None])
-    return y.astype(x.dtype) @ mixer.out.kernel[...]
+    value = (value * mixer.norm.scale[...] + mixer.norm.bias[...]).astype(x.dtype)
+    (y,) = effattn.naive.gmlp(
+        gate[None].astype(x.dtype),
+        value[None],
+        mixer.weights[...],
+        mixer.bias[...],
+        is_causal=mixer.is_causal,
+    )
+    return y @ mixer.out.kernel[...]
 
 
 GMLP = MixerReference(

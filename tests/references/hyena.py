@@ -1,8 +1,9 @@
-"""Hyena with its convolutions as sums over all earlier tokens."""
+"""Hyena's mixer by its naive form."""
 
 import jax.numpy as jnp
 import numpy as np
 
+import effattn
 from tests.references.reference import MixerReference
 
 
@@ -21,20 +22,16 @@ def filters(mixer, dtype):
 
 def mix(mixer, x):
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    time, order = len(x), mixer.order
     projected = (x @ mixer.project.kernel[...]).astype(wide)
     short, width = mixer.convolution.taps[...].astype(wide), mixer.convolution.width
-    padded = jnp.concatenate([jnp.zeros((width - 1, projected.shape[1]), wide), projected])
-    streams = sum(short[j] * padded[j : j + time] for j in range(width))
-    streams = (streams + mixer.convolution.bias[...].astype(wide)).astype(x.dtype).astype(wide)
-    *gates, z = jnp.split(streams, order + 1, -1)
-    taps = filters(mixer, wide)
-    age = jnp.arange(time)[:, None] - jnp.arange(time)
-    for n in range(order):
-        matrix = jnp.where((age >= 0)[..., None], taps[jnp.clip(age, 0), n].astype(wide), 0)
-        convolved = (matrix * z).sum(1) + mixer.skip[...][n].astype(wide) * z
-        z = (gates[n] * convolved).astype(x.dtype).astype(wide)
-    return z.astype(x.dtype) @ mixer.out.kernel[...]
+    padded = jnp.pad(projected, ((width - 1, 0), (0, 0)))
+    streams = sum(short[j] * padded[j : j + len(x)] for j in range(width))
+    streams = (streams + mixer.convolution.bias[...].astype(wide)).astype(x.dtype)
+    *gates, value = jnp.split(streams, mixer.order + 1, -1)
+    taps = jnp.moveaxis(filters(mixer, wide), 1, 0)
+    gates = jnp.stack(gates)[:, None]
+    (z,) = effattn.naive.hyena(gates, value[None], taps, skip=mixer.skip[...])
+    return z @ mixer.out.kernel[...]
 
 
 SMALL = {"max_length": 16, "filter_features": 5, "frequency": 1.0}

@@ -1,13 +1,13 @@
-"""RWKV-4's time mixing over all pairs of tokens."""
+"""RWKV-4's mixer by its naive form."""
 
 import jax
 import jax.numpy as jnp
 
+import effattn
 from tests.references.reference import MixerReference
 
 
 def mix(mixer, x):
-    wide = jnp.promote_types(x.dtype, jnp.float32)
     before = jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]])
     r, k, v = (
         (amount * x + (1 - amount) * before) @ layer.kernel[...]
@@ -15,13 +15,8 @@ def mix(mixer, x):
             mixer.shifts[...], (mixer.receptance, mixer.key, mixer.value), strict=True
         )
     )
-    key, value = k.astype(wide), v.astype(wide)
-    decay, bonus = jnp.exp(mixer.log_decay[...].astype(wide)), mixer.bonus[...].astype(wide)
-    token = jnp.arange(len(x))[:, None, None]
-    age = token - 1 - token.swapaxes(0, 1)  # (T, T, 1)
-    exponent = jnp.where(age < 0, bonus, -age * decay) + key
-    weights = jax.nn.softmax(jnp.where(age >= -1, exponent, -jnp.inf), 1)
-    average = (weights * value).sum(1).astype(x.dtype)
+    decay = jnp.exp(mixer.log_decay[...].astype(jnp.promote_types(x.dtype, jnp.float32)))
+    (average,) = effattn.naive.rwkv4(k[None], v[None], decay=decay, bonus=mixer.bonus[...])
     return (jax.nn.sigmoid(r) * average) @ mixer.out.kernel[...]
 
 

@@ -1,50 +1,41 @@
-"""The Synthesizer's kinds by tables of all logits."""
+"""The Synthesizer's mixers by their naive forms."""
 
 import jax
 import jax.numpy as jnp
 
+import effattn
 from tests.references.reference import MixerReference
 
 
-def logits(mixer, x, wide):
-    """`(N, T, T)`."""
-    time = len(x)
-
+def mix(mixer, x):
     def heads(layer):
         y = jnp.einsum("td,dnh->tnh", x, layer.kernel[...])
-        return (y if layer.bias is None else y + layer.bias[...]).astype(wide)
+        return (y if layer.bias is None else y + layer.bias[...])[None]
 
-    def compared(a, b):
-        return jnp.einsum("tna,sna->nts", a.astype(wide), b.astype(wide))
+    def rows(table):
+        return table[...][: len(x)]
 
-    if mixer.kind == "random":
-        return mixer.table[...][:, :time, :time].astype(wide)
+    value, options = heads(mixer.value), {"is_causal": mixer.is_causal}
     if mixer.kind == "factorized":
         coarse, fine = heads(mixer.coarse), heads(mixer.fine)
-        products = jnp.einsum("tna,tnb->ntab", coarse, fine)
-        return products.reshape(*products.shape[:2], -1)[:, :, :time]
-    rows = mixer.table[...][:time]
-    if mixer.kind == "factorized_random":
-        return compared(mixer.rows[...][:time], rows)
-    dense = compared(jax.nn.relu(heads(mixer.hidden)), rows)
-    if mixer.kind == "dense":
-        return dense
-    share = jax.nn.sigmoid(mixer.mixture[...].astype(wide))[:, None, None]
-    dot_product = compared(heads(mixer.query), heads(mixer.key)) * mixer.head_dim**-0.5
-    return share * dense + (1 - share) * dot_product
+        y = effattn.naive.synthesizer_factorized(coarse, fine, value, **options)
+    elif mixer.kind == "factorized_random":
+        hidden, table = rows(mixer.rows)[None], rows(mixer.table)
+        y = effattn.naive.synthesizer_factorized_random(hidden, table, value, **options)
+    elif mixer.kind == "dense":
+        hidden, table = jax.nn.relu(heads(mixer.hidden)), rows(mixer.table)
+        y = effattn.naive.synthesizer(hidden, table, value, **options)
+    else:
+        share = jax.nn.sigmoid(mixer.mixture[...])[:, None]
+        hidden = share * jax.nn.relu(heads(mixer.hidden))
+        query = (1 - share) * heads(mixer.query) * mixer.head_dim**-0.5
+        hidden = jnp.concatenate([hidden, query], -1)
+        table = jnp.concatenate([rows(mixer.table)[None], heads(mixer.key)], -1)
+        y = effattn.naive.synthesizer_mixture(hidden, table, value, **options)
+    return jnp.einsum("tnh,nhd->td", y[0], mixer.out.kernel[...])
 
 
-def mix(mixer, x):
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    values = jnp.einsum("td,dnh->tnh", x, mixer.value.kernel[...]).astype(wide)
-    scores = logits(mixer, x, wide)
-    if mixer.is_causal:
-        scores = jnp.where(jnp.tri(len(x), dtype=bool), scores, -jnp.inf)
-    y = jnp.einsum("nts,snh->tnh", jax.nn.softmax(scores, -1), values).astype(x.dtype)
-    return jnp.einsum("tnh,nhd->td", y, mixer.out.kernel[...])
-
-
-def reference(**options):
+def reference(mix=mix, **options):
     return MixerReference(
         mix=mix,
         variants={"": {"max_length": 16, **options}},
@@ -54,6 +45,6 @@ def reference(**options):
 
 DENSE = reference(hidden_features=3)
 FACTORIZED = reference()
-RANDOM_TABLE = reference()
+RANDOM_TABLE = reference(mix=effattn.naive.synthesizer_random)
 FACTORIZED_RANDOM = reference(hidden_features=3)
 MIXTURE = reference(hidden_features=3)

@@ -1,0 +1,71 @@
+"""Shared argument checks of mechanisms that mix tokens `(B, T, D)` without heads."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from effattn.arrays import checks
+from effattn.arrays.segments import within
+
+
+def check(
+    mechanism: str,
+    arrays: dict[str, Any],
+    *,
+    lengths: Any = None,
+    segment_ids: Any = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+) -> tuple[Any, ...]:
+    """Checks arrays `(B, T, D)` of one dtype, and sets their padding to zero.
+
+    Args:
+      mechanism: name of the function, for messages.
+      arrays: the arrays by name.
+      lengths: see `effattn.options.TokenMixing`, as for the arguments below.
+      segment_ids: one array.
+      initial_state: only whether there is one is checked here.
+      return_state: not read here.
+
+    Returns:
+      The arrays; then `valid` and `starts`, bool `(B, T)` or None: True at valid tokens, and True
+      at the first token of each document.
+    """
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    (first, like), *_ = arrays.items()
+    if like.ndim != 3 or not jnp.issubdtype(like.dtype, jnp.floating):
+        raise ValueError(
+            f"{first} must be floating point of shape (B, T, D), got {like.dtype} of shape "
+            f"{like.shape}"
+        )
+    for name, array in arrays.items():
+        if array.shape != like.shape or array.dtype != like.dtype:
+            raise ValueError(
+                f"{name} must be {like.dtype} of shape {like.shape}, as {first} is, got "
+                f"{array.dtype} of shape {array.shape}"
+            )
+    checks.known_length(mechanism, like, axis=-2)
+    batch, time = like.shape[:2]
+    valid = starts = None
+    lengths = checks.lengths("lengths", lengths, (batch,))
+    if lengths is not None:
+        valid = within(lengths, time)
+    pair = checks.segment_ids(segment_ids, (batch,), time, time)
+    if pair is not None:
+        if initial_state is not None:
+            raise ValueError(
+                "initial_state and segment_ids cannot be given together: documents start anew"
+            )
+        ids = pair[0]
+        valid = (ids != 0) if valid is None else (ids != 0) & valid
+        changes = ids[:, 1:] != ids[:, :-1]
+        starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), changes], 1)
+        # Padding starts no document: the last state is that of the last document.
+        starts = starts & valid
+    return *(cleared(x, valid) for x in arrays.values()), valid, starts
+
+
+def cleared(array: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """`(..., B, T, D)` with zeros where `valid (B, T)` is False; None is True everywhere."""
+    return array if valid is None else jnp.where(valid[..., None], array, 0)
