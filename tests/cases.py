@@ -6,7 +6,10 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+import effattn
+from effattn.nn import RotaryEmbedding
 from effattn.testing import Case
+from tests import mixes
 
 Tiled = functools.partial(Case, tuning={"tile": (5, 4)})
 Chunked = functools.partial(Case, tuning={"chunk_size": 3})
@@ -230,18 +233,90 @@ FUNCTIONS = {
     ),
 }
 
-from tests.references import MIXERS as _MIXERS  # noqa: E402  (until the mixers' cases stand here)
 
+def at_length(length):
+    return {"max_length": length}
+
+
+def small_tokens(arrays):
+    """Tokens near zero: the gates of Hyena multiply one another."""
+    return {**arrays, "x": arrays["x"] * np.float32(1e-3)}
+
+
+def synthesizer(mix=mixes.synthesizer, **options):
+    return Case(mix=mix, variants={"": {"max_length": 16, **options}}, cost=at_length)
+
+
+LSH = {"num_rounds": 2, "num_buckets": 4, "chunk_length": 3}
+HYENA = {"max_length": 16, "filter_features": 5, "frequency": 1.0}
+AFT = {"max_length": 16, "rank": 3}
+MIXTURE = ({"name": "sliding_window", "local_window_size": mixes.WINDOW}, {"name": "softmax"})
+
+# Mechanisms without heads.
 MIXERS = {
-    name: Case(
-        mix=r.mix,
-        variants=r.variants,
-        tuning=r.tuning,
-        cost=r.cost,
-        transforms=r.transforms,
-        drawn=r.drawn,
-        narrow=r.narrow,
-        bounded=lambda a, b=r.bounded: {**a, "x": a["x"] * np.float32(b)},
-    )
-    for name, r in _MIXERS.items()
+    "lsh": Case(
+        mix=mixes.lsh,
+        variants={"": LSH, "rotary": {**LSH, "rotary": RotaryEmbedding(theta=10.0)}},
+        cost=lambda length: {"num_rounds": 2, "num_buckets": 16, "chunk_length": 32},
+        drawn=frozenset({"rotations"}),
+        narrow={"num_buckets": 1},
+    ),
+    "fnet": Case(
+        mix=lambda mixer, x: effattn.naive.fnet(x, norm=mixer.norm),
+        variants={"": {}, "ortho": {"norm": "ortho"}},
+        transforms=True,
+    ),
+    "rwkv4": Case(mix=mixes.rwkv4),
+    "aft_full": Case(
+        mix=mixes.attention_free("aft_full", mixes.factors), variants={"": AFT}, cost=at_length
+    ),
+    "aft_simple": Case(mix=mixes.attention_free("aft_simple")),
+    "aft_local": Case(
+        mix=mixes.attention_free("aft_local", mixes.factors),
+        variants={"": {**AFT, "local_window_size": 3}},
+        cost=at_length,
+    ),
+    "aft_conv": Case(
+        mix=mixes.attention_free("aft_conv", lambda mixer: mixer.taps[...]),
+        variants={"": {"local_window_size": 3}},
+    ),
+    "hyena": Case(
+        mix=mixes.hyena,
+        variants={"": HYENA, "order 3": {**HYENA, "order": 3, "num_harmonics": 1}},
+        cost=at_length,
+        transforms=True,
+        bounded=small_tokens,
+    ),
+    "synthesizer": synthesizer(hidden_features=3),
+    "synthesizer_factorized": synthesizer(),
+    "synthesizer_random": synthesizer(mix=None),
+    "synthesizer_factorized_random": synthesizer(hidden_features=3),
+    "synthesizer_mixture": synthesizer(hidden_features=3),
+    "gmlp": Case(mix=mixes.gmlp, variants={"": {"max_length": 16}}, cost=at_length),
+    "lstm": Case(),
+    "gru": Case(),
+    "convolution": Case(
+        variants={"": {"width": 3, "dilation": 2}, "wide": {"width": 4, "dilation": 5}}
+    ),
+    "s4d": Case(mix=mixes.s4d, transforms=True, variants={"": {"state_size": 6}}),
+    "s4": Case(
+        transforms=True,
+        # A state space continues past the length of the kernel that its parameters define.
+        variants={
+            "": {"state_size": 4, "max_length": 16},
+            "longer": {"state_size": 4, "max_length": 12},
+        },
+        cost=at_length,
+    ),
+    "mixture_of_mechanisms": Case(
+        mix=mixes.mixture,
+        variants={"": {"mechanisms": MIXTURE}, "top1": {"mechanisms": MIXTURE, "gate": "top1"}},
+    ),
+    "convolution_attention": Case(mix=mixes.convolve_and_attend, variants={"": {"width": 3}}),
+    "recurrent_memory": Case(
+        variants={
+            "": {"segment_size": 5, "num_slots": 3},
+            "short": {"segment_size": 2, "num_slots": 1},
+        },
+    ),
 }

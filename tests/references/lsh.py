@@ -5,8 +5,6 @@ import math
 import jax
 import jax.numpy as jnp
 
-from effattn.nn import RotaryEmbedding
-from tests.references.reference import MixerReference
 
 
 def bucket(query_key, rotations, factors):
@@ -81,18 +79,3 @@ def mix(mixer, x):
     return jnp.einsum("tnh,nhd->td", jnp.stack(heads, 1), mixer.out.kernel[...])
 
 
-LSH = MixerReference(
-    mix=mix,
-    variants={
-        "": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 3},
-        "rotary": {
-            "num_rounds": 2,
-            "num_buckets": 4,
-            "chunk_length": 3,
-            "rotary": RotaryEmbedding(theta=10.0),
-        },
-    },
-    cost=lambda length: {"num_rounds": 2, "num_buckets": 16, "chunk_length": 32},
-    drawn=frozenset({"rotations"}),
-    narrow={"num_buckets": 1},
-)

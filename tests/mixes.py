@@ -1,0 +1,191 @@
+"""Mixers without heads by naive forms: the projections of a mixer around its mechanism."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import effattn
+
+
+def attention_free(name, bias=lambda mixer: None):
+    """The mixer registered under that name; `bias(mixer)` is its `position_bias`."""
+
+    def mix(mixer, x):
+        q, k, v = (x[None] @ layer.kernel[...] for layer in (mixer.query, mixer.key, mixer.value))
+        (y,) = getattr(effattn.naive, name)(
+            q,
+            k,
+            v,
+            position_bias=bias(mixer),
+            local_window_size=getattr(mixer, "window", None),
+            is_causal=mixer.is_causal,
+        )
+        return y @ mixer.out.kernel[...]
+
+    return mix
+
+
+def factors(mixer):
+    return mixer.row_bias[...], mixer.column_bias[...]
+
+
+def gmlp(mixer, x):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    z = jax.nn.gelu(x @ mixer.project.kernel[...])
+    gate, value = jnp.split(z.astype(wide), 2, -1)
+    value = value - value.mean(-1, keepdims=True)
+    value = value / jnp.sqrt(jnp.square(value).mean(-1, keepdims=True) + 1e-6)
+    value = (value * mixer.norm.scale[...] + mixer.norm.bias[...]).astype(x.dtype)
+    (y,) = effattn.naive.gmlp(
+        gate[None].astype(x.dtype),
+        value[None],
+        mixer.weights[...],
+        mixer.bias[...],
+        is_causal=mixer.is_causal,
+    )
+    return y @ mixer.out.kernel[...]
+
+
+WINDOW = 2
+
+
+def plain(mixer, **options):
+    """A mixer of softmax attention by its naive form."""
+
+    def mix(x):
+        query, key, value = (
+            jnp.einsum("btd,dnh->btnh", x, layer.kernel[...])
+            for layer in (mixer.query, mixer.key, mixer.value)
+        )
+        y = effattn.naive.softmax(query, key, value, is_causal=mixer.is_causal, **options)
+        return jnp.einsum("btnh,nhd->btd", y, mixer.out.kernel[...])
+
+    return mix
+
+
+def mixture(mixer, x):
+    near, far = mixer.mixers
+    mixers = plain(near, local_window_size=WINDOW), plain(far)
+    inside = SimpleNamespace(mixers=mixers, choose=mixer.choose, gate=mixer.gate)
+    return effattn.naive.mixture_of_mechanisms(inside, x)
+
+
+def convolve_and_attend(mixer, x):
+    parts = {name: getattr(mixer, name) for name in ("project", "convolution", "out")}
+    inside = SimpleNamespace(attention=plain(mixer.attention), **parts)
+    return effattn.naive.convolution_attention(inside, x)
+
+
+def hyena_filters(mixer, dtype):
+    length, order = mixer.max_length, mixer.order
+    t = jnp.arange(length, dtype=dtype)[:, None] / length
+    k = jnp.arange(1, mixer.num_harmonics + 1)
+    hidden = jnp.concatenate([t, jnp.cos(2 * np.pi * k * t), -jnp.sin(2 * np.pi * k * t)], 1)
+    for layer, frequency in zip(mixer.filter_layers, mixer.frequency[...], strict=True):
+        hidden = jnp.sin(frequency * (hidden @ layer.kernel[...] + layer.bias[...]))
+    taps = (hidden @ mixer.filter_out.kernel[...]).reshape(length, order, -1)
+    slow, fast = np.log(100) / 1.5, np.log(100) / 0.3
+    rates = fast + (slow - fast) * jnp.arange(taps.shape[-1]) / (taps.shape[-1] - 1)
+    return taps * (jnp.exp(-t * rates) + mixer.window_shift)[:, None]
+
+
+def hyena(mixer, x):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    projected = (x @ mixer.project.kernel[...]).astype(wide)
+    short, width = mixer.convolution.taps[...].astype(wide), mixer.convolution.width
+    padded = jnp.pad(projected, ((width - 1, 0), (0, 0)))
+    streams = sum(short[j] * padded[j : j + len(x)] for j in range(width))
+    streams = (streams + mixer.convolution.bias[...].astype(wide)).astype(x.dtype)
+    *gates, value = jnp.split(streams, mixer.order + 1, -1)
+    taps = jnp.moveaxis(hyena_filters(mixer, wide), 1, 0)
+    gates = jnp.stack(gates)[:, None]
+    (z,) = effattn.naive.hyena(gates, value[None], taps, skip=mixer.skip[...])
+    return z @ mixer.out.kernel[...]
+
+
+def rwkv4(mixer, x):
+    before = jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]])
+    r, k, v = (
+        (amount * x + (1 - amount) * before) @ layer.kernel[...]
+        for amount, layer in zip(
+            mixer.shifts[...], (mixer.receptance, mixer.key, mixer.value), strict=True
+        )
+    )
+    decay = jnp.exp(mixer.log_decay[...].astype(jnp.promote_types(x.dtype, jnp.float32)))
+    (average,) = effattn.naive.rwkv4(k[None], v[None], decay=decay, bonus=mixer.bonus[...])
+    return (jax.nn.sigmoid(r) * average) @ mixer.out.kernel[...]
+
+
+def s4d(mixer, x):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    output_real, output_imag = mixer.output[...].astype(wide)
+    (y,) = effattn.naive.s4d(
+        x[None],
+        rate=-jnp.exp(mixer.log_rate[...].astype(wide)) + 1j * mixer.turn[...].astype(wide),
+        output=output_real + 1j * output_imag,
+        step_size=jnp.exp(mixer.log_step[...].astype(wide)),
+        skip=mixer.skip[...],
+    )
+    return jax.nn.glu(jax.nn.gelu(y) @ mixer.out.kernel[...])
+
+
+def synthesizer(mixer, x):
+    def heads(layer):
+        y = jnp.einsum("td,dnh->tnh", x, layer.kernel[...])
+        return (y if layer.bias is None else y + layer.bias[...])[None]
+
+    def rows(table):
+        return table[...][: len(x)]
+
+    value, options = heads(mixer.value), {"is_causal": mixer.is_causal}
+    if mixer.kind == "factorized":
+        coarse, fine = heads(mixer.coarse), heads(mixer.fine)
+        y = effattn.naive.synthesizer_factorized(coarse, fine, value, **options)
+    elif mixer.kind == "factorized_random":
+        hidden, table = rows(mixer.rows)[None], rows(mixer.table)
+        y = effattn.naive.synthesizer_factorized_random(hidden, table, value, **options)
+    elif mixer.kind == "dense":
+        hidden, table = jax.nn.relu(heads(mixer.hidden)), rows(mixer.table)
+        y = effattn.naive.synthesizer(hidden, table, value, **options)
+    else:
+        share = jax.nn.sigmoid(mixer.mixture[...])[:, None]
+        hidden = share * jax.nn.relu(heads(mixer.hidden))
+        query = (1 - share) * heads(mixer.query) * mixer.head_dim**-0.5
+        hidden = jnp.concatenate([hidden, query], -1)
+        table = jnp.concatenate([rows(mixer.table)[None], heads(mixer.key)], -1)
+        y = effattn.naive.synthesizer_mixture(hidden, table, value, **options)
+    return jnp.einsum("tnh,nhd->td", y[0], mixer.out.kernel[...])
+
+
+def lsh(mixer, x):
+    def project(layer):
+        return jnp.einsum("td,dnh->tnh", x, layer.kernel[...])[None]
+
+    query_key = project(mixer.query_key)
+    if mixer.rotary is not None:
+        query_key = turned(query_key, mixer.rotary.theta)
+    y = effattn.naive.lsh(
+        query_key,
+        project(mixer.value),
+        num_rounds=mixer.rotations.shape[1],
+        num_buckets=mixer.factors,
+        chunk_length=mixer.chunk_length,
+        rotations=mixer.rotations[...],
+        is_causal=mixer.is_causal,
+    )
+    return jnp.einsum("tnh,nhd->td", y[0], mixer.out.kernel[...])
+
+
+def turned(x, theta):
+    """Features m and m + H / 2 of `(B, T, N, H)` as a complex number, times e^(i t theta^(-2m/H)).
+
+    That is a rotary embedding of the positions t.
+    """
+    _, time, _, size = x.shape
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    first, second = jnp.split(x.astype(wide), 2, -1)
+    angle = jnp.outer(jnp.arange(time), theta ** (-jnp.arange(0, size, 2, wide) / size))
+    z = (first + 1j * second) * jnp.exp(1j * angle)[:, None]
+    return jnp.concatenate([z.real, z.imag], -1).astype(x.dtype)
