@@ -6,7 +6,6 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-import effattn
 from effattn.nn import RotaryEmbedding
 from effattn.testing import Case
 from tests import mixes
@@ -262,7 +261,7 @@ MIXERS = {
         narrow={"num_buckets": 1},
     ),
     "fnet": Case(
-        mix=lambda mixer, x: effattn.naive.fnet(x, norm=mixer.norm),
+        mix=lambda mixer, x: mixes.naive("fnet")(x, norm=mixer.norm),
         variants={"": {}, "ortho": {"norm": "ortho"}},
         transforms=True,
     ),

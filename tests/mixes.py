@@ -6,7 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import effattn
+from effattn import registry
+
+
+def naive(name):
+    """The naive form, without the checks of the fast function."""
+    return registry.get(name).naive
 
 
 def attention_free(name, bias=lambda mixer: None):
@@ -14,7 +19,7 @@ def attention_free(name, bias=lambda mixer: None):
 
     def mix(mixer, x):
         q, k, v = (x[None] @ layer.kernel[...] for layer in (mixer.query, mixer.key, mixer.value))
-        (y,) = getattr(effattn.naive, name)(
+        (y,) = naive(name)(
             q,
             k,
             v,
@@ -38,7 +43,7 @@ def gmlp(mixer, x):
     value = value - value.mean(-1, keepdims=True)
     value = value / jnp.sqrt(jnp.square(value).mean(-1, keepdims=True) + 1e-6)
     value = (value * mixer.norm.scale[...] + mixer.norm.bias[...]).astype(x.dtype)
-    (y,) = effattn.naive.gmlp(
+    (y,) = naive("gmlp")(
         gate[None].astype(x.dtype),
         value[None],
         mixer.weights[...],
@@ -59,7 +64,7 @@ def plain(mixer, **options):
             jnp.einsum("btd,dnh->btnh", x, layer.kernel[...])
             for layer in (mixer.query, mixer.key, mixer.value)
         )
-        y = effattn.naive.softmax(query, key, value, is_causal=mixer.is_causal, **options)
+        y = naive("softmax")(query, key, value, is_causal=mixer.is_causal, **options)
         return jnp.einsum("btnh,nhd->btd", y, mixer.out.kernel[...])
 
     return mix
@@ -69,13 +74,13 @@ def mixture(mixer, x):
     near, far = mixer.mixers
     mixers = plain(near, local_window_size=WINDOW), plain(far)
     inside = SimpleNamespace(mixers=mixers, choose=mixer.choose, gate=mixer.gate)
-    return effattn.naive.mixture_of_mechanisms(inside, x)
+    return naive("mixture_of_mechanisms")(inside, x)
 
 
 def convolve_and_attend(mixer, x):
     parts = {name: getattr(mixer, name) for name in ("project", "convolution", "out")}
     inside = SimpleNamespace(attention=plain(mixer.attention), **parts)
-    return effattn.naive.convolution_attention(inside, x)
+    return naive("convolution_attention")(inside, x)
 
 
 def hyena_filters(mixer, dtype):
@@ -101,7 +106,7 @@ def hyena(mixer, x):
     *gates, value = jnp.split(streams, mixer.order + 1, -1)
     taps = jnp.moveaxis(hyena_filters(mixer, wide), 1, 0)
     gates = jnp.stack(gates)[:, None]
-    (z,) = effattn.naive.hyena(gates, value[None], taps, skip=mixer.skip[...])
+    (z,) = naive("hyena")(gates, value[None], taps, skip=mixer.skip[...])
     return z @ mixer.out.kernel[...]
 
 
@@ -114,14 +119,14 @@ def rwkv4(mixer, x):
         )
     )
     decay = jnp.exp(mixer.log_decay[...].astype(jnp.promote_types(x.dtype, jnp.float32)))
-    (average,) = effattn.naive.rwkv4(k[None], v[None], decay=decay, bonus=mixer.bonus[...])
+    (average,) = naive("rwkv4")(k[None], v[None], decay=decay, bonus=mixer.bonus[...])
     return (jax.nn.sigmoid(r) * average) @ mixer.out.kernel[...]
 
 
 def s4d(mixer, x):
     wide = jnp.promote_types(x.dtype, jnp.float32)
     output_real, output_imag = mixer.output[...].astype(wide)
-    (y,) = effattn.naive.s4d(
+    (y,) = naive("s4d")(
         x[None],
         rate=-jnp.exp(mixer.log_rate[...].astype(wide)) + 1j * mixer.turn[...].astype(wide),
         output=output_real + 1j * output_imag,
@@ -142,20 +147,20 @@ def synthesizer(mixer, x):
     value, options = heads(mixer.value), {"is_causal": mixer.is_causal}
     if mixer.kind == "factorized":
         coarse, fine = heads(mixer.coarse), heads(mixer.fine)
-        y = effattn.naive.synthesizer_factorized(coarse, fine, value, **options)
+        y = naive("synthesizer_factorized")(coarse, fine, value, **options)
     elif mixer.kind == "factorized_random":
         hidden, table = rows(mixer.rows)[None], rows(mixer.table)
-        y = effattn.naive.synthesizer_factorized_random(hidden, table, value, **options)
+        y = naive("synthesizer_factorized_random")(hidden, table, value, **options)
     elif mixer.kind == "dense":
         hidden, table = jax.nn.relu(heads(mixer.hidden)), rows(mixer.table)
-        y = effattn.naive.synthesizer(hidden, table, value, **options)
+        y = naive("synthesizer")(hidden, table, value, **options)
     else:
         share = jax.nn.sigmoid(mixer.mixture[...])[:, None]
         hidden = share * jax.nn.relu(heads(mixer.hidden))
         query = (1 - share) * heads(mixer.query) * mixer.head_dim**-0.5
         hidden = jnp.concatenate([hidden, query], -1)
         table = jnp.concatenate([rows(mixer.table)[None], heads(mixer.key)], -1)
-        y = effattn.naive.synthesizer_mixture(hidden, table, value, **options)
+        y = naive("synthesizer_mixture")(hidden, table, value, **options)
     return jnp.einsum("tnh,nhd->td", y[0], mixer.out.kernel[...])
 
 
@@ -166,7 +171,7 @@ def lsh(mixer, x):
     query_key = project(mixer.query_key)
     if mixer.rotary is not None:
         query_key = turned(query_key, mixer.rotary.theta)
-    y = effattn.naive.lsh(
+    y = naive("lsh")(
         query_key,
         project(mixer.value),
         num_rounds=mixer.rotations.shape[1],

@@ -52,7 +52,7 @@ def naive_with_window(query, key, value, pairs, *, scale, local_window_size, ini
     allowed = jnp.concatenate([pairs.valid[:, None] & present[:w], pairs.allowed], 1)
     new = pairs.present.sum()
     last = new + jnp.arange(w)
-    window = (jnp.where(present[:, None], x, 0)[last] for x in (key, value))
+    keys, values = (jnp.where(present[:, None], x, 0)[last] for x in (key, value))
     count = jnp.minimum(state.length + new, w).astype(jnp.int32)
 
     wide = jnp.result_type(query, key, value, jnp.float32)
@@ -71,7 +71,7 @@ def naive_with_window(query, key, value, pairs, *, scale, local_window_size, ini
 
     leaving = phi(key) * (present & (token < new - w))[:, None]
     sums = sums + leaving.T @ jnp.append(value, jnp.ones_like(value[:, :1]), 1)
-    return out, BasedState(sums, *window, count)
+    return out, BasedState(sums, keys, values, count)
 
 
 def _empty_state(key, value, w):
@@ -79,6 +79,10 @@ def _empty_state(key, value, w):
     sums = jnp.zeros((features, value.shape[1] + 1), value.dtype)
     key, value = (jnp.zeros((w, x.shape[1]), x.dtype) for x in (key, value))
     return BasedState(sums, key, value, jnp.zeros((), jnp.int32))
+
+
+# Axes of heads in the state of one example.
+_STATE_AXES: Any = BasedState._make((0, 1, 1, None))
 
 
 def _window(*, key, local_window_size, initial_state=None, return_state=False, **_):
@@ -92,7 +96,7 @@ def _window(*, key, local_window_size, initial_state=None, return_state=False, *
 @with_naive(
     given_option(
         "local_window_size",
-        over_pairs(naive_with_window, derived=_window, state_axes=BasedState(0, 1, 1, None)),
+        over_pairs(naive_with_window, derived=_window, state_axes=_STATE_AXES),
         otherwise=over_pairs(naive, wide=True),
     )
 )

@@ -27,13 +27,13 @@ def naive(value, pairs, *, gates, filters, skip):
     return z
 
 
-def _over_examples(gates, filters, **given):
-    form = over_pairs(naive, per_token=("gates",), heads=False, wide=True)
-    gates = jnp.moveaxis(jnp.asarray(gates), 0, -2)
-    return form(gates=gates, filters=jnp.asarray(filters), **given)
+def _gates_of_tokens(*, gates, **_):
+    return {"gates": jnp.moveaxis(jnp.asarray(gates), 0, -2)}
 
 
-@with_naive(_over_examples)
+@with_naive(
+    over_pairs(naive, per_token=("gates",), derived=_gates_of_tokens, heads=False, wide=True)
+)
 @jax.named_scope("hyena_convolution")
 @declared
 def hyena_convolution(

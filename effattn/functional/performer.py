@@ -114,7 +114,7 @@ def _naive_units(exponents, pairs, state):
 
     The second result is the sums of the state before the keys, in units of the first document.
     """
-    first = -jnp.inf
+    first: Any = -jnp.inf
     if state is not None:
         first = jnp.where((state.sums == 0).all(), first, lax.stop_gradient(state.maximum))
     largest = jnp.where(pairs.present, lax.stop_gradient(exponents.max(1)), -jnp.inf)

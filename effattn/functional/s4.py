@@ -21,7 +21,6 @@ def naive(mixer, x):
         half = pair[0].astype(wide) + 1j * pair[1].astype(wide)
         return jnp.concatenate([half, half.conj()], -1)
 
-    @jax.vmap
     def of_feature(L, P, B, truncated, dt, x):
         """One feature: L, P, B and C~ `(2 M,)`, x `(T,)`."""
         A, identity = jnp.diag(L) - jnp.outer(P, P.conj()), jnp.eye(len(L))
@@ -37,9 +36,9 @@ def naive(mixer, x):
         return lax.scan(step, jnp.zeros_like(Bbar), x)[1]
 
     L = modes((-jnp.exp(mixer.log_rate[...].astype(wide)), mixer.turn[...]))
-    others = (modes(pair[...]) for pair in (mixer.low_rank, mixer.input, mixer.output))
+    P, B, truncated = (modes(pair[...]) for pair in (mixer.low_rank, mixer.input, mixer.output))
     dt, u = jnp.exp(mixer.log_step[...].astype(wide)), x.astype(wide)
-    y = of_feature(L, *others, dt, u.T).T + mixer.skip[...].astype(wide) * u
+    y = jax.vmap(of_feature)(L, P, B, truncated, dt, u.T).T + mixer.skip[...].astype(wide) * u
     return jax.nn.glu(jax.nn.gelu(y.astype(x.dtype)) @ mixer.out.kernel[...])
 
 

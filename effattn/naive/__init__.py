@@ -11,6 +11,7 @@ function `naive`; this package maps it over heads and batch, and applies the sha
 shares no code with the fast forms, except the random bits of dropout.
 """
 
+import functools
 from typing import Any
 
 from effattn import registry
@@ -38,9 +39,20 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"no mechanism is registered as {name!r}; registered are {', '.join(registry.names())}"
         )
-    form = registry.get(name).naive
-    if form is None:
+    entry = registry.get(name)
+    if entry.naive is None:
         raise AttributeError(f"the mechanism {name!r} has no naive form")
+    is_form_of_function = entry.naive is getattr(entry.function, "naive", None)
+    return _checked(entry.function, entry.naive) if is_form_of_function else entry.naive
+
+
+def _checked(function: Any, naive: Any) -> Any:
+    """The naive form, after the checks of the fast function."""
+
+    @functools.wraps(naive)
+    def form(*args, **kwargs):
+        return function(*args, implementation="naive", **kwargs)
+
     return form
 
 

@@ -36,13 +36,13 @@ def with_naive(naive: Callable[..., Any]) -> Callable[[Function], Function]:
             return function(*args, **kwargs)
 
         @functools.wraps(naive)
-        def form(*args, **kwargs):
+        def form(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             return naive(**given.arguments)
 
         @functools.wraps(function)
-        def call(*args, implementation=None, **kwargs):
+        def wrapped(*args, implementation=None, **kwargs):
             names = _names(implementation)
             if "naive" not in names:
                 return fast(args, kwargs, implementation)
@@ -53,16 +53,15 @@ def with_naive(naive: Callable[..., Any]) -> Callable[[Function], Function]:
             jax.eval_shape(lambda: function(*args, **kwargs))
             return form(*args, **kwargs)
 
+        call: Any = wrapped
         if not has_option:
             option = inspect.Parameter(
                 "implementation", inspect.Parameter.KEYWORD_ONLY, default=None
             )
-            call.__signature__ = signature.replace(
-                parameters=[*signature.parameters.values(), option]
-            )
-        form.__signature__ = signature
-        form.__name__ = function.__name__
+            parameters = [*signature.parameters.values(), option]
+            call.__signature__ = signature.replace(parameters=parameters)
         call.naive = form
+        call.naive.__signature__ = signature
         return call
 
     return decorate

@@ -119,8 +119,7 @@ def widened(x: Any, *arrays: jax.Array) -> Any:
     def widen(x):
         if not (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)):
             return x
-        dtypes = (array.dtype for array in arrays)
-        return x.astype(functools.reduce(jnp.promote_types, dtypes, jnp.float32))
+        return x.astype(jnp.result_type(jnp.float32, *(array.dtype for array in arrays)))
 
     return jax.tree.map(widen, x)
 
@@ -138,5 +137,5 @@ def precision(value: Any) -> contextlib.AbstractContextManager:
 def named(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:
     """The function with the name and the documentation of another, and no reference to it."""
     function = functools.wraps(like, assigned=("__module__", "__name__", "__doc__"))(function)
-    del function.__wrapped__  # type: ignore[attr-defined]
+    del function.__wrapped__
     return function

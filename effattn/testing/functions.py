@@ -47,6 +47,7 @@ class Subject(NamedTuple):
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the function."""
+        assert self.entry.function is not None
         return inspect.signature(self.entry.function).parameters
 
     @property
@@ -172,6 +173,7 @@ def decoder_of(subject: Subject, arrays: Mapping[str, Any]) -> Any:
     """The mechanism's decoder, with the own arguments that all tokens share."""
     shared = {k: x for k, x in arrays.items() if k not in subject.of_tokens}
     options = {**subject.options, **subject.case.tuning, **shared}
+    assert subject.entry.decoder is not None
     return registry.load(subject.entry.decoder)(subject.entry.function, options)
 
 
@@ -258,6 +260,7 @@ def neutral(subject: Subject, sizes: Sizes, extent: Extent) -> dict[str, Any]:
 
 def score_mod_of(arrays: Mapping[str, Any], simple: bool):
     """A `score_mod` with a learned slope a head; if not simple, it depends on every index."""
+
     def score_mod(logit, b, h, i, j):
         logit = logit - arrays["slope"][h] * jnp.abs(i - j).astype(logit.dtype)
         return logit if simple else logit * (1 + ((b + 2 * i + 3 * j) % 5).astype(float) / 8)

@@ -363,10 +363,11 @@ def any_split_equals_the_whole(subject: Subject) -> None:
         return m.extend(x, state, lengths=lengths)
 
     whole, empty, (y, state) = begin(mixer, x)
-    np.testing.assert_allclose(y, whole[:, :1], **subject.decode_tolerance)
+    tolerance: Any = subject.decode_tolerance
+    np.testing.assert_allclose(y, whole[:, :1], **tolerance)
     same = jax.tree.map(lambda a, b: a.shape == b.shape and a.dtype == b.dtype, state, empty)
     assert all(jax.tree.leaves(same))
-    splits_equal(whole, x, empty, functools.partial(extend, mixer), **subject.decode_tolerance)
+    splits_equal(whole, x, empty, functools.partial(extend, mixer), **tolerance)
 
 
 @law(lambda subject: isinstance(subject, OfFunction) and bool(subject.subject.per_token))

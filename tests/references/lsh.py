@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 
-
 def bucket(query_key, rotations, factors):
     """`(T,)` of one head's `(T, H)`, by one round's `(H, columns)`."""
     found, scale = 0, 1
@@ -77,5 +76,3 @@ def mix(mixer, x):
         for n in range(mixer.num_heads)
     ]
     return jnp.einsum("tnh,nhd->td", jnp.stack(heads, 1), mixer.out.kernel[...])
-
-
