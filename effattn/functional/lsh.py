@@ -13,6 +13,7 @@ from effattn.arrays import checks, dtypes, reverse_mode
 from effattn.arrays.axes import lead
 from effattn.arrays.products import widened
 from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
+from effattn.naive import dot, over_pairs, with_naive
 
 # Logit of a token for itself, used only if the token attends to nothing else.
 SELF_LOGIT = -1e5
@@ -20,6 +21,61 @@ SELF_LOGIT = -1e5
 _TOKENS_AT_A_TIME = 1024
 
 
+def naive(query_key, value, pairs, *, rotations, num_buckets, chunk_length):
+    """One head: query_key `(T, H)`, value `(T, Hv)`, rotations `(n, H, columns)`.
+
+    `num_buckets` are the factors of b. Returns output and log-sum-exp.
+    """
+    t, wide = jnp.arange(len(value)), query_key.astype(rotations.dtype)
+    seen = False
+    for rotation in rotations:
+        seen = seen | _seen(_bucket(wide, rotation, num_buckets), pairs, chunk_length)
+    itself = t[:, None] == t
+    pairs = pairs.where(pairs.present[:, None])  # a padded key is no query
+    seen = pairs.allowed & seen & ~itself
+    alone = itself & ~seen.any(1, keepdims=True)
+
+    key = wide / jnp.sqrt((wide**2).sum(1, keepdims=True) + 1e-6 * wide.shape[1])
+    logits = jnp.where(alone, -1e5, dot(query_key, key.astype(query_key.dtype).T))
+    weights, lse = pairs.where(seen | alone).softmax(logits)
+    return dot(weights, value), lse
+
+
+def _bucket(query_key, rotation, factors):
+    """The bucket of each token, int `(T,)`; the hash by each factor is one digit."""
+    bucket, digit = jnp.zeros(len(query_key), int), 1
+    for factor in factors:
+        columns, rotation = rotation[:, : factor // 2], rotation[:, factor // 2 :]
+        rotated = jnp.matmul(query_key, columns, precision="highest")
+        bucket += digit * jnp.concatenate([rotated, -rotated], 1).argmax(1)
+        digit *= factor
+    return bucket
+
+
+def _seen(bucket, pairs, m):
+    """Bool `(T, T)`: the keys that each query sees in one round."""
+    t, of = jnp.arange(len(bucket)), pairs.key_ids
+    document = pairs.present & (of[:, None] == of)
+    same = bucket[:, None] == bucket
+    is_before = (bucket < bucket[:, None]) | (same & (t < t[:, None]))
+    place = (document & is_before).sum(1)  # of each token in its sorted document
+    last = same & (place[:, None] - place <= m)
+    chunk, chunks = place // m, -(-document.sum(1) // m)
+    before = (chunk - 1) % jnp.maximum(chunks, 1)
+    near = (chunk[:, None] == chunk) | (before[:, None] == chunk)
+    return jnp.where(pairs.is_causal, last, near)
+
+
+def _rotations_and_factors(query_key, *, num_rounds, num_buckets, rng, rotations, **_):
+    """The rotations, drawn if the caller gives none, and the factors of the number of buckets."""
+    dtype = jnp.promote_types(query_key.dtype, jnp.float32)
+    if rng is not None:
+        heads, size = query_key.shape[-2:]
+        rotations = lsh_rotations(rng, num_rounds, num_buckets, size, num_heads=heads, dtype=dtype)
+    return {"rotations": rotations.astype(dtype), "num_buckets": factors_of(num_buckets)}
+
+
+@with_naive(over_pairs(naive, per_head={"rotations": 3}, derived=_rotations_and_factors))
 @checks.checked
 def lsh_attention(
     query_key: jax.Array,
@@ -78,6 +134,7 @@ def lsh_attention(
       segment_ids: int `(*B, T)`; tokens attend within a contiguous run of equal ids; documents are
         sorted and cut separately; 0 is padding.
       return_residual: also return the log-sum-exp.
+      implementation: None, "xla" or "naive".
 
     Returns:
       `(*B, T, N, Hv)` in the dtype of `value`; with `return_residual` also `(*B, T, N)`, at least

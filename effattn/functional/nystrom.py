@@ -15,6 +15,7 @@ from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
 from effattn.arrays.axes import lead
 from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention
+from effattn.naive import masked_softmax, over_pairs, with_naive
 from effattn.options import Execution, Padding, Scale, Tile, declared
 
 
@@ -22,6 +23,36 @@ class Options(Padding, Scale, Tile, Execution, total=False):
     """The shared options of `nystrom_attention`."""
 
 
+def naive(query, key, value, pairs, *, scale, num_landmarks, num_iterations, skip_kernel=None):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`, skip_kernel `(width,)`."""
+    query = scale * query
+    q, rows = _landmarks(query, pairs.valid, num_landmarks)  # (m, H), and whether there is one
+    k, columns = _landmarks(key, pairs.present, num_landmarks)
+    with jax.default_matmul_precision("highest"):  # the inverse amplifies rounding errors
+        a = masked_softmax(q @ k.T, rows[:, None] & columns)
+        norm = jnp.abs(a).sum(0).max(initial=0) * jnp.abs(a).sum(1).max(initial=0)
+        one, z = jnp.eye(*a.shape, dtype=a.dtype), a.T / jnp.where(norm == 0, 1, norm)
+        for _ in range(num_iterations):
+            z = z @ (13 * one - a @ z @ (15 * one - a @ z @ (7 * one - a @ z))) / 4
+    read = masked_softmax(q @ key.T, pairs.present) @ value
+    out = masked_softmax(query @ k.T, columns) @ (z @ read)
+    if skip_kernel is not None:
+        tap = pairs.j - pairs.i[:, None] + len(skip_kernel) // 2
+        is_tap = (0 <= tap) & (tap < len(skip_kernel))
+        out = out + jnp.where(is_tap, skip_kernel[tap], 0) @ value
+    return out
+
+
+def _landmarks(x, present, num_landmarks):
+    """Means `(m, H)` of the segments of the valid tokens, and which segments hold a token."""
+    m, t = min(num_landmarks, len(x)), jnp.arange(len(x))
+    size, longer = jnp.divmod(present.sum(), m)
+    border = jnp.arange(m + 1) * size + jnp.minimum(jnp.arange(m + 1), longer)
+    members = (border[:-1, None] <= t) & (t < border[1:, None])
+    return members @ x / jnp.maximum(members.sum(1, keepdims=True), 1), members.any(1)
+
+
+@with_naive(over_pairs(naive, per_head={"skip_kernel": 1}, is_causal=False, wide=True))
 @declared
 def nystrom_attention(
     query: jax.Array,

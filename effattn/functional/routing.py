@@ -16,6 +16,7 @@ from effattn.arrays.combine import combine
 from effattn.arrays.gathers import inverse_of, largest_of, permute, pick, spread
 from effattn.arrays.segments import within
 from effattn.cores import attention
+from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import Direction, Execution, Packing, Padding, Residual, Scale, Tile, declared
 
 # Clusters whose scores are in memory at a time.
@@ -26,6 +27,46 @@ class Options(Direction, Padding, Packing, Scale, Residual, Tile, Execution, tot
     """The shared options of `routing_attention`."""
 
 
+def naive(query, key, value, pairs, *, scale, centroids, cluster_size):
+    """One head: query `(T, H)`, key `(T, H)`, value `(T, Hv)`, centroids `(C, H)`.
+
+    Returns output and log-sum-exp.
+    """
+    q, k = _on_sphere(query), _on_sphere(key)
+    of_query, of_key = (jnp.matmul(centroids, x.T, precision="highest") for x in (q, k))  # (C, T)
+
+    nearest = jnp.argmax(of_query + of_key, 0)
+    same = nearest[:, None] == nearest
+    place = (same & (pairs.j <= pairs.j[:, None])).sum(1)
+    among_last = same & (place[:, None] - place < cluster_size)
+
+    asks = _largest(of_query, pairs.valid, pairs.query_ids, cluster_size)
+    answers = _largest(of_key, pairs.present, pairs.key_ids, cluster_size)
+    shared = asks.astype(int).T @ answers.astype(int)  # clusters that hold both
+
+    count = jnp.where(pairs.is_causal, among_last, shared)
+    products = scale * dot(q.astype(query.dtype), k.astype(key.dtype).T)
+    log_counts = jnp.log(jnp.maximum(count, 1).astype(products.dtype))
+    weights, lse = pairs.where(count > 0).softmax(products, log_counts)
+    return dot(weights, value), lse
+
+
+def _on_sphere(x):
+    """Layer norm of each row without scale and bias."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x - x.mean(-1, keepdims=True)
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+
+
+def _largest(products, present, ids, size):
+    """Bool `(C, T)`: the tokens with the `size` largest products of each cluster and document."""
+    this, other, t = products[:, :, None], products[:, None], jnp.arange(len(ids))
+    is_before = (other > this) | ((other == this) & (t < t[:, None]))
+    rivals = present & (ids[:, None] == ids)
+    return (is_before & rivals).sum(-1) < size
+
+
+@with_naive(over_pairs(naive, per_head={"centroids": 2}))
 @declared
 def routing_attention(
     query: jax.Array,

@@ -4,11 +4,14 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from effattn import dispatch
 from effattn.arrays import checks
 from effattn.cores import attention
+from effattn.functional import softmax
+from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Offset, Packing, Score, Sink, Softmax, Tile, declared
 from effattn.patterns.layouts import BlockLayout
 from effattn.xla import tiling
@@ -21,6 +24,27 @@ class Options(Direction, Offset, Packing, Score, Sink, Tile, Softmax, total=Fals
     """The shared options of `sparse_attention`."""
 
 
+def naive(query, key, value, pairs, *, scale):
+    """One head: query `(T, H)`, key `(S, H)`, value `(S, Hv)`, pairs of the pattern or layout.
+
+    Returns output and log-sum-exp.
+    """
+    return softmax.naive(query, key, value, pairs, scale=scale)
+
+
+def _dense_mask(query, key, *, pattern, layout, query_offset, **_):
+    """The pairs of the pattern or of the layout, broadcastable to `(*B, N, T, S)`."""
+    queries, heads, keys = query.shape[-3], query.shape[-2], key.shape[-3]
+    if 0 in (queries, keys):
+        return {}
+    if pattern is not None:
+        return {"mask": pattern.mask(queries, keys, offset=query_offset)}
+    row, column = np.arange(queries) // layout.tile[0], np.arange(keys) // layout.tile[1]
+    mask = jnp.asarray(layout.block_mask())[..., row[:, None], column]  # (*L, T, S)
+    return {"mask": mask if mask.ndim == 2 else jnp.repeat(mask, heads // mask.shape[-3], -3)}
+
+
+@with_naive(over_pairs(naive, derived=_dense_mask))
 @declared
 def sparse_attention(
     query: jax.Array,
