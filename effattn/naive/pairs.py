@@ -20,9 +20,12 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def normalized(sums: jax.Array) -> jax.Array:
-    """Divides `(..., D + 1)` by its last entry: `(..., D)`, zeros if that entry is zero."""
+    """Divides `(..., D + 1)` by its last entry: `(..., D)`, zeros if it is zero or subnormal."""
     total = sums[..., -1:]
-    return jnp.where(total == 0, 0, sums[..., :-1] / jnp.where(total == 0, 1, total))
+    is_zero = jnp.abs(total) < jnp.finfo(total.dtype).tiny
+    # The derivative of a quotient divides by the square of the total, which may be 0: make it 1.
+    sums = sums / jax.lax.stop_gradient(jnp.where(is_zero, 1, total))
+    return jnp.where(is_zero, 0, sums[..., :-1] / jnp.where(is_zero, 1, sums[..., -1:]))
 
 
 def projected(x: jax.Array, kernel: jax.Array) -> jax.Array:
