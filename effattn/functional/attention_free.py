@@ -112,8 +112,8 @@ def attention_free(
     Raises:
       ValueError: shapes, dtypes or options that do not fit.
     """
-    is_causal = options.pop("is_causal", False)
-    initial, return_state = options.get("initial_state"), options.get("return_state", False)
+    is_causal, return_state = options.get("is_causal", False), options.get("return_state", False)
+    initial = options.get("initial_state")
     query, key, value, valid, starts = token_mixing.check(
         "attention_free", {"query": query, "key": key, "value": value}, **options
     )

@@ -55,7 +55,7 @@ def spatial_gating(
     Raises:
       ValueError: shapes or dtypes that do not fit.
     """
-    is_causal = options.pop("is_causal", False)
+    is_causal = options.get("is_causal", False)
     value, valid, _ = token_mixing.check("spatial_gating", {"value": value}, **options)
     gate, time = cleared(checks.shaped("gate", gate, value.shape), valid), value.shape[1]
     size = weights.shape[0] if weights.ndim else 0

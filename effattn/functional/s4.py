@@ -37,9 +37,9 @@ def naive(mixer, x):
         return lax.scan(step, jnp.zeros_like(Bbar), x)[1]
 
     L = modes((-jnp.exp(mixer.log_rate[...].astype(wide)), mixer.turn[...]))
-    others = (modes(pair[...]) for pair in (mixer.low_rank, mixer.input, mixer.output))
+    P, B, truncated = (modes(p[...]) for p in (mixer.low_rank, mixer.input, mixer.output))
     dt, u = jnp.exp(mixer.log_step[...].astype(wide)), x.astype(wide)
-    y = of_feature(L, *others, dt, u.T).T + mixer.skip[...].astype(wide) * u
+    y = of_feature(L, P, B, truncated, dt, u.T).T + mixer.skip[...].astype(wide) * u
     return jax.nn.glu(jax.nn.gelu(y.astype(x.dtype)) @ mixer.out.kernel[...])
 
 
