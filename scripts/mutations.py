@@ -58,6 +58,10 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/xla/test_linear_scan.py",), None),
         (("tests/laws",), "rwkv4 or s4d or aft_simple"),
     ),
+    r"cores/(weighted_sums|token_mixing)": (
+        (("tests/functional/test_token_mixing.py",), None),
+        (("tests/laws",), "rwkv4 or aft_simple"),
+    ),
     r"xla/long_convolution": ((("tests/laws",), "hyena or s4"),),
     r"xla/paged_attention": ((("tests/functional/test_paged.py",), None),),
     r"llvm/.*": (

@@ -16,17 +16,17 @@ def check(
     lengths: Any = None,
     segment_ids: Any = None,
     initial_state: Any = None,
-    return_state: bool = False,
+    **others: Any,
 ) -> tuple[Any, ...]:
     """Checks arrays `(B, T, D)` of one dtype, and sets their padding to zero.
 
     Args:
       mechanism: name of the function, for messages.
       arrays: the arrays by name.
-      lengths: see `effattn.options.TokenMixing`, as for the arguments below.
-      segment_ids: one array.
-      initial_state: only whether there is one is checked here.
-      return_state: not read here.
+      lengths: `(B,)`, or None.
+      segment_ids: `(B, T)`, or None.
+      initial_state: anything but None is refused together with `segment_ids`.
+      **others: other options, which need no check here.
 
     Returns:
       The arrays; then `valid` and `starts`, bool `(B, T)` or None: True at valid tokens, and True

@@ -75,7 +75,7 @@ def _rotations_and_factors(query_key, *, num_rounds, num_buckets, rng, rotations
     return {"rotations": rotations.astype(dtype), "num_buckets": factors_of(num_buckets)}
 
 
-@with_naive(over_pairs(naive, per_head={"rotations": 3}, derived=_rotations_and_factors))
+@with_naive(over_pairs(naive, per_head={"rotations": 3}, derived=_rotations_and_factors, queries=0))
 @checks.checked
 def lsh_attention(
     query_key: jax.Array,

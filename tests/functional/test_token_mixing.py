@@ -273,6 +273,21 @@ def test_no_tokens_leave_the_state_as_it_was():
         jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
+def test_the_state_of_packed_documents_is_that_of_the_last_one():
+    """Also if padding follows the document."""
+    decay, ids = np.ones(D, np.float32), np.repeat([[3, 4, 0]], [2, 4, 3], 1)
+    for mix in (
+        functools.partial(effattn.rwkv4_mixing, decay=decay, bonus=decay),
+        functools.partial(effattn.attention_free, X[:1, :, :], is_causal=True),
+    ):
+        run = jax.jit(functools.partial(mix, return_state=True))
+        _, packed = run(X[:1], X[:1], segment_ids=ids)
+        if mix.func is effattn.attention_free:
+            mix = functools.partial(effattn.attention_free, X[:1, 2:6], is_causal=True)
+        _, alone = mix(X[:1, 2:6], X[:1, 2:6], return_state=True)
+        jax.tree.map(close, packed, alone)
+
+
 def test_spatial_gating_starts_from_the_token_itself():
     weights, bias = np.zeros((9, 9), np.float32), np.ones(9, np.float32)
     close(jax.jit(effattn.spatial_gating)(X, X, weights, bias), X)

@@ -1,0 +1,119 @@
+"""The naive forms of functions without heads: all options, and derivatives of other orders.
+
+The laws compare the naive forms of other mechanisms; those of mixers come without padding there.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import effattn
+from effattn.functional.rwkv4 import Sums
+from tests.marks import slow_but_for
+
+BATCH, TIME, D = 3, 7, 4
+LENGTHS = {"lengths": np.array([TIME, 4, 0])}
+PACKED = {"segment_ids": np.array([[4, 4, 2, 2, 2, 0, 0], [1] * TIME, [0] * TIME])}
+STATE: dict[str, Any] = {"return_state": True}
+
+
+def draw(**shapes):
+    """Normal arrays by name; complex ones with a negative real part where the shape says so."""
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape) for name, shape in shapes.items()}
+
+
+TOKENS = (BATCH, TIME, D)
+RWKV4 = {**draw(key=TOKENS, value=TOKENS, bonus=(D,)), "decay": np.linspace(0, 1, D)}
+AFT = draw(query=TOKENS, key=TOKENS, value=TOKENS)
+FACTORS = {"position_bias": tuple(draw(u=(9, 2), c=(9, 2)).values())}
+SUMS = Sums(*np.random.default_rng(1).uniform(0.1, 1, size=(3, BATCH, D)))
+POLES = np.random.default_rng(2).normal(size=(2, D, 2))
+POLES = -np.abs(POLES[0]) + 1j * POLES[1]
+S4D = {**draw(x=TOKENS, skip=(D,)), "rate": POLES, "output": 2j * POLES}
+S4D["step_size"] = np.linspace(0.01, 0.1, D)
+S4D_STATE = {"initial_state": np.broadcast_to(POLES, (BATCH, *POLES.shape))}
+HYENA = draw(gates=(2, *TOKENS), value=TOKENS, filters=(2, 9, D), skip=(2, D))
+GMLP = draw(gate=TOKENS, value=TOKENS, weights=(9, 9), bias=(9,))
+DENSE = draw(hidden=(BATCH, 3, 2, 5), table=(TIME, 2, 5), value=(BATCH, TIME, 2, 4))
+PRODUCTS = draw(coarse=(BATCH, 3, 2, 2), fine=(BATCH, 3, 2, 4), value=(BATCH, TIME, 2, 4))
+SQUARE = draw(coarse=(BATCH, TIME, 2, 2), fine=(BATCH, TIME, 2, 4), value=(BATCH, TIME, 2, 4))
+OFFSET = {"is_causal": True, "query_offset": np.array([4, 2, 0])}
+
+CASES = {
+    "rwkv4 padded": (effattn.rwkv4_mixing, RWKV4, LENGTHS),
+    "rwkv4 packed": (effattn.rwkv4_mixing, RWKV4, {**PACKED, **STATE}),
+    "rwkv4 state": (effattn.rwkv4_mixing, {**RWKV4, "initial_state": SUMS}, STATE),
+    "aft_simple padded": (effattn.attention_free, AFT, LENGTHS),
+    "aft_simple packed": (effattn.attention_free, AFT, {**PACKED, **STATE, "is_causal": True}),
+    "aft_simple state": (
+        effattn.attention_free,
+        {**AFT, "initial_state": SUMS},
+        {**LENGTHS, **STATE, "is_causal": True},
+    ),
+    "aft_full": (effattn.attention_free, {**AFT, **FACTORS}, LENGTHS),
+    "aft_local": (effattn.attention_free, {**AFT, **FACTORS}, {**LENGTHS, "local_window_size": 2}),
+    "aft_conv": (
+        effattn.attention_free,
+        {**AFT, **draw(position_bias=(2, 5))},
+        {**LENGTHS, "local_window_size": 2},
+    ),
+    "s4d padded": (effattn.s4_convolution, {**S4D, **S4D_STATE}, {**LENGTHS, **STATE}),
+    "s4d packed": (effattn.s4_convolution, S4D, {**PACKED, **STATE}),
+    "hyena": (effattn.hyena_convolution, HYENA, LENGTHS),
+    "gmlp": (effattn.spatial_gating, GMLP, {**LENGTHS, "is_causal": True}),
+    "gmlp bidirectional": (effattn.spatial_gating, GMLP, LENGTHS),
+    "synthesizer": (effattn.synthesizer_attention, DENSE, OFFSET),
+    "synthesizer_factorized": (
+        effattn.factorized_synthesizer_attention,
+        PRODUCTS,
+        {**LENGTHS, **OFFSET},
+    ),
+    "synthesizer_factorized square": (effattn.factorized_synthesizer_attention, SQUARE, LENGTHS),
+    "fnet": (effattn.fourier_mixing, draw(x=(2, *TOKENS)), {"norm": "ortho"}),
+}
+QUICK = ("rwkv4 packed", "aft_simple state", "s4d padded", "hyena", "synthesizer_factorized")
+
+
+@pytest.mark.parametrize("name", slow_but_for(QUICK, CASES))
+def test_agrees_with_the_fast_form(name):
+    """Values and gradients, in float64."""
+    function, arrays, options = CASES[name]
+
+    @jax.jit
+    def run(arrays):
+        def value_and_gradients(implementation):
+            call = functools.partial(function, **options, implementation=implementation)
+            out, pull_back = jax.vjp(lambda arrays: call(**arrays), arrays)
+            return out, pull_back(jax.tree.map(jnp.cos, out))
+
+        return value_and_gradients("xla" if "synth" in name else None), value_and_gradients("naive")
+
+    with jax.enable_x64(True):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-11), *run(arrays)
+        )
+
+
+@pytest.mark.parametrize("name", slow_but_for(QUICK, CASES))
+def test_has_derivatives_of_higher_order(name):
+    """Forward over reverse; the fast forms have custom derivatives of reverse mode."""
+    function, arrays, options = CASES[name]
+    if any(map(np.iscomplexobj, arrays.values())):
+        arrays = {"x": arrays["x"], "skip": arrays["skip"]}
+        options = {**{n: a for n, a in CASES[name][1].items() if n not in arrays}, **options}
+    arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), arrays)
+
+    @jax.jit
+    def second(arrays):
+        def loss(arrays):
+            out = jax.tree.leaves(function(**arrays, **options, implementation="naive"))
+            return sum(jnp.sum(jnp.abs(x + 2) ** 2) for x in out)
+
+        return jax.jvp(jax.grad(loss), (arrays,), (jax.tree.map(jnp.ones_like, arrays),))
+
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(second(arrays)))
