@@ -17,7 +17,7 @@ from effattn.cores import block_attention
 from effattn.interfaces.block_attention import Config, Inputs, Origin
 from effattn.options import ScoreMod
 from effattn.patterns.layouts import BlockLayout
-from effattn.xla import tiling
+from effattn.xla import cudnn, tiling
 
 
 class Score:
@@ -57,7 +57,8 @@ class Arguments:
     """Checked arguments of a softmax mechanism, except query, key and value.
 
     The fields from `origin` on are set by mechanisms only; `Config` and `Inputs` in
-    `effattn.interfaces.block_attention` document them.
+    `effattn.interfaces.block_attention` document them, and `by_cudnn` adds the implementation
+    "cudnn".
     """
 
     bias: jax.Array | None
@@ -85,6 +86,7 @@ class Arguments:
     layout: BlockLayout | None = None
     additive: jax.Array | None = None
     activation: str | None = None
+    by_cudnn: bool = False
 
 
 def check(
@@ -181,7 +183,7 @@ def attend(
     if mask is not None and mask.shape[-2] == mask.shape[-3] == 1:
         of_keys = jnp.broadcast_to(mask[..., 0, 0, :], (*batch, keys))
         key_mask, mask = of_keys if key_mask is None else key_mask & of_keys, None
-    query_mask = _present_queries(queries, given)
+    query_mask, whole = _present_queries(queries, given), (query, key, value)
     query, key, value = without_padding(query, key, value, given, key_mask)
     left, right = given.window or (None, None)
     if given.is_causal:
@@ -223,8 +225,16 @@ def attend(
         layout=layout,
     )
     call = block_attention.call(given.mechanism, config, operands)
-    implementations = dispatch.choose(given.implementation, call)
-    config = dataclasses.replace(config, implementations=implementations)
+    if given.by_cudnn:
+        refusal = functools.partial(cudnn.refusal, *whole, given)
+        call = call.with_implementation("cudnn", refusal, cudnn.LIMITS)
+    chosen = dispatch.choose(given.implementation, call)
+    if "cudnn" in chosen.names:
+        # cuDNN accepts calls on machines with a GPU only, so a GPU kernel before it runs instead.
+        if next(n for n in chosen.names if dispatch.PLATFORMS[n] in ("cuda", None)) == "cudnn":
+            return cudnn.attend(*whole, given)
+        chosen = chosen._replace(names=tuple(n for n in chosen.names if n != "cudnn"))
+    config = dataclasses.replace(config, implementations=chosen)
     with reverse_mode.only("softmax attention in tiles", "jax.nn.dot_product_attention"):
         *axes, _ = mesh_axes.spec(query)
         specs = PartitionSpec(*axes, None), PartitionSpec(*axes)

@@ -17,15 +17,16 @@ from jax import lax
 
 from effattn.dispatch import cache
 
-# Platform of each implementation. None: any platform, or ("cudnn") `jax.nn` decides.
+# Platform of each implementation; None is any platform.
 PLATFORMS = {
     "xla": None,
-    "cudnn": None,
+    "cudnn": "cuda",
     "llvm": "cpu",
     "mosaic_gpu": "cuda",
     "triton": "cuda",
     "mosaic_tpu": "tpu",
 }
+ONLY_BY_NAME = frozenset({"cudnn"})  # implementations that None never chooses
 # Fewest tokens for which kernels are faster; below, most of a kernel's tile is empty.
 _FOR_GPU, _FOR_CPU = 128, 16
 PALLAS = "mosaic_gpu", "triton", "mosaic_tpu"  # fastest first
@@ -86,6 +87,11 @@ def recorded(*names: str) -> Iterator[list[Mapping[str, "Limits"]]]:
         yield recorder.taken
     finally:
         _recorder.reset(token)
+
+
+def is_recorded() -> bool:
+    """Whether calls that are traced now are recorded."""
+    return _recorder.get() is not None
 
 
 class Chosen(NamedTuple):
@@ -205,10 +211,22 @@ class Call(NamedTuple):
     suited: tuple[str, ...] = ()
     limits: Callable[[str], Limits] = lambda _: Limits()
 
+    def with_implementation(
+        self, name: str, refusal: Callable[[], str | None], limits: Limits
+    ) -> "Call":
+        """The call with one more implementation, which runs only if the caller names it."""
+        return self._replace(
+            refusals={**self.refusals, name: refusal},
+            limits=lambda each: limits if each == name else self.limits(each),
+        )
+
+    def accepted(self) -> list[str]:
+        """Implementations that accept the call, on any platform."""
+        return [name for name, refusal in self.refusals.items() if refusal() is None]
+
     def candidates(self) -> dict[str, Mapping[str, tuple[tuple[int, ...], ...]]]:
-        """Implementations that accept the call, on any platform, with their tilings."""
-        takes = [name for name, refusal in self.refusals.items() if refusal() is None]
-        return {name: self.tilings(name) for name in takes}
+        """Implementations that `effattn.tune` may try, with their tilings."""
+        return {name: self.tilings(name) for name in self.accepted() if name not in ONLY_BY_NAME}
 
 
 def choose(value: Any, call: Call) -> Chosen:
@@ -226,8 +244,7 @@ def choose(value: Any, call: Call) -> Chosen:
     names = requested(value)
     recorder = _recorder.get()
     if recorder is not None:
-        takes = [name for name, refusal in refusals.items() if refusal() is None]
-        recorder.taken.append({name: call.limits(name) for name in takes})
+        recorder.taken.append({name: call.limits(name) for name in call.accepted()})
         return XLA
     tiles: cache.Tiles = ()
     if names is None:
