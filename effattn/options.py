@@ -223,6 +223,13 @@ class Softmax(Padding, Scale, SoftCap, Dropout, Residual, Execution, total=False
     """Options of softmax mechanisms: padding, scale, soft cap, dropout, residual and execution."""
 
 
+class Elementwise(
+    Direction, Offset, Window, Padding, Packing, Scale, SoftCap, Score, Dropout, Tile, Execution,
+    total=False,
+):  # fmt: skip
+    """Options of attention whose weights are functions of one logit each, without a softmax."""
+
+
 class Recurrent(Padding, Packing, State, Chunk, Execution, total=False):
     """Options of every causal recurrence: padding, packing, state, chunks and execution."""
 

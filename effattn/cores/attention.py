@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from effattn import dispatch
@@ -14,42 +13,11 @@ from effattn.arrays import checks, dropout, dtypes, mesh_axes, reverse_mode
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
 from effattn.cores import block_attention
+from effattn.cores.score_mod import Then, without_closure
 from effattn.interfaces.block_attention import Config, Inputs, Origin
 from effattn.options import ScoreMod
 from effattn.patterns.layouts import BlockLayout
 from effattn.xla import cudnn, tiling
-
-
-class Score:
-    """Base class of `score_mod`s that mechanisms define; subclasses are frozen dataclasses.
-
-    Equal instances without arrays reuse one compiled program. A new function compiles anew at
-    each call.
-    """
-
-    def __call__(self, logit, b, h, i, j) -> jax.Array:
-        """The logit of query i and key j."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class Then(Score):
-    """Affine map of logits, applied after the caller's `score_mod`.
-
-    Attributes:
-      before: the caller's `score_mod`; None for none.
-      multiply: factor.
-      add: summand.
-    """
-
-    before: ScoreMod | None = None
-    multiply: float = 1.0
-    add: float = 0.0
-
-    def __call__(self, logit, b, h, i, j) -> jax.Array:
-        """The logit of query i and key j."""
-        logit = logit if self.before is None else self.before(logit, b, h, i, j)
-        return logit * self.multiply + self.add
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +159,7 @@ def attend(
     offset, scale, rng = given.query_offset, given.scale, given.dropout_rng
     score_mod, constants = None, ()
     if given.score_mod is not None:
-        score_mod, constants = _without_closure(given.score_mod, (query, key, value))
+        score_mod, constants = without_closure(given.score_mod, (query, key, value))
     rows, layout = tiling.known_product(batch) * heads, given.layout
     config = Config(
         tile=given.tile if layout is None else layout.tile,
@@ -248,6 +216,19 @@ def attend(
     if query_mask is not None:
         lse = jnp.where(query_mask[..., None], lse, dtypes.lowest(lse.dtype))
     return out, lse
+
+
+def attend_elementwise(
+    activation: str, query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments, **affine
+) -> jax.Array:
+    """Attention with `Config.activation` of the logits in place of the softmax.
+
+    The logits pass through `Then(**affine)` first.
+    """
+    score_mod = Then(given.score_mod, **affine)
+    given = dataclasses.replace(given, score_mod=score_mod, activation=activation)
+    with jax.named_scope(given.mechanism):
+        return attend(query, key, value, given)[0]
 
 
 def without_padding(
@@ -316,51 +297,3 @@ def _with_sink(out, lse, sink):
     """Adds the sink to the softmax: one more logit, whose value is zero."""
     sink = jnp.broadcast_to(sink.astype(lse.dtype), lse.shape)
     return combine((out, jnp.zeros_like(out)), (lse, sink))
-
-
-def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
-    """Closure conversion: `score_mod` with its closed-over arrays as an argument, and the arrays.
-
-    A custom VJP gives gradients to its arguments only, and only its arguments may be tracers of an
-    enclosing transformation. The traced logits vary over the same mesh axes as the arrays `like`.
-    """
-    example, *_ = mesh_axes.vary_alike(like)
-    dtype = dtypes.wide(*like)
-    # NumPy scalars, because JAX arrays would be placed on the current mesh.
-    logit = mesh_axes.vary_like(example, np.zeros((), dtype))
-    index = mesh_axes.vary_like(example, np.zeros((), np.int32))
-    with mesh_axes.within_placed(example, "score_mod"):
-        traced = jax.make_jaxpr(score_mod)(logit, index, index, index, index)
-    results = traced.out_avals
-    if len(results) != 1 or results[0].shape or not jnp.issubdtype(results[0].dtype, jnp.floating):
-        raise ValueError(
-            "score_mod(logit, b, h, i, j) must return one floating-point scalar for scalar "
-            f"arguments, got {', '.join(str(r) for r in results) or 'nothing'}"
-        )
-
-    if isinstance(score_mod, Score) and not traced.consts:
-        return _WithoutConstants(score_mod), ()
-
-    def with_constants(constants, *args):
-        return jax.core.eval_jaxpr(traced.jaxpr, constants, *args)[0]
-
-    constants = tuple(jnp.asarray(c) for c in traced.consts)
-    # Traced again without the arrays: the jit cache keeps `score_mod` alive, and `traced` holds
-    # the closed-over arrays.
-    with mesh_axes.within_placed(example, "score_mod"):
-        free = jax.make_jaxpr(with_constants)(constants, logit, index, index, index, index)
-
-    def without_arrays(constants, *args):
-        return jax.core.eval_jaxpr(free.jaxpr, free.consts, *constants, *args)[0]
-
-    return without_arrays, constants
-
-
-@dataclasses.dataclass(frozen=True)
-class _WithoutConstants:
-    """Adapter that drops the empty `constants` argument."""
-
-    score_mod: Score
-
-    def __call__(self, constants, *args):
-        return self.score_mod(*args)

@@ -10,11 +10,7 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import within
 from effattn.cores import recurrence
 from effattn.cores.documents import packed
-from effattn.cores.linear_recurrence import linear_recurrence
-from effattn.interfaces.linear_recurrence import Tokens
-from effattn.xla.linear_recurrence import linear_sum
-
-Attend = Callable[..., Any]
+from effattn.interfaces.linear_recurrence import Terms, Tokens
 
 
 def check(
@@ -31,12 +27,8 @@ def check(
     precision: Any = None,
     chunk_size: Any = None,
     implementation: Any = None,
-) -> tuple[recurrence.Arguments, Attend]:
+) -> recurrence.Arguments:
     """Checks the shared arguments (see `effattn.options.FeatureMapped`).
-
-    Returns:
-      The checked arguments, and the core function for the call: `linear_recurrence` for causal or
-      packed calls, `linear_sum` otherwise.
 
     Raises:
       ValueError: an argument is invalid, or two arguments exclude each other.
@@ -49,12 +41,9 @@ def check(
     _check_options(batch, queries, keys, is_causal, segment_ids, initial_state, return_state)
     query_ids, key_ids = (None, None) if ids is None else ids
     tokens = Tokens(_mask(query_lengths, query_ids, queries), _mask(key_lengths, key_ids, keys))
-    attend: Any = linear_recurrence if is_causal else linear_sum
     if ids is not None and is_causal:
         tokens = packed(ids[1], tokens)
-    elif ids is not None:
-        attend = linear_recurrence  # reads the documents one after the other
-    given = recurrence.Arguments(
+    return recurrence.Arguments(
         batch=batch,
         query=query,
         key=key,
@@ -69,7 +58,22 @@ def check(
         return_state=return_state,
         implementation=implementation,
     )
-    return given, attend
+
+
+def attend(
+    name: str,
+    terms: Callable[[Any, Any, Any], Terms],
+    given: recurrence.Arguments,
+    parameters: Any = None,
+    *more: jax.Array,
+) -> Any:
+    """The result of a mechanism whose weights are normalised.
+
+    `terms` gets the query, and the tuple (key, value, *more).
+    """
+    keys = given.key, given.value, *more
+    out, state = recurrence.run(name, terms, given, given.query, keys, parameters, normalized=True)
+    return recurrence.results(out, state, given)
 
 
 def _check_options(batch, queries, keys, is_causal, segment_ids, initial_state, return_state):

@@ -176,6 +176,18 @@ def _within(lengths: jax.Array | None, length: int) -> jax.Array | None:
     return None if lengths is None else within(lengths, length)
 
 
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A function with its first arguments: like `functools.partial`, but equal to its copies."""
+
+    function: Callable[..., Any]
+    first: tuple[Any, ...]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls the function with the first arguments and `arguments`."""
+        return self.function(*self.first, *arguments)
+
+
 def run(
     name: str,
     terms: Callable[[Any, Any, Any], Terms],
@@ -185,7 +197,7 @@ def run(
     parameters: Any = None,
     *,
     normalized: bool = False,
-    attend: Callable[..., tuple[jax.Array, jax.Array]] = linear_recurrence,
+    attend: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs a mechanism: the output and the state after the last token.
 
@@ -198,8 +210,12 @@ def run(
       keys: pytree of arrays `(*B, S, ...)` for `terms`; padded keys are set to zero.
       parameters: arrays for `terms` that do not depend on the token.
       normalized: divide the output by the sum of the weights.
-      attend: the core: `linear_recurrence`, `linear_sum` or `diagonal_recurrence`.
+      attend: the core. Default: `linear_sum` for bidirectional calls without documents, and
+        `linear_recurrence` for other calls.
     """
+    if attend is None:
+        in_order = given.is_causal or given.documents is not None
+        attend = linear_recurrence if in_order else linear_sum
     shapes = jax.eval_shape(terms, parameters, queries, keys)
     config = Config(
         terms=terms,

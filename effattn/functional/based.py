@@ -84,7 +84,7 @@ def based_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = feature_attention.check(query, key, value, **options)
+    given = feature_attention.check(query, key, value, **options)
     if local_window_size is not None:
         window = checks.window(local_window_size)[0]
         padding = tuple(options.get(name) for name in _PADDING)
@@ -99,27 +99,15 @@ def based_attention(
             padding,
         )
         return recurrence.results(out, state, given)
-    out, state = recurrence.run(
-        "based_attention",
-        _BasedTerms(),
-        given,
-        query,
-        (key, value),
-        jnp.sqrt(feature_attention.positive_scale(scale, query).astype(given.dtype)),
-        normalized=True,
-        attend=attend,
-    )
-    return recurrence.results(out, state, given)
+    root = jnp.sqrt(feature_attention.positive_scale(scale, query).astype(given.dtype))
+    return feature_attention.attend("based_attention", _terms, given, root)
 
 
-@dataclasses.dataclass(frozen=True)
-class _BasedTerms:
+def _terms(root, query, keys) -> Terms:
     """Terms with second-order Taylor features of queries and keys."""
-
-    def __call__(self, root, queries, keys) -> Terms:
-        key, value = keys
-        query, key = (taylor(dtypes.product(x, root)) for x in (queries, key))
-        return Terms(query, key, value)
+    key, value = keys
+    query, key = (taylor(dtypes.product(x, root)) for x in (query, key))
+    return Terms(query, key, value)
 
 
 _PADDING = "query_seq_lengths", "key_value_seq_lengths", "segment_ids"
@@ -198,7 +186,7 @@ def _with_window(given, window, scale, padding):
     far_tokens, reads = _leaving(leaving, query_ids)
     far, sums = recurrence.run(
         "based_attention",
-        _FarTerms(),
+        _far_terms,
         dataclasses.replace(
             given,
             tokens=far_tokens._replace(query_mask=reads),
@@ -233,19 +221,15 @@ def _leaving(ids, query_ids):
     return Tokens(None, ids != 0, document != before), reads
 
 
-@dataclasses.dataclass(frozen=True)
-class _FarTerms:
+def _far_terms(root, query, keys) -> Terms:
     """Terms for tokens outside the window; the sum of weights is one more value feature.
 
     A query reads the sums before its token is added: the bonus is zero.
     """
-
-    def __call__(self, root, queries, keys) -> Terms:
-        key, value = keys
-        features = taylor(key * root)
-        value = append_one(value)
-        unread = jnp.zeros(features.shape[-2:], features.dtype)
-        return Terms(taylor(queries * root), features, value, bonus=unread)
+    key, value = keys
+    features = taylor(key * root)
+    unread = jnp.zeros(features.shape[-2:], features.dtype)
+    return Terms(taylor(query * root), features, append_one(value), bonus=unread)
 
 
 registry.register(

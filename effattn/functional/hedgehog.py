@@ -1,6 +1,5 @@
 """Hedgehog: linear attention with learned feature maps."""
 
-import dataclasses
 from typing import Any, Unpack
 
 import jax
@@ -54,7 +53,7 @@ def hedgehog_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = feature_attention.check(query, key, value, **options)
+    given = feature_attention.check(query, key, value, **options)
     of_query = feature_attention.check_projection("query_projection", query_projection, key)
     of_key = feature_attention.check_projection("key_projection", key_projection, key)
     if of_query.shape[-2] != of_key.shape[-2]:
@@ -62,33 +61,18 @@ def hedgehog_attention(
             "query_projection and key_projection must have as many features, got "
             f"{of_query.shape[-2]} and {of_key.shape[-2]}"
         )
-    out, state = recurrence.run(
-        "hedgehog_attention",
-        _HedgehogTerms(given.precision),
-        given,
-        query,
-        (key, value),
-        (of_query, of_key),
-        normalized=True,
-        attend=attend,
-    )
-    return recurrence.results(out, state, given)
+    terms = recurrence.Bound(_terms, (given.precision,))
+    return feature_attention.attend("hedgehog_attention", terms, given, (of_query, of_key))
 
 
-@dataclasses.dataclass(frozen=True)
-class _HedgehogTerms:
+def _terms(precision, projections, query, keys) -> Terms:
     """Terms phi(W q), phi(W' k) and v."""
-
-    precision: Any
-
-    def __call__(self, parameters, queries, keys) -> Terms:
-        of_query, of_key = parameters
-        key, value = keys
-        query, key = (
-            _phi(feature_attention.products(x, projection, self.precision))
-            for x, projection in ((queries, of_query), (key, of_key))
-        )
-        return Terms(query, key, value)
+    key, value = keys
+    query, key = (
+        _phi(feature_attention.products(x, projection, precision))
+        for x, projection in zip((query, key), projections, strict=True)
+    )
+    return Terms(query, key, value)
 
 
 def _phi(x):

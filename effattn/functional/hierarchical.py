@@ -16,6 +16,7 @@ from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
 from effattn.cores import attention, folding
+from effattn.cores.score_mod import Score
 from effattn.options import Direction, Sink, Softmax, Tile, declared
 
 
@@ -288,7 +289,7 @@ def _example_of_blocks(blocks: int):
 
 
 @dataclasses.dataclass(frozen=True)
-class _LogTokens(attention.Score):
+class _LogTokens(Score):
     """Score function that adds log n to the logit of a piece with n tokens.
 
     The position of the last token of the piece gives n. The piece belongs to a unit of `level`, or,

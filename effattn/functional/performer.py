@@ -144,7 +144,7 @@ def performer_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = feature_attention.check(query, key, value, **options)
+    given = feature_attention.check(query, key, value, **options)
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     if kernel == "softmax":
@@ -159,13 +159,12 @@ def performer_attention(
     def run(keys, sums):
         return recurrence.run(
             "performer_attention",
-            _PerformerTerms(kernel, given.precision),
+            recurrence.Bound(_terms, (kernel, given.precision)),
             dataclasses.replace(given, initial_state=sums),
             query,
             keys,
             parameters,
             normalized=True,
-            attend=attend,
         )
 
     if kernel == "relu":
@@ -188,31 +187,18 @@ def performer_attention(
     return recurrence.results(out, PerformerState(sums, maximum), given)
 
 
-@dataclasses.dataclass(frozen=True)
-class _PerformerTerms:
+def _terms(kernel, precision, parameters, query, keys) -> Terms:
     """Terms phi(q) and phi(k) without 1 / sqrt(m), which cancels; keys are divided by exp(M)."""
-
-    kernel: str
-    precision: Any
-
-    def __call__(self, parameters, queries, keys) -> Terms:
-        projection, root = parameters
-        key, value, *units = keys
-        if self.kernel == "relu":
-            query, key = (
-                jax.nn.relu(
-                    feature_attention.products(dtypes.product(x, root), projection, self.precision)
-                )
-                for x in (queries, key)
-            )
-            return Terms(query, key, value)
-        unit, *log_decay = (lax.stop_gradient(x) for x in units)
-        query, key = (
-            exponents(dtypes.product(x, root), projection, self.precision) for x in (queries, key)
-        )
-        of_query = lax.stop_gradient(jnp.max(query, -1, keepdims=True))
-        decay = log_decay[0] if log_decay else None
-        return Terms(jnp.exp(query - of_query), jnp.exp(key - unit), value, decay)
+    projection, root = parameters
+    key, value, *units = keys
+    products = feature_attention.products if kernel == "relu" else exponents
+    query, key = (products(dtypes.product(x, root), projection, precision) for x in (query, key))
+    if kernel == "relu":
+        return Terms(jax.nn.relu(query), jax.nn.relu(key), value)
+    unit, *log_decay = (lax.stop_gradient(x) for x in units)
+    of_query = lax.stop_gradient(jnp.max(query, -1, keepdims=True))
+    decay = log_decay[0] if log_decay else None
+    return Terms(jnp.exp(query - of_query), jnp.exp(key - unit), value, decay)
 
 
 def exponents(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.Array:

@@ -1,6 +1,5 @@
 """Random feature attention: a sine and cosine feature map, with or without a gate."""
 
-import dataclasses
 from typing import Any, Unpack
 
 import jax
@@ -62,42 +61,29 @@ def random_feature_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation of the causal or packed form.
     """
-    given, attend = feature_attention.check(query, key, value, **options)
+    given = feature_attention.check(query, key, value, **options)
     projection = feature_attention.check_projection("projection", projection, key)
     gates = () if gate is None else (_check_gate(gate, key.shape[:-1], given.is_causal),)
-    out, state = recurrence.run(
-        "random_feature_attention",
-        _RandomFeatureTerms(given.precision),
-        given,
-        query,
-        (key, value, *gates),
-        projection,
-        normalized=True,
-        attend=attend,
-    )
-    return recurrence.results(out, state, given)
+    terms = recurrence.Bound(_terms, (given.precision,))
+    return feature_attention.attend("random_feature_attention", terms, given, projection, *gates)
 
 
-@dataclasses.dataclass(frozen=True)
-class _RandomFeatureTerms:
-    """Terms phi(q) and phi(k); with a gate, its logarithm is the decay."""
+def _terms(precision, projection, query, keys) -> Terms:
+    """Terms phi(q), phi(k) and v; with a gate, its logarithm is the decay."""
+    key, value, *gates = keys
+    query, key = (_phi(x, projection, precision) for x in (query, key))
+    if not gates:
+        return Terms(query, key, value)
+    (gate,) = gates
+    log_gate = jnp.log(jnp.maximum(gate, jnp.finfo(gate.dtype).tiny))
+    return Terms(query, key * (1 - gate)[..., None], value, log_gate)
 
-    precision: Any
 
-    def __call__(self, projection, queries, keys) -> Terms:
-        key, value, *gates = keys
-        query, key = (self.features(x, projection) for x in (queries, key))
-        if not gates:
-            return Terms(query, key, value)
-        (gate,) = gates
-        log_gate = jnp.log(jnp.maximum(gate, jnp.finfo(gate.dtype).tiny))
-        return Terms(query, key * (1 - gate)[..., None], value, log_gate)
-
-    def features(self, x, projection):
-        """Returns the sine and cosine features, `(*B, L, N, 2 m)`."""
-        angles = feature_attention.products(_unit(x), projection, self.precision)
-        features = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
-        return features * projection.shape[1] ** -0.5
+def _phi(x, projection, precision):
+    """The sine and cosine features, `(*B, L, N, 2 m)`."""
+    angles = feature_attention.products(_unit(x), projection, precision)
+    features = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+    return features * projection.shape[1] ** -0.5
 
 
 def _unit(x):
@@ -111,7 +97,10 @@ def _unit(x):
 def _check_gate(gate, shape, is_causal):
     gate = jnp.asarray(gate)
     if not is_causal:
-        raise ValueError("gate needs is_causal=True: it says how the past is forgotten")
+        raise ValueError(
+            "gate needs is_causal=True, got is_causal=False: a gate decays the sums over earlier "
+            "tokens; leave out the gate in a bidirectional call"
+        )
     if gate.shape != shape or not jnp.issubdtype(gate.dtype, jnp.floating):
         raise ValueError(
             f"gate must be floating point of shape {shape}, got {gate.dtype} of shape {gate.shape}"

@@ -1,6 +1,5 @@
 """Sigmoid attention: each weight is the sigmoid of its logit."""
 
-import dataclasses
 import math
 from typing import Any, Unpack
 
@@ -9,37 +8,7 @@ import jax
 from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import attention
-from effattn.options import (
-    Direction,
-    Dropout,
-    Execution,
-    Offset,
-    Packing,
-    Padding,
-    Scale,
-    Score,
-    SoftCap,
-    Tile,
-    Window,
-    declared,
-)
-
-
-class Options(
-    Direction,
-    Offset,
-    Window,
-    Padding,
-    Packing,
-    Scale,
-    SoftCap,
-    Score,
-    Dropout,
-    Tile,
-    Execution,
-    total=False,
-):
-    """The shared options of `sigmoid_attention`."""
+from effattn.options import Elementwise, declared
 
 
 @declared
@@ -51,7 +20,7 @@ def sigmoid_attention(
     mask: jax.Array | None = None,
     *,
     logit_bias: float | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[Elementwise],
 ) -> Any:
     r"""Sigmoid attention (Ramapuram et al. 2024, "Theory [...] for Sigmoid Self-Attention").
 
@@ -83,13 +52,8 @@ def sigmoid_attention(
     given = attention.check("sigmoid_attention", query, key, value, bias=bias, mask=mask, **options)
     if logit_bias is None:
         logit_bias = -math.log(max(key.shape[-3], 1))
-    added = checks.real("logit_bias", logit_bias, "a finite number")
-    if not math.isfinite(added):
-        raise ValueError(f"logit_bias must be a finite number, got {logit_bias}")
-    score = attention.Then(given.score_mod, add=added)
-    given = dataclasses.replace(given, score_mod=score, activation="sigmoid")
-    with jax.named_scope("sigmoid_attention"):
-        return attention.attend(query, key, value, given)[0]
+    added = checks.finite("logit_bias", checks.real("logit_bias", logit_bias, "a finite number"))
+    return attention.attend_elementwise("sigmoid", query, key, value, given, add=added)
 
 
 registry.register(

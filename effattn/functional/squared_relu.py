@@ -1,6 +1,5 @@
 """Squared-ReLU attention: each weight is the square of its logit, if the logit is positive."""
 
-import dataclasses
 from typing import Any, Unpack
 
 import jax
@@ -8,37 +7,7 @@ import jax
 from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import attention
-from effattn.options import (
-    Direction,
-    Dropout,
-    Execution,
-    Offset,
-    Packing,
-    Padding,
-    Scale,
-    Score,
-    SoftCap,
-    Tile,
-    Window,
-    declared,
-)
-
-
-class Options(
-    Direction,
-    Offset,
-    Window,
-    Padding,
-    Packing,
-    Scale,
-    SoftCap,
-    Score,
-    Dropout,
-    Tile,
-    Execution,
-    total=False,
-):
-    """The shared options of `squared_relu_attention`."""
+from effattn.options import Elementwise, declared
 
 
 @declared
@@ -50,7 +19,7 @@ def squared_relu_attention(
     mask: jax.Array | None = None,
     *,
     divisor: float | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[Elementwise],
 ) -> Any:
     r"""Squared-ReLU attention (Hua et al. 2022, "Transformer Quality in Linear Time").
 
@@ -82,12 +51,8 @@ def squared_relu_attention(
     given = attention.check(
         "squared_relu_attention", query, key, value, bias=bias, mask=mask, **options
     )
-    if divisor is None:
-        divisor = max(key.shape[-3], 1)
-    score = attention.Then(given.score_mod, multiply=checks.positive("divisor", divisor) ** -0.5)
-    given = dataclasses.replace(given, score_mod=score, activation="squared_relu")
-    with jax.named_scope("squared_relu_attention"):
-        return attention.attend(query, key, value, given)[0]
+    n = checks.positive("divisor", max(key.shape[-3], 1) if divisor is None else divisor)
+    return attention.attend_elementwise("squared_relu", query, key, value, given, multiply=n**-0.5)
 
 
 registry.register(
