@@ -42,8 +42,8 @@ def refusal(query: jax.Array, key: jax.Array, value: jax.Array, given: Any) -> s
 
 def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, given: Any, name: str = "cudnn"
-) -> tuple[jax.Array, jax.Array | None]:
-    """The output, and the log-sum-exp with `return_residual`, by the implementation of `jax.nn`."""
+) -> Any:
+    """The output, and the log-sum-exp if asked for or None, by an implementation of `jax.nn`."""
     options = {
         "scale": given.scale,
         "is_causal": given.is_causal,

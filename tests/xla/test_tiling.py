@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from effattn.patterns.layouts import BlockLayout
-from effattn.xla import tiling
-from effattn.xla.tiling import Listed, Walk, Window, choose_tile
+from effattn.xla import walks
+from effattn.xla.tiling import choose_tile
+from effattn.xla.walks import Listed, Walk, Window
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +16,7 @@ def without_tracing(monkeypatch):
             carry = step(n, carry)
         return carry
 
-    monkeypatch.setattr(tiling, "_loop", loop)
+    monkeypatch.setattr(walks, "_loop", loop)
 
 
 def make_walk(lengths, tile, left=None, right=None, offset=0, always_masked=False):
@@ -57,7 +58,7 @@ def allowed(lengths, left, right, offset):
 def test_every_pair_that_may_attend_is_met_once(
     lengths, tile, left, right, widest_band, monkeypatch
 ):
-    monkeypatch.setattr(tiling, "_WIDEST_BAND", widest_band)
+    monkeypatch.setattr(walks, "_WIDEST_BAND", widest_band)
     for offset in (-20, -6, -1, 0, 3, 5, 12, 40):
         met, unmasked = visits(make_walk(lengths, tile, left, right, offset))
         may = allowed(lengths, left, right, offset)
@@ -72,8 +73,8 @@ def test_every_pair_that_may_attend_is_met_once(
     "offset, right", [(0, 0), (4, 0), (0, 2), (-4, 8), (3, 5), (-4, 0), (1, 0)]
 )
 def test_stairs_meet_every_pair_once(tile, left, offset, right, monkeypatch):
-    monkeypatch.setattr(tiling, "_SMALLEST_STAIR", 2)
-    monkeypatch.setattr(tiling, "_WIDEST_BAND", 0)
+    monkeypatch.setattr(walks, "_SMALLEST_STAIR", 2)
+    monkeypatch.setattr(walks, "_WIDEST_BAND", 0)
     ahead = offset + right
     for lengths in [(12, 12), (12, 17), (12, 8), (11, 12), (4, 8)]:
         walk = make_walk(lengths, tile, left, right, offset)
@@ -97,7 +98,7 @@ def test_stairs_meet_every_pair_once(tile, left, offset, right, monkeypatch):
 
 @pytest.mark.parametrize("left, right", [(3, 1), (6, 0), (0, 0)])
 def test_a_window_is_met_wherever_each_example_begins(left, right, monkeypatch):
-    monkeypatch.setattr(tiling, "_WIDEST_BAND", 0)
+    monkeypatch.setattr(walks, "_WIDEST_BAND", 0)
     lengths, offsets = (11, 34), np.arange(-8, 40)
     walk = make_walk(lengths, (4, 5), left, right, offsets)
     met = np.zeros((len(offsets), *lengths), int)
@@ -128,7 +129,7 @@ def test_a_tile_that_mixes_is_always_masked_if_asked():
 
 @pytest.mark.parametrize("left, right", [(None, 0), (3, None), (9, 0)])
 def test_tiles_that_are_empty_are_left_out(left, right, monkeypatch):
-    monkeypatch.setattr(tiling, "_WIDEST_BAND", 0)
+    monkeypatch.setattr(walks, "_WIDEST_BAND", 0)
     lengths, (t, s) = (40, 60), (4, 5)
     may = allowed(lengths, left, right, 7)
     blocks = may.reshape(lengths[0] // t, t, lengths[1] // s, s)
