@@ -72,9 +72,13 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/arrays/test_segments.py",), None),
         (("tests/laws",), "softmax or linear or mamba or lsh"),
     ),
-    r"cores/(attention|folding)|arrays/combine": (
+    r"cores/(attention|folding|score_mod)|arrays/combine": (
         (("tests/arrays/test_combine.py", "tests/functional/test_softmax.py"), None),
         (("tests/laws",), "softmax or sliding_window or longformer or hierarchical"),
+    ),
+    r"cores/sorted_\w+": (
+        (("tests/functional/test_lsh.py",), None),
+        (("tests/laws",), "lsh"),
     ),
     r"cores/feature_maps": (
         (("tests/cores/test_feature_maps.py",), None),

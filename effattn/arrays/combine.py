@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn.arrays import checks, dtypes
+from effattn.arrays.gathers import largest_of, pick, spread
 
 
 def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -58,3 +59,29 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
     # Rows without keys keep the value that the parts use for them: -inf or `dtypes.lowest`.
     of_nothing = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
     return out, jnp.where(nothing, of_nothing, shift + jnp.log(total))
+
+
+def combine_at(
+    out: jax.Array, lse: jax.Array, at: jax.Array, length: int
+) -> tuple[jax.Array, jax.Array]:
+    """Like `combine`, for parts that have outputs for some tokens only, such as clusters.
+
+    Args:
+      out: `(*B, N, C, M, Hv)`, the outputs of C parts for M tokens each.
+      lse: `(*B, N, C, M)`, `dtypes.lowest` for entries that do not count.
+      at: int `(*B, N, C, M)`, the token of each entry; a part has each token at most once.
+      length: number of tokens T.
+
+    Returns:
+      The output `(*B, N, T, Hv)` and the log-sum-exp `(*B, N, T)`; zeros and `dtypes.lowest` for
+      tokens in no part.
+    """
+    lowest = dtypes.lowest(lse.dtype)
+    largest = largest_of(jax.lax.stop_gradient(lse), at, length)
+    largest = jnp.where(largest == lowest, 0, largest)
+    weights = jnp.where(lse == lowest, 0, jnp.exp(lse - pick(largest, at)))
+    total = spread(weights, at, length)
+    mixed = spread(dtypes.product(weights[..., None], out), at, length)
+    total_or_one = jnp.where(total == 0, 1, total)
+    out = (mixed / total_or_one[..., None]).astype(out.dtype)
+    return out, jnp.where(total == 0, lowest, largest + jnp.log(total_or_one))

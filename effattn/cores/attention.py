@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from effattn import dispatch
 from effattn.arrays import checks, dropout, dtypes, mesh_axes, reverse_mode
 from effattn.arrays.combine import combine
-from effattn.arrays.segments import within
+from effattn.arrays.segments import both, valid
 from effattn.cores import block_attention
 from effattn.cores.score_mod import Then, without_closure
 from effattn.interfaces.block_attention import Config, Inputs, Origin
@@ -147,10 +147,10 @@ def attend(
     keys, key_heads = key.shape[-3:-1]
     by_group = (key_heads, heads // key_heads)
 
-    key_mask, mask = _valid(given.key_lengths, keys), given.mask
+    key_mask, mask = valid(given.key_lengths, None, keys), given.mask
     if mask is not None and mask.shape[-2] == mask.shape[-3] == 1:
         of_keys = jnp.broadcast_to(mask[..., 0, 0, :], (*batch, keys))
-        key_mask, mask = of_keys if key_mask is None else key_mask & of_keys, None
+        key_mask, mask = both(key_mask, of_keys), None
     query_mask, whole = _present_queries(queries, given), (query, key, value)
     query, key, value = without_padding(query, key, value, given, key_mask)
     left, right = given.window or (None, None)
@@ -212,10 +212,16 @@ def attend(
         out, lse = run(operands)
     if given.sink is not None:
         out, lse = _with_sink(out, lse, given.sink)
-    out = _zero_where_absent(out, query_mask)
-    if query_mask is not None:
-        lse = jnp.where(query_mask[..., None], lse, dtypes.lowest(lse.dtype))
-    return out, lse
+    return clear_rows(out, lse, query_mask)
+
+
+def clear_rows(
+    out: jax.Array, lse: jax.Array, present: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Clears rows: where `present (*B, T)` is False, the results are those of rows without keys."""
+    if present is not None:
+        lse = jnp.where(present[..., None], lse, dtypes.lowest(lse.dtype))
+    return _zero_where_absent(out, present), lse
 
 
 def attend_elementwise(
@@ -236,7 +242,7 @@ def without_padding(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query, key and value with zeros in the padding, so that a NaN there reaches no gradient."""
     query_mask = _present_queries(query.shape[-3], given)
-    present = _all_of(key_mask, _present_keys(key.shape[-3], given))
+    present = both(key_mask, _present_keys(key.shape[-3], given))
     return (
         _zero_where_absent(query, query_mask),
         _zero_where_absent(key, present),
@@ -260,24 +266,12 @@ def _bias_without_padding(given, queries, keys):
 
 def _present_queries(queries, given):
     """Mask of the valid queries, bool `(*B, T)`; None if all are valid."""
-    ids = given.segments and given.segments[0]
-    return _all_of(_valid(given.query_lengths, queries), None if ids is None else ids != 0)
+    return valid(given.query_lengths, given.segments and given.segments[0], queries)
 
 
 def _present_keys(keys, given):
     """Mask of the valid keys, bool `(*B, S)`; None if all are valid."""
-    ids = given.segments and given.segments[1]
-    return _all_of(_valid(given.key_lengths, keys), None if ids is None else ids != 0)
-
-
-def _all_of(one, other):
-    """Logical and of two masks; None is a mask that is True everywhere."""
-    return one if other is None else other if one is None else one & other
-
-
-def _valid(lengths, size):
-    """Mask bool `(*B, size)`, True before each length; None without lengths."""
-    return None if lengths is None else within(lengths, size)
+    return valid(given.key_lengths, given.segments and given.segments[1], keys)
 
 
 def _zero_where_absent(array, present):

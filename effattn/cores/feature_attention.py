@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn.arrays import checks, dtypes
-from effattn.arrays.segments import within
+from effattn.arrays.segments import valid
 from effattn.cores import recurrence
 from effattn.cores.documents import packed
 from effattn.interfaces.linear_recurrence import Terms, Tokens
@@ -40,7 +40,7 @@ def check(
     key_lengths = checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
     _check_options(batch, queries, keys, is_causal, segment_ids, initial_state, return_state)
     query_ids, key_ids = (None, None) if ids is None else ids
-    tokens = Tokens(_mask(query_lengths, query_ids, queries), _mask(key_lengths, key_ids, keys))
+    tokens = Tokens(valid(query_lengths, query_ids, queries), valid(key_lengths, key_ids, keys))
     if ids is not None and is_causal:
         tokens = packed(ids[1], tokens)
     return recurrence.Arguments(
@@ -133,12 +133,3 @@ def products(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.
     grouped, projection = dtypes.alike(grouped, projection)
     projected = jnp.einsum("...kgh,kmh->...kgm", grouped, projection, precision=precision)
     return projected.reshape(*x.shape[:-1], features)
-
-
-def _mask(lengths, segment_ids, length):
-    """Mask of the valid tokens, bool `(*B, length)`; None if all are valid."""
-    mask = None if segment_ids is None else segment_ids != 0
-    if lengths is None:
-        return mask
-    before_end = within(lengths, length)
-    return before_end if mask is None else mask & before_end

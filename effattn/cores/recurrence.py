@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import dispatch
 from effattn.arrays import checks, dtypes, mesh_axes
-from effattn.arrays.segments import within
+from effattn.arrays.segments import valid
 from effattn.cores.documents import packed, within_documents
 from effattn.cores.linear_recurrence import MODULES, call, linear_recurrence
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, own_chunk
@@ -105,8 +105,8 @@ def check(
             "return_state=True gave"
         )
     tokens = Tokens(
-        _within(checks.lengths("query_seq_lengths", query_seq_lengths, batch), length),
-        _within(checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch), length),
+        valid(checks.lengths("query_seq_lengths", query_seq_lengths, batch), None, length),
+        valid(checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch), None, length),
     )
     if checks.is_pair(segment_ids, (*batch, length)):
         raise ValueError(
@@ -170,10 +170,6 @@ def check_scale(value: Any, query: jax.Array) -> jax.Array:
     if value is not None:
         checks.finite("scale", value)
     return scale
-
-
-def _within(lengths: jax.Array | None, length: int) -> jax.Array | None:
-    return None if lengths is None else within(lengths, length)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ from effattn.cores import block_attention as core
 from effattn.cores.block_attention import block_attention
 from effattn.interfaces.block_attention import Config, Inputs
 from effattn.patterns.layouts import BlockLayout
-from effattn.xla import block_attention as xla
 from effattn.xla import tiling, walks
+from effattn.xla.block_tiles import Tiles
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.laws.battery import assert_close
 from tests.marks import slow
@@ -138,7 +138,7 @@ def calls(monkeypatch):
     seen = []
 
     def spy(config, x):
-        walks = [xla._Tiles(config, x, backward=backward).walk for backward in (False, True)]
+        walks = [Tiles(config, x, backward=backward).walk for backward in (False, True)]
         seen.append((config, *(walk.tile for walk in walks)))
         return block_attention(config, x)
 
