@@ -5,7 +5,6 @@ and decays of the linear recurrence; see `effattn.interfaces.linear_recurrence.T
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from effattn import dispatch
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import valid
 from effattn.cores.documents import packed, within_documents
-from effattn.cores.linear_recurrence import MODULES, call, linear_recurrence
+from effattn.cores.linear_recurrence import IMPLEMENTATIONS, call, linear_recurrence
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, own_chunk
 from effattn.xla.diagonal_recurrence import diagonal_recurrence
 from effattn.xla.linear_recurrence import linear_sum
@@ -130,7 +129,7 @@ def check(
 
 
 def _values_of_key_heads(query, key, value):
-    """Values with as many heads as the keys: with more value heads, other shapes are as usual."""
+    """The values, cut to as many heads as the keys have, for the shared checks of shapes."""
     if min(query.ndim, key.ndim, value.ndim) < 3:
         return value
     heads, key_heads, values = query.shape[-2], key.shape[-2], value.shape[-2]
@@ -255,7 +254,7 @@ def run(
     def core(*operands):
         # The implementation is chosen here because `within_documents` changes the operands.
         if attend in _ONLY_IN_XLA:
-            its_call = dispatch.Call(name, _refusals(_ONLY_IN_XLA[attend]))
+            its_call = IMPLEMENTATIONS.call_in_xla(name, _ONLY_IN_XLA[attend])
         else:
             its_call = call(name, config, Inputs(*operands))
         chosen = dispatch.choose(given.implementation, its_call)
@@ -282,8 +281,3 @@ _ONLY_IN_XLA: dict[Any, str] = {
     linear_sum: "takes causal or packed calls, got a bidirectional call without segment_ids",
     diagonal_recurrence: "takes decays that are equal for all entries of a value, got other decays",
 }
-
-
-def _refusals(reason):
-    reasons = {name: None if name == "xla" else reason for name in MODULES}
-    return {name: functools.partial(reasons.get, name) for name in MODULES}

@@ -19,6 +19,7 @@ from effattn.dispatch.choice import (
     suited,
     untuned,
 )
+from effattn.dispatch.implementations import Implementations
 
 __all__ = [
     "PALLAS",
@@ -26,6 +27,7 @@ __all__ = [
     "XLA",
     "Call",
     "Chosen",
+    "Implementations",
     "Limits",
     "asks_for_gpu_kernels",
     "choose",

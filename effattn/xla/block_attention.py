@@ -32,13 +32,6 @@ from effattn.interfaces.block_attention import Config, Inputs
 from effattn.xla.block_scores import ScoredTiles
 from effattn.xla.block_tiles import tile_of
 
-LIMITS = dispatch.Limits()
-
-
-def refusal(config: Config, x: Inputs) -> str | None:
-    """None: XLA accepts every call."""
-    return None
-
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Tile sizes for `effattn.tune` to try: half, equal to and twice the default, per pass."""

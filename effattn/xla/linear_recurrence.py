@@ -181,14 +181,6 @@ def _block(config, chunk, parameters, state, queries, keys, tokens):
     return after.reshape(state.shape), clear(output, tokens.query_mask)
 
 
-LIMITS = dispatch.Limits()
-
-
-def refusal(config: Config, x: Inputs) -> str | None:
-    """None: XLA accepts every call."""
-    return None
-
-
 def _pull_back(cotangents, config, chunk, parameters, state, queries, keys, tokens):
     run = functools.partial(_block, config, chunk, tokens=tokens)
     return jax.vjp(run, parameters, state, queries, keys)[1](cotangents)
