@@ -76,6 +76,14 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/arrays/test_combine.py", "tests/functional/test_softmax.py"), None),
         (("tests/laws",), "softmax or sliding_window or longformer or hierarchical"),
     ),
+    r"cores/segment_means": (
+        (("tests/functional/test_nystrom.py",), None),
+        (("tests/laws",), "nystrom"),
+    ),
+    r"cores/pooling": (
+        (("tests/functional/test_hierarchical.py",), None),
+        (("tests/laws",), "hierarchical"),
+    ),
     r"cores/sorted_\w+": (
         (("tests/functional/test_lsh.py",), None),
         (("tests/laws",), "lsh"),

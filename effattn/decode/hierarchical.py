@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention
+from effattn.cores.pooling import Runs, pool, tokens
 from effattn.cores.score_mod import Score
 from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import (
@@ -20,7 +21,7 @@ from effattn.decode.state import (
     check_state,
     new_lengths,
 )
-from effattn.functional.hierarchical import Hierarchy, Runs, pool, tokens
+from effattn.functional.hierarchical import Hierarchy
 
 _OPTIONS = frozenset(
     "segment_size num_levels num_summaries summary_query scale logits_soft_cap sink precision tile "

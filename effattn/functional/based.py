@@ -116,12 +116,13 @@ _PADDING = "query_seq_lengths", "key_value_seq_lengths", "segment_ids"
 def _check_window(window, given, segment_ids):
     if not given.is_causal:
         raise ValueError(
-            f"local_window_size={window!r} needs is_causal=True: the tokens that have left the "
-            "window are those before it"
+            f"local_window_size={window!r} needs is_causal=True, got is_causal=False: the window "
+            "holds a token and the tokens before it"
         )
     if isinstance(window, tuple | list) and window[1] != 0:
         raise ValueError(
-            f"local_window_size must be w or (w, 0), the tokens before each one, got {window!r}"
+            "local_window_size must be w or (w, 0), the number of tokens before each token, got "
+            f"{window!r}"
         )
     if segment_ids is not None and (given.initial_state is not None or given.return_state):
         raise ValueError(
@@ -133,25 +134,8 @@ def _check_window(window, given, segment_ids):
 def _with_window(given, window, scale, padding):
     """Returns `(out, BasedState)`: softmax over the window, Taylor weights over earlier tokens."""
     query_lengths, key_lengths, segment_ids = padding
-    state: Any = given.initial_state
-    query, batch, (length, heads, size) = given.query, given.batch, given.key.shape[-3:]
-    if state is None:
-        features = (size + 1) * (size + 2) // 2
-        state = BasedState(
-            jnp.zeros((*batch, heads, features, given.value.shape[-1] + 1), given.dtype),
-            jnp.zeros_like(given.key, shape=(*batch, window, heads, size)),
-            jnp.zeros_like(given.value, shape=(*batch, window, *given.value.shape[-2:])),
-            jnp.zeros(batch, jnp.int32),
-        )
-    elif not isinstance(state, BasedState):
-        raise ValueError(
-            "initial_state must be the BasedState that an earlier call with local_window_size "
-            f"returned, got {type(state).__name__}"
-        )
-    values = given.value.shape[-1]
-    checks.shaped("initial_state.key", state.key, (*batch, window, heads, size))
-    checks.shaped("initial_state.value", state.value, (*batch, window, heads, values))
-    checks.lengths("initial_state.length", state.length, batch)
+    state = _initial_state(given, window)
+    query, batch, length = given.query, given.batch, given.key.shape[-3]
     # Key s is token s - w of the call; the first w keys come from the state.
     key, value = (
         jnp.concatenate([old.astype(new.dtype), new], -3)
@@ -208,6 +192,29 @@ def _with_window(given, window, scale, padding):
     )
     count = jnp.minimum(state.length + new[..., 0], window).astype(jnp.int32)
     return out.astype(given.value.dtype), BasedState(sums, key, value, count)
+
+
+def _initial_state(given, window) -> BasedState:
+    """The caller's state, checked, or an empty one."""
+    state, batch, (heads, size) = given.initial_state, given.batch, given.key.shape[-2:]
+    values = given.value.shape[-1]
+    if state is None:
+        features = (size + 1) * (size + 2) // 2
+        return BasedState(
+            jnp.zeros((*batch, heads, features, values + 1), given.dtype),
+            jnp.zeros_like(given.key, shape=(*batch, window, heads, size)),
+            jnp.zeros_like(given.value, shape=(*batch, window, heads, values)),
+            jnp.zeros(batch, jnp.int32),
+        )
+    if not isinstance(state, BasedState):
+        raise ValueError(
+            "initial_state must be the BasedState that an earlier call with local_window_size "
+            f"returned, got {type(state).__name__}"
+        )
+    checks.shaped("initial_state.key", state.key, (*batch, window, heads, size))
+    checks.shaped("initial_state.value", state.value, (*batch, window, heads, values))
+    checks.lengths("initial_state.length", state.length, batch)
+    return state
 
 
 def _leaving(ids, query_ids):

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.cores import feature_attention, recurrence
+from effattn.cores.running_maxima import maxima_of_documents, running_maxima
 from effattn.interfaces.linear_recurrence import Terms
 from effattn.options import FeatureMapped, declared
-from effattn.xla.linear_scan import max_plus_scan
 
 KERNELS = ("softmax", "relu")
 BLOCK = 512  # tokens in memory at a time, to find the maximum of their exponents
@@ -226,13 +226,13 @@ def _units(parameters, given, first, is_causal, ids):
         if mask is not None:
             largest = jnp.where(mask[..., None], largest, dtypes.lowest(largest.dtype))
         if is_causal:
-            before, after = _running_maxima(first, largest, starts)
+            before, after = running_maxima(first, largest, starts)
             last = first if after.shape[-2] == 0 else after[..., -1, :]
             return after, _log_decay(before, after), last
         if ids is None:
             last = jnp.maximum(first, jnp.max(largest, -2, initial=dtypes.lowest(largest.dtype)))
             return jnp.broadcast_to(last[..., None, :], largest.shape), largest, last
-        return _maxima_of_documents(largest, ids), largest, first
+        return maxima_of_documents(largest, ids), largest, first
 
     arguments = parameters, given.key, given.tokens.key_mask, given.tokens.starts, first, ids
     arguments = lax.stop_gradient(arguments)
@@ -252,41 +252,6 @@ def _largest_exponents(parameters, key, given):
     if not len(by_token):
         return jnp.zeros(key.shape[:-1], given.dtype)
     return jnp.moveaxis(lax.map(of_token, by_token, batch_size=BLOCK), 0, -2)
-
-
-def _running_maxima(first, x, starts):
-    """Returns the running maximum of `first` and `x (*B, S, K)`, before and after each token.
-
-    The maximum restarts at `starts (*B, S)`.
-    """
-    first = first[..., None, :]
-    x = jnp.concatenate([jnp.maximum(first, x[..., :1, :]), x[..., 1:, :]], -2)
-    if starts is None:
-        after = lax.cummax(x, axis=x.ndim - 2)
-    else:
-        after = _maxima_since(x, starts)
-    return jnp.concatenate([first, after], -2)[..., :-1, :], after
-
-
-def _maxima_since(x, starts, reverse=False):
-    """Returns the running maximum of `x (*B, S, K)` since the last of `starts (*B, S)`."""
-    x, starts = (jnp.moveaxis(a, axis, 0) for a, axis in ((x, -2), (starts, -1)))
-    if reverse:
-        x, starts = x[::-1], starts[::-1]
-    lowest = dtypes.lowest(x.dtype)
-    change = jnp.broadcast_to(jnp.where(starts, lowest, 0).astype(x.dtype)[..., None], x.shape)
-    initial = jnp.full(x.shape[1:], lowest, x.dtype)
-    (largest,) = max_plus_scan(change[None], x[None], initial[None])
-    return jnp.moveaxis(largest[::-1] if reverse else largest, 0, -2)
-
-
-def _maxima_of_documents(x, ids):
-    """Returns the maximum of `x (*B, S, K)` over each contiguous run of equal ids."""
-    changes = ids[..., 1:] != ids[..., :-1]
-    edge = jnp.ones_like(ids[..., :1], bool)
-    so_far = _maxima_since(x, jnp.concatenate([edge, changes], -1)[..., : ids.shape[-1]])
-    ends = jnp.concatenate([changes, edge], -1)[..., : ids.shape[-1]]
-    return _maxima_since(so_far, ends, reverse=True)
 
 
 def _log_decay(before, after):
