@@ -9,16 +9,13 @@ from effattn.dispatch.choice import (
     Limits,
     asks_for_gpu_kernels,
     choose,
-    interpreted,
-    is_interpreted,
-    is_recorded,
     on_platform,
     open_length,
-    recorded,
     requested,
     suited,
     untuned,
 )
+from effattn.dispatch.contexts import interpreted, is_interpreted, recorded
 from effattn.dispatch.implementations import Implementations
 
 __all__ = [
@@ -33,7 +30,6 @@ __all__ = [
     "choose",
     "interpreted",
     "is_interpreted",
-    "is_recorded",
     "on_platform",
     "open_length",
     "recorded",

@@ -5,17 +5,15 @@ platform. The platform is known only when the program is lowered, so `on_platfor
 choice to lowering.
 """
 
-import contextlib
-import contextvars
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.dispatch import cache
+from effattn.dispatch import cache, contexts
 
 # Platform of each implementation; None is any platform.
 PLATFORMS = {
@@ -30,68 +28,6 @@ ONLY_BY_NAME = frozenset({"cudnn"})  # implementations that None never chooses
 # Fewest tokens for which kernels are faster; below, most of a kernel's tile is empty.
 _FOR_GPU, _FOR_CPU = 128, 16
 PALLAS = "mosaic_gpu", "triton", "mosaic_tpu"  # fastest first
-
-_interpreted: contextvars.ContextVar[Any] = contextvars.ContextVar(
-    "effattn_interpreted", default=False
-)
-
-
-@contextlib.contextmanager
-def interpreted(how: Any = True) -> Iterator[None]:
-    """Runs kernels that are traced within in Pallas's interpreter: on any device, and slowly.
-
-    `how` is the argument `interpret` of `pallas_call`: True, for TPUs also `pltpu.InterpretParams`,
-    and for Mosaic GPU, from jax 0.12 on, `plgpu.InterpretGPUParams`. `InterpretGPUParams` runs each
-    warpgroup in a thread, and the threads wait for each other. On a CPU with few cores this can
-    deadlock, unless XLA gets more threads, for example by
-    `jax.config.update("jax_num_cpu_devices", 8)` at the start of the program.
-    """
-    token = _interpreted.set(how)
-    try:
-        yield
-    finally:
-        _interpreted.reset(token)
-
-
-def is_interpreted() -> bool:
-    """Whether kernels that are traced now will run in the interpreter."""
-    return bool(_interpreted.get())
-
-
-class _Recorder(NamedTuple):
-    """State of `recorded`.
-
-    Attributes:
-      names: the implementations for calls with `implementation=None`.
-      taken: for each call, the implementations that accept the call, with their limits.
-    """
-
-    names: tuple[str, ...]
-    taken: list[Mapping[str, "Limits"]]
-
-
-_recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar(
-    "effattn_recorder", default=None
-)
-
-
-@contextlib.contextmanager
-def recorded(*names: str) -> Iterator[list[Mapping[str, "Limits"]]]:
-    """Records, for each call traced within, the implementations that accept it, with their limits.
-
-    Calls with `implementation=None` ask for `names`. Every recorded call is traced in XLA.
-    """
-    recorder = _Recorder(names, [])
-    token = _recorder.set(recorder)
-    try:
-        yield recorder.taken
-    finally:
-        _recorder.reset(token)
-
-
-def is_recorded() -> bool:
-    """Whether calls that are traced now are recorded."""
-    return _recorder.get() is not None
 
 
 class Chosen(NamedTuple):
@@ -143,7 +79,7 @@ class Limits(NamedTuple):
 def requested(value: Any) -> tuple[str, ...] | None:
     """Validates an argument `implementation`: names to try in order, or None for any."""
     if value is None:
-        recorder = _recorder.get()
+        recorder = contexts.recorder()
         return None if recorder is None else recorder.names
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, tuple | list) or not names:
@@ -242,7 +178,7 @@ def choose(value: Any, call: Call) -> Chosen:
     """
     mechanism, refusals = call.mechanism, call.refusals
     names = requested(value)
-    recorder = _recorder.get()
+    recorder = contexts.recorder()
     if recorder is not None:
         recorder.taken.append({name: call.limits(name) for name in call.accepted()})
         return XLA
@@ -307,7 +243,7 @@ def _for_one_device():
 
 
 def _chosen(chosen, names, tiles):
-    return Chosen(tuple(chosen), _interpreted.get(), tiles if chosen[0] == names[0] else ())
+    return Chosen(tuple(chosen), contexts.how_interpreted(), tiles if chosen[0] == names[0] else ())
 
 
 def on_platform(

@@ -7,6 +7,7 @@ import jax
 
 from effattn import dispatch
 from effattn.arrays import checks
+from effattn.dispatch import contexts
 
 # `jax.nn.dot_product_attention` checks other limits when it is called.
 LIMITS = dispatch.Limits(("bfloat16", "float16"), others="what `jax.nn` takes")
@@ -32,7 +33,7 @@ def refusal(query: jax.Array, key: jax.Array, value: jax.Array, given: Any) -> s
     if reason := LIMITS.refusal(query.dtype):
         return reason
     # The support table lists what cuDNN takes, also on a machine without cuDNN.
-    name = "xla" if dispatch.is_recorded() else "cudnn"
+    name = "cudnn" if contexts.recorder() is None else "xla"
     try:
         jax.eval_shape(functools.partial(attend, given=given, name=name), query, key, value)
     except (RuntimeError, ValueError, NotImplementedError) as error:
