@@ -46,7 +46,7 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/functional/test_softmax.py",), None),
         (("tests/laws",), "softmax or sliding_window or bigbird"),
     ),
-    r"(cores|interfaces|xla)/linear_recurrence|cores/documents|xla/recurrent_chunks": (
+    r"(cores|interfaces|xla)/linear_(recurrence|sum)|cores/documents|xla/recurrent_\w+": (
         (("tests/xla/test_linear_recurrence.py", "tests/cores/test_recurrence.py"), None),
         (("tests/laws",), "linear or rwkv6 or gated_delta_net or performer"),
     ),

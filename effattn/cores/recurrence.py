@@ -21,7 +21,7 @@ from effattn.cores.documents import packed, within_documents
 from effattn.cores.linear_recurrence import IMPLEMENTATIONS, call, linear_recurrence
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, own_chunk
 from effattn.xla.diagonal_recurrence import diagonal_recurrence
-from effattn.xla.linear_recurrence import linear_sum
+from effattn.xla.linear_sum import linear_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
