@@ -62,8 +62,8 @@ def based_attention(
     linear layers; for such models, do not pass a window (see `effattn.nn.BasedSelfAttention`).
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       local_window_size: w or (w, 0), number of earlier tokens with exact weights, for causal calls;
         None for no window.
@@ -79,10 +79,8 @@ def based_attention(
       Queries without keys give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; a window with later tokens or in a bidirectional
-        call; a state together with a window and `segment_ids`.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError: a window with later tokens or in a bidirectional call; a state together with a
+        window and `segment_ids`; and the errors of `effattn.options`.
     """
     given = feature_attention.check(query, key, value, **options)
     if local_window_size is not None:

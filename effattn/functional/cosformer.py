@@ -39,8 +39,8 @@ def cosformer_attention(
     state is stored relative to the position after its last token, so it holds no position.
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       max_length: M, at least T and S. Tokens of a call and of its initial state may not be more
         than M apart either: weights would be negative.
@@ -57,9 +57,7 @@ def cosformer_attention(
       weights that sum to zero, give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options, and more than `max_length` tokens.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError: more than `max_length` tokens; and the errors of `effattn.options`.
     """
     given = feature_attention.check(query, key, value, **options)
     max_length = checks.at_least("max_length", max_length, 1, "tokens")

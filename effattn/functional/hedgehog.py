@@ -34,8 +34,8 @@ def hedgehog_attention(
     O(T + S).
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       query_projection: W, `(K, F, H)`, one matrix for the queries of each key head, or `(1, F, H)`.
       key_projection: W', `(K, F, H)`, one matrix for each key head, or `(1, F, H)`.
@@ -49,9 +49,7 @@ def hedgehog_attention(
       weights that sum to zero, give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; projections to unequal numbers of features.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError: projections to unequal numbers of features; and the errors of `effattn.options`.
     """
     given = feature_attention.check(query, key, value, **options)
     of_query = feature_attention.check_projection("query_projection", query_projection, key)

@@ -63,8 +63,8 @@ def hierarchical_attention(
     backward.
 
     Args:
-      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
-      key: `(*B, T, K, H)`, N a multiple of K.
+      query: `(*B, T, N, H)`.
+      key: `(*B, T, K, H)`.
       value: `(*B, T, K, Hv)`.
       segment_size: m, tokens, a multiple of r.
       num_levels: L, 1 or more. Levels with units longer than the sequence have no effect.
@@ -81,9 +81,7 @@ def hierarchical_attention(
       float32, -inf for a row that attends to nothing.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
+      ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
     hierarchy = Hierarchy.of(segment_size, num_levels, num_summaries)
     given = attention.check("hierarchical_attention", query, key, value, **options)

@@ -34,8 +34,8 @@ def linear_attention(
     causal form runs in chunks, as a recurrence whose state is one F x Hv matrix a key head.
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       scale: multiplies the similarity; default H**-0.5. The scale cancels if normalised.
       feature_map: a name: "elu" (elu + 1), "relu", "squared_relu", "exp", "taylor" or "identity";
@@ -52,9 +52,7 @@ def linear_attention(
       least float32. Queries without keys, or with similarities that sum to zero, give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: an implementation that linear attention does not have.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
     given = feature_attention.check(query, key, value, **options)
     phi = feature_maps.resolve(feature_map)

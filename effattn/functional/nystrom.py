@@ -64,8 +64,8 @@ def nystrom_attention(
     both signs, which would amplify rounding errors of lower precision.
 
     Args:
-      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       num_landmarks: m, from 1 to max(T, S). If the shorter sequence has fewer than m tokens, each
         of its tokens is a landmark.
@@ -79,9 +79,7 @@ def nystrom_attention(
       `(*B, T, N, Hv)` in the dtype of `value`.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values; more landmarks than tokens.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
+      ValueError: more landmarks than tokens; and the errors of `effattn.options`.
     """
     num_landmarks = checks.at_least("num_landmarks", num_landmarks, 1)
     num_iterations = checks.at_least("num_iterations", num_iterations, 1)

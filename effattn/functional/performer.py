@@ -123,8 +123,8 @@ def performer_attention(
     with w.
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       projection: the vectors w, `(1, m, H)` for all heads or `(K, m, H)`, as drawn by
         `performer_features`. All query heads of a key head share the vectors of the key head.
@@ -140,9 +140,7 @@ def performer_attention(
       weights that sum to zero (possible with ReLU), give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
     given = feature_attention.check(query, key, value, **options)
     if kernel not in KERNELS:

@@ -42,8 +42,8 @@ def random_feature_attention(
     and out_t = S_t^T phi(q_t) / z_t . phi(q_t). Time is O((T + S) m (H + Hv)) and memory O(T + S).
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       projection: the vectors w, `(1, m, H)` for all heads or `(K, m, H)`: sigma times the
         result of `performer_features`. All query heads of a key head share its vectors.
@@ -57,9 +57,7 @@ def random_feature_attention(
       value, at least float32. Queries without keys, or with weights that sum to zero, give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; a gate outside of [0, 1], where it is concrete.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError: a concrete gate outside of [0, 1]; and the errors of `effattn.options`.
     """
     given = feature_attention.check(query, key, value, **options)
     projection = feature_attention.check_projection("projection", projection, key)

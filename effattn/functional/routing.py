@@ -64,8 +64,8 @@ def routing_attention(
     so padding is faster than packing.
 
     Args:
-      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
-      key: `(*B, T, K, H)`, N a multiple of K. Each query head routes keys by its own centroids.
+      query: `(*B, T, N, H)`.
+      key: `(*B, T, K, H)`. Each query head routes keys by its own centroids.
       value: `(*B, T, K, Hv)`.
       centroids: `(N, C, H)`; C is at most T in bidirectional calls.
       cluster_size: w, in tokens; at most T in bidirectional calls.
@@ -80,9 +80,7 @@ def routing_attention(
       float32, -inf for a row that attends to nothing.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values; in bidirectional calls, C or w larger than T.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
+      ValueError: C or w above T in a bidirectional call; and the errors of `effattn.options`.
     """
     if checks.is_pair(options.get("segment_ids"), query.shape[:-2]):
         raise ValueError(

@@ -40,8 +40,8 @@ def dot_product_attention(
     In a program that `jax.export` makes with a symbolic length, all T x S logits are one tile.
 
     Args:
-      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       bias: broadcasts to `(*B, N, T, S)`; added to the scaled products. Has a gradient.
       mask: bool, broadcasts to `(*B, N, T, S)`; True attends. A mask of shape `(*B, 1, 1, S)` costs
@@ -54,10 +54,8 @@ def dot_product_attention(
       float32, -inf for a row that attends to nothing.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation, or in reverse-mode differentiation of most
-        gradients.
+      TypeError: also in reverse-mode differentiation of most gradients; and the errors of
+        `effattn.options`.
     """
     given = attention.check(
         "dot_product_attention", query, key, value, bias=bias, mask=mask, **options

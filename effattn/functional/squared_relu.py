@@ -29,8 +29,8 @@ def squared_relu_attention(
     many weights small. Time is O(T S (H + Hv)), memory O(T + S), forward and backward.
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       bias: added to the logits, broadcastable to `(*B, N, T, S)`.
       mask: bool, broadcastable to `(*B, N, T, S)`, True where a pair may attend.
@@ -44,9 +44,7 @@ def squared_relu_attention(
       `(*B, T, N, Hv)` in the dtype of `value`, zeros for queries without keys.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
+      ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
     given = attention.check(
         "squared_relu_attention", query, key, value, bias=bias, mask=mask, **options
