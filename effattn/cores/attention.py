@@ -106,7 +106,7 @@ def check(
         if mask.dtype != jnp.bool_:
             raise ValueError(
                 f"mask must be bool, True where a pair may attend, got dtype {mask.dtype}; an "
-                "additive mask is a bias"
+                "additive mask is a bias: pass it as bias"
             )
     return Arguments(
         bias=bias,

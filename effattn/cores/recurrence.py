@@ -160,12 +160,7 @@ def check_chunk_size(value: Any) -> int | None:
 
 def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay") -> jax.Array:
     """Checks log decays of that shape; concrete values above 0 raise `ValueError`."""
-    array = checks.as_array(name, value)
-    if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            f"{name} must be floating point of shape {shape}, got {array.dtype} of shape "
-            f"{array.shape}"
-        )
+    array = checks.shaped(name, value, shape)
     # NumPy, because within a trace JAX would trace this even for a concrete array.
     known = () if isinstance(array, jax.core.Tracer) else np.asarray(array)
     largest = np.max(known, initial=-np.inf)

@@ -105,7 +105,9 @@ def lsh_attention(
         wide = dtypes.wide(query_key.dtype)
         rotations = lsh_rotations(rng, rounds, num_buckets, size, num_heads=heads, dtype=wide)
     if checks.is_pair(segment_ids, (*batch, length)):
-        raise ValueError("segment_ids must be one array, as queries are the keys; got a pair")
+        raise ValueError(
+            "segment_ids must be one array, because each token is a query and a key, got a pair"
+        )
     segments = checks.segment_ids(segment_ids, batch, length, length)
     shape = (heads, rounds, size, sum(factors) // 2)
     out, lse = attend(

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from effattn import registry
+from effattn.arrays import checks
 from effattn.cores import feature_attention, recurrence
 from effattn.interfaces.linear_recurrence import Terms
 from effattn.options import FeatureMapped, declared
@@ -93,22 +94,18 @@ def _unit(x):
 
 
 def _check_gate(gate, shape, is_causal):
-    gate = jnp.asarray(gate)
     if not is_causal:
         raise ValueError(
             "gate needs is_causal=True, got is_causal=False: a gate decays the sums over earlier "
             "tokens; leave out the gate in a bidirectional call"
         )
-    if gate.shape != shape or not jnp.issubdtype(gate.dtype, jnp.floating):
-        raise ValueError(
-            f"gate must be floating point of shape {shape}, got {gate.dtype} of shape {gate.shape}"
-        )
+    gate = checks.shaped("gate", gate, shape)
     if not isinstance(gate, jax.core.Tracer):
         values = np.asarray(gate)
         if np.any(values < 0) or np.any(values > 1):
             raise ValueError(
-                f"gate must be in [0, 1], got {values.min():.4g} to {values.max():.4g}; of a logit "
-                "pass jax.nn.sigmoid"
+                f"gate must be in [0, 1], got {values.min():.4g} to {values.max():.4g}; for a "
+                "logit pass jax.nn.sigmoid of it"
             )
     return gate
 

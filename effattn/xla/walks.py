@@ -18,10 +18,10 @@ from effattn.patterns.layouts import BlockLayout
 _WIDEST_BAND = 1024
 
 _NO_SECOND_REVERSE = (
-    "the gradient of attention in tiles has a derivative in forward mode only (how many tiles it "
-    "visits is known as it runs): use jax.jvp of jax.grad, jax.jacfwd of jax.grad or jax.hessian; "
-    "for jax.grad of jax.grad take a dense form of it, as jax.nn.dot_product_attention is of "
-    "softmax attention"
+    "the gradient of attention in tiles has a derivative in forward mode only, because the number "
+    "of visited tiles is not known when the program is traced: use jax.jvp of jax.grad, jax.jacfwd "
+    "of jax.grad or jax.hessian; for jax.grad of jax.grad use a dense form, such as "
+    "jax.nn.dot_product_attention for softmax attention"
 )
 
 # Smaller steps multiply too slowly, and more steps take longer to compile.

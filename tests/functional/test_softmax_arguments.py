@@ -67,7 +67,7 @@ BAD_NUMBERS = [
     ({"local_window_size": np.array([3, 2])}, r"local_window_size must be .*got array\(\[3, 2\]\)"),
     ({"local_window_size": np.array(3.7)}, r"local_window_size must be .*got array\(3.7\)"),
     ({"query_offset": np.array(2.5)}, "query_offset must be an int, or .*got float32"),
-    ({"query_offset": 2**31}, "query_offset must be a position, up to .*got 2147483648"),
+    ({"query_offset": 2**31}, "query_offset must lie between .*got 2147483648"),
     ({"scale": 1j}, "scale must be a number or an array .*got 1j"),
     ({"scale": "1"}, "scale must be a number or an array .*got '1'"),
     ({"score_mod": 3}, r"score_mod must be a function \(logit, b, h, i, j\), got 3"),
