@@ -65,7 +65,7 @@ class Tiles:
         lengths = (x.query.shape[-3], x.key.shape[-3])
         tile = config.tile if x.layout is None else x.layout.tile
         if tiling.is_open(*lengths):
-            return Whole(tile or (1, 1), lengths, True)
+            return Whole(lengths, lengths, always_masked=True)
         if tile is None:
             tile = tile_of(config, x, "backward" if backward else "forward")
         masked = any(a is not None for a in (x.mask, x.key_mask, x.segments))

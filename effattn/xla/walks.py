@@ -253,31 +253,6 @@ class Window(Walk):
 class Whole(Walk):
     """One tile of all queries and keys, for lengths that an exported program leaves open."""
 
-    @property
-    def query_tile(self) -> int:
-        """The query length."""
-        return self.lengths[0]
-
-    @property
-    def query_tiles(self) -> int:
-        """1."""
-        return 1
-
-    @property
-    def queries_overlap(self) -> bool:
-        """False: there is one tile."""
-        return False
-
-    @property
-    def key_tile(self) -> int:
-        """The key length."""
-        return self.lengths[1]
-
-    @property
-    def keys_overlap(self) -> bool:
-        """False: there is one tile."""
-        return False
-
     def query_start(self, n) -> jax.Array:
         """Position 0."""
         return jnp.zeros((), jnp.int32)
