@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
-from effattn.arrays.combine import combine, combine_at
+from effattn.arrays.combine import combine_at, combine_one_by_one
 from effattn.arrays.gathers import inverse_of, permute, pick
 from effattn.arrays.segments import valid
 from effattn.cores import attention
@@ -259,10 +259,10 @@ def _attend_packed(tokens: Tokens, centroids, size: int, given: attention.Argume
     routes = tokens.query_route, tokens.key_route
     # Sorting puts the members of a document at its start, for queries and keys alike.
     (ids,) = sort((documents,), num_keys=1)
-    arrays = learnt, (routes, present, documents, ids, jnp.moveaxis(centroids, -2, 0))
+    arrays = learnt, (routes, present, documents, ids), jnp.moveaxis(centroids, -2, 0)
 
     def attend(learnt, fixed, centroid):
-        routes, present, documents, ids, _ = fixed
+        routes, present, documents, ids = fixed
         queries, keys = (
             ranked(route, centroid, size, one, documents)
             for route, one in zip(routes, present, strict=True)
@@ -281,52 +281,8 @@ def _attend_packed(tokens: Tokens, centroids, size: int, given: attention.Argume
         out = out.astype(lse.dtype)
         return tuple(permute(x, queries.inverse, queries.order) for x in (out, lse))
 
-    out, lse = _over_clusters(attend, *mesh_axes.vary_alike(arrays))
+    out, lse = combine_one_by_one(attend, *mesh_axes.vary_alike(arrays))
     return out.astype(tokens.value.dtype), lse
-
-
-# Custom VJP: autodiff of the scan would keep the results of all clusters.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _over_clusters(attend, learnt, fixed):
-    """Softmax over all clusters of a query, with one cluster in memory at a time.
-
-    `attend(learnt, fixed, centroid)` returns the output `(*B, N, T, Hv)` of one cluster and the
-    log-sum-exp `(*B, N, T)`, which is `dtypes.lowest` for tokens outside the cluster. The last
-    entry of `fixed` holds the centroids.
-    """
-
-    def step(so_far, centroid):
-        return combine(*zip(so_far, attend(learnt, fixed, centroid), strict=True)), None
-
-    *_, centroids = fixed
-    so_far, _ = lax.scan(step, attend(learnt, fixed, centroids[0]), centroids[1:])
-    return so_far
-
-
-def _over_clusters_fwd(attend, learnt, fixed):
-    out, lse = _over_clusters(attend, learnt, fixed)
-    return (out, lse), (learnt, fixed, out, lse)
-
-
-def _over_clusters_bwd(attend, residuals, cotangents):
-    learnt, fixed, out, lse = residuals
-    d_out, d_lse = cotangents
-    delta = (d_out * out).sum(-1) - d_lse  # with the gradient of the log-sum-exp
-
-    def step(total, centroid):
-        (own, own_lse), pull = jax.vjp(lambda x: attend(x, fixed, centroid), learnt)
-        weight = jnp.where(own_lse == dtypes.lowest(lse.dtype), 0, jnp.exp(own_lse - lse))
-        d_own = weight[..., None] * d_out, weight * ((d_out * own).sum(-1) - delta)
-        return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, pull(d_own)[0]), None
-
-    def nothing(x):
-        return mesh_axes.vary_like(x, jnp.zeros(x.shape, dtypes.common(x.dtype, lse.dtype)))
-
-    total, _ = lax.scan(step, jax.tree.map(nothing, learnt), fixed[-1])
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, learnt), None
-
-
-_over_clusters.defvjp(_over_clusters_fwd, _over_clusters_bwd)
 
 
 def _attend_examples(query, key, value, given: attention.Arguments, **within):

@@ -130,7 +130,7 @@ class ScoredTiles(Tiles):
         if config.pattern is not None:
             allowed.append(config.pattern.allows(i, j, h))
         if self.walk.keys_overlap or x.layout is not None:
-            index = self._along_keys(patch, patch.key_start, ahead=1)
+            index = self.key_positions(patch)
             of_new = self._along_keys(patch, patch.new_key)
             allowed.append(lead(index, axes) >= lead(of_new, axes))
         if self.rows_differ:

@@ -41,14 +41,17 @@ class _Span(NamedTuple):
     chunk: int
 
 
+def _block_length(chunk):
+    return min(max(BLOCK // chunk, 1), CHUNKS_OF_BLOCK) * chunk
+
+
 def _spans(length: int, chunk: int, block: int | None) -> list[_Span]:
     """Spans that cover the sequence: all whole blocks, then the rest as one shorter block.
 
     At most two spans, because each span adds one loop body to compile.
     """
     chunk = min(chunk, max(length, 1))
-    if block is None:
-        block = min(max(BLOCK // chunk, 1), CHUNKS_OF_BLOCK) * chunk
+    block = block or _block_length(chunk)
     in_blocks = length // block * block
     rest = length - in_blocks
     spans = [
@@ -68,7 +71,7 @@ def _in_spans(config, x: Inputs, blocks: "Blocks") -> tuple[Inputs, list[_Span]]
     length: Any = first.shape[axis]
     if isinstance(length, int):
         return x, _spans(length, config.chunk, blocks.length)
-    block = blocks.length or min(max(BLOCK // config.chunk, 1), CHUNKS_OF_BLOCK) * config.chunk
+    block = blocks.length or _block_length(config.chunk)
     span = _Span(0, -(-length // block), block, config.chunk)
     tokens = x.tokens or Tokens()
     key_mask = tokens.key_mask
