@@ -42,7 +42,7 @@ Run = tuple[tuple[str, ...], str | None]
 # The tests of the files that several mechanisms share, by the path below `effattn`.
 RULES: dict[str, tuple[Run, ...]] = {
     r"(cores|xla|interfaces)/(block_\w+|tiling|walks)": (
-        (("tests/xla/test_block_attention.py", "tests/xla/test_tiling.py"), None),
+        (("tests/xla/test_block_attention.py", "tests/xla/test_walks.py"), None),
         (("tests/functional/test_softmax.py",), None),
         (("tests/laws",), "softmax or sliding_window or bigbird"),
     ),

@@ -228,6 +228,17 @@ def test_cudnn_refuses_what_jax_nn_lacks(option, calls_of_jax_nn):
     assert calls_of_jax_nn == []
 
 
+def test_cudnn_gives_way_to_a_gpu_kernel_named_before_it_but_not_to_a_cpu_kernel(calls_of_jax_nn):
+    def program(*names):
+        call = functools.partial(dot_product_attention, scale=0.25, implementation=names)
+        return str(jax.make_jaxpr(lambda arrays: call(**arrays))(IN_16_BITS))
+
+    assert "custom_vjp" in program("triton", "cudnn")
+    assert "custom_vjp" in program("xla", "cudnn")
+    assert "custom_vjp" not in program("cudnn", "xla")
+    assert "custom_vjp" not in program("llvm", "cudnn", "xla")
+
+
 def test_cudnn_that_is_not_there_is_refused_or_passed_over():
     with pytest.raises(NotImplementedError, match="cudnn.*refused"):
         trace(dot_product_attention, IN_16_BITS, implementation="cudnn")
