@@ -244,7 +244,7 @@ def segment_ids(
 
 
 def is_pair(value, shape):
-    """Whether the value is a pair (query ids, key ids); a list of ids of `shape` is one array."""
+    """True if the value is a pair (query ids, key ids); a list of ids of `shape` is one array."""
     if not isinstance(value, list):
         return isinstance(value, tuple)
     numbers = known(value)
@@ -463,14 +463,14 @@ def share(name: str, value: Any) -> float:
 
 
 def _is_key(rng):
-    """Whether the value is a single key of `jax.random.key` or the older `PRNGKey`."""
+    """True if the value is a single key of `jax.random.key` or the older `PRNGKey`."""
     if isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng.ndim == 0
     return isinstance(rng, jax.Array | np.ndarray) and rng.dtype == np.uint32 and rng.ndim == 1
 
 
 def is_integer(value: Any) -> bool:
-    """Whether the value is an integer of Python or NumPy; bools do not count."""
+    """True if the value is an integer of Python or NumPy; bools do not count."""
     if isinstance(value, np.ndarray):
         return value.ndim == 0 and np.issubdtype(value.dtype, np.integer)
     return hasattr(value, "__index__") and not isinstance(value, bool | np.bool_ | jax.Array)

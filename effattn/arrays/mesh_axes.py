@@ -14,7 +14,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def explicit(x: jax.Array) -> bool:
-    """Whether the mesh of the array has explicit axes."""
+    """True if the mesh of the array has explicit axes."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 

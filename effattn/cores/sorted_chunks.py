@@ -131,7 +131,7 @@ def softmax_over(
 
 
 def _meets(seen, is_causal):
-    """Returns whether queries `sees (..., m)` attend to keys `is_at (..., s)`: `(..., m, s)`."""
+    """True where queries `sees (..., m)` attend to keys `is_at (..., s)`: `(..., m, s)`."""
     sees, is_at = seen
     (first, second), is_at = (x[..., None] for x in sees), is_at[..., None, :]
     if is_causal:

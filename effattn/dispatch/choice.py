@@ -92,7 +92,7 @@ def requested(value: Any) -> tuple[str, ...] | None:
 
 
 def asks_for_gpu_kernels(value: Any, suited: tuple[str, ...]) -> bool:
-    """Whether an argument `implementation` asks for a Pallas kernel.
+    """True if an argument `implementation` asks for a Pallas kernel.
 
     None asks for a kernel if kernels are the default for the call on this machine; `suited` is as
     in `Call`.
@@ -237,7 +237,7 @@ def _gpu_kernels_are_faster():
 
 
 def _for_one_device():
-    """Whether there is one device only, or the trace is inside a `shard_map` over all mesh axes."""
+    """True if there is one device only, or the trace is inside a `shard_map` over all mesh axes."""
     axes = jax.sharding.get_abstract_mesh().axis_types
     return jax.device_count() == 1 or {jax.sharding.AxisType.Manual} == {*axes}
 

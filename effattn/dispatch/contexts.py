@@ -33,7 +33,7 @@ def how_interpreted() -> Any:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels that are traced now will run in the interpreter."""
+    """True if kernels that are traced now will run in the interpreter."""
     return bool(how_interpreted())
 
 

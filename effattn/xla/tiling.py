@@ -19,7 +19,7 @@ def known_product(sizes: Iterable[Any]) -> int:
 
 
 def is_open(*lengths: Any) -> bool:
-    """Whether an exported program leaves one of the lengths open."""
+    """True if an exported program leaves one of the lengths open."""
     return not all(isinstance(length, int) for length in lengths)
 
 

@@ -87,7 +87,7 @@ class Walk:
 
     @property
     def queries_overlap(self) -> bool:
-        """Whether the last query tile overlaps the previous one."""
+        """True if the last query tile overlaps the previous one."""
         return self.lengths[0] % self.query_tile != 0
 
     @property
@@ -97,7 +97,7 @@ class Walk:
 
     @property
     def keys_overlap(self) -> bool:
-        """Whether the last key tile overlaps the previous one."""
+        """True if the last key tile overlaps the previous one."""
         return self.lengths[1] % self.key_tile != 0
 
     def query_start(self, n) -> jax.Array:
@@ -162,7 +162,7 @@ class Window(Walk):
 
     @property
     def keys_overlap(self) -> bool:
-        """Whether the last key tile overlaps the previous one."""
+        """True if the last key tile overlaps the previous one."""
         return self.band is None and self.lengths[1] % self.key_tile != 0
 
     @property
