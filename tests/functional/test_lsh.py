@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from effattn import dot_product_attention, lsh_attention, lsh_rotations
+from effattn.cores import sorted_runs
 from effattn.functional import lsh as module
 from effattn.nn import LSHSelfAttention
 from tests.laws.battery import assert_close
@@ -37,7 +38,7 @@ def x64():
 @pytest.fixture(autouse=True)
 def several_pieces(monkeypatch):
     """Of a round, and the last with an empty tile."""
-    monkeypatch.setattr(module, "_TOKENS_AT_A_TIME", 9)
+    monkeypatch.setattr(sorted_runs, "_TOKENS_AT_A_TIME", 9)
 
 
 def draw(length=LENGTH, batch=(2,), dtype=np.float64, **options):
