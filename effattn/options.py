@@ -10,8 +10,14 @@ arguments of the groups as `**options: Unpack[...]`; `declared` makes that a pla
     @declared
     def my_attention(query, key, value, *, rate, **options: Unpack[Options]): ...
 
-`*B` are the batch dimensions, any number of them; T is the query length, S the key length, N the
-number of query heads.
+Shapes: `query (*B, T, N, H)`, `key (*B, S, K, H)` and `value (*B, S, K, Hv)`, with any number of
+batch dimensions `*B`, also none. T is the query length, S the key length, N the number of query
+heads, and K the number of key heads. N is a multiple of K, and query head n reads key head
+n // (N // K).
+
+Errors that mechanisms share: `ValueError` for wrong shapes, dtypes or values; `NotImplementedError`
+if a named implementation does not take the call; `TypeError` in forward-mode differentiation of a
+computation with a custom VJP, such as softmax attention or a causal recurrence.
 """
 
 import inspect
@@ -221,6 +227,13 @@ class Chunk(TypedDict, total=False):
 
 class Softmax(Padding, Scale, SoftCap, Dropout, Residual, Execution, total=False):
     """Options of softmax mechanisms: padding, scale, soft cap, dropout, residual and execution."""
+
+
+class Elementwise(
+    Direction, Offset, Window, Padding, Packing, Scale, SoftCap, Score, Dropout, Tile, Execution,
+    total=False,
+):  # fmt: skip
+    """Options of attention whose weights are functions of one logit each, without a softmax."""
 
 
 class Recurrent(Padding, Packing, State, Chunk, Execution, total=False):

@@ -41,12 +41,12 @@ Run = tuple[tuple[str, ...], str | None]
 
 # The tests of the files that several mechanisms share, by the path below `effattn`.
 RULES: dict[str, tuple[Run, ...]] = {
-    r"(cores|xla|interfaces)/(block_attention|tiling)": (
-        (("tests/xla/test_block_attention.py", "tests/xla/test_tiling.py"), None),
+    r"(cores|xla|interfaces)/(block_\w+|tiling|walks)": (
+        (("tests/xla/test_block_attention.py", "tests/xla/test_walks.py"), None),
         (("tests/functional/test_softmax.py",), None),
         (("tests/laws",), "softmax or sliding_window or bigbird"),
     ),
-    r"(cores|interfaces|xla)/linear_recurrence|cores/documents|xla/recurrent_chunks": (
+    r"(cores|interfaces|xla)/linear_(recurrence|sum)|cores/documents|xla/recurrent_\w+": (
         (("tests/xla/test_linear_recurrence.py", "tests/cores/test_recurrence.py"), None),
         (("tests/laws",), "linear or rwkv6 or gated_delta_net or performer"),
     ),
@@ -76,9 +76,21 @@ RULES: dict[str, tuple[Run, ...]] = {
         (("tests/arrays/test_segments.py",), None),
         (("tests/laws",), "softmax or linear or mamba or lsh"),
     ),
-    r"cores/(attention|folding)|arrays/combine": (
+    r"cores/(attention|folding|score_mod)|arrays/combine": (
         (("tests/arrays/test_combine.py", "tests/functional/test_softmax.py"), None),
         (("tests/laws",), "softmax or sliding_window or longformer or hierarchical"),
+    ),
+    r"cores/segment_means": (
+        (("tests/functional/test_nystrom.py",), None),
+        (("tests/laws",), "nystrom"),
+    ),
+    r"cores/pooling": (
+        (("tests/functional/test_hierarchical.py",), None),
+        (("tests/laws",), "hierarchical"),
+    ),
+    r"cores/sorted_\w+": (
+        (("tests/functional/test_lsh.py",), None),
+        (("tests/laws",), "lsh"),
     ),
     r"cores/feature_maps": (
         (("tests/cores/test_feature_maps.py",), None),

@@ -244,7 +244,7 @@ def segment_ids(
 
 
 def is_pair(value, shape):
-    """Whether the value is a pair (query ids, key ids); a list of ids of `shape` is one array."""
+    """True if the value is a pair (query ids, key ids); a list of ids of `shape` is one array."""
     if not isinstance(value, list):
         return isinstance(value, tuple)
     numbers = known(value)
@@ -298,8 +298,8 @@ def window(value: Any) -> tuple[int, int]:
         or not all(is_integer(w) and w >= 0 for w in pair)
     ):
         raise ValueError(
-            "local_window_size must be an int or a pair (left, right) of ints, 0 or more: the "
-            f"tokens on each side that a token sees besides itself; got {value!r}"
+            "local_window_size must be an int or a pair (left, right) of ints, 0 or more: how many "
+            f"tokens on each side a token sees besides itself; got {value!r}"
         )
     return min(int(pair[0]), _FAR), min(int(pair[1]), _FAR)
 
@@ -339,7 +339,7 @@ def offset(value: Any, batch: Sequence[int]) -> int | jax.Array:
     """Checks `query_offset`: an int, or an int array `()` or `(*B)`."""
     if is_integer(value):
         if abs(value) > _FAR:
-            raise ValueError(f"query_offset must be a position, up to 2**30, got {value!r}")
+            raise ValueError(f"query_offset must lie between -2**30 and 2**30, got {value!r}")
         return int(value)
     array = as_array("query_offset", value)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape not in ((), tuple(batch)):
@@ -463,14 +463,14 @@ def share(name: str, value: Any) -> float:
 
 
 def _is_key(rng):
-    """Whether the value is a single key of `jax.random.key` or the older `PRNGKey`."""
+    """True if the value is a single key of `jax.random.key` or the older `PRNGKey`."""
     if isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng.ndim == 0
     return isinstance(rng, jax.Array | np.ndarray) and rng.dtype == np.uint32 and rng.ndim == 1
 
 
 def is_integer(value: Any) -> bool:
-    """Whether the value is an integer of Python or NumPy; bools do not count."""
+    """True if the value is an integer of Python or NumPy; bools do not count."""
     if isinstance(value, np.ndarray):
         return value.ndim == 0 and np.issubdtype(value.dtype, np.integer)
     return hasattr(value, "__index__") and not isinstance(value, bool | np.bool_ | jax.Array)
@@ -481,7 +481,7 @@ def at_least(name: str, value: Any, least: int, of: str = "") -> int:
     if not is_integer(value) or value < least:
         raise ValueError(f"{name} must be an int, {least} or more{of and ' ' + of}, got {value!r}")
     if value > _MOST:
-        raise ValueError(f"{name} must be at most {_MOST}, as int32 counts it, got {value!r}")
+        raise ValueError(f"{name} must be at most {_MOST}, the largest int32, got {value!r}")
     return int(value)
 
 
@@ -490,9 +490,9 @@ def known_length(mechanism: str, *arrays: jax.Array, axis: int = -3) -> None:
     for array in arrays:
         if array.ndim >= -axis and not isinstance(array.shape[axis], int):
             raise ValueError(
-                f"{mechanism} needs to know how many tokens there are when it is traced, and got "
-                f"an open length, {array.shape[axis]}: export a program for each length, or one "
-                "for the longest and pass the lengths of rows; dot_product_attention, "
+                f"{mechanism} needs to know how many tokens there are when it is traced, got the "
+                f"open length {array.shape[axis]}: export one program for each length, or one for "
+                "the longest, called with the lengths of rows; dot_product_attention, "
                 "sliding_window_attention and linear_attention may be exported with an open length"
             )
 

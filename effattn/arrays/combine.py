@@ -1,12 +1,15 @@
-"""Combination of softmax attention outputs over disjoint key sets."""
+"""Combination of softmax attention outputs over key sets, by their log-sum-exps."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays.gathers import largest_of, pick, spread
 
 
 def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -45,7 +48,7 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
         jnp.where(is_empty, jnp.finfo(lse.dtype).min, lse)
         for lse, is_empty in zip(lses, empty, strict=True)
     ]
-    largest = jax.lax.stop_gradient(functools.reduce(jnp.maximum, finite))
+    largest = lax.stop_gradient(functools.reduce(jnp.maximum, finite))
     shift = jnp.where(nothing, 0, largest)
     weights = [
         jnp.exp(lse - shift) * (~is_empty).astype(lse.dtype)
@@ -56,5 +59,78 @@ def combine(outputs: Sequence[jax.Array], lses: Sequence[jax.Array]) -> tuple[ja
     mixed = functools.reduce(jnp.add, (dtypes.product(w[..., None], out) for w, out in parts))
     out = (mixed / total[..., None]).astype(outputs[0].dtype)
     # Rows without keys keep the value that the parts use for them: -inf or `dtypes.lowest`.
-    of_nothing = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
+    of_nothing = lax.stop_gradient(functools.reduce(jnp.maximum, lses))
     return out, jnp.where(nothing, of_nothing, shift + jnp.log(total))
+
+
+def combine_at(
+    out: jax.Array, lse: jax.Array, at: jax.Array, length: int
+) -> tuple[jax.Array, jax.Array]:
+    """Like `combine`, for parts that have outputs for some tokens only, such as clusters.
+
+    Args:
+      out: `(*B, N, C, M, Hv)`, the outputs of C parts for M tokens each.
+      lse: `(*B, N, C, M)`, `dtypes.lowest` for entries that do not count.
+      at: int `(*B, N, C, M)`, the token of each entry; a part has each token at most once.
+      length: number of tokens T.
+
+    Returns:
+      The output `(*B, N, T, Hv)` and the log-sum-exp `(*B, N, T)`; zeros and `dtypes.lowest` for
+      tokens in no part.
+    """
+    lowest = dtypes.lowest(lse.dtype)
+    largest = largest_of(lax.stop_gradient(lse), at, length)
+    largest = jnp.where(largest == lowest, 0, largest)
+    weights = jnp.where(lse == lowest, 0, jnp.exp(lse - pick(largest, at)))
+    total = spread(weights, at, length)
+    mixed = spread(dtypes.product(weights[..., None], out), at, length)
+    total_or_one = jnp.where(total == 0, 1, total)
+    out = (mixed / total_or_one[..., None]).astype(out.dtype)
+    return out, jnp.where(total == 0, lowest, largest + jnp.log(total_or_one))
+
+
+# Custom VJP: autodiff of the scan would keep the results of all parts.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine_one_by_one(
+    attend: Callable[..., tuple[jax.Array, jax.Array]], learnt: Any, fixed: Any, parts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`combine` of parts that are computed one after the other, with one part in memory at a time.
+
+    Args:
+      attend: `(learnt, fixed, part)` to the output `(*B, T, N, Hv)` and log-sum-exp `(*B, T, N)` of
+        a part, both of at least float32.
+      learnt: pytree of arrays with gradients.
+      fixed: pytree of arrays without gradients.
+      parts: the parts, one for each entry of the first axis; without gradients.
+    """
+
+    def step(so_far, part):
+        return combine(*zip(so_far, attend(learnt, fixed, part), strict=True)), None
+
+    return lax.scan(step, attend(learnt, fixed, parts[0]), parts[1:])[0]
+
+
+def _one_by_one_fwd(attend, learnt, fixed, parts):
+    out, lse = combine_one_by_one(attend, learnt, fixed, parts)
+    return (out, lse), (learnt, fixed, parts, out, lse)
+
+
+def _one_by_one_bwd(attend, residuals, cotangents):
+    learnt, fixed, parts, out, lse = residuals
+    d_out, d_lse = cotangents
+    delta = (d_out * out).sum(-1) - d_lse  # with the gradient of the log-sum-exp
+
+    def step(total, part):
+        (own, own_lse), pull = jax.vjp(lambda x: attend(x, fixed, part), learnt)
+        weight = jnp.where(own_lse == dtypes.lowest(lse.dtype), 0, jnp.exp(own_lse - lse))
+        d_own = weight[..., None] * d_out, weight * ((d_out * own).sum(-1) - delta)
+        return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, pull(d_own)[0]), None
+
+    def nothing(x):
+        return mesh_axes.vary_like(x, jnp.zeros(x.shape, dtypes.common(x.dtype, lse.dtype)))
+
+    total, _ = lax.scan(step, jax.tree.map(nothing, learnt), parts)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, learnt), None, None
+
+
+combine_one_by_one.defvjp(_one_by_one_fwd, _one_by_one_bwd)

@@ -14,23 +14,23 @@ from effattn.arrays import dtypes, mesh_axes
 
 @jax.custom_vjp
 def permute(x, order, inverse):
-    """Permutes the tokens of `x (*B, N, T, ...)` by `order (*B, N, T)`; `inverse` undoes it."""
-    return _take(x, order)
+    """Permutes the tokens of `x (*B, T, ...)` by `order (*B, T)`; `inverse` undoes it."""
+    return _at(x, order)
 
 
 def _permute_fwd(x, order, inverse):
-    return _take(x, order), inverse
+    return _at(x, order), inverse
 
 
 def _permute_bwd(inverse, d_out):
-    return _take(d_out, inverse), None, None
+    return _at(d_out, inverse), None, None
 
 
 permute.defvjp(_permute_fwd, _permute_bwd)
 
 
 def inverse_of(order):
-    """Inverse permutation of `order (*B, N, T)`."""
+    """Inverse permutation of `order (..., T)`."""
 
     def of_one(order):
         token = jnp.arange(len(order), dtype=order.dtype)
@@ -39,7 +39,7 @@ def inverse_of(order):
     return _over(order.ndim - 1, of_one)(order)
 
 
-def _take(x, at):
+def _at(x, at):
     return _over(at.ndim - 1, lambda x, at: x.at[at].get(mode="clip"))(x, at)
 
 
@@ -48,6 +48,31 @@ def _over(axes: int, function):
     for _ in range(axes):
         function = jax.vmap(function)
     return function
+
+
+@jax.custom_vjp
+def take(x, indices, readers):
+    """Gathers `x[indices]` from `x (L, ...)`; rows may be read several times, or never.
+
+    `readers (L, p)` holds the flat positions of each row in `indices`, or -1. The backward pass
+    gathers by `readers` in place of a scatter, and sums in a fixed order.
+    """
+    return jnp.take(x, indices, 0, mode="clip")
+
+
+def _take_fwd(x, indices, readers):
+    return take(x, indices, readers), (readers, indices.ndim)
+
+
+def _take_bwd(residuals, cotangent):
+    readers, axes = residuals
+    cotangent = cotangent.reshape(-1, *cotangent.shape[axes:])
+    found = jnp.take(cotangent, jnp.maximum(readers, 0), 0, mode="clip")
+    is_read = readers.reshape(*readers.shape, *[1] * (found.ndim - 2)) >= 0
+    return jnp.where(is_read, found, 0).sum(1), None, None
+
+
+take.defvjp(_take_fwd, _take_bwd)
 
 
 def pick(x, at):

@@ -14,7 +14,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def explicit(x: jax.Array) -> bool:
-    """Whether the mesh of the array has explicit axes."""
+    """True if the mesh of the array has explicit axes."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
@@ -114,8 +114,8 @@ def within_placed(like: jax.Array, traced: str) -> Iterator[None]:
         if "should match the aval mesh" not in str(error):
             raise
         raise ValueError(
-            f"{traced} closes over an array on a mesh with explicit axes: there it takes constants "
-            "of NumPy alone; make the mesh with jax.sharding.AxisType.Auto"
+            f"{traced} closes over an array on a mesh with explicit axes, where it may close over "
+            "NumPy arrays only; make the mesh with jax.sharding.AxisType.Auto"
         ) from error
 
 

@@ -21,9 +21,9 @@ def only(mechanism: str, alternative: str) -> Iterator[None]:
         if not any(sign in str(error) for sign in ("forward-mode", "'custom_lin'")):
             raise
         raise TypeError(
-            f"{mechanism} has a derivative in reverse mode only (its backward recomputes, and "
-            "keeps memory linear): use jax.grad, jax.vjp or jax.jacrev; for a derivative along a "
-            f"tangent take jax.jvp of {alternative}"
+            f"{mechanism} has a derivative in reverse mode only (its custom backward pass saves "
+            "memory): use jax.grad, jax.vjp or jax.jacrev; for a derivative along a tangent use "
+            f"jax.jvp of {alternative}"
         ) from error
 
 

@@ -17,6 +17,17 @@ def within(lengths: jax.Array, size: int) -> jax.Array:
     return lead(jnp.arange(size), lengths.ndim + 1) < lengths[..., None]
 
 
+def valid(lengths: jax.Array | None, segment_ids: jax.Array | None, size: int) -> jax.Array | None:
+    """Mask of the tokens that are not padding, bool `(*B, size)`; None if all are valid."""
+    before_end = None if lengths is None else within(lengths, size)
+    return both(before_end, None if segment_ids is None else segment_ids != 0)
+
+
+def both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
+    """Logical and of two masks; None is a mask that is True everywhere."""
+    return one if other is None else other if one is None else one & other
+
+
 def positions_from(first: jax.Array, size: int) -> jax.Array:
     """Consecutive positions `(*B, size)` that start at `first (*B)`."""
     return first[..., None] + lead(jnp.arange(size, dtype=jnp.int32), first.ndim + 1)

@@ -6,50 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from effattn import dispatch
 from effattn.arrays import checks, dropout, dtypes, mesh_axes, reverse_mode
 from effattn.arrays.combine import combine
-from effattn.arrays.segments import within
+from effattn.arrays.segments import both, valid
 from effattn.cores import block_attention
+from effattn.cores.score_mod import Then, without_closure
 from effattn.interfaces.block_attention import Config, Inputs, Origin
 from effattn.options import ScoreMod
 from effattn.patterns.layouts import BlockLayout
-from effattn.xla import tiling
-
-
-class Score:
-    """Base class of `score_mod`s that mechanisms define; subclasses are frozen dataclasses.
-
-    Equal instances without arrays reuse one compiled program. A new function compiles anew at
-    each call.
-    """
-
-    def __call__(self, logit, b, h, i, j) -> jax.Array:
-        """The logit of query i and key j."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class Then(Score):
-    """Affine map of logits, applied after the caller's `score_mod`.
-
-    Attributes:
-      before: the caller's `score_mod`; None for none.
-      multiply: factor.
-      add: summand.
-    """
-
-    before: ScoreMod | None = None
-    multiply: float = 1.0
-    add: float = 0.0
-
-    def __call__(self, logit, b, h, i, j) -> jax.Array:
-        """The logit of query i and key j."""
-        logit = logit if self.before is None else self.before(logit, b, h, i, j)
-        return logit * self.multiply + self.add
+from effattn.xla import cudnn, tiling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +25,8 @@ class Arguments:
     """Checked arguments of a softmax mechanism, except query, key and value.
 
     The fields from `origin` on are set by mechanisms only; `Config` and `Inputs` in
-    `effattn.interfaces.block_attention` document them.
+    `effattn.interfaces.block_attention` document them, and `by_cudnn` adds the implementation
+    "cudnn".
     """
 
     bias: jax.Array | None
@@ -85,6 +54,7 @@ class Arguments:
     layout: BlockLayout | None = None
     additive: jax.Array | None = None
     activation: str | None = None
+    by_cudnn: bool = False
 
 
 def check(
@@ -136,7 +106,7 @@ def check(
         if mask.dtype != jnp.bool_:
             raise ValueError(
                 f"mask must be bool, True where a pair may attend, got dtype {mask.dtype}; an "
-                "additive mask is a bias"
+                "additive mask is a bias: pass it as bias"
             )
     return Arguments(
         bias=bias,
@@ -177,11 +147,11 @@ def attend(
     keys, key_heads = key.shape[-3:-1]
     by_group = (key_heads, heads // key_heads)
 
-    key_mask, mask = _valid(given.key_lengths, keys), given.mask
+    key_mask, mask = valid(given.key_lengths, None, keys), given.mask
     if mask is not None and mask.shape[-2] == mask.shape[-3] == 1:
         of_keys = jnp.broadcast_to(mask[..., 0, 0, :], (*batch, keys))
-        key_mask, mask = of_keys if key_mask is None else key_mask & of_keys, None
-    query_mask = _present_queries(queries, given)
+        key_mask, mask = both(key_mask, of_keys), None
+    query_mask, whole = _present_queries(queries, given), (query, key, value)
     query, key, value = without_padding(query, key, value, given, key_mask)
     left, right = given.window or (None, None)
     if given.is_causal:
@@ -189,7 +159,7 @@ def attend(
     offset, scale, rng = given.query_offset, given.scale, given.dropout_rng
     score_mod, constants = None, ()
     if given.score_mod is not None:
-        score_mod, constants = _without_closure(given.score_mod, (query, key, value))
+        score_mod, constants = without_closure(given.score_mod, (query, key, value))
     rows, layout = tiling.known_product(batch) * heads, given.layout
     config = Config(
         tile=given.tile if layout is None else layout.tile,
@@ -223,8 +193,16 @@ def attend(
         layout=layout,
     )
     call = block_attention.call(given.mechanism, config, operands)
-    implementations = dispatch.choose(given.implementation, call)
-    config = dataclasses.replace(config, implementations=implementations)
+    if given.by_cudnn:
+        refusal = functools.partial(cudnn.refusal, *whole, given)
+        call = call.with_implementation("cudnn", refusal, cudnn.LIMITS)
+    chosen = dispatch.choose(given.implementation, call)
+    if "cudnn" in chosen.names:
+        # cuDNN accepts calls on machines with a GPU only, so a GPU kernel before it runs instead.
+        if next(n for n in chosen.names if dispatch.PLATFORMS[n] in ("cuda", None)) == "cudnn":
+            return cudnn.attend(*whole, given)
+        chosen = chosen._replace(names=tuple(n for n in chosen.names if n != "cudnn"))
+    config = dataclasses.replace(config, implementations=chosen)
     with reverse_mode.only("softmax attention in tiles", "jax.nn.dot_product_attention"):
         *axes, _ = mesh_axes.spec(query)
         specs = PartitionSpec(*axes, None), PartitionSpec(*axes)
@@ -234,10 +212,29 @@ def attend(
         out, lse = run(operands)
     if given.sink is not None:
         out, lse = _with_sink(out, lse, given.sink)
-    out = _zero_where_absent(out, query_mask)
-    if query_mask is not None:
-        lse = jnp.where(query_mask[..., None], lse, dtypes.lowest(lse.dtype))
-    return out, lse
+    return clear_rows(out, lse, query_mask)
+
+
+def clear_rows(
+    out: jax.Array, lse: jax.Array, present: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Clears rows: where `present (*B, T)` is False, the results are those of rows without keys."""
+    if present is not None:
+        lse = jnp.where(present[..., None], lse, dtypes.lowest(lse.dtype))
+    return _zero_where_absent(out, present), lse
+
+
+def attend_elementwise(
+    activation: str, query: jax.Array, key: jax.Array, value: jax.Array, given: Arguments, **affine
+) -> jax.Array:
+    """Attention with `Config.activation` of the logits in place of the softmax.
+
+    The logits pass through `Then(**affine)` first.
+    """
+    score_mod = Then(given.score_mod, **affine)
+    given = dataclasses.replace(given, score_mod=score_mod, activation=activation)
+    with jax.named_scope(given.mechanism):
+        return attend(query, key, value, given)[0]
 
 
 def without_padding(
@@ -245,7 +242,7 @@ def without_padding(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query, key and value with zeros in the padding, so that a NaN there reaches no gradient."""
     query_mask = _present_queries(query.shape[-3], given)
-    present = _all_of(key_mask, _present_keys(key.shape[-3], given))
+    present = both(key_mask, _present_keys(key.shape[-3], given))
     return (
         _zero_where_absent(query, query_mask),
         _zero_where_absent(key, present),
@@ -269,24 +266,12 @@ def _bias_without_padding(given, queries, keys):
 
 def _present_queries(queries, given):
     """Mask of the valid queries, bool `(*B, T)`; None if all are valid."""
-    ids = given.segments and given.segments[0]
-    return _all_of(_valid(given.query_lengths, queries), None if ids is None else ids != 0)
+    return valid(given.query_lengths, given.segments and given.segments[0], queries)
 
 
 def _present_keys(keys, given):
     """Mask of the valid keys, bool `(*B, S)`; None if all are valid."""
-    ids = given.segments and given.segments[1]
-    return _all_of(_valid(given.key_lengths, keys), None if ids is None else ids != 0)
-
-
-def _all_of(one, other):
-    """Logical and of two masks; None is a mask that is True everywhere."""
-    return one if other is None else other if one is None else one & other
-
-
-def _valid(lengths, size):
-    """Mask bool `(*B, size)`, True before each length; None without lengths."""
-    return None if lengths is None else within(lengths, size)
+    return valid(given.key_lengths, given.segments and given.segments[1], keys)
 
 
 def _zero_where_absent(array, present):
@@ -306,51 +291,3 @@ def _with_sink(out, lse, sink):
     """Adds the sink to the softmax: one more logit, whose value is zero."""
     sink = jnp.broadcast_to(sink.astype(lse.dtype), lse.shape)
     return combine((out, jnp.zeros_like(out)), (lse, sink))
-
-
-def _without_closure(score_mod: ScoreMod, like: tuple[jax.Array, ...]):
-    """Closure conversion: `score_mod` with its closed-over arrays as an argument, and the arrays.
-
-    A custom VJP gives gradients to its arguments only, and only its arguments may be tracers of an
-    enclosing transformation. The traced logits vary over the same mesh axes as the arrays `like`.
-    """
-    example, *_ = mesh_axes.vary_alike(like)
-    dtype = dtypes.wide(*like)
-    # NumPy scalars, because JAX arrays would be placed on the current mesh.
-    logit = mesh_axes.vary_like(example, np.zeros((), dtype))
-    index = mesh_axes.vary_like(example, np.zeros((), np.int32))
-    with mesh_axes.within_placed(example, "score_mod"):
-        traced = jax.make_jaxpr(score_mod)(logit, index, index, index, index)
-    results = traced.out_avals
-    if len(results) != 1 or results[0].shape or not jnp.issubdtype(results[0].dtype, jnp.floating):
-        raise ValueError(
-            "score_mod(logit, b, h, i, j) must return one floating-point scalar for scalar "
-            f"arguments, got {', '.join(str(r) for r in results) or 'nothing'}"
-        )
-
-    if isinstance(score_mod, Score) and not traced.consts:
-        return _WithoutConstants(score_mod), ()
-
-    def with_constants(constants, *args):
-        return jax.core.eval_jaxpr(traced.jaxpr, constants, *args)[0]
-
-    constants = tuple(jnp.asarray(c) for c in traced.consts)
-    # Traced again without the arrays: the jit cache keeps `score_mod` alive, and `traced` holds
-    # the closed-over arrays.
-    with mesh_axes.within_placed(example, "score_mod"):
-        free = jax.make_jaxpr(with_constants)(constants, logit, index, index, index, index)
-
-    def without_arrays(constants, *args):
-        return jax.core.eval_jaxpr(free.jaxpr, free.consts, *constants, *args)[0]
-
-    return without_arrays, constants
-
-
-@dataclasses.dataclass(frozen=True)
-class _WithoutConstants:
-    """Adapter that drops the empty `constants` argument."""
-
-    score_mod: Score
-
-    def __call__(self, constants, *args):
-        return self.score_mod(*args)

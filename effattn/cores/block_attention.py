@@ -1,8 +1,8 @@
 """Block attention: custom VJP and choice of implementation for masked softmax attention.
 
-Each implementation is a module with four functions:
+Each implementation is a module with these functions, beside those that
+`effattn.dispatch.Implementations` names:
 
-- `refusal`: the reason why the implementation rejects a call, or None.
 - `forward`: the output, the log-sum-exp L, and the rounding error of L (`lse_error`).
 - `backward`: the gradients; it recomputes the weights as exp(logits - L).
 - `tilings`: the tile sizes that `effattn.tune` tries.
@@ -14,7 +14,6 @@ dimensions H and Hv.
 """
 
 import functools
-import importlib
 import math
 
 import jax
@@ -26,37 +25,35 @@ from effattn.arrays import dtypes, mesh_axes
 from effattn.dispatch import cache
 from effattn.interfaces.block_attention import Config, Inputs, softmax_dtype
 
-# Modules are imported on first use: most programs run no kernels.
-MODULES = {
-    "xla": "effattn.xla.block_attention",
-    "llvm": "effattn.llvm.block_attention",
-    "mosaic_gpu": "effattn.pallas.mosaic_gpu.block_attention",
-    "triton": "effattn.pallas.triton.block_attention",
-    "mosaic_tpu": "effattn.pallas.mosaic_tpu.block_attention",
-}
+IMPLEMENTATIONS = dispatch.Implementations(
+    "block attention",
+    {
+        "xla": "effattn.xla.block_attention",
+        "llvm": "effattn.llvm.block_attention",
+        "mosaic_gpu": "effattn.pallas.mosaic_gpu.block_attention",
+        "triton": "effattn.pallas.triton.block_attention",
+        "mosaic_tpu": "effattn.pallas.mosaic_tpu.block_attention",
+    },
+)
 
 
 def call(mechanism: str, config: Config, x: Inputs) -> dispatch.Call:
     """Description of the call for `dispatch.choose`."""
 
-    def module(name):
-        return importlib.import_module(MODULES[name])
-
-    def refusal(name):
-        unknown = dispatch.open_length(x.query.shape[-3], x.key.shape[-3])
-        return unknown if unknown and name != "xla" else module(name).refusal(config, x)
-
     def tilings(name):
         # Tiles that the caller or a layout fixes are not tuned.
-        return module(name).tilings(config, x) if config.tile is None and x.layout is None else {}
+        tuned = config.tile is None and x.layout is None
+        return IMPLEMENTATIONS.module(name).tilings(config, x) if tuned else {}
 
-    return dispatch.Call(
+    lengths = x.query.shape[-3], x.key.shape[-3]
+    return IMPLEMENTATIONS.call(
         mechanism,
-        {name: functools.partial(refusal, name) for name in MODULES},
-        functools.partial(signature, config, x),
-        tilings,
-        suited=dispatch.suited(x.query.dtype, x.query.shape[-3]),
-        limits=lambda name: module(name).LIMITS,
+        config,
+        x,
+        lengths=lengths,
+        signature=functools.partial(signature, config, x),
+        tilings=tilings,
+        suited=dispatch.suited(x.query.dtype, lengths[0]),
     )
 
 
@@ -131,13 +128,7 @@ def _forward(config: Config, x: Inputs, dtype):
     def form(module):
         return lambda x: module.forward(config, x, dtype)
 
-    return _run(config, form, x)
-
-
-def _run(config, form, *operands):
-    names = config.implementations.names
-    forms = {name: form(importlib.import_module(MODULES[name])) for name in names}
-    return dispatch.on_platform(config.implementations, "block attention", forms, *operands)
+    return IMPLEMENTATIONS.run(config.implementations, form, x)
 
 
 def _attend_fwd(config: Config, x: Inputs):
@@ -166,7 +157,7 @@ def _attend_bwd(config: Config, saved, cotangents):
     def form(module):
         return lambda *operands: module.backward(config, *operands)
 
-    return (_run(config, form, x, lse, d_out, delta),)
+    return (IMPLEMENTATIONS.run(config.implementations, form, x, lse, d_out, delta),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

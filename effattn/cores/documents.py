@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import mesh_axes
+from effattn.arrays.gathers import inverse_of, permute
+from effattn.arrays.segments import both
 from effattn.interfaces.linear_recurrence import Tokens
 
 
@@ -44,10 +46,10 @@ def within_documents(
     )
     queries, keys = query_ids.shape[-1], key_ids.shape[-1]
     order = jnp.argsort(jnp.concatenate([key_ids, query_ids], -1), -1, stable=True)
-    place = jnp.argsort(order, -1)
+    place = inverse_of(order)
 
     def merge(of_keys, of_queries):
-        return _permute(jnp.concatenate([of_keys, of_queries], -3), order, place)
+        return permute(jnp.concatenate([of_keys, of_queries], -3), order, place)
 
     def merge_known(of_keys, of_queries):
         return jnp.take_along_axis(jnp.concatenate([of_keys, of_queries], -1), order, -1)
@@ -66,21 +68,7 @@ def within_documents(
         tuple(merge(x, none(x, queries)) for x in key_value),
         merged._replace(starts=starts),
     )
-    return _permute(out, place, order)[..., keys:, :, :], state
-
-
-@jax.custom_vjp
-def _permute(x, order, place):
-    """Permutes the tokens of `x (*B, L, K, H)` by `order`; `place` is the inverse permutation."""
-    return jnp.take_along_axis(x, order[..., None, None], -3)
-
-
-def _permute_bwd(inverse, cotangent):
-    place, order = inverse
-    return _permute(cotangent, place, order), None, None
-
-
-_permute.defvjp(lambda x, order, place: (_permute(x, order, place), (place, order)), _permute_bwd)
+    return permute(out, place, order)[..., keys:, :, :], state
 
 
 def packed(segment_ids: jax.Array, tokens: Tokens) -> Tokens:
@@ -94,14 +82,10 @@ def packed(segment_ids: jax.Array, tokens: Tokens) -> Tokens:
     token = jnp.arange(length)
     in_document = segment_ids != 0
     first = jnp.min(jnp.where(in_document, token, length), -1, keepdims=True, initial=length)
-    written = in_document if tokens.key_mask is None else in_document & tokens.key_mask
+    written: Any = both(in_document, tokens.key_mask)
     last = lax.cummax(jnp.where(written, token, -1), axis=segment_ids.ndim - 1)
     source = jnp.where(last < 0, first, last)
     document = jnp.take_along_axis(segment_ids, source, -1, mode="clip")
     before = jnp.concatenate([document[..., :1], document[..., :-1]], -1)
     reads = in_document & (segment_ids == document)
-    return Tokens(
-        reads if tokens.query_mask is None else reads & tokens.query_mask,
-        written,
-        document != before,
-    )
+    return Tokens(both(reads, tokens.query_mask), written, document != before)

@@ -7,91 +7,31 @@ import jax
 import jax.numpy as jnp
 
 from effattn.arrays import checks, dtypes
-from effattn.arrays.segments import within
 from effattn.cores import recurrence
-from effattn.cores.documents import packed
-from effattn.cores.linear_recurrence import linear_recurrence
-from effattn.interfaces.linear_recurrence import Tokens
-from effattn.xla.linear_recurrence import linear_sum
-
-Attend = Callable[..., Any]
+from effattn.interfaces.linear_recurrence import Terms
 
 
 def check(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    segment_ids: Any = None,
-    initial_state: Any = None,
-    return_state: bool = False,
-    precision: Any = None,
-    chunk_size: Any = None,
-    implementation: Any = None,
-) -> tuple[recurrence.Arguments, Attend]:
-    """Checks the shared arguments (see `effattn.options.FeatureMapped`).
+    query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool = False, **options: Any
+) -> recurrence.Arguments:
+    """Checks the shared arguments, as `recurrence.check` does; bidirectional by default."""
+    return recurrence.check(query, key, value, is_causal=is_causal, **options)
 
-    Returns:
-      The checked arguments, and the core function for the call: `linear_recurrence` for causal or
-      packed calls, `linear_sum` otherwise.
 
-    Raises:
-      ValueError: an argument is invalid, or two arguments exclude each other.
+def attend(
+    name: str,
+    terms: Callable[[Any, Any, Any], Terms],
+    given: recurrence.Arguments,
+    parameters: Any = None,
+    *more: jax.Array,
+) -> Any:
+    """The result of a mechanism whose weights are normalised.
+
+    `terms` gets the query, and the tuple (key, value, *more).
     """
-    batch = checks.query_key_value(query, key, value)
-    queries, keys = query.shape[-3], key.shape[-3]
-    ids = checks.segment_ids(segment_ids, batch, queries, keys)
-    query_lengths = checks.lengths("query_seq_lengths", query_seq_lengths, batch)
-    key_lengths = checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
-    _check_options(batch, queries, keys, is_causal, segment_ids, initial_state, return_state)
-    query_ids, key_ids = (None, None) if ids is None else ids
-    tokens = Tokens(_mask(query_lengths, query_ids, queries), _mask(key_lengths, key_ids, keys))
-    attend: Any = linear_recurrence if is_causal else linear_sum
-    if ids is not None and is_causal:
-        tokens = packed(ids[1], tokens)
-    elif ids is not None:
-        attend = linear_recurrence  # reads the documents one after the other
-    given = recurrence.Arguments(
-        batch=batch,
-        query=query,
-        key=key,
-        value=value,
-        tokens=tokens,
-        precision=precision,
-        chunk=recurrence.check_chunk_size(chunk_size),
-        dtype=recurrence.sum_dtype(query, key, value),
-        documents=None if is_causal else ids,
-        initial_state=initial_state,
-        is_causal=is_causal,
-        return_state=return_state,
-        implementation=implementation,
-    )
-    return given, attend
-
-
-def _check_options(batch, queries, keys, is_causal, segment_ids, initial_state, return_state):
-    """`ValueError` for options that exclude each other."""
-    if is_causal and queries != keys:
-        raise ValueError(
-            f"is_causal=True needs as many queries as keys, got {queries} and {keys}; to continue "
-            "a sequence pass only its new tokens, and as initial_state the state that "
-            "return_state=True gave"
-        )
-    if is_causal and checks.is_pair(segment_ids, (*batch, keys)):
-        raise ValueError(
-            "segment_ids must be one array (*B, T) where is_causal=True, got a pair: query t and "
-            "key t are the same token"
-        )
-    with_state = initial_state is not None or return_state
-    if with_state and segment_ids is not None and not is_causal:
-        raise ValueError(
-            "initial_state and return_state with segment_ids need is_causal=True: a packed "
-            "bidirectional row has a sum for each document; pass one document a row, padded by "
-            "key_value_seq_lengths"
-        )
+    keys = given.key, given.value, *more
+    out, state = recurrence.run(name, terms, given, given.query, keys, parameters, normalized=True)
+    return recurrence.results(out, state, given)
 
 
 def positive_scale(value: Any, query: jax.Array) -> jax.Array:
@@ -99,7 +39,9 @@ def positive_scale(value: Any, query: jax.Array) -> jax.Array:
     array = recurrence.check_scale(value, query)
     known = None if value is None else checks.known(value)
     if known is not None and not known > 0:
-        raise ValueError(f"scale must be above 0, got {value!r}: its root multiplies both sides")
+        raise ValueError(
+            f"scale must be above 0, got {value!r}: queries and keys are multiplied by its root"
+        )
     return array
 
 
@@ -129,12 +71,3 @@ def products(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.
     grouped, projection = dtypes.alike(grouped, projection)
     projected = jnp.einsum("...kgh,kmh->...kgm", grouped, projection, precision=precision)
     return projected.reshape(*x.shape[:-1], features)
-
-
-def _mask(lengths, segment_ids, length):
-    """Mask of the valid tokens, bool `(*B, length)`; None if all are valid."""
-    mask = None if segment_ids is None else segment_ids != 0
-    if lengths is None:
-        return mask
-    before_end = within(lengths, length)
-    return before_end if mask is None else mask & before_end

@@ -14,15 +14,13 @@ A normalised recurrence appends an entry of 1 to every value, so that the last c
 sums the keys. It then divides y_t by the last entry of y_t.
 
 This module defines the custom VJP and the choice of implementation. Each implementation is a module
-with three functions:
+with these functions, beside those that `effattn.dispatch.Implementations` names:
 
-- `refusal`: the reason why the implementation rejects a call, or None.
 - `forward`: the output, the state after the last token, and the residuals.
 - `backward`: the gradients. It computes the residuals again where they are None.
 """
 
 import functools
-import importlib
 import math
 from typing import Any
 
@@ -33,32 +31,28 @@ from effattn.arrays import dtypes, mesh_axes, reverse_mode
 from effattn.dispatch import cache
 from effattn.interfaces.linear_recurrence import Config, Inputs, Tokens, own_chunk
 
-# Modules are imported on first use: most programs run no kernels.
-MODULES = {
-    "xla": "effattn.xla.linear_recurrence",
-    "llvm": "effattn.llvm.linear_recurrence",
-    "triton": "effattn.pallas.triton.linear_recurrence",
-    "mosaic_tpu": "effattn.pallas.mosaic_tpu.linear_recurrence",
-}
+IMPLEMENTATIONS = dispatch.Implementations(
+    "the linear recurrence",
+    {
+        "xla": "effattn.xla.linear_recurrence",
+        "llvm": "effattn.llvm.linear_recurrence",
+        "triton": "effattn.pallas.triton.linear_recurrence",
+        "mosaic_tpu": "effattn.pallas.mosaic_tpu.linear_recurrence",
+    },
+)
 
 
 def call(mechanism: str, config: Config, x: Inputs) -> dispatch.Call:
     """Description of the call for `dispatch.choose`."""
-
-    def refusal(name):
-        unknown = dispatch.open_length(length)
-        if unknown and name != "xla":
-            return unknown
-        return importlib.import_module(MODULES[name]).refusal(config, x)
-
     queries = jax.tree.leaves(x.queries)
     length, dtype = queries[0].shape[x.state.ndim - 3], dtypes.common(config.dtype, *queries)
-    return dispatch.Call(
+    return IMPLEMENTATIONS.call(
         mechanism,
-        {name: functools.partial(refusal, name) for name in MODULES},
-        functools.partial(signature, config, x),
+        config,
+        x,
+        lengths=(length,),
+        signature=functools.partial(signature, config, x),
         suited=dispatch.suited(dtype, length),
-        limits=lambda name: importlib.import_module(MODULES[name]).LIMITS,
     )
 
 
@@ -131,7 +125,7 @@ def _forward(config, *operands):
 
         return run
 
-    results, saved = _run(config, form, *operands)
+    results, saved = IMPLEMENTATIONS.run(config.implementations, form, *operands)
     return results, (operands, saved)
 
 
@@ -144,13 +138,7 @@ def _backward(config, residuals, cotangents):
 
         return run
 
-    return _run(config, form, operands, saved, cotangents)
-
-
-def _run(config, form, *operands):
-    names = config.implementations.names
-    forms = {name: form(importlib.import_module(MODULES[name])) for name in names}
-    return dispatch.on_platform(config.implementations, "the linear recurrence", forms, *operands)
+    return IMPLEMENTATIONS.run(config.implementations, form, operands, saved, cotangents)
 
 
 _recurrence.defvjp(_forward, _backward)

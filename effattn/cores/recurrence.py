@@ -5,7 +5,6 @@ and decays of the linear recurrence; see `effattn.interfaces.linear_recurrence.T
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,12 @@ from jax.sharding import PartitionSpec
 
 from effattn import dispatch
 from effattn.arrays import checks, dtypes, mesh_axes
-from effattn.arrays.segments import within
+from effattn.arrays.segments import valid
 from effattn.cores.documents import packed, within_documents
-from effattn.cores.linear_recurrence import MODULES, call, linear_recurrence
+from effattn.cores.linear_recurrence import IMPLEMENTATIONS, call, linear_recurrence
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, own_chunk
 from effattn.xla.diagonal_recurrence import diagonal_recurrence
-from effattn.xla.linear_recurrence import linear_sum
+from effattn.xla.linear_sum import linear_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +63,7 @@ def check(
     key: Any,
     value: Any,
     *,
+    is_causal: bool = True,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
     segment_ids: Any = None,
@@ -74,59 +74,74 @@ def check(
     implementation: Any = None,
     value_heads: bool = False,
 ) -> Arguments:
-    """Checks the arguments of a causal mechanism (see `effattn.options.Recurrent`).
+    """Checks the shared arguments (see `effattn.options.Recurrent` and `FeatureMapped`).
 
-    Queries and keys have the same length. With `value_heads`, the number of value heads may be a
-    multiple of the number of key heads, if there are as many query heads as key heads.
+    With `value_heads`, the number of value heads may be a multiple of the number of key heads, if
+    there are as many query heads as key heads.
 
     Raises:
-      ValueError: an argument has the wrong shape, dtype or value.
+      ValueError: an argument is invalid, or two arguments exclude each other.
     """
     query, key, value = (
         checks.as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
-    of_key_heads = value
-    if value_heads and min(query.ndim, key.ndim, value.ndim) > 2:
-        heads, key_heads, values = query.shape[-2], key.shape[-2], value.shape[-2]
-        if key_heads and values != key_heads:
-            if values % key_heads or heads != key_heads:
-                raise ValueError(
-                    "the number of value heads must be that of key heads, or a multiple of it "
-                    f"where there are as many query heads, got {heads} query heads, "
-                    f"{key_heads} key heads and {values} value heads"
-                )
-            of_key_heads = value[..., :key_heads, :]
+    of_key_heads = _values_of_key_heads(query, key, value) if value_heads else value
     batch = checks.query_key_value(query, key, of_key_heads)
-    length = key.shape[-3]
-    if query.shape[-3] != length:
+    queries, keys = query.shape[-3], key.shape[-3]
+    if is_causal and queries != keys:
         raise ValueError(
-            f"a recurrence needs as many queries as keys, got {query.shape[-3]} and {length}; to "
-            "continue a sequence pass only its new tokens, and as initial_state the state that "
+            f"a causal call needs as many queries as keys, got {queries} and {keys}; to continue a "
+            "sequence, pass only its new tokens, and as initial_state the state that "
             "return_state=True gave"
         )
-    tokens = Tokens(
-        _within(checks.lengths("query_seq_lengths", query_seq_lengths, batch), length),
-        _within(checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch), length),
-    )
-    if checks.is_pair(segment_ids, (*batch, length)):
+    if is_causal and checks.is_pair(segment_ids, (*batch, keys)):
         raise ValueError(
-            "segment_ids must be one array (*B, T) where attention is causal, got a pair: query t "
-            "and key t are the same token"
+            "segment_ids must be one array (*B, T) in a causal call, where query t and key t are "
+            "the same token, got a pair"
         )
-    ids = checks.segment_ids(segment_ids, batch, length, length)
+    if not is_causal and segment_ids is not None and (initial_state is not None or return_state):
+        raise ValueError(
+            "initial_state and return_state with segment_ids need is_causal=True: a bidirectional "
+            "call has one state for each document; pass one document a row, padded by "
+            "key_value_seq_lengths"
+        )
+    ids = checks.segment_ids(segment_ids, batch, queries, keys)
+    documents = None if is_causal else ids
+    query_ids, key_ids = documents or (None, None)
+    query_lengths = checks.lengths("query_seq_lengths", query_seq_lengths, batch)
+    key_lengths = checks.lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    tokens = Tokens(valid(query_lengths, query_ids, queries), valid(key_lengths, key_ids, keys))
     return Arguments(
         batch=batch,
         query=query,
         key=key,
         value=value,
-        tokens=tokens if ids is None else packed(ids[1], tokens),
+        tokens=packed(ids[1], tokens) if is_causal and ids is not None else tokens,
         precision=precision,
         chunk=check_chunk_size(chunk_size),
         dtype=sum_dtype(query, key, value),
+        documents=documents,
         initial_state=initial_state,
+        is_causal=is_causal,
         return_state=return_state,
         implementation=implementation,
     )
+
+
+def _values_of_key_heads(query, key, value):
+    """The values, cut to as many heads as the keys have, for the shared checks of shapes."""
+    if min(query.ndim, key.ndim, value.ndim) < 3:
+        return value
+    heads, key_heads, values = query.shape[-2], key.shape[-2], value.shape[-2]
+    if not key_heads or values == key_heads:
+        return value
+    if values % key_heads or heads != key_heads:
+        raise ValueError(
+            "the number of value heads must be that of key heads, or a multiple of it if there are "
+            f"as many query heads as key heads, got {heads} query heads, {key_heads} key heads and "
+            f"{values} value heads"
+        )
+    return value[..., :key_heads, :]
 
 
 def sum_dtype(*arrays: jax.Array) -> Any:
@@ -145,19 +160,14 @@ def check_chunk_size(value: Any) -> int | None:
 
 def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay") -> jax.Array:
     """Checks log decays of that shape; concrete values above 0 raise `ValueError`."""
-    array = checks.as_array(name, value)
-    if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            f"{name} must be floating point of shape {shape}, got {array.dtype} of shape "
-            f"{array.shape}"
-        )
+    array = checks.shaped(name, value, shape)
     # NumPy, because within a trace JAX would trace this even for a concrete array.
     known = () if isinstance(array, jax.core.Tracer) else np.asarray(array)
     largest = np.max(known, initial=-np.inf)
     if largest > 0:
         raise ValueError(
-            f"{name} holds logarithms of decays, 0 or less, got up to {largest:.4g}; "
-            "of a decay in (0, 1] pass jnp.log, of a logit jax.nn.log_sigmoid"
+            f"{name} holds logarithms of decays, 0 or less, got up to {largest:.4g}; for a "
+            "decay in (0, 1] pass jnp.log of it, for a logit jax.nn.log_sigmoid of it"
         )
     return array
 
@@ -172,8 +182,16 @@ def check_scale(value: Any, query: jax.Array) -> jax.Array:
     return scale
 
 
-def _within(lengths: jax.Array | None, length: int) -> jax.Array | None:
-    return None if lengths is None else within(lengths, length)
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A function with its first arguments: like `functools.partial`, but equal to its copies."""
+
+    function: Callable[..., Any]
+    first: tuple[Any, ...]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls the function with the first arguments and `arguments`."""
+        return self.function(*self.first, *arguments)
 
 
 def run(
@@ -185,7 +203,7 @@ def run(
     parameters: Any = None,
     *,
     normalized: bool = False,
-    attend: Callable[..., tuple[jax.Array, jax.Array]] = linear_recurrence,
+    attend: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs a mechanism: the output and the state after the last token.
 
@@ -198,8 +216,12 @@ def run(
       keys: pytree of arrays `(*B, S, ...)` for `terms`; padded keys are set to zero.
       parameters: arrays for `terms` that do not depend on the token.
       normalized: divide the output by the sum of the weights.
-      attend: the core: `linear_recurrence`, `linear_sum` or `diagonal_recurrence`.
+      attend: the core. Default: `linear_sum` for bidirectional calls without documents, and
+        `linear_recurrence` for other calls.
     """
+    if attend is None:
+        in_order = given.is_causal or given.documents is not None
+        attend = linear_recurrence if in_order else linear_sum
     shapes = jax.eval_shape(terms, parameters, queries, keys)
     config = Config(
         terms=terms,
@@ -226,8 +248,10 @@ def run(
 
     def core(*operands):
         # The implementation is chosen here because `within_documents` changes the operands.
-        with_kernels = attend not in _WITHOUT_KERNELS
-        its_call = call(name, config, Inputs(*operands)) if with_kernels else _without_kernels(name)
+        if attend in _ONLY_IN_XLA:
+            its_call = IMPLEMENTATIONS.call_in_xla(name, _ONLY_IN_XLA[attend])
+        else:
+            its_call = call(name, config, Inputs(*operands))
         chosen = dispatch.choose(given.implementation, its_call)
         return attend(config._replace(implementations=chosen), *operands)
 
@@ -247,16 +271,8 @@ def results(out: jax.Array, state: Any, given: Arguments) -> Any:
     return (out, state) if given.return_state else out
 
 
-# Cores that run in XLA only: bidirectional sums, and recurrences with a decay per state entry.
-_WITHOUT_KERNELS = linear_sum, diagonal_recurrence
-
-
-def _without_kernels(name: str) -> dispatch.Call:
-    """Description of a call that only XLA takes."""
-
-    def refusal(implementation):
-        if implementation == "xla":
-            return None
-        return "takes causal and packed calls, of decays that states share by feature"
-
-    return dispatch.Call(name, {each: functools.partial(refusal, each) for each in MODULES})
+# Cores that run in XLA only, with the reason why kernels reject their calls.
+_ONLY_IN_XLA: dict[Any, str] = {
+    linear_sum: "takes causal or packed calls, got a bidirectional call without segment_ids",
+    diagonal_recurrence: "takes decays that are equal for all entries of a value, got other decays",
+}

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention
+from effattn.cores.pooling import Runs, pool, tokens
+from effattn.cores.score_mod import Score
 from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import (
     bounded,
@@ -19,7 +21,7 @@ from effattn.decode.state import (
     check_state,
     new_lengths,
 )
-from effattn.functional.hierarchical import Hierarchy, Runs, pool, tokens
+from effattn.functional.hierarchical import Hierarchy
 
 _OPTIONS = frozenset(
     "segment_size num_levels num_summaries summary_query scale logits_soft_cap sink precision tile "
@@ -273,7 +275,7 @@ def _where(rows, runs: Runs, other: Runs) -> Runs:
 
 
 @dataclasses.dataclass(frozen=True)
-class _LogTokens(attention.Score):
+class _LogTokens(Score):
     """Score function that adds log n to the logit of slot j, for a summary of n tokens.
 
     Slots hold units of level L, then siblings of the levels below L, then tokens.

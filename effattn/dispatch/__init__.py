@@ -9,15 +9,14 @@ from effattn.dispatch.choice import (
     Limits,
     asks_for_gpu_kernels,
     choose,
-    interpreted,
-    is_interpreted,
     on_platform,
     open_length,
-    recorded,
     requested,
     suited,
     untuned,
 )
+from effattn.dispatch.contexts import interpreted, is_interpreted, recorded
+from effattn.dispatch.implementations import Implementations
 
 __all__ = [
     "PALLAS",
@@ -25,6 +24,7 @@ __all__ = [
     "XLA",
     "Call",
     "Chosen",
+    "Implementations",
     "Limits",
     "asks_for_gpu_kernels",
     "choose",

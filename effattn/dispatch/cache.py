@@ -84,7 +84,7 @@ def look_up(call: "Call") -> Choice | None:
 
 
 def _is_known(choice, call):
-    """Whether the call has the chosen implementation, kernel names and numbers of tile sizes."""
+    """True if the call has the chosen implementation, kernel names and numbers of tile sizes."""
     if choice.implementation not in call.refusals:
         return False
     tried = call.tilings(choice.implementation) if choice.tiles else {}

@@ -5,87 +5,29 @@ platform. The platform is known only when the program is lowered, so `on_platfor
 choice to lowering.
 """
 
-import contextlib
-import contextvars
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.dispatch import cache
+from effattn.dispatch import cache, contexts
 
-# Platform of each implementation. None: any platform, or ("cudnn") `jax.nn` decides.
+# Platform of each implementation; None is any platform.
 PLATFORMS = {
     "xla": None,
-    "cudnn": None,
+    "cudnn": "cuda",
     "llvm": "cpu",
     "mosaic_gpu": "cuda",
     "triton": "cuda",
     "mosaic_tpu": "tpu",
 }
+ONLY_BY_NAME = frozenset({"cudnn"})  # implementations that None never chooses
 # Fewest tokens for which kernels are faster; below, most of a kernel's tile is empty.
 _FOR_GPU, _FOR_CPU = 128, 16
 PALLAS = "mosaic_gpu", "triton", "mosaic_tpu"  # fastest first
-
-_interpreted: contextvars.ContextVar[Any] = contextvars.ContextVar(
-    "effattn_interpreted", default=False
-)
-
-
-@contextlib.contextmanager
-def interpreted(how: Any = True) -> Iterator[None]:
-    """Runs kernels that are traced within in Pallas's interpreter: on any device, and slowly.
-
-    `how` is the argument `interpret` of `pallas_call`: True, for TPUs also `pltpu.InterpretParams`,
-    and for Mosaic GPU, from jax 0.12 on, `plgpu.InterpretGPUParams`. `InterpretGPUParams` runs each
-    warpgroup in a thread, and the threads wait for each other. On a CPU with few cores this can
-    deadlock, unless XLA gets more threads, for example by
-    `jax.config.update("jax_num_cpu_devices", 8)` at the start of the program.
-    """
-    token = _interpreted.set(how)
-    try:
-        yield
-    finally:
-        _interpreted.reset(token)
-
-
-def is_interpreted() -> bool:
-    """Whether kernels that are traced now will run in the interpreter."""
-    return bool(_interpreted.get())
-
-
-class _Recorder(NamedTuple):
-    """State of `recorded`.
-
-    Attributes:
-      names: the implementations for calls with `implementation=None`.
-      taken: for each call, the implementations that accept the call, with their limits.
-    """
-
-    names: tuple[str, ...]
-    taken: list[Mapping[str, "Limits"]]
-
-
-_recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar(
-    "effattn_recorder", default=None
-)
-
-
-@contextlib.contextmanager
-def recorded(*names: str) -> Iterator[list[Mapping[str, "Limits"]]]:
-    """Records, for each call traced within, the implementations that accept it, with their limits.
-
-    Calls with `implementation=None` ask for `names`. Every recorded call is traced in XLA.
-    """
-    recorder = _Recorder(names, [])
-    token = _recorder.set(recorder)
-    try:
-        yield recorder.taken
-    finally:
-        _recorder.reset(token)
 
 
 class Chosen(NamedTuple):
@@ -137,7 +79,7 @@ class Limits(NamedTuple):
 def requested(value: Any) -> tuple[str, ...] | None:
     """Validates an argument `implementation`: names to try in order, or None for any."""
     if value is None:
-        recorder = _recorder.get()
+        recorder = contexts.recorder()
         return None if recorder is None else recorder.names
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, tuple | list) or not names:
@@ -150,7 +92,7 @@ def requested(value: Any) -> tuple[str, ...] | None:
 
 
 def asks_for_gpu_kernels(value: Any, suited: tuple[str, ...]) -> bool:
-    """Whether an argument `implementation` asks for a Pallas kernel.
+    """True if an argument `implementation` asks for a Pallas kernel.
 
     None asks for a kernel if kernels are the default for the call on this machine; `suited` is as
     in `Call`.
@@ -205,10 +147,22 @@ class Call(NamedTuple):
     suited: tuple[str, ...] = ()
     limits: Callable[[str], Limits] = lambda _: Limits()
 
+    def with_implementation(
+        self, name: str, refusal: Callable[[], str | None], limits: Limits
+    ) -> "Call":
+        """The call with one more implementation, which runs only if the caller names it."""
+        return self._replace(
+            refusals={**self.refusals, name: refusal},
+            limits=lambda each: limits if each == name else self.limits(each),
+        )
+
+    def accepted(self) -> list[str]:
+        """Implementations that accept the call, on any platform."""
+        return [name for name, refusal in self.refusals.items() if refusal() is None]
+
     def candidates(self) -> dict[str, Mapping[str, tuple[tuple[int, ...], ...]]]:
-        """Implementations that accept the call, on any platform, with their tilings."""
-        takes = [name for name, refusal in self.refusals.items() if refusal() is None]
-        return {name: self.tilings(name) for name in takes}
+        """Implementations that `effattn.tune` may try, with their tilings."""
+        return {name: self.tilings(name) for name in self.accepted() if name not in ONLY_BY_NAME}
 
 
 def choose(value: Any, call: Call) -> Chosen:
@@ -224,10 +178,9 @@ def choose(value: Any, call: Call) -> Chosen:
     """
     mechanism, refusals = call.mechanism, call.refusals
     names = requested(value)
-    recorder = _recorder.get()
+    recorder = contexts.recorder()
     if recorder is not None:
-        takes = [name for name, refusal in refusals.items() if refusal() is None]
-        recorder.taken.append({name: call.limits(name) for name in takes})
+        recorder.taken.append({name: call.limits(name) for name in call.accepted()})
         return XLA
     tiles: cache.Tiles = ()
     if names is None:
@@ -284,13 +237,13 @@ def _gpu_kernels_are_faster():
 
 
 def _for_one_device():
-    """Whether there is one device only, or the trace is inside a `shard_map` over all mesh axes."""
+    """True if there is one device only, or the trace is inside a `shard_map` over all mesh axes."""
     axes = jax.sharding.get_abstract_mesh().axis_types
     return jax.device_count() == 1 or {jax.sharding.AxisType.Manual} == {*axes}
 
 
 def _chosen(chosen, names, tiles):
-    return Chosen(tuple(chosen), _interpreted.get(), tiles if chosen[0] == names[0] else ())
+    return Chosen(tuple(chosen), contexts.how_interpreted(), tiles if chosen[0] == names[0] else ())
 
 
 def on_platform(

@@ -16,8 +16,8 @@ _LENGTH, _HEADS, _SIZE, _BLOCK, _WINDOW, _GLOBAL = 1024, 2, 64, 128, 127, 16
 _PAGED = "paged_attention"
 
 # Implementations that a traced call asks for. "pallas" is named because sparse patterns then choose
-# tiles that every kernel accepts. cuDNN needs a separate trace: `jax.nn` runs it.
-_KERNELS, _CUDNN = ("pallas", "xla"), ("cudnn",)
+# tiles that every kernel accepts.
+_ASKED = "pallas", "xla"
 
 
 class Row(NamedTuple):
@@ -95,10 +95,7 @@ def _rows(name: str) -> tuple[Row, ...]:
         return ()
     whole = _call_paged if entry is None else functools.partial(_call, entry)
     dtypes = dispatch.Limits().dtypes
-    taken = {dtype: _taken(whole, dtype, _KERNELS) for dtype in dtypes}
-    if "cudnn" in _taken(whole, "bfloat16", _CUDNN):
-        for dtype in dtypes:
-            taken[dtype] |= _only("cudnn", _taken(whole, dtype, _CUDNN))
+    taken = {dtype: _taken(whole, dtype) for dtype in dtypes}
     rows = []
     for implementation, platform in dispatch.PLATFORMS.items():
         own = {d: takes[implementation] for d, takes in taken.items() if implementation in takes}
@@ -109,14 +106,10 @@ def _rows(name: str) -> tuple[Row, ...]:
         others = [piece for each in limits for piece in each.others.split("; ") if piece]
         if entry is not None and platform is not None:
             others += _directions(entry, implementation, next(iter(own)))
-        where = platform or ("cuda" if implementation == "cudnn" else "any")
         asked = "; ".join(dict.fromkeys(others))
-        rows.append(Row(name, implementation, where, (*own,), min(sizes, default=None), asked))
+        size = min(sizes, default=None)
+        rows.append(Row(name, implementation, platform or "any", (*own,), size, asked))
     return tuple(rows)
-
-
-def _only(name: str, taken: dict[str, Any]) -> dict[str, Any]:
-    return {name: taken[name]} if name in taken else {}
 
 
 def _takes_implementation(entry: registry.Mechanism) -> bool:
@@ -141,27 +134,22 @@ def _directions(entry: registry.Mechanism, implementation: str, dtype: str) -> l
 def _bidirectional(name: str, dtype: str, packed: bool) -> frozenset[str]:
     """Implementations that accept a bidirectional call."""
     call = functools.partial(_call, registry.get(name), is_causal=False, packed=packed)
-    return frozenset(_taken(call, dtype, _KERNELS))
+    return frozenset(_taken(call, dtype))
 
 
-def _taken(
-    call: Callable[..., Any], dtype: str, names: tuple[str, ...]
-) -> dict[str, list[dispatch.Limits]]:
+def _taken(call: Callable[..., Any], dtype: str) -> dict[str, list[dispatch.Limits]]:
     """Implementations that accept every core call of `call(dtype)`, with their limits.
 
-    The call is traced, not compiled, and asks for the implementations `names`. The user's
-    configuration of dtype and rank promotion has no effect.
+    The call is traced, not compiled. The user's configuration of dtype and rank promotion has no
+    effect.
     """
     with (
         jax.enable_x64(dtype == "float64"),
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
-        dispatch.recorded(*names) as taken,
+        dispatch.recorded(*_ASKED) as taken,
     ):
-        try:
-            jax.eval_shape(functools.partial(call, dtype))
-        except NotImplementedError:  # from `jax.nn`
-            return {}
+        jax.eval_shape(functools.partial(call, dtype))
     takes = [name for name in dispatch.PLATFORMS if all(name in limits for limits in taken)]
     return {name: [limits[name] for limits in taken] for name in takes if taken}
 

@@ -187,7 +187,7 @@ class _Bench:
         if not self.calls:
             raise ValueError(
                 f"{getattr(function, '__name__', function)} calls nothing of effattn that can be "
-                "tuned, or names its implementation; leave `implementation` out"
+                "tuned, or names the implementation of each call; leave `implementation` out"
             )
         if gradients and all(differentiable for _, differentiable in trial.called.values()):
             self.function = run_with_gradients

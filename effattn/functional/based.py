@@ -130,8 +130,8 @@ def based_attention(
     linear layers; for such models, do not pass a window (see `effattn.nn.BasedSelfAttention`).
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       local_window_size: w or (w, 0), number of earlier tokens with exact weights, for causal calls;
         None for no window.
@@ -147,12 +147,10 @@ def based_attention(
       Queries without keys give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; a window with later tokens or in a bidirectional
-        call; a state together with a window and `segment_ids`.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError: a window with later tokens or in a bidirectional call; a state together with a
+        window and `segment_ids`; and the errors of `effattn.options`.
     """
-    given, attend = feature_attention.check(query, key, value, **options)
+    given = feature_attention.check(query, key, value, **options)
     if local_window_size is not None:
         window = checks.window(local_window_size)[0]
         padding = tuple(options.get(name) for name in _PADDING)
@@ -167,27 +165,15 @@ def based_attention(
             padding,
         )
         return recurrence.results(out, state, given)
-    out, state = recurrence.run(
-        "based_attention",
-        _BasedTerms(),
-        given,
-        query,
-        (key, value),
-        jnp.sqrt(feature_attention.positive_scale(scale, query).astype(given.dtype)),
-        normalized=True,
-        attend=attend,
-    )
-    return recurrence.results(out, state, given)
+    root = jnp.sqrt(feature_attention.positive_scale(scale, query).astype(given.dtype))
+    return feature_attention.attend("based_attention", _terms, given, root)
 
 
-@dataclasses.dataclass(frozen=True)
-class _BasedTerms:
+def _terms(root, query, keys) -> Terms:
     """Terms with second-order Taylor features of queries and keys."""
-
-    def __call__(self, root, queries, keys) -> Terms:
-        key, value = keys
-        query, key = (taylor(dtypes.product(x, root)) for x in (queries, key))
-        return Terms(query, key, value)
+    key, value = keys
+    query, key = (taylor(dtypes.product(x, root)) for x in (query, key))
+    return Terms(query, key, value)
 
 
 _PADDING = "query_seq_lengths", "key_value_seq_lengths", "segment_ids"
@@ -196,12 +182,13 @@ _PADDING = "query_seq_lengths", "key_value_seq_lengths", "segment_ids"
 def _check_window(window, given, segment_ids):
     if not given.is_causal:
         raise ValueError(
-            f"local_window_size={window!r} needs is_causal=True: the tokens that have left the "
-            "window are those before it"
+            f"local_window_size={window!r} needs is_causal=True, got is_causal=False: the window "
+            "holds a token and the tokens before it"
         )
     if isinstance(window, tuple | list) and window[1] != 0:
         raise ValueError(
-            f"local_window_size must be w or (w, 0), the tokens before each one, got {window!r}"
+            "local_window_size must be w or (w, 0), the number of tokens before each token, got "
+            f"{window!r}"
         )
     if segment_ids is not None and (given.initial_state is not None or given.return_state):
         raise ValueError(
@@ -213,25 +200,8 @@ def _check_window(window, given, segment_ids):
 def _with_window(given, window, scale, padding):
     """Returns `(out, BasedState)`: softmax over the window, Taylor weights over earlier tokens."""
     query_lengths, key_lengths, segment_ids = padding
-    state: Any = given.initial_state
-    query, batch, (length, heads, size) = given.query, given.batch, given.key.shape[-3:]
-    if state is None:
-        features = (size + 1) * (size + 2) // 2
-        state = BasedState(
-            jnp.zeros((*batch, heads, features, given.value.shape[-1] + 1), given.dtype),
-            jnp.zeros_like(given.key, shape=(*batch, window, heads, size)),
-            jnp.zeros_like(given.value, shape=(*batch, window, *given.value.shape[-2:])),
-            jnp.zeros(batch, jnp.int32),
-        )
-    elif not isinstance(state, BasedState):
-        raise ValueError(
-            "initial_state must be the BasedState that an earlier call with local_window_size "
-            f"returned, got {type(state).__name__}"
-        )
-    values = given.value.shape[-1]
-    checks.shaped("initial_state.key", state.key, (*batch, window, heads, size))
-    checks.shaped("initial_state.value", state.value, (*batch, window, heads, values))
-    checks.lengths("initial_state.length", state.length, batch)
+    state = _initial_state(given, window)
+    query, batch, length = given.query, given.batch, given.key.shape[-3]
     # Key s is token s - w of the call; the first w keys come from the state.
     key, value = (
         jnp.concatenate([old.astype(new.dtype), new], -3)
@@ -266,7 +236,7 @@ def _with_window(given, window, scale, padding):
     far_tokens, reads = _leaving(leaving, query_ids)
     far, sums = recurrence.run(
         "based_attention",
-        _FarTerms(),
+        _far_terms,
         dataclasses.replace(
             given,
             tokens=far_tokens._replace(query_mask=reads),
@@ -290,6 +260,29 @@ def _with_window(given, window, scale, padding):
     return out.astype(given.value.dtype), BasedState(sums, key, value, count)
 
 
+def _initial_state(given, window) -> BasedState:
+    """The caller's state, checked, or an empty one."""
+    state, batch, (heads, size) = given.initial_state, given.batch, given.key.shape[-2:]
+    values = given.value.shape[-1]
+    if state is None:
+        features = (size + 1) * (size + 2) // 2
+        return BasedState(
+            jnp.zeros((*batch, heads, features, values + 1), given.dtype),
+            jnp.zeros_like(given.key, shape=(*batch, window, heads, size)),
+            jnp.zeros_like(given.value, shape=(*batch, window, heads, values)),
+            jnp.zeros(batch, jnp.int32),
+        )
+    if not isinstance(state, BasedState):
+        raise ValueError(
+            "initial_state must be the BasedState that an earlier call with local_window_size "
+            f"returned, got {type(state).__name__}"
+        )
+    checks.shaped("initial_state.key", state.key, (*batch, window, heads, size))
+    checks.shaped("initial_state.value", state.value, (*batch, window, heads, values))
+    checks.lengths("initial_state.length", state.length, batch)
+    return state
+
+
 def _leaving(ids, query_ids):
     """Returns the tokens added to the sums, and the queries that read sums of their document."""
     token = jnp.arange(ids.shape[-1])
@@ -301,19 +294,15 @@ def _leaving(ids, query_ids):
     return Tokens(None, ids != 0, document != before), reads
 
 
-@dataclasses.dataclass(frozen=True)
-class _FarTerms:
+def _far_terms(root, query, keys) -> Terms:
     """Terms for tokens outside the window; the sum of weights is one more value feature.
 
     A query reads the sums before its token is added: the bonus is zero.
     """
-
-    def __call__(self, root, queries, keys) -> Terms:
-        key, value = keys
-        features = taylor(key * root)
-        value = append_one(value)
-        unread = jnp.zeros(features.shape[-2:], features.dtype)
-        return Terms(taylor(queries * root), features, value, bonus=unread)
+    key, value = keys
+    features = taylor(key * root)
+    unread = jnp.zeros(features.shape[-2:], features.dtype)
+    return Terms(taylor(query * root), features, append_one(value), bonus=unread)
 
 
 registry.register(

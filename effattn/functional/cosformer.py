@@ -1,6 +1,5 @@
 """cosFormer: linear attention by ReLU features with a cosine weight of the distance."""
 
-import dataclasses
 from typing import Any, Unpack
 
 import jax
@@ -73,8 +72,8 @@ def cosformer_attention(
     state is stored relative to the position after its last token, so it holds no position.
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       max_length: M, at least T and S. Tokens of a call and of its initial state may not be more
         than M apart either: weights would be negative.
@@ -91,11 +90,9 @@ def cosformer_attention(
       weights that sum to zero, give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options, and more than `max_length` tokens.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError: more than `max_length` tokens; and the errors of `effattn.options`.
     """
-    given, attend = feature_attention.check(query, key, value, **options)
+    given = feature_attention.check(query, key, value, **options)
     max_length = checks.at_least("max_length", max_length, 1, "tokens")
     checks.known_length("cosformer_attention", query, key)
     longest = max(query.shape[-3], key.shape[-3])
@@ -107,27 +104,23 @@ def cosformer_attention(
     )
     out, state = recurrence.run(
         "cosformer_attention",
-        _CosformerTerms(),
+        _terms,
         given,
         (query, of_query),
         (key, value, of_key),
         normalized=True,
-        attend=attend,
     )
     return recurrence.results(out, _turned(state, of_next), given)
 
 
-@dataclasses.dataclass(frozen=True)
-class _CosformerTerms:
-    """Terms with the features relu(x) cos(a) and relu(x) sin(a)."""
-
-    def __call__(self, parameters, queries, keys) -> Terms:
-        query, of_query = queries
-        key, value, of_key = keys
-        return Terms(_features(query, of_query), _features(key, of_key), value)
+def _terms(_, queries, keys) -> Terms:
+    query, of_query = queries
+    key, value, of_key = keys
+    return Terms(_phi(query, of_query), _phi(key, of_key), value)
 
 
-def _features(x, angle):
+def _phi(x, angle):
+    """The features relu(x) cos(a) and relu(x) sin(a)."""
     x = jax.nn.relu(x)
     return jnp.concatenate(
         [dtypes.product(x, turned) for turned in (jnp.cos(angle), jnp.sin(angle))], -1

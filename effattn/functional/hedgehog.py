@@ -1,6 +1,5 @@
 """Hedgehog: linear attention with learned feature maps."""
 
-import dataclasses
 from typing import Any, Unpack
 
 import jax
@@ -47,8 +46,8 @@ def hedgehog_attention(
     O(T + S).
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       query_projection: W, `(K, F, H)`, one matrix for the queries of each key head, or `(1, F, H)`.
       key_projection: W', `(K, F, H)`, one matrix for each key head, or `(1, F, H)`.
@@ -62,11 +61,9 @@ def hedgehog_attention(
       weights that sum to zero, give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; projections to unequal numbers of features.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError: projections to unequal numbers of features; and the errors of `effattn.options`.
     """
-    given, attend = feature_attention.check(query, key, value, **options)
+    given = feature_attention.check(query, key, value, **options)
     of_query = feature_attention.check_projection("query_projection", query_projection, key)
     of_key = feature_attention.check_projection("key_projection", key_projection, key)
     if of_query.shape[-2] != of_key.shape[-2]:
@@ -74,33 +71,18 @@ def hedgehog_attention(
             "query_projection and key_projection must have as many features, got "
             f"{of_query.shape[-2]} and {of_key.shape[-2]}"
         )
-    out, state = recurrence.run(
-        "hedgehog_attention",
-        _HedgehogTerms(given.precision),
-        given,
-        query,
-        (key, value),
-        (of_query, of_key),
-        normalized=True,
-        attend=attend,
-    )
-    return recurrence.results(out, state, given)
+    terms = recurrence.Bound(_terms, (given.precision,))
+    return feature_attention.attend("hedgehog_attention", terms, given, (of_query, of_key))
 
 
-@dataclasses.dataclass(frozen=True)
-class _HedgehogTerms:
+def _terms(precision, projections, query, keys) -> Terms:
     """Terms phi(W q), phi(W' k) and v."""
-
-    precision: Any
-
-    def __call__(self, parameters, queries, keys) -> Terms:
-        of_query, of_key = parameters
-        key, value = keys
-        query, key = (
-            _phi(feature_attention.products(x, projection, self.precision))
-            for x, projection in ((queries, of_query), (key, of_key))
-        )
-        return Terms(query, key, value)
+    key, value = keys
+    query, key = (
+        _phi(feature_attention.products(x, projection, precision))
+        for x, projection in zip((query, key), projections, strict=True)
+    )
+    return Terms(query, key, value)
 
 
 def _phi(x):

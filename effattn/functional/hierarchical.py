@@ -11,11 +11,13 @@ import numpy as np
 from jax import lax
 
 from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
 from effattn.cores import attention, folding
+from effattn.cores.pooling import pool, tokens
+from effattn.cores.score_mod import Score
 from effattn.naive import dot, masked_softmax, over_pairs, projected, with_naive
 from effattn.options import Direction, Sink, Softmax, Tile, declared
 
@@ -112,8 +114,8 @@ def hierarchical_attention(
     backward.
 
     Args:
-      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
-      key: `(*B, T, K, H)`, N a multiple of K.
+      query: `(*B, T, N, H)`.
+      key: `(*B, T, K, H)`.
       value: `(*B, T, K, Hv)`.
       segment_size: m, tokens, a multiple of r.
       num_levels: L, 1 or more. Levels with units longer than the sequence have no effect.
@@ -130,9 +132,7 @@ def hierarchical_attention(
       float32, -inf for a row that attends to nothing.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
+      ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
     hierarchy = Hierarchy.of(segment_size, num_levels, num_summaries)
     given = attention.check("hierarchical_attention", query, key, value, **options)
@@ -185,57 +185,6 @@ class Hierarchy:
     def piece(self, level: int) -> int:
         """Returns the tokens in a piece of a unit of a level."""
         return self.unit(level) // self.pieces
-
-
-class Runs(NamedTuple):
-    """Weighted means of keys and values over runs of tokens; at first, a run is one token.
-
-    Attributes:
-      logit: `(*B, P, K)`, log of the sum of the weights in each run.
-      key: `(*B, P, K, H)`, mean keys, at least float32.
-      value: `(*B, P, K, Hv)`, mean values, at least float32.
-      present: int `(*B, P)`, valid tokens in each run; if 0, the other arrays are undefined.
-    """
-
-    logit: jax.Array
-    key: jax.Array
-    value: jax.Array
-    present: jax.Array
-
-
-def tokens(key, value, present, summary_query, scale) -> Runs:
-    """Makes runs of single tokens; `present` is bool `(*B, S)`."""
-    dtype = dtypes.wide(key, value)
-    key, value = (jnp.where(present[..., None, None], x, 0).astype(dtype) for x in (key, value))
-    logit = jnp.zeros_like(key[..., 0])
-    if summary_query is not None:
-        logit = jnp.asarray(scale, dtype) * (key * summary_query.astype(dtype)).sum(-1)
-    return Runs(logit, key, value, present.astype(jnp.int32))
-
-
-def pool(runs: Runs, size: int) -> Runs:
-    """Merges every `size` consecutive runs, with weights softmax(logit)."""
-    axis = runs.present.ndim
-    runs = Runs(*(folding.fold(x, size, axis - 1) for x in runs))
-    lowest = dtypes.lowest(runs.logit.dtype)
-    logit = jnp.where(runs.present[..., None] > 0, runs.logit, lowest)
-    largest = lax.stop_gradient(logit.max(axis, keepdims=True))
-    largest = jnp.where(largest == lowest, 0, largest)
-    weights = jnp.exp(logit - largest)
-    total = weights.sum(axis, keepdims=True)
-    total = jnp.where(total == 0, 1, total)
-    weights = weights / total
-
-    def mean(array):
-        # XLA's CPU backend is forty times slower at sums of products than at matrix products.
-        return jnp.einsum("...sk,...skh->...kh", weights, array, precision="highest")
-
-    return Runs(
-        (largest + jnp.log(total)).squeeze(axis),
-        mean(runs.key),
-        mean(runs.value),
-        runs.present.sum(axis, dtype=jnp.int32),
-    )
 
 
 class _Keys(NamedTuple):
@@ -339,7 +288,7 @@ def _example_of_blocks(blocks: int):
 
 
 @dataclasses.dataclass(frozen=True)
-class _LogTokens(attention.Score):
+class _LogTokens(Score):
     """Score function that adds log n to the logit of a piece with n tokens.
 
     The position of the last token of the piece gives n. The piece belongs to a unit of `level`, or,

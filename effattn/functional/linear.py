@@ -1,6 +1,5 @@
 """Linear attention: a product of feature maps in place of the softmax."""
 
-import dataclasses
 from typing import Any, Unpack
 
 import jax
@@ -60,8 +59,8 @@ def linear_attention(
     causal form runs in chunks, as a recurrence whose state is one F x Hv matrix a key head.
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       scale: multiplies the similarity; default H**-0.5. The scale cancels if normalised.
       feature_map: a name: "elu" (elu + 1), "relu", "squared_relu", "exp", "taylor" or "identity";
@@ -78,48 +77,38 @@ def linear_attention(
       least float32. Queries without keys, or with similarities that sum to zero, give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: an implementation that linear attention does not have.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
-    given, attend = feature_attention.check(query, key, value, **options)
+    given = feature_attention.check(query, key, value, **options)
     phi = feature_maps.resolve(feature_map)
     normalized = phi is not feature_maps.identity if normalize is None else bool(normalize)
     multiplier = recurrence.check_scale(scale, query)
     if phi not in feature_maps.FEATURE_MAPS.values():
-        # The core's own map is a constant of the program; a caller's may close over arrays.
+        # A caller's map may close over arrays, so it is applied outside of the core.
         query = _features(phi, clear(query, given.tokens.query_mask))
         key = _features(phi, clear(key, given.tokens.key_mask))
         phi = feature_maps.identity
     out, state = recurrence.run(
         "linear_attention",
-        _LinearTerms(phi),
+        recurrence.Bound(_terms, (phi,)),
         given,
         query,
         (key, value),
         None if normalized else multiplier,
         normalized=normalized,
-        attend=attend,
     )
     return recurrence.results(out, state, given)
 
 
-@dataclasses.dataclass(frozen=True)
-class _LinearTerms:
-    """phi(q), times the scale if there is one, phi(k) and v."""
-
-    feature_map: FeatureMap
-
-    def __call__(self, scale, queries, keys) -> Terms:
-        key, value = keys
-        query = self.feature_map(queries)
-        return Terms(
-            query if scale is None else dtypes.product(query, scale), self.feature_map(key), value
-        )
+def _terms(phi, scale, query, keys) -> Terms:
+    """Terms scale * phi(q), phi(k) and v; a scale of None is 1."""
+    key, value = keys
+    query = phi(query) if scale is None else dtypes.product(phi(query), scale)
+    return Terms(query, phi(key), value)
 
 
 def _features(phi, x):
-    """The features by a caller's map."""
+    """The features of `x (..., H)` by a caller's map, checked."""
     features = phi(x)
     if features.shape[:-1] != x.shape[:-1] or not jnp.issubdtype(features.dtype, jnp.floating):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,12 @@ from jax import lax
 from effattn import registry
 from effattn.arrays import checks, dtypes, reverse_mode
 from effattn.arrays.axes import lead
-from effattn.arrays.products import widened
-from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
+from effattn.arrays.segments import positions_from_segment_ids, valid, within
+from effattn.cores import attention, sorted_chunks
 from effattn.naive import dot, over_pairs, with_naive
 
 # Logit of a token for itself, used only if the token attends to nothing else.
 SELF_LOGIT = -1e5
-# Minimum tokens of a head whose logits are in memory at a time.
-_TOKENS_AT_A_TIME = 1024
 
 
 def naive(query_key, value, pairs, *, rotations, num_buckets, chunk_length):
@@ -164,7 +162,9 @@ def lsh_attention(
         wide = dtypes.wide(query_key.dtype)
         rotations = lsh_rotations(rng, rounds, num_buckets, size, num_heads=heads, dtype=wide)
     if checks.is_pair(segment_ids, (*batch, length)):
-        raise ValueError("segment_ids must be one array, as queries are the keys; got a pair")
+        raise ValueError(
+            "segment_ids must be one array, because each token is a query and a key, got a pair"
+        )
     segments = checks.segment_ids(segment_ids, batch, length, length)
     shape = (heads, rounds, size, sum(factors) // 2)
     out, lse = attend(
@@ -250,25 +250,29 @@ def attend(
     documents = None
     if lengths is not None or segment_ids is not None:
         documents = _documents(batch, length, lengths, segment_ids)
-        valid = (documents < length)[..., None, None]
-        query_key, value = jnp.where(valid, query_key, 0), jnp.where(valid, value, 0)
-    head = functools.partial(
-        _attend_head,
-        chunk_length=min(chunk_length, length),
-        is_causal=is_causal,
-        is_packed=segment_ids is not None,
-    )
+        present = (documents < length)[..., None, None]
+        query_key, value = jnp.where(present, query_key, 0), jnp.where(present, value, 0)
+
+    def head(query, value, buckets, documents):
+        out, lse = sorted_chunks.attend(
+            query,
+            keys(query),
+            value,
+            buckets,
+            documents,
+            chunk_length=min(chunk_length, length),
+            is_causal=is_causal,
+            is_packed=segment_ids is not None,
+        )
+        return or_itself(out, lse, value, None if documents is None else documents < length)
+
     # Map over heads, then over batch dimensions.
     head = jax.vmap(head, (-2, -2, -2, None), (-2, -1))
     for _ in batch:
         head = jax.vmap(head)
     with jax.named_scope("lsh_attention"), reverse_mode.only("LSH attention", "a dense form of it"):
         out, lse = head(query_key, value, buckets, documents)
-    if query_lengths is not None:
-        present = within(query_lengths, length)
-        out = jnp.where(present[..., None, None], out, 0)
-        lse = jnp.where(present[..., None], lse, dtypes.lowest(lse.dtype))
-    return out, lse
+    return attention.clear_rows(out, lse, valid(query_lengths, None, length))
 
 
 def attend_at(
@@ -296,7 +300,7 @@ def attend_at(
             sees |= same & (
                 lax.cumsum(same.astype(jnp.int32), axis=1, reverse=True) <= chunk_length
             )
-        out, lse = _softmax(query, keys(query_key), value, sees)
+        out, lse = sorted_chunks.softmax_over(query, keys(query_key), value, sees)
         return or_itself(out, lse, value[positions])[0]
 
     positions = jnp.minimum(positions, query_key.shape[1] - 1)
@@ -341,315 +345,12 @@ def or_itself(out, lse, value, valid=None):
 
 def _documents(batch, length, lengths, segment_ids) -> jax.Array:
     """Returns the start of the document of each token, int32 `(*B, T)`; T in the padding."""
-    time = jnp.arange(length, dtype=jnp.int32)
     start = jnp.zeros((*batch, length), jnp.int32)
-    valid = jnp.ones((*batch, length), bool)
     if segment_ids is not None:
-        start = lead(time, segment_ids.ndim) - positions_from_segment_ids(segment_ids)
-        valid = segment_ids != 0
-    if lengths is not None:
-        valid = valid & within(lengths, length)
-    return jnp.where(valid, start, length)
-
-
-# One head: T tokens, n rounds, tiles of m sorted places.
-
-
-class _Sorted(NamedTuple):
-    """Tokens sorted by document, then by bucket, then by time.
-
-    Attributes:
-      order: `(n, T)`, the token at each place.
-      place: `(n, T)`, the place of each token.
-      sees: pair of `(n, T)`, the keys of each query: if causal, first <= place < second; else
-        the two chunks that start at these places.
-      is_at: `(n, T)`, the place of each key if causal, else the start of its chunk; -1 for padding.
-    """
-
-    order: jax.Array
-    place: jax.Array
-    sees: tuple[jax.Array, jax.Array]
-    is_at: jax.Array
-
-
-class _Spans(NamedTuple):
-    """Start and end of the document at each sorted place; `(T,)` each."""
-
-    start: jax.Array
-    end: jax.Array
-
-
-def _attend_head(query, value, buckets, documents, *, chunk_length, is_causal, is_packed):
-    """Returns output `(T, Hv)` and log-sum-exp `(T,)` of one head, `(T, H)` and `(T, Hv)`."""
-    length = query.shape[0]
-    sorted_, spans = _sort(buckets.T, documents, chunk_length, is_causal)
-    if is_causal:
-        runs = _runs_causal(length, chunk_length)
-    elif is_packed:
-        runs = _runs_packed(spans, length, chunk_length)
-    else:
-        runs = _runs(spans, length, chunk_length)
-    key = keys(query)
-
-    @jax.checkpoint
-    def attend_round(query, key, value, each):
-        return _attend_round(query, key, value, sorted_, runs, each, is_causal)
-
-    def step(_, each):
-        return None, attend_round(query, key, value, each)
-
-    own = sorted_.order, sorted_.place, sorted_.sees, sorted_.is_at
-    _, (outs, lses) = lax.scan(step, None, own)
-    largest = lax.stop_gradient(lses.max(0))
-    lowest = dtypes.lowest(lses.dtype)
-    weights = jnp.exp(lses - jnp.where(largest == lowest, 0, largest)[None])
-    total = weights.sum(0)
-    total_or_one = jnp.where(total == 0, 1, total)
-    out = (weights[..., None] * outs).sum(0) / total_or_one[:, None]
-    lse = jnp.where(total == 0, lowest, largest + jnp.log(total_or_one))
-    return or_itself(out, lse, value, None if documents is None else documents < length)
-
-
-def _sort(buckets, documents, size, is_causal) -> tuple[_Sorted, _Spans]:
-    rounds, length = buckets.shape
-    index = jnp.arange(length, dtype=jnp.int32)
-    every = jnp.broadcast_to(index, buckets.shape)
-    if documents is None:
-        of_buckets, order = lax.sort((buckets, every), num_keys=1)
-        spans = _Spans(jnp.zeros_like(index), jnp.full_like(index, length))
-    else:
-        given = jnp.broadcast_to(documents, buckets.shape)
-        of_documents, of_buckets, order = lax.sort((given, buckets, every), num_keys=2)
-        # The spans are equal in all rounds.
-        spans = _spans(of_documents[0])
-
-    @jax.vmap
-    def inverse(order):
-        return jnp.zeros_like(order).at[order].set(index, unique_indices=True)
-
-    def of_tokens(at_places):
-        return jnp.take_along_axis(jnp.broadcast_to(at_places, place.shape), place, -1)
-
-    place = inverse(order)
-    if is_causal:
-        change = of_buckets[:, 1:] != of_buckets[:, :-1]
-        bucket_start = lax.cummax(
-            jnp.pad(jnp.where(change, index[1:], 0), ((0, 0), (1, 0))), axis=1
-        )
-        bucket_start = jnp.maximum(bucket_start, spans.start[None])
-        sees = jnp.maximum(place - size, of_tokens(bucket_start)), place
-        is_at = place
-    else:
-        chunk = spans.start + (index - spans.start) // size * size
-        last = spans.start + (spans.end - 1 - spans.start) // size * size
-        before = jnp.where(chunk == spans.start, last, chunk - size)
-        sees = of_tokens(chunk), of_tokens(before)
-        is_at = sees[0]
-    if documents is not None:
-        is_at = jnp.where(documents < length, is_at, -1)
-    return _Sorted(order, place, sees, is_at), spans
-
-
-def _spans(of_places) -> _Spans:
-    """Returns the spans of runs of equal numbers `(T,)`."""
-    length = of_places.shape[0]
-    index = jnp.arange(length, dtype=jnp.int32)
-    change = of_places[1:] != of_places[:-1]
-    start = lax.cummax(jnp.pad(jnp.where(change, index[1:], 0), (1, 0)))
-    end = jnp.pad(jnp.where(change, index[1:], length), (0, 1), constant_values=length)
-    return _Spans(start, lax.cummin(end, reverse=True))
-
-
-class _Runs(NamedTuple):
-    """Key places that the queries of each tile read: r runs of m places.
-
-    Attributes:
-      places: `(tiles, r, m)`, -1 for no place; no place occurs twice in the runs of a tile.
-      readers: `(T, p)`, for each place the flat indices in `places` from which a query may attend
-        to the place; -1 for none.
-    """
-
-    places: jax.Array
-    readers: jax.Array
-
-
-def _groups(length: int, size: int) -> int:
-    """Returns the number of groups of tiles in which a round is computed."""
-    return max(1, length // max(size, _TOKENS_AT_A_TIME))
-
-
-def _tiles(length: int, size: int) -> int:
-    """Returns the number of tiles, a multiple of `_groups`; the last tiles may be empty."""
-    groups = _groups(length, size)
-    return groups * math.ceil(length / (size * groups))
-
-
-def _runs_causal(length, size) -> _Runs:
-    """Returns runs of the tile before and the own tile."""
-    tiles = _tiles(length, size)
-    tile = jnp.arange(tiles, dtype=jnp.int32)
-    return _whole_tiles(
-        jnp.stack([tile - 1, tile], 1), jnp.stack([tile + 1, tile], 1), length, size
-    )
-
-
-def _runs(spans, length, size) -> _Runs:
-    """Returns runs of the tile before (for the first tile: the last valid tile) and the tile."""
-    tiles = _tiles(length, size)
-    tile = jnp.arange(tiles, dtype=jnp.int32)
-    last = (spans.end[0] - 1) // size
-    before = jnp.where(tile == 0, jnp.where(last == 0, -1, last), tile - 1)
-    after = jnp.where(tile == last, jnp.where(last == 0, -1, 0), tile + 1)
-    # Tiles after `last` hold only padding.
-    before, after = jnp.where(tile > last, -1, before), jnp.where(tile > last, -1, after)
-    return _whole_tiles(jnp.stack([before, tile], 1), jnp.stack([after, tile], 1), length, size)
-
-
-def _runs_packed(spans, length, size) -> _Runs:
-    """Returns runs of two tiles before to one tile after, for packed documents.
-
-    Chunks start with documents, not with tiles. The first chunk of a document also reads the last
-    chunk of this document. If the document continues after the four tiles, its last chunk is one
-    more run; at most one document per tile continues, the document at the first place after these
-    tiles.
-    """
-    tiles = _tiles(length, size)
-    tile = jnp.arange(tiles, dtype=jnp.int32)
-    steps = jnp.arange(-2, 2, dtype=jnp.int32)[None]
-    near = _whole_tiles(tile[:, None] + steps, tile[:, None] - steps, length, size)
-    last = spans.start + (spans.end - 1 - spans.start) // size * size
-
-    after = (tile + 2) * size
-    goes_on = after < length
-    chunk = last[jnp.minimum(after, length - 1)]
-    far = positions_from(chunk, size)
-    is_read = goes_on[:, None] & (far >= after[:, None]) & (far < length)
-    places = jnp.concatenate([near.places, jnp.where(is_read, far, -1)[:, None]], 1)
-
-    runs = places.shape[1]
-    # `near.readers` assumes four runs a tile.
-    readers = jnp.where(
-        near.readers < 0, -1, near.readers + near.readers // (4 * size) * (runs - 4) * size
-    )
-    index = jnp.arange(length, dtype=jnp.int32)
-    first = positions_from(spans.start // size, 2)
-    begin = (first + 2) * size
-    reads = (index >= last)[:, None] & (begin < spans.end[:, None]) & (index[:, None] >= begin)
-    more = (first * runs + 4) * size + (index - last)[:, None]
-    return _Runs(places, jnp.concatenate([readers, jnp.where(reads, more, -1)], 1))
-
-
-def _whole_tiles(reads, read_by, length, size) -> _Runs:
-    """Returns runs of whole tiles: the tiles that each tile reads, and is read by, `(tiles, r)`."""
-    tiles, runs = reads.shape
-    places = positions_from(reads * size, size)
-    places = jnp.where((reads[..., None] >= 0) & (places < length), places, -1)
-    index = jnp.arange(length, dtype=jnp.int32)
-    reader = read_by[index // size]
-    run = jnp.arange(runs, dtype=jnp.int32)[None]
-    flat = (reader * runs + run) * size + (index % size)[:, None]
-    return _Runs(places, jnp.where((reader >= 0) & (reader < tiles), flat, -1))
-
-
-def _attend_round(query, key, value, sorted_, runs, each, is_causal):
-    """Returns output `(T, Hv)`, at least float32, and log-sum-exp `(T,)` of one round."""
-    order, place, own_sees, own_is_at = each
-    tiles, size = runs.places.shape[0], runs.places.shape[-1]
-    length, rounds = order.shape[0], sorted_.order.shape[0]
-    at_queries = order[jnp.minimum(jnp.arange(tiles * size), length - 1)].reshape(tiles, size)
-    there = runs.places.reshape(tiles, -1)
-    at = order[jnp.maximum(there, 0)]
-
-    def of_queries(array):
-        """`(..., T)` to `(tiles, ..., m)`."""
-        return jnp.moveaxis(array[..., at_queries], -2, 0)
-
-    def of_keys(array):
-        """`(..., T)` to `(tiles, ..., r m)`, -1 at places that are not read."""
-        return jnp.moveaxis(jnp.where(there < 0, -1, array[..., at]), -2, 0)
-
-    readers = runs.readers[place]
-    tokens = (
-        _take(query, at_queries, place[:, None]),
-        _take(key, at, readers),
-        _take(value, at, readers),
-    )
-    index = jnp.arange(length, dtype=jnp.int32)
-    seen = {"tokens": (of_queries(index), of_keys(index))}
-    seen["own"] = tuple(map(of_queries, own_sees)), of_keys(own_is_at)
-    if rounds > 1:
-        seen["all"] = tuple(map(of_queries, sorted_.sees)), of_keys(sorted_.is_at)
-
-    def tile(x):
-        queries, keys, values, seen = x
-        which = _meets(seen["own"], is_causal)
-        if not is_causal:
-            of_query, of_key = seen["tokens"]
-            which = which & (of_query[:, None] != of_key[None])
-        times = _meets(seen["all"], is_causal).sum(0) if rounds > 1 else None
-        return _softmax(queries, keys, values, which, times)
-
-    some = tiles // _groups(length, size)
-    results = lax.map(jax.checkpoint(tile), (*tokens, seen), batch_size=some)
-    back = jnp.pad(order, (0, tiles * size - length), constant_values=-1)[:, None]
-    out, lse = (_take(x.reshape(tiles * size, *x.shape[2:]), place, back) for x in results)
-    return out, lse
-
-
-def _softmax(query, key, value, which, times=None):
-    """Softmax over the pairs `which (m, s)`: output `(m, Hv)`, at least float32, and lse `(m,)`.
-
-    The weight of each pair is divided by its `times`.
-    """
-    wide = dtypes.wide(query, value)
-    logits = widened(functools.partial(jnp.einsum, "mh,sh->ms"), query, key, wide)
-    lowest = dtypes.lowest(wide)
-    logits = jnp.where(which, logits, lowest)
-    largest = lax.stop_gradient(logits.max(-1))
-    largest = jnp.where(largest == lowest, 0, largest)
-    weights = jnp.exp(logits - largest[:, None])
-    if times is not None:
-        weights = weights / jnp.maximum(times, 1).astype(wide)
-    total = weights.sum(-1)
-    total_or_one = jnp.where(total == 0, 1, total)
-    product = functools.partial(jnp.einsum, "ms,sv->mv")
-    mixed = widened(product, weights.astype(value.dtype), value, wide)
-    lse = jnp.where(total == 0, lowest, largest + jnp.log(total_or_one))
-    return mixed / total_or_one[:, None], lse
-
-
-def _meets(seen, is_causal):
-    """Returns whether queries `sees (..., m)` attend to keys `is_at (..., s)`: `(..., m, s)`."""
-    sees, is_at = seen
-    (first, second), is_at = (x[..., None] for x in sees), is_at[..., None, :]
-    if is_causal:
-        return (is_at >= first) & (is_at < second)
-    return (is_at == first) | (is_at == second)
-
-
-@jax.custom_vjp
-def _take(x, indices, readers):
-    """Gather `x[indices]` with a deterministic gradient; custom VJP.
-
-    `x` is `(L, ...)`. `readers (L, p)` holds the flat positions of each row in `indices`, or -1.
-    The backward pass gathers by `readers` in place of a scatter, and sums in a fixed order.
-    """
-    return jnp.take(x, indices, 0, mode="clip")
-
-
-def _take_forward(x, indices, readers):
-    return _take(x, indices, readers), (readers, indices.ndim)
-
-
-def _take_backward(residuals, cotangent):
-    readers, axes = residuals
-    cotangent = cotangent.reshape(-1, *cotangent.shape[axes:])
-    found = jnp.take(cotangent, jnp.maximum(readers, 0), 0, mode="clip")
-    is_read = readers.reshape(*readers.shape, *[1] * (found.ndim - 2)) >= 0
-    return jnp.where(is_read, found, 0).sum(1), None, None
-
-
-_take.defvjp(_take_forward, _take_backward)
+        time = lead(jnp.arange(length, dtype=jnp.int32), segment_ids.ndim)
+        start = time - positions_from_segment_ids(segment_ids)
+    present: Any = valid(lengths, segment_ids, length)
+    return jnp.where(present, start, length)
 
 
 registry.register(

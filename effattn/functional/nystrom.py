@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
 from effattn.arrays.axes import lead
-from effattn.arrays.segments import positions_from, within
+from effattn.arrays.segments import within
 from effattn.cores import attention
+from effattn.cores.segment_means import clear_after, segment_means
 from effattn.naive import masked_softmax, over_pairs, with_naive
 from effattn.options import Execution, Padding, Scale, Tile, declared
+from effattn.xla.depthwise_convolution import convolve
 
 
 class Options(Padding, Scale, Tile, Execution, total=False):
@@ -93,8 +95,8 @@ def nystrom_attention(
     both signs, which would amplify rounding errors of lower precision.
 
     Args:
-      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       num_landmarks: m, from 1 to max(T, S). If the shorter sequence has fewer than m tokens, each
         of its tokens is a landmark.
@@ -108,9 +110,7 @@ def nystrom_attention(
       `(*B, T, N, Hv)` in the dtype of `value`.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values; more landmarks than tokens.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
+      ValueError: more landmarks than tokens; and the errors of `effattn.options`.
     """
     num_landmarks = checks.at_least("num_landmarks", num_landmarks, 1)
     num_iterations = checks.at_least("num_iterations", num_iterations, 1)
@@ -164,8 +164,8 @@ def _attend(
         query, key, value, scale, skip_kernel, query_lengths, key_lengths = mesh_axes.vary_alike(
             (query, key, value, scale, skip_kernel, query_lengths, key_lengths)
         )
-        query = scale * _clear(query, query_lengths).astype(dtype)
-        key, value = (_clear(x, key_lengths).astype(dtype) for x in (key, value))
+        query = scale * clear_after(query, query_lengths).astype(dtype)
+        key, value = (clear_after(x, key_lengths).astype(dtype) for x in (key, value))
         of_queries, landmarks = segment_means(query, query_lengths, num_landmarks)
         of_keys, key_landmarks = segment_means(key, key_lengths, num_landmarks)
         of_keys = jnp.repeat(of_keys, groups, -2)
@@ -182,7 +182,7 @@ def _attend(
         out, _ = attention.attend(query, of_keys, read, to_all)
         if skip_kernel is not None:
             out = out + convolve(jnp.repeat(value, groups, -2), skip_kernel.astype(dtype))
-        return (_clear(out, query_lengths),)
+        return (clear_after(out, query_lengths),)
 
     def lengths(of, size):
         of = jnp.full(batch, size) if of is None else of
@@ -199,63 +199,6 @@ def _attend(
         lengths(given.key_lengths, keys),
     )
     return out.astype(value.dtype)
-
-
-def segment_means(x: jax.Array, lengths: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns means of `x (*B, L, K, H)` over `count` segments of the valid tokens.
-
-    Returns:
-      The means `(*B, min(count, L), K, H)`, zeros for empty segments; and the number of nonempty
-      segments, `(*B)`, which come first.
-    """
-    count = min(count, x.shape[-3])
-    return _means(count, x, lengths), jnp.minimum(lengths, count)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _means(count, x, lengths):
-    length = x.shape[-3]
-    at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
-    segment = lead(jnp.arange(count, dtype=lengths.dtype), lengths.ndim + 1)
-    start = segment * at_least + jnp.minimum(segment, longer)
-    size = at_least + (segment < longer).astype(lengths.dtype)
-    largest = -(-length // count)
-    tokens = _take(x, jnp.minimum(positions_from(start, largest), length - 1))
-    tokens = jnp.where(within(size, largest)[..., None, None], tokens, 0)
-    return tokens.sum(-3) / jnp.maximum(size, 1)[..., None, None].astype(x.dtype)
-
-
-def _means_fwd(count, x, lengths):
-    return _means(count, x, lengths), (lengths, x.shape[-3])
-
-
-def _means_bwd(count, residuals, cotangent):
-    """Gathers the gradient of each token from its segment; autodiff would scatter."""
-    lengths, length = residuals
-    at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
-    token = lead(jnp.arange(length, dtype=lengths.dtype), lengths.ndim + 1)
-    later = token - longer * (at_least + 1)
-    is_longer = later < 0
-    after = longer + later // jnp.maximum(at_least, 1)
-    segment = jnp.where(is_longer, token // (at_least + 1), after)
-    share = _take(cotangent, jnp.minimum(segment, count - 1))
-    size = at_least + is_longer.astype(lengths.dtype)
-    size = jnp.maximum(size, 1)[..., None, None].astype(share.dtype)
-    return _clear(share / size, lengths), None
-
-
-_means.defvjp(_means_fwd, _means_bwd)
-
-
-def _take(x, index):
-    """Gathers tokens of `x (*B, L, K, H)` at `index (*B, ...)`."""
-    flat = lax.collapse(index, x.ndim - 3)[..., None, None]
-    return jnp.take_along_axis(x, flat, -3).reshape(*index.shape, *x.shape[-2:])
-
-
-def _clear(x, lengths):
-    """Sets tokens of `(*B, L, K, H)` after the lengths to zero."""
-    return jnp.where(within(lengths, x.shape[-3])[..., None, None], x, 0)
 
 
 def _softmax(query, key, queries, keys):
@@ -284,34 +227,6 @@ def pseudo_inverse(weights: jax.Array, iterations: int) -> jax.Array:
     # Rows sum to one, so |A|_inf, the largest row sum, is 1.
     largest_column = weights.sum(-2).max(-1)[..., None, None]
     return lax.fori_loop(0, iterations, improve, jnp.swapaxes(weights, -1, -2) / largest_column)
-
-
-@jax.custom_vjp
-def convolve(value: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Depthwise convolution of `value (*B, L, N, Hv)` by `kernel (N, width)`, zero padded."""
-    taps = _taps(value, kernel.shape[-1])
-    return sum(lead(kernel[:, w, None], value.ndim) * taps(w) for w in range(kernel.shape[-1]))
-
-
-def _convolve_bwd(residuals, cotangent):
-    """Custom VJP: a convolution and a loop; autodiff would store the values once a tap."""
-    value, kernel = residuals
-    width = kernel.shape[-1]
-    taps, axes = _taps(value, width), (*range(value.ndim - 2), value.ndim - 1)
-    d_kernel = lax.map(lambda w: (cotangent * taps(w)).sum(axes), jnp.arange(width))
-    return convolve(cotangent, jnp.flip(kernel, -1)), d_kernel.T
-
-
-convolve.defvjp(lambda value, kernel: (convolve(value, kernel), (value, kernel)), _convolve_bwd)
-
-
-def _taps(x, width):
-    """Returns a function of w: `x (*B, L, N, Hv)` shifted to tokens t + w - (width - 1) / 2."""
-    axis, length = x.ndim - 3, x.shape[-3]
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (width // 2, width // 2)
-    padded = jnp.pad(x, padding)
-    return lambda w: lax.dynamic_slice_in_dim(padded, w, length, axis)
 
 
 registry.register(

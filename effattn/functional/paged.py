@@ -1,7 +1,6 @@
 """Paged decode attention: a few queries a sequence, over a paged KV cache."""
 
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -14,12 +13,14 @@ from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.dispatch import cache
 from effattn.interfaces.paged_attention import Config, Pages
 
-# Imported on use: most programs have no kernels.
-MODULES = {
-    "xla": "effattn.xla.paged_attention",
-    "triton": "effattn.pallas.triton.paged_attention",
-    "mosaic_tpu": "effattn.pallas.mosaic_tpu.paged_attention",
-}
+IMPLEMENTATIONS = dispatch.Implementations(
+    "paged attention",
+    {
+        "xla": "effattn.xla.paged_attention",
+        "triton": "effattn.pallas.triton.paged_attention",
+        "mosaic_tpu": "effattn.pallas.mosaic_tpu.paged_attention",
+    },
+)
 
 
 @checks.checked
@@ -119,26 +120,19 @@ def paged_attention(
 
     operands = mesh_axes.vary_alike((query, keys, values, table, counts, multiplier))
 
-    def module(name):
-        return importlib.import_module(MODULES[name])
-
-    def refusal(name):
-        return module(name).refusal(*operands)
-
-    call = dispatch.Call(
+    call = IMPLEMENTATIONS.call(
         "paged_attention",
-        {name: functools.partial(refusal, name) for name in MODULES},
-        functools.partial(_signature, *operands),
+        *operands,
+        signature=functools.partial(_signature, *operands),
         differentiable=False,
         suited=("cuda",) if query.dtype.itemsize == 2 else (),
-        limits=lambda name: module(name).LIMITS,
     )
     chosen = dispatch.choose(implementation, call)
-    forms = {
-        name: functools.partial(module(name).paged, config, chosen.interpreted)
-        for name in chosen.names
-    }
-    attend = functools.partial(dispatch.on_platform, chosen, "paged_attention", forms)
+
+    def form(module):
+        return functools.partial(module.paged, config, chosen.interpreted)
+
+    attend = functools.partial(IMPLEMENTATIONS.run, chosen, form)
     *axes, _ = mesh_axes.spec(query)
     placed = mesh_axes.placed(attend, query, PartitionSpec(*axes, None), PartitionSpec(*axes))
     with jax.named_scope("paged_attention"):

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.cores import feature_attention, recurrence
+from effattn.cores.running_maxima import maxima_of_documents, running_maxima
 from effattn.interfaces.linear_recurrence import Terms
 from effattn.naive import over_pairs, with_naive
 from effattn.options import FeatureMapped, declared
-from effattn.xla.linear_scan import max_plus_scan
 
 KERNELS = ("softmax", "relu")
 BLOCK = 512  # tokens in memory at a time, to find the maximum of their exponents
@@ -168,8 +168,8 @@ def performer_attention(
     with w.
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       projection: the vectors w, `(1, m, H)` for all heads or `(K, m, H)`, as drawn by
         `performer_features`. All query heads of a key head share the vectors of the key head.
@@ -185,11 +185,9 @@ def performer_attention(
       weights that sum to zero (possible with ReLU), give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
-    given, attend = feature_attention.check(query, key, value, **options)
+    given = feature_attention.check(query, key, value, **options)
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     if kernel == "softmax":
@@ -204,13 +202,12 @@ def performer_attention(
     def run(keys, sums):
         return recurrence.run(
             "performer_attention",
-            _PerformerTerms(kernel, given.precision),
+            recurrence.Bound(_terms, (kernel, given.precision)),
             dataclasses.replace(given, initial_state=sums),
             query,
             keys,
             parameters,
             normalized=True,
-            attend=attend,
         )
 
     if kernel == "relu":
@@ -233,31 +230,18 @@ def performer_attention(
     return recurrence.results(out, PerformerState(sums, maximum), given)
 
 
-@dataclasses.dataclass(frozen=True)
-class _PerformerTerms:
+def _terms(kernel, precision, parameters, query, keys) -> Terms:
     """Terms phi(q) and phi(k) without 1 / sqrt(m), which cancels; keys are divided by exp(M)."""
-
-    kernel: str
-    precision: Any
-
-    def __call__(self, parameters, queries, keys) -> Terms:
-        projection, root = parameters
-        key, value, *units = keys
-        if self.kernel == "relu":
-            query, key = (
-                jax.nn.relu(
-                    feature_attention.products(dtypes.product(x, root), projection, self.precision)
-                )
-                for x in (queries, key)
-            )
-            return Terms(query, key, value)
-        unit, *log_decay = (lax.stop_gradient(x) for x in units)
-        query, key = (
-            exponents(dtypes.product(x, root), projection, self.precision) for x in (queries, key)
-        )
-        of_query = lax.stop_gradient(jnp.max(query, -1, keepdims=True))
-        decay = log_decay[0] if log_decay else None
-        return Terms(jnp.exp(query - of_query), jnp.exp(key - unit), value, decay)
+    projection, root = parameters
+    key, value, *units = keys
+    products = feature_attention.products if kernel == "relu" else exponents
+    query, key = (products(dtypes.product(x, root), projection, precision) for x in (query, key))
+    if kernel == "relu":
+        return Terms(jax.nn.relu(query), jax.nn.relu(key), value)
+    unit, *log_decay = (lax.stop_gradient(x) for x in units)
+    of_query = lax.stop_gradient(jnp.max(query, -1, keepdims=True))
+    decay = log_decay[0] if log_decay else None
+    return Terms(jnp.exp(query - of_query), jnp.exp(key - unit), value, decay)
 
 
 def exponents(x: jax.Array, projection: jax.Array, precision: Any = None) -> jax.Array:
@@ -285,13 +269,13 @@ def _units(parameters, given, first, is_causal, ids):
         if mask is not None:
             largest = jnp.where(mask[..., None], largest, dtypes.lowest(largest.dtype))
         if is_causal:
-            before, after = _running_maxima(first, largest, starts)
+            before, after = running_maxima(first, largest, starts)
             last = first if after.shape[-2] == 0 else after[..., -1, :]
             return after, _log_decay(before, after), last
         if ids is None:
             last = jnp.maximum(first, jnp.max(largest, -2, initial=dtypes.lowest(largest.dtype)))
             return jnp.broadcast_to(last[..., None, :], largest.shape), largest, last
-        return _maxima_of_documents(largest, ids), largest, first
+        return maxima_of_documents(largest, ids), largest, first
 
     arguments = parameters, given.key, given.tokens.key_mask, given.tokens.starts, first, ids
     arguments = lax.stop_gradient(arguments)
@@ -311,41 +295,6 @@ def _largest_exponents(parameters, key, given):
     if not len(by_token):
         return jnp.zeros(key.shape[:-1], given.dtype)
     return jnp.moveaxis(lax.map(of_token, by_token, batch_size=BLOCK), 0, -2)
-
-
-def _running_maxima(first, x, starts):
-    """Returns the running maximum of `first` and `x (*B, S, K)`, before and after each token.
-
-    The maximum restarts at `starts (*B, S)`.
-    """
-    first = first[..., None, :]
-    x = jnp.concatenate([jnp.maximum(first, x[..., :1, :]), x[..., 1:, :]], -2)
-    if starts is None:
-        after = lax.cummax(x, axis=x.ndim - 2)
-    else:
-        after = _maxima_since(x, starts)
-    return jnp.concatenate([first, after], -2)[..., :-1, :], after
-
-
-def _maxima_since(x, starts, reverse=False):
-    """Returns the running maximum of `x (*B, S, K)` since the last of `starts (*B, S)`."""
-    x, starts = (jnp.moveaxis(a, axis, 0) for a, axis in ((x, -2), (starts, -1)))
-    if reverse:
-        x, starts = x[::-1], starts[::-1]
-    lowest = dtypes.lowest(x.dtype)
-    change = jnp.broadcast_to(jnp.where(starts, lowest, 0).astype(x.dtype)[..., None], x.shape)
-    initial = jnp.full(x.shape[1:], lowest, x.dtype)
-    (largest,) = max_plus_scan(change[None], x[None], initial[None])
-    return jnp.moveaxis(largest[::-1] if reverse else largest, 0, -2)
-
-
-def _maxima_of_documents(x, ids):
-    """Returns the maximum of `x (*B, S, K)` over each contiguous run of equal ids."""
-    changes = ids[..., 1:] != ids[..., :-1]
-    edge = jnp.ones_like(ids[..., :1], bool)
-    so_far = _maxima_since(x, jnp.concatenate([edge, changes], -1)[..., : ids.shape[-1]])
-    ends = jnp.concatenate([changes, edge], -1)[..., : ids.shape[-1]]
-    return _maxima_since(so_far, ends, reverse=True)
 
 
 def _log_decay(before, after):

@@ -1,6 +1,5 @@
 """Random feature attention: a sine and cosine feature map, with or without a gate."""
 
-import dataclasses
 from typing import Any, Unpack
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from effattn import registry
+from effattn.arrays import checks
 from effattn.cores import feature_attention, recurrence
 from effattn.interfaces.linear_recurrence import Terms
 from effattn.naive import given_option, normalized, over_pairs, over_tokens, with_naive
@@ -81,8 +81,8 @@ def random_feature_attention(
     and out_t = S_t^T phi(q_t) / z_t . phi(q_t). Time is O((T + S) m (H + Hv)) and memory O(T + S).
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       projection: the vectors w, `(1, m, H)` for all heads or `(K, m, H)`: sigma times the
         result of `performer_features`. All query heads of a key head share its vectors.
@@ -96,46 +96,31 @@ def random_feature_attention(
       value, at least float32. Queries without keys, or with weights that sum to zero, give zeros.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; a gate outside of [0, 1], where it is concrete.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation of the causal or packed form.
+      ValueError: a concrete gate outside of [0, 1]; and the errors of `effattn.options`.
     """
-    given, attend = feature_attention.check(query, key, value, **options)
+    given = feature_attention.check(query, key, value, **options)
     projection = feature_attention.check_projection("projection", projection, key)
     gates = () if gate is None else (_check_gate(gate, key.shape[:-1], given.is_causal),)
-    out, state = recurrence.run(
-        "random_feature_attention",
-        _RandomFeatureTerms(given.precision),
-        given,
-        query,
-        (key, value, *gates),
-        projection,
-        normalized=True,
-        attend=attend,
-    )
-    return recurrence.results(out, state, given)
+    terms = recurrence.Bound(_terms, (given.precision,))
+    return feature_attention.attend("random_feature_attention", terms, given, projection, *gates)
 
 
-@dataclasses.dataclass(frozen=True)
-class _RandomFeatureTerms:
-    """Terms phi(q) and phi(k); with a gate, its logarithm is the decay."""
+def _terms(precision, projection, query, keys) -> Terms:
+    """Terms phi(q), phi(k) and v; with a gate, its logarithm is the decay."""
+    key, value, *gates = keys
+    query, key = (_phi(x, projection, precision) for x in (query, key))
+    if not gates:
+        return Terms(query, key, value)
+    (gate,) = gates
+    log_gate = jnp.log(jnp.maximum(gate, jnp.finfo(gate.dtype).tiny))
+    return Terms(query, key * (1 - gate)[..., None], value, log_gate)
 
-    precision: Any
 
-    def __call__(self, projection, queries, keys) -> Terms:
-        key, value, *gates = keys
-        query, key = (self.features(x, projection) for x in (queries, key))
-        if not gates:
-            return Terms(query, key, value)
-        (gate,) = gates
-        log_gate = jnp.log(jnp.maximum(gate, jnp.finfo(gate.dtype).tiny))
-        return Terms(query, key * (1 - gate)[..., None], value, log_gate)
-
-    def features(self, x, projection):
-        """Returns the sine and cosine features, `(*B, L, N, 2 m)`."""
-        angles = feature_attention.products(_unit(x), projection, self.precision)
-        features = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
-        return features * projection.shape[1] ** -0.5
+def _phi(x, projection, precision):
+    """The sine and cosine features, `(*B, L, N, 2 m)`."""
+    angles = feature_attention.products(_unit(x), projection, precision)
+    features = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+    return features * projection.shape[1] ** -0.5
 
 
 def _unit(x):
@@ -147,19 +132,18 @@ def _unit(x):
 
 
 def _check_gate(gate, shape, is_causal):
-    gate = jnp.asarray(gate)
     if not is_causal:
-        raise ValueError("gate needs is_causal=True: it says how the past is forgotten")
-    if gate.shape != shape or not jnp.issubdtype(gate.dtype, jnp.floating):
         raise ValueError(
-            f"gate must be floating point of shape {shape}, got {gate.dtype} of shape {gate.shape}"
+            "gate needs is_causal=True, got is_causal=False: a gate decays the sums over earlier "
+            "tokens; leave out the gate in a bidirectional call"
         )
+    gate = checks.shaped("gate", gate, shape)
     if not isinstance(gate, jax.core.Tracer):
         values = np.asarray(gate)
         if np.any(values < 0) or np.any(values > 1):
             raise ValueError(
-                f"gate must be in [0, 1], got {values.min():.4g} to {values.max():.4g}; of a logit "
-                "pass jax.nn.sigmoid"
+                f"gate must be in [0, 1], got {values.min():.4g} to {values.max():.4g}; for a "
+                "logit pass jax.nn.sigmoid of it"
             )
     return gate
 

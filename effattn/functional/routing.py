@@ -12,15 +12,13 @@ from jax.sharding import PartitionSpec
 
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
-from effattn.arrays.combine import combine
-from effattn.arrays.gathers import inverse_of, largest_of, permute, pick, spread
-from effattn.arrays.segments import within
+from effattn.arrays.combine import combine_at, combine_one_by_one
+from effattn.arrays.gathers import inverse_of, permute, pick
+from effattn.arrays.segments import valid
 from effattn.cores import attention
+from effattn.cores.clusters import is_first, members, nearest, positions, ranked, sort
 from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import Direction, Execution, Packing, Padding, Residual, Scale, Tile, declared
-
-# Clusters whose scores are in memory at a time.
-_AT_ONCE = 16
 
 
 class Options(Direction, Padding, Packing, Scale, Residual, Tile, Execution, total=False):
@@ -107,8 +105,8 @@ def routing_attention(
     so padding is faster than packing.
 
     Args:
-      query: `(*B, T, N, H)`, any number of batch dimensions, also none.
-      key: `(*B, T, K, H)`, N a multiple of K. Each query head routes keys by its own centroids.
+      query: `(*B, T, N, H)`.
+      key: `(*B, T, K, H)`. Each query head routes keys by its own centroids.
       value: `(*B, T, K, Hv)`.
       centroids: `(N, C, H)`; C is at most T in bidirectional calls.
       cluster_size: w, in tokens; at most T in bidirectional calls.
@@ -123,9 +121,7 @@ def routing_attention(
       float32, -inf for a row that attends to nothing.
 
     Raises:
-      ValueError: wrong shapes, dtypes or values; in bidirectional calls, C or w larger than T.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
+      ValueError: C or w above T in a bidirectional call; and the errors of `effattn.options`.
     """
     if checks.is_pair(options.get("segment_ids"), query.shape[:-2]):
         raise ValueError(
@@ -175,19 +171,8 @@ def _attend(query, key, value, centroids, size, is_causal, given: attention.Argu
         by_cluster = _attend_clusters if given.segments is None else _attend_packed
     out, lse = by_cluster(tokens, centroids, size, given)
     out, lse = jnp.swapaxes(out, -3, -2), jnp.swapaxes(lse, -2, -1)
-    present = _present(given.query_lengths, given.segments, query.shape[-3])
-    if present is not None:
-        out = jnp.where(present[..., None, None], out, 0)
-        lse = jnp.where(present[..., None], lse, dtypes.lowest(lse.dtype))
-    return out, lse
-
-
-def _present(lengths, segments, size):
-    """Returns the valid tokens, bool `(*B, T)`; None if all are valid."""
-    present = None if lengths is None else within(lengths, size)
-    if segments is None:
-        return present
-    return segments[0] != 0 if present is None else present & (segments[0] != 0)
+    ids = given.segments and given.segments[0]
+    return attention.clear_rows(out, lse, valid(given.query_lengths, ids, query.shape[-3]))
 
 
 class Tokens(NamedTuple):
@@ -250,156 +235,16 @@ def check_centroids(centroids: Any, query: jax.Array) -> jax.Array:
     return lax.stop_gradient(centroids.astype(wide))
 
 
-# Routing
-
-
-def nearest(tokens: jax.Array, centroids: jax.Array) -> jax.Array:
-    """Returns the nearest clusters, int32 `(*B, N, T)`, by the products of `(*B, N, T, H)`."""
-
-    def step(best, some):
-        largest, cluster = best
-        products = _products(tokens, some, centroids.shape[1])
-        at = jnp.argmax(products, -2).astype(jnp.int32)
-        here = products.max(-2)
-        return (jnp.maximum(largest, here), jnp.where(here > largest, some[0] + at, cluster)), None
-
-    shape = tokens.shape[:-1]
-    wide = dtypes.common(tokens, centroids)
-    empty = jnp.full(shape, dtypes.lowest(wide), wide), jnp.zeros(shape, jnp.int32)
-    start = tuple(mesh_axes.vary_like(tokens, x) for x in empty)
-    (_, cluster), _ = lax.scan(step, start, _in_parts(centroids))
-    return cluster
-
-
-def summed_by_cluster(
-    tokens: jax.Array, centroids: jax.Array, present: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns sum `(N, C, H)` and number `(N, C)` of the tokens `(B, N, T, H)` of each cluster.
-
-    Only tokens that are `present (B, T)` count.
-    """
-    cluster = jnp.where(present[:, None], nearest(tokens, centroids), -1)
-
-    def of_some(some):
-        first, centroids = some
-        number = first + jnp.arange(centroids.shape[1], dtype=jnp.int32)
-        is_of = (cluster[:, :, None] == number[:, None]).astype(tokens.dtype)
-        return jnp.einsum("bnct,bnth->nch", is_of, tokens, precision="highest"), is_of.sum((0, 3))
-
-    sums, counts = lax.map(of_some, _in_parts(centroids))
-    heads, number = centroids.shape[:2]
-    sums, counts = jnp.moveaxis(sums, 0, 1), jnp.moveaxis(counts, 0, 1)
-    padded = counts.shape[1] * counts.shape[2]
-    sums, counts = sums.reshape(heads, padded, sums.shape[-1]), counts.reshape(heads, padded)
-    return sums[:, :number], counts[:, :number]
-
-
-class Members(NamedTuple):
-    """Member tokens of each cluster.
-
-    Attributes:
-      at: int32 `(*B, N, C, M)`, positions of the members, distinct in each cluster.
-      counts: bool `(*B, N, C, M)`, True for members, False for padding.
-    """
-
-    at: jax.Array
-    counts: jax.Array
-
-
-def members(tokens, centroids, size, present) -> Members:
-    """Returns the `size` tokens of `(*B, N, T, H)` with the largest products for each centroid.
-
-    Only tokens that are `present (*B, T)` can be members; None means all tokens.
-    """
-
-    def of_some(some):
-        products = _products(tokens, some, centroids.shape[1])
-        if present is not None:
-            products = jnp.where(present[..., None, None, :], products, -jnp.inf)
-        products, at = lax.top_k(products, size)
-        return at.astype(jnp.int32), products > -jnp.inf
-
-    def joined(parts):
-        """`(parts, *B, N, some, M)` to `(*B, N, C, M)`."""
-        parts = jnp.moveaxis(parts, 0, -3)
-        *outer, number, some, members = parts.shape
-        parts = parts.reshape(*outer, number * some, members)
-        return parts[..., : centroids.shape[1], :]
-
-    return Members(*map(joined, lax.map(of_some, _in_parts(centroids))))
-
-
-class _Ranked(NamedTuple):
-    """Tokens sorted by document, and in each document by decreasing product with a centroid.
-
-    Attributes:
-      order: int32 `(*B, N, T)`, the sorting permutation.
-      inverse: int32 `(*B, N, T)`, the inverse permutation.
-      counts: bool `(*B, N, T)`, in sorted order, whether a token is a member of the cluster.
-    """
-
-    order: jax.Array
-    inverse: jax.Array
-    counts: jax.Array
-
-
-def _ranked(tokens, centroid, size, present, documents) -> _Ranked:
-    """Ranks tokens `(*B, N, T, H)` for `centroid (N, H)`; `present`, `documents` are `(*B, T)`."""
-    products = jnp.einsum("...nth,nh->...nt", tokens, centroid, precision="highest")
-    farthest = jnp.finfo(products.dtype).max
-    far = jnp.where(present[..., None, :], -products, farthest)
-    ids = jnp.broadcast_to(documents[..., None, :], far.shape)
-    ids, far, order = _sort((ids, far, _positions(far)), num_keys=2)
-    start = lax.cummax(jnp.where(_is_first(ids), _positions(ids), 0), axis=ids.ndim - 1)
-    inverse = inverse_of(order)
-    return _Ranked(order, inverse, (_positions(ids) - start < size) & (far < farthest))
-
-
-def _in_parts(centroids):
-    """Splits centroids in parts: first cluster of each part, and `(parts, N, some, H)`, padded."""
-    number = centroids.shape[1]
-    some = min(_AT_ONCE, number)
-    padded = jnp.pad(centroids, ((0, 0), (0, -number % some), (0, 0)))
-    parts = padded.reshape(len(padded), -1, some, padded.shape[-1])
-    first = jnp.arange(parts.shape[1], dtype=jnp.int32) * some
-    return first, jnp.moveaxis(parts, 1, 0)
-
-
-def _products(tokens, some, number):
-    """Returns products `(*B, N, some, T)`; -inf for padding clusters from `number` on."""
-    first, centroids = some
-    products = jnp.einsum("...nth,nch->...nct", tokens, centroids, precision="highest")
-    is_one = first + jnp.arange(centroids.shape[1], dtype=jnp.int32) < number
-    return jnp.where(is_one[:, None], products, -jnp.inf)
-
-
-def _sort(arrays, num_keys):
-    return lax.sort(arrays, dimension=-1, is_stable=True, num_keys=num_keys)
-
-
-def _positions(like):
-    return lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1)
-
-
-def _is_first(ids):
-    """Returns True at entries that differ from the entry before."""
-    changes = ids[..., 1:] != ids[..., :-1]
-    return jnp.pad(changes, [(0, 0)] * (ids.ndim - 1) + [(1, 0)], constant_values=True)
-
-
-# Attention
-
-
 def _attend_causal(tokens: Tokens, centroids, size: int, given: attention.Arguments):
     """Attends in causal windows of tokens that are sorted by cluster; clusters are segments."""
     cluster = nearest(tokens.query_route + tokens.key_route, centroids)
     by: tuple[jax.Array, ...] = (cluster,)
     if given.segments is not None:
         by = (jnp.broadcast_to(given.segments[0][..., None, :], cluster.shape), cluster)
-    *by, order = _sort((*by, _positions(cluster)), num_keys=len(by))
+    *by, order = sort((*by, positions(cluster)), num_keys=len(by))
     inverse = inverse_of(order)
-    is_first = functools.reduce(jnp.logical_or, map(_is_first, by))
-    runs = jnp.cumsum(is_first, -1, dtype=jnp.int32)
+    starts = functools.reduce(jnp.logical_or, map(is_first, by))
+    runs = jnp.cumsum(starts, -1, dtype=jnp.int32)
     if given.segments is not None:
         runs = jnp.where(by[0] == 0, 0, runs)
     present = None
@@ -424,7 +269,7 @@ def _attend_clusters(tokens: Tokens, centroids, size: int, given: attention.Argu
     """Attends in each cluster, then combines the clusters of a query in one softmax."""
     length = tokens.query.shape[-2]
     queries, keys = (
-        members(route, centroids, size, _present(lengths, None, length))
+        members(route, centroids, size, valid(lengths, None, length))
         for route, lengths in (
             (tokens.query_route, given.query_lengths),
             (tokens.key_route, given.key_lengths),
@@ -439,15 +284,7 @@ def _attend_clusters(tokens: Tokens, centroids, size: int, given: attention.Argu
     )
 
     lse = jnp.where(queries.counts, lse, dtypes.lowest(lse.dtype))
-    largest = largest_of(lax.stop_gradient(lse), queries.at, length)
-    lowest = dtypes.lowest(lse.dtype)
-    largest = jnp.where(largest == lowest, 0, largest)
-    weights = jnp.where(lse == lowest, 0, jnp.exp(lse - pick(largest, queries.at)))
-    total = spread(weights, queries.at, length)
-    mixed = spread(dtypes.product(weights[..., None], out), queries.at, length)
-    total_or_one = jnp.where(total == 0, 1, total)
-    out = (mixed / total_or_one[..., None]).astype(out.dtype)
-    return out, jnp.where(total == 0, lowest, largest + jnp.log(total_or_one))
+    return combine_at(out, lse, queries.at, length)
 
 
 def _attend_packed(tokens: Tokens, centroids, size: int, given: attention.Arguments):
@@ -455,21 +292,20 @@ def _attend_packed(tokens: Tokens, centroids, size: int, given: attention.Argume
     assert given.segments is not None
     length, (documents, _) = tokens.query.shape[-2], given.segments
     present = tuple(
-        _present(lengths, given.segments, length)
-        for lengths in (given.query_lengths, given.key_lengths)
+        valid(lengths, documents, length) for lengths in (given.query_lengths, given.key_lengths)
     )
     learnt: dict[str, Any] = {n: getattr(tokens, n) for n in ("query", "key", "value")}
     if isinstance(given.scale, jax.Array):
         learnt["scale"] = given.scale
     routes = tokens.query_route, tokens.key_route
     # Sorting puts the members of a document at its start, for queries and keys alike.
-    (ids,) = _sort((documents,), num_keys=1)
-    arrays = learnt, (routes, present, documents, ids, jnp.moveaxis(centroids, -2, 0))
+    (ids,) = sort((documents,), num_keys=1)
+    arrays = learnt, (routes, present, documents, ids), jnp.moveaxis(centroids, -2, 0)
 
     def attend(learnt, fixed, centroid):
-        routes, present, documents, ids, _ = fixed
+        routes, present, documents, ids = fixed
         queries, keys = (
-            _ranked(route, centroid, size, one, documents)
+            ranked(route, centroid, size, one, documents)
             for route, one in zip(routes, present, strict=True)
         )
         ids = jnp.broadcast_to(ids[..., None, :], keys.order.shape)
@@ -486,52 +322,8 @@ def _attend_packed(tokens: Tokens, centroids, size: int, given: attention.Argume
         out = out.astype(lse.dtype)
         return tuple(permute(x, queries.inverse, queries.order) for x in (out, lse))
 
-    out, lse = _over_clusters(attend, *mesh_axes.vary_alike(arrays))
+    out, lse = combine_one_by_one(attend, *mesh_axes.vary_alike(arrays))
     return out.astype(tokens.value.dtype), lse
-
-
-# Custom VJP: autodiff of the scan would keep the results of all clusters.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _over_clusters(attend, learnt, fixed):
-    """Softmax over all clusters of a query, with one cluster in memory at a time.
-
-    `attend(learnt, fixed, centroid)` returns the output `(*B, N, T, Hv)` of one cluster and the
-    log-sum-exp `(*B, N, T)`, which is `dtypes.lowest` for tokens outside the cluster. The last
-    entry of `fixed` holds the centroids.
-    """
-
-    def step(so_far, centroid):
-        return combine(*zip(so_far, attend(learnt, fixed, centroid), strict=True)), None
-
-    *_, centroids = fixed
-    so_far, _ = lax.scan(step, attend(learnt, fixed, centroids[0]), centroids[1:])
-    return so_far
-
-
-def _over_clusters_fwd(attend, learnt, fixed):
-    out, lse = _over_clusters(attend, learnt, fixed)
-    return (out, lse), (learnt, fixed, out, lse)
-
-
-def _over_clusters_bwd(attend, residuals, cotangents):
-    learnt, fixed, out, lse = residuals
-    d_out, d_lse = cotangents
-    delta = (d_out * out).sum(-1) - d_lse  # with the gradient of the log-sum-exp
-
-    def step(total, centroid):
-        (own, own_lse), pull = jax.vjp(lambda x: attend(x, fixed, centroid), learnt)
-        weight = jnp.where(own_lse == dtypes.lowest(lse.dtype), 0, jnp.exp(own_lse - lse))
-        d_own = weight[..., None] * d_out, weight * ((d_out * own).sum(-1) - delta)
-        return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, pull(d_own)[0]), None
-
-    def nothing(x):
-        return mesh_axes.vary_like(x, jnp.zeros(x.shape, dtypes.common(x.dtype, lse.dtype)))
-
-    total, _ = lax.scan(step, jax.tree.map(nothing, learnt), fixed[-1])
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, learnt), None
-
-
-_over_clusters.defvjp(_over_clusters_fwd, _over_clusters_bwd)
 
 
 def _attend_examples(query, key, value, given: attention.Arguments, **within):

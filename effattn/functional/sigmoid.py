@@ -1,6 +1,5 @@
 """Sigmoid attention: each weight is the sigmoid of its logit."""
 
-import dataclasses
 import math
 from typing import Any, Unpack
 
@@ -10,37 +9,7 @@ from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import attention
 from effattn.naive import dot, over_pairs, with_naive
-from effattn.options import (
-    Direction,
-    Dropout,
-    Execution,
-    Offset,
-    Packing,
-    Padding,
-    Scale,
-    Score,
-    SoftCap,
-    Tile,
-    Window,
-    declared,
-)
-
-
-class Options(
-    Direction,
-    Offset,
-    Window,
-    Padding,
-    Packing,
-    Scale,
-    SoftCap,
-    Score,
-    Dropout,
-    Tile,
-    Execution,
-    total=False,
-):
-    """The shared options of `sigmoid_attention`."""
+from effattn.options import Elementwise, declared
 
 
 def naive(query, key, value, pairs, *, scale, logit_bias):
@@ -60,7 +29,7 @@ def sigmoid_attention(
     mask: jax.Array | None = None,
     *,
     logit_bias: float | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[Elementwise],
 ) -> Any:
     r"""Sigmoid attention (Ramapuram et al. 2024, "Theory [...] for Sigmoid Self-Attention").
 
@@ -70,8 +39,8 @@ def sigmoid_attention(
     Time is O(T S (H + Hv)), memory O(T + S), forward and backward.
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       bias: added to the logits, broadcastable to `(*B, N, T, S)`.
       mask: bool, broadcastable to `(*B, N, T, S)`, True where a pair may attend.
@@ -85,20 +54,13 @@ def sigmoid_attention(
       `(*B, T, N, Hv)` in the dtype of `value`, zeros for queries without keys.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
+      ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
     given = attention.check("sigmoid_attention", query, key, value, bias=bias, mask=mask, **options)
     if logit_bias is None:
         logit_bias = -math.log(max(key.shape[-3], 1))
-    added = checks.real("logit_bias", logit_bias, "a finite number")
-    if not math.isfinite(added):
-        raise ValueError(f"logit_bias must be a finite number, got {logit_bias}")
-    score = attention.Then(given.score_mod, add=added)
-    given = dataclasses.replace(given, score_mod=score, activation="sigmoid")
-    with jax.named_scope("sigmoid_attention"):
-        return attention.attend(query, key, value, given)[0]
+    added = checks.finite("logit_bias", checks.real("logit_bias", logit_bias, "a finite number"))
+    return attention.attend_elementwise("sigmoid", query, key, value, given, add=added)
 
 
 registry.register(

@@ -1,6 +1,5 @@
 """Squared-ReLU attention: each weight is the square of its logit, if the logit is positive."""
 
-import dataclasses
 from typing import Any, Unpack
 
 import jax
@@ -9,37 +8,7 @@ from effattn import registry
 from effattn.arrays import checks
 from effattn.cores import attention
 from effattn.naive import dot, over_pairs, with_naive
-from effattn.options import (
-    Direction,
-    Dropout,
-    Execution,
-    Offset,
-    Packing,
-    Padding,
-    Scale,
-    Score,
-    SoftCap,
-    Tile,
-    Window,
-    declared,
-)
-
-
-class Options(
-    Direction,
-    Offset,
-    Window,
-    Padding,
-    Packing,
-    Scale,
-    SoftCap,
-    Score,
-    Dropout,
-    Tile,
-    Execution,
-    total=False,
-):
-    """The shared options of `squared_relu_attention`."""
+from effattn.options import Elementwise, declared
 
 
 def naive(query, key, value, pairs, *, scale, divisor):
@@ -59,7 +28,7 @@ def squared_relu_attention(
     mask: jax.Array | None = None,
     *,
     divisor: float | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[Elementwise],
 ) -> Any:
     r"""Squared-ReLU attention (Hua et al. 2022, "Transformer Quality in Linear Time").
 
@@ -69,8 +38,8 @@ def squared_relu_attention(
     many weights small. Time is O(T S (H + Hv)), memory O(T + S), forward and backward.
 
     Args:
-      query: `(*B, T, N, H)`, with any number of batch dimensions.
-      key: `(*B, S, K, H)`, N a multiple of K: query head n reads key head n // (N // K).
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
       value: `(*B, S, K, Hv)`.
       bias: added to the logits, broadcastable to `(*B, N, T, S)`.
       mask: bool, broadcastable to `(*B, N, T, S)`, True where a pair may attend.
@@ -84,19 +53,13 @@ def squared_relu_attention(
       `(*B, T, N, Hv)` in the dtype of `value`, zeros for queries without keys.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options.
-      NotImplementedError: a named implementation does not take these arguments.
-      TypeError: in forward-mode differentiation.
+      ValueError, NotImplementedError, TypeError: see `effattn.options`.
     """
     given = attention.check(
         "squared_relu_attention", query, key, value, bias=bias, mask=mask, **options
     )
-    if divisor is None:
-        divisor = max(key.shape[-3], 1)
-    score = attention.Then(given.score_mod, multiply=checks.positive("divisor", divisor) ** -0.5)
-    given = dataclasses.replace(given, score_mod=score, activation="squared_relu")
-    with jax.named_scope("squared_relu_attention"):
-        return attention.attend(query, key, value, given)[0]
+    n = checks.positive("divisor", max(key.shape[-3], 1) if divisor is None else divisor)
+    return attention.attend_elementwise("squared_relu", query, key, value, given, multiply=n**-0.5)
 
 
 registry.register(

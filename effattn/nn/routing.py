@@ -11,10 +11,11 @@ from jax import lax
 
 from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import within
+from effattn.cores.clusters import summed_by_cluster
 from effattn.decode.ring import RingDecoder
 from effattn.decode.routing import RoutingDecoder
 from effattn.decode.state import check_state, new_lengths
-from effattn.functional.routing import Tokens, routing_attention, summed_by_cluster
+from effattn.functional.routing import Tokens, routing_attention
 from effattn.functional.sliding_window import sliding_window_attention
 from effattn.nn.attention import SelfAttention
 from effattn.nn.hybrid import HybridState

@@ -19,12 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import dispatch
 from effattn.arrays import mesh_axes, reverse_mode
 from effattn.arrays.axes import lead
 from effattn.interfaces.linear_recurrence import Config, Tokens, clear
-
-LIMITS = dispatch.Limits()
 
 # Tokens in a chunk; few, so that their decays and states fit in a CPU's cache.
 CHUNK = 16

@@ -3,14 +3,12 @@
 Tokens are cut into chunks of C tokens. Within a chunk the recurrence is matrix products
 (`effattn.xla.recurrent_chunks`); the state carries the sums to the next chunk.
 
-Time is O(T F (C + D)), memory O(T). Each step of the outer loop computes a block of several chunks,
-whose matrix products are batched. The forward pass saves the state at the start of each block, and
-the backward pass recomputes the block from the saved state. It never reconstructs a state by
-subtraction or division.
+Time is O(T F (C + D)), memory O(T). Each step of the outer loop computes a block of several chunks
+(`effattn.xla.recurrent_block`), whose matrix products are batched. The forward pass saves the state
+at the start of each block, and the backward pass recomputes the block from the saved state. It
+never reconstructs a state by subtraction or division.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,15 +18,8 @@ from jax import lax
 
 from effattn import dispatch
 from effattn.arrays import dtypes
-from effattn.interfaces.linear_recurrence import (
-    Config,
-    Inputs,
-    Tokens,
-    clear,
-    masked_terms,
-    normalize,
-)
-from effattn.xla.recurrent_chunks import mapped, run_chunks
+from effattn.interfaces.linear_recurrence import Config, Inputs, Tokens
+from effattn.xla.recurrent_block import padded, pull_back, run_block
 
 BLOCK = 512  # tokens in a block, limited to CHUNKS_OF_BLOCK chunks
 CHUNKS_OF_BLOCK = 8
@@ -50,14 +41,17 @@ class _Span(NamedTuple):
     chunk: int
 
 
+def _block_length(chunk):
+    return min(max(BLOCK // chunk, 1), CHUNKS_OF_BLOCK) * chunk
+
+
 def _spans(length: int, chunk: int, block: int | None) -> list[_Span]:
     """Spans that cover the sequence: all whole blocks, then the rest as one shorter block.
 
     At most two spans, because each span adds one loop body to compile.
     """
     chunk = min(chunk, max(length, 1))
-    if block is None:
-        block = min(max(BLOCK // chunk, 1), CHUNKS_OF_BLOCK) * chunk
+    block = block or _block_length(chunk)
     in_blocks = length // block * block
     rest = length - in_blocks
     spans = [
@@ -77,7 +71,7 @@ def _in_spans(config, x: Inputs, blocks: "Blocks") -> tuple[Inputs, list[_Span]]
     length: Any = first.shape[axis]
     if isinstance(length, int):
         return x, _spans(length, config.chunk, blocks.length)
-    block = blocks.length or min(max(BLOCK // config.chunk, 1), CHUNKS_OF_BLOCK) * config.chunk
+    block = blocks.length or _block_length(config.chunk)
     span = _Span(0, -(-length // block), block, config.chunk)
     tokens = x.tokens or Tokens()
     key_mask = tokens.key_mask
@@ -91,7 +85,7 @@ def _filled(x, axis, span):
     """Pads the arrays with a time axis by zeros to whole blocks."""
 
     def fill(array):
-        return _padded(array, axis, span.blocks * span.length - array.shape[axis])
+        return padded(array, axis, span.blocks * span.length - array.shape[axis])
 
     if not isinstance(x, Inputs):
         return fill(x)
@@ -121,79 +115,6 @@ def _put(span, index, arrays, blocks, axis):
     )
 
 
-def _group(x, axis, groups):
-    """Splits the heads at `axis` into groups: `(..., K R, ...)` to `(..., K, R, ...)`."""
-    return x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
-
-
-def _padded(x, axis, width):
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, width)
-    return jnp.pad(x, widths)
-
-
-def _block(config, chunk, parameters, state, queries, keys, tokens):
-    """Runs one block of tokens `(*B, L, ...)`: `(state after, outputs (*B, L, N, D))`."""
-    time = state.ndim - 3
-    length = jax.tree.leaves(keys)[0].shape[time]
-    chunks = -(-length // chunk)
-    # Padding tokens fill the last chunk (`rest`), and each chunk to a power of two (`more`).
-    rest, more = chunks * chunk - length, (1 << (chunk - 1).bit_length()) - chunk
-    alike = tokens.key_mask is None and not rest and not more
-    terms = masked_terms(config, parameters, queries, keys, tokens, state.dtype, alike)
-    *batch, _, heads, _ = terms.key.shape
-    constant = terms.log_decay is not None and terms.log_decay.ndim == 1
-    by_value = terms.log_decay is not None and terms.log_decay.ndim == terms.key.ndim - 1
-
-    def cut(x):
-        x = _padded(x, time, rest).reshape(*batch, chunks, chunk, *x.shape[time + 1 :])
-        return _padded(x, time + 1, more)
-
-    query, value = (_group(cut(x), time + 2, heads) for x in (terms.query, terms.value))
-    key, removed, recalled, starts = jax.tree.map(
-        cut, (terms.key, terms.removed, terms.recalled, tokens.starts)
-    )
-    if constant:
-        log_decay = _group(terms.log_decay, 0, heads)
-    elif by_value:
-        log_decay = _group(cut(terms.log_decay), time + 2, heads)
-    else:
-        log_decay = jax.tree.map(cut, terms.log_decay)
-
-    # Maps over the value heads of a key head, then over key heads, then over batch dimensions.
-    dot = functools.partial(jnp.matmul, precision=config.precision)
-    run, by_head = functools.partial(run_chunks, dot), 0 if constant else 2
-    decays = by_head if constant or by_value else None
-    grouped = _group(state, time, heads)
-    of_value_heads = (0, None, None, 2, decays, None, None, None, None)
-    run = mapped(run, grouped.shape[time + 1], of_value_heads, (0, 3))
-    run = mapped(run, heads, (0, 2, 2, 2, by_head, 0, 2, 2, None), (0, 2))
-    for rows in reversed(batch):
-        run = mapped(run, rows, (0, 0, 0, 0, None if constant else 0, None, 0, 0, 0), (0, 0))
-    after, output = run(
-        grouped, query, key, value, log_decay, terms.bonus, removed, recalled, starts
-    )
-    output = jax.lax.slice_in_dim(output, 0, chunk, axis=time + 1)
-    rows = math.prod(output.shape[time + 2 : -1])
-    output = output.reshape(*batch, chunks * chunk, rows, output.shape[-1])
-    output = jax.lax.slice_in_dim(output, 0, length, axis=time)
-    output = normalize(output) if config.normalized else output
-    return after.reshape(state.shape), clear(output, tokens.query_mask)
-
-
-LIMITS = dispatch.Limits()
-
-
-def refusal(config: Config, x: Inputs) -> str | None:
-    """None: XLA accepts every call."""
-    return None
-
-
-def _pull_back(cotangents, config, chunk, parameters, state, queries, keys, tokens):
-    run = functools.partial(_block, config, chunk, tokens=tokens)
-    return jax.vjp(run, parameters, state, queries, keys)[1](cotangents)
-
-
 class Blocks(NamedTuple):
     """Functions that compute one block of tokens, forward and backward.
 
@@ -205,8 +126,8 @@ class Blocks(NamedTuple):
       length: tokens in a block; None is the default for XLA (see `BLOCK`).
     """
 
-    run: Callable[..., tuple[jax.Array, jax.Array]] = _block
-    pull_back: Callable[..., tuple[Any, Any, Any, Any]] = _pull_back
+    run: Callable[..., tuple[jax.Array, jax.Array]] = run_block
+    pull_back: Callable[..., tuple[Any, Any, Any, Any]] = pull_back
     length: int | None = None
 
 
@@ -283,35 +204,3 @@ def backward(
     d_queries, d_keys = _first_tokens(d_inputs, axis, length)
     d_parameters = jax.tree.map(lambda d, p: d.astype(p.dtype), d_parameters, x.parameters)
     return Inputs(d_parameters, d_state, d_queries, d_keys, None)
-
-
-def linear_sum(
-    config: Config,
-    parameters: Any,
-    state: jax.Array,
-    queries: Any,
-    keys: Any,
-    tokens: Tokens,
-) -> tuple[jax.Array, jax.Array]:
-    """Bidirectional linear attention: every query reads the state after the last key.
-
-    Arguments and results are those of `effattn.cores.linear_recurrence.linear_recurrence`. Document
-    starts, decays, a bonus and the delta form are not supported. The query length may differ from
-    the key length.
-    """
-    dot = functools.partial(jnp.dot, precision=config.precision)
-    terms = masked_terms(config, parameters, queries, keys, tokens, state.dtype)
-    *batch, _, heads, _ = terms.key.shape
-
-    def head(state, query, key, value):  # (F, D), (T, G, F), (S, F), (S, D)
-        state += dot(key.T, value)
-        return state, dot(query, state)
-
-    run = jax.vmap(head, (0, 1, 1, 1), (0, 1))
-    for _ in batch:
-        run = jax.vmap(run)
-    query = _group(terms.query, len(batch) + 1, heads)
-    state, output = run(state, query, terms.key, terms.value)
-    output = output.reshape(*terms.query.shape[:-1], output.shape[-1])
-    output = normalize(output) if config.normalized else output
-    return clear(output, tokens.query_mask).astype(config.dtype), state

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn import dispatch
 from effattn.arrays import dtypes, mesh_axes, reverse_mode
 from effattn.arrays.products import widened
 from effattn.arrays.segments import positions_from
@@ -23,14 +22,6 @@ _NO_GRADIENTS = (
     "paged attention is for decoding and has no gradients: for those gather the pages by "
     "block_table, and call dot_product_attention"
 )
-
-
-LIMITS = dispatch.Limits()
-
-
-def refusal(*_) -> str | None:
-    """None: XLA accepts every call."""
-    return None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import effattn
 from effattn import dot_product_attention, lsh_attention, lsh_rotations
+from effattn.cores import sorted_runs
 from effattn.functional import lsh as module
 from effattn.nn import LSHSelfAttention
 from effattn.testing.functions import assert_close
 from tests.marks import slow
-from tests.references import lsh as reference
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_reformer.npz"
 LENGTH, HEADS, SIZE = 37, 2, 6
@@ -37,7 +38,7 @@ def x64():
 @pytest.fixture(autouse=True)
 def several_pieces(monkeypatch):
     """Of a round, and the last with an empty tile."""
-    monkeypatch.setattr(module, "_TOKENS_AT_A_TIME", 9)
+    monkeypatch.setattr(sorted_runs, "_TOKENS_AT_A_TIME", 9)
 
 
 def draw(length=LENGTH, batch=(2,), dtype=np.float64, **options):
@@ -57,43 +58,8 @@ def ours(arrays, given, **options):
     return lsh_attention(**arrays, **given, **{**OPTIONS, **options}, return_residual=True)
 
 
-def definition(arrays, pairs):
-    """`(out, lse)` over pairs `(B, N, T, T)`; a token that has none sees itself."""
-    query, value, itself = arrays["query_key"], arrays["value"], np.eye(LENGTH, dtype=bool)
-    key = query / jnp.sqrt((query**2).mean(-1, keepdims=True) + 1e-6)
-    logits = jnp.einsum("btnh,bsnh->bnts", query, key) * SIZE**-0.5
-    alone = jnp.where(itself & ~pairs.any(-1, keepdims=True), -1e5, -jnp.inf)
-    logits = jnp.where(pairs, logits, alone)
-    out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), value)
-    return out, jnp.moveaxis(jax.nn.logsumexp(logits, -1), 1, -1)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def buckets_of(query_key, rotations, factors):
-    """`(B, N, n, T)` by the reference."""
-    of_rounds = jax.vmap(functools.partial(reference.bucket, factors=factors), (None, 0))
-    return jax.vmap(jax.vmap(of_rounds, (1, 0)), (0, None))(query_key, rotations)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def sees(buckets, chunk_length, is_causal):
-    """`(B, N, T, T)`, in any round, by the reference."""
-    one = functools.partial(reference.sees, chunk_length=chunk_length, is_causal=is_causal)
-    for _ in range(3):
-        one = jax.vmap(one)
-    return one(buckets).any(2)
-
-
-def pairs_of(arrays, documents=None, num_buckets=8, chunk_length=3, is_causal=False, **_):
-    """`(B, N, T, T)`: who sees whom, each of the rows' documents (slices) by itself."""
-    factors = module.factors_of(num_buckets)
-    buckets = np.asarray(buckets_of(arrays["query_key"], arrays["rotations"], factors))
-    pairs = np.zeros((len(buckets), HEADS, LENGTH, LENGTH), bool)
-    for row, parts in enumerate(documents or [[slice(LENGTH)]] * len(buckets)):
-        for part in parts:
-            of_part = sees(buckets[row : row + 1, ..., part], chunk_length, is_causal)[0]
-            pairs[row, :, part, part] = of_part & ~np.eye(of_part.shape[-1], dtype=bool)
-    return pairs
+def naive(arrays, given, **options):
+    return effattn.naive.lsh(**arrays, **given, **{**OPTIONS, **options}, return_residual=True)
 
 
 @functools.cache
@@ -130,7 +96,7 @@ def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
     """Outputs, log-sum-exps and gradients in float64."""
     options = {"num_rounds": num_rounds, "num_buckets": num_buckets, "is_causal": is_causal}
     arrays = draw(**options)
-    expected = with_gradients(definition)(arrays, pairs_of(arrays, **options), ALL)
+    expected = with_gradients(naive, **options)(arrays, {}, ALL)
     assert_close(with_gradients(ours, **options)(arrays, {}, ALL), expected, 1e-11)
 
 
@@ -144,20 +110,19 @@ def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
 def test_documents_are_sorted_and_cut_by_themselves(sizes, is_causal, x64):
     """In either order, with padding at the end, and between the first and the second."""
     arrays = draw()
-    ids, documents = np.zeros((2, LENGTH), np.int32), ([], [])
+    ids = np.zeros((2, LENGTH), np.int32)
     for row, in_order in enumerate((sizes, sizes[::-1])):
         start = 0
         for number, size in enumerate(in_order):
-            documents[row].append(slice(start, start + size))
-            ids[row, documents[row][-1]] = 9 - number % 2
+            ids[row, start : start + size] = 9 - number % 2
             start += size + (number == 0)
     valid = ids != 0
     spoilt = arrays | {
         k: np.where(valid[..., None, None], arrays[k], np.nan) for k in ("query_key", "value")
     }
     packed = with_gradients(ours, is_causal=is_causal)(spoilt, {"segment_ids": ids}, valid)
-    pairs = pairs_of(arrays, documents, is_causal=is_causal)
-    assert_close(packed, with_gradients(definition)(arrays, pairs, valid), 1e-11)
+    expected = with_gradients(naive, is_causal=is_causal)(arrays, {"segment_ids": ids}, valid)
+    assert_close(packed, expected, 1e-11)
 
 
 @pytest.mark.slow
@@ -175,9 +140,9 @@ def test_padding_is_nowhere(is_causal, x64):
     out, lse = map(np.asarray, run({**arrays, **tokens}, given))
     np.testing.assert_array_equal(out[~valid], 0)
     np.testing.assert_array_equal(lse[~valid], -np.inf)
-    pairs = pairs_of(arrays, [[slice(n)] for n in lengths if n] + [[]], is_causal=is_causal)
-    expected = map(np.asarray, jax.jit(definition)(arrays, pairs))
-    assert_close((out[valid], lse[valid]), [x[valid] for x in expected], 1e-12)
+    assert_close(
+        (out, lse), jax.jit(functools.partial(naive, is_causal=is_causal))(arrays, given), 1e-12
+    )
     few, _ = run({**arrays, **tokens}, given | {"query_seq_lengths": lengths // 2})
     kept = (np.arange(LENGTH) < lengths[:, None] // 2)[..., None, None]
     np.testing.assert_array_equal(few, np.where(kept, out, 0))
@@ -203,11 +168,10 @@ def test_one_bucket_and_one_chunk_are_exact_attention(chunk_length, is_causal, x
 @both_ways
 def test_a_pair_counts_once_in_however_many_rounds(is_causal, x64):
     arrays = draw(num_rounds=1)
-    pairs = pairs_of(arrays, is_causal=is_causal)
-    once, _ = with_gradients(definition)(arrays, pairs, ALL)
+    once, *_ = with_gradients(naive, is_causal=is_causal, num_rounds=1)(arrays, {}, ALL)
     arrays["rotations"] = np.repeat(arrays["rotations"], 3, 1)
     options = {"num_rounds": 3, "num_buckets": 8, "is_causal": is_causal}
-    often, _ = with_gradients(ours, **options)(arrays, {}, ALL)
+    often, *_ = with_gradients(ours, **options)(arrays, {}, ALL)
     assert_close(often, once, 1e-13)
 
 

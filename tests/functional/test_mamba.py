@@ -81,5 +81,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="as many query heads as key heads, got 2 and 1"):
         twice = jnp.concatenate([query, query], 2)
         selective_scan(twice, key, value, **given, skip=jnp.ones((1, 4)))
-    with pytest.raises(NotImplementedError, match="causal and packed calls"):
+    with pytest.raises(
+        NotImplementedError, match="decays that are equal for all entries of a value"
+    ):
         selective_scan(query, key, value, **given, implementation="triton")

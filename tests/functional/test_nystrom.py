@@ -10,14 +10,11 @@ import pytest
 from flax import nnx
 
 from effattn import dot_product_attention
-from effattn.functional.nystrom import (
-    convolve,
-    nystrom_attention,
-    pseudo_inverse,
-    segment_means,
-)
+from effattn.cores.segment_means import segment_means
+from effattn.functional.nystrom import nystrom_attention, pseudo_inverse
 from effattn.nn import SelfAttention
 from effattn.testing.functions import assert_close
+from effattn.xla.depthwise_convolution import convolve
 from tests.dense import draw
 from tests.laws import cost
 from tests.marks import slow

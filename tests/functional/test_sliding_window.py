@@ -16,7 +16,7 @@ from effattn.cores.block_attention import block_attention
 from effattn.testing.functions import assert_close
 from effattn.xla import block_attention as xla
 from tests.dense import dense_with_gradients, draw, with_gradients
-from tests.xla.test_tiling import count_pairs
+from tests.xla.test_walks import count_pairs
 
 rng = np.random.default_rng(0)
 

@@ -11,7 +11,7 @@ import pytest
 import effattn
 from effattn import dot_product_attention, sliding_window_attention
 from effattn.testing.functions import assert_close
-from effattn.xla import tiling
+from effattn.xla import walks
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.laws import cost
 from tests.marks import slow, slow_but_for
@@ -323,7 +323,7 @@ def test_the_offsets_of_examples_may_be_far_apart(x64, monkeypatch):
     known = {"query_offset": np.array([-20, 271])}
     expected = dense_with_gradients(arrays, **known, **options)
     for widest in (1024, 64):
-        monkeypatch.setattr(tiling, "_WIDEST_BAND", widest)
+        monkeypatch.setattr(walks, "_WIDEST_BAND", widest)
         run = functools.partial(attend, **options, tile=(16, 24))
         assert_close(with_gradients(run, arrays, known), expected, 1e-12)
 

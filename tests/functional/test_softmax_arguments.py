@@ -67,7 +67,7 @@ BAD_NUMBERS = [
     ({"local_window_size": np.array([3, 2])}, r"local_window_size must be .*got array\(\[3, 2\]\)"),
     ({"local_window_size": np.array(3.7)}, r"local_window_size must be .*got array\(3.7\)"),
     ({"query_offset": np.array(2.5)}, "query_offset must be an int, or .*got float32"),
-    ({"query_offset": 2**31}, "query_offset must be a position, up to .*got 2147483648"),
+    ({"query_offset": 2**31}, "query_offset must lie between .*got 2147483648"),
     ({"scale": 1j}, "scale must be a number or an array .*got 1j"),
     ({"scale": "1"}, "scale must be a number or an array .*got '1'"),
     ({"score_mod": 3}, r"score_mod must be a function \(logit, b, h, i, j\), got 3"),
@@ -226,6 +226,17 @@ def test_cudnn_refuses_what_jax_nn_lacks(option, calls_of_jax_nn):
         trace(dot_product_attention, implementation="cudnn", **options)
     assert trace(dot_product_attention, implementation=("cudnn", "xla"), **options) is not None
     assert calls_of_jax_nn == []
+
+
+def test_cudnn_gives_way_to_a_gpu_kernel_named_before_it_but_not_to_a_cpu_kernel(calls_of_jax_nn):
+    def program(*names):
+        call = functools.partial(dot_product_attention, scale=0.25, implementation=names)
+        return str(jax.make_jaxpr(lambda arrays: call(**arrays))(IN_16_BITS))
+
+    assert "custom_vjp" in program("triton", "cudnn")
+    assert "custom_vjp" in program("xla", "cudnn")
+    assert "custom_vjp" not in program("cudnn", "xla")
+    assert "custom_vjp" not in program("llvm", "cudnn", "xla")
 
 
 def test_cudnn_that_is_not_there_is_refused_or_passed_over():

@@ -338,7 +338,7 @@ LOG_DECAY = {"log_decay": -np.ones((5, 2), np.float32)}
             r"takes at least one token, got queries of shape \(0, 2, 3\)",
         ),
         ({**LOG_DECAY, "precision": "BF16_BF16_F32"}, "takes a precision of jax.lax.Precision"),
-        ({"attend": effattn.linear_attention}, "takes causal and packed calls"),
+        ({"attend": effattn.linear_attention}, "takes causal or packed calls, got a bidirectional"),
     ],
 )
 def test_what_it_does_not_take_another_does(given, message):

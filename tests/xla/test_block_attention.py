@@ -14,8 +14,8 @@ from effattn.cores.block_attention import block_attention
 from effattn.interfaces.block_attention import Config, Inputs
 from effattn.patterns.layouts import BlockLayout
 from effattn.testing.functions import assert_close
-from effattn.xla import block_attention as xla
-from effattn.xla import tiling
+from effattn.xla import tiling, walks
+from effattn.xla.block_tiles import Tiles
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.marks import slow
 
@@ -111,7 +111,7 @@ def test_dropout_is_the_same_in_every_tile_and_in_the_backward(tile, x64):
 @pytest.mark.parametrize("offset, keys", [(0, 64), (32, 100)])
 def test_a_diagonal_through_the_corners_of_tiles(offset, keys, x64, monkeypatch):
     """In small tiles, as large ones take their time."""
-    monkeypatch.setattr(tiling, "_SMALLEST_STAIR", 16)
+    monkeypatch.setattr(walks, "_SMALLEST_STAIR", 16)
     arrays = draw(queries=64, keys=keys)
     rng = np.random.default_rng(0)
     arrays["bias"] = rng.normal(size=(1, 4, 64, keys))
@@ -138,7 +138,7 @@ def calls(monkeypatch):
     seen = []
 
     def spy(config, x):
-        walks = [xla._Tiles(config, x, backward=backward).walk for backward in (False, True)]
+        walks = [Tiles(config, x, backward=backward).walk for backward in (False, True)]
         seen.append((config, *(walk.tile for walk in walks)))
         return block_attention(config, x)
 

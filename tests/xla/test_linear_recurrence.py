@@ -12,7 +12,7 @@ from effattn import rwkv6_attention
 from effattn.cores.documents import packed
 from effattn.cores.linear_recurrence import linear_recurrence
 from effattn.interfaces.linear_recurrence import Config, Terms, Tokens, normalize
-from effattn.xla.linear_recurrence import linear_sum
+from effattn.xla.linear_sum import linear_sum
 from tests.marks import slow
 
 ALL = Tokens()

@@ -1,0 +1,67 @@
+"""Means of tokens over equal segments, with gradients that are gathered."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn.arrays.axes import lead
+from effattn.arrays.segments import positions_from, within
+
+
+def segment_means(x: jax.Array, lengths: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Means of `x (*B, L, K, H)` over `count` segments of the valid tokens.
+
+    Returns:
+      The means `(*B, min(count, L), K, H)`, zeros for empty segments; and the number of nonempty
+      segments, `(*B)`, which come first.
+    """
+    count = min(count, x.shape[-3])
+    return _means(count, x, lengths), jnp.minimum(lengths, count)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _means(count, x, lengths):
+    length = x.shape[-3]
+    at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
+    segment = lead(jnp.arange(count, dtype=lengths.dtype), lengths.ndim + 1)
+    start = segment * at_least + jnp.minimum(segment, longer)
+    size = at_least + (segment < longer).astype(lengths.dtype)
+    largest = -(-length // count)
+    tokens = _take(x, jnp.minimum(positions_from(start, largest), length - 1))
+    tokens = jnp.where(within(size, largest)[..., None, None], tokens, 0)
+    return tokens.sum(-3) / jnp.maximum(size, 1)[..., None, None].astype(x.dtype)
+
+
+def _means_fwd(count, x, lengths):
+    return _means(count, x, lengths), (lengths, x.shape[-3])
+
+
+def _means_bwd(count, residuals, cotangent):
+    """Gathers the gradient of each token from its segment; autodiff would scatter."""
+    lengths, length = residuals
+    at_least, longer = (part[..., None] for part in jnp.divmod(lengths, count))
+    token = lead(jnp.arange(length, dtype=lengths.dtype), lengths.ndim + 1)
+    later = token - longer * (at_least + 1)
+    is_longer = later < 0
+    after = longer + later // jnp.maximum(at_least, 1)
+    segment = jnp.where(is_longer, token // (at_least + 1), after)
+    share = _take(cotangent, jnp.minimum(segment, count - 1))
+    size = at_least + is_longer.astype(lengths.dtype)
+    size = jnp.maximum(size, 1)[..., None, None].astype(share.dtype)
+    return clear_after(share / size, lengths), None
+
+
+_means.defvjp(_means_fwd, _means_bwd)
+
+
+def _take(x, index):
+    """Gathers tokens of `x (*B, L, K, H)` at `index (*B, ...)`."""
+    flat = lax.collapse(index, x.ndim - 3)[..., None, None]
+    return jnp.take_along_axis(x, flat, -3).reshape(*index.shape, *x.shape[-2:])
+
+
+def clear_after(x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Sets tokens of `(*B, L, K, H)` after the lengths to zero."""
+    return jnp.where(within(lengths, x.shape[-3])[..., None, None], x, 0)
