@@ -61,7 +61,7 @@ def test_there_is_no_log_sum_exp(function):
 
 
 def test_wrong_options_are_named():
-    with pytest.raises(ValueError, match="logit_bias must be a finite number, got nan"):
+    with pytest.raises(ValueError, match="logit_bias must be finite, got nan"):
         effattn.sigmoid_attention(X, X, X, logit_bias=float("nan"))
     with pytest.raises(ValueError, match="logit_bias must be a finite number, got 'two'"):
         effattn.sigmoid_attention(X, X, X, logit_bias="two")
