@@ -28,14 +28,15 @@ from effattn.nn.self_attention import SelfAttention
 Mechanism = str | Callable[..., Any] | Mapping[str, Any]
 
 
-def named(argument: str, given: Any) -> tuple[Any, dict[str, Any]]:
-    """Name (or callable) and options of a mechanism; `argument` names it in error messages."""
+def named(argument: str, given: Any, mixers: bool = True) -> tuple[Any, dict[str, Any]]:
+    """Name (or callable) and options of a mechanism; the other arguments are for messages."""
     options = dict(given) if isinstance(given, Mapping) else {"name": given}
     name = options.pop("name", None)
     if not isinstance(name, str) and not callable(name):
+        kinds = "a mixer class, a function" if mixers else "a function"
         raise ValueError(
-            f"{argument} must be a registered name, a mixer class, a function of query, key and "
-            f'value, or a mapping with one of those as "name" and options, got {given!r}'
+            f"{argument} must be a registered name, {kinds} of query, key and value, or a mapping "
+            f'with one of those as "name" and options, got {given!r}'
         )
     return name, options
 

@@ -55,7 +55,7 @@ class EncoderDecoderConfig:
                 f"decoder with is_causal=True, got {self.encoder.is_causal} and "
                 f"{self.decoder.is_causal}"
             )
-        named("cross_attention", self.cross_attention)
+        named("cross_attention", self.cross_attention, mixers=False)
 
 
 class Context(NamedTuple):
@@ -108,7 +108,7 @@ class DecoderBlock(Layer):
         rngs: nnx.Rngs,
     ):
         super().__init__(config, layer, rngs=rngs)
-        attention, options = named("cross_attention", cross_attention)
+        attention, options = named("cross_attention", cross_attention, mixers=False)
         dtypes = dtypes_of(config)
         self.cross = CrossAttention(
             config.features,

@@ -4,13 +4,13 @@ from effattn.arrays import checks
 
 
 def head_size(in_features: int, num_heads: int, head_dim: int | None = None, times: int = 1) -> int:
-    """Head dimension: `head_dim`, or by default `times` D / N, which must be an integer."""
+    """Head dimension: `head_dim`, or by default `times` (1 or 2) D / N, an integer."""
     in_features = times * checks.at_least("in_features", in_features, 1, "features")
     num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
     if head_dim is not None:
         return checks.at_least("head_dim", head_dim, 1, "features")
     if in_features % num_heads:
-        what = "in_features" if times == 1 else f"{times} times in_features"
+        what = {1: "in_features", 2: "twice in_features"}[times]
         raise ValueError(
             f"{what} ({in_features}) must be a multiple of num_heads ({num_heads}) when head_dim "
             "is not given"

@@ -305,6 +305,7 @@ def test_all_that_drops_has_a_key_of_its_own(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr("effattn.nn.transformer.dropout", recorded)
+            patch.setattr("effattn.nn.block.dropout", recorded)
             return model(TOKENS, rngs=key), jnp.stack(keys)
 
     logits, keys = run(model, jax.random.key(0))
@@ -541,7 +542,7 @@ def test_bad_inputs_are_named():
         ({"positions": "sinusoidal"}, "positions must be one of rotary"),
         ({"positions": "learned"}, "learned positions need max_length"),
         ({"mixer": "sofmax"}, "unknown mechanism 'sofmax'"),
-        ({"mixer": {"local_window_size": 3}}, 'needs the mechanism\'s "name"'),
+        ({"mixer": {"local_window_size": 3}}, 'mixer must be .* as "name" and options, got {'),
         ({"mixer": ("softmax",)}, "each of the 2 layers, got 1"),
         ({"mixer": 3}, "mixer must be a registered name, .* got 3"),
         ({"mixer": None}, "mixer must be a registered name, .* got None"),
