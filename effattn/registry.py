@@ -53,7 +53,7 @@ _SHOWN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-_ANY_FUNCTION = "effattn.nn.attention:SelfAttention"
+_ANY_FUNCTION = "effattn.nn.self_attention:SelfAttention"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,10 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from effattn.arrays import checks
-from effattn.nn.attention import CrossAttention, SelfAttention
 from effattn.nn.binding import resolve
-from effattn.nn.transformer import TransformerLM
+from effattn.nn.cross_attention import CrossAttention
+from effattn.nn.language_model import TransformerLM
+from effattn.nn.self_attention import SelfAttention
 from effattn.patterns.characters import check_length
 
 

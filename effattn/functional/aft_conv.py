@@ -13,7 +13,7 @@ registry.register(
         name="aft_conv",
         capabilities=BOTH_WAYS,
         reasons=NOT_PACKED,
-        builder="effattn.nn.attention_free:AFTConv",
+        builder="effattn.nn.aft_conv:AFTConv",
         complexity="O(N W D), O(N D) a step",
         time_exponent=1.0,
         knows_order=True,

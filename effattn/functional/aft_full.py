@@ -13,7 +13,7 @@ registry.register(
         name="aft_full",
         capabilities=BOTH_WAYS,
         reasons=NOT_PACKED,
-        builder="effattn.nn.attention_free:AFTFull",
+        builder="effattn.nn.aft_full:AFTFull",
         complexity="O(N^2 D), O(N D) a step",
         time_exponent=2.0,
         knows_order=True,

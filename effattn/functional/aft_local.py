@@ -13,7 +13,7 @@ registry.register(
         name="aft_local",
         capabilities=BOTH_WAYS,
         reasons=NOT_PACKED,
-        builder="effattn.nn.attention_free:AFTLocal",
+        builder="effattn.nn.aft_local:AFTLocal",
         complexity="O(N W D), O(N D) a step",
         time_exponent=1.0,
         knows_order=True,

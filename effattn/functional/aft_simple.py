@@ -12,7 +12,7 @@ registry.register(
     entry(
         name="aft_simple",
         capabilities=BOTH_WAYS | {"segments"},
-        builder="effattn.nn.attention_free:AFTSimple",
+        builder="effattn.nn.aft_simple:AFTSimple",
         complexity="O(N D)",
         time_exponent=1.0,
     )

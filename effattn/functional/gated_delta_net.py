@@ -15,7 +15,7 @@ registry.register(
         paper="Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks",
         function=delta_rule_attention,
         capabilities=frozenset({"causal"}),
-        builder="effattn.nn.delta_net:GatedDeltaNet",
+        builder="effattn.nn.gated_delta_net:GatedDeltaNet",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",
         time_exponent=1.0,

@@ -33,7 +33,7 @@ registry.register(
         naive=over_examples(naive),
         takes_heads=False,
         capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
-        builder="effattn.nn.recurrent_networks:LSTM",
+        builder="effattn.nn.lstm:LSTM",
         complexity="O(N D^2)",
         time_exponent=1.0,
         knows_order=True,

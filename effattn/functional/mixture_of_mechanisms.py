@@ -29,7 +29,7 @@ registry.register(
         takes_heads=False,
         capabilities=frozenset({"causal", "bidirectional", "lengths", "segments", "decode"}),
         options={"mechanisms": ("sliding_window", "softmax")},
-        builder="effattn.nn.mixture:MixtureOfMechanisms",
+        builder="effattn.nn.mixture_of_mechanisms:MixtureOfMechanisms",
         complexity="the sum of its mechanisms'",
         time_exponent=2.0,
     )

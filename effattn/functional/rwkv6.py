@@ -80,7 +80,7 @@ registry.register(
         paper="Peng et al. 2024, Eagle and Finch: RWKV with Matrix-Valued States",
         function=rwkv6_attention,
         capabilities=frozenset({"causal"}),
-        builder="effattn.nn.rwkv:RWKV6",
+        builder="effattn.nn.rwkv6:RWKV6",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",
         time_exponent=1.0,

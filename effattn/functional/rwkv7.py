@@ -90,7 +90,7 @@ registry.register(
         paper="Peng et al. 2025, RWKV-7 Goose with Expressive Dynamic State Evolution",
         function=rwkv7_attention,
         capabilities=frozenset({"causal"}),
-        builder="effattn.nn.rwkv:RWKV7",
+        builder="effattn.nn.rwkv7:RWKV7",
         decoder="effattn.decode.recurrent:RecurrentDecoder",
         complexity="O(N H Hv)",
         time_exponent=1.0,

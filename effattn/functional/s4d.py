@@ -207,7 +207,7 @@ registry.register(
         function=s4_convolution,
         takes_heads=False,
         capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
-        builder="effattn.nn.s4:S4D",
+        builder="effattn.nn.s4d:S4D",
         complexity="O(N D (log N + M))",
         time_exponent=1.0,
         causality="rounding",

@@ -3,14 +3,20 @@
 from effattn.decode.generate import generate
 from effattn.nn.adapters import as_attention_fn
 from effattn.nn.additive import AdditiveCrossAttention, AdditiveSelfAttention
+from effattn.nn.aft_conv import AFTConv
+from effattn.nn.aft_full import AFTFull
+from effattn.nn.aft_local import AFTLocal
+from effattn.nn.aft_simple import AFTSimple
 from effattn.nn.alibi import Alibi, alibi_slopes
-from effattn.nn.attention import CrossAttention, SelfAttention
-from effattn.nn.attention_free import AFTConv, AFTFull, AFTLocal, AFTSimple
 from effattn.nn.based import BasedSelfAttention
+from effattn.nn.block import Block
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
-from effattn.nn.convolution import ConvolutionalClassifier, DilatedConvolution
+from effattn.nn.configuration import TransformerConfig
+from effattn.nn.convolution import DilatedConvolution
 from effattn.nn.convolution_attention import ConvolutionAttention
-from effattn.nn.delta_net import DeltaNet, DeltaNetState, GatedDeltaNet
+from effattn.nn.convolutional_classifier import ConvolutionalClassifier
+from effattn.nn.cross_attention import CrossAttention
+from effattn.nn.delta_net import DeltaNet, DeltaNetState
 from effattn.nn.encoder_decoder import (
     EncoderDecoder,
     EncoderDecoderConfig,
@@ -18,39 +24,39 @@ from effattn.nn.encoder_decoder import (
 )
 from effattn.nn.feed_forward import ChunkedFeedForward, SwiGLU
 from effattn.nn.fnet import FNet
+from effattn.nn.gated_delta_net import GatedDeltaNet
 from effattn.nn.gated_linear import GatedLinearAttention
 from effattn.nn.gmlp import GatedMLP
+from effattn.nn.gru import GRU
 from effattn.nn.hedgehog import HedgehogSelfAttention
 from effattn.nn.hybrid import HybridHeads, HybridState
 from effattn.nn.hyena import Hyena, HyenaState
+from effattn.nn.language_model import TransformerLM
 from effattn.nn.linformer import LinformerSelfAttention
 from effattn.nn.long_short import LongShortSelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
 from effattn.nn.lsh import LSHSelfAttention
+from effattn.nn.lstm import LSTM
 from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
-from effattn.nn.mixture import MixtureOfMechanisms
+from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.random_features import RandomFeatureSelfAttention
 from effattn.nn.recurrent_memory import RecurrentMemoryAttention
-from effattn.nn.recurrent_networks import GRU, LSTM
 from effattn.nn.retention import RetNet
 from effattn.nn.reversible import ReversibleStack
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.routing import Centroids, RoutingSelfAttention
-from effattn.nn.rwkv import RWKV6, RWKV7
 from effattn.nn.rwkv4 import RWKV4, RWKV4ChannelMix
-from effattn.nn.s4 import S4, S4D
+from effattn.nn.rwkv6 import RWKV6
+from effattn.nn.rwkv7 import RWKV7
+from effattn.nn.s4 import S4
+from effattn.nn.s4d import S4D
+from effattn.nn.self_attention import SelfAttention
 from effattn.nn.short_convolution import ShortConvolution
 from effattn.nn.synthesizer import Synthesizer
-from effattn.nn.transformer import (
-    Block,
-    Transformer,
-    TransformerConfig,
-    TransformerLM,
-    TransformerState,
-)
+from effattn.nn.transformer import Transformer, TransformerState
 
 __all__ = [
     "AFTConv",

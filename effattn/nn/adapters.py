@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
+from effattn.nn.array_options import check_has_none
 from effattn.nn.binding import Binding, bind
 from effattn.nn.dropout import check_dropout_rate
-from effattn.nn.options import check_has_none
 
 
 def as_attention_fn(

@@ -1,57 +1,54 @@
 """Additive self-attention and cross-attention modules, with the weights of the score network."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 from flax import nnx
 
 from effattn.arrays import checks
-from effattn.nn.attention import CrossAttention, SelfAttention
+from effattn.nn.attention import Attention, refuse
+from effattn.nn.cross_attention import CrossAttention
+from effattn.nn.layers import Layers
 from effattn.nn.module import Module
+from effattn.nn.options import Attending, SelfAttentionOptions
+from effattn.nn.self_attention import SelfAttention
 
 _OWN = ("key_kernel", "query_kernel", "score")
-
-
-def _check(layer: type, options: dict[str, Any]) -> None:
-    given = [name for name in _OWN if name in options]
-    if given:
-        raise ValueError(
-            f"{layer.__name__} has no option {', '.join(given)}; it learns its own, of hidden_dim"
-        )
 
 
 class _Scores(Module):
     """Weights of the score network: W_q and W_k `(N, H, A)` and v `(N, A)`."""
 
-    def __init__(self, num_heads, head_dim, hidden_dim, param_dtype, rngs):
+    def __init__(self, num_heads: int, head_dim: int, hidden_dim: int | None, make: Layers):
         hidden = head_dim if hidden_dim is None else hidden_dim
         hidden = checks.at_least("hidden_dim", hidden, 1, "hidden numbers a head")
         init = nnx.initializers.lecun_normal(batch_axis=0)
-        shape = num_heads, head_dim, hidden
-        self.query_kernel = nnx.Param(init(rngs.params(), shape, param_dtype))
-        self.key_kernel = nnx.Param(init(rngs.params(), shape, param_dtype))
-        score = nnx.initializers.normal(hidden**-0.5)(rngs.params(), shape[::2], param_dtype)
-        self.score = nnx.Param(score)
+        self.query_kernel = make.drawn(init, num_heads, head_dim, hidden)
+        self.key_kernel = make.drawn(init, num_heads, head_dim, hidden)
+        self.score = make.drawn(nnx.initializers.normal(hidden**-0.5), num_heads, hidden)
 
     def options(self) -> dict[str, jax.Array]:
         return {name: getattr(self, name)[...] for name in _OWN}
 
 
-class AdditiveSelfAttention(SelfAttention):
+class _Additive(Attention):
+    """Base of the two modules: the function's weights are parameters."""
+
+    scores: _Scores
+
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), **self.scores.options()}
+
+
+class AdditiveSelfAttention(_Additive, SelfAttention):
     """Mixer with additive attention (Bahdanau, Cho and Bengio 2014).
 
         q, k, v = x Wq, x Wk, x Wv
         y = additive_attention(q, k, v, query_kernel=W, key_kernel=W', score=s) Wo
 
     Args:
-      in_features: D, number of features per token.
-      num_heads: N, number of query heads.
       hidden_dim: A, hidden size of the score network of each head; default H.
-      rngs: random streams for parameter initialisation.
-      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...).
-
-    Raises:
-      ValueError: as `SelfAttention`, and for `hidden_dim` below 1.
+      **options: as in `SelfAttention`.
     """
 
     def __init__(
@@ -60,29 +57,21 @@ class AdditiveSelfAttention(SelfAttention):
         num_heads: int,
         *,
         hidden_dim: int | None = None,
-        rngs: nnx.Rngs,
-        **options: Any,
+        **options: SelfAttentionOptions,
     ):
-        _check(type(self), options)
-        super().__init__(in_features, num_heads, "additive", rngs=rngs, **options)
-        self.scores = _Scores(num_heads, self.head_dim, hidden_dim, self.param_dtype, rngs)
-
-    def _options(self) -> dict[str, Any]:
-        return {**super()._options(), **self.scores.options()}
+        refuse(type(self), options, _OWN, "it learns its own, of hidden_dim")
+        super().__init__(in_features, num_heads, "additive", **options)
+        self.scores = _Scores(num_heads, self.head_dim, hidden_dim, Layers(**options))
 
 
-class AdditiveCrossAttention(CrossAttention):
+class AdditiveCrossAttention(_Additive, CrossAttention):
     """Additive attention from tokens to a context (Bahdanau, Cho and Bengio 2014).
 
     Args:
       in_features: D, number of features per query token.
-      num_heads: N, number of query heads.
+      context_features: C, number of features per context token; default D.
       hidden_dim: A, hidden size of the score network of each head; default H.
-      rngs: random streams for parameter initialisation.
-      **options: all other arguments of `CrossAttention` (`context_features`, ...).
-
-    Raises:
-      ValueError: as `CrossAttention`, and for `hidden_dim` below 1.
+      **options: as in `CrossAttention`.
     """
 
     def __init__(
@@ -90,13 +79,11 @@ class AdditiveCrossAttention(CrossAttention):
         in_features: int,
         num_heads: int,
         *,
+        context_features: int | None = None,
         hidden_dim: int | None = None,
-        rngs: nnx.Rngs,
-        **options: Any,
+        **options: Annotated[Any, Attending],
     ):
-        _check(type(self), options)
-        super().__init__(in_features, num_heads, "additive", rngs=rngs, **options)
-        self.scores = _Scores(num_heads, self.head_dim, hidden_dim, self.param_dtype, rngs)
-
-    def _options(self) -> dict[str, Any]:
-        return {**super()._options(), **self.scores.options()}
+        refuse(type(self), options, _OWN, "it learns its own, of hidden_dim")
+        options["context_features"] = context_features
+        super().__init__(in_features, num_heads, "additive", **options)
+        self.scores = _Scores(num_heads, self.head_dim, hidden_dim, Layers(**options))

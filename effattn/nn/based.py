@@ -1,14 +1,9 @@
 """Mixer with the linear attention of Based."""
 
-import functools
-from typing import Any
-
-from flax import nnx
-
 from effattn.arrays import checks
-from effattn.decode.state import check_init
-from effattn.nn import initializers
-from effattn.nn.attention import SelfAttention
+from effattn.nn.layers import Layers
+from effattn.nn.options import SelfAttentionOptions
+from effattn.nn.self_attention import SelfAttention
 
 
 class BasedSelfAttention(SelfAttention):
@@ -23,17 +18,8 @@ class BasedSelfAttention(SelfAttention):
                                                 "local_window_size": (63, 0)}] * 6)
 
     Args:
-      in_features: D, number of features per token.
-      num_heads: N, number of query heads.
       feature_dim: F', dimension of queries and keys; the state is about F'^2 / 2 by `head_dim`.
-      use_bias: whether the projections to and from heads have biases.
-      kernel_init: initializer of the projections.
-      rngs: random streams for parameter initialisation.
-      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, `head_dim`, ...)
-        and `scale`.
-
-    Raises:
-      ValueError: as `SelfAttention`; also for `feature_dim` below 1, or odd with `rotary`.
+      **options: as in `SelfAttention`, and `scale`; values have the dimension `head_dim`.
     """
 
     def __init__(
@@ -42,43 +28,17 @@ class BasedSelfAttention(SelfAttention):
         num_heads: int,
         *,
         feature_dim: int = 16,
-        use_bias: bool = False,
-        kernel_init: Any = initializers.kernel_init,
-        rngs: nnx.Rngs,
-        **options: Any,
+        **options: SelfAttentionOptions,
     ):
-        super().__init__(
-            in_features,
-            num_heads,
-            "based",
-            use_bias=use_bias,
-            kernel_init=kernel_init,
-            rngs=rngs,
-            **options,
-        )
+        super().__init__(in_features, num_heads, "based", **options)
         self.feature_dim = checks.at_least("feature_dim", feature_dim, 1)
         if self.rotary is not None and feature_dim % 2:
-            raise ValueError(f"rotary embedding needs an even feature_dim, got {feature_dim}")
-        project = functools.partial(
-            nnx.LinearGeneral,
-            use_bias=use_bias,
-            kernel_init=kernel_init,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            rngs=rngs,
-        )
-        self.query = project(in_features, (self.num_heads, feature_dim))
-        self.key = project(in_features, (self.num_kv_heads, feature_dim))
+            raise ValueError(f"rotary needs an even feature_dim, got {feature_dim}")
+        make, bias = Layers(**options), {"use_bias": options.get("use_bias", False)}
+        self.query = make.heads(in_features, (self.num_heads, feature_dim), **bias)
+        self.key = make.heads(in_features, (self.num_kv_heads, feature_dim), **bias)
         if self.query_norm is not None:
-            norm = functools.partial(
-                nnx.RMSNorm, feature_dim, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs
-            )
-            self.query_norm, self.key_norm = norm(), norm()
+            self.query_norm, self.key_norm = (make.rms_norm(feature_dim) for _ in range(2))
 
-    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> Any:
-        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
-        if dtype is None:
-            dtype = self.param_dtype if self.dtype is None else self.dtype
-        dtype = check_init(batch, max_length, dtype)
-        sizes = self.num_kv_heads, self.feature_dim, self.value_dim
-        return self._decoder().init(batch, max_length, *sizes, dtype)
+    def _cached_sizes(self) -> tuple[int, int, int]:
+        return self.num_kv_heads, self.feature_dim, self.value_dim

@@ -7,37 +7,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from effattn import registry
+from effattn.options import Direction, Dropout, Offset, Packing, Padding, Residual, State
 
-# Parameters that give an unregistered function a capability.
+# Groups of parameters that give an unregistered function a capability.
+_GROUPS: Mapping[str, Any] = {
+    "causal": Direction,
+    "offset": Offset,
+    "lengths": Padding,
+    "segments": Packing,
+    "dropout": Dropout,
+}
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "causal": ("is_causal",),
-    "offset": ("query_offset",),
-    "lengths": ("query_seq_lengths", "key_value_seq_lengths"),
-    "segments": ("segment_ids",),
-    "bias": ("bias",),
-    "mask": ("mask",),
-    "score_mod": ("score_mod",),
-    "dropout": ("dropout_rate", "dropout_rng"),
+    **{capability: tuple(group.__annotations__) for capability, group in _GROUPS.items()},
+    **{name: (name,) for name in ("bias", "mask", "score_mod")},
 }
 
 # Arguments that modules pass at each call, so they cannot be options of a module.
-_RESERVED = frozenset(
-    {
-        "query",
-        "key",
-        "value",
-        "is_causal",
-        "query_offset",
-        "query_seq_lengths",
-        "key_value_seq_lengths",
-        "segment_ids",
-        "positions",
-        "dropout_rate",
-        "dropout_rng",
-        "initial_state",
-        "return_state",
-        "return_residual",
-    }
+_RESERVED = frozenset({"query", "key", "value", "positions"}).union(
+    *(group.__annotations__ for group in (*_GROUPS.values(), State, Residual))
 )
 
 

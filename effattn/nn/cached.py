@@ -18,8 +18,6 @@ class CachedMixer(CausalMixer):
     (`_mix_all`), and mixing at some positions over cached features (`_mix_at`).
     """
 
-    _state = TokenState
-
     def _prepare(self, x: jax.Array, positions: jax.Array) -> tuple[Any, Any]:
         """Features of the tokens x `(B, T, D)`.
 
@@ -50,9 +48,6 @@ class CachedMixer(CausalMixer):
             return jnp.zeros((batch, max_length, *x.shape[2:]), kept)
 
         return TokenState(tokens=jax.tree.map(empty, tokens), length=jnp.zeros((batch,), jnp.int32))
-
-    def _capacity(self, state):
-        return jax.tree.leaves(state.tokens)[0].shape[1]
 
     def _extend(self, x, state, lengths):
         batch, time = x.shape[:2]

@@ -1,18 +1,16 @@
 """Mixer with attention over one half of the features and convolution over the other half."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from effattn import registry
 from effattn.decode.state import new_lengths
-from effattn.nn import initializers
-from effattn.nn.hybrid import HybridState, check_groups
+from effattn.nn.build import Mechanism, mechanism, named
+from effattn.nn.hybrid import HybridState
+from effattn.nn.layers import Layers
 from effattn.nn.mixer import CausalMixer
-from effattn.nn.short_convolution import ShortConvolution
+from effattn.nn.options import Projected
 
 
 class ConvolutionAttention(CausalMixer):
@@ -29,76 +27,42 @@ class ConvolutionAttention(CausalMixer):
     Args:
       in_features: D, number of features per token; even.
       num_heads: N, number of attention heads.
-      attention: registered name of the attention mechanism, or a mapping of a `"name"` and
-        options.
+      attention: the attention mechanism: a registered name, a callable, or a mapping of a `"name"`
+        and options; see `effattn.nn.build`.
       width: W, width of the convolution, in tokens.
       max_length: maximum number of tokens per row, for mechanisms with parameters per position.
-      is_causal: must be True.
-      dropout_rate: must be 0.
-      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of the projections.
-      out_kernel_init: initializer of the output projections; default `kernel_init`.
-      rngs: random streams for parameter initialisation.
-      **options: model options for all mixers, such as `rotary` and `num_kv_heads`.
-
-    Raises:
-      ValueError: inconsistent sizes, or an option that the mechanism does not support.
+      **options: those of `effattn.nn.options.Projected`, and options of the attention mixer, such
+        as `rotary` and `num_kv_heads`.
     """
 
-    _state = HybridState
+    _mechanism = "convolution_attention"
 
     def __init__(
         self,
         in_features: int,
         num_heads: int,
         *,
-        attention: str | Mapping[str, Any] = "softmax",
+        attention: Mechanism = "softmax",
         width: int = 7,
         max_length: int | None = None,
-        is_causal: bool = True,
-        dropout_rate: float = 0.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        out_kernel_init: Callable[..., Any] | None = None,
-        rngs: nnx.Rngs,
-        **options: Any,
+        **options: Annotated[Any, Projected],
     ):
-        super().__init__(
-            in_features,
-            "convolution_attention",
-            is_causal=is_causal,
-            dropout_rate=dropout_rate,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
+        super().__init__(in_features, **options)
         if in_features % 2:
             raise ValueError(f"in_features must be even, to be halved, got {in_features}")
-        given = {"name": attention} if isinstance(attention, str) else attention
-        if not isinstance(given, Mapping) or "name" not in given:
-            raise ValueError(
-                f'attention must be a name, or a mapping with a "name", got {attention!r}'
-            )
-        half, dtypes = in_features // 2, {"dtype": dtype, "param_dtype": param_dtype}
-        out_init = kernel_init if out_kernel_init is None else out_kernel_init
+        name, own = named("attention", attention)
+        entry, half, make = mechanism(name), in_features // 2, Layers(**options)
         common = {
             **options,
-            **dtypes,
-            "is_causal": is_causal,
+            "is_causal": self.is_causal,
             "max_length": max_length,
-            "kernel_init": kernel_init,
-            "out_kernel_init": out_init,
+            "out_kernel_init": make.out_kernel_init,
         }
-        own = {**given}
-        entry = registry.get(own.pop("name"))
         common = {**entry.options_of_model(common), **own}
-        self.attention = entry.build(half, num_heads, rngs=rngs, **common)
-        self.project = nnx.Linear(
-            half, 2 * half, use_bias=False, kernel_init=kernel_init, rngs=rngs, **dtypes
-        )
-        self.convolution = ShortConvolution(half, width, activation=None, rngs=rngs, **dtypes)
-        self.out = nnx.Linear(half, half, use_bias=False, kernel_init=out_init, rngs=rngs, **dtypes)
+        self.attention = entry.build(half, num_heads, **common)
+        self.project = make.linear(half, 2 * half)
+        self.convolution = make.convolution(half, width, activation=None)
+        self.out = make.out(half, half)
 
     def parts(self, x: jax.Array) -> list[tuple[Any, jax.Array]]:
         """The attention mixer, with its input tokens."""
@@ -116,9 +80,6 @@ class ConvolutionAttention(CausalMixer):
             self.convolution.init_state(batch, dtype),
         )
         return HybridState(groups, jnp.zeros((batch,), jnp.int32))
-
-    def _check_shapes(self, state, batch):
-        check_groups(state, 2)
 
     def _extend(self, x, state, lengths):
         far, near = jnp.split(x, 2, -1)

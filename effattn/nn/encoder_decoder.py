@@ -1,7 +1,6 @@
 """Encoder-decoder Transformer with any token mixers."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,21 +10,16 @@ from effattn import registry
 from effattn.arrays import mesh_axes
 from effattn.decode.state import check_state, row_lengths
 from effattn.nn import initializers
-from effattn.nn.attention import CrossAttention
+from effattn.nn.block import Layer, Sublayer
+from effattn.nn.build import Mechanism, named
+from effattn.nn.configuration import TransformerConfig, dtypes_of
+from effattn.nn.cross_attention import CrossAttention
 from effattn.nn.dropout import dropout_key
 from effattn.nn.equality import same_fields
+from effattn.nn.language_model import TransformerLM
 from effattn.nn.module import Module
-from effattn.nn.tokens import token_ids, tokens_of
-from effattn.nn.transformer import (
-    Layer,
-    Mixer,
-    Sublayer,
-    Transformer,
-    TransformerConfig,
-    TransformerLM,
-    TransformerState,
-    dtypes_of,
-)
+from effattn.nn.tokens import one_token, token_ids, tokens_of
+from effattn.nn.transformer import Transformer, TransformerState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +30,16 @@ class EncoderDecoderConfig:
       encoder: configuration of the encoder, with `is_causal=False` and bidirectional mixers.
       decoder: configuration of the decoder, with causal mixers; its sizes may differ from those of
         the encoder.
-      cross_attention: mechanism from the decoder to the encoder's output: a registered name, or a
-        mapping of a name and options. The mechanism needs the capability "cross", and "offset" or
-        "state", so that the output of a query does not depend on the other queries.
+      cross_attention: mechanism from the decoder to the encoder's output: a registered name, an
+        attention function, or a mapping of one of those as `"name"` and options. The mechanism
+        needs the capability "cross", and "offset" or "state", so that the output of a query does
+        not depend on the other queries.
     """
 
     encoder: TransformerConfig
     decoder: TransformerConfig
     # Mappings are not hashable, so the hash leaves this field out.
-    cross_attention: Mixer = dataclasses.field(default="softmax", hash=False)
+    cross_attention: Mechanism = dataclasses.field(default="softmax", hash=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EncoderDecoderConfig) and same_fields(self, other)
@@ -60,10 +55,7 @@ class EncoderDecoderConfig:
                 f"decoder with is_causal=True, got {self.encoder.is_causal} and "
                 f"{self.decoder.is_causal}"
             )
-        if isinstance(self.cross_attention, Mapping) and "name" not in self.cross_attention:
-            raise ValueError(
-                f'cross_attention needs the mechanism\'s "name", got {dict(self.cross_attention)}'
-            )
+        named("cross_attention", self.cross_attention, mixers=False)
 
 
 class Context(NamedTuple):
@@ -110,18 +102,18 @@ class DecoderBlock(Layer):
         self,
         config: TransformerConfig,
         layer: int,
-        cross_attention: Mixer,
+        cross_attention: Mechanism,
         context_features: int,
         *,
         rngs: nnx.Rngs,
     ):
         super().__init__(config, layer, rngs=rngs)
-        named = {"name": cross_attention} if isinstance(cross_attention, str) else cross_attention
+        attention, options = named("cross_attention", cross_attention, mixers=False)
         dtypes = dtypes_of(config)
         self.cross = CrossAttention(
             config.features,
             config.num_heads,
-            named["name"],
+            attention,
             **{
                 "context_features": context_features,
                 "num_kv_heads": config.num_kv_heads,
@@ -129,15 +121,16 @@ class DecoderBlock(Layer):
                 "qk_norm": config.qk_norm,
                 "out_kernel_init": initializers.residual_init(config.num_layers),
                 **dtypes,
-                **{name: option for name, option in named.items() if name != "name"},
+                **options,
             },
             rngs=rngs,
         )
         if not any(map(self.cross.binding.has, _ALONE)):
             able = [n for n in registry.names("cross") if _ALONE & registry.get(n).capabilities]
             raise ValueError(
-                f"cross_attention {named['name']!r} cannot follow a decoder token by token: it "
-                f"has neither 'offset' nor 'state'; mechanisms that can: {', '.join(able)}"
+                f"cross_attention {self.cross.binding.name!r} cannot follow a decoder token by "
+                "token: it has neither 'offset' nor 'state'; mechanisms that can: "
+                f"{', '.join(able)}"
             )
         self.cross_norm = (
             None if config.parallel else nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
@@ -298,16 +291,7 @@ class EncoderDecoder(Module):
     def extend(
         self, tokens: jax.Array, state: EncoderDecoderState, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, EncoderDecoderState]:
-        """Returns the logits for T >= 1 new target tokens that follow the tokens in `state`.
-
-        Args:
-          tokens: `(B, T)` int.
-          state: decode state, from `init_state` or an earlier call.
-          lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
-
-        Returns:
-          `(logits (B, T, V), state)`.
-        """
+        """Returns the logits for T >= 1 new target tokens, and the state: see `TransformerLM`."""
         tokens = token_ids(tokens)
         check_state(state, EncoderDecoderState, tokens.shape[0])
         features, decoder = self.decoder._extend(tokens, state.decoder, lengths, state.contexts)
@@ -317,10 +301,7 @@ class EncoderDecoder(Module):
         self, tokens: jax.Array, state: EncoderDecoderState
     ) -> tuple[jax.Array, EncoderDecoderState]:
         """Calls `extend` with one token per row, `(B, 1)`."""
-        tokens = token_ids(tokens)
-        if tokens.shape[1] != 1:
-            raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
-        return self.extend(tokens, state)
+        return self.extend(one_token(tokens), state)
 
     def _contexts(self, encoded, lengths) -> tuple[Context, ...]:
         if lengths is not None:

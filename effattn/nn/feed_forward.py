@@ -1,8 +1,7 @@
 """SwiGLU feed-forward layer, and evaluation of token-wise modules in chunks."""
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,9 @@ from flax import nnx
 from effattn.arrays import checks, mesh_axes
 from effattn.nn import initializers
 from effattn.nn.dropout import dropout_key
+from effattn.nn.layers import Layers
 from effattn.nn.module import Module
+from effattn.nn.options import Parameters
 
 
 class SwiGLU(Module):
@@ -20,11 +21,9 @@ class SwiGLU(Module):
     Args:
       in_features: D, number of input and output features.
       hidden_features: F, number of hidden features.
-      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
-      param_dtype: dtype of the parameters.
       kernel_init: initializer of the gate and up projections.
       out_kernel_init: initializer of the down projection.
-      rngs: random streams for parameter initialisation.
+      **options: see `effattn.nn.options.Parameters`.
     """
 
     def __init__(
@@ -32,20 +31,16 @@ class SwiGLU(Module):
         in_features: int,
         hidden_features: int,
         *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
         kernel_init: Callable[..., Any] = initializers.kernel_init,
         out_kernel_init: Callable[..., Any] = initializers.kernel_init,
-        rngs: nnx.Rngs,
+        **options: Unpack[Parameters],
     ):
         checks.at_least("in_features", in_features, 1, "features")
         checks.at_least("hidden_features", hidden_features, 1, "features")
-        linear = functools.partial(
-            nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
-        self.gate = linear(in_features, hidden_features, kernel_init=kernel_init)
-        self.up = linear(in_features, hidden_features, kernel_init=kernel_init)
-        self.down = linear(hidden_features, in_features, kernel_init=out_kernel_init)
+        make = Layers(kernel_init=kernel_init, out_kernel_init=out_kernel_init, **options)
+        self.gate = make.linear(in_features, hidden_features)
+        self.up = make.linear(in_features, hidden_features)
+        self.down = make.out(hidden_features, in_features)
 
     @mesh_axes.on_mesh_of_input
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -14,17 +14,13 @@ class FNet(Mixer):
     paper, tokens need position embeddings, which a `Transformer` adds.
 
     Args:
-      in_features: D, number of features per token.
       norm: as in `effattn.fourier_mixing`; "ortho" for pre-norm models, `TransformerLM` among them.
       is_causal: must be False.
-      dropout_rate: must be 0; the mechanism has no attention weights to drop.
-      dtype: dtype of computation and output; default is the input dtype.
+      dropout_rate, dtype: see `effattn.nn.options.Mixing`; `dtype` is also that of the output.
       rngs: unused; every mixer accepts `rngs`.
-
-    Raises:
-      ValueError: an option that the mechanism does not support.
     """
 
+    _mechanism = "fnet"
     _of_known_length = True
 
     def __init__(
@@ -37,9 +33,7 @@ class FNet(Mixer):
         dtype: Any = None,
         rngs: Any = None,
     ):
-        super().__init__(
-            in_features, "fnet", is_causal=is_causal, dropout_rate=dropout_rate, dtype=dtype
-        )
+        super().__init__(in_features, is_causal=is_causal, dropout_rate=dropout_rate, dtype=dtype)
         if norm not in ("backward", "ortho"):
             raise ValueError(f'norm must be "backward" or "ortho", got {norm!r}')
         self.norm = norm

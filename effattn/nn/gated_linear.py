@@ -1,18 +1,16 @@
 """Mixer with gated linear attention."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
-from flax import nnx
 
 from effattn.arrays import checks, dtypes
-from effattn.nn import initializers
-from effattn.nn.attention import SelfAttention
-from effattn.nn.heads import default_head_dim
+from effattn.nn.attention import refuse
+from effattn.nn.gated_output import GatedOutput
+from effattn.nn.heads import head_size
+from effattn.nn.layers import Layers
+from effattn.nn.options import SelfAttentionOptions
 
 
-class GatedLinearAttention(SelfAttention):
+class GatedLinearAttention(GatedOutput):
     """Mixer with gated linear attention (Yang et al. 2023).
 
         q, k, v = x Wq, x Wk, x Wv;   log alpha = log sigmoid((x W1) W2 + b) / temperature
@@ -22,19 +20,11 @@ class GatedLinearAttention(SelfAttention):
     scale, as in the authors' code; the paper uses a layer norm.
 
     Args:
-      in_features: D, number of features per token.
-      num_heads: N, number of heads.
       head_dim: H, head dimension of queries and keys; default D / (2 N), as in the paper.
       value_dim: Hv, head dimension of values; default `head_dim` if given, otherwise D / N.
       gate_rank: rank of the decay projection, the size between W1 and W2.
       temperature: a larger temperature gives slower initial decay.
-      kernel_init: initializer of the projections.
-      rngs: random streams for parameter initialisation.
-      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `dtype`, ...) and options
-        of `effattn.gated_linear_attention`.
-
-    Raises:
-      ValueError: as `SelfAttention`.
+      **options: as in `SelfAttention`, and options of `effattn.gated_linear_attention`.
     """
 
     def __init__(
@@ -46,48 +36,25 @@ class GatedLinearAttention(SelfAttention):
         value_dim: int | None = None,
         gate_rank: int = 16,
         temperature: float = 16.0,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        rngs: nnx.Rngs,
-        **options: Any,
+        **options: SelfAttentionOptions,
     ):
-        if "log_decay" in options:
-            raise ValueError(
-                "GatedLinearAttention has no option log_decay; it makes the decays of each token"
-            )
+        refuse(type(self), options, ("log_decay",), "it makes the decays of each token")
         rank = checks.at_least("gate_rank", gate_rank, 1, "features")
         temperature = checks.positive("temperature", temperature)
         if head_dim is None:
-            share = default_head_dim(in_features, num_heads)
+            share = head_size(in_features, num_heads)
             head_dim, value_dim = max(share // 2, 1), share if value_dim is None else value_dim
-        super().__init__(
-            in_features,
-            num_heads,
-            "gated_linear",
-            head_dim=head_dim,
-            value_dim=value_dim,
-            kernel_init=kernel_init,
-            rngs=rngs,
-            **options,
-        )
+        options.update(head_dim=head_dim, value_dim=value_dim)
+        super().__init__(in_features, num_heads, "gated_linear", **options)
         self.temperature = float(temperature)
-        common = {
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "kernel_init": kernel_init,
-            "rngs": rngs,
-        }
-        self.decay_in = nnx.Linear(in_features, rank, use_bias=False, **common)
-        self.decay_out = nnx.LinearGeneral(rank, (self.num_kv_heads, self.head_dim), **common)
-        self.gate = nnx.LinearGeneral(in_features, (num_heads, self.value_dim), **common)
-        self.norm = nnx.RMSNorm(
-            self.value_dim, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs
-        )
+        make, of_keys = Layers(**options), (self.num_kv_heads, self.head_dim)
+        self.decay_in = make.linear(in_features, rank)
+        self.decay_out = make.heads(rank, of_keys, use_bias=True)
+        self.gate = make.heads(in_features, (num_heads, self.value_dim), use_bias=True)
+        self.norm = make.rms_norm(self.value_dim)
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         logits = self.decay_out(self.decay_in(x))
         # At least float32, since log decays are summed over many tokens.
         logits = logits.astype(dtypes.wide(logits.dtype))
         return {"log_decay": jax.nn.log_sigmoid(logits) / self.temperature}
-
-    def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
-        return self.out(jax.nn.silu(self.gate(x)) * self.norm(out))

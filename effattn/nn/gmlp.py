@@ -1,7 +1,6 @@
 """gMLP mixer."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,9 @@ from flax import nnx
 from effattn.arrays import checks
 from effattn.arrays.segments import within
 from effattn.functional.gmlp import gated, spatial_gating
-from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
+from effattn.nn.layers import Layers
+from effattn.nn.options import Projected
 
 
 class GatedMLP(CachedMixer):
@@ -23,23 +23,17 @@ class GatedMLP(CachedMixer):
     parameters. The decode state caches layer_norm(z_2) of all tokens; a step costs O(S F).
 
     Args:
-      in_features: D, number of features per token.
       max_length: L, number of positions with weights; maximum number of tokens per row.
       hidden_features: 2 F, size of z_1 and z_2 together; default 4 D.
-      is_causal: token t reads tokens 0 to t only.
-      dropout_rate: must be 0; the mechanism has no attention weights to drop.
-      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of the projections.
-      out_kernel_init: initializer of the output projection; default `kernel_init`.
-      rngs: random streams for parameter initialisation.
+      **options: see `effattn.nn.options.Projected`.
 
     Raises:
-      ValueError: inconsistent sizes, or an option that the mechanism does not support; in calls,
-        more tokens than `max_length`.
+      ValueError: in calls, more tokens than `max_length`.
     """
 
+    _mechanism = "gmlp"
     _of_known_length = True
+    _limited = True
 
     def __init__(
         self,
@@ -47,45 +41,26 @@ class GatedMLP(CachedMixer):
         *,
         max_length: int,
         hidden_features: int | None = None,
-        is_causal: bool = True,
-        dropout_rate: float = 0.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        out_kernel_init: Callable[..., Any] | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[Projected],
     ):
-        super().__init__(
-            in_features,
-            "gmlp",
-            is_causal=is_causal,
-            dropout_rate=dropout_rate,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
+        super().__init__(in_features, **options)
         hidden = 4 * in_features if hidden_features is None else hidden_features
         if checks.at_least("hidden_features", hidden, 2, "features") % 2:
             raise ValueError(f"hidden_features must be even, z_1 and z_2 alike, got {hidden}")
         self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
-        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-        self.project = nnx.Linear(
-            in_features, hidden, use_bias=False, kernel_init=kernel_init, rngs=rngs, **dtypes
-        )
-        self.norm = nnx.LayerNorm(hidden // 2, rngs=rngs, **dtypes)
+        make = Layers(**options)
+        self.project = make.linear(in_features, hidden)
+        self.norm = make.layer_norm(hidden // 2)
         small = nnx.initializers.normal(1e-3 / max_length)
-        self.weights = nnx.Param(small(rngs.params(), (max_length, max_length), param_dtype))
-        self.bias = nnx.Param(jnp.ones((max_length,), param_dtype))
-        out_init = kernel_init if out_kernel_init is None else out_kernel_init
-        self.out = nnx.Linear(
-            hidden // 2, in_features, use_bias=False, kernel_init=out_init, rngs=rngs, **dtypes
-        )
+        self.weights = make.drawn(small, max_length, max_length)
+        self.bias = make.constant(jnp.ones(max_length))
+        self.out = make.out(hidden // 2, in_features)
 
     def _prepare(self, x, positions):
         gate, value = jnp.split(jax.nn.gelu(self.project(x)), 2, -1)
         return self.norm(value), gate
 
     def _mix_all(self, x, lengths, segment_ids):
-        self._check_length("x has", x.shape[1])
         value, gate = self._prepare(x, None)
         y = spatial_gating(
             gate,
@@ -103,13 +78,3 @@ class GatedMLP(CachedMixer):
         weights = jnp.where(within(positions + 1, slots), weights, 0)
         bias = jnp.take(self.bias[...], positions, 0, mode="clip")
         return self.out(gated(own, tokens, weights, bias))
-
-    def _empty(self, batch, max_length, dtype):
-        self._check_length("max_length asks for", max_length)
-        return super()._empty(batch, max_length, dtype)
-
-    def _check_length(self, what, length):
-        if length > self.max_length:
-            raise ValueError(
-                f"{what} {length} tokens, and there are weights for {self.max_length} (max_length)"
-            )

@@ -3,14 +3,17 @@
 from effattn.arrays import checks
 
 
-def default_head_dim(in_features: int, num_heads: int) -> int:
-    """Default head dimension D / N; raises `ValueError` unless N divides D."""
-    in_features = checks.at_least("in_features", in_features, 1, "features")
+def head_size(in_features: int, num_heads: int, head_dim: int | None = None, times: int = 1) -> int:
+    """Head dimension: `head_dim`, or by default `times` (1 or 2) D / N, an integer."""
+    in_features = times * checks.at_least("in_features", in_features, 1, "features")
     num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
+    if head_dim is not None:
+        return checks.at_least("head_dim", head_dim, 1, "features")
     if in_features % num_heads:
+        what = {1: "in_features", 2: "twice in_features"}[times]
         raise ValueError(
-            f"in_features ({in_features}) must be a multiple of num_heads ({num_heads}) "
-            "when head_dim is not given"
+            f"{what} ({in_features}) must be a multiple of num_heads ({num_heads}) when head_dim "
+            "is not given"
         )
     return in_features // num_heads
 

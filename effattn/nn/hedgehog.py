@@ -6,7 +6,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn.arrays import checks
-from effattn.nn.attention import SelfAttention
+from effattn.nn.attention import refuse
+from effattn.nn.options import SelfAttentionOptions
+from effattn.nn.self_attention import SelfAttention
+
+_OWN = ("key_projection", "query_projection")
 
 
 class HedgehogSelfAttention(SelfAttention):
@@ -20,14 +24,8 @@ class HedgehogSelfAttention(SelfAttention):
     trained from scratch trains W and W' with all other parameters.
 
     Args:
-      in_features: D, number of features per token.
-      num_heads: N, number of query heads.
       num_features: F; the feature map has 2 F features. Default H.
-      rngs: random streams for parameter initialisation.
-      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...).
-
-    Raises:
-      ValueError: as `SelfAttention`, and for `num_features` below 1.
+      **options: as in `SelfAttention`.
     """
 
     def __init__(
@@ -36,16 +34,10 @@ class HedgehogSelfAttention(SelfAttention):
         num_heads: int,
         *,
         num_features: int | None = None,
-        rngs: nnx.Rngs,
-        **options: Any,
+        **options: SelfAttentionOptions,
     ):
-        given = sorted({"query_projection", "key_projection"} & options.keys())
-        if given:
-            raise ValueError(
-                f"HedgehogSelfAttention has no option {', '.join(given)}; it learns its own, of "
-                "num_features"
-            )
-        super().__init__(in_features, num_heads, "hedgehog", rngs=rngs, **options)
+        refuse(type(self), options, _OWN, "it learns its own, of num_features")
+        super().__init__(in_features, num_heads, "hedgehog", **options)
         features = checks.at_least(
             "num_features", self.head_dim if num_features is None else num_features, 1
         )
@@ -55,8 +47,4 @@ class HedgehogSelfAttention(SelfAttention):
         self.key_projection = nnx.Param(identity)
 
     def _options(self) -> dict[str, Any]:
-        projections = {
-            "query_projection": self.query_projection[...],
-            "key_projection": self.key_projection[...],
-        }
-        return {**super()._options(), **projections}
+        return {**super()._options(), **{name: getattr(self, name)[...] for name in _OWN}}

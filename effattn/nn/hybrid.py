@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn import registry
 from effattn.arrays import checks, mesh_axes
 from effattn.decode.state import check_state, new_lengths
 from effattn.nn import initializers
+from effattn.nn.build import mechanism, named
 from effattn.nn.dropout import dropout_key
-from effattn.nn.heads import default_head_dim, key_heads
+from effattn.nn.heads import head_size, key_heads
+from effattn.nn.mixer import CausalMixer
 from effattn.nn.module import Module
 
 
@@ -32,16 +33,44 @@ class HybridState:
     length: jax.Array
 
 
-def check_groups(state: HybridState, number: int) -> None:
-    """Raises `ValueError` unless the state has `number` parts; each part checks its own state."""
-    if len(state.groups) != number:
-        raise ValueError(
-            f"state is of {len(state.groups)} parts, and this module has {number}; it is the state "
-            "of another layer"
-        )
+class SeveralMixers(CausalMixer):
+    """Base class of mixers that give all tokens to several mixers, and combine their outputs.
+
+    A subclass sets `mixers`, an `nnx.List`, and implements `_combined`.
+    """
+
+    mixers: Any
+
+    def _combined(self, x: jax.Array, outputs: Sequence[jax.Array]) -> jax.Array:
+        """Output `(B, T, D)` from the tokens and the output of each mixer."""
+        raise NotImplementedError
+
+    def parts(self, x: jax.Array) -> list[tuple[Any, jax.Array]]:
+        """Each mixer, with its input tokens."""
+        return [(mixer, x) for mixer in self.mixers]
+
+    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
+        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
+        self._check_causal()
+        groups = tuple(mixer.init_state(batch, max_length, dtype) for mixer in self.mixers)
+        return HybridState(groups, jnp.zeros((batch,), jnp.int32))
+
+    def _check_state(self, state, batch):
+        check_state(state, HybridState, batch)
+        if len(state.groups) != len(self.mixers):
+            raise ValueError(
+                f"state is of {len(state.groups)} parts, and this {type(self).__name__} has "
+                f"{len(self.mixers)}; it is the state of another layer"
+            )
+
+    def _extend(self, x, state, lengths):
+        pairs = zip(self.mixers, state.groups, strict=True)
+        outputs, groups = zip(*(m.extend(x, s, lengths=lengths) for m, s in pairs), strict=True)
+        length = state.length + new_lengths(lengths, *x.shape[:2])
+        return self._combined(x, outputs), HybridState(groups, length)
 
 
-class HybridHeads(Module):
+class HybridHeads(SeveralMixers):
     """Mixer with a different mechanism in each group of heads.
 
         y = sum_g mixer_g(x),
@@ -52,8 +81,9 @@ class HybridHeads(Module):
     Args:
       in_features: D, number of features per token.
       num_heads: N, total number of query heads.
-      groups: one mapping per group of heads, in head order: "name", a registered mechanism,
-        "num_heads", the number of heads in the group, and options of the group's mixer:
+      groups: one mapping per group of heads, in head order: "name", a registered mechanism (or a
+        callable, see `effattn.nn.build`), "num_heads", the number of heads in the group, and
+        options of the group's mixer:
         `[{"name": "softmax", "num_heads": 2}, {"name": "sliding_window", "num_heads": 6}]`.
       num_kv_heads: K, total number of key heads, a divisor of N; split among groups in proportion
         to their query heads. Default: the default of each group's mixer.
@@ -85,11 +115,10 @@ class HybridHeads(Module):
         if not isinstance(groups, Sequence):
             raise ValueError(f"groups must be a sequence of mappings, got {groups!r}")
         for group in groups:
-            named = isinstance(group, Mapping) and "name" in group
-            if not named or not checks.is_integer(group.get("num_heads")):
+            if not isinstance(group, Mapping) or not checks.is_integer(group.get("num_heads")):
                 raise ValueError(
-                    'each of groups needs the mechanism\'s "name" and its "num_heads", an int, '
-                    f"got {group!r}"
+                    "each of groups must be a mapping with a mechanism's "
+                    f'"name" and its "num_heads", an int, got {group!r}'
                 )
         sizes = [group["num_heads"] for group in groups]
         shared = num_heads // key_heads(num_heads, num_kv_heads)
@@ -103,22 +132,23 @@ class HybridHeads(Module):
                 f"groups must have the {num_heads} heads between them, each a multiple of the "
                 f"{shared} that share a key head, got {sizes}"
             )
-        if head_dim is None:
-            head_dim = default_head_dim(in_features, num_heads)
-        mixers, first = [], 0
+        head_dim = head_size(in_features, num_heads, head_dim)
+        mixers, names, first = [], [], 0
         for group, size in zip(groups, sizes, strict=True):
-            of_group = {k: v for k, v in group.items() if k not in ("name", "num_heads")}
+            name, of_group = named("each of groups", group)
+            entry = mechanism(name)
+            names.append(entry.name)
+            del of_group["num_heads"]
             if score_mod is not None:
                 of_group = {"score_mod": OfHeads(score_mod, first), **of_group}
             if num_kv_heads is not None:
                 of_group = {"num_kv_heads": size // shared, **of_group}
-            mechanism = registry.get(group["name"])
-            if not mechanism.mixer_takes("head_dim"):
+            if not entry.mixer_takes("head_dim"):
                 raise ValueError(
-                    f"groups share out the heads of a layer, and the mixer of {mechanism.name!r} "
-                    "has no heads of head_dim features: give it a layer of its own"
+                    f"groups share out the heads of a layer, and the mixer of {entry.name!r} has "
+                    "no heads of head_dim features; give it a layer of its own"
                 )
-            mixer = mechanism.build(
+            mixer = entry.build(
                 in_features,
                 size,
                 head_dim=head_dim,
@@ -126,15 +156,17 @@ class HybridHeads(Module):
                 # Initially the sum of the groups has the variance of one projection of all heads.
                 out_kernel_init=_scaled(out_kernel_init or kernel_init, (size / num_heads) ** 0.5),
                 rngs=rngs,
-                **{**mechanism.options_of_model(options), **of_group},
+                **{**entry.options_of_model(options), **of_group},
             )
             mixers.append(mixer)
             first += size
-        if len({mixer.is_causal for mixer in mixers}) > 1:
-            causal = {group["name"]: m.is_causal for group, m in zip(groups, mixers, strict=True)}
+        directions = [getattr(mixer, "is_causal", True) for mixer in mixers]
+        if len(set(directions)) > 1:
             raise ValueError(
-                f"groups must all be causal or none, by the same is_causal, got is_causal={causal}"
+                "groups must all be causal or none, by the same is_causal, got is_causal="
+                f"{dict(zip(names, directions, strict=True))}"
             )
+        self.in_features, self.is_causal = in_features, directions[0]
         self.mixers = nnx.List(mixers)
 
     @mesh_axes.on_mesh_of_input
@@ -150,33 +182,11 @@ class HybridHeads(Module):
         key = dropout_key(rngs)
         keys = [None] * len(self.mixers) if key is None else jax.random.split(key, len(self.mixers))
         given = {"lengths": lengths, "segment_ids": segment_ids}
-        return sum(mixer(x, **given, rngs=k) for mixer, k in zip(self.mixers, keys, strict=True))
+        pairs = zip(self.mixers, keys, strict=True)
+        return self._combined(x, [mixer(x, **given, rngs=key) for mixer, key in pairs])
 
-    def parts(self, x: jax.Array) -> list[tuple[Any, jax.Array]]:
-        """The mixer of each group, with its input tokens."""
-        return [(mixer, x) for mixer in self.mixers]
-
-    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
-        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
-        groups = tuple(mixer.init_state(batch, max_length, dtype) for mixer in self.mixers)
-        return HybridState(groups, jnp.zeros((batch,), jnp.int32))
-
-    def extend(
-        self, x: jax.Array, state: HybridState, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, HybridState]:
-        """Mixes T >= 1 new tokens that follow `state`; arguments as in `SelfAttention`."""
-        check_state(state, HybridState, x.shape[0])
-        check_groups(state, len(self.mixers))
-        lengths = new_lengths(lengths, *x.shape[:2])
-        pairs = zip(self.mixers, state.groups, strict=True)
-        parts, groups = zip(*(m.extend(x, s, lengths=lengths) for m, s in pairs), strict=True)
-        return sum(parts), HybridState(groups, state.length + lengths)
-
-    def step(self, x: jax.Array, state: HybridState) -> tuple[jax.Array, HybridState]:
-        """Calls `extend` with one token per row, x `(B, 1, D)`."""
-        if x.shape[1] != 1:
-            raise ValueError(f"step takes one token, x (B, 1, D), got x of shape {x.shape}")
-        return self.extend(x, state)
+    def _combined(self, x, outputs):
+        return sum(outputs)
 
 
 class OfHeads(Module):

@@ -1,8 +1,7 @@
 """Hyena mixer."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,9 @@ from effattn.arrays.segments import positions_from
 from effattn.decode.state import check_capacity, new_lengths
 from effattn.decode.tokens import stored
 from effattn.functional.hyena import gated, hyena_convolution
-from effattn.nn import initializers
+from effattn.nn.layers import Layers
 from effattn.nn.mixer import CausalMixer
-from effattn.nn.short_convolution import ShortConvolution
+from effattn.nn.options import Projected
 from effattn.xla.long_convolution import long_convolution_at
 
 
@@ -48,7 +47,6 @@ class Hyena(CausalMixer):
     inputs of the N convolutions; a step costs O(N S D).
 
     Args:
-      in_features: D, number of features per token.
       max_length: maximum number of tokens per row; the filter network reads position / max_length.
       order: N, number of gates and convolutions.
       num_harmonics: K, number of harmonics (sine and cosine pairs) of the position.
@@ -56,22 +54,15 @@ class Hyena(CausalMixer):
       frequency: initial factor on the argument of the sine activations.
       window_shift: constant added to the window, so that no tap is forced to zero.
       convolution_width: width of the short convolution, in tokens.
-      is_causal: must be True.
-      dropout_rate: must be 0; the mechanism has no attention weights to drop.
-      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of the projections.
-      out_kernel_init: initializer of the output projection; default `kernel_init`.
-      rngs: random streams for parameter initialisation.
+      **options: see `effattn.nn.options.Projected`.
 
     Raises:
-      ValueError: inconsistent sizes, or an option that the mechanism does not support; in calls,
-        more tokens than `max_length`.
+      ValueError: in calls, more tokens than `max_length`.
     """
 
-    _state = HyenaState
-
+    _mechanism = "hyena"
     _of_known_length = True
+    _limited = True
 
     def __init__(
         self,
@@ -84,22 +75,9 @@ class Hyena(CausalMixer):
         frequency: float = 10.0,
         window_shift: float = 0.01,
         convolution_width: int = 3,
-        is_causal: bool = True,
-        dropout_rate: float = 0.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        out_kernel_init: Callable[..., Any] | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[Projected],
     ):
-        super().__init__(
-            in_features,
-            "hyena",
-            is_causal=is_causal,
-            dropout_rate=dropout_rate,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
+        super().__init__(in_features, **options)
         self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
         self.order = checks.at_least("order", order, 1, "convolutions")
         self.num_harmonics = checks.at_least("num_harmonics", num_harmonics, 1, "harmonics")
@@ -108,41 +86,22 @@ class Hyena(CausalMixer):
         frequency = checks.real("frequency", frequency, "a number")
         streams = (order + 1) * in_features
 
-        def linear(features_in, features_out, init, **options):
-            return nnx.Linear(
-                features_in,
-                features_out,
-                param_dtype=param_dtype,
-                kernel_init=init,
-                rngs=rngs,
-                **options,
-            )
-
-        of_tokens = {"use_bias": False, "dtype": dtype}
-        self.project = linear(in_features, streams, kernel_init, **of_tokens)
-        self.convolution = ShortConvolution(
-            streams,
-            convolution_width,
-            activation=None,
-            use_bias=True,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+        make = Layers(**options)
+        self.project = make.linear(in_features, streams)
+        self.convolution = make.convolution(
+            streams, convolution_width, activation=None, use_bias=True
         )
-        self.out = linear(
-            in_features,
-            in_features,
-            kernel_init if out_kernel_init is None else out_kernel_init,
-            **of_tokens,
-        )
+        self.out = make.out(in_features, in_features)
         # The filter network reads t and the sines and cosines of the harmonics.
+        of_filters: Any = {**options, "dtype": None}
+        make = Layers(**of_filters)
         sizes = (1 + 2 * num_harmonics, hidden, hidden)
         self.filter_layers = nnx.List(
-            [linear(a, b, kernel_init) for a, b in zip(sizes, sizes[1:], strict=False)]
+            [make.linear(a, b, use_bias=True) for a, b in zip(sizes, sizes[1:], strict=False)]
         )
-        self.filter_out = linear(hidden, order * in_features, kernel_init, use_bias=False)
-        self.frequency = nnx.Param(jnp.full((len(sizes) - 1, hidden), frequency, param_dtype))
-        self.skip = nnx.Param(jnp.ones((order, in_features), param_dtype))
+        self.filter_out = make.linear(hidden, order * in_features)
+        self.frequency = make.constant(np.full((len(sizes) - 1, hidden), frequency))
+        self.skip = make.constant(np.ones((order, in_features)))
 
     def filters(self) -> jax.Array:
         """Filters h `(N, max_length, D)`, in the parameter dtype, at least float32."""
@@ -164,20 +123,11 @@ class Hyena(CausalMixer):
         return jnp.stack(gates), value
 
     def _mix_all(self, x, lengths, segment_ids):
-        if x.shape[1] > self.max_length:
-            raise ValueError(
-                f"x has {x.shape[1]} tokens, and the filters are for max_length={self.max_length}"
-            )
         gates, value = self._streams(self.convolution(self.project(x), lengths=lengths))
         y = hyena_convolution(gates, value, self.filters(), skip=self.skip[...], lengths=lengths)
         return self.out(y)
 
     def _empty(self, batch, max_length, dtype):
-        if max_length > self.max_length:
-            raise ValueError(
-                f"max_length={max_length} was asked for, and the filters are for "
-                f"max_length={self.max_length}"
-            )
         shape = (batch, max_length, self.in_features)
         return HyenaState(
             inputs=tuple(jnp.zeros(shape, dtype) for _ in range(self.order)),
@@ -185,13 +135,10 @@ class Hyena(CausalMixer):
             length=jnp.zeros((batch,), jnp.int32),
         )
 
-    def _capacity(self, state):
-        return state.inputs[0].shape[1]
-
     def _extend(self, x, state, lengths):
         batch, time = x.shape[:2]
         more = new_lengths(lengths, batch, time)
-        check_capacity(state.length, more, self._capacity(state))
+        check_capacity(state.length, more, state.inputs[0].shape[1])
         projected, last = self.convolution.extend(self.project(x), state.last, lengths)
         gates, z = self._streams(projected)
         positions = positions_from(state.length, time)

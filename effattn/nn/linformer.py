@@ -1,6 +1,5 @@
 """Self-attention of Linformer, with the sequence projections as parameters."""
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +7,10 @@ from flax import nnx
 
 from effattn.arrays import checks
 from effattn.functional.linformer import window_projection
-from effattn.nn.attention import SelfAttention
+from effattn.nn.attention import refuse
+from effattn.nn.layers import Layers
+from effattn.nn.options import SelfAttentionOptions
+from effattn.nn.self_attention import SelfAttention
 
 SHARING = ("none", "heads", "key_value", "layers")
 METHODS = ("linear", "convolution", "mean")
@@ -34,8 +36,6 @@ class LinformerSelfAttention(SelfAttention):
         layers        E = F for all heads of all layers, an `nnx.Param` passed to each layer
 
     Args:
-      in_features: D, number of features per token.
-      num_heads: N, number of query heads.
       max_length: L, maximum number of input tokens.
       num_projected: r, number of projected rows.
       method: see above.
@@ -44,10 +44,7 @@ class LinformerSelfAttention(SelfAttention):
         "linear", `(L / r,)` for "convolution". Flax transformations (`nnx.grad`, `nnx.jit`, ...)
         and `nnx.split` count the shared parameter once.
       is_causal: must be False.
-      param_dtype: dtype of the parameters.
-      rngs: random streams for parameter initialisation.
-      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, ...) and options
-        of `effattn.linformer_attention`.
+      **options: as in `SelfAttention`, and options of `effattn.linformer_attention`.
 
     Raises:
       ValueError: as `SelfAttention`; also for `is_causal=True` and an unsuitable `projection`; in
@@ -65,25 +62,11 @@ class LinformerSelfAttention(SelfAttention):
         sharing: str = "heads",
         projection: nnx.Param | None = None,
         is_causal: bool = False,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-        **options: Any,
+        **options: SelfAttentionOptions,
     ):
-        given = sorted({"key_projection", "value_projection"} & options.keys())
-        if given:
-            raise ValueError(
-                f"LinformerSelfAttention has no option {', '.join(given)}; it makes them, as "
-                "method and sharing say"
-            )
-        super().__init__(
-            in_features,
-            num_heads,
-            "linformer",
-            is_causal=is_causal,
-            param_dtype=param_dtype,
-            rngs=rngs,
-            **options,
-        )
+        made = "key_projection", "value_projection"
+        refuse(type(self), options, made, "it makes them, as method and sharing say")
+        super().__init__(in_features, num_heads, "linformer", is_causal=is_causal, **options)
         self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
         self.num_projected = checks.at_least("num_projected", num_projected, 1, "rows")
         for name, choice, known in (("method", method, METHODS), ("sharing", sharing, SHARING)):
@@ -107,13 +90,13 @@ class LinformerSelfAttention(SelfAttention):
         if sharing == "none":
             shape = (self.num_kv_heads, *shape)
         # Without padding, projected rows have the variance of a token.
-        draw = nnx.initializers.normal(shape[-1] ** -0.5)
-        make = functools.partial(self._make, draw, shape, param_dtype, rngs)
-        self.key_projection = make() if projection is None else projection
-        self.value_projection = make() if sharing in ("none", "heads") else None
+        init, make = nnx.initializers.normal(shape[-1] ** -0.5), Layers(**options)
 
-    def _make(self, draw, shape, dtype, rngs) -> nnx.Param | None:
-        return None if self.method == "mean" else nnx.Param(draw(rngs.params(), shape, dtype))
+        def drawn() -> nnx.Param | None:
+            return None if method == "mean" else make.drawn(init, *shape)
+
+        self.key_projection = drawn() if projection is None else projection
+        self.value_projection = drawn() if sharing in ("none", "heads") else None
 
     def _options(self) -> dict[str, Any]:
         of_keys = self._matrix(self.key_projection)

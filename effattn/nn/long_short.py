@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn.arrays import checks, mesh_axes
-from effattn.nn.attention import SelfAttention
+from effattn.arrays import checks
+from effattn.nn import initializers
+from effattn.nn.attention import refuse
+from effattn.nn.layers import Layers
+from effattn.nn.options import SelfAttentionOptions
+from effattn.nn.self_attention import SelfAttention
 
 
 class LongShortSelfAttention(SelfAttention):
@@ -21,17 +25,10 @@ class LongShortSelfAttention(SelfAttention):
     to keys before the norms.
 
     Args:
-      in_features: D, number of features per token.
-      num_heads: N, number of query heads.
       num_projected: r, number of slots per sequence, or per segment in a causal mixer.
       dual_norm: whether the two layer norms are present.
-      param_dtype: dtype of the parameters.
-      rngs: random streams for parameter initialisation.
-      **options: all other arguments of `SelfAttention` (`is_causal`, `num_kv_heads`, ...) and
-        options of `effattn.long_short_attention`: `window_size`, default 64, and `segment_size`.
-
-    Raises:
-      ValueError: as `SelfAttention`; also for inconsistent sizes.
+      **options: as in `SelfAttention`, and options of `effattn.long_short_attention`:
+        `window_size`, default 64, and `segment_size`.
     """
 
     def __init__(
@@ -41,62 +38,32 @@ class LongShortSelfAttention(SelfAttention):
         *,
         num_projected: int = 8,
         dual_norm: bool = True,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-        **options: Any,
+        **options: SelfAttentionOptions,
     ):
-        made = {"projection", "slot_scores", "window_norm", "slot_norm"}
-        given = sorted(made & options.keys())
-        if given:
-            raise ValueError(
-                f"LongShortSelfAttention has no option {', '.join(given)}; it makes them, as "
-                "num_projected and dual_norm say"
-            )
-        super().__init__(
-            in_features, num_heads, "long_short", param_dtype=param_dtype, rngs=rngs, **options
-        )
+        made = "projection", "slot_scores", "window_norm", "slot_norm"
+        refuse(type(self), options, made, "it makes them, as num_projected and dual_norm say")
+        super().__init__(in_features, num_heads, "long_short", **options)
         self.num_projected = checks.at_least("num_projected", num_projected, 1, "slots")
         # No bias: the softmax over tokens cancels a constant added to all scores.
-        self.projection = nnx.LinearGeneral(
-            in_features,
-            (self.num_kv_heads, self.num_projected),
-            use_bias=False,
-            dtype=self.dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
-        shape = (self.num_kv_heads, self.head_dim)
+        make, shape = Layers(**options), (self.num_kv_heads, self.head_dim)
+        sizes = self.num_kv_heads, self.num_projected
+        self.projection = make.heads(in_features, sizes, kernel_init=initializers.kernel_init)
 
         def norm() -> nnx.Dict | None:
             if not dual_norm:
                 return None
-            scale, bias = jnp.ones(shape, param_dtype), jnp.zeros(shape, param_dtype)
-            return nnx.Dict({"scale": nnx.Param(scale), "bias": nnx.Param(bias)})
+            scale, bias = make.constant(jnp.ones(shape)), make.constant(jnp.zeros(shape))
+            return nnx.Dict({"scale": scale, "bias": bias})
 
         self.window_norm = norm()
         self.slot_norm = norm()
 
-    @mesh_axes.on_mesh_of_input
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        lengths: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-    ) -> jax.Array:
-        """Mixes whole sequences; arguments as in `SelfAttention`."""
-        x, positions, keywords = self._whole(x, lengths, segment_ids)
-        keywords["slot_scores"] = self.projection(x)
-        heads = self._heads(x, positions)
-        return self.out(self.attention(*heads, **keywords, **self._dropout(rngs)))
+    def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
+        return {"slot_scores": self.projection(x)}
 
-    def _extend(self, x, state, lengths):
-        decoder = self._decoder()
-        x, positions, lengths = self._new(x, state, lengths)
-        heads = self._heads(x, positions)
-        out, state = decoder.extend(*heads, state, lengths, self.projection(x))
-        return self.out(out), state
+    def _empty(self, batch, max_length, dtype):
+        # The decoder knows the number of slots, and takes no scores here.
+        return self._decoder().init(batch, max_length, *self._cached_sizes(), dtype)
 
     def _options(self) -> dict[str, Any]:
         norms = {

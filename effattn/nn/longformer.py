@@ -4,11 +4,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from effattn.arrays import checks, mesh_axes
 from effattn.decode.longformer import LongformerDecoder
-from effattn.nn.attention import SelfAttention
+from effattn.nn.attention import refuse
+from effattn.nn.options import SelfAttentionOptions
+from effattn.nn.self_attention import SelfAttention
+
+_GLOBAL = ("global_query", "global_key", "global_value")
 
 
 class LongformerSelfAttention(SelfAttention):
@@ -29,15 +34,12 @@ class LongformerSelfAttention(SelfAttention):
     step reads only if its token is global.
 
     Args:
-      in_features: D, number of features per token.
-      num_heads: N, number of query heads.
       max_global: maximum number of global tokens per row; None disables global tokens. If
         `global_mask` selects more, only the first `max_global` tokens are global.
       global_projections: whether global tokens have separate projections.
-      rngs: random streams for parameter initialisation.
-      **options: all other arguments of `SelfAttention` (`is_causal`, `use_bias`, `num_kv_heads`,
-        ...) and options of `effattn.longformer_attention`: `local_window_size`, default 127 on
-        each side, and `dilation`, an int, or one int per query head.
+      **options: as in `SelfAttention`, and options of `effattn.longformer_attention`:
+        `local_window_size`, default 127 on each side, and `dilation`, an int, or one int per query
+        head.
 
     Raises:
       ValueError: as `SelfAttention`; also for `global_projections` without `max_global`.
@@ -50,16 +52,12 @@ class LongformerSelfAttention(SelfAttention):
         *,
         max_global: int | None = None,
         global_projections: bool = False,
-        rngs: nnx.Rngs,
-        **options: Any,
+        **options: SelfAttentionOptions,
     ):
-        given = sorted(name for name in options if name.startswith("global_"))
-        if given:
-            raise ValueError(
-                f"LongformerSelfAttention has no option {', '.join(given)}; which tokens are "
-                "global is said at each call, by global_mask"
-            )
-        super().__init__(in_features, num_heads, "longformer", rngs=rngs, **options)
+        of_call = tuple(name for name in options if name.startswith("global_"))
+        advice = "the argument global_mask of each call selects the global tokens"
+        refuse(type(self), options, of_call, advice)
+        super().__init__(in_features, num_heads, "longformer", **options)
         if max_global is not None and (not checks.is_integer(max_global) or max_global < 1):
             raise ValueError(f"max_global must be an int, 1 or more, or None, got {max_global!r}")
         if global_projections and max_global is None:
@@ -81,30 +79,20 @@ class LongformerSelfAttention(SelfAttention):
         global_mask: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """Mixes whole sequences.
+        """Mixes whole sequences; further arguments as in `SelfAttention`.
 
-        Args:
-          x: `(B, T, D)`.
-          lengths: `(B,)` int, valid tokens of each right-padded row.
-          segment_ids: `(B, T)` int, packed sequences: tokens (global ones too) attend within equal
-            ids, 0 is padding, and positions count from the start of each document.
-          global_mask: `(B, T)` bool, True for global tokens; None if no token is global.
-          rngs: `nnx.Rngs` or a key for dropout of attention weights; None disables dropout.
-
-        Returns:
-          `(B, T, D)`. Valid tokens do not depend on the padding.
+        `global_mask` is bool `(B, T)`, True for global tokens; None if no token is global. Global
+        tokens, too, attend within equal `segment_ids`.
         """
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         if global_mask is not None:
             checks.known_length("Longformer with global tokens", x, axis=-2)
             keywords["global_mask"] = self._checked(global_mask, x.shape[:2])
             keywords["max_global"] = min(self.max_global or 0, x.shape[1])
-            layers = self._global_layers()
-            if layers is not None:
-                names = ("global_query", "global_key", "global_value")
-                keywords.update(zip(names, self._heads(x, positions, layers), strict=True))
+            if self.global_query is not None:
+                keywords.update(zip(_GLOBAL, self._global_heads(x, positions), strict=True))
         heads = self._heads(x, positions)
-        return self.out(self.attention(*heads, **keywords, **self._dropout(rngs)))
+        return self.out(self._attend(heads, **keywords, **self._dropout(rngs)))
 
     def extend(
         self,
@@ -114,35 +102,23 @@ class LongformerSelfAttention(SelfAttention):
         lengths: jax.Array | None = None,
         global_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Mixes T >= 1 new tokens with the tokens already read into `state`.
-
-        Args:
-          x: `(B, T, D)`.
-          state: decode state, from `init_state` or an earlier call.
-          lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
-          global_mask: `(B, T)` bool, True for global tokens; None if no token is global.
-
-        Returns:
-          `(y (B, T, D), state)`.
-        """
-        return mesh_axes.extended(type(self)._extend, self, x, state, lengths, global_mask)
+        """Mixes new tokens that follow `state`; arguments as in `SelfAttention` and `__call__`."""
+        if global_mask is not None:
+            global_mask = self._checked(global_mask, np.shape(x)[:2])
+        return self._extended(x, state, lengths, global_mask)
 
     def _extend(self, x, state, lengths, global_mask=None):
-        if global_mask is not None:
-            global_mask = self._checked(global_mask, x.shape[:2])
-        decoder = self._decoder()
-        if not isinstance(decoder, LongformerDecoder):
+        if self.max_global is None:
             return super()._extend(x, state, lengths)
-        x, positions, lengths = self._new(x, state, lengths)
-        heads, layers = self._heads(x, positions), self._global_layers()
-        global_heads = heads if layers is None else self._heads(x, positions, layers)
-        out, state = decoder.extend(heads, global_heads, state, lengths, global_mask)
+        positions = self._positions(x, state)
+        heads, global_heads = self._heads(x, positions), self._global_heads(x, positions)
+        out, state = self._decoder().extend(heads, global_heads, state, lengths, global_mask)
         return self.out(out), state
 
-    def _global_layers(self) -> tuple[Any, Any, Any] | None:
-        if self.global_query is None:
-            return None
-        return self.global_query, self.global_key, self.global_value
+    def _global_heads(self, x, positions):
+        key, value = self._project_keys(x, self.global_key, self.global_value)
+        query, key = self._rotated(self._project_queries(x, self.global_query), key, positions)
+        return query, key, value
 
     def _decoder(self) -> Any:
         of_window = super()._decoder()

@@ -1,8 +1,7 @@
 """Mixer with locality-sensitive hashing (LSH) attention and its random rotations."""
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,11 @@ from flax import nnx
 from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import positions_from_segment_ids
 from effattn.functional import lsh
-from effattn.nn import initializers
+from effattn.nn.array_options import own_copy
 from effattn.nn.cached import CachedMixer
-from effattn.nn.heads import default_head_dim
-from effattn.nn.options import own_copy
+from effattn.nn.heads import head_size
+from effattn.nn.layers import Layers
+from effattn.nn.options import Projected
 
 
 class LSHSelfAttention(CachedMixer):
@@ -28,8 +28,6 @@ class LSHSelfAttention(CachedMixer):
     all S tokens; a step costs O(S).
 
     Args:
-      in_features: D, number of features per token.
-      num_heads: N, number of heads.
       head_dim: H, head dimension of queries, keys and values; default D / N.
       num_rounds: n, number of hash rounds.
       num_buckets: b, number of buckets per round, or a tuple of even factors of b.
@@ -37,19 +35,11 @@ class LSHSelfAttention(CachedMixer):
       rotary: rotary embedding of the shared query-key vectors before hashing, by position in the
         document; called as `rotary(x, positions)`. With None, as in the paper, x must contain
         position embeddings if token order matters.
-      is_causal: token t attends to tokens 0 to t only.
-      dropout_rate: must be 0.
-      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of the projections.
-      out_kernel_init: initializer of the output projection; default `kernel_init`.
-      rngs: random streams for parameter initialisation. Rotations are drawn from the stream
-        `rotations` if there is one, otherwise from the default stream.
-
-    Raises:
-      ValueError: inconsistent sizes, or an option that the mechanism does not support.
+      **options: see `effattn.nn.options.Projected`. Rotations are drawn from the stream
+        `rotations` of `rngs` if there is one, otherwise from the default stream.
     """
 
+    _mechanism = "lsh"
     _of_known_length = True
 
     def __init__(
@@ -62,49 +52,27 @@ class LSHSelfAttention(CachedMixer):
         num_buckets: int | tuple[int, ...] = 32,
         chunk_length: int = 64,
         rotary: Callable[..., jax.Array] | None = None,
-        is_causal: bool = True,
-        dropout_rate: float = 0.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        out_kernel_init: Callable[..., Any] | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[Projected],
     ):
-        super().__init__(
-            in_features,
-            "lsh",
-            is_causal=is_causal,
-            dropout_rate=dropout_rate,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
-        if head_dim is None:
-            head_dim = default_head_dim(in_features, num_heads)
-        self.num_heads = checks.at_least("num_heads", num_heads, 1)
-        self.head_dim = head_dim = checks.at_least("head_dim", head_dim, 1, "features")
+        super().__init__(in_features, **options)
+        self.head_dim = head_size(in_features, num_heads, head_dim)
+        self.num_heads = num_heads
         self.num_rounds = checks.at_least("num_rounds", num_rounds, 1)
         self.rotary = own_copy(rotary)
         self.chunk_length = checks.at_least("chunk_length", chunk_length, 1, "tokens")
         self.factors = lsh.factors_of(num_buckets)
-        linear = functools.partial(
-            nnx.LinearGeneral, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
-        self.query_key = linear(in_features, (num_heads, head_dim), kernel_init=kernel_init)
-        self.value = linear(in_features, (num_heads, head_dim), kernel_init=kernel_init)
-        self.out = linear(
-            (num_heads, head_dim),
-            in_features,
-            axis=(-2, -1),
-            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
-        )
+        make, heads = Layers(**options), (num_heads, self.head_dim)
+        self.query_key = make.heads(in_features, heads)
+        self.value = make.heads(in_features, heads)
+        self.out = make.out(heads, in_features)
         self.rotations = nnx.Variable(
             lsh.lsh_rotations(
-                rngs.rotations(),
+                make.rngs.rotations(),
                 self.num_rounds,
                 num_buckets,
-                head_dim,
+                self.head_dim,
                 num_heads=num_heads,
-                dtype=dtypes.wide(param_dtype),
+                dtype=dtypes.wide(make.param_dtype),
             )
         )
 

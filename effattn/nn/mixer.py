@@ -1,17 +1,21 @@
-"""Base classes of mixers without a function of query, key and value."""
+"""Base classes of mixers: modules from tokens to tokens, and the decode protocol."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import within
-from effattn.decode.state import check_init, check_state, new_lengths
+from effattn.decode.state import bound_of, check_init, check_state, new_lengths
 from effattn.nn.binding import Binding
 from effattn.nn.module import Module
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
+
+# Larger than every segment or block size in a decode state.
+_MANY_TOKENS = 2**20
 
 
 class Mixer(Module):
@@ -19,26 +23,27 @@ class Mixer(Module):
 
     Args:
       in_features: D, number of features per token.
-      mechanism: registered name of the mechanism.
-      is_causal: token t reads tokens 0 to t only.
-      dropout_rate: must be 0 if the mechanism has no dropout.
-      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
-      param_dtype: dtype of the parameters.
+      is_causal, dropout_rate, dtype, param_dtype: see `effattn.nn.options`. Other options are for
+        the layers of the subclass.
     """
 
+    _mechanism: str  # registered name
     _of_known_length = False  # True if T must be static, so symbolic lengths in export raise
+    # True if the attribute max_length is the number of positions with parameters.
+    _limited = False
+    max_length: int
 
     def __init__(
         self,
         in_features: int,
-        mechanism: str,
         *,
         is_causal: bool = True,
         dropout_rate: float = 0.0,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
+        **_: Any,
     ):
-        binding = Binding.of(mechanism)
+        binding = Binding.of(self._mechanism)
         binding.require("causal" if is_causal else "bidirectional", f"is_causal={is_causal}")
         if dropout_rate:
             binding.require("dropout", f"dropout_rate={dropout_rate}")
@@ -62,20 +67,11 @@ class Mixer(Module):
         segment_ids: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """Mixes whole sequences.
-
-        Args:
-          x: `(B, T, D)`.
-          lengths: `(B,)` int, valid tokens of each right-padded row.
-          segment_ids: `(B, T)` int, packed sequences: tokens mix within equal ids, 0 is padding.
-          rngs: unused; every mixer accepts `rngs`.
-
-        Returns:
-          `(B, T, D)`. Valid tokens do not depend on the padding.
-        """
+        """Mixes whole sequences; arguments as in `SelfAttention`. `rngs` is unused."""
         x = tokens_of("x", x, self.in_features)
         if self._of_known_length:
             checks.known_length(f"the mixer {self.binding.name!r}", x, axis=-2)
+        self._check_limit("x has", x.shape[1])
 
         def mix(mixer, x, lengths, segment_ids):
             batch, time = x.shape[:2]
@@ -84,9 +80,16 @@ class Mixer(Module):
 
         return mesh_axes.placed_like(x, mix, self, x, lengths, segment_ids)
 
-    def _computed_in(self, x: jax.Array) -> Any:
-        """Computation dtype."""
-        return dtypes.common(x, self.param_dtype) if self.dtype is None else self.dtype
+    def _check_limit(self, what: str, tokens: Any) -> None:
+        if self._limited and tokens > self.max_length:
+            raise ValueError(
+                f"{what} {tokens} tokens, but this {type(self).__name__} has parameters for "
+                f"max_length={self.max_length} positions; make it with a larger max_length"
+            )
+
+    def _computed_in(self, *arrays: Any) -> Any:
+        """Computation dtype of the arrays."""
+        return dtypes.common(*arrays, self.param_dtype) if self.dtype is None else self.dtype
 
     def _kept_in(self, dtype: Any) -> Any:
         """Dtype of cached token features: `dtype`, or the module's dtype if `dtype` is None."""
@@ -111,26 +114,43 @@ class CausalMixer(Mixer):
         """
         self._check_causal()
         dtype = check_init(batch, max_length, self._kept_in(dtype))
+        self._check_limit("max_length asks for", max_length)
         return self._empty(batch, max_length, dtype)
 
     def _empty(self, batch: int, max_length: int, dtype: Any) -> Any:
         """Returns the empty state; implemented by subclasses."""
         raise NotImplementedError
 
-    def _check_shapes(self, state: Any, batch: int) -> None:
-        """Raises `ValueError` if `state` belongs to a layer of other sizes."""
-        capacity = self._capacity(state)
-        empty = jax.eval_shape(lambda: self._empty(batch, capacity, self._kept_in(None)))
-        got, needed = ([x.shape for x in jax.tree.leaves(s)] for s in (state, empty))
-        if got != needed:
+    def _check_state(self, state: Any, batch: int) -> None:
+        """Raises `ValueError` unless this layer could have made `state`, for `batch` rows."""
+
+        def empty(max_length):
+            return jax.eval_shape(lambda: self.init_state(batch, max_length))
+
+        def shapes(state):
+            return [np.shape(x) for x in jax.tree.leaves(state)]
+
+        bound, got = bound_of(state), shapes(state)
+        most = self.max_length if self._limited else 2 * _MANY_TOKENS
+        # A cache of tokens has the capacity of the state as its second axis.
+        slots = max((s[1] for s in got if len(s) > 1), default=0)
+        like = empty(min(slots, most) if bound is None else bound)
+        check_state(state, type(like), batch)
+        needed = shapes(like)
+        if got != needed and bound is None:
+            # Sizes that differ between `small` and `large` depend on the state's capacity.
+            like, large = empty(most // 2), empty(most)
+            if len(got) == len(jax.tree.leaves(like)):
+                needed = [
+                    tuple(g if a != b else a for g, a, b in zip(*sizes, strict=False))
+                    for sizes in zip(got, shapes(like), shapes(large), strict=True)
+                ]
+        structures: Any = [jax.tree.structure(x) for x in (state, like)]
+        if got != needed or structures[0] != structures[1]:
             raise ValueError(
                 f"state has arrays of shapes {got}, and this {type(self).__name__} needs {needed}; "
                 "it is the state of another layer"
             )
-
-    def _capacity(self, state: Any) -> int:
-        """Maximum number of tokens per row; an arbitrary number for a state of constant size."""
-        return 1
 
     def _check_causal(self) -> None:
         if not self.is_causal:
@@ -155,19 +175,24 @@ class CausalMixer(Mixer):
         Returns:
           `(y (B, T, D), state)`.
         """
+        return self._extended(x, state, lengths)
+
+    def _extended(
+        self, x: jax.Array, state: Any, lengths: jax.Array | None, *more: Any
+    ) -> tuple[jax.Array, Any]:
+        """Checks the arguments of `extend` and calls `_extend`; `more` is passed on."""
         x = tokens_of("x", x, self.in_features)
         batch, time = x.shape[:2]
         self._check_causal()
-        check_state(state, self._state, batch)
-        self._check_shapes(state, batch)
+        self._check_state(state, batch)
 
-        def extend(mixer, x, state, lengths):
+        def extend(mixer, x, state, lengths, *more):
             each = new_lengths(lengths, batch, time)
             if lengths is not None:
                 lengths, x = each, zero_padding(x, within(each, time))
-            return mixer._extend(x, state, lengths)
+            return mixer._extend(x, state, lengths, *more)
 
-        return mesh_axes.extended(extend, self, x, state, lengths)
+        return mesh_axes.extended(extend, self, x, state, lengths, *more)
 
     def step(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """Calls `extend` with one token per row, x `(B, 1, D)`."""
@@ -175,6 +200,3 @@ class CausalMixer(Mixer):
         if x.shape[1] != 1:
             raise ValueError(f"step takes one token, x (B, 1, D), got x of shape {x.shape}")
         return self.extend(x, state)
-
-    # The type of state that `extend` accepts.
-    _state: type[Any]

@@ -1,4 +1,4 @@
-"""Base class of all modules: argument checks of constructors and public methods."""
+"""Base class of all modules: signatures and argument checks of constructors and public methods."""
 
 import functools
 import inspect
@@ -8,13 +8,27 @@ from typing import Any
 from flax import nnx
 
 from effattn.arrays import checks
+from effattn.nn.options import signature_of
+
+
+class _ClassSignature:
+    """`__signature__` of a class: its constructor's; the metaclass of Flax's modules hides it."""
+
+    def __get__(self, instance: Any, owner: Any) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")  # an instance has the signature of __call__
+        signature = inspect.signature(owner.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class Module(nnx.Module):
     """Base class of all modules.
 
-    Public methods check flags and arrays; `__init__` also checks dtypes and `rngs`.
+    Public methods check flags and arrays; `__init__` also checks dtypes and `rngs`, and has the
+    signature that its group of options gives it (see `effattn.nn.options`).
     """
+
+    __signature__ = _ClassSignature()
 
     def __init_subclass__(cls, **kwargs: Any):
         for name, method in list(vars(cls).items()):
@@ -26,12 +40,21 @@ class Module(nnx.Module):
 
 
 def _checked(init: Callable[..., None]) -> Callable[..., None]:
-    parameters, names = inspect.signature(init).parameters, checks.positional(init)
+    signature = signature_of(init)
+    init.__signature__ = signature  # type: ignore[attr-defined]
+    parameters, names = signature.parameters, checks.positional(init)
     check = {name: rule for name, rule in _BY_NAME.items() if name in parameters}
+    by_name = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    required = [p.name for p in by_name if p.default is p.empty]
     init = checks.checked(init)
 
     @functools.wraps(init)
     def checked(*args, **kwargs):
+        missing = [name for name in required if name not in kwargs]
+        if missing:
+            raise TypeError(
+                f"{type(args[0]).__name__}() missing required keyword argument {missing[0]!r}"
+            )
         for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
             if name in check:
                 check[name](name, value)

@@ -1,108 +1,176 @@
-"""Options of layers that hold arrays: copies of parameters and modules for each layer."""
+"""Constructor options that several modules share, declared and documented once, in groups.
 
-import functools
-from typing import Any
+A module names its own arguments, and takes those of a group as `**options: Unpack[Group]`. A module
+that passes further options on, to an attention function or to other mixers, annotates them
+`Annotated[Any, Group]`. The base class `effattn.nn.module.Module` makes that a plain signature,
+which `help` and editors show. An unknown option is Python's TypeError, or a ValueError of the
+function or mixer that it was passed on to.
+An argument that a module names itself replaces the group's argument of the same name.
 
-import jax
+Everywhere `in_features` is D, the number of features per token, and `num_heads` is N, the number of
+(query) heads. A constructor raises `ValueError` for inconsistent sizes, and for options that the
+mechanism does not support.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Required, TypedDict, get_args, get_origin, is_typeddict
+
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-_PARAMETERS = (nnx.Variable, nnx.Pytree)
-_DATA = (jax.Array, np.ndarray, *_PARAMETERS)
+from effattn.nn import initializers
+from effattn.nn.rotary import RotaryEmbedding
 
 
-def is_data(leaf: Any) -> bool:
-    """Whether the leaf is an array, a Variable or a module."""
-    return isinstance(leaf, _DATA)
+class Parameters(TypedDict, total=False):
+    """Parameters: random streams and dtypes.
 
-
-def own_copy(options: Any) -> Any:
-    """The options with all Variables and modules copied; copies share no arrays with the originals.
-
-    A Variable or module that occurs twice is copied once, and the copy occurs twice. Other options
-    stay unchanged.
+    Attributes:
+      rngs: random streams for parameter initialisation. Required.
+      dtype: computation dtype; default None, the promotion of the input and parameter dtypes.
+      param_dtype: dtype of the parameters. Default float32.
     """
-    leaves, structure = jax.tree.flatten(options, is_leaf=is_data)
-    given = {id(leaf): leaf for leaf in leaves if isinstance(leaf, _PARAMETERS)}
-    if not given:
-        return options
-    # One split for all, as a Variable may be an option and also part of a module in another option.
-    together: Any = list(given.values())
-    graph, state = nnx.split(together)
-    copies = dict(zip(given, nnx.merge(graph, jax.tree.map(_copied, state)), strict=True))
-    return jax.tree.unflatten(structure, [copies.get(id(leaf), leaf) for leaf in leaves])
+
+    rngs: Required[nnx.Rngs]
+    dtype: Any
+    param_dtype: Any
 
 
-def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits options into static options and options that hold arrays.
+class Initializers(TypedDict, total=False):
+    """Initializers of projections.
 
-    Arrays in the second part become new Variables; Variables and modules are copied.
-
-    Raises:
-      ValueError: a function that holds Variables or modules, which no layer would train.
+    Attributes:
+      kernel_init: initializer of the projections. Default LeCun normal.
+      out_kernel_init: initializer of the output projection; default None, `kernel_init`.
     """
-    static, learned = {}, {}
-    for name, option in options.items():
-        if any(map(is_data, jax.tree.leaves(option, is_leaf=is_data))):
-            learned[name] = option
+
+    kernel_init: Callable[..., Any]
+    out_kernel_init: Callable[..., Any] | None
+
+
+class Direction(TypedDict, total=False):
+    """Causal or bidirectional mixing.
+
+    Attributes:
+      is_causal: token t reads tokens 0 to t only. Default True. A mixer whose mechanism has one
+        direction accepts that direction only.
+    """
+
+    is_causal: bool
+
+
+class Dropout(TypedDict, total=False):
+    """Dropout of the attention weights.
+
+    Attributes:
+      dropout_rate: dropout rate of the attention weights, in [0, 1). Default 0, the only rate of a
+        mechanism without the capability "dropout". Dropout is active in calls that get `rngs`;
+        `train()` and `eval()` have no effect.
+    """
+
+    dropout_rate: float
+
+
+class Heads(TypedDict, total=False):
+    """Sizes of heads.
+
+    Attributes:
+      num_kv_heads: K, number of key and value heads, a divisor of N; default None, N.
+      head_dim: H, head dimension of queries and keys; default None, D / N.
+    """
+
+    num_kv_heads: int | None
+    head_dim: int | None
+
+
+class Execution(TypedDict, total=False):
+    """How the recurrence of a mixer is computed.
+
+    Attributes:
+      chunk_size: see the mechanism's function in `effattn`.
+      implementation: see `effattn.options.Implementation`.
+    """
+
+    chunk_size: int | None
+    implementation: str | tuple[str, ...] | None
+
+
+class Mixing(Direction, Dropout, Parameters, total=False):
+    """Options of every mixer: direction, dropout and parameters."""
+
+
+class Projected(Mixing, Initializers, total=False):
+    """Options of mixers with projections: those of `Mixing`, and initializers."""
+
+
+class Recurrent(Projected, Execution, total=False):
+    """Options of recurrent mixers: those of `Projected`, and of `Execution`."""
+
+
+class Attending(Parameters, Initializers, Dropout, Heads, total=False):
+    """Options of modules around an attention function.
+
+    Attributes:
+      value_dim: Hv, head dimension of values; default None, H.
+      qk_norm: RMS-normalises the features of each query and key head, with a learned scale. Default
+        False.
+      use_bias: whether the projections to and from heads have biases. Default False.
+    """
+
+    value_dim: int | None
+    qk_norm: bool
+    use_bias: bool
+
+
+class SelfAttending(Attending, Direction, total=False):
+    """Options of `SelfAttention` and its subclasses: those of `Attending`, direction and rotary.
+
+    Attributes:
+      rotary: rotary position embedding of queries and keys; default None, no rotation.
+    """
+
+    rotary: RotaryEmbedding | None
+
+
+# Annotation of `**options`: the options of `SelfAttention`, and arguments of its function.
+SelfAttentionOptions = Annotated[Any, SelfAttending]
+
+# Default values other than None.
+DEFAULTS: dict[str, Any] = {
+    "param_dtype": jnp.float32,
+    "kernel_init": initializers.kernel_init,
+    "is_causal": True,
+    "dropout_rate": 0.0,
+    "qk_norm": False,
+    "use_bias": False,
+}
+
+
+def signature_of(init: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a constructor, with the options of its group in place of `**options`."""
+    own = inspect.signature(init)
+    parameters, rest = [], []
+    for parameter in own.parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            parameters.append(parameter)
             continue
-        check_holds_none(name, option)
-        static[name] = option
+        *_, group = (None, *get_args(parameter.annotation))
+        if not is_typeddict(group) or get_origin(parameter.annotation) is Annotated:
+            rest = [parameter]
+        if is_typeddict(group):
+            parameters += _of_group(group, own.parameters)
+    return own.replace(parameters=parameters + rest)
 
-    def variable(leaf):
-        return nnx.Variable(jnp.array(leaf)) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
-    return static, jax.tree.map(variable, own_copy(learned), is_leaf=is_data)
-
-
-def check_holds_none(name: str, function: Any) -> None:
-    """Raises `ValueError` if a plain function or object holds Variables or modules."""
-    if isinstance(function, _PARAMETERS):
-        return
-    held = next((x for x in _held(function) if isinstance(x, _PARAMETERS)), None)
-    if held is not None:
-        raise ValueError(
-            f"{name} must not hold parameters that the layer cannot train, got a "
-            f"{type(function).__name__} that holds a {type(held).__name__}; give an nnx.Module "
-            "with that call in its place"
+def _of_group(group, own):
+    for name, annotation in group.__annotations__.items():
+        if name in own:
+            continue
+        required = get_origin(annotation) is Required
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if required else DEFAULTS.get(name),
+            annotation=get_args(annotation)[0] if required else annotation,
         )
-
-
-def check_has_none(what: str, function: Any, options: dict[str, Any]) -> None:
-    """Raises `ValueError` if `function` or an option has parameters; `what` cannot train them."""
-    for name, option in {"mechanism": function, **options}.items():
-        check_holds_none(name, option)
-        leaves = jax.tree.leaves(option, is_leaf=is_data)
-        held = next((x for x in leaves if isinstance(x, _PARAMETERS)), None)
-        if held is not None:
-            raise ValueError(
-                f"{name} must have no parameters, as {what} keeps none that could be trained, got "
-                f"a {type(held).__name__}; effattn.nn.SelfAttention takes it"
-            )
-
-
-def values(learned: Any) -> Any:
-    """The options with each Variable replaced by its value; modules stay unchanged."""
-
-    def value(leaf):
-        return leaf[...] if isinstance(leaf, nnx.Variable) else leaf
-
-    return jax.tree.map(value, learned, is_leaf=is_data)
-
-
-def _copied(leaf):
-    return jnp.array(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
-
-
-def _held(option):
-    """Yields the objects that a function, method, `functools.partial` or plain object refers to."""
-    yield getattr(option, "__self__", None)
-    if isinstance(option, functools.partial):
-        yield from (option.func, *option.args, *option.keywords.values())
-    for cell in getattr(option, "__closure__", None) or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    yield from getattr(option, "__dict__", {}).values()

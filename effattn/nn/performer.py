@@ -6,7 +6,9 @@ from flax import nnx
 
 from effattn.arrays import dtypes
 from effattn.functional.performer import performer_features
-from effattn.nn.attention import SelfAttention
+from effattn.nn.attention import refuse
+from effattn.nn.options import SelfAttentionOptions
+from effattn.nn.self_attention import SelfAttention
 
 
 class PerformerSelfAttention(SelfAttention):
@@ -19,16 +21,14 @@ class PerformerSelfAttention(SelfAttention):
     `redraw` between training steps.
 
     Args:
-      in_features: D, number of features per token.
-      num_heads: N, number of query heads.
       num_features: m, number of random features per key head. The error of the softmax
         approximation falls as m**-0.5.
       orthogonal: see `effattn.performer_features`.
       hyperbolic: see `effattn.performer_features`.
       rngs: random streams for parameter initialisation. The random vectors are drawn from the
         stream `features` if there is one, otherwise from the default stream.
-      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, `is_causal`, ...)
-        and options of `effattn.performer_attention`: `kernel` and `scale`.
+      **options: as in `SelfAttention`, and options of `effattn.performer_attention`: `kernel` and
+        `scale`.
 
     Raises:
       ValueError: as `SelfAttention` and `effattn.performer_features`.
@@ -43,13 +43,10 @@ class PerformerSelfAttention(SelfAttention):
         orthogonal: bool = True,
         hyperbolic: bool = False,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: SelfAttentionOptions,
     ):
-        if "projection" in options:
-            raise ValueError(
-                "PerformerSelfAttention has no option projection; it draws num_features vectors, "
-                "and redraw draws others"
-            )
+        advice = "it draws num_features vectors, and redraw draws others"
+        refuse(type(self), options, ("projection",), advice)
         super().__init__(in_features, num_heads, "performer", rngs=rngs, **options)
         self.num_features = num_features
         self.orthogonal = orthogonal

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from effattn.nn.attention import SelfAttention
 from effattn.nn.longformer import LongformerSelfAttention
+from effattn.nn.self_attention import SelfAttention
 
 # Names of the projections to heads: in this library, and in transformers.
 _LOCAL = {"query": "query", "key": "key", "value": "value"}

@@ -14,8 +14,6 @@ from effattn.nn.mixer import CausalMixer
 class RecurrentMixer(CausalMixer):
     """Base class of causal mixers with a state of constant size; subclasses implement `_mix`."""
 
-    _state = RecurrentState
-
     def _mix(
         self,
         x: jax.Array,
@@ -45,3 +43,33 @@ class RecurrentMixer(CausalMixer):
         more = new_lengths(lengths, *x.shape[:2])
         y, carried = self._mix(x, state.state, lengths, None)
         return y, dataclasses.replace(state, state=carried, length=state.length + more)
+
+
+class FunctionMixer(RecurrentMixer):
+    """Base class of recurrent mixers around one recurrent function of `effattn`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        chunk_size: int | None = None,
+        implementation: str | tuple[str, ...] | None = None,
+        **options: Any,
+    ):
+        super().__init__(in_features, **options)
+        self.chunk_size = chunk_size
+        self.implementation = implementation
+
+    def _options(
+        self, state: Any, lengths: jax.Array | None, segment_ids: jax.Array | None
+    ) -> dict[str, Any]:
+        """Keyword arguments of the function, which then returns `(out, state)`."""
+        return {
+            "query_seq_lengths": lengths,
+            "key_value_seq_lengths": lengths,
+            "segment_ids": segment_ids,
+            "initial_state": state,
+            "return_state": True,
+            "chunk_size": self.chunk_size,
+            "implementation": self.implementation,
+        }

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,12 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import within
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import bounded, check_bound, new_lengths
-from effattn.nn import initializers
-from effattn.nn.activations import sigmoid, tanh
-from effattn.nn.heads import default_head_dim
+from effattn.nn.array_options import own_copy
+from effattn.nn.cell import cell
+from effattn.nn.heads import head_size
+from effattn.nn.layers import Layers
 from effattn.nn.mixer import CausalMixer
-from effattn.nn.options import own_copy
+from effattn.nn.options import Projected
 from effattn.nn.tokens import tokens_of
 
 
@@ -37,7 +38,6 @@ class RecurrentMemoryAttention(CausalMixer):
 
     Args:
       in_features: D, number of features per token and per slot.
-      num_heads: N, number of heads.
       segment_size: S, tokens per segment.
       num_slots: M, number of memory slots.
       head_dim: H, head dimension; default D / N.
@@ -45,20 +45,10 @@ class RecurrentMemoryAttention(CausalMixer):
         `rotary(x, positions)`. Memory slots are not rotated.
       stop_gradient: whether gradients stop at a memory or decode state passed to a call. Within a
         call, gradients flow across segments.
-      is_causal: must be True.
-      dropout_rate: must be 0.
-      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of the projections.
-      out_kernel_init: initializer of the output projection; default `kernel_init`.
-      rngs: random streams for parameter initialisation.
-
-    Raises:
-      ValueError: inconsistent sizes, or an option that the mechanism does not support.
+      **options: see `effattn.nn.options.Projected`.
     """
 
-    _state = RecurrentState
-
+    _mechanism = "recurrent_memory"
     _of_known_length = True
 
     def __init__(
@@ -71,64 +61,22 @@ class RecurrentMemoryAttention(CausalMixer):
         head_dim: int | None = None,
         rotary: Callable[..., jax.Array] | None = None,
         stop_gradient: bool = True,
-        is_causal: bool = True,
-        dropout_rate: float = 0.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        out_kernel_init: Callable[..., Any] | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[Projected],
     ):
-        super().__init__(
-            in_features,
-            "recurrent_memory",
-            is_causal=is_causal,
-            dropout_rate=dropout_rate,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
-        if head_dim is None:
-            head_dim = default_head_dim(in_features, num_heads)
-        self.num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
-        self.head_dim = checks.at_least("head_dim", head_dim, 1, "features")
+        super().__init__(in_features, **options)
+        self.head_dim = head_size(in_features, num_heads, head_dim)
+        self.num_heads = num_heads
         self.segment_size = checks.at_least("segment_size", segment_size, 1, "tokens")
         self.num_slots = checks.at_least("num_slots", num_slots, 1, "slots")
         self.rotary, self.stop_gradient = own_copy(rotary), stop_gradient
 
-        def heads():
-            return nnx.LinearGeneral(
-                in_features,
-                (num_heads, head_dim),
-                use_bias=False,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                rngs=rngs,
-            )
-
-        self.query, self.key, self.value, self.read = (heads() for _ in range(4))
-        self.out = nnx.LinearGeneral(
-            (num_heads, head_dim),
-            in_features,
-            axis=(-2, -1),
-            use_bias=False,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
-            rngs=rngs,
+        make, heads = Layers(**options), (num_heads, self.head_dim)
+        self.query, self.key, self.value, self.read = (
+            make.heads(in_features, heads) for _ in range(4)
         )
-        self.update = nnx.GRUCell(
-            in_features,
-            in_features,
-            gate_fn=sigmoid,
-            activation_fn=tanh,
-            recurrent_kernel_init=initializers.orthogonal_init,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
-        slots = nnx.initializers.normal(1.0)(rngs.params(), (num_slots, in_features), param_dtype)
-        self.memory = nnx.Param(slots)
+        self.out = make.out(heads, in_features)
+        self.update = cell(nnx.GRUCell, in_features, **make.numbers)
+        self.memory = make.drawn(nnx.initializers.normal(1.0), num_slots, in_features)
 
     def mix_segments(
         self, x: jax.Array, memory: jax.Array | None = None
@@ -182,9 +130,6 @@ class RecurrentMemoryAttention(CausalMixer):
         shape = (batch, slots, self.num_heads, self.head_dim)
         state = self._first(batch, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
         return RecurrentState(state, jnp.zeros((batch,), jnp.int32), bound)
-
-    def _capacity(self, state):
-        return self.segment_size if state.max_length is None else state.max_length
 
     def _extend(self, x, state, lengths):
         more = new_lengths(lengths, *x.shape[:2])

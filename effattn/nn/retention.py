@@ -1,21 +1,15 @@
 """Multi-scale retention of RetNet."""
 
-from collections.abc import Callable
-from typing import Any
-
-import jax
-from flax import nnx
-
-from effattn.arrays import checks
-from effattn.nn import initializers
-from effattn.nn.attention import SelfAttention
-from effattn.nn.heads import default_head_dim
+from effattn.nn.gated_output import GatedOutput
+from effattn.nn.heads import head_size
+from effattn.nn.layers import Layers
+from effattn.nn.options import SelfAttentionOptions
 from effattn.nn.rotary import RotaryEmbedding
 
 _TURN = RotaryEmbedding()
 
 
-class RetNet(SelfAttention):
+class RetNet(GatedOutput):
     """Mixer with gated multi-scale retention (Sun et al. 2023, "Retentive Network").
 
         q, k, v = x Wq, x Wk, x Wv;   o = norm(retention(rotary(q), rotary(k), v))
@@ -25,19 +19,12 @@ class RetNet(SelfAttention):
     the group norm of the paper without the subtraction of the mean.
 
     Args:
-      in_features: D, number of features per token.
       num_heads: N, number of heads; head h has the decay 1 - 2^(-5 - h).
       value_dim: Hv, head dimension of values; default 2 H.
       rotary: rotary position embedding; default `RotaryEmbedding()` for an even head dimension,
         None (no rotation) for an odd head dimension.
-      use_bias: whether the five projections have biases.
-      kernel_init: initializer of the projections.
-      rngs: random streams for parameter initialisation.
-      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `head_dim`, `dtype`, ...)
-        and options of `effattn.retention`.
-
-    Raises:
-      ValueError: as `SelfAttention`.
+      **options: as in `SelfAttention` (`use_bias` is also for Wg), and options of
+        `effattn.retention`.
     """
 
     def __init__(
@@ -48,44 +35,14 @@ class RetNet(SelfAttention):
         head_dim: int | None = None,
         value_dim: int | None = None,
         rotary: RotaryEmbedding | None = _TURN,
-        use_bias: bool = False,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        rngs: nnx.Rngs,
-        **options: Any,
+        **options: SelfAttentionOptions,
     ):
-        size = default_head_dim(in_features, num_heads) if head_dim is None else head_dim
-        if value_dim is None:
-            value_dim = 2 * checks.at_least("head_dim", size, 1, "features")
-        if rotary is _TURN and checks.is_integer(size) and size % 2:
+        size = head_size(in_features, num_heads, head_dim)
+        value_dim = 2 * size if value_dim is None else value_dim
+        if rotary is _TURN and size % 2:
             rotary = None
-        super().__init__(
-            in_features,
-            num_heads,
-            "retention",
-            head_dim=head_dim,
-            value_dim=value_dim,
-            rotary=rotary,
-            use_bias=use_bias,
-            kernel_init=kernel_init,
-            rngs=rngs,
-            **options,
-        )
-        self.gate = nnx.LinearGeneral(
-            in_features,
-            (num_heads, self.value_dim),
-            use_bias=use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=kernel_init,
-            rngs=rngs,
-        )
-        self.norm = nnx.RMSNorm(
-            self.value_dim,
-            use_scale=False,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            rngs=rngs,
-        )
-
-    def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
-        return self.out(jax.nn.silu(self.gate(x)) * self.norm(out))
+        options.update(head_dim=head_dim, value_dim=value_dim, rotary=rotary)
+        super().__init__(in_features, num_heads, "retention", **options)
+        make, sizes = Layers(**options), (num_heads, self.value_dim)
+        self.gate = make.heads(in_features, sizes, use_bias=options.get("use_bias", False))
+        self.norm = make.rms_norm(self.value_dim, use_scale=False)

@@ -11,10 +11,9 @@ from flax import nnx
 from jax import lax
 
 from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
-from effattn.arrays.segments import within
 from effattn.nn.dropout import dropout_key
 from effattn.nn.module import Module
-from effattn.nn.tokens import zero_padding
+from effattn.nn.tokens import valid_tokens, zero_padding
 
 
 class ReversibleStack(Module):
@@ -91,7 +90,7 @@ class ReversibleStack(Module):
         for name in given.keys() - {"rngs"}:
             if not any(_takes(module, name) for module in modules):
                 raise ValueError(f"{name} was given, but no module of the stack takes it")
-        valid = _valid(x1, given)
+        valid = valid_tokens(x1.shape[1], given.get("lengths"), given.get("segment_ids"))
         wide = dtypes.wide(x1, x2)
         streams = tuple(zero_padding(x, valid).astype(wide) for x in (x1, x2))
         arrays, structures = zip(*map(jax.tree.flatten, modules), strict=True)
@@ -99,17 +98,6 @@ class ReversibleStack(Module):
         with reverse_mode.only("a reversible stack", "its layers, called one by one"):
             y1, y2 = run(arrays, given, streams)
         return y1.astype(x1.dtype), y2.astype(x2.dtype)
-
-
-def _valid(x, given):
-    """Mask of valid tokens, bool `(B, T)`; None if all are valid."""
-    valid = None
-    if "lengths" in given:
-        valid = within(given["lengths"], x.shape[1])
-    if "segment_ids" in given:
-        nonzero = given["segment_ids"] != 0
-        valid = nonzero if valid is None else valid & nonzero
-    return valid
 
 
 def _takes(module: Any, name: str) -> bool:

@@ -10,15 +10,17 @@ from flax import nnx
 from jax import lax
 
 from effattn.arrays import checks, dtypes
-from effattn.arrays.segments import within
 from effattn.cores.clusters import summed_by_cluster
 from effattn.decode.ring import RingDecoder
 from effattn.decode.routing import RoutingDecoder
 from effattn.decode.state import check_state, new_lengths
 from effattn.functional.routing import Tokens, routing_attention
 from effattn.functional.sliding_window import sliding_window_attention
-from effattn.nn.attention import SelfAttention
+from effattn.nn.attention import refuse
 from effattn.nn.hybrid import HybridState
+from effattn.nn.options import SelfAttentionOptions
+from effattn.nn.self_attention import SelfAttention
+from effattn.nn.tokens import valid_tokens
 
 
 class Centroids(nnx.Variable):
@@ -40,8 +42,6 @@ class RoutingSelfAttention(SelfAttention):
     the paper, causal heads have separate queries and keys.
 
     Args:
-      in_features: D, number of features per token.
-      num_heads: N, number of query heads.
       num_clusters: C, clusters per routed head; in a bidirectional mixer at most the input length.
       cluster_size: w, tokens per cluster; limited to the input length.
       num_local_heads: number of local query heads, a multiple of N / K; default N / 2, rounded
@@ -50,8 +50,8 @@ class RoutingSelfAttention(SelfAttention):
         mixer the same number of later tokens too.
       rngs: random streams for parameter initialisation. The centroids are drawn from the stream
         `centroids` if there is one, otherwise from the default stream.
-      **options: all other arguments of `SelfAttention` (`num_kv_heads`, `rotary`, `is_causal`, ...)
-        and options of `effattn.routing_attention`: `scale`, `precision`, `tile`, `implementation`.
+      **options: as in `SelfAttention`, and options of `effattn.routing_attention`: `scale`,
+        `precision`, `tile`, `implementation`.
 
     Raises:
       ValueError: as `SelfAttention`; also for an unsuitable `num_local_heads`; in calls of a
@@ -68,13 +68,10 @@ class RoutingSelfAttention(SelfAttention):
         num_local_heads: int | None = None,
         local_window_size: int = 64,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: SelfAttentionOptions,
     ):
-        if "centroids" in options:
-            raise ValueError(
-                "RoutingSelfAttention has no option centroids; it draws num_clusters a head, and "
-                "update_centroids moves them"
-            )
+        advice = "it draws num_clusters a head, and update_centroids moves them"
+        refuse(type(self), options, ("centroids",), advice)
         super().__init__(in_features, num_heads, "routing", rngs=rngs, **options)
         group = self.num_heads // self.num_kv_heads
         if num_local_heads is None:
@@ -126,11 +123,8 @@ class RoutingSelfAttention(SelfAttention):
         query, key, value = self._heads(x, positions)
         query, key, value = self._sides(query, key, value)[1]
         tokens = Tokens.of(query, key, value)
-        present = jnp.ones(x.shape[:2], bool)
-        if lengths is not None:
-            present = within(given["query_seq_lengths"], x.shape[1])
-        if segment_ids is not None:
-            present = present & (given["segment_ids"] != 0)
+        present = valid_tokens(x.shape[1], given.get("query_seq_lengths"), given.get("segment_ids"))
+        present = jnp.ones(x.shape[:2], bool) if present is None else present
         centroids = self.centroids[...]
         vectors = [tokens.query_route, tokens.key_route]
         if self.is_causal:

@@ -1,18 +1,19 @@
 """RWKV-4: time mixing (a mixer) and channel mixing (a feed-forward layer)."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.decode.state import state_dtype
 from effattn.functional.rwkv4 import rwkv4_mixing
 from effattn.nn import initializers
+from effattn.nn.layers import Layers
 from effattn.nn.module import Module
+from effattn.nn.options import Parameters, Projected
 from effattn.nn.recurrent import RecurrentMixer
 from effattn.nn.token_shift import check_depth, token_shift
 
@@ -28,20 +29,11 @@ class RWKV4(RecurrentMixer):
     Time is O(T D^2); the decode state has 4 D numbers per row.
 
     Args:
-      in_features: D, number of features per token.
       depth: relative depth of the layer, 0 (first) to 1 (last); sets initial parameters.
-      is_causal: must be True.
-      dropout_rate: must be 0; the mechanism has no attention weights to drop.
-      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of the projections.
-      out_kernel_init: initializer of the output projection; default `kernel_init`.
-      rngs: random streams for parameter initialisation.
-
-    Raises:
-      ValueError: inconsistent sizes, or an option that the mechanism does not support.
+      **options: see `effattn.nn.options.Projected`.
     """
 
+    _mechanism = "rwkv4"
     _of_known_length = True
 
     def __init__(
@@ -49,48 +41,20 @@ class RWKV4(RecurrentMixer):
         in_features: int,
         *,
         depth: float = 0.5,
-        is_causal: bool = True,
-        dropout_rate: float = 0.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        out_kernel_init: Callable[..., Any] | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[Projected],
     ):
-        super().__init__(
-            in_features,
-            "rwkv4",
-            is_causal=is_causal,
-            dropout_rate=dropout_rate,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
+        super().__init__(in_features, **options)
         check_depth(depth)
-        features = checks.at_least("in_features", in_features, 1, "features")
-
-        def linear(init):
-            return nnx.Linear(
-                features,
-                features,
-                use_bias=False,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=init,
-                rngs=rngs,
-            )
-
-        self.receptance, self.key, self.value = (linear(kernel_init) for _ in range(3))
-        self.out = linear(kernel_init if out_kernel_init is None else out_kernel_init)
+        make, features = Layers(**options), self.in_features
+        self.receptance, self.key, self.value = (make.linear(features, features) for _ in range(3))
+        self.out = make.out(features, features)
         # Initial values of the authors' code; amounts grow less steeply in later layers.
         place = np.arange(features) / features
         mixed = place ** (1 - depth)
-        amounts = np.stack([place ** ((1 - depth) / 2), mixed, mixed + 0.3 * depth])
-        self.shifts = nnx.Param(jnp.asarray(amounts, param_dtype))
+        self.shifts = make.constant([place ** ((1 - depth) / 2), mixed, mixed + 0.3 * depth])
         along = np.arange(features) / max(features - 1, 1)
-        decay = -5 + 8 * along ** (0.7 + 1.3 * depth)
-        self.log_decay = nnx.Param(jnp.asarray(decay, param_dtype))
-        bonus = np.log(0.3) + 0.5 * ((np.arange(features) + 1) % 3 - 1)
-        self.bonus = nnx.Param(jnp.asarray(bonus, param_dtype))
+        self.log_decay = make.constant(-5 + 8 * along ** (0.7 + 1.3 * depth))
+        self.bonus = make.constant(np.log(0.3) + 0.5 * ((np.arange(features) + 1) % 3 - 1))
 
     def _mix(self, x, state, lengths, segment_ids):
         sums, before = (None, None) if state is None else state
@@ -121,13 +85,10 @@ class RWKV4ChannelMix(Module):
     x' is the previous token, so the module has a decode state: the last token.
 
     Args:
-      in_features: D, number of features per token.
       hidden_features: size of k; default 4 D.
       depth: as in `RWKV4`.
-      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
-      param_dtype: dtype of the parameters.
       kernel_init: initializer of the projections.
-      rngs: random streams for parameter initialisation.
+      **options: see `effattn.nn.options.Parameters`.
     """
 
     def __init__(
@@ -136,32 +97,20 @@ class RWKV4ChannelMix(Module):
         hidden_features: int | None = None,
         *,
         depth: float = 0.5,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
         kernel_init: Callable[..., Any] = initializers.kernel_init,
-        rngs: nnx.Rngs,
+        **options: Unpack[Parameters],
     ):
         check_depth(depth)
         self.in_features = checks.at_least("in_features", in_features, 1, "features")
         hidden = 4 * in_features if hidden_features is None else hidden_features
-        self.dtype, self.param_dtype = dtype, param_dtype
-
-        def linear(features_in, features_out):
-            return nnx.Linear(
-                features_in,
-                features_out,
-                use_bias=False,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                rngs=rngs,
-            )
-
-        self.receptance = linear(in_features, in_features)
-        self.key = linear(in_features, checks.at_least("hidden_features", hidden, 1, "features"))
-        self.value = linear(hidden, in_features)
+        hidden = checks.at_least("hidden_features", hidden, 1, "features")
+        make = Layers(kernel_init=kernel_init, **options)
+        self.dtype, self.param_dtype = options.get("dtype"), make.param_dtype
+        self.receptance = make.linear(in_features, in_features)
+        self.key = make.linear(in_features, hidden)
+        self.value = make.linear(hidden, in_features)
         amounts = (np.arange(in_features) / in_features) ** (1 - depth)
-        self.shifts = nnx.Param(jnp.asarray(np.stack([amounts, amounts]), param_dtype))
+        self.shifts = make.constant([amounts, amounts])
 
     @mesh_axes.on_mesh_of_input
     def __call__(

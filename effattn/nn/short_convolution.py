@@ -1,17 +1,18 @@
 """Short causal convolution over time, which recurrent mechanisms apply before the recurrence."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from effattn.arrays import checks, dtypes, mesh_axes
-from effattn.arrays.segments import positions_from, within
 from effattn.decode.state import row_lengths, state_dtype
 from effattn.nn.activations import silu
 from effattn.nn.module import Module
+from effattn.nn.options import Parameters
+from effattn.nn.tokens import last_tokens, valid_tokens, zero_padding
 
 # Uniform in +-1 / sqrt(width); the width is the fan-in of a depthwise convolution.
 taps_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -30,10 +31,8 @@ class ShortConvolution(Module):
       width: number of taps, including the current token.
       activation: elementwise activation; None applies no activation.
       use_bias: whether each feature has a learned bias.
-      dtype: output dtype; default is the promotion of the input and parameter dtypes.
-      param_dtype: dtype of the parameters.
       taps_init: initializer of the taps `(width, D)`; the first tap is for the oldest token.
-      rngs: random streams for parameter initialisation.
+      **options: see `effattn.nn.options.Parameters`.
 
     Raises:
       ValueError: `features` or `width` below 1; in calls, inconsistent shapes.
@@ -46,18 +45,16 @@ class ShortConvolution(Module):
         *,
         activation: Callable[[jax.Array], jax.Array] | None = silu,
         use_bias: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
         taps_init: Callable[..., Any] = taps_init,
-        rngs: nnx.Rngs,
+        **options: Unpack[Parameters],
     ):
         self.features = checks.at_least("features", features, 1, "features")
         self.width = checks.at_least("width", width, 1, "tokens")
         self.activation = activation
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        self.dtype = options.get("dtype")
+        self.param_dtype = param_dtype = options.get("param_dtype", jnp.float32)
         # Not named `kernel`, since optimisers recognise matrices by that name.
-        self.taps = nnx.Param(taps_init(rngs.params(), (width, features), param_dtype))
+        self.taps = nnx.Param(taps_init(options["rngs"].params(), (width, features), param_dtype))
         self.bias = nnx.Param(jnp.zeros(features, param_dtype)) if use_bias else None
 
     @mesh_axes.on_mesh_of_input
@@ -81,13 +78,10 @@ class ShortConvolution(Module):
         """
         self._check(x)
         batch, time = x.shape[:2]
-        valid = self._valid(lengths, batch, time)
         pair = checks.segment_ids(segment_ids, (batch,), time, time)
         ids = None if pair is None else pair[0]
-        if ids is not None:
-            in_document = jnp.not_equal(ids, 0)
-            valid = in_document if valid is None else in_document & valid
-        return self._convolve(self._before(_clear(x, valid)), valid, ids)
+        valid = self._valid(lengths, batch, time, ids)
+        return self._convolve(self._before(zero_padding(x, valid)), valid, ids)
 
     def init_state(self, batch: int, dtype: Any = None) -> jax.Array:
         """Returns the empty decode state of `batch` rows, zeros `(B, width - 1, D)`.
@@ -118,19 +112,13 @@ class ShortConvolution(Module):
         batch, time = x.shape[:2]
         checks.shaped("state", state, (batch, self.width - 1, self.features))
         valid = self._valid(lengths, batch, time)
-        read = jnp.concatenate([state.astype(x.dtype), _clear(x, valid)], 1)
-        if lengths is None:
-            last = read[:, time:]
-        else:
-            kept = positions_from(row_lengths(lengths, batch, time), self.width - 1)
-            last = jnp.take_along_axis(read, kept[..., None], 1, mode="clip")
+        read = jnp.concatenate([state.astype(x.dtype), zero_padding(x, valid)], 1)
+        last = last_tokens(read, self.width - 1, lengths)
         return self._convolve(read, valid, None), last.astype(state.dtype)
 
-    def _valid(self, lengths: jax.Array | None, batch: int, time: int) -> jax.Array | None:
-        """Mask of valid tokens, bool `(B, T)`; None if all are valid."""
-        if lengths is None:
-            return None
-        return within(row_lengths(lengths, batch, time), time)
+    def _valid(self, lengths, batch, time, ids=None):
+        lengths = None if lengths is None else row_lengths(lengths, batch, time)
+        return valid_tokens(time, lengths, ids)
 
     def _before(self, x: jax.Array) -> jax.Array:
         """Pads x with `width - 1` zeros before the first token."""
@@ -151,16 +139,27 @@ class ShortConvolution(Module):
         for token, tap in enumerate(taps):
             x = read[:, token : token + time]
             if ids is not None and ids_read is not None:
-                x = _clear(x, jnp.equal(ids_read[:, token : token + time], ids))
+                x = zero_padding(x, jnp.equal(ids_read[:, token : token + time], ids))
             y = y + tap[None, None] * x
         y = y if self.activation is None else self.activation(y)
-        return _clear(y, valid).astype(dtype)
+        return zero_padding(y, valid).astype(dtype)
 
     def _check(self, x: jax.Array) -> None:
         if x.ndim != 3 or x.shape[-1] != self.features:
             raise ValueError(f"x must have shape (batch, length, {self.features}), got {x.shape}")
 
 
-def _clear(x: jax.Array, valid: Any) -> jax.Array:
-    """x with zeros where `valid (B, T)` is False."""
-    return x if valid is None else jnp.where(valid[..., None], x, 0)
+def convolved(
+    convolution: ShortConvolution,
+    x: jax.Array,
+    state: jax.Array,
+    lengths: jax.Array | None,
+    segment_ids: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Convolves tokens that follow `state`; returns `(y, state)`.
+
+    `segment_ids` need the state before the first token, and then the new state has no meaning.
+    """
+    if segment_ids is None:
+        return convolution.extend(x, state, lengths)
+    return convolution(x, lengths=lengths, segment_ids=segment_ids), state

@@ -1,7 +1,6 @@
 """Synthesizer mixer: attention logits from single tokens or positions."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,10 @@ from effattn.arrays.segments import positions_from_segment_ids
 from effattn.functional.softmax import dot_product_attention
 from effattn.functional.synthesizer import synthesizer_attention
 from effattn.functional.synthesizer_factorized import factorized_synthesizer_attention
-from effattn.nn import initializers
 from effattn.nn.cached import CachedMixer
-from effattn.nn.heads import default_head_dim
+from effattn.nn.heads import head_size
+from effattn.nn.layers import Layers
+from effattn.nn.options import Projected
 
 _KINDS = {
     "dense": "synthesizer",
@@ -48,21 +48,13 @@ class Synthesizer(CachedMixer):
     query position; the other kinds need position embeddings in x, which a `Transformer` adds.
 
     Args:
-      in_features: D, number of features per token.
-      num_heads: N, number of heads.
       max_length: L, number of positions with parameters; maximum number of tokens per row.
         Positions count from the start of each packed document.
       kind: one of the kinds above.
       head_dim: H, head dimension; default D / N.
       hidden_features: A, hidden size, for "dense", "factorized_random" and "mixture"; default H.
       trained: whether the parameters of the random kinds are trained or stay constant.
-      is_causal: token t reads tokens 0 to t only.
-      dropout_rate: must be 0.
-      dtype: computation dtype; default is the promotion of the input and parameter dtypes.
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of the projections.
-      out_kernel_init: initializer of the output projection; default `kernel_init`.
-      rngs: random streams for parameter initialisation.
+      **options: see `effattn.nn.options.Projected`.
 
     Raises:
       ValueError: an unknown kind, inconsistent sizes, or an option that the kind or the mechanism
@@ -70,6 +62,7 @@ class Synthesizer(CachedMixer):
     """
 
     _of_known_length = True
+    _limited = True
 
     def __init__(
         self,
@@ -81,51 +74,31 @@ class Synthesizer(CachedMixer):
         head_dim: int | None = None,
         hidden_features: int | None = None,
         trained: bool = True,
-        is_causal: bool = True,
-        dropout_rate: float = 0.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = initializers.kernel_init,
-        out_kernel_init: Callable[..., Any] | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[Projected],
     ):
         if kind not in _KINDS:
             raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
-        super().__init__(
-            in_features,
-            _KINDS[kind],
-            is_causal=is_causal,
-            dropout_rate=dropout_rate,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
+        self._mechanism = _KINDS[kind]
+        super().__init__(in_features, **options)
         if hidden_features is not None and kind in ("factorized", "random"):
             raise ValueError(f"kind {kind!r} has no hidden_features, got {hidden_features}")
         if not trained and kind not in ("random", "factorized_random"):
             raise ValueError(f"trained=False is for the random kinds, got kind {kind!r}")
-        if head_dim is None:
-            head_dim = default_head_dim(in_features, num_heads)
         self.kind, self.trained = kind, trained
-        self.num_heads = checks.at_least("num_heads", num_heads, 1, "heads")
-        self.head_dim = checks.at_least("head_dim", head_dim, 1, "features")
+        self.head_dim = head_size(in_features, num_heads, head_dim)
+        self.num_heads = num_heads
         self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
         hidden = self.head_dim if hidden_features is None else hidden_features
         hidden = checks.at_least("hidden_features", hidden, 1, "features")
 
+        make = Layers(**options)
+
         def heads(size, use_bias=False):
-            return nnx.LinearGeneral(
-                in_features,
-                (num_heads, size),
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                rngs=rngs,
-            )
+            return make.heads(in_features, (num_heads, size), use_bias=use_bias)
 
         def table(*shape, scale):
-            array = nnx.initializers.normal(scale)(rngs.params(), shape, param_dtype)
-            return nnx.Param(array) if trained else nnx.Variable(array)
+            drawn = make.drawn(nnx.initializers.normal(scale), *shape)
+            return drawn if trained else nnx.Variable(drawn[...])
 
         if kind in ("dense", "mixture"):
             self.hidden = heads(hidden, use_bias=True)
@@ -140,18 +113,9 @@ class Synthesizer(CachedMixer):
             self.fine, self.coarse = heads(fine), heads(-(-max_length // fine))
         if kind == "mixture":
             self.query, self.key = heads(self.head_dim), heads(self.head_dim)
-            self.mixture = nnx.Param(jnp.zeros((num_heads,), param_dtype))
+            self.mixture = make.constant(jnp.zeros(num_heads))
         self.value = heads(self.head_dim)
-        self.out = nnx.LinearGeneral(
-            (num_heads, self.head_dim),
-            in_features,
-            axis=(-2, -1),
-            use_bias=False,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init if out_kernel_init is None else out_kernel_init,
-            rngs=rngs,
-        )
+        self.out = make.out((num_heads, self.head_dim), in_features)
 
     def _prepare(self, x, positions):
         tokens, own = {"value": self.value(x)}, {}
@@ -164,7 +128,6 @@ class Synthesizer(CachedMixer):
         return tokens, own
 
     def _mix_all(self, x, lengths, segment_ids):
-        self._check_length("x has", x.shape[1])
         places = None
         if segment_ids is not None:
             places = positions_from_segment_ids(jnp.asarray(segment_ids))
@@ -178,17 +141,6 @@ class Synthesizer(CachedMixer):
 
     def _mix_at(self, tokens, own, positions):
         return self._attend(tokens, own, positions, None, {"query_offset": positions[:, 0]})
-
-    def _empty(self, batch, max_length, dtype):
-        self._check_length("max_length asks for", max_length)
-        return super()._empty(batch, max_length, dtype)
-
-    def _check_length(self, what, length):
-        if length > self.max_length:
-            raise ValueError(
-                f"{what} {length} tokens, and there are parameters for {self.max_length} "
-                "(max_length)"
-            )
 
     def _attend(self, tokens, own, of_queries, of_keys, options):
         """Attention output for query and key positions `(B, T)`; None means 0, 1, 2, ..."""

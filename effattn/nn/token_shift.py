@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn.arrays import checks
-from effattn.decode.state import row_lengths
+from effattn.nn.tokens import last_tokens
 
 
 def check_depth(depth: float) -> None:
@@ -33,7 +33,6 @@ def token_shift(
       `(shifted (B, T, D), last (B, D))`: `last` is the last valid token, the argument `before` of
       the next call.
     """
-    batch, time, _ = x.shape
     before = jnp.zeros_like(x[:, :1].sum(1)) if before is None else before
     read = jnp.concatenate([before[:, None].astype(x.dtype), x], 1)
     shifted = read[:, :-1]
@@ -41,9 +40,4 @@ def token_shift(
         ids = jnp.asarray(segment_ids)
         same = jnp.concatenate([jnp.zeros_like(ids[:, :1], bool), ids[:, 1:] == ids[:, :-1]], 1)
         shifted = jnp.where(same[..., None], shifted, 0)
-    if lengths is None:
-        last = read[:, -1]
-    else:
-        at = row_lengths(lengths, batch, time)[:, None, None]
-        last = jnp.take_along_axis(read, at, 1, mode="clip")[:, 0]
-    return shifted, last.astype(before.dtype)
+    return shifted, last_tokens(read, 1, lengths)[:, 0].astype(before.dtype)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from effattn.arrays import checks
-from effattn.arrays.segments import within
-from effattn.decode.state import check_vocabulary, narrow
+from effattn.arrays.segments import positions_from, within
+from effattn.decode.state import check_vocabulary, narrow, row_lengths
 from effattn.nn.binding import Binding
 
 
@@ -26,6 +26,14 @@ def token_ids(tokens: Any, name: str = "tokens") -> jax.Array:
         raise ValueError(
             f"{name} must be integers of shape (B, T), got {tokens.dtype} of shape {tokens.shape}"
         )
+    return tokens
+
+
+def one_token(tokens: Any) -> jax.Array:
+    """Returns tokens as an array; raises `ValueError` unless they are integers (batch, 1)."""
+    tokens = token_ids(tokens)
+    if tokens.shape[1] != 1:
+        raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
     return tokens
 
 
@@ -55,22 +63,42 @@ def padding_of(
 ) -> tuple[dict[str, Any], jax.Array | None]:
     """Padding keywords of the attention function, and the mask `(B, T)` of valid tokens or None."""
     keywords: dict[str, Any] = {}
-    valid = None
     if lengths is not None:
         binding.require("lengths", f"{prefix}lengths")
         checks.not_negative(f"{prefix}lengths", lengths)
         lengths = checks.as_array(f"{prefix}lengths", lengths)
         _check_integers(f"{prefix}lengths", lengths, (batch,))
         keywords = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
-        valid = within(lengths, time)
     if segment_ids is not None:
         binding.require("segments", f"{prefix}segment_ids")
         segment_ids = checks.as_array(f"{prefix}segment_ids", segment_ids)
         _check_integers(f"{prefix}segment_ids", segment_ids, (batch, time))
         keywords["segment_ids"] = segment_ids
-        nonzero = segment_ids != 0
-        valid = nonzero if valid is None else valid & nonzero
-    return keywords, valid
+    return keywords, valid_tokens(time, lengths, segment_ids)
+
+
+def valid_tokens(time: Any, lengths: Any, segment_ids: Any) -> jax.Array | None:
+    """Mask `(B, T)` of the tokens outside the padding; None if there is no padding."""
+    valid = None if lengths is None else within(lengths, time)
+    if segment_ids is None:
+        return valid
+    nonzero = jnp.not_equal(segment_ids, 0)
+    return nonzero if valid is None else valid & nonzero
+
+
+def last_tokens(read: jax.Array, number: int, lengths: jax.Array | None) -> jax.Array:
+    """The last `number` tokens, padding left out.
+
+    Args:
+      read: `(B, number + T, D)`, earlier tokens and T new tokens.
+      number: how many tokens.
+      lengths: `(B,)`, valid tokens among the new tokens of each right-padded row; None means T.
+    """
+    batch, time = read.shape[0], read.shape[1] - number
+    if lengths is None:
+        return read[:, time:]
+    at = positions_from(row_lengths(lengths, batch, time), number)
+    return jnp.take_along_axis(read, at[..., None], 1, mode="clip")
 
 
 def _check_integers(name, array, shape):

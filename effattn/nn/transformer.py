@@ -1,8 +1,7 @@
-"""Transformers with any token mixers: configuration, layers, encoder stack and language model."""
+"""Transformer with any token mixers, from tokens to features."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,187 +10,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from effattn import registry
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, mesh_axes
 from effattn.arrays.segments import positions_from, positions_from_segment_ids, within
-from effattn.decode.state import (
-    check_capacity,
-    check_init,
-    check_state,
-    is_concrete,
-    new_lengths,
-    row_lengths,
-)
+from effattn.decode.state import check_capacity, check_state, is_concrete, new_lengths, row_lengths
 from effattn.nn import initializers
-from effattn.nn.alibi import Alibi
-from effattn.nn.dropout import check_dropout_rate, dropout, dropout_key
-from effattn.nn.equality import same_fields
-from effattn.nn.feed_forward import SwiGLU
-from effattn.nn.hybrid import HybridHeads
-from effattn.nn.module import Module, check_dtype
-from effattn.nn.options import own_copy
-from effattn.nn.rotary import RotaryEmbedding
+from effattn.nn.array_options import own_copy
+from effattn.nn.block import Block
+from effattn.nn.configuration import TransformerConfig, dtypes_of
+from effattn.nn.dropout import dropout, dropout_key
+from effattn.nn.module import Module
 from effattn.nn.routing import routing_mixers
-from effattn.nn.tokens import indices_of, token_ids
-
-Mixer = str | Mapping[str, Any]
-
-_POSITIONS = ("rotary", "learned", "alibi", "none")
-
-_REMAT_POLICIES = (
-    "everything_saveable",
-    "nothing_saveable",
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class TransformerConfig:
-    """Static configuration of a `Transformer` or a `TransformerLM`.
-
-    Attributes:
-      vocab_size: V, number of token ids.
-      num_layers: L, number of layers.
-      features: D, number of features per token.
-      num_heads: N, number of query heads.
-      num_kv_heads: K, number of key and value heads, a divisor of N; default N.
-      head_dim: H, head dimension; default D / N.
-      hidden_features: hidden size of the feed-forward layer; default 8/3 D, rounded up to a
-        multiple of 8.
-      mixer: a registered name, a mapping of a name and options
-        (`{"name": "sliding_window", "local_window_size": (63, 0)}`), a mapping of groups of heads
-        (`{"heads": [{"name": "softmax", "num_heads": 2}, ...]}`, see `HybridHeads`), or a sequence
-        of L such mixers. Options are arguments of the mixer, and override the arguments that the
-        model passes to the mixer. Some mechanisms have options that depend on the layer: "dilated"
-        uses wider steps in later layers. If an option holds parameters or modules, each layer of
-        the model trains a separate copy.
-      positions: "rotary" (in mixers that take a rotary embedding and do not encode token order
-        otherwise), "learned" (one vector per position, added to the token embeddings), "alibi", or
-        "none". Default "rotary"; "learned" if no layer encodes token order or takes a rotary
-        embedding.
-      rotary_theta: see `RotaryEmbedding`.
-      rotary_scaling: see `RotaryEmbedding`.
-      max_length: maximum number of input tokens, for parameters that depend on positions: learned
-        positions, which require `max_length`, and mixers such as Linformer.
-      tie_embeddings: the logits reuse the token embedding as output projection.
-      parallel: mixer and feed-forward layer read the same normalised input, and their outputs are
-        summed, as in GPT-J. With False, the feed-forward layer follows the mixer.
-      dropout_rate: dropout rate of the embeddings and of each sublayer's output.
-      dtype: computation dtype, such as "bfloat16"; default `param_dtype`.
-      param_dtype: dtype of the parameters, and so of the gradients.
-      remat: recompute each layer in the backward pass instead of storing its activations.
-      remat_policy: the values that remat stores: a function from `jax.checkpoint_policies`, or the
-        name of a policy that takes no arguments.
-      qk_norm: RMS-normalise queries and keys, in mixers that have queries and keys.
-      is_causal: token t reads tokens 0 to t only, for next-token prediction. With False, each token
-        reads all tokens, for masked-token prediction, and the model cannot decode.
-    """
-
-    vocab_size: int
-    num_layers: int
-    features: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    hidden_features: int | None = None
-    # Mappings are not hashable, so the hash leaves this field out.
-    mixer: Mixer | tuple[Mixer, ...] | list[Mixer] = dataclasses.field(
-        default="softmax", hash=False
-    )
-    positions: str | None = None
-    rotary_theta: float = 10000.0
-    rotary_scaling: float = 1.0
-    max_length: int | None = None
-    tie_embeddings: bool = True
-    parallel: bool = False
-    dropout_rate: float = 0.0
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    remat: bool = False
-    remat_policy: str | Callable[..., Any] | None = None
-    qk_norm: bool = False
-    is_causal: bool = True
-
-    def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "features", "num_heads"):
-            checks.at_least(name, getattr(self, name), 1)
-        for name in ("num_kv_heads", "head_dim", "hidden_features", "max_length"):
-            if getattr(self, name) is not None:
-                checks.at_least(name, getattr(self, name), 1, "or None")
-        if self.positions not in (None, *_POSITIONS):
-            raise ValueError(
-                f"positions must be one of {', '.join(_POSITIONS)}, got {self.positions!r}"
-            )
-        if self.positions == "learned" and self.max_length is None:
-            raise ValueError("learned positions need max_length, how many of them there are")
-        check_dropout_rate(self.dropout_rate)
-        for name in ("tie_embeddings", "parallel", "remat", "qk_norm", "is_causal"):
-            checks.flag(name, getattr(self, name))
-        check_dtype("dtype", self.dtype)
-        checks.dtype("param_dtype", self.param_dtype)
-        if self.remat_policy is not None:
-            if not self.remat:
-                raise ValueError("remat_policy says what remat keeps and needs remat=True")
-            if isinstance(self.remat_policy, str) and self.remat_policy not in _REMAT_POLICIES:
-                raise ValueError(
-                    f"remat_policy must be one of {', '.join(_REMAT_POLICIES)} or a function from "
-                    f"jax.checkpoint_policies, got {self.remat_policy!r}"
-                )
-        if isinstance(self.mixer, (tuple, list)) and len(self.mixer) != self.num_layers:
-            raise ValueError(
-                f"mixer must be one for all layers or one for each of the {self.num_layers} "
-                f"layers, got {len(self.mixer)}"
-            )
-        for layer in range(self.num_layers):
-            for mixer in self.layer_mixer(layer):
-                registry.get(mixer["name"])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TransformerConfig) and same_fields(self, other)
-
-    def position_kind(self) -> str:
-        """Position encoding of the model: `positions`, or the default for its mixers.
-
-        Raises:
-          ValueError: rotary positions that no mixer supports, learned positions without
-            `max_length`, or rotary options with another position encoding.
-        """
-        names = {mixer["name"] for n in range(self.num_layers) for mixer in self.layer_mixer(n)}
-        entries = map(registry.get, names)
-        able = any(entry.knows_order or entry.takes_rotary() for entry in entries)
-        kind = self.positions or ("rotary" if able else "learned")
-        if (kind == "rotary" and not able) or (kind == "learned" and self.max_length is None):
-            raise ValueError(
-                f"mixer={self.mixer!r} cannot tell rotary positions: give max_length and "
-                "positions='learned', or positions='none'"
-            )
-        for name in ("rotary_theta", "rotary_scaling"):
-            if kind != "rotary" and getattr(self, name) != getattr(TransformerConfig, name):
-                raise ValueError(
-                    f"{name} is for rotary positions, and those of this model are {kind!r}; got "
-                    f"{name}={getattr(self, name)}"
-                )
-        return kind
-
-    def layer_mixer(self, layer: int) -> tuple[dict[str, Any], ...]:
-        """Name and options of a layer's mixer, one mapping per group of heads."""
-        mixer = self.mixer[layer] if isinstance(self.mixer, (tuple, list)) else self.mixer
-        named: Any = {"name": mixer} if isinstance(mixer, str) else mixer
-        if not isinstance(named, Mapping):
-            raise ValueError(
-                "mixer must be a registered name, a mapping of a name and options or of groups of "
-                f"heads, or one of those for each layer, got {mixer!r}"
-            )
-        groups: Any = named["heads"] if named.keys() == {"heads"} else (named,)
-        if not groups or any(not isinstance(g, Mapping) or "name" not in g for g in groups):
-            raise ValueError(
-                'a mixer given as a mapping needs the mechanism\'s "name", or as "heads" one or '
-                f"more mappings with it, got {dict(named)}"
-            )
-        return tuple(
-            {**registry.get(group["name"]).options_in_layer(layer), **group} for group in groups
-        )
+from effattn.nn.tokens import indices_of, token_ids, valid_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -206,87 +35,6 @@ class TransformerState:
 
     layers: tuple[Any, ...]
     length: jax.Array
-
-
-# (norm, layer). A sublayer whose norm is None reads the mixer's normalised input.
-Sublayer = tuple[Callable[[jax.Array], jax.Array] | None, Callable[[jax.Array], jax.Array]]
-
-
-class Layer(Module):
-    """Base of `Block` and `DecoderBlock`: pre-norm mixer and SwiGLU with residual connections."""
-
-    def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
-        dtypes = dtypes_of(config)
-        residual_init = initializers.residual_init(config.num_layers)
-        self.mixer = _build_mixer(config, layer, out_kernel_init=residual_init, rngs=rngs, **dtypes)
-        hidden_features = config.hidden_features
-        if hidden_features is None:
-            hidden_features = -(-config.features * 8 // 3 // 8) * 8
-        self.feed_forward = SwiGLU(
-            config.features, hidden_features, out_kernel_init=residual_init, rngs=rngs, **dtypes
-        )
-        self.mixer_norm = nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
-        self.feed_forward_norm = (
-            None if config.parallel else nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
-        )
-        self.dropout_rate = config.dropout_rate
-
-    def _others(self) -> tuple[Sublayer, ...]:
-        """The sublayers after the mixer."""
-        return ((self.feed_forward_norm, self.feed_forward),)
-
-    def _keys(self, rngs: jax.Array | None, others: int = 1) -> tuple[Any, Any]:
-        """Random key of the mixer, and dropout keys of the mixer output and `others` sublayers."""
-        if rngs is None:
-            return None, None
-        mixer_key, *keys = jax.random.split(rngs, 2 + others)
-        return mixer_key, keys
-
-    def _sublayers(self, x, mix, others, keys):
-        """Adds the outputs of the mixer and of `others` to x; returns x and the mixer's state."""
-        keys = iter((None,) * (1 + len(others)) if keys is None else keys)
-        read = self.mixer_norm(x)
-        mixed, state = mix(read)
-        x = x + dropout(mixed, self.dropout_rate, next(keys))
-        for norm, layer in others:
-            h = layer(read if norm is None else norm(x))
-            x = x + dropout(h, self.dropout_rate, next(keys))
-        return x, state
-
-
-class Block(Layer):
-    """Transformer layer: mixer and SwiGLU, each with RMSNorm before and a residual connection.
-
-    Args:
-      config: configuration of the model.
-      layer: index of the layer, from 0.
-      rngs: random streams for parameter initialisation.
-    """
-
-    @mesh_axes.on_mesh_of_input
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        lengths: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        rngs: jax.Array | None = None,
-    ) -> jax.Array:
-        """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout."""
-        mixer_key, keys = self._keys(rngs)
-
-        def mix(h):
-            return self.mixer(h, lengths=lengths, segment_ids=segment_ids, rngs=mixer_key), None
-
-        return self._sublayers(x, mix, self._others(), keys)[0]
-
-    def extend(
-        self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Applies the layer to T new tokens; `state` is the mixer's decode state."""
-        return self._sublayers(
-            x, lambda h: self.mixer.extend(h, state, lengths=lengths), self._others(), None
-        )
 
 
 class Transformer(Module):
@@ -369,12 +117,7 @@ class Transformer(Module):
         Layers are updated in order: each layer reads the outputs of the layers below after their
         update. A model without `RoutingSelfAttention` does not change.
 
-        Args:
-          tokens: `(B, T)` int.
-          lengths: as in `__call__`.
-          segment_ids: as in `__call__`.
-          decay: as in `RoutingSelfAttention.update_centroids`.
-          axis_name: as in `RoutingSelfAttention.update_centroids`.
+        Arguments are those of `__call__`, and of `RoutingSelfAttention.update_centroids`.
         """
 
         def move(block, x, lengths, segment_ids):
@@ -388,19 +131,13 @@ class Transformer(Module):
     def _features(self, tokens, lengths, segment_ids, rngs, *contexts, before=None, name="tokens"):
         """Features `(B, T, D)` of whole sequences.
 
-        Args:
-          tokens: `(B, T)` int.
-          lengths: as in `__call__`.
-          segment_ids: as in `__call__`.
-          rngs: as in `__call__`.
-          *contexts: sequences with one further block argument per layer.
-          before: called as `before(block, x, lengths, segment_ids)` ahead of each block.
-          name: the argument name of `tokens` in error messages.
+        `contexts` are sequences with one further block argument per layer. `before` is called as
+        `before(block, x, lengths, segment_ids)` ahead of each block. `name` is the argument name of
+        `tokens` in error messages.
         """
         tokens = token_ids(tokens, name)
         batch, time = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(time), tokens.shape)
-        valid = None
         if segment_ids is not None:
             segment_ids = checks.as_array("segment_ids", segment_ids)
             if segment_ids.shape != tokens.shape:
@@ -408,7 +145,6 @@ class Transformer(Module):
                     f"segment_ids must have the shape {tokens.shape} of tokens, "
                     f"got {segment_ids.shape}"
                 )
-            valid = segment_ids != 0
             positions = positions_from_segment_ids(segment_ids)
         elif self.positions is not None:
             checks.known_length("a model with learned positions", tokens, axis=-1)
@@ -419,8 +155,7 @@ class Transformer(Module):
                 )
         if lengths is not None:
             lengths = row_lengths(lengths, batch, time)
-            before_end = within(lengths, time)
-            valid = before_end if valid is None else valid & before_end
+        valid = valid_tokens(time, lengths, segment_ids)
         if valid is not None and self.positions is not None:
             _check_documents(jnp.where(valid, positions, 0), self.positions.num_embeddings)
 
@@ -476,106 +211,6 @@ class Transformer(Module):
         return mesh_axes.placed_like(x, call, block, x, *args)
 
 
-class TransformerLM(Transformer):
-    """Language model: a `Transformer`, causal or bidirectional, with an output projection.
-
-    Dropout is as in `Transformer`; decoding has no dropout.
-
-    Args:
-      config: model configuration.
-      rngs: random streams for parameter initialisation.
-    """
-
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, rngs=rngs)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else nnx.Linear(
-                config.features,
-                config.vocab_size,
-                use_bias=False,
-                kernel_init=initializers.embedding_init,
-                preferred_element_type=_logits_dtype(config),
-                rngs=rngs,
-                **dtypes_of(config),
-            )
-        )
-
-    @mesh_axes.on_mesh_of_input
-    def __call__(
-        self,
-        tokens: jax.Array,
-        *,
-        lengths: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-    ) -> jax.Array:
-        """Returns the logits of the next token; of the token itself in a bidirectional model.
-
-        Args:
-          tokens: `(B, T)` int, from 0 to V - 1, checked when concrete; traced
-            tokens out of range give NaN. Padding may hold any value.
-          lengths: `(B,)` int, valid tokens of each right-padded row.
-          segment_ids: `(B, T)` int, packed sequences: one id per document, 0 is padding.
-          rngs: `nnx.Rngs` or a key for dropout; None disables dropout.
-
-        Returns:
-          `(B, T, V)`, at least float32.
-        """
-        return self._logits(self._features(tokens, lengths, segment_ids, rngs))
-
-    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> TransformerState:
-        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
-        if not self.config.is_causal:
-            raise ValueError(
-                "a bidirectional TransformerLM cannot decode; configure it with is_causal=True"
-            )
-        check_init(batch, max_length, dtypes_of(self.config)["dtype"] if dtype is None else dtype)
-        if self.positions is not None and max_length > self.positions.num_embeddings:
-            raise ValueError(
-                f"max_length={max_length} was asked for, and there are only "
-                f"{self.positions.num_embeddings} learned positions"
-            )
-        return TransformerState(
-            layers=tuple(block.mixer.init_state(batch, max_length, dtype) for block in self.blocks),
-            length=jnp.zeros((batch,), jnp.int32),
-        )
-
-    @mesh_axes.on_mesh_of_input
-    def extend(
-        self, tokens: jax.Array, state: TransformerState, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, TransformerState]:
-        """Returns the logits for T >= 1 new tokens that follow the tokens in `state`.
-
-        Args:
-          tokens: `(B, T)` int, as in `__call__`.
-          state: decode state, from `init_state` or an earlier call.
-          lengths: `(B,)` int, valid tokens among the T of each right-padded row; default T.
-
-        Returns:
-          `(logits (B, T, V), state)`.
-        """
-        features, state = self._extend(tokens, state, lengths)
-        return self._logits(features), state
-
-    def step(
-        self, tokens: jax.Array, state: TransformerState
-    ) -> tuple[jax.Array, TransformerState]:
-        """Calls `extend` with one token per row, `(B, 1)`."""
-        tokens = token_ids(tokens)
-        if tokens.shape[1] != 1:
-            raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
-        return self.extend(tokens, state)
-
-    def _logits(self, x):
-        dtype = _logits_dtype(self.config)
-        if self.head is not None:
-            return self.head(x).astype(dtype)
-        embedding = self.embed.embedding[...].astype(x.dtype)
-        return jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=dtype)
-
-
 def _extend_block(block, x, state, lengths, *context):
     return block.extend(x, state, *context, lengths=lengths)
 
@@ -585,52 +220,6 @@ def _rows(table: nnx.Embed, indices: jax.Array) -> jax.Array:
     indices = jnp.asarray(indices)
     place = PartitionSpec(*mesh_axes.spec(indices), None) if mesh_axes.explicit(indices) else None
     return table(indices, out_sharding=place)
-
-
-def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
-    groups = config.layer_mixer(layer)
-    positions: dict[str, Any] = {}
-    kind = config.position_kind()
-    if kind == "rotary":
-        positions["rotary"] = RotaryEmbedding(config.rotary_theta, config.rotary_scaling)
-    elif kind == "alibi":
-        for group in groups:
-            if "score_mod" not in registry.get(group["name"]).capabilities:
-                raise ValueError(
-                    "positions='alibi' needs the capability 'score_mod', which "
-                    f"{group['name']!r} lacks; mechanisms that have it: "
-                    f"{', '.join(registry.names('score_mod'))}"
-                )
-        positions["score_mod"] = Alibi(config.num_heads)
-    given = {
-        **common,
-        "is_causal": config.is_causal,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "qk_norm": config.qk_norm,
-        "max_length": config.max_length,
-        **positions,
-    }
-    if len(groups) > 1 or "num_heads" in groups[0]:
-        return HybridHeads(config.features, config.num_heads, groups, **given)
-    (group,) = groups
-    options = {name: option for name, option in group.items() if name != "name"}
-    mechanism = registry.get(group["name"])
-    given = mechanism.options_of_model(given)
-    return mechanism.build(config.features, config.num_heads, **{**given, **options})
-
-
-def dtypes_of(config: TransformerConfig) -> dict[str, Any]:
-    """Computation dtype and parameter dtype, as keyword arguments of modules."""
-    param_dtype = jnp.dtype(config.param_dtype)
-    return {
-        "dtype": param_dtype if config.dtype is None else jnp.dtype(config.dtype),
-        "param_dtype": param_dtype,
-    }
-
-
-def _logits_dtype(config: TransformerConfig) -> Any:
-    return dtypes.wide(dtypes_of(config)["dtype"])
 
 
 def _check_documents(positions: jax.Array, learned: int) -> None:

@@ -277,7 +277,7 @@ def test_bfloat16_computes_with_float32_parameters_and_gradients():
         ({"dropout_rate": 1.0}, r"dropout_rate must be a number in \[0, 1\), got 1.0"),
         ({"attention": None}, "attention must be a registered name or a function .* got None"),
         ({"rotary": 10000.0}, "rotary must be a RotaryEmbedding"),
-        ({"rotary": RotaryEmbedding(), "head_dim": 3}, "even head size, got 3"),
+        ({"rotary": RotaryEmbedding(), "head_dim": 3}, "rotary needs an even head_dim, got 3"),
     ],
 )
 def test_bad_options_are_named(options, message):

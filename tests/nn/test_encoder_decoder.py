@@ -214,7 +214,7 @@ def test_refusals():
         config({"is_causal": True})
     with pytest.raises(ValueError, match="decoder with is_causal=True"):
         config(decoder={"is_causal": False})
-    with pytest.raises(ValueError, match='needs the mechanism\'s "name"'):
+    with pytest.raises(ValueError, match='cross_attention must be .* as "name" and options'):
         config(cross_attention={"num_landmarks": 4})
     with pytest.raises(ValueError, match="lacks 'cross'"):
         make(cross_attention="retention")

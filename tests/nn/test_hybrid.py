@@ -189,9 +189,9 @@ def test_dilation_and_windows_grow_with_depth():
         (lambda: make(window=3), "'softmax' has no option window"),
         (
             lambda: make([{"name": "softmax", "num_heads": 2}, {"name": "hyena", "num_heads": 4}]),
-            "mixer of 'hyena' has no heads of head_dim features: give it a layer of its own",
+            "mixer of 'hyena' has no heads of head_dim features; give it a layer of its own",
         ),
-        (lambda: config(mixer={"heads": [{"num_heads": 6}]}), 'needs the mechanism\'s "name"'),
+        (lambda: config(mixer={"heads": [{"num_heads": 6}]}), 'mixer .* as "name"'),
     ],
 )
 def test_bad_input_is_named(make, message):

@@ -193,7 +193,7 @@ def test_padding_and_other_documents_reach_nothing():
     [
         ({"max_global": 0}, "max_global must be an int, 1 or more, or None, got 0"),
         ({"max_global": None, "global_projections": True}, "global_projections=True needs max_gl"),
-        ({"global_mask": GLOBAL}, "no option global_mask; which tokens are global is said at each"),
+        ({"global_mask": GLOBAL}, "no option global_mask; the argument global_mask of each call"),
         ({"stride": 2}, "no option stride"),
         ({"dilation": (1, 2, 1, 2)}, "must be the same for the 2 query heads"),
     ],

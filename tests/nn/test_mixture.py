@@ -57,11 +57,11 @@ def test_the_penalty_is_the_mean_cost_of_valid_tokens():
     ("options", "message"),
     [
         ({"gate": "hard"}, 'gate must be "soft" or "top1", got \'hard\''),
-        ({"mechanisms": ("softmax",)}, "mechanisms must be two or more names"),
-        ({"mechanisms": ({"local_window_size": 3}, "softmax")}, 'mappings with a "name"'),
+        ({"mechanisms": ("softmax",)}, "mechanisms must be two or more registered names"),
+        ({"mechanisms": ({"local_window_size": 3}, "softmax")}, 'each of mechanisms .* as "name"'),
         ({"mechanisms": ("softmax", "sofmax")}, "unknown mechanism 'sofmax'"),
-        ({"mechanisms": (1, 2)}, r"two or more names, or mappings .* got \(1, 2\)"),
-        ({"mechanisms": None}, "two or more names, or mappings .* got None"),
+        ({"mechanisms": (1, 2)}, "each of mechanisms must be a registered name, .* got 1"),
+        ({"mechanisms": None}, "two or more registered names, .* got None"),
         ({"costs": (1, None)}, "costs must be 2 numbers, 0 or more, one a mechanism, got None"),
         ({"costs": 1}, "costs must be 2 numbers, 0 or more, one a mechanism"),
         ({"costs": (1,)}, "costs must be 2 numbers, 0 or more, one a mechanism"),
@@ -87,7 +87,7 @@ def test_a_model_takes_it_as_a_mixer():
 
 
 def test_what_attends_beside_a_convolution_is_named():
-    with pytest.raises(ValueError, match="attention must be a name, or a mapping .* got None"):
+    with pytest.raises(ValueError, match="attention must be a registered name, .* got None"):
         ConvolutionAttention(8, 2, attention=None, rngs=nnx.Rngs(0))
 
 
@@ -114,7 +114,7 @@ def test_mechanisms_decode_in_it_whose_states_grow_in_ways_of_their_own(layer, p
 
 def test_the_state_of_another_mixture_is_refused():
     state = make(mechanisms=("linear", LOCAL, "softmax")).init_state(2, 7)
-    with pytest.raises(ValueError, match="of 3 parts, and this module has 2; .* another layer"):
+    with pytest.raises(ValueError, match="of 3 parts, and this .* has 2; .* another layer"):
         make().extend(X, state)
     with pytest.raises(ValueError, match="state must be the RecurrentState"):
         make(mechanisms=("linear", "softmax")).extend(X, make().init_state(2, 7))

@@ -264,7 +264,7 @@ def test_its_gradient_is_that_of_the_function_with_the_bias():
     at = np.arange(LENGTH)
 
     def plain(table):
-        query, key, value = layer._project(x, x)
+        query, key, value = layer._heads(x, None)
         bias = table[:, np.abs(at[:, None] - at)]
         out = effattn.dot_product_attention(query, key, value, bias[None], is_causal=True)
         return jnp.sum(layer.out(out) ** 2)

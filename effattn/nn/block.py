@@ -1,0 +1,133 @@
+"""Layer of a Transformer: a mixer and a feed-forward layer with residual connections."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from effattn import registry
+from effattn.arrays import mesh_axes
+from effattn.nn import initializers
+from effattn.nn.alibi import Alibi
+from effattn.nn.build import mechanism
+from effattn.nn.configuration import TransformerConfig, dtypes_of
+from effattn.nn.dropout import dropout
+from effattn.nn.feed_forward import SwiGLU
+from effattn.nn.hybrid import HybridHeads
+from effattn.nn.module import Module
+from effattn.nn.rotary import RotaryEmbedding
+
+# (norm, layer). A sublayer whose norm is None reads the mixer's normalised input.
+Sublayer = tuple[Callable[[jax.Array], jax.Array] | None, Callable[[jax.Array], jax.Array]]
+
+
+class Layer(Module):
+    """Base of `Block` and `DecoderBlock`: pre-norm mixer and SwiGLU with residual connections."""
+
+    def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
+        dtypes = dtypes_of(config)
+        residual_init = initializers.residual_init(config.num_layers)
+        self.mixer = _build_mixer(config, layer, out_kernel_init=residual_init, rngs=rngs, **dtypes)
+        hidden_features = config.hidden_features
+        if hidden_features is None:
+            hidden_features = -(-config.features * 8 // 3 // 8) * 8
+        self.feed_forward = SwiGLU(
+            config.features, hidden_features, out_kernel_init=residual_init, rngs=rngs, **dtypes
+        )
+        self.mixer_norm = nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
+        self.feed_forward_norm = (
+            None if config.parallel else nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
+        )
+        self.dropout_rate = config.dropout_rate
+
+    def _others(self) -> tuple[Sublayer, ...]:
+        """The sublayers after the mixer."""
+        return ((self.feed_forward_norm, self.feed_forward),)
+
+    def _keys(self, rngs: jax.Array | None, others: int = 1) -> tuple[Any, Any]:
+        """Random key of the mixer, and dropout keys of the mixer output and `others` sublayers."""
+        if rngs is None:
+            return None, None
+        mixer_key, *keys = jax.random.split(rngs, 2 + others)
+        return mixer_key, keys
+
+    def _sublayers(self, x, mix, others, keys):
+        """Adds the outputs of the mixer and of `others` to x; returns x and the mixer's state."""
+        keys = iter((None,) * (1 + len(others)) if keys is None else keys)
+        read = self.mixer_norm(x)
+        mixed, state = mix(read)
+        x = x + dropout(mixed, self.dropout_rate, next(keys))
+        for norm, layer in others:
+            h = layer(read if norm is None else norm(x))
+            x = x + dropout(h, self.dropout_rate, next(keys))
+        return x, state
+
+
+class Block(Layer):
+    """Transformer layer: mixer and SwiGLU, each with RMSNorm before and a residual connection.
+
+    Args:
+      config: configuration of the model.
+      layer: index of the layer, from 0.
+      rngs: random streams for parameter initialisation.
+    """
+
+    @mesh_axes.on_mesh_of_input
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: jax.Array | None = None,
+    ) -> jax.Array:
+        """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout."""
+        mixer_key, keys = self._keys(rngs)
+
+        def mix(h):
+            return self.mixer(h, lengths=lengths, segment_ids=segment_ids, rngs=mixer_key), None
+
+        return self._sublayers(x, mix, self._others(), keys)[0]
+
+    def extend(
+        self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Applies the layer to T new tokens; `state` is the mixer's decode state."""
+        return self._sublayers(
+            x, lambda h: self.mixer.extend(h, state, lengths=lengths), self._others(), None
+        )
+
+
+def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
+    groups = config.layer_mixer(layer)
+    positions: dict[str, Any] = {}
+    kind = config.position_kind()
+    if kind == "rotary":
+        positions["rotary"] = RotaryEmbedding(config.rotary_theta, config.rotary_scaling)
+    elif kind == "alibi":
+        for group in groups:
+            entry = mechanism(group["name"])
+            if "score_mod" not in entry.capabilities:
+                raise ValueError(
+                    "positions='alibi' needs the capability 'score_mod', which "
+                    f"{entry.name!r} lacks; mechanisms that have it: "
+                    f"{', '.join(registry.names('score_mod'))}"
+                )
+        positions["score_mod"] = Alibi(config.num_heads)
+    given = {
+        **common,
+        "is_causal": config.is_causal,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "qk_norm": config.qk_norm,
+        "max_length": config.max_length,
+        **positions,
+    }
+    if len(groups) > 1 or "num_heads" in groups[0]:
+        return HybridHeads(config.features, config.num_heads, groups, **given)
+    (group,) = groups
+    options = {name: option for name, option in group.items() if name != "name"}
+    entry = mechanism(group["name"])
+    given = entry.options_of_model(given)
+    return entry.build(config.features, config.num_heads, **{**given, **options})

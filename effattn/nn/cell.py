@@ -1,0 +1,80 @@
+"""Base class of mixers with a recurrent cell of Flax, scanned over time."""
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn.arrays import dtypes
+from effattn.arrays.segments import within
+from effattn.nn import initializers
+from effattn.nn.activations import sigmoid, tanh
+from effattn.nn.layers import Layers
+from effattn.nn.options import Mixing
+from effattn.nn.recurrent import RecurrentMixer
+
+
+def cell(make: Callable[..., Any], features: int, **options: Any) -> Any:
+    """A Flax cell with as many inputs as features and orthogonal recurrent matrices."""
+    return make(
+        features,
+        features,
+        gate_fn=sigmoid,
+        activation_fn=tanh,
+        recurrent_kernel_init=initializers.orthogonal_init,
+        **options,
+    )
+
+
+class CellMixer(RecurrentMixer):
+    """Base class of `LSTM` and `GRU`: carry, h_t = cell(carry, x_t), with a zero initial carry."""
+
+    _cell: Callable[..., Any]
+
+    def __init__(
+        self,
+        in_features: int,
+        *,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        **options: Unpack[Mixing],
+    ):
+        super().__init__(in_features, **options)
+        size, numbers = self.in_features, Layers(**options).numbers
+        self.cell = cell(type(self)._cell, size, kernel_init=kernel_init, **numbers)
+
+    def _mix(self, x, state, lengths, segment_ids):
+        batch, time = x.shape[:2]
+        dtype = self._computed_in(x)
+        # The cell computes in the dtype of its parameters, which the user may have cast.
+        own = jax.tree.leaves(self.cell) if self.dtype is None else ()
+        zeros = self._carry(batch, dtypes.wide(dtype, *own))
+        start = zeros
+        if state is not None:
+            start = jax.tree.map(lambda c, z: c.astype(z.dtype), state, zeros)
+        new = valid = None
+        if segment_ids is not None:
+            ids = jnp.asarray(segment_ids)
+            begins = jnp.ones_like(ids[:, :1], bool)
+            new = jnp.concatenate([begins, ids[:, 1:] != ids[:, :-1]], 1).T
+        if lengths is not None:
+            valid = within(jnp.asarray(lengths), time).T
+
+        def where(flags, these, those):
+            return jax.tree.map(lambda a, b: jnp.where(flags[:, None], a, b), these, those)
+
+        def step(carry, of_token):
+            token, new, valid = of_token
+            if new is not None:
+                carry = where(new, zeros, carry)
+            after, y = self.cell(carry, token)
+            return (after if valid is None else where(valid, after, carry)), y
+
+        by_time = jnp.moveaxis(x.astype(dtype), 1, 0), new, valid
+        carry, y = lax.scan(step, start, by_time)
+        return jnp.moveaxis(y, 0, 1).astype(dtype), carry
+
+    def _carry(self, batch, dtype):
+        """Zero carry before the first token; `dtype` is at least float32, as in all states."""
+        raise NotImplementedError

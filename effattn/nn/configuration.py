@@ -1,0 +1,177 @@
+"""Static configuration of Transformers."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from effattn.arrays import checks
+from effattn.nn import build
+from effattn.nn.dropout import check_dropout_rate
+from effattn.nn.equality import same_fields
+from effattn.nn.module import check_dtype
+
+_POSITIONS = ("rotary", "learned", "alibi", "none")
+
+_REMAT_POLICIES = (
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """Static configuration of a `Transformer` or a `TransformerLM`.
+
+    Attributes:
+      vocab_size: V, number of token ids.
+      num_layers: L, number of layers.
+      features: D, number of features per token.
+      num_heads: N, number of query heads.
+      num_kv_heads: K, number of key and value heads, a divisor of N; default N.
+      head_dim: H, head dimension; default D / N.
+      hidden_features: hidden size of the feed-forward layer; default 8/3 D, rounded up to a
+        multiple of 8.
+      mixer: a registered name; a mixer class or an attention function (see `effattn.nn.build`); a
+        mapping of one of those and options
+        (`{"name": "sliding_window", "local_window_size": (63, 0)}`); a mapping of groups of heads
+        (`{"heads": [{"name": "softmax", "num_heads": 2}, ...]}`, see `HybridHeads`); or a sequence
+        of L such mixers. Options are arguments of the mixer, and override the arguments that the
+        model passes to the mixer. Some mechanisms have options that depend on the layer: "dilated"
+        uses wider steps in later layers. If an option holds parameters or modules, each layer of
+        the model trains a separate copy.
+      positions: "rotary" (in mixers that take a rotary embedding and do not encode token order
+        otherwise), "learned" (one vector per position, added to the token embeddings), "alibi", or
+        "none". Default "rotary"; "learned" if no layer encodes token order or takes a rotary
+        embedding.
+      rotary_theta: see `RotaryEmbedding`.
+      rotary_scaling: see `RotaryEmbedding`.
+      max_length: maximum number of input tokens, for parameters that depend on positions: learned
+        positions, which require `max_length`, and mixers such as Linformer.
+      tie_embeddings: the logits reuse the token embedding as output projection.
+      parallel: mixer and feed-forward layer read the same normalised input, and their outputs are
+        summed, as in GPT-J. With False, the feed-forward layer follows the mixer.
+      dropout_rate: dropout rate of the embeddings and of each sublayer's output.
+      dtype: computation dtype, such as "bfloat16"; default `param_dtype`.
+      param_dtype: dtype of the parameters, and so of the gradients.
+      remat: recompute each layer in the backward pass instead of storing its activations.
+      remat_policy: the values that remat stores: a function from `jax.checkpoint_policies`, or the
+        name of a policy that takes no arguments.
+      qk_norm: RMS-normalise queries and keys, in mixers that have queries and keys.
+      is_causal: token t reads tokens 0 to t only, for next-token prediction. With False, each token
+        reads all tokens, for masked-token prediction, and the model cannot decode.
+    """
+
+    vocab_size: int
+    num_layers: int
+    features: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden_features: int | None = None
+    # Mappings are not hashable, so the hash leaves this field out.
+    mixer: build.Mechanism | tuple[build.Mechanism, ...] | list[build.Mechanism] = (
+        dataclasses.field(default="softmax", hash=False)
+    )
+    positions: str | None = None
+    rotary_theta: float = 10000.0
+    rotary_scaling: float = 1.0
+    max_length: int | None = None
+    tie_embeddings: bool = True
+    parallel: bool = False
+    dropout_rate: float = 0.0
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    remat: bool = False
+    remat_policy: str | Callable[..., Any] | None = None
+    qk_norm: bool = False
+    is_causal: bool = True
+
+    def __post_init__(self):
+        for name in ("vocab_size", "num_layers", "features", "num_heads"):
+            checks.at_least(name, getattr(self, name), 1)
+        for name in ("num_kv_heads", "head_dim", "hidden_features", "max_length"):
+            if getattr(self, name) is not None:
+                checks.at_least(name, getattr(self, name), 1, "or None")
+        if self.positions not in (None, *_POSITIONS):
+            raise ValueError(
+                f"positions must be one of {', '.join(_POSITIONS)}, got {self.positions!r}"
+            )
+        if self.positions == "learned" and self.max_length is None:
+            raise ValueError("learned positions need max_length, how many of them there are")
+        check_dropout_rate(self.dropout_rate)
+        for name in ("tie_embeddings", "parallel", "remat", "qk_norm", "is_causal"):
+            checks.flag(name, getattr(self, name))
+        check_dtype("dtype", self.dtype)
+        checks.dtype("param_dtype", self.param_dtype)
+        if self.remat_policy is not None:
+            if not self.remat:
+                raise ValueError("remat_policy says what remat keeps and needs remat=True")
+            if isinstance(self.remat_policy, str) and self.remat_policy not in _REMAT_POLICIES:
+                raise ValueError(
+                    f"remat_policy must be one of {', '.join(_REMAT_POLICIES)} or a function from "
+                    f"jax.checkpoint_policies, got {self.remat_policy!r}"
+                )
+        if isinstance(self.mixer, (tuple, list)) and len(self.mixer) != self.num_layers:
+            raise ValueError(
+                f"mixer must be one for all layers or one for each of the {self.num_layers} "
+                f"layers, got {len(self.mixer)}"
+            )
+        for layer in range(self.num_layers):
+            for mixer in self.layer_mixer(layer):
+                build.mechanism(mixer["name"])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TransformerConfig) and same_fields(self, other)
+
+    def position_kind(self) -> str:
+        """Position encoding of the model: `positions`, or the default for its mixers.
+
+        Raises:
+          ValueError: rotary positions that no mixer supports, learned positions without
+            `max_length`, or rotary options with another position encoding.
+        """
+        groups = [group for n in range(self.num_layers) for group in self.layer_mixer(n)]
+        entries = [build.mechanism(group["name"]) for group in groups]
+        able = any(entry.knows_order or entry.takes_rotary() for entry in entries)
+        kind = self.positions or ("rotary" if able else "learned")
+        if (kind == "rotary" and not able) or (kind == "learned" and self.max_length is None):
+            raise ValueError(
+                f"mixer={self.mixer!r} cannot tell rotary positions: give max_length and "
+                "positions='learned', or positions='none'"
+            )
+        for name in ("rotary_theta", "rotary_scaling"):
+            if kind != "rotary" and getattr(self, name) != getattr(TransformerConfig, name):
+                raise ValueError(
+                    f"{name} is for rotary positions, and those of this model are {kind!r}; got "
+                    f"{name}={getattr(self, name)}"
+                )
+        return kind
+
+    def layer_mixer(self, layer: int) -> tuple[dict[str, Any], ...]:
+        """Name (or callable) and options of a layer's mixer, one mapping per group of heads."""
+        mixer = self.mixer[layer] if isinstance(self.mixer, (tuple, list)) else self.mixer
+        groups: Any = (mixer,)
+        if isinstance(mixer, Mapping) and mixer.keys() == {"heads"}:
+            groups = mixer["heads"]
+            if not groups or not isinstance(groups, (tuple, list)):
+                raise ValueError(
+                    f'mixer must have one or more groups of heads in "heads", got {groups!r}'
+                )
+        described = [build.named("mixer", group) for group in groups]
+        return tuple(
+            {**build.mechanism(name).options_in_layer(layer), **options, "name": name}
+            for name, options in described
+        )
+
+
+def dtypes_of(config: TransformerConfig) -> dict[str, Any]:
+    """Computation dtype and parameter dtype, as keyword arguments of modules."""
+    param_dtype = jnp.dtype(config.param_dtype)
+    return {
+        "dtype": param_dtype if config.dtype is None else jnp.dtype(config.dtype),
+        "param_dtype": param_dtype,
+    }

@@ -1,0 +1,108 @@
+"""Language model: a Transformer with an output projection, and its decoding."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn.arrays import dtypes, mesh_axes
+from effattn.decode.state import check_init
+from effattn.nn import initializers
+from effattn.nn.configuration import TransformerConfig, dtypes_of
+from effattn.nn.tokens import one_token
+from effattn.nn.transformer import Transformer, TransformerState
+
+
+class TransformerLM(Transformer):
+    """Language model: a `Transformer`, causal or bidirectional, with an output projection.
+
+    Dropout is as in `Transformer`; decoding has no dropout.
+
+    Args:
+      config: model configuration.
+      rngs: random streams for parameter initialisation.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else nnx.Linear(
+                config.features,
+                config.vocab_size,
+                use_bias=False,
+                kernel_init=initializers.embedding_init,
+                preferred_element_type=_logits_dtype(config),
+                rngs=rngs,
+                **dtypes_of(config),
+            )
+        )
+
+    @mesh_axes.on_mesh_of_input
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the logits of the next token; of the token itself in a bidirectional model.
+
+        Arguments are those of `Transformer`; the logits `(B, T, V)` are at least float32.
+        """
+        return self._logits(self._features(tokens, lengths, segment_ids, rngs))
+
+    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> TransformerState:
+        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
+        if not self.config.is_causal:
+            raise ValueError(
+                "a bidirectional TransformerLM cannot decode; configure it with is_causal=True"
+            )
+        for block in self.blocks:
+            if not hasattr(block.mixer, "init_state"):
+                raise NotImplementedError(
+                    f"the mixer {type(block.mixer).__name__} has no init_state and extend, so the "
+                    "model cannot decode; add both to the mixer, as SelfAttention has them"
+                )
+        check_init(batch, max_length, dtypes_of(self.config)["dtype"] if dtype is None else dtype)
+        if self.positions is not None and max_length > self.positions.num_embeddings:
+            raise ValueError(
+                f"max_length={max_length} was asked for, and there are only "
+                f"{self.positions.num_embeddings} learned positions"
+            )
+        return TransformerState(
+            layers=tuple(block.mixer.init_state(batch, max_length, dtype) for block in self.blocks),
+            length=jnp.zeros((batch,), jnp.int32),
+        )
+
+    @mesh_axes.on_mesh_of_input
+    def extend(
+        self, tokens: jax.Array, state: TransformerState, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, TransformerState]:
+        """Returns the logits for T >= 1 new tokens that follow the tokens in `state`.
+
+        Arguments are those of `SelfAttention.extend`, with tokens `(B, T)` as in `__call__` in
+        place of x; returns `(logits (B, T, V), state)`.
+        """
+        features, state = self._extend(tokens, state, lengths)
+        return self._logits(features), state
+
+    def step(
+        self, tokens: jax.Array, state: TransformerState
+    ) -> tuple[jax.Array, TransformerState]:
+        """Calls `extend` with one token per row, `(B, 1)`."""
+        return self.extend(one_token(tokens), state)
+
+    def _logits(self, x):
+        dtype = _logits_dtype(self.config)
+        if self.head is not None:
+            return self.head(x).astype(dtype)
+        embedding = self.embed.embedding[...].astype(x.dtype)
+        return jnp.einsum("btd,vd->btv", x, embedding, preferred_element_type=dtype)
+
+
+def _logits_dtype(config: TransformerConfig) -> Any:
+    return dtypes.wide(dtypes_of(config)["dtype"])

@@ -1,0 +1,72 @@
+"""Layers and parameters of a module, all with the dtypes, initialisers and rngs of its options."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn.nn import initializers
+from effattn.nn.short_convolution import ShortConvolution
+
+Sizes = int | tuple[int, int]  # features, or (heads, head dimension)
+
+
+class Layers:
+    """Makes the layers of a module from its constructor's options (see `effattn.nn.options`).
+
+    A projection has no bias unless it is asked for. Other options are ignored.
+    """
+
+    def __init__(
+        self,
+        *,
+        rngs: nnx.Rngs,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] | None = None,
+        **_: Any,
+    ):
+        self.rngs, self.param_dtype = rngs, param_dtype
+        self.numbers = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.kernel_init = kernel_init
+        self.out_kernel_init = kernel_init if out_kernel_init is None else out_kernel_init
+
+    def linear(self, features_in: int, features_out: int, **options: Any) -> nnx.Linear:
+        """A projection of features."""
+        return nnx.Linear(features_in, features_out, **self._of_projection(options))
+
+    def heads(self, features: int, heads: Sizes, **options: Any) -> nnx.LinearGeneral:
+        """A projection of features to heads."""
+        return nnx.LinearGeneral(features, heads, **self._of_projection(options))
+
+    def out(self, sizes: Sizes, features: int, **options: Any) -> Any:
+        """The output projection, of features or of heads."""
+        options = {"kernel_init": self.out_kernel_init, **options}
+        if isinstance(sizes, int):
+            return self.linear(sizes, features, **options)
+        return nnx.LinearGeneral(sizes, features, axis=(-2, -1), **self._of_projection(options))
+
+    def rms_norm(self, features: int, **options: Any) -> nnx.RMSNorm:
+        """An RMS norm of the last axis."""
+        return nnx.RMSNorm(features, **self.numbers, **options)
+
+    def layer_norm(self, features: int, **options: Any) -> nnx.LayerNorm:
+        """A layer norm of the last axis."""
+        return nnx.LayerNorm(features, **self.numbers, **options)
+
+    def convolution(self, features: int, width: int, **options: Any) -> ShortConvolution:
+        """A short causal convolution of each feature."""
+        return ShortConvolution(features, width, **self.numbers, **options)
+
+    def drawn(self, init: Callable[..., Any], *shape: int) -> nnx.Param:
+        """A parameter with random initial values."""
+        return nnx.Param(init(self.rngs.params(), shape, self.param_dtype))
+
+    def constant(self, values: Any) -> nnx.Param:
+        """A parameter with these initial values."""
+        return nnx.Param(jnp.asarray(values, self.param_dtype))
+
+    def _of_projection(self, options):
+        return {"use_bias": False, "kernel_init": self.kernel_init, **self.numbers, **options}

@@ -1,0 +1,27 @@
+"""LSTM mixer."""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn.nn.cell import CellMixer
+
+
+class LSTM(CellMixer):
+    """One layer of long short-term memory (Hochreiter and Schmidhuber 1997).
+
+        i, f, o = sigmoid(x_t W + h_(t-1) R + b);   g = tanh(x_t W + h_(t-1) R + b)
+        c_t = f c_(t-1) + i g;   h_t = o tanh(c_t)
+
+    Each of i, f, o and g has separate W, R and b. The cell is `flax.nnx.OptimizedLSTMCell`, and the
+    output equals that of `flax.nnx.RNN`. Time is O(T D^2), sequential over tokens.
+
+    Args:
+      kernel_init: initializer of the input matrices W; the recurrent matrices R start orthogonal.
+      **options: see `effattn.nn.options.Mixing`.
+    """
+
+    _mechanism, _cell = "lstm", nnx.OptimizedLSTMCell
+
+    def _carry(self, batch, dtype):
+        zeros = jnp.zeros((batch, self.in_features), dtype)
+        return zeros, zeros

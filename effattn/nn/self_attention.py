@@ -1,0 +1,179 @@
+"""Self-attention mixer around any attention function."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn import registry
+from effattn.arrays import mesh_axes
+from effattn.arrays.segments import positions_from, positions_from_segment_ids
+from effattn.nn.attention import Attention
+from effattn.nn.mixer import CausalMixer
+from effattn.nn.options import SelfAttentionOptions
+from effattn.nn.rotary import RotaryEmbedding
+from effattn.nn.tokens import padding_of, tokens_of, zero_padding
+
+
+class SelfAttention(Attention, CausalMixer):
+    """Self-attention mixer around any attention function.
+
+        q, k, v = x Wq, x Wk, x Wv;   y = attention(rotary(norm(q)), rotary(norm(k)), v) Wo
+
+    Args:
+      in_features: D, number of features per token.
+      num_heads: N, number of query heads.
+      attention: a registered name (`effattn.registry.names()`), or a function of query
+        `(B, T, N, H)`, key and value `(B, T, K, H)`: a function of `effattn`, a
+        `functools.partial` of such a function, or any other function. The registry tells which
+        further arguments a registered function takes; the signature tells it for other functions.
+        With `is_causal=False`, an unregistered function is called without `is_causal`, so its
+        default applies.
+      **options: the options of `effattn.nn.options.SelfAttending` (rngs, heads, rotary, direction,
+        dropout, dtypes, initializers, ...), and further arguments of the attention function, such
+        as `local_window_size=(255, 0)`. An `nnx.Param` is learned
+        (`sink=nnx.Param(jnp.zeros(num_heads))`); the parameters of an `nnx.Module` are learned too
+        (a `score_mod` with a learned bias). The layer copies all parameters and modules that it is
+        given, `attention` included, so two layers given the same object share no parameters.
+
+    Raises:
+      ValueError: inconsistent sizes, an unknown name or option, or an option that the mechanism
+        does not support; the message names the mechanisms that support the option.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        attention: str | Callable[..., Any] = "softmax",
+        *,
+        rotary: RotaryEmbedding | None = None,
+        is_causal: bool = True,
+        **options: SelfAttentionOptions,
+    ):
+        super().__init__(in_features, in_features, num_heads, attention, **options)
+        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
+            raise ValueError(f"rotary must be a RotaryEmbedding or None, got {rotary!r}")
+        if rotary is not None and self.head_dim % 2:
+            raise ValueError(
+                f"rotary needs an even head_dim, got {self.head_dim}; give an even head_dim or "
+                "rotary=None"
+            )
+        direction = "causal" if is_causal else "bidirectional"
+        self.binding.require(direction, f"is_causal={is_causal}")
+        self.rotary = rotary
+        self.is_causal = is_causal
+
+    @mesh_axes.on_mesh_of_input
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array:
+        """Mixes whole sequences.
+
+        Args:
+          x: `(B, T, D)`.
+          lengths: `(B,)` int, valid tokens of each right-padded row.
+          segment_ids: `(B, T)` int, packed sequences: tokens attend within equal ids, 0 is
+            padding, and positions count from the start of each document.
+          rngs: `nnx.Rngs` or a key for dropout of attention weights; None disables dropout.
+
+        Returns:
+          `(B, T, D)`. Valid tokens do not depend on the padding.
+        """
+        x, positions, keywords = self._whole(x, lengths, segment_ids)
+        heads = self._heads(x, positions, lengths=lengths, segment_ids=segment_ids)
+        keywords = {**keywords, **self._per_token(x), **self._dropout(rngs)}
+        return self._finish(self._attend(heads, **keywords), x)
+
+    def _attend(self, heads: tuple[jax.Array, ...], **keywords: Any) -> jax.Array:
+        """Calls the attention function on (query, key, value); returns `(B, T, N, Hv)`."""
+        self.binding.check_complete(keywords)
+        return self.attention(*heads, **keywords)
+
+    def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
+        """Further per-token arguments of the attention function, by name."""
+        return {}
+
+    def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        """Output `(B, T, D)` from the head outputs `(B, T, N, Hv)` and the input tokens x."""
+        return self.out(out)
+
+    def _whole(
+        self, x: jax.Array, lengths: jax.Array | None, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None, dict[str, Any]]:
+        """Inputs for whole sequences.
+
+        Returns:
+          x with zeros in the padding; token positions, or None without rotary embedding; keyword
+          arguments of the attention function.
+        """
+        x = tokens_of("x", x, self.in_features)
+        batch, time = x.shape[:2]
+        padding, valid = padding_of(self.binding, batch, time, lengths, segment_ids)
+        if self.is_causal and self.binding.takes("is_causal"):
+            padding["is_causal"] = True
+        positions = None
+        if self.rotary is not None:
+            positions = (
+                jnp.arange(time)
+                if segment_ids is None
+                else positions_from_segment_ids(padding["segment_ids"])
+            )
+        return zero_padding(x, valid), positions, {**self._options(), **padding}
+
+    def _heads(
+        self,
+        x: jax.Array,
+        positions: jax.Array | None,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query, key and value of x; query and key are rotated if `rotary` is set.
+
+        Lengths and segment ids are those of x, for subclasses whose heads read several tokens.
+        """
+        key, value = self._project_keys(x)
+        return *self._rotated(self._project_queries(x), key, positions), value
+
+    def _rotated(
+        self, query: jax.Array, key: jax.Array, positions: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        if self.rotary is None or positions is None:
+            return query, key
+        return self.rotary(query, positions), self.rotary(key, positions)
+
+    def _cached_sizes(self) -> tuple[int, int, int]:
+        """Number of key heads, and head dimensions of keys and values in decode states."""
+        return self.num_kv_heads, self.head_dim, self.value_dim
+
+    def _empty(self, batch, max_length, dtype):
+        token = jax.ShapeDtypeStruct((batch, 1, self.in_features), dtype)
+        of_token = jax.eval_shape(self._per_token, token)
+        return self._decoder().init(batch, max_length, *self._cached_sizes(), dtype, **of_token)
+
+    def _extend(self, x, state, lengths):
+        heads = self._heads(x, self._positions(x, state))
+        out, state = self._decoder().extend(*heads, state, lengths, **self._per_token(x))
+        return self._finish(out, x), state
+
+    def _positions(self, x: jax.Array, state: Any) -> jax.Array | None:
+        """Positions of new tokens, or None without rotary embedding."""
+        return None if self.rotary is None else positions_from(state.length, x.shape[1])
+
+    def _decoder(self) -> Any:
+        mechanism = self.binding.mechanism
+        if mechanism is None or mechanism.decoder is None:
+            raise NotImplementedError(
+                f"how attention {self.binding.name!r} decodes is not known; give a registered "
+                f"mechanism that decodes ({', '.join(registry.names('decode'))}), its function, "
+                "or a functools.partial of it"
+            )
+        return registry.load(mechanism.decoder)(mechanism.function, self._options())
