@@ -18,6 +18,7 @@ from effattn.cores import attention
 from effattn.decode import contiguous
 from effattn.decode.contiguous import ContiguousState
 from effattn.decode.state import check_init, check_state, new_lengths
+from effattn.patterns import Pattern
 from effattn.xla import tiling
 
 # Options passed to the core, and options that only the parallel form uses.
@@ -26,11 +27,14 @@ _OF_PARALLEL = ("tile", "implementation")
 
 
 def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> "GatheredDecoder":
-    """Returns the decoder of a registered mechanism that has a `reach`."""
+    """Returns the decoder of a registered mechanism that has a `pattern`."""
     entry = registry.entry_of(function)
-    if entry is None or entry.reach is None:
-        raise ValueError(f"{function!r} is no function of a registered mechanism with a reach")
-    return GatheredDecoder(entry.reach, function, options)
+    if entry is None or entry.pattern is None:
+        raise ValueError(
+            f"function must be one of a registered mechanism with a pattern, got {function!r}; "
+            "GatheredDecoder takes the pattern of any other function"
+        )
+    return GatheredDecoder(entry.pattern, function, options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +45,18 @@ class GatheredDecoder:
     position reaches, and attends to these keys. T tokens take O(T n) time and O(T) memory: keys are
     gathered for a bounded number of tokens at a time.
 
-    The registry entry of a mechanism holds its `reach`; see `decoder`.
+    The registry entry of a mechanism holds its `pattern`; see `decoder`.
 
     Attributes:
-      reach: `reach(i, capacity, ...)` returns the positions of the keys that a query at position i
-        (a traced scalar) may attend to, each position once: int `(n,)`, or `(K, n)` or `(N, n)` if
-        key heads or query heads differ. Positions below 0 or after i are ignored. The other
-        parameters of `reach` are options of the function, or `heads` (N) and `key_heads` (K).
+      pattern: function that returns the `effattn.patterns.Pattern` of causal calls, with K or N
+        heads if heads differ; n is the size of its `reach`. The parameters of the function are
+        options of the mechanism, or `length` (the capacity of the cache), `heads` (N), `key_heads`
+        (K) and `is_causal`.
       function: the function of the mechanism; its signature has the defaults of the options.
       options: arguments of the function.
     """
 
-    reach: Callable[..., jax.Array]
+    pattern: Callable[..., Pattern]
     function: Callable[..., Any]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -100,12 +104,12 @@ class GatheredDecoder:
         key_heads = key.shape[-2]
         check_state(state, ContiguousState, batch)
         lengths = new_lengths(lengths, batch, time)
-        reach, shared = self._split_options(heads, key_heads)
+        capacity = state.key.shape[1]
         new = contiguous.append(state, key, value, lengths)
-        capacity = new.key.shape[1]
         if capacity == 0:
             return jnp.zeros((batch, time, heads, value.shape[-1]), value.dtype), new
-        reach = functools.partial(reach, capacity=capacity)
+        pattern, shared = self._split_options(capacity, heads, key_heads)
+        reach = functools.partial(pattern.reach, capacity=capacity)
 
         def attend(query, position, present):
             """Attends from P queries `(B, P, N, H)` with positions and validity `(B, P)`."""
@@ -128,20 +132,20 @@ class GatheredDecoder:
             out = _in_pieces(attend, tokens, _tokens_at_a_time(numbers, time))
         return out, new
 
-    def _split_options(self, heads: int, key_heads: int):
-        """Returns `reach` as a function of (i, capacity), and the options of the core."""
+    def _split_options(self, capacity: int, heads: int, key_heads: int):
+        """Returns the pattern, and the options of the core."""
         given = {name: option for name, option in self.options.items() if option is not None}
-        named = [*inspect.signature(self.reach).parameters][2:]
+        named = inspect.signature(self.pattern).parameters
         left_over = sorted(given.keys() - {*named, *_SHARED, *_OF_PARALLEL})
         if left_over:
             raise ValueError(
                 f"decoding {self.function.__name__} does not take {', '.join(left_over)}"
             )
         parameters = inspect.signature(self.function).parameters.values()
-        known = {parameter.name: parameter.default for parameter in parameters}
-        known |= {"heads": heads, "key_heads": key_heads, **given}
-        reach = functools.partial(self.reach, **{name: known[name] for name in named})
-        return reach, {name: known.get(name) for name in _SHARED}
+        known = {parameter.name: parameter.default for parameter in parameters} | given
+        sizes = {"length": capacity, "heads": heads, "key_heads": key_heads, "is_causal": True}
+        of_pattern = {n: option for n, option in (known | sizes).items() if n in named}
+        return self.pattern(**of_pattern), {name: known.get(name) for name in _SHARED}
 
 
 def _split_heads(reached, heads, key_heads):

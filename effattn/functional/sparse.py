@@ -1,7 +1,7 @@
 """Sparse softmax attention: over the pairs of a pattern or the tiles of a layout."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -10,11 +10,9 @@ from effattn import dispatch
 from effattn.arrays import checks
 from effattn.cores import attention
 from effattn.options import Direction, Offset, Packing, Score, Sink, Softmax, Tile, declared
+from effattn.patterns import Causal, Pattern
 from effattn.patterns.layouts import BlockLayout
 from effattn.xla import tiling
-
-if TYPE_CHECKING:
-    from effattn.patterns import Pattern
 
 
 class Options(Direction, Offset, Packing, Score, Sink, Tile, Softmax, total=False):
@@ -27,7 +25,7 @@ def sparse_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    pattern: "Pattern | None" = None,
+    pattern: Pattern | None = None,
     layout: BlockLayout | None = None,
     **options: Unpack[Options],
 ) -> Any:
@@ -101,13 +99,10 @@ def _with_layout(query, key, given: attention.Arguments, layout) -> attention.Ar
     return dataclasses.replace(given, layout=layout)
 
 
-def with_pattern(query, key, given: attention.Arguments, pattern: "Pattern") -> attention.Arguments:
+def with_pattern(query, key, given: attention.Arguments, pattern: Pattern) -> attention.Arguments:
     """Returns the arguments restricted to a pattern, combined with causality."""
     queries, heads = query.shape[-3:-1]
     keys, key_heads = key.shape[-3:-1]
-    # Imported on use: not everyone who imports the library has patterns.
-    from effattn.patterns import Causal, Pattern
-
     if not isinstance(pattern, Pattern):
         raise ValueError(
             f"pattern must be an effattn.patterns.Pattern, got {type(pattern).__name__}; "
