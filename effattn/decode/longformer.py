@@ -11,6 +11,7 @@ from effattn.arrays.combine import combine
 from effattn.arrays.segments import positions_from, within
 from effattn.decode import contiguous, ring
 from effattn.decode.contiguous import ContiguousState
+from effattn.decode.decoder import Sizes
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.state import bounded, check_init, check_state, new_lengths
 from effattn.functional.longformer import gather, locate
@@ -71,15 +72,13 @@ class LongformerDecoder:
     ) -> LongformerState:
         """Returns an empty state for `max_length` tokens a row."""
         dtype = check_init(batch, max_length, dtype)
+        sizes = Sizes(batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
         most, bound = bounded(self.options["max_global"], max_length)
-        window = RingDecoder(sliding_window_attention, self.options)
-        sizes = num_kv_heads, head_dim, value_dim, dtype
         return LongformerState(
-            ring=window.init(batch, max_length, *sizes),
-            key=jnp.zeros((batch, most, num_kv_heads, head_dim), dtype),
-            value=jnp.zeros((batch, most, num_kv_heads, value_dim), dtype),
+            ring.empty(self._window.span, sizes),
+            *sizes.heads(most),
             position=jnp.full((batch, most), -1, jnp.int32),
-            prefix=contiguous.empty(batch, max_length, *sizes),
+            prefix=contiguous.empty(sizes),
             max_length=bound,
         )
 
@@ -114,8 +113,9 @@ class LongformerDecoder:
         is_global = None if global_mask is None else global_mask & is_valid
         if is_global is not None:
             state, is_global = _with_new_global_tokens(state, key, value, positions, is_global)
-        reach = RingDecoder(sliding_window_attention, self.options).span
-        keys, values, filled, after = ring.append(state.ring, key, value, lengths, reach)
+        keys, values, filled, after = ring.append(
+            state.ring, key, value, lengths, self._window.span
+        )
         prefix = contiguous.append(state.prefix, global_key, global_value, lengths)
 
         span = state.ring.key.shape[1]
@@ -160,6 +160,10 @@ class LongformerDecoder:
             # Only steps with a global token read the whole prefix.
             out = jax.lax.cond(jnp.any(is_global), attend_globally, lambda: out)
         return out, dataclasses.replace(state, ring=after, prefix=prefix)
+
+    @property
+    def _window(self) -> RingDecoder:
+        return RingDecoder(sliding_window_attention, self.options)
 
     def _attend(self, heads: Heads, positions: tuple[jax.Array, jax.Array], mask: jax.Array):
         """Returns output and log-sum-exp of softmax attention under the mask `(B, T, S)`."""

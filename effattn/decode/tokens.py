@@ -38,8 +38,13 @@ def append(state: TokenState, new: Any, lengths: jax.Array) -> TokenState:
 
 
 def stored(kept: jax.Array, new: jax.Array, length: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Writes the first `lengths[b]` of `new (B, T, ...)` into `kept (B, S, ...)` at `length[b]`."""
+    """Writes the first `lengths[b]` of `new (B, T, ...)` into `kept (B, S, ...)` at `length[b]`.
+
+    Tokens past the end are dropped.
+    """
     capacity = kept.shape[1]
+    if capacity == 0:
+        return kept  # JAX cannot differentiate a scatter into an empty array.
     # Padding goes to slot `capacity`, which does not exist, so `mode="drop"` drops it.
     time = new.shape[1]
     slots = jnp.where(within(lengths, time), positions_from(length, time), capacity)

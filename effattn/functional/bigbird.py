@@ -206,7 +206,7 @@ registry.register(
         family="sparse",
         paper="Zaheer et al. 2020, Big Bird",
         function=bigbird_attention,
-        decoder="effattn.decode.gathered:decoder",
+        decoder="effattn.decode.gathered:GatheredDecoder",
         pattern=pattern,
         options={"block_size": 32, "num_window_blocks": 3, "num_random_blocks": 2},
         complexity="O(N b (w + g + r))",

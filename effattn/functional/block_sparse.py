@@ -162,7 +162,7 @@ registry.register(
         paper="Gray et al. 2017, GPU Kernels for Block-Sparse Weights",
         function=block_sparse_attention,
         capabilities=frozenset({"cross"}),
-        decoder="effattn.decode.gathered:decoder",
+        decoder="effattn.decode.gathered:GatheredDecoder",
         pattern=pattern,
         options={"block_size": 32, "block_mask": first_and_near},
         complexity="O(N b) for b kept keys a row",

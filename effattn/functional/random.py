@@ -82,7 +82,7 @@ registry.register(
         family="sparse",
         paper="Zaheer et al. 2020, Big Bird",
         function=random_attention,
-        decoder="effattn.decode.gathered:decoder",
+        decoder="effattn.decode.gathered:GatheredDecoder",
         pattern=functools.partial(bigbird.pattern, **_ONLY_RANDOM),
         options={"block_size": 32, "num_random_blocks": 3},
         complexity="O(N b r)",

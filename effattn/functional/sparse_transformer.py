@@ -152,7 +152,7 @@ registry.register(
         function=sparse_transformer_attention,
         capabilities=frozenset({"causal"}),
         options={"stride": 128, "kind": "strided", "summary": 1, "factor": "merged"},
-        decoder="effattn.decode.gathered:decoder",
+        decoder="effattn.decode.gathered:GatheredDecoder",
         pattern=sparse_transformer,
         options_at=lambda length: {"stride": math.isqrt(length)},
         complexity="O(N sqrt N)",

@@ -95,7 +95,7 @@ class LongShortSelfAttention(SelfAttention):
         decoder = self._decoder()
         x, positions, lengths = self._new(x, state, lengths)
         heads = self._heads(x, positions)
-        out, state = decoder.extend(*heads, state, lengths, self.projection(x))
+        out, state = decoder.extend(*heads, state, lengths, slot_scores=self.projection(x))
         return self.out(out), state
 
     def _options(self) -> dict[str, Any]:

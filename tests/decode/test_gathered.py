@@ -63,7 +63,7 @@ def extended(decoder, arrays, split, capacity=LENGTH):
 
 def reached_by(decoder, capacity):
     """What each of `capacity` tokens reaches, a list or one a head, and how many are asked for."""
-    pattern, _ = decoder._split_options(capacity, HEADS, KEY_HEADS)
+    pattern = decoder._pattern_for(capacity, HEADS, KEY_HEADS)
     of_all = jax.jit(jax.vmap(lambda i: pattern.reach(i, capacity)))
     each = np.asarray(of_all(np.arange(capacity)))
     return each, each.shape[-1]
@@ -127,7 +127,7 @@ def test_a_traced_table_or_mask_reaches_what_a_known_one_reaches(heads):
         found = []
         for name, option in (("bigbird", "random_blocks"), ("block_sparse", "block_mask")):
             decoder = decoder_of(name, block_size=3, **{option: given[option]})
-            pattern, _ = decoder._split_options(11, HEADS, KEY_HEADS)
+            pattern = decoder._pattern_for(11, HEADS, KEY_HEADS)
             rows = jax.vmap(lambda i, p=pattern: p.reach(i, 11))(np.arange(11))
             found.append(rows.reshape(11, -1, rows.shape[-1]))
         return found
@@ -250,7 +250,7 @@ def test_lists_of_all_of_key_and_of_query_heads(lists, monkeypatch):
 
     monkeypatch.setattr(gathered, "_tokens_at_a_time", lambda numbers, time: 4)
     arrays = draw(LENGTH)
-    decoder = GatheredDecoder(Steps, effattn.dot_product_attention, EVERYTHING)
+    decoder = GatheredDecoder(effattn.dot_product_attention, EVERYTHING, Steps)
     out = extended(decoder, arrays, (LENGTH // 2,) * 2)
     each = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     steps = np.arange(2, 2 + lists) if lists else np.array([3])
