@@ -5,8 +5,7 @@ import dataclasses
 import jax
 
 from effattn.decode.decoder import Decoder, Sizes
-from effattn.decode.state import check_capacity
-from effattn.decode.tokens import stored
+from effattn.decode.tokens import append_to
 
 
 @jax.tree_util.register_dataclass
@@ -30,22 +29,6 @@ def empty(sizes: Sizes) -> ContiguousState:
     return ContiguousState(*sizes.heads(sizes.max_length), sizes.length())
 
 
-def append(
-    state: ContiguousState, key: jax.Array, value: jax.Array, lengths: jax.Array
-) -> ContiguousState:
-    """Appends the first `lengths[b]` of T new keys `(B, T, K, H)` and values.
-
-    Raises `ValueError` if a row outgrows the capacity and the lengths are concrete. With traced
-    lengths, tokens past the capacity are dropped.
-    """
-    check_capacity(state.length, lengths, state.key.shape[1])
-    return ContiguousState(
-        key=stored(state.key, key, state.length, lengths),
-        value=stored(state.value, value, state.length, lengths),
-        length=state.length + lengths,
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class ContiguousDecoder(Decoder):
     """Decodes a causal attention function that takes `query_offset` and `query_seq_lengths`.
@@ -62,7 +45,7 @@ class ContiguousDecoder(Decoder):
 
     def _extend(self, heads, state, lengths):
         query, key, value = heads
-        new = append(state, key, value, lengths)
+        new = append_to(state, lengths, key=key, value=value)
         # The causal mask hides unfilled slots: their positions are after every query.
         out = self.function(
             query,

@@ -17,6 +17,7 @@ from effattn.cores import attention
 from effattn.decode import contiguous
 from effattn.decode.contiguous import ContiguousState
 from effattn.decode.decoder import Decoder, Sizes
+from effattn.decode.tokens import append_to
 from effattn.patterns import Pattern
 from effattn.xla import tiling
 
@@ -52,7 +53,7 @@ class GatheredDecoder(Decoder):
     def _extend(self, heads_of_tokens, state, lengths):
         query, key, value = heads_of_tokens
         (batch, time, heads, _), key_heads = query.shape, key.shape[-2]
-        new = contiguous.append(state, key, value, lengths)
+        new = append_to(state, lengths, key=key, value=value)
         capacity = new.key.shape[1]
         if capacity == 0:
             return jnp.zeros((batch, time, heads, value.shape[-1]), value.dtype), new

@@ -10,7 +10,7 @@ from effattn.cores import attention
 from effattn.decode.decoder import Decoder, Sizes
 from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import bounded, check_bound, check_capacity
-from effattn.decode.tokens import stored
+from effattn.decode.tokens import choose_rows, stored
 from effattn.functional.hierarchical import Hierarchy, Runs, pool, tokens
 
 _SHARED = ("scale", "logits_soft_cap", "sink", "precision", "tile", "implementation")
@@ -156,7 +156,7 @@ class HierarchicalDecoder(Decoder):
         number, siblings = state.length // hierarchy.segment - 1, []
         for kept in state.siblings:
             is_second = number % 2 == 1
-            siblings.append(_where(is_finished & ~is_second, unit, kept))
+            siblings.append(choose_rows(is_finished & ~is_second, unit, kept))
             is_finished, number = is_finished & is_second, number // 2
             unit = pool(jax.tree.map(lambda *both: jnp.concatenate(both, 1), kept, unit), 2)
         at, lengths = number * pieces, jnp.where(is_finished, pieces, 0)
@@ -166,15 +166,6 @@ class HierarchicalDecoder(Decoder):
             summary_key=stored(state.summary_key, unit.key, at, lengths),
             summary_value=stored(state.summary_value, unit.value, at, lengths),
         )
-
-
-def _where(rows, runs: Runs, other: Runs) -> Runs:
-    """Selects `runs` where `rows (B,)` is True, else `other`."""
-
-    def choose(a, b):
-        return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(choose, runs, other)
 
 
 @dataclasses.dataclass(frozen=True)

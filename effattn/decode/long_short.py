@@ -15,7 +15,7 @@ from effattn.decode.decoder import Decoder, Sizes
 from effattn.decode.ring import RingState
 from effattn.decode.segments import extend_by_segment
 from effattn.decode.state import check_bound, check_capacity
-from effattn.decode.tokens import stored
+from effattn.decode.tokens import choose_rows, stored
 from effattn.functional.long_short import Settings, check_projection, normalise, score
 
 _SHARED = ("scale", "logits_soft_cap", "precision", "tile", "implementation")
@@ -90,7 +90,7 @@ class LongShortDecoder(Decoder):
         weight = jnp.zeros((sizes.batch, slots, sizes.key_heads), wide)
         return LongShortState(
             ring.empty(options.window - 1, sizes),
-            Sums(weight + dtypes.lowest(wide), weight, *sizes.heads(slots, wide)),
+            _empty_sums(weight, *sizes.heads(slots, wide)),
             *sizes.heads(segments * slots),
         )
 
@@ -139,7 +139,7 @@ class LongShortDecoder(Decoder):
 
         return out, LongShortState(
             ring=after,
-            sums=_clear(sums, is_finished),
+            sums=choose_rows(is_finished, _empty_sums(sums.weight, sums.key, sums.value), sums),
             slot_key=put(state.slot_key, sums.key),
             slot_value=put(state.slot_value, sums.value),
         )
@@ -180,6 +180,12 @@ class LongShortDecoder(Decoder):
         return out
 
 
+def _empty_sums(weight, key, value) -> Sums:
+    """Returns sums without tokens, in the shapes of the arguments."""
+    largest = jnp.full_like(weight, dtypes.lowest(weight.dtype))
+    return Sums(largest, *map(jnp.zeros_like, (weight, key, value)))
+
+
 def _add(sums: Sums, key, value, scores) -> Sums:
     """Adds T tokens to the sums; scores `(B, T, K, r)` are `dtypes.lowest` in the padding."""
     scores = jnp.moveaxis(scores.astype(sums.weight.dtype), 1, -1)  # (B, K, r, T)
@@ -198,18 +204,4 @@ def _add(sums: Sums, key, value, scores) -> Sums:
         weight=sums.weight * kept + jnp.swapaxes(weights.sum(-1), 1, 2),
         key=added(sums.key, key.astype(weights.dtype)),
         value=added(sums.value, value.astype(weights.dtype)),
-    )
-
-
-def _clear(sums: Sums, rows) -> Sums:
-    """Resets the sums to empty where `rows (B,)` is True."""
-
-    def where(empty, x):
-        return jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), empty, x)
-
-    return Sums(
-        where(dtypes.lowest(sums.largest.dtype), sums.largest),
-        where(0, sums.weight),
-        where(0, sums.key),
-        where(0, sums.value),
     )

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import positions_from, within
+from effattn.cores import attention
 from effattn.decode import contiguous, ring
 from effattn.decode.contiguous import ContiguousState
 from effattn.decode.decoder import Sizes
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.state import bounded, check_init, check_state, new_lengths
+from effattn.decode.tokens import append_to
 from effattn.functional.longformer import gather, locate
 from effattn.functional.sliding_window import sliding_window_attention
-from effattn.functional.softmax import dot_product_attention
 
 Heads = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -116,7 +117,7 @@ class LongformerDecoder:
         keys, values, filled, after = ring.append(
             state.ring, key, value, lengths, self._window.span
         )
-        prefix = contiguous.append(state.prefix, global_key, global_value, lengths)
+        prefix = append_to(state.prefix, lengths, key=global_key, value=global_value)
 
         span = state.ring.key.shape[1]
         start = state.length - span
@@ -169,15 +170,8 @@ class LongformerDecoder:
         """Returns output and log-sum-exp of softmax attention under the mask `(B, T, S)`."""
         windows = ("local_window_size", "dilation", "tile", "max_global")
         options = {name: o for name, o in self.options.items() if name not in windows}
-        score_mod = options.get("score_mod")
-        if score_mod is not None:
-            of_query, of_key = positions
-
-            def at_positions(logit, b, h, i, j):
-                return score_mod(logit, b, h, of_query[b, i], of_key[b, j])
-
-            options["score_mod"] = at_positions
-        return dot_product_attention(*heads, mask=mask[:, None], return_residual=True, **options)
+        given = attention.check("longformer_attention", *heads, mask=mask[:, None], **options)
+        return attention.attend(*heads, dataclasses.replace(given, positions=positions))
 
 
 def _with_new_global_tokens(state, key, value, positions, is_global):
