@@ -213,6 +213,7 @@ def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     named = sorted(name for name in given if name.startswith("global_"))
     if named:
         raise NotImplementedError(
-            f"{function.__name__} decodes without global tokens alone, got {', '.join(named)}"
+            f"decoding {function.__name__} takes no global tokens, got {', '.join(named)}; "
+            "effattn.nn.LongformerSelfAttention with max_global decodes them"
         )
     return RingDecoder(sliding_window_attention, given)

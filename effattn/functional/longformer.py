@@ -104,7 +104,10 @@ def longformer_attention(
 def _check_global(global_mask, max_global, shape):
     if global_mask is None:
         if max_global is not None:
-            raise ValueError(f"max_global {max_global} needs global_mask, which was not given")
+            raise ValueError(
+                f"max_global={max_global} needs global_mask, which selects the global tokens; give "
+                "both or neither"
+            )
         return None
     *batch, length = shape
     global_mask = jnp.asarray(global_mask)

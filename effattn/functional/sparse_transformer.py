@@ -74,8 +74,8 @@ def sparse_transformer_attention(
     sparse_transformer(stride, kind, summary, factor)  # checks the options
     if options.get("segment_ids") is not None and kind == "fixed":
         raise ValueError(
-            "segment_ids are for kind='strided'; kind='fixed' counts its blocks from the start of "
-            "the sequence, not of each segment"
+            "segment_ids need kind='strided', got kind='fixed', whose blocks count from the start "
+            "of the sequence, not of each segment"
         )
     given = attention.check(
         "sparse_transformer_attention", query, key, value, is_causal=True, **options

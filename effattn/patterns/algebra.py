@@ -198,7 +198,9 @@ class Pattern:
         """
         for name, positions in (("queries", queries), ("keys", keys)):
             if not isinstance(positions, range) or not positions or positions.step != 1:
-                raise ValueError(f"{name} must be a range of consecutive ones, got {positions!r}")
+                raise ValueError(
+                    f"{name} must be a range of consecutive positions, got {positions!r}"
+                )
         lengths = lengths or (queries.stop, keys.stop)
         _frame(self, *lengths, 0)
         frame = Frame(queries.start, len(queries), lengths[1], (len(queries), 1), self.heads or 1)

@@ -72,8 +72,9 @@ def bigbird_parts(
     block_size, num_window_blocks, num_global_blocks, num_random_blocks, seed, causal, num_heads
 ) -> tuple[SlidingWindow, GlobalBlocks, RandomBlocks]:
     """Returns the window, the global blocks and the random blocks of `bigbird`."""
-    at_least("block_size", block_size, 1, "tokens in a block")
-    if at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
+    block_size = at_least("block_size", block_size, 1, "tokens in a block")
+    num_window_blocks = at_least("num_window_blocks", num_window_blocks, 1)
+    if num_window_blocks % 2 == 0:
         raise ValueError(
             f"num_window_blocks must be odd, got {num_window_blocks}: the query's block and "
             "as many blocks before as after it"

@@ -83,7 +83,7 @@ def test_it_attends_to_the_sets_of_the_paper(kind, factor, stride, summary, x64)
         ({"stride": 4, "summary": 2}, "summary is for kind='fixed', got 2 with kind='strided'"),
         (
             {"stride": 4, "kind": "fixed", "segment_ids": np.ones((2, LENGTH), int)},
-            "segment_ids are for kind='strided'",
+            "segment_ids need kind='strided', got kind='fixed'",
         ),
     ],
 )
