@@ -80,8 +80,8 @@ class Mechanism:
       by_layer: `(layer) -> options` that depend on the index of the layer (from 0), or None.
       decoder: "module:attribute" of a function `(function, options) -> Decoder` (see
         `effattn.decode`), or None.
-      reach: function for the keys that each token attends to, for
-        `effattn.decode.GatheredDecoder`, or None.
+      pattern: function that returns the `effattn.patterns.Pattern` of a call, or None. Its
+        parameters are options of the function, or `length`, `heads`, `key_heads` or `is_causal`.
       capabilities: names from `CAPABILITIES`. With `takes_heads`, pass only capabilities that do
         not follow from the function's parameters: "cross", and the direction if there is no
         parameter `is_causal`. The others are added, except those in `reasons`. "grouped" is added
@@ -111,7 +111,7 @@ class Mechanism:
     naive: Callable[..., Any] | None = None
     builder: str = _ANY_FUNCTION
     decoder: str | None = None
-    reach: Callable[..., Any] | None = None
+    pattern: Callable[..., Any] | None = None
     causality: str = "exact"
     knows_order: bool = False
 

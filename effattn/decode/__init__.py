@@ -2,6 +2,7 @@
 
 from effattn.decode.block_linformer import BlockLinformerDecoder, BlockLinformerState
 from effattn.decode.contiguous import ContiguousDecoder, ContiguousState
+from effattn.decode.decoder import Decoder
 from effattn.decode.gathered import GatheredDecoder
 from effattn.decode.generate import generate
 from effattn.decode.hierarchical import HierarchicalDecoder, HierarchicalState
@@ -10,7 +11,7 @@ from effattn.decode.recurrent import RecurrentDecoder, RecurrentState
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.routing import RoutingDecoder, RoutingState
 from effattn.decode.sampling import sample_token
-from effattn.decode.state import Decoder, State
+from effattn.decode.state import State
 from effattn.decode.tokens import TokenState
 
 __all__ = [

@@ -4,8 +4,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,9 @@ from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention
 from effattn.decode import contiguous
 from effattn.decode.contiguous import ContiguousState
-from effattn.decode.state import check_init, check_state, new_lengths
+from effattn.decode.decoder import Decoder, Sizes
+from effattn.decode.tokens import append_to
+from effattn.patterns import Pattern
 from effattn.xla import tiling
 
 # Options passed to the core, and options that only the parallel form uses.
@@ -25,87 +26,40 @@ _SHARED = ("scale", "logits_soft_cap", "score_mod", "sink", "precision")
 _OF_PARALLEL = ("tile", "implementation")
 
 
-def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> "GatheredDecoder":
-    """Returns the decoder of a registered mechanism that has a `reach`."""
-    entry = registry.entry_of(function)
-    if entry is None or entry.reach is None:
-        raise ValueError(f"{function!r} is no function of a registered mechanism with a reach")
-    return GatheredDecoder(entry.reach, function, options)
-
-
 @dataclasses.dataclass(frozen=True)
-class GatheredDecoder:
+class GatheredDecoder(Decoder):
     """Decodes causal attention in which a query attends to at most n keys: a step costs O(n).
 
-    The KV cache holds all tokens, O(S) a row. A step stores one token, gathers the n keys that its
-    position reaches, and attends to these keys. T tokens take O(T n) time and O(T) memory: keys are
-    gathered for a bounded number of tokens at a time.
-
-    The registry entry of a mechanism holds its `reach`; see `decoder`.
+    The KV cache holds all tokens, O(S) a row. A step stores one token, gathers the n keys that the
+    pattern's `reach` lists for its position, and attends to these keys. T tokens take O(T n) time
+    and O(T) memory: keys are gathered for a bounded number of tokens at a time.
 
     Attributes:
-      reach: `reach(i, capacity, ...)` returns the positions of the keys that a query at position i
-        (a traced scalar) may attend to, each position once: int `(n,)`, or `(K, n)` or `(N, n)` if
-        key heads or query heads differ. Positions below 0 or after i are ignored. The other
-        parameters of `reach` are options of the function, or `heads` (N) and `key_heads` (K).
-      function: the function of the mechanism; its signature has the defaults of the options.
+      function: the attention function; its signature has the defaults of the options.
       options: arguments of the function.
+      pattern: function that returns the `effattn.patterns.Pattern` of causal calls, with K or N
+        heads if heads differ. Its parameters are options of the mechanism, or `length` (the
+        capacity of the cache), `heads` (N), `key_heads` (K) and `is_causal`. The default is the
+        function that the registry has for the mechanism.
     """
 
-    reach: Callable[..., jax.Array]
-    function: Callable[..., Any]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pattern: Callable[..., Pattern] | None = None
 
-    def init(
-        self,
-        batch: int,
-        max_length: int,
-        num_kv_heads: int,
-        head_dim: int,
-        value_dim: int,
-        dtype: Any,
-    ) -> ContiguousState:
-        """Returns an empty cache for `max_length` tokens a row."""
-        dtype = check_init(batch, max_length, dtype)
-        return contiguous.empty(batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
+    _state = ContiguousState
 
-    def extend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        state: ContiguousState,
-        lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, ContiguousState]:
-        """Appends T tokens, and attends from each new token to the keys that it reaches.
+    def _empty(self, sizes: Sizes):
+        return contiguous.empty(sizes)
 
-        A `score_mod` receives positions in the whole sequence.
-
-        Args:
-          query: `(B, T, N, H)`.
-          key: `(B, T, K, H)`.
-          value: `(B, T, K, Hv)`.
-          state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
-
-        Returns:
-          `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
-
-        Raises:
-          ValueError: an option that decoding does not take, or a row outgrows the capacity and the
-            lengths are concrete. With traced lengths, tokens past the capacity are not stored, and
-            later outputs do not attend to these tokens.
-        """
-        batch, time, heads, _ = query.shape
-        key_heads = key.shape[-2]
-        check_state(state, ContiguousState, batch)
-        lengths = new_lengths(lengths, batch, time)
-        reach, shared = self._split_options(heads, key_heads)
-        new = contiguous.append(state, key, value, lengths)
+    def _extend(self, heads_of_tokens, state, lengths):
+        query, key, value = heads_of_tokens
+        (batch, time, heads, _), key_heads = query.shape, key.shape[-2]
+        new = append_to(state, lengths, key=key, value=value)
         capacity = new.key.shape[1]
         if capacity == 0:
             return jnp.zeros((batch, time, heads, value.shape[-1]), value.dtype), new
-        reach = functools.partial(reach, capacity=capacity)
+        pattern = self._pattern_for(capacity, heads, key_heads)
+        reach = functools.partial(pattern.reach, capacity=capacity)
+        shared = {name: self.options.get(name) for name in _SHARED}
 
         def attend(query, position, present):
             """Attends from P queries `(B, P, N, H)` with positions and validity `(B, P)`."""
@@ -128,20 +82,32 @@ class GatheredDecoder:
             out = _in_pieces(attend, tokens, _tokens_at_a_time(numbers, time))
         return out, new
 
-    def _split_options(self, heads: int, key_heads: int):
-        """Returns `reach` as a function of (i, capacity), and the options of the core."""
-        given = {name: option for name, option in self.options.items() if option is not None}
-        named = [*inspect.signature(self.reach).parameters][2:]
-        left_over = sorted(given.keys() - {*named, *_SHARED, *_OF_PARALLEL})
-        if left_over:
+    def _takes(self):
+        known = inspect.signature(self.function).parameters.keys()
+        return {*_SHARED, *_OF_PARALLEL, *(known & self._parameters())}
+
+    def _parameters(self):
+        """Names of the parameters of the function that returns the pattern."""
+        return inspect.signature(self._registered()).parameters.keys()
+
+    def _registered(self) -> Callable[..., Pattern]:
+        entry = registry.entry_of(self.function)
+        registered = None if entry is None else entry.pattern
+        pattern = self.pattern or registered
+        if pattern is None:
             raise ValueError(
-                f"decoding {self.function.__name__} does not take {', '.join(left_over)}"
+                "function must be one of a registered mechanism with a pattern, got "
+                f"{self.function!r}; GatheredDecoder takes the pattern of any other as `pattern`"
             )
-        parameters = inspect.signature(self.function).parameters.values()
-        known = {parameter.name: parameter.default for parameter in parameters}
-        known |= {"heads": heads, "key_heads": key_heads, **given}
-        reach = functools.partial(self.reach, **{name: known[name] for name in named})
-        return reach, {name: known.get(name) for name in _SHARED}
+        return pattern
+
+    def _pattern_for(self, capacity: int, heads: int, key_heads: int) -> Pattern:
+        known = {p.name: p.default for p in inspect.signature(self.function).parameters.values()}
+        known |= {name: option for name, option in self.options.items() if option is not None}
+        known |= {"length": capacity, "heads": heads, "key_heads": key_heads, "is_causal": True}
+        return self._registered()(
+            **{name: known[name] for name in known.keys() & self._parameters()}
+        )
 
 
 def _split_heads(reached, heads, key_heads):

@@ -76,8 +76,8 @@ def generate(
     lengths = new_lengths(lengths, *prompt.shape)
     if is_concrete(lengths) and np.asarray(lengths).min(initial=1) < 1:
         raise ValueError(
-            "every row needs at least one prompt token (a start token will do), "
-            f"got lengths {np.asarray(lengths).tolist()}"
+            "lengths must be 1 or more, because every row needs at least one prompt token (a start "
+            f"token will do), got {np.asarray(lengths).tolist()}"
         )
     max_new_tokens = checks.at_least("max_new_tokens", max_new_tokens, 0, "tokens")
     given = {} if top_p is None else {"top_p": top_p}

@@ -1,32 +1,21 @@
 """Decoding of hierarchical attention: the present segment and summaries of finished segments."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from effattn.arrays import checks, dtypes
-from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention
 from effattn.cores.pooling import Runs, pool, tokens
 from effattn.cores.score_mod import Score
+from effattn.decode.decoder import Decoder, Sizes
 from effattn.decode.segments import extend_by_segment
-from effattn.decode.state import (
-    bounded,
-    check_bound,
-    check_capacity,
-    check_init,
-    check_state,
-    new_lengths,
-)
+from effattn.decode.state import bounded, check_bound, check_capacity
+from effattn.decode.tokens import choose_rows, stored
 from effattn.functional.hierarchical import Hierarchy
 
-_OPTIONS = frozenset(
-    "segment_size num_levels num_summaries summary_query scale logits_soft_cap sink precision tile "
-    "implementation".split()
-)
+_SHARED = ("scale", "logits_soft_cap", "sink", "precision", "tile", "implementation")
 
 
 @jax.tree_util.register_dataclass
@@ -59,134 +48,69 @@ class HierarchicalState:
 
 
 @dataclasses.dataclass(frozen=True)
-class HierarchicalDecoder:
-    """Decodes `effattn.hierarchical_attention`.
+class HierarchicalDecoder(Decoder):
+    """Decodes `effattn.hierarchical_attention`; its `segment_size` is required.
 
     A step costs O(m + r (L + U)) time a row, and the state O(m + r (L + U)) memory, for U units of
-    the last level in the whole sequence.
-
-    Attributes:
-      function: `effattn.hierarchical_attention`.
-      options: arguments of the function; `segment_size` is required.
+    the last level in the whole sequence. The state has room for `max_length` tokens a row, rounded
+    up to whole units.
     """
 
-    function: Callable[..., Any]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    _state = HierarchicalState
+
+    def _needs(self):
+        return ("segment_size",)
+
+    def _takes(self):
+        return (*_SHARED, "segment_size", "num_levels", "num_summaries", "summary_query")
 
     @property
     def hierarchy(self) -> Hierarchy:
         """The checked sizes of segments and levels, from the options."""
-        unknown = self.options.keys() - _OPTIONS
-        if unknown:
-            raise ValueError(
-                f"decoding hierarchical attention takes the options {', '.join(sorted(_OPTIONS))}; "
-                f"got also {', '.join(sorted(unknown))}"
-            )
-        if "segment_size" not in self.options:
-            raise ValueError(
-                "decoding hierarchical attention needs segment_size among the options, "
-                f"got {sorted(self.options)}"
-            )
-        names = {"num_levels": 1, "num_summaries": 1}
-        numbers = (self.options.get(name, default) for name, default in names.items())
+        numbers = (self.options.get(name, 1) for name in ("num_levels", "num_summaries"))
         return Hierarchy.of(self.options["segment_size"], *numbers)
 
-    def init(
-        self,
-        batch: int,
-        max_length: int,
-        num_kv_heads: int,
-        head_dim: int,
-        value_dim: int,
-        dtype: Any,
-    ) -> HierarchicalState:
-        """Returns an empty state for `max_length` tokens a row, rounded up to whole units."""
-        dtype = check_init(batch, max_length, dtype)
+    def _empty(self, sizes: Sizes):
         hierarchy = self.hierarchy
-        siblings = hierarchy.siblings(max_length)
+        siblings = hierarchy.siblings(sizes.max_length)
         # Level L needs no slots if the lower levels hold the whole sequence.
-        units = -(-max_length // hierarchy.unit(siblings + 1))
-        wide = dtypes.wide(dtype)
-
-        def arrays(slots, dtype):
-            key = jnp.zeros((batch, slots, num_kv_heads, head_dim), dtype)
-            return key, jnp.zeros((batch, slots, num_kv_heads, value_dim), dtype)
+        units = max(-(-sizes.max_length // hierarchy.unit(siblings + 1)) - 1, 0)
+        wide = dtypes.wide(sizes.dtype)
 
         def runs():
-            logit = jnp.zeros((batch, hierarchy.pieces, num_kv_heads), wide)
-            present = jnp.zeros((batch, hierarchy.pieces), jnp.int32)
-            key, value = arrays(hierarchy.pieces, wide)
-            return Runs(logit, key, value, present)
+            logit = jnp.zeros((sizes.batch, hierarchy.pieces, sizes.key_heads), wide)
+            present = jnp.zeros((sizes.batch, hierarchy.pieces), jnp.int32)
+            return Runs(logit, *sizes.heads(hierarchy.pieces, wide), present)
 
-        slots, bound = bounded(hierarchy.segment, max_length)
-        key, value = arrays(slots, dtype)
-        summary_key, summary_value = arrays(max(units - 1, 0) * hierarchy.pieces, dtype)
+        slots, bound = bounded(hierarchy.segment, sizes.max_length)
         return HierarchicalState(
-            key=key,
-            value=value,
-            siblings=tuple(runs() for _ in range(siblings)),
-            summary_key=summary_key,
-            summary_value=summary_value,
-            length=jnp.zeros((batch,), jnp.int32),
+            *sizes.heads(slots),
+            tuple(runs() for _ in range(siblings)),
+            *sizes.heads(units * hierarchy.pieces),
+            sizes.length(),
             max_length=bound,
         )
 
-    def extend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        state: HierarchicalState,
-        lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, HierarchicalState]:
-        """Attends from T new tokens to all tokens so far, segment by segment.
-
-        Args:
-          query: `(B, T, N, H)`.
-          key: `(B, T, K, H)`.
-          value: `(B, T, K, Hv)`.
-          state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
-
-        Returns:
-          `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
-
-        Raises:
-          ValueError: a row outgrows the capacity and the lengths are concrete. With traced lengths,
-            units past the capacity are not stored, and later outputs do not attend to these units.
-            Earlier units are never overwritten.
-        """
-        batch, time = query.shape[:2]
-        check_state(state, HierarchicalState, batch)
-        lengths = new_lengths(lengths, batch, time)
+    def _extend(self, heads, state, lengths):
         hierarchy = self.hierarchy
-        level = len(state.siblings) + 1
         units = state.summary_key.shape[1] // hierarchy.pieces + 1
         check_bound(state, lengths, state.key.shape[1], hierarchy.segment)
-        check_capacity(state.length, lengths, units * hierarchy.unit(level))
-        out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
-        arrays = (query, key, value)
-        return extend_by_segment(
-            self._extend_inside, hierarchy.segment, arrays, out, state, lengths
-        )
+        capacity = units * hierarchy.unit(len(state.siblings) + 1)
+        check_capacity(state.length, lengths, capacity)
+        return extend_by_segment(self._extend_inside, hierarchy.segment, heads, state, lengths)
 
-    def _extend_inside(self, arrays, state: HierarchicalState, lengths):
+    def _extend_inside(self, heads, state: HierarchicalState, lengths):
         """Extends by tokens that lie in one segment of each row."""
-        query, key, value = arrays
-        hierarchy, (batch, time) = self.hierarchy, query.shape[:2]
-        fill = state.length % hierarchy.segment
-        rows = jnp.arange(batch)[:, None]
-        # Padding goes to a slot that does not exist, so `mode="drop"` drops it.
-        slots = positions_from(fill, time)
-        slots = jnp.where(within(lengths, time), slots, hierarchy.segment)
+        query, key, value = heads
+        size = self.hierarchy.segment
         state = dataclasses.replace(
             state,
-            key=state.key.at[rows, slots].set(key.astype(state.key.dtype), mode="drop"),
-            value=state.value.at[rows, slots].set(value.astype(state.value.dtype), mode="drop"),
+            key=stored(state.key, key, state.length % size, lengths),
+            value=stored(state.value, value, state.length % size, lengths),
         )
         out = self._attend(query, key.dtype, value.dtype, state, lengths)
         state = dataclasses.replace(state, length=state.length + lengths)
-        is_finished = (lengths > 0) & (state.length % hierarchy.segment == 0)
+        is_finished = (lengths > 0) & (state.length % size == 0)
         return out, self._summarise(state, is_finished)
 
     def _attend(self, query, key_dtype, value_dtype, state: HierarchicalState, lengths):
@@ -212,21 +136,11 @@ class HierarchicalDecoder:
             key,
             value,
             mask=jnp.concatenate(seen, 1)[:, None, None, :],
-            scale=self.options.get("scale"),
             is_causal=True,
             query_offset=units + levels.size + state.length % hierarchy.segment,
             query_seq_lengths=lengths,
-            key_value_seq_lengths=None,
-            segment_ids=None,
-            local_window_size=None,
-            logits_soft_cap=self.options.get("logits_soft_cap"),
             score_mod=weight,
-            sink=self.options.get("sink"),
-            dropout_rate=0.0,
-            dropout_rng=None,
-            precision=self.options.get("precision"),
-            tile=self.options.get("tile"),
-            implementation=self.options.get("implementation"),
+            **self._given(_SHARED),
         )
         out, _ = attention.attend(query, key, value, given)
         return out
@@ -244,34 +158,16 @@ class HierarchicalDecoder:
         number, siblings = state.length // hierarchy.segment - 1, []
         for kept in state.siblings:
             is_second = number % 2 == 1
-            siblings.append(_where(is_finished & ~is_second, unit, kept))
+            siblings.append(choose_rows(is_finished & ~is_second, unit, kept))
             is_finished, number = is_finished & is_second, number // 2
             unit = pool(jax.tree.map(lambda *both: jnp.concatenate(both, 1), kept, unit), 2)
-        slots = positions_from(number * pieces, pieces)
-        slots = jnp.where(is_finished[:, None], slots, state.summary_key.shape[1])
-        rows = jnp.arange(slots.shape[0])[:, None]
-
-        def put(table, new):
-            # JAX cannot differentiate a scatter into an empty array.
-            if not table.shape[1]:
-                return table
-            return table.at[rows, slots].set(new.astype(table.dtype), mode="drop")
-
+        at, lengths = number * pieces, jnp.where(is_finished, pieces, 0)
         return dataclasses.replace(
             state,
             siblings=tuple(siblings),
-            summary_key=put(state.summary_key, unit.key),
-            summary_value=put(state.summary_value, unit.value),
+            summary_key=stored(state.summary_key, unit.key, at, lengths),
+            summary_value=stored(state.summary_value, unit.value, at, lengths),
         )
-
-
-def _where(rows, runs: Runs, other: Runs) -> Runs:
-    """Selects `runs` where `rows (B,)` is True, else `other`."""
-
-    def choose(a, b):
-        return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(choose, runs, other)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import positions_from, within
+from effattn.cores import attention
 from effattn.decode import contiguous, ring
 from effattn.decode.contiguous import ContiguousState
+from effattn.decode.decoder import Sizes
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.state import bounded, check_init, check_state, new_lengths
+from effattn.decode.tokens import append_to
 from effattn.functional.longformer import gather, locate
 from effattn.functional.sliding_window import sliding_window_attention
-from effattn.functional.softmax import dot_product_attention
 
 Heads = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -71,15 +73,13 @@ class LongformerDecoder:
     ) -> LongformerState:
         """Returns an empty state for `max_length` tokens a row."""
         dtype = check_init(batch, max_length, dtype)
+        sizes = Sizes(batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
         most, bound = bounded(self.options["max_global"], max_length)
-        window = RingDecoder(sliding_window_attention, self.options)
-        sizes = num_kv_heads, head_dim, value_dim, dtype
         return LongformerState(
-            ring=window.init(batch, max_length, *sizes),
-            key=jnp.zeros((batch, most, num_kv_heads, head_dim), dtype),
-            value=jnp.zeros((batch, most, num_kv_heads, value_dim), dtype),
+            ring.empty(self._window.span, sizes),
+            *sizes.heads(most),
             position=jnp.full((batch, most), -1, jnp.int32),
-            prefix=contiguous.empty(batch, max_length, *sizes),
+            prefix=contiguous.empty(sizes),
             max_length=bound,
         )
 
@@ -114,9 +114,10 @@ class LongformerDecoder:
         is_global = None if global_mask is None else global_mask & is_valid
         if is_global is not None:
             state, is_global = _with_new_global_tokens(state, key, value, positions, is_global)
-        reach = RingDecoder(sliding_window_attention, self.options).span
-        keys, values, filled, after = ring.append(state.ring, key, value, lengths, reach)
-        prefix = contiguous.append(state.prefix, global_key, global_value, lengths)
+        keys, values, filled, after = ring.append(
+            state.ring, key, value, lengths, self._window.span
+        )
+        prefix = append_to(state.prefix, lengths, key=global_key, value=global_value)
 
         span = state.ring.key.shape[1]
         start = state.length - span
@@ -161,19 +162,16 @@ class LongformerDecoder:
             out = jax.lax.cond(jnp.any(is_global), attend_globally, lambda: out)
         return out, dataclasses.replace(state, ring=after, prefix=prefix)
 
+    @property
+    def _window(self) -> RingDecoder:
+        return RingDecoder(sliding_window_attention, self.options)
+
     def _attend(self, heads: Heads, positions: tuple[jax.Array, jax.Array], mask: jax.Array):
         """Returns output and log-sum-exp of softmax attention under the mask `(B, T, S)`."""
         windows = ("local_window_size", "dilation", "tile", "max_global")
         options = {name: o for name, o in self.options.items() if name not in windows}
-        score_mod = options.get("score_mod")
-        if score_mod is not None:
-            of_query, of_key = positions
-
-            def at_positions(logit, b, h, i, j):
-                return score_mod(logit, b, h, of_query[b, i], of_key[b, j])
-
-            options["score_mod"] = at_positions
-        return dot_product_attention(*heads, mask=mask[:, None], return_residual=True, **options)
+        given = attention.check("longformer_attention", *heads, mask=mask[:, None], **options)
+        return attention.attend(*heads, dataclasses.replace(given, positions=positions))
 
 
 def _with_new_global_tokens(state, key, value, positions, is_global):
@@ -215,6 +213,7 @@ def decoder(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     named = sorted(name for name in given if name.startswith("global_"))
     if named:
         raise NotImplementedError(
-            f"{function.__name__} decodes without global tokens alone, got {', '.join(named)}"
+            f"decoding {function.__name__} takes no global tokens, got {', '.join(named)}; "
+            "effattn.nn.LongformerSelfAttention with max_global decodes them"
         )
     return RingDecoder(sliding_window_attention, given)

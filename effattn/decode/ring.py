@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 
 from effattn.arrays import checks, mesh_axes
 from effattn.arrays.segments import within
-from effattn.decode.state import bounded, check_bound, check_init, check_state, new_lengths
+from effattn.decode.decoder import Decoder, Sizes
+from effattn.decode.state import bounded, check_bound
 
 
 @jax.tree_util.register_dataclass
@@ -36,77 +37,35 @@ class RingState:
 
 
 @dataclasses.dataclass(frozen=True)
-class RingDecoder:
+class RingDecoder(Decoder):
     """Decodes causal sliding-window attention; a step costs O(W) a row for any prefix length.
 
-    Attributes:
-      function: called as `function(query, key, value, is_causal=True, query_offset=W,
-        segment_ids=(...), **options)`.
-      options: other arguments of the function; `local_window_size` and `dilation` give W.
+    The options `local_window_size` and `dilation` give W. The function is called as
+    `function(query, key, value, is_causal=True, query_offset=W, segment_ids=(...), **options)`.
     """
 
-    function: Callable[..., Any]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    _state = RingState
+
+    def _needs(self):
+        return ("local_window_size",)
 
     @property
     def span(self) -> int:
         """Distance from a query to the oldest key in its window, in tokens."""
-        if "local_window_size" not in self.options:
-            raise ValueError(
-                "decoding with a ring cache needs local_window_size among the options, "
-                f"got {sorted(self.options)}"
-            )
         left, _ = checks.window(self.options["local_window_size"])
         return left * int(np.max(self.options.get("dilation", 1)))
 
-    def init(
-        self,
-        batch: int,
-        max_length: int,
-        num_kv_heads: int,
-        head_dim: int,
-        value_dim: int,
-        dtype: Any,
-    ) -> RingState:
-        """Returns an empty cache. Rows may outgrow `max_length` if it is at least the span."""
-        dtype = check_init(batch, max_length, dtype)
-        return empty(self.span, batch, max_length, num_kv_heads, head_dim, value_dim, dtype)
+    def _empty(self, sizes: Sizes):
+        return empty(self.span, sizes)
 
-    def extend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        state: RingState,
-        lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, RingState]:
-        """Attends from T new tokens to the cached and the new tokens, and keeps the last W tokens.
-
-        T may be larger than the window. A `score_mod` receives positions in the whole sequence.
-
-        Args:
-          query: `(B, T, N, H)`.
-          key: `(B, T, K, H)`.
-          value: `(B, T, K, Hv)`.
-          state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
-
-        Returns:
-          `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
-
-        Raises:
-          ValueError: `state.max_length` is set, a row outgrows it, and the lengths are concrete.
-            With traced lengths, the window is then the last `max_length` tokens.
-        """
-        batch, time = query.shape[:2]
-        check_state(state, RingState, batch)
-        lengths = new_lengths(lengths, batch, time)
+    def _extend(self, heads, state, lengths):
+        query, key, value = heads
         keys, values, filled, after = append(state, key, value, lengths, self.span)
         kept = state.key.shape[1]
         key_ids = filled.astype(jnp.int32)
         query_ids, options, step, first = key_ids[:, kept:], self.options, 1, 0
         dilation = options.get("dilation", 1)
-        if time == 1 and checks.is_integer(dilation) and dilation > 1:
+        if query.shape[1] == 1 and checks.is_integer(dilation) and dilation > 1:
             # One query reads every `dilation`-th slot: a window without dilation over these slots.
             step, options = int(dilation), {**options, "dilation": 1}
             first = kept % step
@@ -123,23 +82,10 @@ class RingDecoder:
         return out, after
 
 
-def empty(
-    span: int,
-    batch: int,
-    max_length: int,
-    num_kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    dtype: Any,
-) -> RingState:
+def empty(span: int, sizes: Sizes) -> RingState:
     """Returns an empty cache for a window that reaches `span` tokens back."""
-    slots, bound = bounded(span, max_length)
-    return RingState(
-        key=jnp.zeros((batch, slots, num_kv_heads, head_dim), dtype),
-        value=jnp.zeros((batch, slots, num_kv_heads, value_dim), dtype),
-        length=jnp.zeros((batch,), jnp.int32),
-        max_length=bound,
-    )
+    slots, bound = bounded(span, sizes.max_length)
+    return RingState(*sizes.heads(slots), sizes.length(), max_length=bound)
 
 
 def append(

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +11,11 @@ from effattn.arrays import checks
 from effattn.arrays.axes import lead
 from effattn.arrays.segments import within
 from effattn.cores import attention
-from effattn.decode.state import bounded, check_bound, check_init, check_state, new_lengths
+from effattn.decode.decoder import Decoder, Sizes
+from effattn.decode.state import bounded, check_bound
 from effattn.functional.routing import Tokens, check_centroids, nearest
 
 _SHARED = ("scale", "precision", "implementation")
-_OPTIONS = frozenset((*_SHARED, "tile", "centroids", "cluster_size"))
 
 
 @jax.tree_util.register_dataclass
@@ -43,102 +41,48 @@ class RoutingState:
 
 
 @dataclasses.dataclass(frozen=True)
-class RoutingDecoder:
-    """Decodes causal `effattn.routing_attention`.
+class RoutingDecoder(Decoder):
+    """Decodes causal `effattn.routing_attention`; `centroids` and `cluster_size` are required.
 
-    A step reads one cluster and costs O(C H + w (H + Hv)) time for each row and head. T tokens at
-    once cost O((T + C w) w (H + Hv)). The state takes O(C w (H + Hv)) for any prefix length.
-
-    Attributes:
-      function: `effattn.routing_attention`.
-      options: arguments of the function; `centroids` and `cluster_size` are required.
+    A new token attends to the last tokens of its cluster, itself included. A step reads one cluster
+    and costs O(C H + w (H + Hv)) time for each row and head. T tokens at once cost
+    O((T + C w) w (H + Hv)). The state takes O(C w (H + Hv)) for any prefix length. If `max_length`
+    is less than `cluster_size`, rows may not outgrow it.
     """
 
-    function: Callable[..., Any]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    _state = RoutingState
 
-    def init(
-        self,
-        batch: int,
-        max_length: int,
-        num_kv_heads: int,
-        head_dim: int,
-        value_dim: int,
-        dtype: Any,
-    ) -> RoutingState:
-        """Returns an empty state. Rows may outgrow a `max_length` of at least `cluster_size`."""
-        dtype = check_init(batch, max_length, dtype)
-        centroids, size = self._own()
-        heads, clusters = centroids.shape[:2]
-        size, bound = bounded(size, max_length)
+    def _needs(self):
+        return ("centroids", "cluster_size")
 
-        def zeros(features):
-            return jnp.zeros((batch, heads, clusters, size, features), dtype)
+    def _takes(self):
+        return (*_SHARED, "tile", *self._needs())
 
+    def _empty(self, sizes: Sizes):
+        heads, clusters = self.options["centroids"].shape[:2]
+        size, bound = bounded(self.options["cluster_size"], sizes.max_length)
+        shape = (sizes.batch, heads, clusters)
         return RoutingState(
-            key=zeros(head_dim),
-            value=zeros(value_dim),
-            count=jnp.zeros((batch, heads, clusters), jnp.int32),
-            length=jnp.zeros((batch,), jnp.int32),
+            key=jnp.zeros((*shape, size, sizes.head_dim), sizes.dtype),
+            value=jnp.zeros((*shape, size, sizes.value_dim), sizes.dtype),
+            count=jnp.zeros(shape, jnp.int32),
+            length=sizes.length(),
             max_length=bound,
         )
 
-    def extend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        state: RoutingState,
-        lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, RoutingState]:
-        """Attends from T new tokens to the last tokens of their clusters, including themselves.
-
-        Args:
-          query: `(B, T, N, H)`.
-          key: `(B, T, K, H)`.
-          value: `(B, T, K, Hv)`.
-          state: from `init` or an earlier `extend`.
-          lengths: `(B,)` int, valid tokens of each row, right padded; default all T.
-
-        Returns:
-          `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
-
-        Raises:
-          ValueError: options that are missing or not taken; a state of other options; or
-            `state.max_length` is set, a row outgrows it, and the lengths are concrete. With traced
-            lengths, clusters then keep the last `max_length` tokens.
-        """
-        batch, time = query.shape[:2]
-        check_state(state, RoutingState, batch)
+    def _extend(self, heads, state, lengths):
+        query = heads[0]
         checks.known_length("decoding routing attention", query)
-        lengths = new_lengths(lengths, batch, time)
-        centroids, size = self._own()
-        check_bound(state, lengths, state.key.shape[3], size)
-        centroids = check_centroids(centroids, query)
-        present = within(lengths, time)
-        query, key, value = (jnp.where(present[..., None, None], x, 0) for x in (query, key, value))
-        tokens = Tokens.of(query, key, value)
+        check_bound(state, lengths, state.key.shape[3], self.options["cluster_size"])
+        centroids = check_centroids(self.options["centroids"], query)
+        present = within(lengths, query.shape[1])
+        tokens = Tokens.of(*(jnp.where(present[..., None, None], x, 0) for x in heads))
         cluster = nearest(tokens.query_route + tokens.key_route, centroids)
         with jax.named_scope("routing_attention"):
-            extend = self._step if time == 1 else self._extend
+            extend = self._step if query.shape[1] == 1 else self._add
             out, new = extend(tokens, cluster, present, state)
         out = jnp.where(present[..., None, None], jnp.swapaxes(out, 1, 2), 0)
         return out, dataclasses.replace(new, length=state.length + lengths)
-
-    def _own(self) -> tuple[Any, int]:
-        unknown = self.options.keys() - _OPTIONS
-        if unknown:
-            raise ValueError(
-                f"decoding routing attention takes the options {', '.join(sorted(_OPTIONS))}; got "
-                f"also {', '.join(sorted(unknown))}"
-            )
-        missing = [name for name in ("centroids", "cluster_size") if name not in self.options]
-        if missing:
-            raise ValueError(
-                f"decoding routing attention needs {' and '.join(missing)} among the options, got "
-                f"{sorted(self.options)}"
-            )
-        return self.options["centroids"], self.options["cluster_size"]
 
     def _step(self, tokens: Tokens, cluster, present, state: RoutingState):
         """Stores one token and attends to its cluster."""
@@ -165,7 +109,7 @@ class RoutingDecoder:
             state, key=key, value=value, count=state.count.at[mine].set(count)
         )
 
-    def _extend(self, tokens: Tokens, cluster, present, state: RoutingState):
+    def _add(self, tokens: Tokens, cluster, present, state: RoutingState):
         """Sorts cached and new tokens by cluster, oldest first, and attends in causal windows."""
         batch, heads, clusters, size, _ = state.key.shape
         kept, time = clusters * size, cluster.shape[-1]
@@ -223,7 +167,7 @@ class RoutingDecoder:
     def _attend(self, query, key, value, **within):
         """Attends for `(B, N, T, H)`; the core gets each head as an example."""
         query, key, value = (x[..., None, :] for x in (query, key, value))
-        shared = {name: self.options[name] for name in _SHARED if name in self.options}
+        shared = self._given(_SHARED)
         given = attention.check("routing_attention", query, key, value, **shared, **within)
         return attention.attend(query, key, value, given)[0][..., 0, :]
 

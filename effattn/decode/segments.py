@@ -15,7 +15,6 @@ def extend_by_segment(
     extend_inside: Callable[..., tuple[jax.Array, Any]],
     segment: int,
     arrays: tuple[jax.Array, ...],
-    out: jax.ShapeDtypeStruct,
     state: Any,
     lengths: jax.Array,
 ) -> tuple[jax.Array, Any]:
@@ -25,16 +24,16 @@ def extend_by_segment(
       extend_inside: `(arrays, state, lengths) -> (out, state)`, called for each part; the state has
         a `length`.
       segment: m, tokens in a segment.
-      arrays: arrays of the new tokens, `(B, T, ...)` each.
-      out: shape and dtype of the output, `(B, T, ...)`.
+      arrays: query `(B, T, N, H)`, key, value `(B, T, K, Hv)` and other arrays of the new tokens.
       state: the state before the new tokens.
       lengths: `(B,)` int32, number of valid new tokens of each row.
 
     Returns:
-      The output, zeros in the padding, and the state after the new tokens.
+      The output `(B, T, N, Hv)`, zeros in the padding, and the state after the new tokens.
     """
     checks.known_length("decoding segment by segment", arrays[0], axis=1 - arrays[0].ndim)
-    batch, time = out.shape[:2]
+    query, _, value, *_ = arrays
+    batch, time = query.shape[:2]
     if time == 1:
         return extend_inside(arrays, state, lengths)
     size = min(time, segment)
@@ -54,6 +53,7 @@ def extend_by_segment(
         at = jnp.where(within(taken, size), at, time)
         return (outs.at[rows, at].set(of_part, mode="drop"), state, start + taken), None
 
-    carry = jnp.zeros(out.shape, out.dtype), state, jnp.zeros((batch,), jnp.int32)
+    outs = jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
+    carry = outs, state, jnp.zeros((batch,), jnp.int32)
     (outs, state, _), _ = lax.scan(part, carry, length=1 + -(-(time - 1) // segment))
     return outs, state

@@ -1,7 +1,7 @@
-"""The state and decoder protocols, and argument checks that all decoders share.
+"""The protocol of decode states, and argument checks that all decoders share.
 
 A *state* is a small frozen pytree with `length (B,)` int32, the number of tokens that each row has
-seen. A *decoder* makes and extends states for one attention function. `extend` takes any state and
+seen. A *decoder* makes and extends states for one attention function: `extend` takes any state and
 any number T >= 1 of new tokens; row b has `lengths[b]` valid tokens, right padded. Prefill, chunked
 prefill, unequal prompts and single steps are the same call.
 """
@@ -22,33 +22,6 @@ class State(Protocol):
     @property
     def length(self) -> jax.Array:
         """`(B,)` int32."""
-        ...
-
-
-class Decoder(Protocol):
-    """Protocol of a decoder of one attention function, made as `decoder(function, options)`."""
-
-    def init(
-        self,
-        batch: int,
-        max_length: int,
-        num_kv_heads: int,
-        head_dim: int,
-        value_dim: int,
-        dtype: Any,
-    ) -> Any:
-        """Returns an empty state for `batch` rows of up to `max_length` tokens each."""
-        ...
-
-    def extend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        state: Any,
-        lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Attends from T new tokens to all tokens so far: `(out (B, T, N, Hv), new state)`."""
         ...
 
 

@@ -26,20 +26,30 @@ class TokenState:
 
 
 def append(state: TokenState, new: Any, lengths: jax.Array) -> TokenState:
-    """Appends the first `lengths[b]` of T new tokens, a pytree of `(B, T, ...)`.
+    """Appends T new tokens, a pytree of `(B, T, ...)`: see `append_to`."""
+    return append_to(state, lengths, tokens=new)
+
+
+def append_to(state: Any, lengths: jax.Array, **new: Any) -> Any:
+    """Appends the first `lengths[b]` of T new tokens `(B, T, ...)` to the named fields of a state.
 
     Raises `ValueError` if a row outgrows the capacity and the lengths are concrete. With traced
     lengths, tokens past the capacity are dropped.
     """
-    first = jax.tree.leaves(state.tokens)[0]
-    check_capacity(state.length, lengths, first.shape[1])
-    tokens = jax.tree.map(lambda kept, x: stored(kept, x, state.length, lengths), state.tokens, new)
-    return TokenState(tokens=tokens, length=state.length + lengths)
+    kept = {name: getattr(state, name) for name in new}
+    check_capacity(state.length, lengths, jax.tree.leaves(kept)[0].shape[1])
+    fields = jax.tree.map(lambda old, x: stored(old, x, state.length, lengths), kept, new)
+    return dataclasses.replace(state, **fields, length=state.length + lengths)
 
 
 def stored(kept: jax.Array, new: jax.Array, length: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Writes the first `lengths[b]` of `new (B, T, ...)` into `kept (B, S, ...)` at `length[b]`."""
+    """Writes the first `lengths[b]` of `new (B, T, ...)` into `kept (B, S, ...)` at `length[b]`.
+
+    Tokens past the end are dropped.
+    """
     capacity = kept.shape[1]
+    if capacity == 0:
+        return kept  # JAX cannot differentiate a scatter into an empty array.
     # Padding goes to slot `capacity`, which does not exist, so `mode="drop"` drops it.
     time = new.shape[1]
     slots = jnp.where(within(lengths, time), positions_from(length, time), capacity)
@@ -49,3 +59,12 @@ def stored(kept: jax.Array, new: jax.Array, length: jax.Array, lengths: jax.Arra
         return kept.at[slots].set(new.astype(kept.dtype), mode="drop")
 
     return of_row(mesh_axes.beside(new, kept), mesh_axes.beside(new, slots), new)
+
+
+def choose_rows(rows: jax.Array, a: Any, b: Any) -> Any:
+    """Selects the rows of pytree `a` where `rows (B,)` is True, else those of `b`."""
+
+    def choose(a, b):
+        return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(choose, a, b)

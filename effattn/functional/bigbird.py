@@ -14,7 +14,9 @@ from effattn.functional import softmax
 from effattn.functional.block_sparse import attend_blocks
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Score, Sink, Softmax, declared
-from effattn.patterns.reaching import positions_of_blocks
+from effattn.patterns.algebra import Or
+from effattn.patterns.blocks import BlockLists
+from effattn.patterns.named import bigbird_parts
 
 
 class Options(Direction, Score, Sink, Softmax, total=False):
@@ -61,17 +63,9 @@ def drawn_blocks(
     """The random blocks of each key head, if the caller gives none."""
     if random_blocks is not None:
         return {}
-    drawn = draw_random_blocks(
-        key.shape[-3],
-        block_size,
-        num_random_blocks,
-        seed,
-        key_heads=key.shape[-2],
-        is_causal=is_causal,
-        window=num_window_blocks,
-        ends=_ends(num_global_blocks),
-    )
-    return {"random_blocks": drawn}
+    sizes = block_size, num_window_blocks, num_global_blocks, num_random_blocks
+    *_, random = bigbird_parts(*sizes, seed, is_causal, key.shape[-2])
+    return {"random_blocks": random.blocks((key.shape[-3],) * 2)}
 
 
 @with_naive(over_pairs(naive, per_head={"random_blocks": 2}, derived=drawn_blocks))
@@ -128,39 +122,77 @@ def bigbird_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    block_size, ends = _check(block_size, num_window_blocks, num_global_blocks)
     given = attention.check("bigbird_attention", query, key, value, **options)
-    checks.self_attention("bigbird_attention", query, key)
-    checks.known_length("bigbird_attention", query)
-    length, key_heads = key.shape[-3:-1]
-    random = check_random_blocks(random_blocks, length, block_size, key_heads)
-    if random is None:
-        random = draw_random_blocks(
-            length,
-            block_size,
-            num_random_blocks,
-            seed,
-            key_heads=key_heads,
-            is_causal=given.is_causal,
-            window=num_window_blocks,
-            ends=ends,
-        )
-    arrays = query, key, value
-    side = num_window_blocks // 2
+    return attend(
+        query,
+        key,
+        value,
+        given,
+        block_size=block_size,
+        num_window_blocks=num_window_blocks,
+        num_global_blocks=num_global_blocks,
+        num_random_blocks=num_random_blocks,
+        seed=seed,
+        random_blocks=random_blocks,
+    )
 
-    with jax.named_scope("bigbird_attention"):
-        out, lse = _attend(*arrays, given, block_size, side, ends, random)
+
+def attend(query, key, value, given: attention.Arguments, **options: Any) -> Any:
+    """Attends over the pattern of the options, for the mechanism that `given` names."""
+    checks.self_attention(given.mechanism, query, key)
+    checks.known_length(given.mechanism, query)
+    length, key_heads = key.shape[-3:-1]
+    whole = pattern(length, key_heads, given.is_causal, **options)
+    with jax.named_scope(given.mechanism):
+        if length:
+            out, lse = _attend(query, key, value, given, *whole.parts)
+        else:
+            out, lse = attention.attend(query, key, value, given)
     return attention.results(out, lse, given)
 
 
-def _attend(query, key, value, given: attention.Arguments, size, side, ends, random):
+def pattern(
+    length: int,
+    key_heads: int,
+    is_causal: bool,
+    block_size: int,
+    num_window_blocks: int,
+    num_global_blocks: int | tuple[int, int],
+    num_random_blocks: int,
+    seed: int,
+    random_blocks: Any,
+) -> Or:
+    """Returns the union of window, global and random blocks; heads, if they differ, are key heads.
+
+    Causal calls attend to the earlier keys of it.
+    """
+    near, ends, random = bigbird_parts(
+        block_size,
+        num_window_blocks,
+        num_global_blocks,
+        num_random_blocks,
+        seed,
+        is_causal,
+        key_heads,
+    )
+    if random_blocks is not None:
+        table = _check_random_blocks(random_blocks, length, block_size, key_heads)
+        return Or((near, ends, BlockLists(table, block_size)))
+    blocks = -(-length // block_size)
+    if num_random_blocks > blocks and not is_causal:
+        raise ValueError(
+            f"num_random_blocks must be at most the number of key blocks, {blocks} of {block_size} "
+            f"in {length} tokens, got {num_random_blocks}"
+        )
+    return Or((near, ends, random))
+
+
+def _attend(query, key, value, given: attention.Arguments, near, ends, random):
     """Attends from global blocks to all keys, and from other blocks to their listed blocks."""
-    length, (first, last) = query.shape[-3], ends
+    length, size = query.shape[-3], near.block_size
     blocks = -(-length // size)
-    if not blocks:
-        return attention.attend(query, key, value, given)
-    start = min(first, blocks)
-    stop = max(start, blocks - last)
+    start = min(ends.first, blocks)
+    stop = max(start, blocks - ends.last)
     parts = []
     for low, high in ((0, start), (start, stop), (stop, blocks)):
         if low == high:
@@ -174,43 +206,24 @@ def _attend(query, key, value, given: attention.Arguments, size, side, ends, ran
         if (low, high) != (start, stop):
             parts.append(attention.attend(rows, key, value, part))
             continue
-        near = np.arange(start, stop)[:, None] + np.arange(-side, side + 1)
-        near = np.where((near >= 0) & (near < blocks), near, -1)
+        window = np.arange(start, stop)[:, None] + np.arange(-near.left, near.right + 1)
+        window = np.where((window >= 0) & (window < blocks), window, -1)
         everywhere = np.r_[:start, stop:blocks]
-        listed = joined(near, everywhere, random[..., start:stop, :])
+        listed = _joined(window, everywhere, random.blocks((length, length))[..., start:stop, :])
         parts.append(attend_blocks(rows, key, value, part, listed, size))
     out, lse = zip(*parts, strict=True)
     return jnp.concatenate(out, axis=-3), jnp.concatenate(lse, axis=-2)
 
 
-def joined(*lists):
+def _joined(*lists):
     """Concatenates lists of blocks `(#K, #n, k)`."""
     xp = jnp if any(isinstance(one, jax.Array) for one in lists) else np
     rows = np.broadcast_shapes(*(one.shape[:-1] for one in lists))
     return xp.concatenate([xp.broadcast_to(one, (*rows, one.shape[-1])) for one in lists], axis=-1)
 
 
-def _check(block_size, num_window_blocks, num_global_blocks):
-    """Returns the checked block size and numbers of leading and trailing global blocks."""
-    if checks.at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
-        raise ValueError(f"num_window_blocks must be odd, got {num_window_blocks}")
-    size = checks.at_least("block_size", block_size, 1, "tokens in a block")
-    return size, _ends(num_global_blocks)
-
-
-def _ends(given: Any) -> tuple[int, int]:
-    """Returns the numbers of leading and trailing global blocks."""
-    ends = (given, 0) if checks.is_integer(given) else given
-    if not isinstance(ends, tuple | list) or len(ends) != 2:
-        raise ValueError(f"num_global_blocks must be an int or (first, last), got {given!r}")
-    first, last = (checks.at_least("num_global_blocks", one, 0) for one in ends)
-    return first, last
-
-
-def check_random_blocks(given: Any, length: int, block_size: int, key_heads: int) -> Any:
-    """Returns the checked table, int `(n, r)` or `(K, n, r)`, -1 for no block; or None."""
-    if given is None:
-        return None
+def _check_random_blocks(given: Any, length: int, block_size: int, key_heads: int) -> Any:
+    """Returns the checked table, int `(n, r)` or `(K, n, r)`, -1 for no block."""
     traced = isinstance(given, jax.core.Tracer)
     array = given if traced else np.asarray(given)
     blocks = -(-length // block_size)
@@ -235,87 +248,14 @@ def check_random_blocks(given: Any, length: int, block_size: int, key_heads: int
     return (jnp if traced else np).where(array < blocks, array, -1)
 
 
-def draw_random_blocks(
-    length: int,
-    block_size: int,
-    num_random_blocks: int,
-    seed: int,
-    *,
-    key_heads: int,
-    is_causal: bool,
-    window: int,
-    ends: tuple[int, int],
-) -> np.ndarray:
-    """Draws int32 `(K, n, r)`; key head k uses seed + k; see `effattn.patterns.RandomBlocks`."""
-    # Imported on use: not everyone who imports the library has patterns.
-    from effattn.patterns import RandomBlocks
-
-    blocks = -(-length // block_size)
-    checks.at_least("num_random_blocks", num_random_blocks, 0)
-    if num_random_blocks > blocks and not is_causal:
-        raise ValueError(
-            f"num_random_blocks must be at most the number of key blocks, {blocks} of {block_size} "
-            f"in {length} tokens, got {num_random_blocks}"
-        )
-    patterns = [
-        RandomBlocks(block_size, num_random_blocks, seed + k, is_causal, window, ends)
-        for k in range(key_heads)
-    ]
-    return np.stack([pattern.blocks((length, length)) for pattern in patterns])
-
-
-def _reach(
-    i,
-    capacity: int,
-    key_heads: int,
-    block_size: int,
-    num_window_blocks: int,
-    num_global_blocks: int | tuple[int, int],
-    num_random_blocks: int,
-    seed: int,
-    random_blocks: Any,
-):
-    """Returns the key positions of a query at position i, `(K, n)`; only 0 to i are valid."""
-    block_size, ends = _check(block_size, num_window_blocks, num_global_blocks)
-    if ends[1]:
-        raise ValueError(
-            f"num_global_blocks={num_global_blocks!r} makes the last blocks global, which are not "
-            f"known while tokens are still to come; num_global_blocks={ends[0]} decodes"
-        )
-    random = random_table(
-        random_blocks,
-        capacity,
-        block_size,
-        key_heads,
-        num_random_blocks=num_random_blocks,
-        seed=seed,
-        window=num_window_blocks,
-        ends=ends,
-    )
-    own = i // block_size
-    near = own - np.arange(num_window_blocks // 2 + 1)
-    listed = joined(near, np.arange(ends[0]), random[..., own, :])
-    return positions_of_blocks(listed, block_size, capacity)
-
-
-def random_table(given: Any, capacity: int, block_size: int, key_heads: int, **drawn) -> jax.Array:
-    """Returns causal random blocks `(#K, n, r)` for `capacity` tokens; `given` may have more."""
-    if given is not None:
-        length = max([capacity, *(block_size * n for n in np.shape(given)[-2:-1])])
-        return jnp.asarray(check_random_blocks(given, length, block_size, key_heads))
-    return jnp.asarray(
-        draw_random_blocks(capacity, block_size, key_heads=key_heads, is_causal=True, **drawn)
-    )
-
-
 registry.register(
     registry.Mechanism(
         name="bigbird",
         family="sparse",
         paper="Zaheer et al. 2020, Big Bird",
         function=bigbird_attention,
-        decoder="effattn.decode.gathered:decoder",
-        reach=_reach,
+        decoder="effattn.decode.gathered:GatheredDecoder",
+        pattern=pattern,
         options={"block_size": 32, "num_window_blocks": 3, "num_random_blocks": 2},
         complexity="O(N b (w + g + r))",
         time_exponent=1.0,

@@ -14,8 +14,9 @@ from effattn.cores import attention
 from effattn.functional import softmax, sparse
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Score, Sink, Softmax, declared
+from effattn.patterns import BlockMask, Causal
+from effattn.patterns.blocks import BlockLists
 from effattn.patterns.layouts import BlockLayout
-from effattn.patterns.reaching import positions_of_blocks
 
 
 class Options(Direction, Score, Sink, Softmax, total=False):
@@ -80,32 +81,36 @@ def block_sparse_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    block_size = checks.at_least("block_size", block_size, 1, "tokens in a block")
     given = attention.check("block_sparse_attention", query, key, value, **options)
     checks.known_length("block_sparse_attention", query, key)
-    mask = _check_mask(block_mask, block_size, query, key)
-
-    def attend():
-        if not mask.size:  # without queries or keys
-            return attention.attend(query, key, value, given)
-        if not isinstance(mask, np.ndarray):
-            indices = jnp.where(mask, jnp.arange(mask.shape[-1]), -1)
-            return attend_blocks(query, key, value, given, indices, block_size)
-        # Imported on use: not everyone who imports the library has patterns.
-        from effattn.patterns import BlockMask
-
-        pattern = BlockMask(mask, block_size)
-        return attention.attend(query, key, value, sparse.with_pattern(query, key, given, pattern))
-
+    (queries, heads), (keys, key_heads) = query.shape[-3:-1], key.shape[-3:-1]
+    mask = _check_mask(block_size, block_mask, (queries, keys), heads, key_heads)
     with jax.named_scope("block_sparse_attention"):
-        out, lse = attend()
+        if not mask.size:  # without queries or keys
+            out, lse = attention.attend(query, key, value, given)
+        elif isinstance(mask, np.ndarray):
+            kept = BlockMask(mask, block_size)
+            given = sparse.with_pattern(query, key, given, kept)
+            out, lse = attention.attend(query, key, value, given)
+        else:
+            out, lse = attend_blocks(query, key, value, given, _indices(mask), block_size)
     return attention.results(out, lse, given)
 
 
-def _check_mask(given, block_size, query, key):
+def pattern(
+    length: int, heads: int, key_heads: int, block_size: int, block_mask: Any
+) -> BlockMask | BlockLists:
+    """Returns the pattern; if heads differ, they are query heads, or key heads of a traced mask."""
+    mask = _check_mask(block_size, block_mask, (length, length), heads, key_heads)
+    if isinstance(mask, np.ndarray):
+        return BlockMask(mask, block_size)
+    return BlockLists(_indices(mask), block_size)
+
+
+def _check_mask(block_size, given, lengths, heads, key_heads):
     """Returns the checked mask, bool `(..., nq, nk)`; NumPy unless it is traced."""
-    heads, key_heads = query.shape[-2], key.shape[-2]
-    blocks = tuple(-(-x.shape[-3] // block_size) for x in (query, key))
+    checks.at_least("block_size", block_size, 1, "tokens in a block")
+    blocks = tuple(-(-length // block_size) for length in lengths)
     if callable(given):
         rows, columns = np.arange(blocks[0])[:, None], np.arange(blocks[1])
         given = np.broadcast_to(np.asarray(given(rows, columns)), blocks)
@@ -116,11 +121,16 @@ def _check_mask(given, block_size, query, key):
     if given.dtype != bool or given.shape not in (blocks, (1, *blocks), (most, *blocks)):
         raise ValueError(
             f"block_mask must be bool of shape {blocks}, the blocks of {block_size} in "
-            f"{query.shape[-3]} queries and {key.shape[-3]} keys, or one such for each of the "
+            f"{lengths[0]} queries and {lengths[1]} keys, or one such for each of the "
             f"{most} {'key heads, where it is traced' if traced else 'heads'}; "
             f"got {given.dtype} of shape {given.shape}"
         )
     return given
+
+
+def _indices(mask):
+    """Returns the blocks of a mask `(..., nq, nk)` as lists; -1 where the mask is False."""
+    return jnp.where(mask, jnp.arange(mask.shape[-1]), -1)
 
 
 def attend_blocks(
@@ -141,49 +151,27 @@ def attend_blocks(
       indices: int `(nq, k)` or `(K, nq, k)`, -1 for no block; repeated blocks count once.
       block_size: tokens in a block.
     """
-    partial = pattern = None
+    partial = rule = None
     if given.is_causal:
-        from effattn.patterns import Causal
-
         first = given.query_offset // block_size
         own = first + np.arange(-(-query.shape[-3] // block_size))[:, None]
         xp = jnp if isinstance(indices, jax.Array) else np
         partial = xp.where((indices == own).any(-1, keepdims=True), own, -1)
         indices = xp.where(indices < own, indices, -1)
-        pattern = Causal()
+        rule = Causal()
     layout = BlockLayout.from_indices(
         indices,
         tile=(block_size, block_size),
         lengths=(query.shape[-3], key.shape[-3]),
         partial=partial,
     )
-    listed = dataclasses.replace(given, is_causal=False, pattern=pattern, layout=layout)
+    listed = dataclasses.replace(given, is_causal=False, pattern=rule, layout=layout)
     return attention.attend(query, key, value, listed)
 
 
 def first_and_near(m, n):
     """Block mask for any length: the first block, the own block and two on each side."""
     return (n == 0) | (abs(m - n) <= 2)
-
-
-def _reach(i, capacity: int, heads: int, key_heads: int, block_size: int, block_mask: Any):
-    """Returns the key positions of a query at position i; only positions from 0 to i are valid.
-
-    The shape is `(n,)`, or `(heads, n)` if heads differ. All rows are as long as the longest row of
-    the mask; a traced mask lists all blocks.
-    """
-    block_size = checks.at_least("block_size", block_size, 1, "tokens in a block")
-    query, key = (jax.ShapeDtypeStruct((capacity, n, 1), np.float32) for n in (heads, key_heads))
-    mask = _check_mask(block_mask, block_size, query, key)
-    if not isinstance(mask, np.ndarray):
-        listed: Any = jnp.where(mask, jnp.arange(mask.shape[-1]), -1)
-    else:
-        mask = np.tril(mask)
-        longest = mask.sum(-1).max(initial=1)
-        order = np.argsort(~mask, axis=-1, kind="stable")[..., :longest]
-        listed = np.where(np.take_along_axis(mask, order, axis=-1), order, -1)
-    blocks = jnp.asarray(listed)[..., i // block_size, :]
-    return positions_of_blocks(blocks, block_size, capacity)
 
 
 registry.register(
@@ -193,8 +181,8 @@ registry.register(
         paper="Gray et al. 2017, GPU Kernels for Block-Sparse Weights",
         function=block_sparse_attention,
         capabilities=frozenset({"cross"}),
-        decoder="effattn.decode.gathered:decoder",
-        reach=_reach,
+        decoder="effattn.decode.gathered:GatheredDecoder",
+        pattern=pattern,
         options={"block_size": 32, "block_mask": first_and_near},
         complexity="O(N b) for b kept keys a row",
         time_exponent=1.0,

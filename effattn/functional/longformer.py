@@ -151,7 +151,10 @@ def longformer_attention(
 def _check_global(global_mask, max_global, shape):
     if global_mask is None:
         if max_global is not None:
-            raise ValueError(f"max_global {max_global} needs global_mask, which was not given")
+            raise ValueError(
+                f"max_global={max_global} needs global_mask, which selects the global tokens; give "
+                "both or neither"
+            )
         return None
     *batch, length = shape
     global_mask = jnp.asarray(global_mask)
@@ -202,14 +205,8 @@ def _attend(dilation, arrays, global_arrays, is_global, max_global, given):
     asking = jnp.where(asks, gather(global_query, where), 0)
     of_global = attention.attend(asking, global_key, global_value, by_global)
     is_global &= _present(lengths[0], everywhere)
-    return tuple(
-        jnp.where(
-            is_global.reshape(*is_global.shape, *(1,) * (theirs.ndim - is_global.ndim)),
-            gather(ours, slot),
-            theirs,
-        )
-        for ours, theirs in zip(of_global, (out, lse), strict=True)
-    )
+    out = jnp.where(is_global[..., None, None], gather(of_global[0], slot), out)
+    return out, jnp.where(is_global[..., None], gather(of_global[1], slot), lse)
 
 
 def _present(lengths, positions):

@@ -1,18 +1,17 @@
 """Random attention: each block of tokens attends to itself and to random blocks."""
 
+import functools
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax
 import numpy as np
 
 from effattn import registry
-from effattn.arrays import checks
 from effattn.cores import attention
 from effattn.functional import bigbird
-from effattn.functional.block_sparse import attend_blocks
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Score, Sink, Softmax, declared
-from effattn.patterns.reaching import positions_of_blocks
 
 
 class Options(Direction, Score, Sink, Softmax, total=False):
@@ -71,58 +70,22 @@ def random_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    block_size = checks.at_least("block_size", block_size, 1, "tokens in a block")
     given = attention.check("random_attention", query, key, value, **options)
-    checks.self_attention("random_attention", query, key)
-    checks.known_length("random_attention", query)
-    length, key_heads = key.shape[-3:-1]
-    random = bigbird.check_random_blocks(random_blocks, length, block_size, key_heads)
-    if random is None:
-        random = bigbird.draw_random_blocks(
-            length,
-            block_size,
-            num_random_blocks,
-            seed,
-            key_heads=key_heads,
-            is_causal=given.is_causal,
-            window=1,
-            ends=(0, 0),
-        )
-    own = np.arange(random.shape[-2])[:, None]
-    listed = bigbird.joined(own, random)
-    with jax.named_scope("random_attention"):
-        if length:
-            out, lse = attend_blocks(query, key, value, given, listed, block_size)
-        else:
-            out, lse = attention.attend(query, key, value, given)
-    return attention.results(out, lse, given)
-
-
-def _reach(
-    i,
-    capacity: int,
-    key_heads: int,
-    block_size: int,
-    num_random_blocks: int,
-    seed: int,
-    random_blocks: Any,
-):
-    """Returns the key positions of a query at position i, `(K, n)`; only 0 to i are valid."""
-    block_size = checks.at_least("block_size", block_size, 1, "tokens in a block")
-    random = bigbird.random_table(
-        random_blocks,
-        capacity,
-        block_size,
-        key_heads,
+    return bigbird.attend(
+        query,
+        key,
+        value,
+        given,
+        block_size=block_size,
         num_random_blocks=num_random_blocks,
         seed=seed,
-        window=1,
-        ends=(0, 0),
+        random_blocks=random_blocks,
+        **_ONLY_RANDOM,
     )
-    own = i // block_size
-    listed = bigbird.joined(own[None], random[..., own, :])
-    return positions_of_blocks(listed, block_size, capacity)
 
+
+# Random attention is BigBird with a window of one block and without global blocks.
+_ONLY_RANDOM: Mapping[str, Any] = {"num_window_blocks": 1, "num_global_blocks": 0}
 
 registry.register(
     registry.Mechanism(
@@ -130,8 +93,8 @@ registry.register(
         family="sparse",
         paper="Zaheer et al. 2020, Big Bird",
         function=random_attention,
-        decoder="effattn.decode.gathered:decoder",
-        reach=_reach,
+        decoder="effattn.decode.gathered:GatheredDecoder",
+        pattern=functools.partial(bigbird.pattern, **_ONLY_RANDOM),
         options={"block_size": 32, "num_random_blocks": 3},
         complexity="O(N b r)",
         time_exponent=1.0,

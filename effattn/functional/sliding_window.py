@@ -12,7 +12,7 @@ import numpy as np
 from effattn import registry
 from effattn.arrays import checks, mesh_axes
 from effattn.arrays.axes import lead
-from effattn.cores import attention
+from effattn.cores import attention, folding
 from effattn.functional import softmax
 from effattn.interfaces.block_attention import Origin
 from effattn.naive import over_pairs, with_naive
@@ -153,9 +153,8 @@ def _attend_dilated(dilation: int, query, key, value, given: attention.Arguments
 
     def unfold_queries(array):
         array = jnp.moveaxis(array, len(batch), len(batch) + 1)
-        each, classes, *rest = array.shape[len(batch) :]
-        array = array.reshape(*batch, each * classes, *rest)
-        return _unshift(array, shift, queries, axis=len(batch))
+        array = jax.lax.collapse(array, len(batch), len(batch) + 2)
+        return _slice_each(array, shift, queries, axis=len(batch))
 
     key_mask = None if given.mask is None else fold_keys(given.mask[..., 0, 0, :])
     key_lengths = keys if given.key_lengths is None else jnp.minimum(given.key_lengths, keys)
@@ -187,12 +186,7 @@ def _origin_of_classes(dilation: int, before: Origin | None):
 
 def _fold(dilation: int, array, axis: int):
     """Reshapes `(*B, L, ...)` to `(*B, d, ceil(L / d), ...)`, zero padded."""
-    padding = [(0, 0)] * array.ndim
-    padding[axis] = (0, -array.shape[axis] % dilation)
-    array = jnp.pad(array, padding)
-    each = array.shape[axis] // dilation
-    array = array.reshape(*array.shape[:axis], each, dilation, *array.shape[axis + 1 :])
-    return jnp.moveaxis(array, axis + 1, axis)
+    return jnp.moveaxis(folding.fold(array, dilation, axis), axis + 1, axis)
 
 
 def _shift(array, shift, most: int, axis: int):
@@ -204,10 +198,6 @@ def _shift(array, shift, most: int, axis: int):
     padding[axis] = (most, most)
     size = array.shape[axis] + most
     return _slice_each(jnp.pad(array, padding), most - shift, size, axis)
-
-
-def _unshift(array, shift, size: int, axis: int):
-    return _slice_each(array, shift, size, axis)
 
 
 def _slice_each(array, start, size: int, axis: int):
@@ -245,20 +235,5 @@ registry.register(
         decoder="effattn.decode.ring:RingDecoder",
         complexity="O(N w)",
         time_exponent=1.0,
-    )
-)
-
-registry.register(
-    registry.Mechanism(
-        name="dilated",
-        family="sparse",
-        paper="Beltagy et al. 2020, Longformer",
-        function=sliding_window_attention,
-        capabilities=frozenset({"cross"}),
-        options={"local_window_size": 127, "dilation": 2},
-        by_layer=lambda layer: {"dilation": 2 ** (layer % 4)},
-        complexity="O(N w)",
-        time_exponent=1.0,
-        decoder=registry.get("sliding_window").decoder,
     )
 )

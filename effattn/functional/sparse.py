@@ -1,7 +1,7 @@
 """Sparse softmax attention: over the pairs of a pattern or the tiles of a layout."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,9 @@ from effattn.cores import attention
 from effattn.functional import softmax
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Offset, Packing, Score, Sink, Softmax, Tile, declared
+from effattn.patterns import Causal, Pattern
 from effattn.patterns.layouts import BlockLayout
 from effattn.xla import tiling
-
-if TYPE_CHECKING:
-    from effattn.patterns import Pattern
 
 
 class Options(Direction, Offset, Packing, Score, Sink, Tile, Softmax, total=False):
@@ -51,7 +49,7 @@ def sparse_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    pattern: "Pattern | None" = None,
+    pattern: Pattern | None = None,
     layout: BlockLayout | None = None,
     **options: Unpack[Options],
 ) -> Any:
@@ -109,29 +107,26 @@ def _with_layout(query, key, given: attention.Arguments, layout) -> attention.Ar
         )
     if layout.lengths != (queries, keys):
         raise ValueError(
-            f"the layout is of {layout.lengths[0]} queries and {layout.lengths[1]} keys; got "
-            f"{queries} and {keys}"
+            f"layout must have the lengths of query and key, {(queries, keys)}, got "
+            f"{layout.lengths}; make it with lengths={(queries, keys)}"
         )
     leading, shape = layout.partial_counts.shape[:-1], (*query.shape[:-3], key.shape[-2])
     if len(leading) > len(shape) or any(
         a not in (1, b) for a, b in zip(reversed(leading), reversed(shape), strict=False)
     ):
         raise ValueError(
-            f"the layout's axes before its tiles must be () or broadcast to (*B, K) = {shape}, one "
-            f"for each key head, got {leading}"
+            "layout must have no axes before its tiles, or axes that broadcast to (*B, K) = "
+            f"{shape}, one for each key head, got {leading}"
         )
     if given.tile is not None and given.tile != layout.tile:
-        raise ValueError(f"tile {given.tile} is not the layout's, {layout.tile}")
+        raise ValueError(f"tile must be the layout's, {layout.tile}, or None, got {given.tile}")
     return dataclasses.replace(given, layout=layout)
 
 
-def with_pattern(query, key, given: attention.Arguments, pattern: "Pattern") -> attention.Arguments:
+def with_pattern(query, key, given: attention.Arguments, pattern: Pattern) -> attention.Arguments:
     """Returns the arguments restricted to a pattern, combined with causality."""
     queries, heads = query.shape[-3:-1]
     keys, key_heads = key.shape[-3:-1]
-    # Imported on use: not everyone who imports the library has patterns.
-    from effattn.patterns import Causal, Pattern
-
     if not isinstance(pattern, Pattern):
         raise ValueError(
             f"pattern must be an effattn.patterns.Pattern, got {type(pattern).__name__}; "
@@ -139,11 +134,14 @@ def with_pattern(query, key, given: attention.Arguments, pattern: "Pattern") -> 
         )
     if not isinstance(given.query_offset, int):
         raise ValueError(
-            "with a pattern query_offset must be an int, known when the program is made, got "
+            "query_offset must be an int for a pattern, known when the program is made, got "
             f"{given.query_offset}; with a layout it may be an array"
         )
     if pattern.heads not in (None, heads):
-        raise ValueError(f"the pattern is of {pattern.heads} heads, the query has {heads}")
+        raise ValueError(
+            f"pattern must be the same for all heads or have the {heads} heads of query, got a "
+            f"pattern of {pattern.heads} heads"
+        )
     if 0 in (queries, keys):
         return given  # no pairs, so no tiles either
     pattern = pattern & Causal() if given.is_causal else pattern

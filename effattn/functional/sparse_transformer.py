@@ -16,8 +16,7 @@ from effattn.cores import attention, folding
 from effattn.functional import sliding_window, softmax
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Packing, Score, Sink, Softmax, Tile, declared
-
-KINDS, FACTORS = ("strided", "fixed"), ("merged", "first", "second")
+from effattn.patterns import SlidingWindow, sparse_transformer
 
 
 class Options(Packing, Score, Sink, Tile, Softmax, total=False):
@@ -85,11 +84,11 @@ def sparse_transformer_attention(
       NotImplementedError: a named implementation does not take these arguments.
       TypeError: in forward-mode differentiation.
     """
-    _check(stride, kind, summary, factor)
+    sparse_transformer(stride, kind, summary, factor)  # checks the options
     if options.get("segment_ids") is not None and kind == "fixed":
         raise ValueError(
-            "segment_ids are for kind='strided'; kind='fixed' counts its blocks from the start of "
-            "the sequence, not of each segment"
+            "segment_ids need kind='strided', got kind='fixed', whose blocks count from the start "
+            "of the sequence, not of each segment"
         )
     given = attention.check(
         "sparse_transformer_attention", query, key, value, is_causal=True, **options
@@ -100,20 +99,6 @@ def sparse_transformer_attention(
     with jax.named_scope("sparse_transformer_attention"):
         out, lse = factors(int(stride), factor, query, key, value, given)
     return attention.results(out, lse, given)
-
-
-def _check(stride, kind, summary, factor):
-    checks.at_least("stride", stride, 1, "tokens")
-    for name, value_, known in (("kind", kind, KINDS), ("factor", factor, FACTORS)):
-        if value_ not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value_!r}")
-    if not checks.is_integer(summary) or not 1 <= summary <= stride:
-        raise ValueError(
-            f"summary must be an int from 1 to the stride {stride}, tokens at the end of a block, "
-            f"got {summary!r}"
-        )
-    if kind == "strided" and summary != 1:
-        raise ValueError(f"summary is for kind='fixed', got {summary} with kind='strided'")
 
 
 def _strided(stride: int, factor: str, query, key, value, given: attention.Arguments):
@@ -140,19 +125,9 @@ def _fixed(summary: int, stride: int, factor: str, query, key, value, given: att
     if factor == "second":
         return _summaries(stride, summary, None, query, key, value, given)
     rest = dataclasses.replace(given, sink=None)
-    earlier = _summaries(stride, summary, _EarlierBlocks(stride), query, key, value, rest)
+    earlier = _summaries(stride, summary, ~SlidingWindow(0, 0, stride), query, key, value, rest)
     own = folding.attend_inside(stride, query, key, value, given)
     return combine(*zip(own, earlier, strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class _EarlierBlocks:
-    """Pattern of pairs with the key in a block before the block of the query."""
-
-    size: int
-
-    def allows(self, i, j, h):
-        return j // self.size < i // self.size
 
 
 def _summaries(stride: int, summary: int, rule, query, key, value, given: attention.Arguments):
@@ -182,23 +157,6 @@ def _summaries(stride: int, summary: int, rule, query, key, value, given: attent
     return attention.attend(query, pick(key), pick(value), picked)
 
 
-def _reach(i, capacity: int, stride: int, kind: str, summary: int, factor: str):
-    """Returns the key positions of a query at position i; only positions 0 to i are valid."""
-    _check(stride, kind, summary, factor)
-    blocks = math.ceil(capacity / stride)
-    if kind == "strided":
-        window = jnp.arange(min(stride + (factor == "first"), capacity))
-        own_class = stride * jnp.arange(int(factor == "merged"), blocks)
-        near, far = i - window, i - own_class
-    else:
-        own = i // stride
-        far = (jnp.arange(blocks)[:, None] * stride + jnp.arange(stride - summary, stride)).ravel()
-        if factor == "merged":
-            far = jnp.where(far < own * stride, far, -1)
-        near = own * stride + jnp.arange(min(stride, capacity))
-    return {"merged": jnp.concatenate([near, far]), "first": near, "second": far}[factor]
-
-
 registry.register(
     registry.Mechanism(
         name="sparse_transformer",
@@ -207,8 +165,8 @@ registry.register(
         function=sparse_transformer_attention,
         capabilities=frozenset({"causal"}),
         options={"stride": 128, "kind": "strided", "summary": 1, "factor": "merged"},
-        decoder="effattn.decode.gathered:decoder",
-        reach=_reach,
+        decoder="effattn.decode.gathered:GatheredDecoder",
+        pattern=sparse_transformer,
         options_at=lambda length: {"stride": math.isqrt(length)},
         complexity="O(N sqrt N)",
         time_exponent=1.5,

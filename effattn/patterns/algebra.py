@@ -6,8 +6,10 @@
 import dataclasses
 import functools
 import operator
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from effattn.arrays import checks
@@ -71,6 +73,24 @@ class Pattern:
         """
         return self._sized(_frame(self, T, S, offset).lengths)
 
+    def reach(self, i: Any, capacity: int) -> jax.Array:
+        """Returns the positions of the keys that the query at position i reaches, each key once.
+
+        For decoding: later keys do not exist yet. The number n of entries is static and follows the
+        number of keys that one query may attend to, for windows, stripes, lists of blocks, and
+        unions and intersections of these; for other patterns, n is `capacity`.
+
+        Args:
+          i: the query's position, an int or a traced scalar.
+          capacity: number of keys that the cache has room for.
+
+        Returns:
+          int32 `(n,)`, or `(heads, n)` if heads differ. Entries below 0 or above i are no keys.
+        """
+        checks.at_least("capacity", capacity, 1, "tokens")
+        sized = self._sized((capacity, capacity))
+        return sized._reach(jnp.asarray(i, jnp.int32), capacity).astype(jnp.int32)
+
     # Methods that each pattern defines.
 
     def _allows(self, i: Any, j: Any, h: Any) -> Any:
@@ -88,6 +108,25 @@ class Pattern:
 
     def _heads(self) -> int | None:
         return None
+
+    def _distances(self, capacity: int) -> np.ndarray | None:
+        """Returns all i - j >= 0 of a pattern that depends on i - j alone; otherwise None."""
+        return None
+
+    def _reach(self, i: jax.Array, capacity: int) -> jax.Array:
+        distances = self._distances(capacity)
+        return self._listed(i, capacity) if distances is None else i - distances
+
+    def _listed(self, i: jax.Array, capacity: int) -> jax.Array:
+        """Returns `reach` of a pattern without distances."""
+        return self._kept(i, jnp.arange(capacity))
+
+    def _kept(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Replaces the keys that the query may not attend to by -1."""
+        heads: Any = 0
+        if self.heads:
+            heads, j = np.arange(self.heads)[:, None], jnp.atleast_2d(j)
+        return jnp.where(self._allows(i, j, heads), j, -1)
 
     # Results.
 
@@ -159,7 +198,9 @@ class Pattern:
         """
         for name, positions in (("queries", queries), ("keys", keys)):
             if not isinstance(positions, range) or not positions or positions.step != 1:
-                raise ValueError(f"{name} must be a range of consecutive ones, got {positions!r}")
+                raise ValueError(
+                    f"{name} must be a range of consecutive positions, got {positions!r}"
+                )
         lengths = lengths or (queries.stop, keys.stop)
         _frame(self, *lengths, 0)
         frame = Frame(queries.start, len(queries), lengths[1], (len(queries), 1), self.heads or 1)
@@ -240,6 +281,7 @@ class _Composed(Pattern):
     """Base class of `And` and `Or`: patterns with united or intersected zones."""
 
     parts: tuple[Pattern, ...]
+    _join_distances: ClassVar[Any]
 
     def __post_init__(self):
         known = {part.heads for part in self.parts if part.heads}
@@ -256,6 +298,12 @@ class _Composed(Pattern):
     def _sized(self, lengths):
         return type(self)(tuple(part._sized(lengths) for part in self.parts))
 
+    def _distances(self, capacity):
+        found = [part._distances(capacity) for part in self.parts]
+        if any(each is None for each in found):
+            return None
+        return functools.reduce(self._join_distances, found)
+
     def _each_allows(self, *arguments):
         return (part._allows(*arguments) for part in self.parts)
 
@@ -267,6 +315,14 @@ class _Composed(Pattern):
 
 class And(_Composed):
     """The pairs that all of `parts` allow."""
+
+    _join_distances = staticmethod(np.intersect1d)
+
+    def _listed(self, i, capacity):
+        found = [part._reach(i, capacity) for part in self.parts]
+        least = min(range(len(found)), key=lambda n: found[n].shape[-1])
+        others = (part for n, part in enumerate(self.parts) if n != least)
+        return functools.reduce(lambda j, part: part._kept(i, j), others, found[least])
 
     def _allows(self, i, j, h):
         return functools.reduce(operator.and_, self._each_allows(i, j, h))
@@ -280,6 +336,17 @@ class And(_Composed):
 
 class Or(_Composed):
     """The pairs that any of `parts` allows."""
+
+    _join_distances = staticmethod(np.union1d)
+
+    def _listed(self, i, capacity):
+        found = []
+        for n, part in enumerate(self.parts):
+            # A key counts for the first part that allows it.
+            j = part._reach(i, capacity)
+            found.append(functools.reduce(lambda j, other: (~other)._kept(i, j), self.parts[:n], j))
+        lead = np.broadcast_shapes(*(j.shape[:-1] for j in found))
+        return jnp.concatenate([jnp.broadcast_to(j, (*lead, j.shape[-1])) for j in found], -1)
 
     def _allows(self, i, j, h):
         return functools.reduce(operator.or_, self._each_allows(i, j, h))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn.arrays.checks import at_least
+from effattn.arrays.segments import positions_from
 from effattn.patterns import zones
 from effattn.patterns.algebra import Pattern, sides
 from effattn.patterns.zones import Frame, Zones
@@ -31,6 +32,9 @@ class Full(Pattern):
     def _allows(self, i, j, h):
         return (i == i) & (j == j)
 
+    def _distances(self, capacity):
+        return np.arange(capacity)
+
     def _zones(self, frame, inside):
         return zones.of(frame) if inside else zones.none()
 
@@ -41,6 +45,9 @@ class Causal(Pattern):
 
     def _allows(self, i, j, h):
         return j <= i
+
+    def _distances(self, capacity):
+        return np.arange(capacity)
 
     def _zones(self, frame, inside):
         return zones.of(frame, diagonals=(-zones.FAR, 0) if inside else (1, zones.FAR))
@@ -67,6 +74,13 @@ class SlidingWindow(Pattern):
         if self.block_size > 1:
             i, j = i // self.block_size, j // self.block_size
         return (j >= i - self.left) & (j <= i + self.right)
+
+    def _distances(self, capacity):
+        return np.arange(min(self.left + 1, capacity)) if self.block_size == 1 else None
+
+    def _listed(self, i, capacity):
+        before = np.arange(min(self.left + 1, -(-capacity // self.block_size)))
+        return tokens_of_blocks(i // self.block_size - before, self.block_size, capacity)
 
     def _zones(self, frame, inside):
         if self.block_size == 1:
@@ -199,6 +213,10 @@ class Dilated(Pattern):
         left, right = (side * self.dilation for side in sides("window", self.window))
         return ((j - i) % self.dilation == 0) & (j >= i - left) & (j <= i + right)
 
+    def _distances(self, capacity):
+        left, _ = sides("window", self.window)
+        return np.arange(0, min(left * self.dilation + 1, capacity), self.dilation)
+
     def _zones(self, frame, inside):
         left, right = sides("window", self.window)
         return _stripes(frame, self.dilation, -left, right, inside)
@@ -219,6 +237,9 @@ class Strided(Pattern):
 
     def _allows(self, i, j, h):
         return (i - j) % self.stride == 0
+
+    def _distances(self, capacity):
+        return np.arange(0, capacity, self.stride)
 
     def _zones(self, frame, inside):
         return _stripes(frame, self.stride, -zones.FAR, zones.FAR, inside)
@@ -244,6 +265,10 @@ class Fixed(Pattern):
 
     def _allows(self, i, j, h):
         return (j % self.stride >= self.stride - self.summary) & (i == i)
+
+    def _listed(self, i, capacity):
+        j = np.arange(capacity)
+        return jnp.asarray(j[self._allows(j, j, 0)])
 
     def _zones(self, frame, inside):
         start = np.arange(0, frame.keys, self.stride)
@@ -407,6 +432,15 @@ def lookup(table: np.ndarray, *index: Any) -> Any:
     if any(isinstance(x, jax.Array) for x in index):
         return jnp.asarray(table).at[index].get(mode="clip")
     return table[tuple(np.clip(x, 0, n - 1) for x, n in zip(index, table.shape, strict=True))]
+
+
+def tokens_of_blocks(blocks: jax.Array, size: int, capacity: int) -> jax.Array:
+    """Returns the positions `(*L, k b)` of the tokens in blocks `(*L, k)`; negative for no block.
+
+    b is `size`, or `capacity` if that is less.
+    """
+    tokens = positions_from(blocks * size, min(size, capacity))
+    return jax.lax.collapse(tokens, tokens.ndim - 2)
 
 
 def _stripes(frame: Frame, step: int, first: int, last: int, inside: bool) -> Zones:

@@ -6,12 +6,13 @@ import hashlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from effattn.arrays.checks import at_least, is_integer
 from effattn.patterns import random_blocks, zones
 from effattn.patterns.algebra import Pattern, sides
-from effattn.patterns.base import lookup
+from effattn.patterns.base import lookup, tokens_of_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,16 @@ class GlobalBlocks(Pattern):
     def _allows(self, i, j, h):
         (low_i, high_i), (low_j, high_j) = map(self._runs, _known(self))
         return (i < low_i) | (i > high_i) | (j < low_j) | (j > high_j)
+
+    def _listed(self, i, capacity):
+        if self.last:
+            raise ValueError(
+                f"last must be 0 in decoding, because the last blocks are not known while tokens "
+                f"are still to come, got {self.last}; last=0 is num_global_blocks={self.first} of "
+                "BigBird"
+            )
+        # Queries of the first blocks reach no key after these blocks.
+        return jnp.arange(min(self.first * self.block_size, capacity))
 
     def _zones(self, frame, inside):
         rows, keys = map(self._runs, frame.lengths)
@@ -129,6 +140,12 @@ class BlockMask(Pattern):
         at = (i // self.block_size, j // self.block_size)
         return lookup(self.array.array, *((h, *at) if self.heads else at))
 
+    def _listed(self, i, capacity):
+        mask = np.tril(self.array.array)
+        blocks = np.where(mask, np.arange(mask.shape[-1]), -1)
+        longest = mask.sum(-1).max(initial=1)
+        return BlockLists(np.sort(blocks)[..., -longest:], self.block_size)._listed(i, capacity)
+
     def _zones(self, frame, inside):
         array = self.array.array if inside else ~self.array.array
         runs = np.diff(np.pad(array, [(0, 0)] * (array.ndim - 1) + [(1, 1)]).astype(np.int8))
@@ -153,8 +170,81 @@ class BlockMask(Pattern):
         )
 
 
+class _Lists(Pattern):
+    """Base class of patterns that list the key blocks of each query block."""
+
+    block_size: int
+
+    def blocks(self, lengths: tuple[int, int]) -> Any:
+        """Returns int `(rows, k)` or `(heads, rows, k)`, ascending in each row, -1 for no block."""
+        raise NotImplementedError
+
+    def _sized(self, lengths):
+        of_any_kind: Any = self
+        return dataclasses.replace(of_any_kind, lengths=lengths)
+
+    def _allows(self, i, j, h):
+        table = self.blocks(_known(self))
+        i, j = i // self.block_size, j // self.block_size
+        row = (h, i) if self.heads else (i,)
+        hits = (lookup(table[..., n], *row) == j for n in range(table.shape[-1]))
+        return functools.reduce(lambda a, b: a | b, hits, (i < 0) & (j < 0))
+
+    def _listed(self, i, capacity):
+        table = jnp.asarray(self.blocks((capacity, capacity)))
+        listed = table[..., i // self.block_size, :]
+        again = jnp.diff(listed, axis=-1, prepend=-1) == 0
+        return tokens_of_blocks(jnp.where(again, -1, listed), self.block_size, capacity)
+
+    def _zones(self, frame, inside):
+        row = zones.rows_of(frame, self.block_size)
+        first = stop = self.blocks(frame.lengths)[..., row, :].astype(np.int64)
+        if not inside:
+            edge = np.zeros_like(first, shape=(*first.shape[:-1], 1))
+            first = np.concatenate([edge, first + 1], -1)
+            stop = np.concatenate([stop - 1, edge + frame.keys], -1)
+        head = np.arange(self.heads)[:, None, None] if self.heads else None
+        return zones.of(
+            frame,
+            rows=zones.blocks(row[:, None], self.block_size),
+            keys=(zones.blocks(first, self.block_size)[0], zones.blocks(stop, self.block_size)[1]),
+            heads=zones.ANY if head is None else (head, head),
+        )
+
+
 @dataclasses.dataclass(frozen=True)
-class RandomBlocks(Pattern):
+class BlockLists(_Lists):
+    """Each block of queries attends to the key blocks that a table lists for it.
+
+    `table` is int `(rows, k)`, or `(heads, rows, k)` with one table for each head; -1 means no
+    block, and a block that is listed twice counts once. A traced table only serves `allows` and
+    `reach`, which need no concrete values.
+    """
+
+    table: Any
+    block_size: int
+    # Numbers of query positions and keys of the sequence, set by `sized`; the table is the same.
+    lengths: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self):
+        at_least("block_size", self.block_size, 1)
+        if isinstance(self.table, jax.core.Tracer):
+            object.__setattr__(self, "table", jnp.sort(self.table, axis=-1))
+        else:
+            object.__setattr__(self, "table", FrozenArray(np.sort(self.table, axis=-1)))
+
+    def _heads(self):
+        shape = self.blocks((0, 0)).shape
+        return shape[0] if len(shape) == 3 and shape[0] > 1 else None
+
+    def blocks(self, lengths: tuple[int, int]) -> Any:
+        """Returns the table; it does not depend on `lengths`."""
+        table = self.table.array if isinstance(self.table, FrozenArray) else self.table
+        return table[0] if table.ndim == 3 and len(table) == 1 else table
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomBlocks(_Lists):
     """Each block of queries attends to `per_row` distinct key blocks, drawn uniformly.
 
     The blocks of row r depend only on (seed, r) and the number of key blocks (reservoir sampling;
@@ -167,6 +257,8 @@ class RandomBlocks(Pattern):
     Bird"): the `window` blocks around the query block (an odd number, or 0 for none), and the first
     and last blocks, `ends` (with `causal`, only the first blocks). If fewer than `per_row` blocks
     are left, a row takes all of them.
+
+    With `num_heads`, heads differ: head h draws with the seed `seed + h`.
     """
 
     block_size: int
@@ -177,6 +269,7 @@ class RandomBlocks(Pattern):
     ends: tuple[int, int] = (0, 0)
     # Numbers of query positions and keys of the sequence, set by `sized`.
     lengths: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
+    num_heads: int | None = None
 
     def __post_init__(self):
         at_least("block_size", self.block_size, 1)
@@ -186,6 +279,11 @@ class RandomBlocks(Pattern):
         if at_least("window", self.window, 0) and self.window % 2 == 0:
             raise ValueError(f"window must be odd, or 0 for none, got {self.window}")
         object.__setattr__(self, "ends", sides("ends", self.ends))
+        if self.num_heads is not None:
+            at_least("num_heads", self.num_heads, 1)
+
+    def _heads(self):
+        return self.num_heads
 
     def _check(self, frame):
         blocks = -(-frame.keys // self.block_size)
@@ -195,32 +293,17 @@ class RandomBlocks(Pattern):
                 f"in {frame.keys} tokens, got {self.per_row}"
             )
 
-    def _sized(self, lengths):
-        return dataclasses.replace(self, lengths=lengths)
-
     def blocks(self, lengths: tuple[int, int]) -> np.ndarray:
         """Returns the key blocks of each query block: int32 `(rows, per_row)`, -1 for no block.
 
         Block numbers ascend in each row. `lengths` are the numbers of query positions and keys.
+        With `num_heads`, the shape is `(num_heads, rows, per_row)`.
         """
-        return _drawn(self, lengths)
-
-    def _allows(self, i, j, h):
-        chosen = self.blocks(_known(self))
-        i, j = i // self.block_size, j // self.block_size
-        hits = (lookup(chosen[:, n], i) == j for n in range(self.per_row))
-        return functools.reduce(lambda a, b: a | b, hits, (i < 0) & (j < 0))
-
-    def _zones(self, frame, inside):
-        row = zones.rows_of(frame, self.block_size)
-        chosen = self.blocks(frame.lengths)[row].astype(np.int64).T
-        first = stop = chosen
-        if not inside:
-            edge = np.zeros_like(row)[None]
-            first = np.concatenate([edge, chosen + 1])
-            stop = np.concatenate([chosen - 1, edge + frame.keys])
-        keys = zones.blocks(first, self.block_size)[0], zones.blocks(stop, self.block_size)[1]
-        return zones.of(frame, rows=zones.blocks(row, self.block_size), keys=keys)
+        if self.num_heads is None:
+            return _drawn(self, lengths)
+        seeds = range(self.seed, self.seed + self.num_heads)
+        each = (dataclasses.replace(self, seed=seed, num_heads=None) for seed in seeds)
+        return np.stack([_drawn(one, lengths) for one in each])
 
 
 @functools.lru_cache(maxsize=32)

@@ -17,8 +17,8 @@ def check_length(name: str, length: Any) -> int:
     """Returns the length; `ValueError` unless it is an int from 1 to `LONGEST`."""
     if not checks.is_integer(length) or not 1 <= length <= LONGEST:
         raise ValueError(
-            f"{name} must be an int from 1 to {LONGEST}, as all pairs of tokens are looked at; "
-            f"got {length!r}"
+            f"{name} must be an int from 1 to {LONGEST}, because the picture has all pairs of "
+            f"tokens, got {length!r}"
         )
     return int(length)
 
@@ -26,7 +26,9 @@ def check_length(name: str, length: Any) -> int:
 def layout_shades(layout: Any, head: int) -> np.ndarray:
     """Returns the tiles of one head of a layout: 0 is not visited, 1/2 is partial, 1 is full."""
     if isinstance(layout.partial_indices, jax.core.Tracer):
-        raise ValueError("a layout can be drawn where its arrays are known, not under jit")
+        raise ValueError(
+            "layout must have known arrays to be drawn, got traced ones; draw it outside of jit"
+        )
     for name, tiles in zip(("query tiles", "key tiles"), layout.grid, strict=True):
         check_length(f"the number of {name}", tiles)
     visited, full = np.asarray(layout.block_mask()), np.asarray(layout._mask("full"))

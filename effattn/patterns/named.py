@@ -1,7 +1,8 @@
 """Named patterns of papers: Longformer, BigBird and Sparse Transformer."""
 
+import functools
+import operator
 from collections.abc import Sequence
-from typing import Literal
 
 from effattn.arrays.checks import at_least, is_integer
 from effattn.patterns.algebra import Pattern, sides
@@ -44,6 +45,7 @@ def bigbird(
     num_random_blocks: int = 3,
     seed: int = 0,
     causal: bool = False,
+    num_heads: int | None = None,
 ) -> Pattern:
     """Window, global and random blocks (Zaheer et al. 2020, "Big Bird", internal construction).
 
@@ -57,32 +59,78 @@ def bigbird(
       num_random_blocks: random blocks of keys for each block of queries.
       seed: seed of the random blocks.
       causal: add the causal mask, and draw random blocks from earlier blocks.
+      num_heads: number of heads that draw different random blocks, head h with seed + h; None for
+        one draw.
     """
-    if at_least("num_window_blocks", num_window_blocks, 1) % 2 == 0:
-        raise ValueError(f"num_window_blocks must be odd, got {num_window_blocks}")
+    parts = bigbird_parts(
+        block_size, num_window_blocks, num_global_blocks, num_random_blocks, seed, causal, num_heads
+    )
+    return _causal(functools.reduce(operator.or_, parts), causal)
+
+
+def bigbird_parts(
+    block_size, num_window_blocks, num_global_blocks, num_random_blocks, seed, causal, num_heads
+) -> tuple[SlidingWindow, GlobalBlocks, RandomBlocks]:
+    """Returns the window, the global blocks and the random blocks of `bigbird`."""
+    block_size = at_least("block_size", block_size, 1, "tokens in a block")
+    num_window_blocks = at_least("num_window_blocks", num_window_blocks, 1)
+    if num_window_blocks % 2 == 0:
+        raise ValueError(
+            f"num_window_blocks must be odd, got {num_window_blocks}: the query's block and "
+            "as many blocks before as after it"
+        )
+    at_least("num_random_blocks", num_random_blocks, 0)
     ends = (num_global_blocks, 0) if is_integer(num_global_blocks) else num_global_blocks
-    ends = sides("num_global_blocks", ends)
+    first, last = sides("num_global_blocks", ends)
     side = num_window_blocks // 2
-    near = SlidingWindow(side, side, block_size)
-    random = RandomBlocks(block_size, num_random_blocks, seed, causal, num_window_blocks, ends)
-    return _causal(near | GlobalBlocks(block_size, *ends) | random, causal)
+    return (
+        SlidingWindow(side, side, block_size),
+        GlobalBlocks(block_size, first, last),
+        RandomBlocks(
+            block_size,
+            num_random_blocks,
+            seed,
+            causal,
+            num_window_blocks,
+            (first, last),
+            num_heads=num_heads,
+        ),
+    )
 
 
 def sparse_transformer(
-    stride: int, kind: Literal["strided", "fixed"] = "strided", summary: int = 1
+    stride: int,
+    kind: str = "strided",
+    summary: int = 1,
+    factor: str = "merged",
 ) -> Pattern:
-    """Both factors of Sparse Transformer attention, merged in one head (Child et al. 2019).
+    """Factorised attention of Sparse Transformers (Child et al. 2019). Causal.
 
-    "strided": the previous `stride` positions, and every stride-th earlier position. "fixed":
-    the query's own block of `stride`, and the last `summary` positions of every block. Causal.
+    Args:
+      stride: tokens in a stride, or in a block.
+      kind: "strided": the previous `stride` positions (first factor), and every stride-th earlier
+        position (second factor). "fixed": the query's own block of `stride` (first factor), and the
+        last `summary` positions of every block (second factor).
+      summary: positions at the end of each block; only for "fixed".
+      factor: "merged" for the union of both factors, or "first" or "second" for one of them.
     """
-    if kind == "strided":
-        if summary != 1:
-            raise ValueError(f"summary is for kind='fixed', got {summary!r} with kind='strided'")
-        return Causal() & (SlidingWindow(at_least("stride", stride, 1), 0) | Strided(stride))
+    at_least("stride", stride, 1, "tokens")
+    if kind not in ("strided", "fixed"):
+        raise ValueError(f"kind must be 'strided' or 'fixed', got {kind!r}")
+    if factor not in ("merged", "first", "second"):
+        raise ValueError(f"factor must be 'merged', 'first' or 'second', got {factor!r}")
+    if not is_integer(summary) or not 1 <= summary <= stride:
+        raise ValueError(
+            f"summary must be an int from 1 to the stride {stride}, tokens at the end of a block, "
+            f"got {summary!r}"
+        )
+    first: Pattern = SlidingWindow(stride, 0)
+    second: Pattern = Strided(stride)
     if kind == "fixed":
-        return Causal() & (SlidingWindow(0, 0, stride) | Fixed(stride, summary))
-    raise ValueError(f"kind must be 'strided' or 'fixed', got {kind!r}")
+        first, second = SlidingWindow(0, 0, stride), Fixed(stride, summary)
+    elif summary != 1:
+        raise ValueError(f"summary is for kind='fixed', got {summary!r} with kind='strided'")
+    return Causal() & {"merged": first | second, "first": first, "second": second}[factor]
 
 
 def _causal(pattern: Pattern, causal: bool) -> Pattern:

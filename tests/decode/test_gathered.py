@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import effattn
 from effattn import patterns, registry
 from effattn.decode import GatheredDecoder, gathered
-from effattn.patterns.reaching import positions_of_blocks
+from effattn.patterns.blocks import BlockLists
 from effattn.testing import functions
 from tests.laws import cost
 from tests.laws.sharding import collectives, mesh
@@ -64,8 +64,8 @@ def extended(decoder, arrays, split, capacity=LENGTH):
 
 def reached_by(decoder, capacity):
     """What each of `capacity` tokens reaches, a list or one a head, and how many are asked for."""
-    reach, _ = decoder._split_options(HEADS, KEY_HEADS)
-    of_all = jax.jit(jax.vmap(lambda i: reach(i, capacity)))
+    pattern = decoder._pattern_for(capacity, HEADS, KEY_HEADS)
+    of_all = jax.jit(jax.vmap(lambda i: pattern.reach(i, capacity)))
     each = np.asarray(of_all(np.arange(capacity)))
     return each, each.shape[-1]
 
@@ -119,6 +119,32 @@ def test_random_blocks_that_are_named_reach_what_they_name():
     assert_reached(rows, expected)
 
 
+@pytest.mark.parametrize("heads", [(), (1,), (KEY_HEADS,)])
+def test_a_traced_table_or_mask_reaches_what_a_known_one_reaches(heads):
+    table = np.random.default_rng(0).integers(-1, 4, (*heads, 4, 2))
+    mask = np.random.default_rng(1).random((*heads, 4, 4)) < 0.5
+
+    def reached(given):
+        found = []
+        for name, option in (("bigbird", "random_blocks"), ("block_sparse", "block_mask")):
+            decoder = decoder_of(name, block_size=3, **{option: given[option]})
+            pattern = decoder._pattern_for(11, HEADS, KEY_HEADS)
+            rows = jax.vmap(lambda i, p=pattern: p.reach(i, 11))(np.arange(11))
+            found.append(rows.reshape(11, -1, rows.shape[-1]))
+        return found
+
+    # A known mask is for query heads, and a traced one for key heads.
+    of_query_heads = mask.repeat(HEADS // KEY_HEADS, 0) if heads == (KEY_HEADS,) else mask
+    known = reached({"random_blocks": table, "block_mask": of_query_heads})
+    known[1] = known[1][:, :: -(-known[1].shape[1] // KEY_HEADS)]
+    traced = jax.jit(reached)({"random_blocks": table, "block_mask": mask})
+    for each, expected in zip(map(np.asarray, traced), map(np.asarray, known), strict=True):
+        for i, lists in enumerate(zip(each, expected, strict=True)):
+            for rows in zip(*lists, strict=True):
+                seen, needed = (sorted(row[(row >= 0) & (row <= i)].tolist()) for row in rows)
+                assert seen == needed
+
+
 @pytest.mark.parametrize("lists", [(), (1,), (HEADS,)])
 def test_a_block_mask_reaches_what_it_shows(lists):
     """As its longest row does, and no more; for query heads that differ too."""
@@ -126,6 +152,7 @@ def test_a_block_mask_reaches_what_it_shows(lists):
     rows, asked = reached_by(decoder_of("block_sparse", block_size=3, block_mask=mask), 13)
     assert asked == 3 * np.tril(mask).sum(-1).max()
     each = np.tril(mask.repeat(3, -2).repeat(3, -1)[..., :13, :13])
+    rows = rows.reshape(13, *lists, -1)
     for head in np.ndindex(lists):
         assert_reached([row[head] for row in rows], each[head])
 
@@ -176,7 +203,8 @@ def test_no_rows_give_an_empty_array(name):
 
 def test_a_block_that_is_named_again_counts_once():
     blocks = np.array([[3, -1, 0, 3], [2, 2, 2, 1]])
-    found = np.asarray(jax.jit(positions_of_blocks, static_argnums=(1, 2))(blocks, 2, 100))
+    reached = jax.jit(lambda table, i: BlockLists(table, 2).reach(i, 100))
+    found = [np.asarray(reached(blocks, i)) for i in (0, 2)]
     assert [sorted(row[row >= 0]) for row in found] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
@@ -214,14 +242,16 @@ EVERYTHING = {
 def test_lists_of_all_of_key_and_of_query_heads(lists, monkeypatch):
     """With all that the core takes, at positions, rows and heads as they are in the whole."""
 
-    def reach(i, capacity):
+    class Steps(patterns.Pattern):
         """Every third, or by head every second, third, ... key."""
-        steps = jnp.arange(2, 2 + lists) if lists else jnp.array(3)
-        return i - steps[..., None] * jnp.arange(4)
+
+        def reach(self, i, capacity):
+            steps = jnp.arange(2, 2 + lists) if lists else jnp.array(3)
+            return i - steps[..., None] * jnp.arange(4)
 
     monkeypatch.setattr(gathered, "_tokens_at_a_time", lambda numbers, time: 4)
     arrays = draw(LENGTH)
-    decoder = GatheredDecoder(reach, effattn.dot_product_attention, EVERYTHING)
+    decoder = GatheredDecoder(effattn.dot_product_attention, EVERYTHING, Steps)
     out = extended(decoder, arrays, (LENGTH // 2,) * 2)
     each = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     steps = np.arange(2, 2 + lists) if lists else np.array([3])
@@ -369,5 +399,5 @@ def test_options_that_cannot_be_honoured_are_named(options, error, message):
 
 def test_the_last_blocks_of_a_text_that_is_being_written_are_not_known():
     decoder = decoder_of("bigbird", num_global_blocks=(1, 1))
-    with pytest.raises(ValueError, match="num_global_blocks=1 decodes"):
+    with pytest.raises(ValueError, match="got 1; last=0 is num_global_blocks=1 of BigBird"):
         jax.eval_shape(decoder.extend, *draw(1), empty(decoder, 2, 5))

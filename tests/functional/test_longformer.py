@@ -142,7 +142,7 @@ MASK = np.zeros((2, LENGTH), bool)
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"max_global": 2}, "max_global 2 needs global_mask"),
+        ({"max_global": 2}, "max_global=2 needs global_mask"),
         ({"global_mask": MASK}, f"max_global must be an int from 1 to the length {LENGTH}"),
         ({"global_mask": MASK, "max_global": 30}, "got 30"),
         ({"global_mask": MASK * 1.0, "max_global": 2}, "global_mask must be bool, got dtype float"),

@@ -34,6 +34,7 @@ from effattn.patterns import (
     sparse_transformer,
     zones,
 )
+from effattn.patterns.blocks import BlockLists
 from tests.marks import slow
 
 BLOCKS = np.random.default_rng(0).random((3, 7, 6)) < 0.4
@@ -324,6 +325,49 @@ def test_a_layout_for_each_key_head_is_the_union_over_its_query_heads():
         pattern.layout(24, key_heads=3)
     with pytest.raises(ValueError, match=r"same heads to compose, got \[3, 4\]"):
         pattern | BlockMask(BLOCKS, 4)
+
+
+# Keys that one query reaches, for decoding
+
+
+def assert_reaches_the_mask(pattern, length):
+    """Each key once, and nothing else at or before the query."""
+    mask = pattern.mask(length)
+    reached = jax.vmap(lambda i: pattern.reach(i, length))(np.arange(length))
+    for i, lists in enumerate(np.asarray(reached)):
+        assert lists.shape[:-1] == ((pattern.heads,) if pattern.heads else ())
+        for h, row in enumerate(np.atleast_2d(lists)):
+            seen = np.flatnonzero((mask[h] if pattern.heads else mask)[i, : i + 1])
+            assert sorted(j for j in row if 0 <= j <= i) == seen.tolist()
+
+
+@settings(max_examples=40)
+@given(compositions(17, 17).filter(lambda pattern: "last=" not in repr(pattern)))
+def test_a_query_reaches_its_row_of_the_mask(pattern):
+    assert_reaches_the_mask(pattern, 17)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        BlockLists(np.array([[1, -1], [0, 0], [2, 0], [1, 5], [0, 4]]), 4),
+        BlockLists(np.array([[[1], [0], [-1], [2], [2]], [[0], [0], [1], [1], [0]]]), 4),
+        RandomBlocks(4, 2, num_heads=3),
+        bigbird(3, causal=True, num_heads=2),
+        SlidingWindow(9, 0, 6) & ~Causal() | Strided(4) & Fixed(5, 2),
+    ],
+    ids=repr,
+)
+def test_lists_of_blocks_are_reached_and_laid_out(pattern):
+    """By head too; a block that is listed twice, or lies after the end, counts as it should."""
+    assert_reaches_the_mask(pattern, 17)
+    for one in (pattern, ~pattern):
+        assert_layout_is_the_oracle(Case(one, (13, 17, 4), (3, 5)))
+
+
+def test_each_head_draws_random_blocks_with_its_own_seed():
+    heads = bigbird(4, seed=5, num_heads=3).mask(64)
+    np.testing.assert_array_equal(heads, [bigbird(4, seed=5 + h).mask(64) for h in range(3)])
 
 
 # Random blocks
