@@ -1,4 +1,4 @@
-"""The report of a run on a GPU: tables in Markdown, the whole as JSON, and a figure."""
+"""Report of a run on a GPU: Markdown tables, JSON results and a figure."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ TITLES = {
     "gated delta rule": "gated delta rule",
     "decode": "paged decode",
 }
-COLUMNS = 4  # of the figure
+COLUMNS = 4  # panels in a row of the figure
 ALONE = "one case each"
 
 
@@ -113,7 +113,7 @@ def _line(row: Row) -> tuple[str, ...]:
 def draw_throughput(
     path: Path, machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]
 ) -> None:
-    """TFLOP/s against the cases of each kind, a panel a pass."""
+    """Draws TFLOP/s against the cases of each kind, with a panel per pass."""
     best = max(rate.per_second for rate in rates if rate.kind == "product") / 1e12
     panels = []
     for title, cases in _kinds(rows).items():
@@ -142,7 +142,7 @@ def draw_throughput(
 
 
 def _kinds(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
-    """The rows of each case by its label, by the title of its kind; the only ones of theirs last.
+    """Returns the rows by kind and case; kinds with a single case come last, as one kind.
 
     Each head size of exact attention is a kind, whose cases are lengths.
     """

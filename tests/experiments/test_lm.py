@@ -471,4 +471,5 @@ def test_help_comes_without_the_library(command):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for field in dataclasses.fields(lm.Config):
-        assert f"--{field.name.replace('_', '-')}" in done.stdout
+        name = "import" if field.name == "imports" else field.name.replace("_", "-")
+        assert f"--{name} " in done.stdout or f"--{name}," in done.stdout

@@ -85,7 +85,7 @@ def test_the_report_is_written_and_read_back(tmp_path):
     table = report.table(summary["mechanisms"])
     assert table in markdown and table in report.read_report(tmp_path, NextToken.words)
     assert "| softmax   |           0.5 |     2.700 |" in markdown
-    assert "chosen by the same held-out windows that are reported" in markdown
+    assert "chosen on the same held-out windows as in the table" in markdown
     assert "steps 3, seeds 0 1" in markdown
     assert markdown.count("    to be\n") == 4
     assert report.read_report(tmp_path, NextToken.words).count("to be") == 2
@@ -112,7 +112,7 @@ def test_no_control_character_of_a_sample_reaches_the_terminal(tmp_path):
 @pytest.mark.parametrize(
     ("parameters", "chosen", "said"),
     [
-        (1235, True, "as gives all models equally many"),
+        (1235, True, "gives all models as many parameters"),
         (1235, False, None),
         (1300, False, "differ in their numbers of parameters"),
         (1300, True, "differ in their numbers of parameters"),

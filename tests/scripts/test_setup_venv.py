@@ -105,7 +105,7 @@ def test_an_environment_of_others_is_left_as_it_is(checkout, tmp_path, python, u
     refused = setup(checkout, python("3.13.0"), str(venv))
     assert refused.returncode == 1 and names(venv) == there
     assert refused.stderr == (
-        f"effattn: {venv} is there and effattn did not make it; VENV= names another place\n"
+        f"effattn: {venv} exists and was not created by effattn; choose another place by VENV=\n"
     )
 
 
@@ -116,7 +116,7 @@ def test_where_no_environment_can_be_made_nothing_else_is_blamed(checkout, pytho
     broken.with_name(f"{broken.name}.no-venv").touch()
     for failed in (no_folder, setup(checkout, broken)):
         assert failed.returncode == 1
-        assert "VENV= names a place that can be written" in failed.stderr.splitlines()[-1]
+        assert "choose a writable place by VENV=" in failed.stderr.splitlines()[-1]
 
 
 def test_the_path_of_an_environment_may_hold_spaces(checkout, tmp_path, python):
