@@ -80,8 +80,9 @@ def measure(name: str, prefixes: Sequence[int], rounds: int) -> Row:
 def markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
     prefixes = sorted(rows[0].seconds)
     lines = [
-        f"Milliseconds of one step of a mixer of {FEATURES} features and {HEADS} heads, batch 1, "
-        f"float32: {about['cpu']}, {about['cores']} cores, jax {about['versions']['jax']}.",
+        f"Milliseconds per decoding step of a mixer with {FEATURES} features and {HEADS} "
+        f"heads, batch 1, float32: {about['cpu']}, {about['cores']} cores, "
+        f"jax {about['versions']['jax']}.",
         "",
         "| mechanism | state, kB | " + " | ".join(f"after {p}" for p in prefixes) + " | ratio |",
         "| --- |" + " --- |" * (len(prefixes) + 2),

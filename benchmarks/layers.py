@@ -119,10 +119,10 @@ def measure(
 def markdown(about: dict[str, Any], length: int, backward: bool, rows: Sequence[Row]) -> str:
     """Returns the table of each direction, fastest layer first."""
     lines = [
-        f"A call of a layer, {'forward + backward' if backward else 'forward'}, projections "
-        f"included, of {FEATURES} features and {HEADS} heads on {length:,} tokens, float32: "
+        f"Time of one call of a layer, {'forward + backward' if backward else 'forward'}, with "
+        f"projections, of {FEATURES} features and {HEADS} heads on {length:,} tokens, float32: "
         f"{about['cpu']}, {about['cores']} cores, jax {about['versions']['jax']}, load average "
-        f"{about['load_average'][0]} before it.",
+        f"{about['load_average'][0]} at the start.",
     ]
     for direction in dict.fromkeys(row.direction for row in rows):
         lines += [

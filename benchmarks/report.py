@@ -113,16 +113,17 @@ def markdown(machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]
         of_comparison = [row for row in rows if row.comparison == comparison]
         parts += [f"## {TITLES[comparison]}", _measured(of_comparison)]
     parts += [
-        "`ratio` is a contender's time over effattn's in the same round, the median of the rounds: "
-        "above 1, effattn is faster. `error` is the largest, relative to the largest element, "
-        "against float64. `floor` is the time of the matrix products and of the exponentials, one "
-        "after the other, at the best rates above; overlapping them, or cheaper exponentials, can "
-        "beat it. `temporaries` are those of the compiled program; PyTorch does not tell.",
+        "`ratio` is a contender's time over effattn's time in the same round, the median of the "
+        "rounds: above 1, effattn is faster. `error` is the largest error against float64, "
+        "relative to the largest element. `floor` is the time of the matrix products plus the "
+        "time of the exponentials at the best rates above; a program that overlaps both, or uses "
+        "cheaper exponentials, can be faster. `temporaries` is the temporary memory of the "
+        "compiled program, which PyTorch does not report.",
     ]
     if any(row.skipped for row in rows):
         parts += ["## Not timed", not_timed(rows, _where)]
     if verdicts := _verdicts(rows):
-        header = ("effattn against", "ratio", "of rounds", "needed", "verdict")
+        header = ("effattn against", "ratio", "range of rounds", "needed", "verdict")
         parts += ["## Targets", table(header, verdicts)]
     return "\n\n".join(parts) + "\n"
 

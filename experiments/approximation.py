@@ -237,6 +237,8 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
+    from experiments.common.figure import legend_below
+
     sources = list(dict.fromkeys(record["source"] for record in records))
     figure, grid = plt.subplots(
         len(MEASURES),
@@ -252,10 +254,11 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
             draw(ax, name, [record for record in records if record["source"] == source])
         row[0].set_ylabel(f"relative {MEASURES[name]}")
     for source, top, bottom in zip(sources, grid[0], grid[-1], strict=True):
-        top.set_title(source if source == GAUSSIAN else f"{source} (bands: range over layers)")
+        top.set_title(f"queries and keys: {source}")
         bottom.set_xlabel(counted())
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)))
+    lines, _ = grid[0, 0].get_legend_handles_labels()
+    title = "mean over heads and layers; band: range over layers"
+    legend_below(figure, lines, title if PRETRAINED in sources else "mean over heads")
     partial = path.with_name(f"partial-{path.name}")
     figure.savefig(partial, dpi=150)
     plt.close(figure)
@@ -336,16 +339,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         corpora.check_output(config.corpus, folder)
         folders.check_folder(folder, settings)
         if report.finished(folder):
-            print(f"This ran before; to run it again, delete {folder} or give another --output.\n")
+            print(f"This run is finished; to repeat it, delete {folder} or change --output.\n")
         else:
             with folders.claimed(folder, settings):
                 run(config, folder, settings, corpus)
         print((folder / "summary.md").read_text(encoding="utf-8"))
         if settings["encoder"] is None:
-            print(f"For the queries and keys of a pretrained encoder: {encoder.INSTALL}")
+            print(f"To include queries and keys of a pretrained encoder: {encoder.INSTALL}")
         print(f"In {folder}: summary.md, summary.json, errors.png and config.json.")
 
-    return outcome.exit_status(work, "stopped; the same command begins anew")
+    return outcome.exit_status(work, "stopped; the same command starts again")
 
 
 if __name__ == "__main__":

@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = tyro.cli(Config, prog="python -m experiments.gallery", args=argv)
     return outcome.exit_status(
         lambda: write_pictures(Path(os.path.expanduser(config.output))),
-        "stopped; the same command begins anew",
+        "stopped; the same command starts again",
     )
 
 

@@ -31,7 +31,7 @@ class Config:
 
     Tokens are bytes. Token accuracy is the accuracy of the next byte, given the bytes before it. A
     match is exact if the model, given the source alone, writes the whole target and its end. A
-    stopped run goes on with the next model when the same command is given again. A finished run
+    stopped run resumes with the next model when the same command is given again. A finished run
     prints its table.
     """
 
@@ -70,14 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = folders.path_of(config.output, name)
         folders.check_folder(folder, settings)
         if report.finished(folder):
-            print(f"This ran before; to run it again, delete {folder} or give another --output.")
+            print(f"This run is finished; to repeat it, delete {folder} or change --output.")
         else:
-            print(f"Writing to {folder}; stopped, the same command goes on from there.", flush=True)
+            print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
             train_all(config, folder, data, settings)
         print((folder / "summary.md").read_text(encoding="utf-8"))
-        print(f"In {folder}: summary.md, summary.json, accuracy.png, config.json and a file a run.")
+        print(
+            f"In {folder}: summary.md, summary.json, accuracy.png, config.json and a file per run."
+        )
 
-    return outcome.exit_status(work, "stopped; the same command goes on with the next model")
+    return outcome.exit_status(work, "stopped; the same command resumes with the next model")
 
 
 def check(config: Config) -> None:
@@ -87,7 +89,7 @@ def check(config: Config) -> None:
     for name in ("encoders", "seeds"):
         values = getattr(config, name)
         if not values or len(set(values)) < len(values):
-            raise UserError(f"--{name} needs at least one, none of them twice, got {values}")
+            raise UserError(f"--{name} needs one or more different values, got {values}")
     checks.check_seeds(config)
     if config.width % (2 * config.heads):
         raise UserError(

@@ -87,7 +87,7 @@ class Checkpoints:
         except Exception as error:
             raise UserError(
                 f"the checkpoint {self._folder / str(step)} cannot be written ({_reason(error)}); "
-                "the same command goes on from the one before"
+                "the same command resumes from the previous checkpoint"
             ) from error
 
     def restore(self, template: Any, keys: tuple[str, ...] = ()) -> tuple[Any, dict[str, Any]]:

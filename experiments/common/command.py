@@ -119,13 +119,13 @@ def run(experiment: str, config: Options, objective: type[Objective]) -> int:
         corpora.check_output(config.corpus, folder)
         folders.check_folder(folder, settings)
         if report.finished(folder):
-            print(f"This ran before; to run it again, delete {folder} or give another --output.")
+            print(f"This run is finished; to repeat it, delete {folder} or change --output.")
         else:
-            print(f"Writing to {folder}; stopped, the same command goes on from there.", flush=True)
+            print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
             _train_all(config, folder, corpus, settings, objective)
         print(report.read_report(folder, objective.words))
 
-    return outcome.exit_status(work, "stopped; the same command goes on from the last checkpoint")
+    return outcome.exit_status(work, "stopped; the same command resumes from the last checkpoint")
 
 
 def _train_all(

@@ -108,7 +108,7 @@ def read_report(folder: Path, words: Words) -> str:
         if run["seed"] == summary["runs"][0]["seed"]:
             parts.append(f"{run['mechanism']} {words.sample}:\n{_sample(run)}")
     prompt = f"{words.prompt}:\n{_quoted(summary['runs'][0]['prompt'])}"
-    files = f"In {folder}: summary.md, summary.json, loss.png, config.json and a folder a run."
+    files = f"In {folder}: summary.md, summary.json, loss.png, config.json and one folder per run."
     shown = table(summary["mechanisms"])
     return "\n\n".join([prompt, *parts, shown, *_on_speeds(summary), files])
 
@@ -169,7 +169,7 @@ def _markdown(summary: dict[str, Any], words: Words) -> str:
     if max(counts) > 1.01 * min(counts):
         parts.append("**The models differ in their numbers of parameters.**")
     elif len(rows) > 1 and summary["config"]["equal_parameters"]:
-        parts.append("The width of the feed-forward layers gives all models as many parameters.")
+        parts.append("Feed-forward widths give all models the same number of parameters.")
     parts.append("![Validation losses](loss.png)")
     if summary["sweep"]:
         swept = [
@@ -193,7 +193,7 @@ def _plain(value: Any) -> str:
 
 
 def _sample(run: Row) -> str:
-    return "(nothing: it does not decode)" if run["sample"] is None else _quoted(run["sample"])
+    return "(none: the model does not decode)" if run["sample"] is None else _quoted(run["sample"])
 
 
 def _quoted(text: str) -> str:

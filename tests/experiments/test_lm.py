@@ -122,7 +122,7 @@ def test_a_finished_comparison_only_prints_its_table_again(finished, capsys):
     before = files_of(output)
     assert lm.main(command) == 0
     out = capsys.readouterr().out
-    assert f"delete {output} or give another --output" in out
+    assert f"delete {output} or change --output" in out
     assert "| softmax " in out and "| sliding_window " in out and "| linear " in out
     assert files_of(output) == before
 
@@ -442,7 +442,7 @@ def test_stopped_and_started_again_it_ends_with_the_same_parameters(finished, tm
     assert not (output / "summary.md").exists()
     if how == signal.SIGINT:
         assert status == 130
-        assert (tmp_path / "log").read_text().endswith("goes on from the last checkpoint\n")
+        assert (tmp_path / "log").read_text().endswith("resumes from the last checkpoint\n")
 
     # One after the other they end as beside each other.
     assert lm.main([*command, "--at-once", "1"]) == 0

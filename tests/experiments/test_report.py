@@ -112,7 +112,7 @@ def test_no_control_character_of_a_sample_reaches_the_terminal(tmp_path):
 @pytest.mark.parametrize(
     ("parameters", "chosen", "said"),
     [
-        (1235, True, "gives all models as many parameters"),
+        (1235, True, "give all models the same number of parameters"),
         (1235, False, None),
         (1300, False, "differ in their numbers of parameters"),
         (1300, True, "differ in their numbers of parameters"),

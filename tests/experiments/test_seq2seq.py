@@ -49,7 +49,7 @@ def test_a_finished_run_prints_its_table_again(finished, capsys):
     command, folder = finished
     before = (folder / "summary.json").stat().st_mtime_ns
     assert seq2seq.main(command) == 0
-    assert "This ran before" in capsys.readouterr().out
+    assert "This run is finished" in capsys.readouterr().out
     assert (folder / "summary.json").stat().st_mtime_ns == before
 
 
@@ -232,7 +232,7 @@ def test_files_that_are_no_pairs(tmp_path, capsys, text, message):
     [
         (["--heads", "3"], "--heads must divide --width 8 into even head sizes, got 3"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--seeds", "1", "1"], "--seeds needs at least one, none of them twice"),
+        (["--seeds", "1", "1"], "--seeds needs one or more different values"),
         (["--seeds", "99999999999"], "--seeds must be at most 2147483647, got 99999999999"),
         (["--learning-rate", "-1"], "--learning-rate must be positive and finite in float32, got"),
         (["--encoders", "retention"], "--encoders: is_causal=False was given, but"),
