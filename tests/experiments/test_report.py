@@ -124,7 +124,7 @@ def test_whether_models_are_of_one_size_is_said(tmp_path, parameters, chosen, sa
     report.write_report(tmp_path, Comparison(runs, []), settings, NextToken.words)
     text = (tmp_path / "summary.md").read_text()
     assert said is None or said in text
-    assert ("differ in" in text) + ("equally many" in text) == (said is not None)
+    assert ("differ in" in text) + ("the same number" in text) == (said is not None)
 
 
 def test_the_figure_shows_both_curves_with_their_bands(tmp_path, monkeypatch):
