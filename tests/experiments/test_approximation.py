@@ -1,4 +1,4 @@
-"""The errors that the command measures, on short sequences."""
+"""Errors of approximations, as measured by the command on short sequences."""
 
 import json
 

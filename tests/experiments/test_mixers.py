@@ -1,4 +1,4 @@
-"""What `--mechanisms` says."""
+"""Parser of `--mechanisms`."""
 
 import pytest
 

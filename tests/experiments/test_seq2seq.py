@@ -1,4 +1,4 @@
-"""The command that compares encoders on pairs, and the pairs."""
+"""The command `experiments.seq2seq`, and its pairs of texts."""
 
 import datetime
 import json
@@ -17,7 +17,7 @@ TINY += ["--evaluate-every", "2", "--examples", "24", "--held-out", "5"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A finished comparison of real pairs: its command line and its folder."""
+    """Finished comparison on pairs from a file: command line and run folder."""
     folder = tmp_path_factory.mktemp("seq2seq")
     lines = [f"é{number}\t{number} ist{'!' * (number % 3)}" for number in range(24)]
     (folder / "pairs.tsv").write_text("\n".join(lines), encoding="utf-8")
@@ -181,7 +181,7 @@ def test_all_targets_of_a_source_are_on_one_side(tmp_path):
         (f"a{i}", f"b{i + more}") for i in (10, 20) for more in (0, 30, 60)
     ]
     assert len(train) == 81
-    # One target of the source is enough, and the others are not trained on.
+    # One held-out target of a source is enough; its other targets are not trained on.
     train, kept = load_lines(tmp_path, lines, 1)
     assert kept == [("a0", "b0")] and len(train) == 87
     assert "a0" not in {source for source, _ in train}
