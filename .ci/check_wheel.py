@@ -7,7 +7,7 @@ import subprocess
 import sys
 import zipfile
 
-# Importing effattn must load none of these, and none but the first three come with it.
+# Packages that `import effattn` must not load; effattn depends only on the first three.
 LAZY = (
     "flax",
     "chex",

@@ -1,6 +1,6 @@
-"""Prints the versions of the packages that effattn and its experiments need, as pip requirements.
+"""Versions of the packages that effattn and its experiments need, as pip requirements.
 
-Those installed, or with `--oldest` the oldest that pyproject.toml allows.
+The script prints the installed versions, or with `--oldest` the oldest that pyproject.toml allows.
 """
 
 import importlib.metadata

@@ -1,1 +1,1 @@
-"""Measurements of effattn beside what JAX, Tokamax and PyTorch ship."""
+"""Benchmarks of effattn beside JAX, Tokamax, PyTorch and jax-linear-attention."""

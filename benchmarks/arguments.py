@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks share."""
+"""Shared command-line arguments of the benchmarks."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an argument that is a whole number, large enough."""
+    """Returns the type of an argument that is a whole number of `least` or more."""
 
     def whole_number(text):
         if not text.isdecimal() or int(text) < least:
@@ -21,12 +21,12 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def output_folder(text: str) -> Path:
-    """The type of an argument that is a folder; shells leave the ~ of --output=~/run to it."""
+    """Returns the path of a folder argument; shells do not expand the ~ of --output=~/run."""
     return Path(os.path.expanduser(text))
 
 
 def reason_against(folder: Path) -> str | None:
-    """Makes the folder; why nothing can be written there, if so."""
+    """Creates the folder; returns the reason if it cannot be written, else None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -1,4 +1,4 @@
-"""Who takes part: a table of contenders, and how a function of theirs becomes a timed program."""
+"""Contenders of the CPU benchmark, and their compilation to timed programs."""
 
 import functools
 import importlib
@@ -25,15 +25,15 @@ from effattn.patterns import longformer
 
 
 class Program(NamedTuple):
-    """A compiled program; the arrays of its caller are NumPy's or JAX's, `(B, T, N, ...)`.
+    """Compiled program; the caller's arrays are NumPy or JAX arrays `(B, T, N, ...)`.
 
     Attributes:
-      place: makes its operands of arrays.
-      run: takes the operands, and starts; a device may still be at work when it returns.
-      wait: returns when the results, and those of all calls before, are there.
-      fetch: makes arrays of NumPy of the results, or of a part of each, an index.
-      temporary_bytes: what it needs beside operands and results, where that is known.
-      peak_bytes: the same with operands and results.
+      place: converts arrays to operands on the device.
+      run: starts the program on operands; the device may still compute when `run` returns.
+      wait: waits for the results of this call and of all earlier calls.
+      fetch: converts the results, or a part of each given by an index, to NumPy arrays.
+      temporary_bytes: memory without operands and results, if known.
+      peak_bytes: memory with operands and results, if known.
     """
 
     place: Callable[[Arrays], Any]
@@ -45,13 +45,13 @@ class Program(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """A function that takes part.
+    """Function that takes part in a comparison.
 
     Attributes:
-      name: as shown.
-      computes: the name of its workload.
-      compile: (arrays, is there a backward pass) -> Program.
-      package: what has to be installed.
+      name: name in tables and figures.
+      computes: name of the workload.
+      compile: `(arrays, backward) -> Program`; with `backward`, the program includes gradients.
+      package: Python package that must be installed.
     """
 
     name: str
@@ -65,7 +65,10 @@ class Contender(NamedTuple):
 
 
 def in_jax(function: Callable, **options: Any) -> Callable[[Arrays, bool], Program]:
-    """Of a function of all arrays but the last, the gradient of its output."""
+    """Returns the `compile` of a JAX function.
+
+    The function takes all arrays except the last, which is the gradient of its output.
+    """
     attend = functools.partial(function, **options)
 
     def compile_program(arrays, backward):
@@ -96,9 +99,9 @@ def in_jax(function: Callable, **options: Any) -> Callable[[Arrays, bool], Progr
 def in_torch(
     make: Callable[[int], Callable], device: str = "cpu", heads_first: bool = True
 ) -> Callable[[Arrays, bool], Program]:
-    """Of a function from the length to the attention.
+    """Returns the `compile` of a PyTorch function, which `make` returns for a length.
 
-    It takes all arrays but the last, in PyTorch's own order `(B, N, T, H)` if `heads_first`.
+    The function takes all arrays except the last, as `(B, N, T, H)` if `heads_first`.
     """
 
     def compile_program(arrays, backward):
@@ -109,7 +112,7 @@ def in_torch(
 
         def tensor(array):
             array = np.asarray(array)
-            if array.dtype == jnp.bfloat16:  # which torch does not read
+            if array.dtype == jnp.bfloat16:  # torch cannot read it
                 return torch.tensor(array.view(np.int16)).view(torch.bfloat16).to(device)
             return torch.tensor(array).to(device)
 
@@ -150,11 +153,11 @@ def _sdpa(length, **options):
 def flex(
     allowed: Callable[[Any, Any], Any], length: int, device: str = "cpu", **options: Any
 ) -> Callable:
-    """FlexAttention, compiled, over the pairs of a query and a key that are allowed."""
+    """Returns compiled FlexAttention over the pairs of query and key that are allowed."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # it compiles only so many lengths of one function
+    torch.compiler.reset()  # a function is compiled for a limited number of lengths
     mask = create_block_mask(
         lambda batch, head, query, key: allowed(query, key), None, None, length, length, device
     )
@@ -167,14 +170,14 @@ def _in_window(query, key):
 
 
 def tokamax(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
-    """Its attention, with the options of that."""
-    # Otherwise it reads its flags from the command line, which is not its own here.
+    """Returns Tokamax's attention, with the options of `tokamax.dot_product_attention`."""
+    # Otherwise Tokamax reads its flags from the command line of the benchmark.
     importlib.import_module("absl.flags").FLAGS.mark_as_parsed()
     return importlib.import_module("tokamax").dot_product_attention(query, key, value, **options)
 
 
 def _softmax_peers(computes: str, **options: Any) -> tuple[Contender, ...]:
-    """Those that take the arguments of `jax.nn.dot_product_attention`."""
+    """Returns the peers that take the arguments of `jax.nn.dot_product_attention`."""
     return (
         Contender("jax.nn", computes, in_jax(jax.nn.dot_product_attention, **options)),
         Contender(
@@ -209,7 +212,7 @@ def _gated_delta(query, key, value):
 
 
 def _chunked(name: str, *of_key: Callable, normalized: bool = False):
-    """A chunked form of jax-linear-attention."""
+    """Returns the `compile` of a chunked form of jax-linear-attention."""
 
     def attend(query, key, value):
         function = getattr(importlib.import_module("jla.ops.chunked"), name)
@@ -220,7 +223,7 @@ def _chunked(name: str, *of_key: Callable, normalized: bool = False):
 
 
 def _recurrences(computes: str, ours: Callable, peer: tuple | None = None):
-    """One beside exact causal attention, PyTorch's too, and the chunked form of a peer."""
+    """Returns a recurrence, its chunked form in a peer, and exact causal attention."""
     theirs = (
         ()
         if peer is None
@@ -241,7 +244,7 @@ def _recurrences(computes: str, ours: Callable, peer: tuple | None = None):
     )
 
 
-# What is timed together, interleaved. The first of each is what the others are compared with.
+# Contenders that are timed together, interleaved. Ratios are to the first contender.
 COMPARISONS: dict[str, tuple[Contender, ...]] = {
     "causal": (
         Contender("effattn", "causal", in_jax(_exact, is_causal=True)),

@@ -1,4 +1,4 @@
-"""Times one decoding step after a short and after a long prefix, on this machine's CPU.
+"""Benchmark of one decoding step after short and long prefixes, on the CPU.
 
 python -m benchmarks.decode --help
 """
@@ -25,12 +25,12 @@ PIECE = 4096
 
 
 class Row(NamedTuple):
-    """A mechanism's steps.
+    """Decoding steps of a mechanism.
 
     Attributes:
-      mechanism: its name.
-      state_bytes: of the state of one sequence, with room for the longest prefix.
-      seconds: the median of a step after each prefix.
+      mechanism: registered name.
+      state_bytes: size of one sequence's decode state, with room for the longest prefix.
+      seconds: median time of a step, by prefix.
     """
 
     mechanism: str
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """A step after the longest prefix, over one after the shortest."""
+        """Time of a step after the longest prefix over the time after the shortest prefix."""
         return self.seconds[max(self.seconds)] / self.seconds[min(self.seconds)]
 
 
@@ -49,7 +49,7 @@ def state_bytes(name: str, length: int) -> int:
 
 
 def measure(name: str, prefixes: Sequence[int], rounds: int) -> Row:
-    """Steps after each prefix take turns; each goes on from the last one of its own."""
+    """Measures steps after each prefix in turns; every prefix has a state of its own."""
     capacity = max(prefixes) + rounds + 2
     mixer = mixer_of(name, capacity)
     prefill = jax.jit(
@@ -80,8 +80,9 @@ def measure(name: str, prefixes: Sequence[int], rounds: int) -> Row:
 def markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
     prefixes = sorted(rows[0].seconds)
     lines = [
-        f"Milliseconds of one step of a mixer of {FEATURES} features and {HEADS} heads, batch 1, "
-        f"float32: {about['cpu']}, {about['cores']} cores, jax {about['versions']['jax']}.",
+        f"Milliseconds per decoding step of a mixer with {FEATURES} features and {HEADS} "
+        f"heads, batch 1, float32: {about['cpu']}, {about['cores']} cores, "
+        f"jax {about['versions']['jax']}.",
         "",
         "| mechanism | state, kB | " + " | ".join(f"after {p}" for p in prefixes) + " | ratio |",
         "| --- |" + " --- |" * (len(prefixes) + 2),
@@ -96,19 +97,21 @@ def markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decode",
-        description="Times a decoding step after prefixes of several lengths, interleaved.",
+        description="Measures a decoding step after prefixes of several lengths, interleaved.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--prefixes", type=at_least(1), nargs="+", default=[64, 65536], metavar="TOKENS"
     )
-    parser.add_argument("--rounds", type=at_least(1), default=200, help="of each, default 200")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=200, help="steps after each prefix, default 200"
+    )
     parser.add_argument(
         "--only",
         nargs="+",
         choices=registry.names("decode"),
-        help="default: softmax, and all whose state does not grow with the length, but for "
-        "longformer, which has no global tokens here",
+        help="default: softmax, and all mechanisms whose state does not grow with the length; "
+        "without longformer, which has no global tokens here",
     )
     parser.add_argument("--output", type=output_folder, default=Path("runs/benchmarks"))
     return parser.parse_args(argv)
@@ -123,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = options.only or [
         name
         for name in registry.names("decode")
-        if name != "longformer"  # here it has no global tokens, and is sliding_window
+        if name != "longformer"  # without global tokens it equals sliding_window
         and (name == "softmax" or state_bytes(name, 4096) == state_bytes(name, 8192))
     ]
     about, rows = machine.describe(), []

@@ -1,4 +1,4 @@
-"""Times a layer of every mechanism beside exact attention, on this machine's CPU.
+"""Benchmark of a layer of every mechanism beside exact attention, on the CPU.
 
 python -m benchmarks.layers --help
 """
@@ -27,16 +27,16 @@ EXACT = "softmax"
 
 @dataclasses.dataclass
 class Row:
-    """A mechanism's layer in one direction.
+    """Layer of a mechanism in one direction.
 
     Attributes:
-      mechanism: its name.
+      mechanism: registered name.
       direction: "causal" or "bidirectional".
-      temporary_bytes: of the compiled program.
-      rounds: seconds of each call, None in rounds that it left out.
-      seconds: their median.
-      speedup: the seconds of exact attention in the same round over its own, the median.
-      skipped: why it was not timed.
+      temporary_bytes: temporary memory of the compiled program.
+      rounds: seconds of each call; None in rounds without this mechanism.
+      seconds: median of the rounds.
+      speedup: time of exact attention over time of this layer in the same round, the median.
+      skipped: reason why the layer was not timed.
     """
 
     mechanism: str
@@ -49,7 +49,14 @@ class Row:
 
 
 def compile_layer(name: str, length: int, is_causal: bool, backward: bool) -> tuple[Callable, int]:
-    """A call of it, and the bytes of its temporaries; `MemoryError` if those are too many."""
+    """Compiles a layer.
+
+    Returns:
+      `(call, temporary_bytes)`.
+
+    Raises:
+      MemoryError: parameters or temporaries need more than `MOST_BYTES`.
+    """
     x = jax.random.normal(jax.random.key(0), (1, length, FEATURES))
     abstract = nnx.eval_shape(lambda: mixer_of(name, length, is_causal))
     graph, shapes = nnx.split(abstract)
@@ -66,7 +73,7 @@ def compile_layer(name: str, length: int, is_causal: bool, backward: bool) -> tu
 
     compiled = jax.jit(both if backward else forward).lower(shapes, x).compile()
     memory = compiled.memory_analysis()
-    assert memory is not None  # the CPU gives it
+    assert memory is not None  # CPUs report it
     if memory.temp_size_in_bytes > MOST_BYTES:
         raise MemoryError(f"needs {memory.temp_size_in_bytes / 1e9:.1f} GB of temporaries")
     state = jax.jit(lambda: nnx.state(mixer_of(name, length, is_causal)))()
@@ -76,7 +83,7 @@ def compile_layer(name: str, length: int, is_causal: bool, backward: bool) -> tu
 def measure(
     names: Sequence[str], length: int, is_causal: bool, backward: bool, rounds: int
 ) -> list[Row]:
-    """A row for each, exact attention first; all take turns, one call each a round."""
+    """Measures layers in turns, one call per round; the first row is exact attention."""
     direction = "causal" if is_causal else "bidirectional"
     rows, taking_part = [], []
     for name in dict.fromkeys((EXACT, *names)):
@@ -87,13 +94,13 @@ def measure(
         except MemoryError as error:
             row.skipped = str(error)
             continue
-        call()  # the first is slower
+        call()  # the first call is slower
         taking_part.append((row, call))
         print(".", end="", flush=True)
     for index in range(rounds):
         for row, call in in_turn(taking_part, index):
             spent = sum(seconds or 0 for seconds in row.rounds)
-            # Exact attention stays: it is what the others are compared with.
+            # Exact attention takes part in all rounds: the speedups need its times.
             if index >= FEWEST_ROUNDS and spent >= ENOUGH_SECONDS and row is not rows[0]:
                 row.rounds.append(None)
                 continue
@@ -110,12 +117,12 @@ def measure(
 
 
 def markdown(about: dict[str, Any], length: int, backward: bool, rows: Sequence[Row]) -> str:
-    """The rows, each direction's fastest first."""
+    """Returns the table of each direction, fastest layer first."""
     lines = [
-        f"A call of a layer, {'forward + backward' if backward else 'forward'}, projections "
-        f"included, of {FEATURES} features and {HEADS} heads on {length:,} tokens, float32: "
+        f"Time of one call of a layer, {'forward + backward' if backward else 'forward'}, with "
+        f"projections, of {FEATURES} features and {HEADS} heads on {length:,} tokens, float32: "
         f"{about['cpu']}, {about['cores']} cores, jax {about['versions']['jax']}, load average "
-        f"{about['load_average'][0]} before it.",
+        f"{about['load_average'][0]} at the start.",
     ]
     for direction in dict.fromkeys(row.direction for row in rows):
         lines += [
@@ -136,15 +143,19 @@ def markdown(about: dict[str, Any], length: int, backward: bool, rows: Sequence[
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.layers",
-        description="Times a layer of every mechanism beside exact attention, interleaved.",
+        description="Measures a layer of every mechanism beside exact attention, interleaved.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--length", type=at_least(16), default=16384, metavar="TOKENS", help="default %(default)s"
     )
     parser.add_argument("--rounds", type=at_least(1), default=5, help="default %(default)s")
-    parser.add_argument("--only", nargs="+", choices=registry.names(), help="default: all")
-    parser.add_argument("--backward", action="store_true", help="forward + backward")
+    parser.add_argument(
+        "--only", nargs="+", choices=registry.names(), help="default: all mechanisms"
+    )
+    parser.add_argument(
+        "--backward", action="store_true", help="measure forward + backward, not forward alone"
+    )
     parser.add_argument("--output", type=output_folder, default=Path("runs/benchmarks"))
     return parser.parse_args(argv)
 

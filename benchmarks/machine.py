@@ -1,4 +1,4 @@
-"""The machine: what it is, and how fast it multiplies matrices and takes exponentials."""
+"""Description of the machine, and its rates of matrix products and exponentials."""
 
 import datetime
 import functools
@@ -24,7 +24,7 @@ SQUARE, TILE, EXPONENTIALS = 4096, 512, 2**20  # the exponentials stay in the ca
 
 
 class Rate(NamedTuple):
-    """Operations a second: floating-point ones of a product, or exponentials."""
+    """Measured rate: floating-point operations of a matrix product, or exponentials, per second."""
 
     kind: str
     of: str
@@ -32,7 +32,7 @@ class Rate(NamedTuple):
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -43,7 +43,7 @@ def installed(package: str) -> bool:
 
 
 def describe(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
-    """What a reader needs to judge the numbers, the versions of these packages among it."""
+    """Returns the machine, versions and load, which a reader needs to judge the numbers."""
     threads = {"XLA": cores()}
     if installed("torch"):
         import torch
@@ -67,7 +67,7 @@ def describe(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
 
 
 def rates(seconds: float) -> list[Rate]:
-    """The best of many calls each, over about so many seconds a rate."""
+    """Measures each rate for about this many seconds; returns the best of all calls."""
     draw = np.random.default_rng(0).standard_normal
     square = draw((SQUARE, SQUARE), dtype=np.float32)
     rows = draw((HEADS, TILE, HEAD_SIZE), dtype=np.float32)
@@ -130,7 +130,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """With a + behind it if files have changed since; None outside a repository."""
+    """Returns the commit, with a + if files have changed since; None outside a repository."""
     root = Path(__file__).resolve().parents[1]
 
     def git(*arguments):

@@ -1,4 +1,4 @@
-"""The measurement: contenders are compiled, checked, and then timed in turns."""
+"""Measurement on a CPU: contenders are compiled, checked, and then timed in turns."""
 
 import contextlib
 import dataclasses
@@ -20,24 +20,24 @@ from benchmarks.workloads import (
 
 Part = TypeVar("Part")
 
-MOST_BYTES = 3e9  # of temporaries
+MOST_BYTES = 3e9  # largest temporary memory of a program
 TOLERANCE = 1e-5  # largest error, relative to the largest element
-ENOUGH_SECONDS, FEWEST_ROUNDS = 3.0, 3  # after both a contender takes part in no more rounds
-SLOW_RATIO = 3.0  # a peer that takes over `ENOUGH_SECONDS` a call, and over this, is slow
-PAUSE = 0.005  # lets the threads of the contender before fall asleep
+ENOUGH_SECONDS, FEWEST_ROUNDS = 3.0, 3  # after both limits a contender leaves the rounds
+SLOW_RATIO = 3.0  # slow peers exceed this ratio, and `ENOUGH_SECONDS` per call
+PAUSE = 0.005  # lets the threads of the previous contender sleep
 
 
 class Skip(Exception):
-    """Why a contender is not timed."""
+    """Reason why a contender is not timed."""
 
 
 class Failure(Skip):
-    """It should have been: it raised what is no refusal, or disagrees."""
+    """Error of a contender that should have been timed: it failed, or its results are wrong."""
 
 
 @contextlib.contextmanager
 def skipping() -> Iterator[None]:
-    """What is raised within becomes a reason to skip."""
+    """Converts exceptions in the `with` block to `Skip` or `Failure`."""
     try:
         yield
     except Skip:
@@ -50,19 +50,19 @@ def skipping() -> Iterator[None]:
 
 @dataclasses.dataclass
 class Row:
-    """One contender in one comparison; without `seconds` it was not timed, and `skipped` says why.
+    """One contender in one comparison.
 
     Attributes:
-      comparison, which, length, contender: what was measured.
-      flops, exponentials: the least that the workload costs a contender in linear memory.
-      floor: seconds for those, one after the other, at the rates of the machine.
-      temporary_bytes: of the compiled program.
-      error: the largest, relative.
-      rounds: seconds of each call, None in rounds that it left out.
-      seconds: their median.
-      ratio: to the seconds of effattn's in the same rounds, the median; above 1 effattn is faster.
-      ratio_range: of the rounds.
-      skipped: the reason.
+      comparison, which, length, contender: the comparison, pass, length and contender.
+      flops, exponentials: least operations of the workload for an algorithm in linear memory.
+      floor: seconds for these operations, one kind after the other, at the machine's rates.
+      temporary_bytes: temporary memory of the compiled program.
+      error: largest relative error.
+      rounds: seconds of each call; None in rounds without this contender.
+      seconds: median of the rounds; None if the contender was not timed.
+      ratio: time over effattn's time in the same round, the median; above 1 effattn is faster.
+      ratio_range: smallest and largest ratio of the rounds.
+      skipped: reason why the contender was not timed.
     """
 
     comparison: str
@@ -90,9 +90,10 @@ def compare(
     rates: Sequence[machine.Rate],
     slow: dict[str, str],
 ) -> list[Row]:
-    """A row for each contender, the first of which is the one to compare with.
+    """Measures contenders; returns a row for each, with ratios to the first.
 
-    Names in `slow` are not measured, for the reason there; those that turn out slow are added.
+    Contenders in `slow` are skipped for the reason given there. Contenders that turn out to be slow
+    are added to `slow`.
     """
     best = {r.kind: max(s.per_second for s in rates if s.kind == r.kind) for r in rates}
     length = arrays[0].shape[1]
@@ -125,7 +126,7 @@ def compare(
 
 
 def build(contender: Contender, arrays: Arrays, which: str) -> Program:
-    """Its compiled program, or `Skip`."""
+    """Returns the compiled program of a contender, or raises `Skip`."""
     if not machine.installed(contender.package):
         raise Skip(f"{contender.package} is not installed")
     with skipping():
@@ -133,7 +134,7 @@ def build(contender: Contender, arrays: Arrays, which: str) -> Program:
 
 
 def _check(program: Program, contender: Contender, arrays: Arrays, which: str, row: Row) -> None:
-    """Runs it once, which also warms it up, and checks what it computes."""
+    """Runs a program once, which also warms it up, and checks the results."""
     rows = checked_rows(row.length)
     with skipping():
         results = program.run(program.place([*arrays[:-1], only_rows(arrays[-1], rows)]))
@@ -145,18 +146,18 @@ def _check(program: Program, contender: Contender, arrays: Arrays, which: str, r
 
 def demand(error: float, tolerance: float) -> None:
     """Raises `Failure` for an error above the tolerance."""
-    if not error <= tolerance:  # NaN is not
+    if not error <= tolerance:  # also true for NaN
         raise Failure(f"disagrees: relative error {error:.1e}")
 
 
 def in_turn(taking_part: Sequence[Part], index: int) -> Sequence[Part]:
-    """Each round starts with another."""
+    """Returns the contenders in the order of a round; each round starts with another one."""
     first = index % max(1, len(taking_part))
     return (*taking_part[first:], *taking_part[:first])
 
 
 def _time(taking_part: Sequence[tuple[Row, Program, Any]], rounds: int) -> None:
-    """One call of each a round."""
+    """Times one call of each contender per round."""
     for index in range(rounds):
         for row, program, operands in in_turn(taking_part, index):
             spent = sum(seconds or 0 for seconds in row.rounds)
@@ -170,7 +171,7 @@ def _time(taking_part: Sequence[tuple[Row, Program, Any]], rounds: int) -> None:
 
 
 def _summarise(row: Row, compared_with: Row) -> None:
-    """Fills in the medians."""
+    """Computes the medians of a row."""
     row.seconds = statistics.median(s for s in row.rounds if s is not None)
     ratios = [
         seconds / other

@@ -1,4 +1,4 @@
-"""The layers that are timed: any mechanism's mixer, of one size."""
+"""Layers for the benchmarks: the mixer of any mechanism, in one size."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from effattn.nn import RotaryEmbedding
 FEATURES, HEADS, WINDOW = 256, 4, 256
 OPTIONS: dict[str, dict[str, Any]] = {
     "lsh": {"num_rounds": 4, "num_buckets": 256},
-    # Their features are of positions up to it.
+    # The angles of cosFormer need a maximum length.
     "cosformer": {"max_length": 2**20},
 }
 
 
 def mixer_of(name: str, max_length: int, is_causal: bool = True) -> Any:
-    """The layer of 256 features, of 4 heads where it has heads, rotary where it knows no order.
+    """Returns a layer of 256 features, with 4 heads, and with rotary positions where it has none.
 
     Args:
-      name: of the mechanism; those with windows see 256 tokens.
-      max_length: the most tokens, for parameters by position.
-      is_causal: whether a token sees those before it alone.
+      name: name of the mechanism; windows have 256 tokens.
+      max_length: maximum number of tokens, for parameters by position.
+      is_causal: whether the layer is causal.
     """
     entry = registry.get(name)
     given = {"rotary": RotaryEmbedding(), "max_length": max_length}

@@ -1,4 +1,4 @@
-"""The report of a run: tables in Markdown, the whole as JSON, and a figure."""
+"""Report of a run: Markdown tables, JSON results and a figure."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ MARKERS = "osD^v"
 
 
 class Target(NamedTuple):
-    """How much faster than a contender effattn is to be; without one, its temporaries in MB."""
+    """Least ratio of a contender's time to effattn's; without contender, effattn's memory in MB."""
 
     comparison: str
     which: str
@@ -43,7 +43,7 @@ class Target(NamedTuple):
     aim: float | None = None
 
 
-# A sparse pattern may take 2.5 times its share of the pairs, of the time that all pairs take.
+# A pattern with a share p of all pairs may take 2.5 p of the time of all pairs.
 _PAIRS = [WORKLOADS[name].pairs(16384) for name in ("bidirectional", "sparse")]
 
 TARGETS = (
@@ -90,7 +90,7 @@ def save(
     rates: Sequence[Rate],
     rows: Sequence[Any],
 ) -> None:
-    """Writes `results.json`, with rows of a dataclass, and `table.md`."""
+    """Writes `results.json` and `table.md`; rows are dataclasses."""
     record = {
         "machine": machine,
         "settings": settings,
@@ -113,16 +113,17 @@ def markdown(machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]
         of_comparison = [row for row in rows if row.comparison == comparison]
         parts += [f"## {TITLES[comparison]}", _measured(of_comparison)]
     parts += [
-        "`ratio` is a contender's time over effattn's in the same round, the median of the rounds: "
-        "above 1, effattn is faster. `error` is the largest, relative to the largest element, "
-        "against float64. `floor` is the time of the matrix products and of the exponentials, one "
-        "after the other, at the best rates above; overlapping them, or cheaper exponentials, can "
-        "beat it. `temporaries` are those of the compiled program; PyTorch does not tell.",
+        "`ratio` is a contender's time over effattn's time in the same round, the median of the "
+        "rounds: above 1, effattn is faster. `error` is the largest error against float64, "
+        "relative to the largest element. `floor` is the time of the matrix products plus the "
+        "time of the exponentials at the best rates above; a program that overlaps both, or uses "
+        "cheaper exponentials, can be faster. `temporaries` is the temporary memory of the "
+        "compiled program, which PyTorch does not report.",
     ]
     if any(row.skipped for row in rows):
         parts += ["## Not timed", not_timed(rows, _where)]
     if verdicts := _verdicts(rows):
-        header = ("effattn against", "ratio", "of rounds", "needed", "verdict")
+        header = ("effattn against", "ratio", "range of rounds", "needed", "verdict")
         parts += ["## Targets", table(header, verdicts)]
     return "\n\n".join(parts) + "\n"
 
@@ -162,7 +163,7 @@ def _where(row: Row) -> str:
 
 
 def not_timed(rows: Sequence[Any], where: Callable[[Any], str]) -> str:
-    """A line for each contender and reason, with all places where it was."""
+    """Returns a line for each contender and reason, with all comparisons concerned."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.skipped is not None:
@@ -171,7 +172,7 @@ def not_timed(rows: Sequence[Any], where: Callable[[Any], str]) -> str:
 
 
 def _verdicts(rows: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Of the targets whose contenders and lengths are in this run."""
+    """Returns the verdicts on the targets whose contenders and lengths are in this run."""
     found = {(row.comparison, row.which, row.length, row.contender): row for row in rows}
     lines: list[tuple[str, ...]] = []
     for comparison, which, length, contender, needed, aim in TARGETS:
@@ -198,13 +199,13 @@ def _verdicts(rows: Iterable[Row]) -> list[tuple[str, ...]]:
 
 
 def number(per_second: float) -> str:
-    """In units of 1e9."""
+    """Returns a rate as text in units of 1e9."""
     giga = per_second / 1e9
     return f"{giga:.0f}" if giga >= 10 else f"{giga:.2f}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Padded, so that it also reads well as it is."""
+    """Returns a Markdown table with aligned columns."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     padded = [[cell.ljust(w) for cell, w in zip(line, widths, strict=True)] for line in lines]
@@ -213,12 +214,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class Panel(NamedTuple):
-    """One plot of a figure.
+    """Panel of a figure.
 
     Attributes:
-      title, xlabel, ylabel: as shown; empty for none.
-      ticks: positions along x and what is written there.
-      lines: contender -> positions and values.
+      title, xlabel, ylabel: texts; empty for none.
+      ticks: positions and labels of the x axis.
+      lines: positions and values of each contender.
       limit: positions and values of the dotted line.
       joined: whether lines join the values of a contender.
     """
@@ -233,7 +234,7 @@ class Panel(NamedTuple):
 
 
 def draw_times(path: Path, machine: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Time against length, a column a comparison and a row a pass."""
+    """Draws time against length, with a column per comparison and a row per pass."""
     comparisons = list(dict.fromkeys(row.comparison for row in rows))
     ticks = {math.log2(n): str(n) for n in sorted({row.length for row in rows})}
     panels = []
@@ -261,7 +262,7 @@ def draw_times(path: Path, machine: dict[str, Any], rows: Sequence[Row]) -> None
 def lines_of(
     points: Iterable[tuple[str, float, float | None]],
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """The lines of a panel, of (contender, position, value); what was not timed has none."""
+    """Returns the lines of a panel from points (contender, position, value or None)."""
     lines: dict[str, tuple[list[float], list[float]]] = {}
     for name, position, value in points:
         if value is not None:
@@ -274,12 +275,12 @@ def lines_of(
 def draw(
     path: Path, title: str, panels: Sequence[Panel], columns: int, *, limit: str, share_y: bool
 ) -> None:
-    """The panels row by row, each contender in the same colour in all; values in logarithms."""
+    """Draws panels row by row, with one colour per contender and logarithmic values."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     height = -(-len(panels) // columns)
     upright = [len(tick) for p in panels if not p.joined for tick in p.ticks.values()]
     inches = 1.6 + 3.2 * height + 0.09 * max(upright, default=0)
-    with plt.style.context("petroff10"):  # told apart with any colour vision
+    with plt.style.context("petroff10"):  # colours for any colour vision
         figure, grid = plt.subplots(
             height, columns, figsize=(1.2 + 3.2 * columns, inches), sharey=share_y, squeeze=False,
             layout="constrained",
@@ -292,7 +293,7 @@ def draw(
                     linestyle="-" if panel.joined else "",
                 )  # fmt: skip
             axes.plot(*panel.limit, color="black", linestyle=":", label=limit)
-            rotation = 45 if panel.joined else 90  # of names, which are longer
+            rotation = 45 if panel.joined else 90  # names are longer than numbers
             axes.set_xticks(list(panel.ticks), list(panel.ticks.values()), rotation=rotation)
             axes.set_yscale("log")
             axes.grid(alpha=0.3)
@@ -301,7 +302,7 @@ def draw(
             axes.set_ylabel(panel.ylabel)
         for axes in grid.flat[len(panels) :]:
             axes.remove()
-        handles, labels = grid[0, 0].get_legend_handles_labels()  # empty lines have theirs too
+        handles, labels = grid[0, 0].get_legend_handles_labels()  # includes empty lines
         figure.legend(handles, labels, loc="outside lower center", ncols=min(6, 1 + columns))
         figure.suptitle(title)
         figure.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""Measures effattn beside what JAX, Tokamax and PyTorch ship, on this machine's CPU.
+"""Benchmark of effattn beside JAX, Tokamax, PyTorch and jax-linear-attention, on the CPU.
 
 python -m benchmarks.run --help
 """
@@ -23,26 +23,32 @@ QUICK_LENGTHS, QUICK_ROUNDS, QUICK_RATE_SECONDS = (512, 1024), 3, 0.2
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run",
-        description="Measures effattn beside what JAX, Tokamax and PyTorch ship, interleaved, on "
-        "the CPU. Peers that are not installed are left out.",
+        description="Measures effattn beside JAX, Tokamax, PyTorch and jax-linear-attention, "
+        "interleaved, on the CPU. Peers that are not installed are skipped.",
         allow_abbrev=False,
     )
     lengths = " ".join(map(str, LENGTHS))
     parser.add_argument(
         "--lengths", type=at_least(16), nargs="+", metavar="TOKENS", help=f"default {lengths}"
     )
-    parser.add_argument("--rounds", type=at_least(1), help=f"calls of each, default {ROUNDS}")
     parser.add_argument(
-        "--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS), help="default all"
+        "--rounds", type=at_least(1), help=f"calls of each contender, default {ROUNDS}"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="short lengths and few rounds, to see that it works"
+        "--only",
+        nargs="+",
+        choices=COMPARISONS,
+        default=list(COMPARISONS),
+        help="comparisons, default all",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="short lengths and few rounds, to test the program"
     )
     parser.add_argument(
         "--output",
         type=output_folder,
         default=Path("runs/benchmarks"),
-        help="folder, default %(default)s",
+        help="folder of the report, default %(default)s",
     )
     options = parser.parse_args(argv)
     options.lengths = options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS)
@@ -51,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all and writes the report; 1 if any of effattn itself failed or disagreed."""
+    """Measures and writes the report; returns 1 if effattn itself failed or gave wrong results."""
     options = parse(argv)
     folder: Path = options.output
     if reason := reason_against(folder):

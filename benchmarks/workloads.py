@@ -1,4 +1,4 @@
-"""What is computed: the plain form that every contender must agree with, and the least it costs."""
+"""Workloads: plain float64 form, for the check of all contenders, and least cost."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,20 +13,20 @@ _RETENTION = np.log1p(-(2.0 ** (-5.0 - np.arange(HEADS))))[:, None, None]
 SPARSE_WINDOW, SPARSE_GLOBAL = 256, 16
 PASSES = ("forward", "forward + backward")
 
-# Matrix products over all pairs: logits and output; and in the backward pass, which recomputes the
-# logits, the gradients of weights, queries, keys and values.
+# Matrix products over all pairs. Forward: logits and output. Backward, which recomputes the logits:
+# the gradients of weights, queries, keys and values.
 PRODUCTS = {"forward": 2, "forward + backward": 7}
 
-Arrays = Sequence[Any]  # of NumPy or of JAX
+Arrays = Sequence[Any]  # NumPy or JAX arrays
 
 
 class Workload(NamedTuple):
-    """One kind of attention.
+    """Kind of attention.
 
     Attributes:
       weights: (query `(N, R, H)`, key `(N, S, H)`, positions `(R, 1)`) -> normalised `(N, R, S)`.
-      pairs: length -> query-key pairs of a head. Of a recurrence, pairs of a token and a feature:
-        both stand for a product of a row with H columns.
+      pairs: length -> query-key pairs of a head; for a recurrence, pairs of a token and a feature.
+        A pair costs a product of two vectors of length H.
       exponentials: length -> exponentials of a head in the forward pass.
     """
 
@@ -38,12 +38,12 @@ class Workload(NamedTuple):
         return PRODUCTS[which] * 2 * HEADS * self.pairs(length) * HEAD_SIZE
 
     def exps(self, length: int, which: str) -> int:
-        """Those of the backward pass are the recomputed ones."""
+        """Returns the number of exponentials; the backward pass recomputes those of the forward."""
         return HEADS * self.exponentials(length) * (1 if which == "forward" else 2)
 
 
 def softmax_weights(query: jax.Array, key: jax.Array, allowed: Any) -> jax.Array:
-    """`(N, R, S)`, over the pairs `(R, S)` that are allowed."""
+    """Returns softmax weights `(N, R, S)` over the allowed pairs `(R, S)`."""
     logits = jnp.einsum("nrh,nsh->nrs", query, key) * query.shape[-1] ** -0.5
     return jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf), axis=-1)
 
@@ -55,29 +55,29 @@ def _softmax(query, key, position, left, right, first=0):
 
 
 def linear_weights(query: jax.Array, key: jax.Array, position: jax.Array) -> jax.Array:
-    """Those of causal linear attention with elu + 1, normalised."""
+    """Returns the normalised weights of causal linear attention with the feature map elu + 1."""
     similarity = jnp.einsum("nrh,nsh->nrs", jax.nn.elu(query) + 1, jax.nn.elu(key) + 1)
     similarity = jnp.where(jnp.arange(key.shape[1]) <= position, similarity, 0)
     return similarity / similarity.sum(-1, keepdims=True)
 
 
 def scalar_gate(key: jax.Array) -> jax.Array:
-    """Log decays `(..., )` of tokens, as a learned gate gives them, from keys `(..., H)`."""
+    """Returns log decays by token `(...,)`, from keys `(..., H)` in place of a learned gate."""
     return jax.nn.log_sigmoid(key[..., 0] + 3)
 
 
 def vector_gate(key: jax.Array) -> jax.Array:
-    """Log decays of features, `(..., H)`."""
+    """Returns log decays by feature, `(..., H)`."""
     return jax.nn.log_sigmoid(key + 3)
 
 
 def write_strength(key: jax.Array) -> jax.Array:
-    """The beta of the delta rule, `(..., )`."""
+    """Returns the beta of the delta rule, `(...,)`."""
     return jax.nn.sigmoid(key[..., 1])
 
 
 def unit(key: jax.Array) -> jax.Array:
-    """Keys of length 1."""
+    """Returns keys of length 1."""
     return key / jnp.linalg.norm(key, axis=-1, keepdims=True)
 
 
@@ -88,9 +88,11 @@ def recurrent_weights(
     log_decay: jax.Array,
     strength: jax.Array | None = None,
 ) -> jax.Array:
-    """Those of a recurrence, from the last key back: how later tokens pass queries on.
+    """Returns the weights of a recurrence, by a scan backward from the last key.
 
-    The decays broadcast to the keys `(N, S, H)`; a strength `(N, S)` is the beta of the delta rule.
+    The scan carries the queries backward in time: each token scales them by its decay and, in the
+    delta rule, removes the part along its key. Log decays broadcast to the keys `(N, S, H)`; the
+    strength `(N, S)` is the beta of the delta rule.
     """
     query = query * query.shape[-1] ** -0.5
     decays = jnp.broadcast_to(jnp.exp(log_decay), key.shape)
@@ -110,7 +112,7 @@ def recurrent_weights(
 
 
 def _recurrent(log_decay: Callable[[jax.Array], jax.Array], delta: bool):
-    """With gates, and with keys of length 1 where it is the delta rule, that are made of keys."""
+    """Returns the weights of a recurrence whose gates, and unit keys, are computed from keys."""
 
     def weights(query, key, position):
         direction, strength = (unit(key), write_strength(key)) if delta else (key, None)
@@ -120,7 +122,7 @@ def _recurrent(log_decay: Callable[[jax.Array], jax.Array], delta: bool):
 
 
 def _recurrence(log_decay: Callable[[jax.Array], jax.Array], delta: bool = False) -> Workload:
-    """At the least, a product of each token with the state to write it, and one to read it."""
+    """Returns the workload of a recurrence: each token writes and reads the state once."""
     return Workload(
         _recurrent(log_decay, delta),
         lambda length: length * HEAD_SIZE,
@@ -137,7 +139,7 @@ def _softmax_over(left: int | float, right: int | float) -> Workload:
 
 
 def _longformer(side: int, first: int) -> Workload:
-    """A window, and the first tokens, which see all and which all see; no checked row is one."""
+    """Returns a window with the first tokens global; checked rows are not global."""
 
     def pairs(length):
         row = np.arange(first, length)
@@ -164,25 +166,25 @@ WORKLOADS = {
 
 
 def draw(length: int) -> Arrays:
-    """Query, key, value and the gradient of the output: float32 `(1, T, N, H)`, standard normal."""
+    """Draws query, key, value and output gradient: normal float32 `(1, T, N, H)` each."""
     draws = np.random.default_rng(0)
     shape = (1, length, HEADS, HEAD_SIZE)
     return [draws.standard_normal(shape, dtype=np.float32) for _ in range(4)]
 
 
 def checked_rows(length: int) -> np.ndarray:
-    """The queries at which results are checked, the last among them.
+    """Returns the queries at which results are checked, including the last.
 
-    The earliest, which see few keys, are not: their gradients are larger than all others.
+    The first queries are left out: they have few keys, and gradients much larger than all others.
     """
-    # Of 16 tokens two would be one, whose gradient counts once.
+    # With 16 tokens two of the rows are equal.
     return np.unique(np.linspace(length // 16, length - 1, 16).astype(int))
 
 
 def only_rows(gradient: Any, rows: np.ndarray, heads: slice = slice(None)) -> jax.Array:
-    """The gradient of the first output at those rows and heads, zero elsewhere.
+    """Returns the output gradient, set to zero outside these rows and heads of the first example.
 
-    Then the gradients of all keys and values follow from these rows alone.
+    The gradients of all keys and values then depend on these rows only.
     """
     where = np.index_exp[:1, rows, heads]
     return jnp.zeros_like(gradient).at[where].set(gradient[where])
@@ -191,12 +193,12 @@ def only_rows(gradient: Any, rows: np.ndarray, heads: slice = slice(None)) -> ja
 def expected(
     weights: Callable[..., jax.Array], arrays: Arrays, rows: np.ndarray, which: str
 ) -> list[np.ndarray]:
-    """The output at the rows in float64, and then the gradients that `only_rows` leads to.
+    """Returns the output at the rows in float64 and, for the backward pass, all gradients.
 
     Args:
-      weights: of a workload; other arrays than query, key and value are handed to it.
-      arrays: `(1, T, N, ...)` each, the gradient of the output last.
-      rows: queries.
+      weights: weights of a workload, a function of query, key, positions and further arrays.
+      arrays: `(1, T, N, ...)` each, with the output gradient last.
+      rows: queries; the output gradient is that of `only_rows`.
       which: one of `PASSES`.
     """
 
@@ -214,10 +216,10 @@ def expected(
 
 
 def relative_error(results: Arrays, wanted: Arrays, rows: np.ndarray) -> float:
-    """The largest error, each array's relative to the largest element that it should have."""
+    """Returns the largest error, relative to the largest expected element of each array."""
     out, *gradients = (np.asarray(array, np.float64)[0] for array in results)
     errors = [
         np.abs(got - want).max() / np.abs(want).max()
         for got, want in zip((out[rows], *gradients), wanted, strict=True)
     ]
-    return float(np.max(errors))  # NaN if any is
+    return float(np.max(errors))  # NaN if any error is NaN

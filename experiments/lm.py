@@ -1,6 +1,7 @@
-"""Trains one small language model a mechanism on the same text, and compares their perplexity.
+"""Comparison of causal language models that differ only in their mechanism.
 
-`python -m experiments.lm` compares three mechanisms in minutes on two cores; `--help` has the rest.
+`python -m experiments.lm` compares three mechanisms in minutes on two cores; `--help` lists the
+options.
 """
 
 import dataclasses
@@ -19,24 +20,24 @@ COMPARED = ("softmax", "sliding_window", "linear")
 
 @dataclasses.dataclass(frozen=True)
 class Config(command.Options):
-    """Trains one small decoder a mechanism on the same text, and compares their perplexity.
+    """Trains a small causal language model for each mechanism and compares their perplexities.
 
-    Stopped at any moment, the same command goes on where it was. A finished one prints its table.
+    A stopped run resumes when the same command is given again. A finished run prints its table.
     """
 
-    mechanisms: tuple[str, ...] = COMPARED  # names; NAME,OPTION=8; A/B by layer; A+B by head
+    mechanisms: tuple[str, ...] = COMPARED  # NAME; NAME,OPTION=8; A/B by layer; A+B by head
 
 
 PRESETS = command.presets(Config)
 
 
 def parse(argv: Sequence[str] | None) -> Config:
-    """The configuration of a command line: the preset's, with what else is given."""
+    """Returns the configuration of a command line: the preset, changed by the other options."""
     return command.parse("lm", PRESETS, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the command; returns the exit status."""
     return command.run("lm", parse(argv), NextToken)
 
 

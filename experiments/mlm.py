@@ -1,9 +1,8 @@
-"""Trains one small masked language model a mechanism on the same text, and compares them.
+"""Comparison of masked language models that differ only in their bidirectional mechanism.
 
-The sibling of `experiments.lm` for mechanisms that look both ways. `python -m experiments.mlm`
-compares four in minutes on two cores; `--help` has the rest. Masks are BERT's in training; each
-token's loss is measured once, under masks that are the same for all
-(`experiments.common.objectives.MaskedTokens`).
+`python -m experiments.mlm` compares four mechanisms in minutes on two cores; `--help` lists the
+options. Training masks tokens as BERT does. Validation measures the loss of each token once, with
+the same masks for all models (`experiments.common.objectives.MaskedTokens`).
 """
 
 import dataclasses
@@ -23,18 +22,18 @@ COMPARED = ("softmax", "sliding_window", "linformer,num_projected=16", "nystrom,
 
 @dataclasses.dataclass(frozen=True)
 class Config(command.Options):
-    """Trains one small encoder a mechanism on the same text, and compares their perplexity.
+    """Trains a small masked language model for each mechanism and compares their perplexities.
 
-    15 % of the tokens are masked as in BERT. The perplexity is of tokens that are masked, given
-    those that are not. Stopped at any moment, the same command goes on where it was. A finished one
-    prints its table.
+    Training masks 15 % of the tokens, as BERT does. The perplexity is that of masked tokens, given
+    the tokens that are not masked. A stopped run resumes when the same command is given again. A
+    finished run prints its table.
     """
 
-    mechanisms: tuple[str, ...] = COMPARED  # names; NAME,OPTION=8; A/B by layer; A+B by head
-    seeds: tuple[int, ...] = (0, 1)  # of the initial parameters, the order of the data, the masks
-    learning_rate: float | None = None  # peak; None is 0.01 for muon, 0.003 for adamw
-    evaluate_every: int = 250  # steps between evaluations, each followed by a checkpoint
-    eval_windows: int = 128  # held-out windows, each seen under 7 disjoint masks, the same for all
+    mechanisms: tuple[str, ...] = COMPARED  # NAME; NAME,OPTION=8; A/B by layer; A+B by head
+    seeds: tuple[int, ...] = (0, 1)  # seeds of parameters, order of the data and masks
+    learning_rate: float | None = None  # peak learning rate; default 0.01 for muon, 0.003 for adamw
+    evaluate_every: int = 250  # steps between evaluations; each writes a checkpoint
+    eval_windows: int = 128  # held-out windows; each is evaluated under 7 disjoint masks
 
     default_rates: ClassVar[Mapping[str, float]] = {"muon": 0.01, "adamw": 0.003}
 
@@ -43,12 +42,12 @@ PRESETS = command.presets(Config)
 
 
 def parse(argv: Sequence[str] | None) -> Config:
-    """The configuration of a command line: the preset's, with what else is given."""
+    """Returns the configuration of a command line: the preset, changed by the other options."""
     return command.parse("mlm", PRESETS, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the command; returns the exit status."""
     return command.run("mlm", parse(argv), MaskedTokens)
 
 

@@ -1,7 +1,7 @@
-"""Trains one small encoder-decoder a mechanism on pairs of texts, and compares them.
+"""Comparison of encoder-decoders that differ only in the mechanism of the encoder.
 
-`python -m experiments.seq2seq` compares three encoders in minutes on two cores; `--help` has the
-rest. The decoder is the same for all: causal softmax attention, and attention to what was encoded.
+`python -m experiments.seq2seq` compares three encoders in minutes on two cores; `--help` lists the
+options. All decoders have causal softmax attention, and cross-attention to the encoder's output.
 """
 
 import dataclasses
@@ -27,34 +27,35 @@ SHOWN = 3
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Trains one small encoder-decoder a mechanism on pairs of texts, and compares them.
+    """Trains a small encoder-decoder for each mechanism on pairs of texts and compares them.
 
-    Texts are bytes. Token accuracy is that of the next byte, given those before it; a match is
-    exact if all that the model writes by itself is right, its end too. Stopped at any moment, the
-    same command goes on with the next model. A finished one prints its table.
+    Tokens are bytes. Token accuracy is the accuracy of the next byte, given the bytes before it. A
+    match is exact if the model, given the source alone, writes the whole target and its end. A
+    stopped run resumes with the next model when the same command is given again. A finished run
+    prints its table.
     """
 
-    task: str = "reverse"  # sort, reverse or dates; or a file of SOURCE, a tab and TARGET a line
-    encoders: tuple[str, ...] = COMPARED  # names; NAME,OPTION=8; A/B by layer; A+B by head
+    task: str = "reverse"  # sort, reverse, dates, or a file of lines SOURCE, tab, TARGET
+    encoders: tuple[str, ...] = COMPARED  # NAME; NAME,OPTION=8; A/B by layer; A+B by head
     imports: user_modules.Modules = ()  # Python modules that register mechanisms of their own
-    window: int = 5  # tokens that sliding_window sees, the present one included
-    layers: int = 2  # of the encoder, and as many of the decoder
-    width: int = 64  # features of a token
+    window: int = 5  # tokens in the window of sliding_window, the present token included
+    layers: int = 2  # layers of the encoder, and layers of the decoder
+    width: int = 64  # features per token
     heads: int = 4  # query heads, a divisor of width
-    batch: int = 64  # pairs in a step
-    steps: int = 600  # updates of the parameters
-    learning_rate: float = 0.003  # peak, of AdamW
+    batch: int = 64  # pairs per step
+    steps: int = 600  # training steps
+    learning_rate: float = 0.003  # peak learning rate of AdamW
     evaluate_every: int = 150  # steps between evaluations
-    seeds: tuple[int, ...] = (0,)  # of the initial parameters and of the order of the pairs
-    examples: int = 20000  # pairs that are made, or read at most
-    # Pairs not trained on; of a file at most the different pairs of every tenth source. A source is
-    # trained on or held out with all its targets, and a pair that is repeated is measured once.
+    seeds: tuple[int, ...] = (0,)  # seeds of parameters and order of the pairs
+    examples: int = 20000  # pairs to generate, or to read from a file at most
+    # Held-out pairs; from a file, at most the distinct pairs of every tenth source. All pairs of a
+    # source are either trained on or held out. A repeated held-out pair is measured once.
     held_out: int = 256
-    output: Path | None = None  # run folder; None is one in runs, with a hash of the options
+    output: Path | None = None  # run folder; default runs/seq2seq-TASK-HASH, by the options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the command; returns the exit status."""
     config = tyro.cli(Config, prog="python -m experiments.seq2seq", args=argv)
 
     def work() -> None:
@@ -69,14 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = folders.path_of(config.output, name)
         folders.check_folder(folder, settings)
         if report.finished(folder):
-            print(f"This ran before; to run it again, delete {folder} or give another --output.")
+            print(f"This run is finished; to repeat it, delete {folder} or change --output.")
         else:
-            print(f"Writing to {folder}; stopped, the same command goes on from there.", flush=True)
+            print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
             train_all(config, folder, data, settings)
         print((folder / "summary.md").read_text(encoding="utf-8"))
-        print(f"In {folder}: summary.md, summary.json, accuracy.png, config.json and a file a run.")
+        print(
+            f"In {folder}: summary.md, summary.json, accuracy.png, config.json and a file per run."
+        )
 
-    return outcome.exit_status(work, "stopped; the same command goes on with the next model")
+    return outcome.exit_status(work, "stopped; the same command resumes with the next model")
 
 
 def check(config: Config) -> None:
@@ -86,7 +89,7 @@ def check(config: Config) -> None:
     for name in ("encoders", "seeds"):
         values = getattr(config, name)
         if not values or len(set(values)) < len(values):
-            raise UserError(f"--{name} needs at least one, none of them twice, got {values}")
+            raise UserError(f"--{name} needs one or more different values, got {values}")
     checks.check_seeds(config)
     if config.width % (2 * config.heads):
         raise UserError(
@@ -96,8 +99,8 @@ def check(config: Config) -> None:
 
 
 def train_all(config: Config, folder: Path, data: pairs.Pairs, settings: dict[str, Any]) -> None:
-    """Trains every model that is not trained yet, and writes table, numbers and figure."""
-    # Only now: these import JAX and Flax, which --help and bad input need not wait for.
+    """Trains every model that is not trained yet; writes table, numbers and figure."""
+    # Imported late: --help and bad input need not wait for JAX and Flax.
     from experiments.common import mixers, pair_training
 
     sizes = pair_training.Sizes(config.layers, config.width, config.heads, config.window)
@@ -141,7 +144,7 @@ def train_all(config: Config, folder: Path, data: pairs.Pairs, settings: dict[st
 
 
 def markdown(summary: dict[str, Any], held_out: pairs.Rows) -> str:
-    """The report: the table, how it was measured, and what the models write."""
+    """Returns the Markdown report: table, method and samples."""
     config, runs = summary["config"], summary["runs"]
     rows = []
     for encoder in config["encoders"]:
@@ -170,9 +173,9 @@ def markdown(summary: dict[str, Any], held_out: pairs.Rows) -> str:
         [
             f"# Encoders compared: {config['task']}",
             report.markdown_table(header, rows),
-            f"Means over {len(config['seeds'])} seed(s), of {count} held-out pairs. A token is "
-            "right if it is the likeliest after those before it; a match is exact if the model, "
-            "writing by itself, writes the target and its end.",
+            f"Means over {len(config['seeds'])} seed(s), on {count} held-out pairs. A token is "
+            "right if it is the likeliest token after the tokens before it. A match is exact if "
+            "the model, given the source alone, writes the target and its end.",
             "![Held-out accuracy against steps](accuracy.png)",
             "## Samples",
             *samples,
@@ -184,7 +187,7 @@ def markdown(summary: dict[str, Any], held_out: pairs.Rows) -> str:
 
 
 def draw(path: Path, runs: Sequence[dict[str, Any]]) -> None:
-    """Both accuracies against steps, one line a run, one colour an encoder."""
+    """Draws both accuracies against steps, one line per run and one colour per encoder."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -1,9 +1,9 @@
 #!/bin/sh
 # find_pythons.sh [PYTHON]...
 #
-# Prints "3.13.0 /path/to/python", newest first, for each Python that effattn can use: of those
-# given, else of all on PATH and in pyenv. To be there is not enough (a pyenv shim often fails):
-# it must run, be a final CPython from 3.11 up, and be able to make virtual environments.
+# Prints "3.13.0 /path/to/python", newest first, for each Python that effattn can use, among the
+# arguments or, without arguments, among all on PATH and in pyenv. A usable Python runs (a pyenv shim
+# may not), is a final release of CPython 3.11 or newer, and can create virtual environments.
 
 candidates() {
     pyenv=${PYENV_ROOT:-${HOME:-/nonexistent}/.pyenv}

@@ -1,22 +1,22 @@
-"""Mutations: small wrong changes to the library, each of which the tests must catch.
+"""Mutation tests: small wrong changes to the library, each of which the tests must catch.
 
     python scripts/mutations.py --jobs 2
     python scripts/mutations.py --only 'nystrom|ring'
 
-`mutations.toml` beside this file names each mutation: a file, a text that occurs in it exactly
-once, the text that replaces it, and what that breaks. Mutations are made one at a time, in a copy
-of the repository, never in the repository itself. The tests that concern the file follow by rule:
+`mutations.toml` beside this file lists the mutations: a file, a text that occurs exactly once in
+the file, the replacement, and a description of the error. Mutations are made one at a time, in a
+copy of the repository. These rules select the tests to run:
 
 - `effattn/functional/<name>.py`: `tests/functional/test_<name>*.py`, then the laws of the
   mechanisms whose functions the file holds.
 - `effattn/nn/<name>.py`: `tests/nn/test_<name>*.py`, then the laws of the mechanisms whose mixers
   the file holds.
 - `effattn/decode/<name>.py`: the laws of the mechanisms that the file decodes, then `tests/decode`.
-- Files that several mechanisms share, as `effattn/llvm/*`: see `RULES`, which come first.
+- Files that several mechanisms share, such as `effattn/llvm/*`: see `RULES`, which come first.
 
-The tests run as `make test` runs them (`-m "not slow"`) and stop at the first failure, which must
-pass again where the mutation is undone. The result is a Markdown table on standard output. The exit
-status is 1 if a mutation survives, or does not apply.
+The tests run as in `make test` (`-m "not slow"`) and stop at the first failure. The failed test
+must pass again without the mutation. The result is a Markdown table on standard output. The exit
+status is 1 if a mutation survives or does not apply.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TABLE = pathlib.Path(__file__).with_suffix(".toml")
 # One run of pytest: paths, and the expression for `-k`, or None.
 Run = tuple[tuple[str, ...], str | None]
 
-# The tests of the files that several mechanisms share, by the path below `effattn`.
+# Tests of files that several mechanisms share. Keys are regular expressions of paths in `effattn`.
 RULES: dict[str, tuple[Run, ...]] = {
     r"(cores|xla|interfaces)/(block_\w+|tiling|walks)": (
         (("tests/xla/test_block_attention.py", "tests/xla/test_walks.py"), None),
@@ -131,7 +131,7 @@ RULES: dict[str, tuple[Run, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """One wrong change; `breaks` says in words what becomes wrong."""
+    """Wrong change to a file; `breaks` describes the error."""
 
     name: str
     file: str
@@ -140,7 +140,7 @@ class Mutation:
     breaks: str
 
     def mutated(self, root: pathlib.Path) -> str:
-        """The file's text after the change.
+        """Returns the text of the file after the change.
 
         Raises:
           ValueError: the text to replace does not occur exactly once.
@@ -152,13 +152,13 @@ class Mutation:
 
 
 def read(table: pathlib.Path = TABLE) -> list[Mutation]:
-    """All mutations of a table."""
+    """Returns all mutations of a table."""
     with table.open("rb") as file:
         return [Mutation(name, **entry) for name, entry in tomllib.load(file).items()]
 
 
 def mechanisms_of(file: str) -> list[str]:
-    """The registered mechanisms whose function, mixer or decoder a file of the library holds."""
+    """Returns the mechanisms whose function, mixer or decoder is in a file of the library."""
     sys.path[:0] = [str(ROOT)]
     from effattn import registry  # imported on use: most of the script needs no library
 
@@ -174,7 +174,7 @@ def mechanisms_of(file: str) -> list[str]:
 
 
 def runs_of(file: str, root: pathlib.Path = ROOT) -> list[Run]:
-    """The runs of pytest that concern a file of the library, the quickest first."""
+    """Returns the runs of pytest for a file of the library, the quickest first."""
     below = file.removeprefix("effattn/")
     for pattern, runs in RULES.items():
         if re.fullmatch(pattern, below.removesuffix(".py")):
@@ -195,14 +195,14 @@ def runs_of(file: str, root: pathlib.Path = ROOT) -> list[Run]:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of a mutation: `caught` names what caught it, None if nothing did."""
+    """Verdict on a mutation; `caught` names the test that failed, or is None."""
 
     mutation: Mutation
     caught: str | None = None
     error: str | None = None
 
     def row(self) -> str:
-        """Its line of the Markdown table."""
+        """Returns the row of the Markdown table."""
         result = self.error or (f"`{self.caught}`" if self.caught else "**SURVIVED**")
         return (
             f"| {self.mutation.name} | `{self.mutation.file}` | {self.mutation.breaks} | {result} |"
@@ -210,7 +210,7 @@ class Verdict:
 
 
 def copy_of(root: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
-    """A copy of the files that git has, or would add, as they are now."""
+    """Copies the files that git has, or would add, in their present state; returns the folder."""
     listed = subprocess.check_output(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root, text=True
     )
@@ -222,8 +222,8 @@ def copy_of(root: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
 
 
 def test(root: pathlib.Path, arguments: Sequence[str], seconds: float) -> tuple[int, str]:
-    """The exit status of pytest in a copy, and what it printed."""
-    # Compiled Python is told apart by the second: a file changed twice in one would be stale.
+    """Runs pytest in a copy; returns exit status and output."""
+    # Bytecode caches compare times in seconds: a second change within a second would be missed.
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [
         sys.executable,
@@ -252,7 +252,7 @@ def test(root: pathlib.Path, arguments: Sequence[str], seconds: float) -> tuple[
 
 
 def catcher(status: int, output: str) -> tuple[str, bool]:
-    """What caught a mutation, and whether that is a test which can be run again by itself."""
+    """Returns the test that caught a mutation, and whether it can be run again by itself."""
     found = re.search(r"^(FAILED|ERROR) (.*?)( - .*)?$", output, re.MULTILINE)
     if found:
         return found[2], "::" in found[2]
@@ -261,7 +261,7 @@ def catcher(status: int, output: str) -> tuple[str, bool]:
 
 
 def judge(mutation: Mutation, root: pathlib.Path, runs: Sequence[Run], seconds: float) -> Verdict:
-    """Makes a mutation in a copy, tests it, and undoes it."""
+    """Makes a mutation in a copy, runs the tests, and undoes the mutation."""
     path = root / mutation.file
     try:
         text = mutation.mutated(root)
@@ -287,7 +287,7 @@ def judge(mutation: Mutation, root: pathlib.Path, runs: Sequence[Run], seconds: 
 
 
 def judge_all(mutations: Sequence[Mutation], jobs: int, seconds: float) -> Iterator[Verdict]:
-    """The verdicts, in the order of the table, each worker with a copy of its own."""
+    """Yields the verdicts in the order of the table; each worker has its own copy."""
     with tempfile.TemporaryDirectory(prefix="effattn-mutations-") as folder:
         copies: queue.Queue[pathlib.Path] = queue.Queue()
         for n in range(jobs):
@@ -305,13 +305,17 @@ def judge_all(mutations: Sequence[Mutation], jobs: int, seconds: float) -> Itera
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 1 unless each mutation was caught."""
+    """Runs the command; returns exit status 1 unless each mutation was caught."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="names or files, as a regular expression")
-    parser.add_argument("--jobs", type=int, default=1, help="workers, about a gigabyte each")
-    parser.add_argument("--seconds", type=float, default=1200, help="for one run of pytest")
+    parser.add_argument("--only", default="", help="regular expression for names or files")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="number of workers, about a gigabyte each"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1200, help="time limit of one run of pytest"
+    )
     options = parser.parse_args(arguments)
     mutations = [m for m in read() if re.search(options.only, f"{m.name} {m.file}")]
     print("| mutation | file | what it breaks | caught by |\n| --- | --- | --- | --- |", flush=True)

@@ -1,10 +1,10 @@
 #!/bin/sh
 # setup_venv.sh VENV EXTRAS
 #
-# Leaves effattn[EXTRAS] installed, editable, in the virtual environment VENV; does nothing when
-# that was done since pyproject.toml last changed. A new environment gets $PYTHON, or else the
-# newest Python of this machine for which JAX has wheels. Only an environment made here is ever made
-# anew, and it stays as it was where that fails.
+# Installs effattn[EXTRAS], editable, in the virtual environment VENV, unless that was done since
+# the last change of pyproject.toml. A new environment gets $PYTHON or, without it, the newest
+# Python of this machine for which JAX has wheels. The script replaces only environments that it
+# created, and restores the old environment if the installation fails.
 set -eu
 cd "$(dirname "$0")/.."
 venv=$1
@@ -25,7 +25,7 @@ fail() {
     exit 1
 }
 
-# What pip has to say is shown if it fails.
+# Shows the output of pip only if pip fails.
 install() {
     "$python" -m pip install -q "$@" >"$log" 2>&1 || { cat "$log" >&2; return 1; }
 }
@@ -34,14 +34,14 @@ pythons() {
     scripts/find_pythons.sh ${PYTHON:+"$PYTHON"}
 }
 
-# The environment's Python runs, and is the one asked for if one was.
+# Succeeds if the environment's Python runs and is the requested one, if any.
 usable() {
     [ -x "$python" ] || return 1
     found=$(scripts/find_pythons.sh "$python")
     [ -n "$found" ] && { [ -z "${PYTHON:-}" ] || [ "$found" = "$(pythons)" ]; }
 }
 
-# What was there comes back unless all was installed.
+# Restores the old environment if the script fails.
 before=
 finish() {
     if [ $? != 0 ] && [ -n "$before" ]; then
@@ -55,10 +55,10 @@ trap 'exit 1' HUP INT TERM
 
 create() {
     [ ! -e "$venv" ] || [ -e "$made_here" ] ||
-        fail "$venv is there and effattn did not make it; VENV= names another place"
+        fail "$venv exists and was not created by effattn; choose another place by VENV="
     choice=$(pythons)
-    [ -n "$choice" ] || fail "no usable Python${PYTHON:+ at PYTHON=$PYTHON}: effattn needs one" \
-        "from 3.11 up that runs and has the venv module (Debian: python3-venv); PYTHON= names it"
+    [ -n "$choice" ] || fail "no usable Python${PYTHON:+ at PYTHON=$PYTHON}: effattn needs Python" \
+        "3.11 or newer with the venv module (Debian: python3-venv); choose one by PYTHON="
     if [ -e "$venv" ]; then
         before=$(mktemp -d "$venv.XXXXXX")
         mv "$venv" "$before/venv"
@@ -76,9 +76,9 @@ $choice
 EOF
     rm -rf "$venv"
     [ -n "$made" ] ||
-        fail "cannot make $venv, as above; VENV= names a place that can be written"
-    fail "no Python here could install $jax. Without a network nothing can be installed; a Python" \
-        "too new for JAX's wheels needs an older one beside it: PYTHON=python3.X names it"
+        fail "cannot create $venv, see above; choose a writable place by VENV="
+    fail "no Python here could install $jax. Installation needs a network, and a Python for which" \
+        "JAX has wheels; choose another Python by PYTHON=python3.X"
 }
 
 usable || create
@@ -86,5 +86,5 @@ usable || create
 
 say "installing effattn[$extras] in $venv (minutes, the first time)"
 "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null
-install --editable ".[$extras]" || fail "pip failed, as above"
+install --editable ".[$extras]" || fail "pip failed, see above"
 touch "$stamp"

@@ -1,1 +1,1 @@
-"""Measurements of effattn's kernels beside those of others, on one CUDA GPU."""
+"""Benchmarks of effattn's kernels beside other libraries, on one CUDA GPU."""

@@ -1,4 +1,4 @@
-"""Measures effattn's kernels beside those of others, on one CUDA GPU.
+"""Benchmark of effattn's kernels beside other libraries, on one CUDA GPU.
 
 python -m benchmarks.gpu --help
 """
@@ -21,7 +21,7 @@ from benchmarks.gpu.cases import DTYPE, FULL, TINY, cases
 from benchmarks.gpu.contenders import OURS, contenders
 
 MINUTES, ROUNDS, QUICK_ROUNDS = 7.0, 7, 3
-REPORT_SECONDS = 15  # of the minutes
+REPORT_SECONDS = 15  # part of the minutes that the report takes
 MEMORY_OPTIONS = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
 PACKAGES = (
     *machine.PACKAGES, "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13",
@@ -30,7 +30,7 @@ PACKAGES = (
 
 
 def minutes(text: str) -> float:
-    """The type of `--minutes`."""
+    """Returns the value of `--minutes`, a number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -43,29 +43,32 @@ def minutes(text: str) -> float:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
-        description="Measures effattn's kernels beside cuDNN, Tokamax, PyTorch and "
-        "flash-linear-attention, interleaved, on the first CUDA GPU. Peers that are not installed "
-        "are rows that say so.",
+        description="Measures effattn's kernels beside cuDNN, Tokamax, PyTorch, "
+        "flash-linear-attention and jax-linear-attention, interleaved, on the first CUDA GPU. "
+        "The report names peers that are not installed.",
         allow_abbrev=False,
     )
-    parser.add_argument("--only", nargs="+", choices=OURS, default=list(OURS), help="default all")
+    parser.add_argument("--only", nargs="+", choices=OURS, default=list(OURS), help="default: all")
     parser.add_argument(
         "--minutes",
         type=minutes,
         default=MINUTES,
-        help="after which no other program is compiled or timed, default %(default)s",
+        help="time limit for compiling and timing, default %(default)s",
     )
     parser.add_argument(
-        "--rounds", type=at_least(1), help=f"most chains of calls of each, default {ROUNDS}"
+        "--rounds", type=at_least(1), help=f"maximum number of rounds, default {ROUNDS}"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="tiny arrays and few rounds, to see that it works"
+        "--quick", action="store_true", help="tiny arrays and few rounds, to test the program"
     )
     parser.add_argument(
         "--platform", choices=("cuda", "cpu"), default="cuda", help="cpu needs --quick"
     )
     parser.add_argument(
-        "--output", type=output_folder, default=Path("runs/gpu"), help="folder, default %(default)s"
+        "--output",
+        type=output_folder,
+        default=Path("runs/gpu"),
+        help="report folder, default %(default)s",
     )
     options = parser.parse_args(argv)
     if options.platform == "cpu" and not options.quick:
@@ -75,7 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs all and writes the report; 1 if any of effattn itself failed or disagreed."""
+    """Measures and writes the report; returns 1 if effattn itself failed or gave wrong results."""
     begin = time.monotonic()
     options = parse(argv)
     folder: Path = options.output
@@ -83,11 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         return 2
     if options.platform == "cuda" and not MEMORY_OPTIONS & os.environ.keys():
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.6"  # the rest is PyTorch's
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.6"  # the rest is for PyTorch
     try:
         # The reference is computed on the CPU.
         device, _ = (jax.devices(name)[0] for name in (options.platform, "cpu"))
-    except (RuntimeError, AssertionError) as error:  # the latter under JAX_PLATFORMS=cuda
+    except (RuntimeError, AssertionError) as error:  # an AssertionError under JAX_PLATFORMS=cuda
         reason = (str(error) or "no backend").splitlines()[0]
         print(
             f"JAX finds no CUDA device, or no CPU beside it ({reason}); "
@@ -130,7 +133,7 @@ def _run(options: argparse.Namespace, device: jax.Device, begin: float) -> int:
 
 
 def describe(device: jax.Device) -> dict[str, Any]:
-    """The device's name, its platform, and the driver and memory that nvidia-smi tells."""
+    """Returns name and platform of the device, and driver and memory by nvidia-smi."""
     found: list[str | None] = [None, None]
     if device.platform == "gpu":
         query = ["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader"]
@@ -144,7 +147,7 @@ def describe(device: jax.Device) -> dict[str, Any]:
 
 
 def _show(row: measure.Row) -> None:
-    """A line as soon as there is something to say."""
+    """Prints the result of a row."""
     where = f"{row.comparison}, {row.variant}, {row.which}: {row.contender}"
     if row.seconds is None:
         print(f"{where} - ({row.skipped})", flush=True)
@@ -156,5 +159,5 @@ def _show(row: measure.Row) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    # A compiler that outlasts the minutes cannot be stopped, and an exit would wait for it.
+    # A compilation in a thread cannot be stopped, and `sys.exit` would wait for it.
     os._exit(code)

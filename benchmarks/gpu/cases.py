@@ -1,4 +1,4 @@
-"""What is computed on a GPU: the shapes, the operands, the pairs and the bytes, the reference."""
+"""Cases of the GPU benchmark: shapes, operands, operation and byte counts, and references."""
 
 import dataclasses
 import functools
@@ -27,22 +27,24 @@ DTYPE = jnp.bfloat16
 
 
 class Sizes(NamedTuple):
-    """The shapes of all cases; those of FlashAttention-3's suite are the default.
+    """Sizes of all cases; the default is FlashAttention-3's benchmark suite.
 
     Attributes:
-      tokens, hidden: of a batch: examples times their length, and heads times their size.
-      lengths, head_sizes: of exact attention.
-      length, head_size: of everything else.
-      group: query heads that share a key head, where they do.
-      windows: keys that a query sees.
-      documents: packed into all the tokens.
-      block: tokens of a block of block-sparse attention.
-      densities: shares of the blocks, in percent.
-      bigbird: tokens of a block of BigBird.
-      longformer: tokens on each side of one, and global ones.
-      decode: sequences, and tokens of each.
-      page: tokens.
-      square, copied: of the measured ceilings, rows of a matrix and numbers of an array.
+      tokens: tokens in a batch, examples times length.
+      hidden: heads times head size.
+      lengths, head_sizes: sizes of exact attention.
+      length, head_size: sizes of all other cases.
+      group: query heads per key head in cases with grouped heads.
+      windows: window sizes in keys.
+      documents: number of documents packed into all tokens.
+      block: block size of block-sparse attention, in tokens.
+      densities: shares of visited blocks, in percent.
+      bigbird: block size of BigBird, in tokens.
+      longformer: tokens on each side of the window, and global tokens.
+      decode: (sequences, tokens in each sequence).
+      page: page size in tokens.
+      square: rows of the matrices in the measured product.
+      copied: numbers in the array of the measured copy.
     """
 
     tokens: int = 16384
@@ -88,20 +90,21 @@ TINY = Sizes(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """One computation at one shape.
+    """Computation with one shape.
 
     Attributes:
-      comparison, variant: its kind, and what tells it from others of that kind.
-      batch, length, heads, kv_heads, head_size: the shape.
-      pairs: of a query and a key that a head computes; of a recurrence, of a token and a feature.
-        Both stand for a product of a row with `head_size` columns.
-      weights: as those of `benchmarks.workloads.Workload`, of one head.
-      gates: key `(B, T, K, H)` -> the key in its place and the operands after the value.
-      allowed: (queries, keys, *tables) -> which pairs may attend, by operators that NumPy and
-        PyTorch share. None for a recurrence.
-      tables: arrays that it indexes.
-      options: what contenders are told.
-      passes: of `PASSES`.
+      comparison: name of the comparison.
+      variant: name of the case within the comparison.
+      batch, length, heads, kv_heads, head_size: shape.
+      pairs: query-key pairs per head; for a recurrence, pairs of a token and a feature. A pair
+        costs a product of two vectors of length `head_size`.
+      weights: weights of one head, as in `benchmarks.workloads.Workload`.
+      gates: key `(B, T, K, H)` -> (key to use, *operands after the value).
+      allowed: (queries, keys, *tables) -> bool, by operators that NumPy and PyTorch share; None for
+        a recurrence.
+      tables: arrays that `allowed` indexes.
+      options: options for the contenders' functions.
+      passes: passes to measure, from `PASSES`.
     """
 
     comparison: str
@@ -120,7 +123,7 @@ class Case:
     passes: Sequence[str] = PASSES
 
     def operands(self, draws: Arrays) -> list[jax.Array]:
-        """Query, key, value, gates and the gradient of the output, of flat draws."""
+        """Returns query, key, value, gates and output gradient, from flat arrays of draws."""
         tokens = (self.batch, self.length)
         shapes = [(*tokens, n, self.head_size) for n in self._heads]
         query, key, value, gradient = (
@@ -135,21 +138,21 @@ class Case:
 
     @property
     def rows(self) -> np.ndarray:
-        """The queries of the first example that are checked."""
+        """Checked queries of the first example."""
         return checked_rows(self.length)
 
     def checked(self, operands: Arrays) -> list[Any]:
-        """Those of the first head of the first example, for the reference."""
+        """Returns the operands of the first head of the first example, for the reference."""
         return [operand[:1, :, :1] for operand in operands]
 
     def flops(self, which: str) -> int:
-        """Floating-point operations of the matrix products, as FlashAttention counts them."""
+        """Returns the floating-point operations of the matrix products, as in FlashAttention."""
         return PRODUCTS[which] * 2 * self.batch * self.heads * self.pairs * self.head_size
 
     def traffic(self, operands: Arrays, which: str) -> int:
-        """The fewest bytes: operands read, and results written, once by each pass.
+        """Returns the least bytes moved: each pass reads operands and writes results once.
 
-        The backward pass of softmax attention reads the output, too. Log-sum-exps and states are
+        The backward pass of softmax attention also reads the output. Log-sum-exps and states are
         not counted.
         """
         *inputs, out = (operand.size * operand.dtype.itemsize for operand in operands)
@@ -160,10 +163,10 @@ class Case:
 
 
 class Paged(Case):
-    """One new token a sequence, over pages in an order drawn at random; `length` is the keys'."""
+    """Paged decoding: one query per sequence, `length` keys on pages in random order."""
 
     def operands(self, draws: Arrays) -> list[jax.Array]:
-        """Query, pages of keys and of values, and what has the shape of the output."""
+        """Returns query, pages of keys, pages of values, and an array of the output's shape."""
         table = self.options["block_table"]
         pages = (table.size, self.options["page"], self.kv_heads, self.head_size)
         shapes = ((self.batch, 1, self.heads, self.head_size), pages, pages)
@@ -172,11 +175,11 @@ class Paged(Case):
 
     @property
     def rows(self) -> np.ndarray:
-        """The only one."""
+        """Index of the only query."""
         return np.zeros(1, int)
 
     def checked(self, operands: Arrays) -> list[Any]:
-        """Those of the first sequence, its pages in order."""
+        """Returns the operands of the first sequence and head, with pages in order."""
         query, keys, values, gradient = operands
         own = self.options["block_table"][0]
         in_order = [pages[own, :, :1].reshape(1, -1, 1, self.head_size) for pages in (keys, values)]
@@ -184,9 +187,9 @@ class Paged(Case):
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """All of them, each kind once before the other variants of any, those of most interest first.
+    """Yields all cases: first one case of each comparison, then the other variants.
 
-    The order is what a run that ends early has measured.
+    A run that ends early has measured the most interesting cases.
     """
     exact = [
         _exact(sizes, is_causal, length, head_size)
@@ -229,7 +232,7 @@ def _softmax(sizes, comparison, variant, length, pairs, allowed, *, head_size=No
     tables = fields.get("tables", ())
 
     def weights(query, key, position):
-        # On the host: the tables are NumPy's.
+        # `allowed` is computed on the host, because the tables are NumPy arrays.
         return softmax_weights(
             query, key, allowed(np.asarray(position), np.arange(length), *tables)
         )
@@ -301,7 +304,7 @@ def _documents(sizes):
 
 
 def _in_blocks(sizes, comparison, variant, mask, block, **options):
-    """Over the pairs of the blocks in a mask."""
+    """Returns a case over the pairs in the blocks of a mask."""
     return _softmax(
         sizes,
         comparison,
@@ -315,7 +318,7 @@ def _in_blocks(sizes, comparison, variant, mask, block, **options):
 
 
 def _block_sparse(sizes, density):
-    """As many blocks in each row, drawn at random."""
+    """Returns a case with the same number of random blocks in each row."""
     blocks = sizes.length // sizes.block
     kept = max(1, round(blocks * density / 100))
     ranks = np.random.default_rng(0).permuted(np.tile(np.arange(blocks), (blocks, 1)), axis=1)
@@ -325,7 +328,7 @@ def _block_sparse(sizes, density):
 
 
 def _bigbird(sizes):
-    """A window of three blocks, the first block global, and three random ones."""
+    """Returns a case with a window of 3 blocks, a global first block, and 3 random blocks."""
     blocks = sizes.length // sizes.bigbird
     at = np.arange(blocks)
     random = np.random.default_rng(0).integers(blocks, size=(blocks, 3)).astype(np.int32)
@@ -338,7 +341,7 @@ def _bigbird(sizes):
 
 
 def _longformer(sizes):
-    """A window, and first tokens that see all and that all see."""
+    """Returns a case with a window and global first tokens."""
     length, (side, first) = sizes.length, sizes.longformer
     row = np.arange(first, length)
     near = np.minimum(row + side, length - 1) - np.maximum(row - side, first) + 1
@@ -354,17 +357,17 @@ def _longformer(sizes):
 
 
 def retention_log_decay(heads: int) -> np.ndarray:
-    """RetNet's, of heads, float32."""
+    """Returns RetNet's log decays by head, float32."""
     return np.log1p(-(2.0 ** (-5.0 - np.arange(heads)))).astype(np.float32)
 
 
 def state_space_rate(heads: int) -> np.ndarray:
-    """Mamba-2's A as it is initialised, evenly spread, float32."""
+    """Returns initial values of Mamba-2's A by head, float32."""
     return -np.linspace(1, 16, heads, dtype=np.float32)
 
 
 def step_size(key: jax.Array) -> jax.Array:
-    """Mamba-2's dt, from keys `(..., H)`."""
+    """Returns Mamba-2's dt, from keys `(..., H)` in place of a projection."""
     return jax.nn.softplus(key[..., 0] - 4)
 
 
@@ -373,7 +376,7 @@ def _retention_weights(query, key, position):
 
 
 def _state_space_weights(query, key, position, step):
-    query = query * query.shape[-1] ** 0.5  # it has no scale
+    query = query * query.shape[-1] ** 0.5  # state-space duality has no scale
     weights = recurrent_weights(query, key, position, (step * state_space_rate(1))[..., None])
     return weights * step[:, None]
 
@@ -399,7 +402,7 @@ def _delta_gates(key, *, gated):
     return unit(exact).astype(key.dtype), *log_decay, write_strength(exact).astype(key.dtype)
 
 
-# The weights of each, and its gates; log decays and step sizes are float32.
+# Weights and gates of each recurrence; log decays and step sizes are float32.
 RECURRENCES: dict[str, tuple[Callable, Callable]] = {
     "linear": (linear_weights, lambda key: (key,)),
     "retention": (_retention_weights, lambda key: (key,)),

@@ -1,4 +1,4 @@
-"""Who takes part in each comparison on a GPU."""
+"""Contenders of each comparison on a GPU."""
 
 import functools
 import importlib
@@ -13,11 +13,11 @@ from benchmarks.contenders import Contender, flex, in_jax, in_torch, tokamax
 from benchmarks.gpu.cases import Case, state_space_rate
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
-FLEX_EXACT = (8192, 128)  # the one shape of exact attention: each takes it long to compile
+FLEX_EXACT = (8192, 128)  # the only exact case of FlexAttention, which compiles slowly
 
 
 def contenders(case: Case, device: str) -> tuple[Contender, ...]:
-    """Those of a case; PyTorch's run on the device named, as PyTorch calls it."""
+    """Returns the contenders of a case; `device` is PyTorch's name of the device."""
     ours = functools.partial(OURS[case.comparison], case)
     return (
         *(
@@ -125,14 +125,14 @@ OURS: dict[str, Callable[..., jax.Array]] = {
 
 
 def _of_jax(case, device):
-    """Those that take the arguments of `jax.nn.dot_product_attention`."""
+    """Yields the peers that take the arguments of `jax.nn.dot_product_attention`."""
     cudnn = in_jax(jax.nn.dot_product_attention, implementation="cudnn", **case.options)
     yield Contender("cuDNN", case.comparison, cudnn)
     yield Contender("Tokamax", case.comparison, in_jax(tokamax, **case.options), "tokamax")
 
 
 def _jla_attention(case, device):
-    """Causal attention of jax-linear-attention."""
+    """Yields causal attention of jax-linear-attention."""
 
     def attend(*arrays):
         given: dict[str, Any] = {}
@@ -195,7 +195,11 @@ def _packed(case, device):
 
 
 def _fla(case, device, attend):
-    """A function of flash-linear-attention: (function by module and name, *operands) -> output."""
+    """Yields a function of flash-linear-attention.
+
+    `attend(function, *operands)` returns the output; `function` calls the library by module and
+    name.
+    """
 
     def function(module, name, *arrays, **options):
         return getattr(importlib.import_module(f"fla.ops.{module}"), name)(*arrays, **options)[0]
@@ -214,7 +218,7 @@ def _fla_linear(function, query, key, value):
 
 
 def _fla_of(module, name):
-    """One that takes what effattn takes."""
+    """Returns `attend` for a function with effattn's operands."""
     return lambda function, *arrays: function(module, name, *arrays)
 
 
@@ -227,7 +231,7 @@ def _fla_state_space(rate, function, query, key, value, step):
 
 
 def _jla(case, device, kind, *gates, **options):
-    """A recurrence of jax-linear-attention, with the names of what comes after the value."""
+    """Yields a recurrence of jax-linear-attention; `gates` names the operands after the value."""
 
     def attend(query, key, value, *others):
         function = importlib.import_module("jla.ops").linear_attention

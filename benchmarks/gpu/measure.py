@@ -1,16 +1,18 @@
-"""The measurement on a GPU: all are compiled at once, checked, and then timed in turns.
+"""Measurement on a GPU: contenders are compiled in parallel, checked, and then timed in turns.
 
-Time is that of a chain of calls. The host starts several calls of a program and then waits for the
-last one; the time of a call is the chain's over their number. It is the same measurement for JAX
-and for PyTorch, as both queue calls on one stream of the device: CUDA's events would see only the
-stream of PyTorch, and a profiler would count kernels without what lies between them. The host has
-to be faster than the device for this to be device time, so the time that it takes to start a call
-is measured with it, and a row in which that is most of the time is marked: there the device may
-have waited, and its own time is less. A chain has few calls: XLA bounds how many are in a
-device's queue, and to start one beyond those is to wait for another.
+The measured time is that of a chain of calls: the host starts several calls of a program and waits
+for the last one, and the time of a call is the time of the chain divided by the number of calls.
+The measurement is the same for JAX and PyTorch, because both queue calls on one stream of the
+device. CUDA events would see only PyTorch's stream, and a profiler would leave out the time between
+kernels.
 
-Inputs are larger than a GPU's second-level cache at the sizes of `cases.FULL`, so that each call
-reads them from memory.
+The result is device time only if the host starts calls faster than the device computes them. The
+time to start a call is therefore measured as well, and rows in which it is most of the time are
+marked: in these rows the device may have waited for the host. A chain has few calls, because XLA
+limits the number of queued calls, and the start of a further call waits.
+
+At the sizes of `cases.FULL` the inputs are larger than a GPU's second-level cache, so that each
+call reads the inputs from memory.
 """
 
 import concurrent.futures
@@ -36,15 +38,15 @@ from benchmarks.workloads import Arrays, expected, only_rows, relative_error
 
 TOLERANCE = 0.02  # largest error in bfloat16, relative to the largest element
 CHAIN_SECONDS, MOST_CALLS = 0.02, 32
-FEWEST_ROUNDS, ENOUGH_SECONDS = 3, 1.0  # after both a comparison ends
-HOST_SHARE = 0.7  # of the time of a call that starting it takes, where the device may have waited
+FEWEST_ROUNDS, ENOUGH_SECONDS = 3, 1.0  # after both limits a comparison ends
+HOST_SHARE = 0.7  # if starting a call takes this share of its time, the device may have waited
 NOT_REACHED = "not reached in the time"
-FIRST = np.index_exp[:1, :, :1]  # the head that is checked
-IN_THREADS = ("jax", "jla", "tokamax")  # packages whose compilation may run beside another
+FIRST = np.index_exp[:1, :, :1]  # the checked head
+IN_THREADS = ("jax", "jla", "tokamax")  # packages that can compile in threads
 
 
 class Budget:
-    """So many seconds from now."""
+    """Time budget in seconds, from now on."""
 
     def __init__(self, seconds: float):
         self.end = time.monotonic() + seconds
@@ -54,29 +56,30 @@ class Budget:
         return max(0.0, self.end - time.monotonic())
 
     def demand(self) -> None:
-        """Raises `Skip` where nothing is left."""
+        """Raises `Skip` if no time is left."""
         if not self.left:
             raise Skip(NOT_REACHED)
 
 
 @dataclasses.dataclass
 class Row:
-    """One contender in one case; without `seconds` it was not timed, and `skipped` says why.
+    """One contender in one case.
 
     Attributes:
-      comparison, variant, which, contender: what was measured.
-      batch, length, heads, kv_heads, head_size: the shape.
-      flops, traffic: of the matrix products, and the fewest bytes that memory moves.
-      peak_bytes: operands, results and temporaries; of PyTorch, what its allocator gave.
-      error: the largest, relative.
-      calls: of a chain.
+      comparison, variant, which, contender: the comparison, case, pass and contender.
+      batch, length, heads, kv_heads, head_size: shape of the case.
+      flops: floating-point operations of the matrix products.
+      traffic: least number of bytes that memory moves.
+      peak_bytes: operands, results and temporaries; for PyTorch the peak of its allocator.
+      error: largest relative error.
+      calls: number of calls in a chain.
       rounds: seconds of a call in each chain.
-      seconds: their median.
-      start_seconds: what the host takes to start a call, the median.
-      flops_per_second, bytes_per_second: `flops` and `traffic` over the seconds.
-      product_share, copy_share: of the best measured in the same run.
-      skipped: the reason.
-      failed: whether it should have been timed.
+      seconds: median of the rounds; None if the contender was not timed.
+      start_seconds: median time in which the host starts a call.
+      flops_per_second, bytes_per_second: `flops` and `traffic` divided by `seconds`.
+      product_share, copy_share: shares of the best product and copy measured in the same run.
+      skipped: reason why the contender was not timed.
+      failed: whether the contender should have been timed.
     """
 
     comparison: str
@@ -105,14 +108,14 @@ class Row:
 
     @property
     def bound_by_host(self) -> bool:
-        """Whether the device may have waited for the host."""
+        """True if the device may have waited for the host."""
         if self.seconds is None or self.start_seconds is None:
             return False
         return self.start_seconds > HOST_SHARE * self.seconds
 
 
 def rates(sizes: Sizes, device: str, rounds: int) -> list[machine.Rate]:
-    """The best of several chains of a matrix product of each library, and of a copy."""
+    """Measures the best rates of a matrix product of each library, and of a copy."""
     shape = (sizes.square, sizes.square)
     square = [jax.random.normal(jax.random.key(n), shape, DTYPE) for n in range(2)]
     flat = jax.random.normal(jax.random.key(2), (sizes.copied,), DTYPE)
@@ -125,7 +128,7 @@ def rates(sizes: Sizes, device: str, rounds: int) -> list[machine.Rate]:
         best = min(_chain(program, placed, calls)[0] for _ in range(rounds))
         return machine.Rate(kind, of, per_call / best)
 
-    # The last array stands where a gradient would.
+    # The last array is in the place of the output gradient.
     operands = [*square, square[0]]
     product = in_jax(jnp.matmul)(operands, False)
     found = [rate("product", f"{text}, XLA", operations, product, operands)]
@@ -152,7 +155,7 @@ def compare(
     device: jax.Device,
     report: Callable[[Row], None],
 ) -> list[Row]:
-    """A row for each contender and pass, each reported as soon as it is there."""
+    """Measures a case; returns and reports a row per contender and pass."""
     shapes = jax.eval_shape(case.operands, draws)
     rows = {
         (which, one.name): Row(
@@ -173,7 +176,7 @@ def compare(
         return list(rows.values())
     with _compiling(case, contenders, arrays, budget, device) as (programs, all_done):
         wanted = _reference(case, arrays)
-        all_done()  # what still compiles may try its kernels on the device
+        all_done()  # a running compilation may use the device
         for which in case.passes:
             taking_part = []
             for one in contenders:
@@ -197,7 +200,7 @@ def _skip(row: Row, reason: Skip) -> None:
 
 @contextlib.contextmanager
 def _recording(row: Row) -> Iterator[None]:
-    """What is raised within is why the row is not timed."""
+    """Converts exceptions in the `with` block to the reason why a row is not timed."""
     try:
         with skipping():
             yield
@@ -213,13 +216,15 @@ def _compiling(
     budget: Budget,
     device: jax.Device,
 ) -> Iterator[tuple[Mapping[tuple[str, str], Callable[[], Program]], Callable[[], Any]]]:
-    """The programs of all passes, made at once, those of PyTorch when they are asked for.
+    """Compiles the programs of all passes in threads, except PyTorch's, which compile on request.
 
-    And what waits until all that are made at once are there.
+    Yields:
+      `(programs, wait)`: functions that return each program by pass and contender, and a function
+      that waits for all compilations in threads.
     """
 
     def on_device(one, which):
-        with jax.default_device(device):  # which is a thread's own
+        with jax.default_device(device):  # the default device is a setting of the thread
             return build(one, arrays, which)
 
     def result(future):
@@ -245,7 +250,7 @@ def _compiling(
 
 
 def _reference(case: Case, arrays: Arrays) -> list[np.ndarray]:
-    """Output and gradients of the first head, in float64 on the CPU."""
+    """Returns output and gradients of the first head, in float64 on the CPU."""
     with jax.default_device(jax.devices("cpu")[0]):
         checked = [np.asarray(array) for array in case.checked(arrays)]
         return expected(case.weights, checked, case.rows, case.passes[-1])
@@ -254,7 +259,7 @@ def _reference(case: Case, arrays: Arrays) -> list[np.ndarray]:
 def _check(
     program: Program, case: Case, arrays: Arrays, wanted: Sequence[np.ndarray], row: Row
 ) -> Any:
-    """Runs it once, which also warms it up, and checks the first head; the operands in place."""
+    """Runs a program once, which also warms it up, and checks the first head; returns operands."""
     row.peak_bytes = program.peak_bytes
     partly = [*arrays[:-1], only_rows(arrays[-1], case.rows, slice(1))]
     with _peak_of_torch(row):
@@ -268,7 +273,7 @@ def _check(
 
 @contextlib.contextmanager
 def _peak_of_torch(row: Row) -> Iterator[None]:
-    """Fills in the peak of PyTorch's allocator, if it is not known and there is one."""
+    """Sets the peak memory of a row by PyTorch's allocator, if the peak is not known yet."""
     torch = sys.modules.get("torch")
     if row.peak_bytes is not None or torch is None or not torch.cuda.is_available():
         yield
@@ -280,7 +285,7 @@ def _peak_of_torch(row: Row) -> Iterator[None]:
 
 
 def _chain(program: Program, placed: Any, calls: int) -> tuple[float, float]:
-    """Seconds of a call, and seconds until it was started."""
+    """Runs a chain; returns the seconds of a call, and the seconds to start a call."""
     begin = time.perf_counter()
     for _ in range(calls):
         results = program.run(placed)
@@ -290,14 +295,14 @@ def _chain(program: Program, placed: Any, calls: int) -> tuple[float, float]:
 
 
 def _calls(program: Program, placed: Any) -> int:
-    """How many make a chain; it is warm afterwards."""
+    """Returns the number of calls in a chain; the program is warm afterwards."""
     _chain(program, placed, 1)
     seconds, _ = _chain(program, placed, 2)
     return max(1, min(MOST_CALLS, math.ceil(CHAIN_SECONDS / seconds)))
 
 
 def _time(taking_part: Sequence[tuple[Row, Program, Any]], rounds: int, budget: Budget) -> None:
-    """A chain of each a round."""
+    """Times one chain of each contender per round."""
     starts: dict[str, list[float]] = {row.contender: [] for row, *_ in taking_part}
     for row, program, placed in taking_part:
         with _recording(row):
@@ -319,7 +324,7 @@ def _time(taking_part: Sequence[tuple[Row, Program, Any]], rounds: int, budget: 
 
 
 def _summarise(row: Row, rates: Sequence[machine.Rate]) -> None:
-    """Fills in the median, and what follows from it."""
+    """Computes the median of a row, and its rates."""
     if row.skipped is not None:
         return
     best = {r.kind: max(s.per_second for s in rates if s.kind == r.kind) for r in rates}

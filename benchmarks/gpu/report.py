@@ -1,4 +1,4 @@
-"""The report of a run on a GPU: tables in Markdown, the whole as JSON, and a figure."""
+"""Report of a run on a GPU: Markdown tables, JSON results and a figure."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ TITLES = {
     "gated delta rule": "gated delta rule",
     "decode": "paged decode",
 }
-COLUMNS = 4  # of the figure
+COLUMNS = 4  # panels in a row of the figure
 ALONE = "one case each"
 
 
@@ -64,17 +64,17 @@ def markdown(machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]
         if timed:
             parts += [f"## {TITLES[comparison]}", _measured(timed)]
     parts += [
-        "`case` begins with the length; the second number of exact attention and of recurrences "
-        "is the head size. "
-        "`ms` is the median of chains of calls, each chain over its calls. With a star, the host "
-        f"takes over {HOST_SHARE:.0%} of that to start a call, and the device may have waited. "
-        "TFLOP/s count the matrix products of the pairs that attend (of recurrences, a product to "
-        "write the state and one to read it), 3.5 times those forward for forward + backward; "
-        "`of product` is their share of the best product above. `moved` is the least traffic, "
-        "operands read and results written once; GB/s are that over the time, `of copy` the share "
-        "of the copy above. `peak` is operands, results and temporaries of the compiled program; "
-        "of PyTorch's, what its allocator gave. `error` is the largest of the checked head, "
-        "relative to the largest element, against float64.",
+        "`case` begins with the length; the second number of exact attention and recurrences is "
+        "the head size. `ms` is the time of a call, the median of several chains of calls. A star "
+        f"marks rows in which the host takes over {HOST_SHARE:.0%} of this time to start a call, "
+        "so that the device may have waited. TFLOP/s count the matrix products of the pairs that "
+        "attend (for recurrences, a product to write the state and a product to read it), and 3.5 "
+        "times as many for forward + backward; `share of product` compares them with the best "
+        "product above. `moved` is the least traffic, with operands read and results written once. "
+        "GB/s is this traffic over the time, and `share of copy` compares it with the copy above. "
+        "`peak` is the memory of operands, results and temporaries; for PyTorch it is the peak of "
+        "its allocator. `error` is the largest error of the checked head against float64, relative "
+        "to the largest element.",
     ]
     if any(row.skipped for row in rows):
         parts += ["## Not timed", not_timed(rows, _where)]
@@ -87,8 +87,8 @@ def _where(row: Row) -> str:
 
 def _measured(rows: Sequence[Row]) -> str:
     header = (
-        "", "case", "contender", "ms", "rounds", "TFLOP/s", "of product", "moved", "GB/s",
-        "of copy", "peak", "error",
+        "", "case", "contender", "ms", "rounds", "TFLOP/s", "share of product", "moved",
+        "GB/s", "share of copy", "peak", "error",
     )  # fmt: skip
     return table(header, [_line(row) for row in rows])
 
@@ -113,7 +113,7 @@ def _line(row: Row) -> tuple[str, ...]:
 def draw_throughput(
     path: Path, machine: dict[str, Any], rates: Sequence[Rate], rows: Sequence[Row]
 ) -> None:
-    """TFLOP/s against the cases of each kind, a panel a pass."""
+    """Draws TFLOP/s against the cases of each kind, with a panel per pass."""
     best = max(rate.per_second for rate in rates if rate.kind == "product") / 1e12
     panels = []
     for title, cases in _kinds(rows).items():
@@ -142,7 +142,7 @@ def draw_throughput(
 
 
 def _kinds(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
-    """The rows of each case by its label, by the title of its kind; the only ones of theirs last.
+    """Returns the rows by kind and case; kinds with a single case come last, as one kind.
 
     Each head size of exact attention is a kind, whose cases are lengths.
     """

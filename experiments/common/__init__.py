@@ -1,1 +1,1 @@
-"""What the experiments share: corpora, tokenizers, data, training, checkpoints and reports."""
+"""Shared parts of the experiments."""

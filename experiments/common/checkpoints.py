@@ -1,4 +1,4 @@
-"""Checkpoints of one run by Orbax: the latest is kept, and a kill leaves no half of one."""
+"""Orbax checkpoints of one run: the latest is kept, and a killed process leaves no partial one."""
 
 import logging
 import re
@@ -12,14 +12,14 @@ import orbax.checkpoint as ocp
 
 from experiments.common.errors import UserError
 
-# Orbax narrates every save and every leftover of a kill, which it removes.
+# Orbax logs every save, and every partial checkpoint that it removes.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
-# What a read leaves behind that failed.
+# A failed read leaves errors in unfinished tasks of asyncio.
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def _quiet_threads() -> None:
-    """Leaves errors of the threads of Orbax and TensorStore to those who wait for them."""
+    """Hides errors in threads of Orbax and TensorStore, which their callers also receive."""
     of_threads, of_others = threading.excepthook, sys.excepthook
 
     def thread_hook(arguments: threading.ExceptHookArgs) -> None:
@@ -27,7 +27,7 @@ def _quiet_threads() -> None:
             of_threads(arguments)
 
     def hook(kind: type[BaseException], error: BaseException, where: Any) -> None:
-        # TensorStore reports to an event loop that ended with the first error.
+        # TensorStore reports further errors to an event loop that the first error closed.
         if str(error) != "Event loop is closed":
             of_others(kind, error, where)
 
@@ -38,11 +38,12 @@ _quiet_threads()
 
 
 class Checkpoints:
-    """The checkpoints of a run, in a folder of their own; a context manager.
+    """Context manager for the checkpoints of a run, in a folder of their own.
 
     Args:
-      folder: made if missing.
-      identity: of the configuration and the run; only checkpoints that carry it are read.
+      folder: created if missing.
+      identity: text that identifies the configuration and the run; checkpoints with another
+        identity are refused.
     """
 
     def __init__(self, folder: Path, identity: str):
@@ -61,42 +62,43 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The step of the newest whole checkpoint; None if there is none."""
+        """Step of the newest complete checkpoint; None without a checkpoint."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, progress: dict[str, Any]) -> None:
-        """Writes the arrays of `state` and what JSON can hold of `progress`; on return it is safe.
+        """Writes a checkpoint, which is complete on return.
 
         Args:
-          step: larger than any before.
+          step: larger than the steps of earlier checkpoints.
           state: a pytree of arrays.
-          progress: where the run stands, such as the position in its data.
+          progress: a JSON object, such as the position in the data.
 
         Raises:
-          UserError: it cannot be written, as where a disk is full; the one before stays.
+          UserError: the checkpoint cannot be written, for example to a full disk; the previous
+            checkpoint is kept.
         """
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(_by_name(state)),
             progress=ocp.args.JsonSave({"identity": self._identity, **progress}),
         )
-        # Orbax and TensorStore raise many types for what the system refuses.
+        # Orbax and TensorStore raise many types of error for a write that fails.
         try:
             self._manager.save(step, args=items)
         except Exception as error:
             raise UserError(
                 f"the checkpoint {self._folder / str(step)} cannot be written ({_reason(error)}); "
-                "the same command goes on from the one before"
+                "the same command resumes from the previous checkpoint"
             ) from error
 
     def restore(self, template: Any, keys: tuple[str, ...] = ()) -> tuple[Any, dict[str, Any]]:
-        """The newest `(state, progress)`, the state in the structure of `template`.
+        """Returns the newest `(state, progress)`, with the state in the structure of `template`.
 
         Args:
           template: a pytree of arrays.
-          keys: that the progress must have.
+          keys: keys that the progress must have.
 
         Raises:
-          UserError: it cannot be read, or another configuration wrote it.
+          UserError: the checkpoint cannot be read, or another configuration wrote it.
         """
         where = self._folder / str(self.latest)
         progress = self._read(where, progress=ocp.args.JsonRestore()).progress
@@ -115,7 +117,7 @@ class Checkpoints:
         ), progress
 
     def _read(self, where: Path, **items: Any) -> Any:
-        # What Orbax raises for a damaged file depends on which part of it is damaged.
+        # The error type of Orbax depends on the part of the checkpoint that is damaged.
         try:
             return self._manager.restore(self.latest, args=ocp.args.Composite(**items))
         except Exception as error:
@@ -129,12 +131,12 @@ class Checkpoints:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what an error says, without TensorStore's account of its own state."""
+    """Returns the first line of an error's message, without TensorStore's internal state."""
     line = str(error).strip().partition("\n")[0]
     return re.split(r" \[[a-z_ ]+=", line)[0]
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their paths, in order."""
+    """Returns the leaves of a pytree by path, in order."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

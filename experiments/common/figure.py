@@ -1,4 +1,4 @@
-"""The figure of a comparison: validation losses, against tokens and seconds or ranked."""
+"""Figure of a comparison: curves of the validation loss, or a ranking of many mechanisms."""
 
 import re
 import textwrap
@@ -17,19 +17,19 @@ from matplotlib.figure import Figure
 from effattn.analysis.style import COLOURS, MARKERS
 from experiments.common.metrics import check_reaches, read
 
-# More lines than colours cannot be told apart.
+# Each curve needs a colour of its own.
 MOST_CURVES = len(COLOURS)
 
-# Letters in a line of a name that the figures have room for.
+# Maximum number of letters in a line of the legend and of an axis.
 LEGEND_LETTERS, TICK_LETTERS = 100, 50
 
 
 def write_figure(folder: Path, runs: Sequence[dict[str, Any]]) -> None:
-    """Draws the run folder's `loss.png`: curves of a few mechanisms, a ranking of many.
+    """Draws `loss.png`: curves of few mechanisms, or a ranking of many.
 
     Args:
-      folder: the run folder.
-      runs: results; the metrics of each lie in its folder.
+      folder: run folder, which also has the metrics of each run.
+      runs: results.
     """
     seeds: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
@@ -43,7 +43,7 @@ def write_figure(folder: Path, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def _curves(folder: Path, seeds: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
-    """Validation loss while training: means over seeds, in bands from the lowest to the highest."""
+    """Draws validation loss against tokens and seconds: means over seeds, bands for their range."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
     for index, (mechanism, runs) in enumerate(seeds.items()):
         style = {"color": COLOURS[index], "marker": MARKERS[index], "label": mechanism}
@@ -67,9 +67,9 @@ def _curves(folder: Path, seeds: Mapping[str, Sequence[dict[str, Any]]]) -> Figu
 
 
 def legend_below(figure: Figure, lines: Sequence[Any], title: str) -> None:
-    """A legend in as many columns, up to four, as the figure has room for.
+    """Adds a legend below the axes, in up to four columns, as the figure has room.
 
-    It lies beside the curves: wherever it lies among them, it hides some in some comparison.
+    A legend inside the axes would hide curves of some comparisons.
     """
     labels = [_wrapped(line.get_label(), LEGEND_LETTERS) for line in lines]
     for columns in range(min(4, len(lines)), 0, -1):
@@ -82,7 +82,7 @@ def legend_below(figure: Figure, lines: Sequence[Any], title: str) -> None:
 
 
 def _wrapped(name: str, letters: int) -> str:
-    """A long name of a mechanism in several lines, broken where one of its parts ends."""
+    """Breaks a long name of a mechanism into lines, preferably after `,`, `/` or `+`."""
     lines = [""]
     for part in re.split(r"(?<=[,/+])", name):
         for piece in textwrap.wrap(part, letters):
@@ -93,7 +93,7 @@ def _wrapped(name: str, letters: int) -> str:
 
 
 def _ranking(seeds: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
-    """Final validation loss, the best above, with the speed of training beside it."""
+    """Draws the final validation losses, best first, and the training speeds."""
 
     def values(mechanism: str, key: str) -> np.ndarray:
         return np.array([run[key] for run in seeds[mechanism]])

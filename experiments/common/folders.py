@@ -1,4 +1,4 @@
-"""The run folder: one configuration each, so that the same command resumes and no other can."""
+"""Run folders: each has one configuration, so that only the same command resumes a run."""
 
 import contextlib
 import errno
@@ -21,27 +21,27 @@ RECORD = "config.json"
 
 
 def fingerprint(settings: dict[str, Any]) -> str:
-    """A short hash of settings that JSON can hold."""
+    """Returns a short hash of settings, which must be valid JSON."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def path_of(output: Path | None, name: str) -> Path:
-    """The run folder: the one that was asked for, or one of this name in `runs`."""
-    # Shells leave the ~ of --output=~/run to the program.
+    """Returns the run folder: `output`, or the folder of this name in `runs`."""
+    # Shells do not expand the ~ of --output=~/run.
     return Path(os.path.expanduser(output or Path("runs") / name))
 
 
 def check_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Checks that a run with these settings may go into this folder; changes nothing.
+    """Checks that a run with these settings may use this folder; changes nothing.
 
     Raises:
-      UserError: it holds something else, or a run with other settings, or cannot be written.
+      UserError: the folder has other files or a run with other settings, or cannot be written.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "cannot be written" if existing.is_dir() else "is no folder"
         raise UserError(f"the output folder {folder} cannot be used: {existing} {reason}")
-    # A kill may have left a file half written, which is as good as none.
+    # A killed process may have left a partial file, which does not count.
     if not folder.is_dir() or all(path.suffix == ".partial" for path in folder.iterdir()):
         return
     no_run = f"the output folder {folder} is not empty and holds no run"
@@ -60,13 +60,13 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def claimed(folder: Path, settings: dict[str, Any]) -> Iterator[None]:
-    """Makes the folder, and keeps it from other processes; records the settings in it.
+    """Creates the folder, locks it against other processes, and writes the settings into it.
 
-    The folder itself is locked, so that nothing is left of a lock whose process was killed. Where
-    the system cannot lock folders, none is.
+    The lock is on the folder itself, so that a killed process leaves no lock. Systems that cannot
+    lock folders run without a lock.
 
     Raises:
-      UserError: another process has it, or what `check_folder` raises.
+      UserError: another process has the lock, or an error of `check_folder`.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -75,7 +75,7 @@ def claimed(folder: Path, settings: dict[str, Any]) -> Iterator[None]:
                 descriptor = os.open(folder, os.O_RDONLY)
                 stack.callback(os.close, descriptor)
                 _lock(descriptor, folder)
-            # Another process may have had it since it was checked.
+            # Another process may have used the folder since the last check.
             check_folder(folder, settings)
             write_atomically(folder / RECORD, json.dumps(settings, indent=2) + "\n")
         except OSError as error:

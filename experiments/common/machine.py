@@ -1,11 +1,11 @@
-"""The machine that an experiment runs on."""
+"""Machine that an experiment runs on."""
 
 import os
 import platform
 
 
 def environment() -> dict[str, str]:
-    """The machine and the versions that numbers come from."""
+    """Returns machine and versions, for the report."""
     import jax
 
     return {
@@ -18,15 +18,15 @@ def environment() -> dict[str, str]:
 
 
 def cores() -> int | None:
-    """Those that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def runs_at_once() -> int:
-    """How many small models to train beside each other.
+    """Returns the default number of simultaneous runs.
 
-    The products of one are too small to keep two cores busy, and a third run fills what two leave
-    idle. An accelerator is best left to one.
+    One small model leaves half of two CPU cores idle, and a third run uses the time that two runs
+    leave. An accelerator has one run.
     """
     import jax
 

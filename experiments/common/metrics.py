@@ -1,4 +1,4 @@
-"""The files of a run folder; the measurements of one run, without gaps after a resume."""
+"""Files of a run folder: atomic writes, checked reads, and the metrics of a run."""
 
 import json
 import os
@@ -10,9 +10,9 @@ from experiments.common.errors import UserError
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a kill leaves the old text or the new one."""
+    """Writes a file; a killed process leaves either the old text or the new text."""
     partial = path.with_name(path.name + ".partial")
-    # Bytes of a path that the locale could not decode are no characters.
+    # A path may contain bytes that are no characters in the locale's encoding.
     with partial.open("w", encoding="utf-8", errors="replace") as file:
         file.write(text)
         file.flush()
@@ -21,15 +21,15 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
-    """The object that a file holds.
+    """Returns the JSON object in a file.
 
     Args:
-      path: of the file.
-      keys: that the object has if it is whole.
-      remedy: what to do about a damaged file.
+      path: path of the file.
+      keys: keys that the object must have.
+      remedy: advice on a damaged file.
 
     Raises:
-      UserError: it is damaged.
+      UserError: the file is damaged.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, in order; the torn last line of a killed run is left out.
+    """Returns the records of a file in order, without a partial last line of a killed run.
 
     Raises:
       UserError: another line is damaged.
@@ -64,7 +64,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def check_reaches(path: Path, records: Sequence[dict[str, Any]], step: int) -> None:
-    """Raises `UserError` if the records of a file end before a step that the run has taken."""
+    """Raises `UserError` if the last record of a file is before `step`."""
     last = records[-1]["step"] if records else 0
     if last < step:
         raise UserError(
@@ -74,14 +74,14 @@ def check_reaches(path: Path, records: Sequence[dict[str, Any]], step: int) -> N
 
 
 class Metrics:
-    """Appends records to a file; a context manager.
+    """Context manager that appends records to a file.
 
     Args:
-      path: of the file.
-      step: where the run resumes: later records, of steps that will be taken again, are dropped.
+      path: path of the file.
+      step: step at which the run resumes; later records are removed, as these steps are repeated.
 
     Raises:
-      UserError: the file does not reach that step, as it did when the checkpoint was written.
+      UserError: the file ends before that step.
     """
 
     def __init__(self, path: Path, step: int):
@@ -97,10 +97,10 @@ class Metrics:
         self._file.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds one record, which holds "step"."""
+        """Appends one record, which has the key "step"."""
         self._file.write(json.dumps(record) + "\n")
 
     def flush(self) -> None:
-        """Returns when everything written so far is on the disk."""
+        """Writes all records to the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())

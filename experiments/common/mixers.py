@@ -1,9 +1,9 @@
-"""What `--mechanisms` says: a registered name, its options, and mixtures of them.
+"""Parser of `--mechanisms`: registered names, options and combinations.
 
-bigbird,block_size=8           with options, as Python literals
+bigbird,block_size=8           a mechanism with options, written as Python literals
 sliding_window/softmax         layers take turns
-convolution*2/bigbird*2        two layers below of one kind, two above of the other
-softmax+sliding_window         each has its share of the heads
+convolution*2/bigbird*2        two layers of convolution below two layers of BigBird
+softmax+sliding_window         each mechanism has an equal share of the heads
 """
 
 import ast
@@ -14,27 +14,27 @@ from typing import Any
 from effattn import registry
 from effattn.nn.binding import Binding, bind
 
-# Names of folders have at most 255 bytes: the rest is for what else a name says.
+# Folder names have at most 255 bytes; learning rate and seed follow the mechanism's name.
 LONGEST_NAME = 160
 
 
 def parse(
     text: str, layers: int, heads: int, window: int, context: int, is_causal: bool = True
 ) -> tuple[dict[str, Any], ...]:
-    """The mixer of each layer, as `effattn.nn.TransformerConfig` takes it.
+    """Returns the mixer of each layer for `effattn.nn.TransformerConfig`.
 
     Args:
-      text: as above.
-      layers: how many.
-      heads: N, to be shared.
-      window: tokens that a windowed mechanism sees, the present one included.
-      context: T; no window is longer, as its decode state would be too.
-      is_causal: whether a token sees those before it alone; if not, a window is half on each side.
+      text: one of the forms in the docstring of this file.
+      layers: number of layers.
+      heads: N, shared among the mechanisms of a layer.
+      window: tokens in the window of a windowed mechanism, the present token included.
+      context: T; windows are no longer than T, so that decode states are no larger.
+      is_causal: whether the mechanisms are causal; bidirectional windows are half on each side.
 
     Raises:
-      ValueError: a text that is none of these, a mechanism that is unknown or cannot be causal (or
-        not causal), an option that it does not have or has twice, or more mechanisms than layers or
-        heads to share.
+      ValueError: the text has another form; a mechanism is unknown or does not support the
+        direction; an option is unknown or given twice; or there are more mechanisms than layers, or
+        mechanisms that do not divide the heads.
     """
     parts: list[tuple[dict[str, Any], int]] = []
     for part in text.split("/"):
@@ -44,13 +44,13 @@ def parse(
         parts.append((_layer(kind, heads, window, context, is_causal), int(times or 1)))
     count = sum(count for _, count in parts)
     if count > layers:
-        raise ValueError(f"{text!r} is of {count} layers in turns, and there are {layers} layers")
+        raise ValueError(f"{text!r} names {count} layers, but the model has {layers} layers")
     turns = [layer for layer, count in parts for _ in range(count)]
     return tuple(turns[layer % len(turns)] for layer in range(layers))
 
 
 def folder_name(text: str) -> str:
-    """The text, as a name of a folder; a long one is cut, and has its hash at the end."""
+    """Returns a folder name for the text; a long name is cut and ends in a hash."""
     name = text.replace("/", "--").replace("*", "x")
     if len(name) <= LONGEST_NAME:
         return name
@@ -58,19 +58,21 @@ def folder_name(text: str) -> str:
 
 
 def _layer(text: str, heads: int, window: int, context: int, is_causal: bool) -> dict[str, Any]:
-    # The plus of 1e+3 belongs to the number.
+    # The plus sign of 1e+3 is part of the number.
     parts = re.split(r"(?<!\d[eE])(?<!\.[eE])\+", text)
     groups = [_mechanism(part, window, context, is_causal) for part in parts]
     if len(groups) == 1:
         return groups[0]
     share, rest = divmod(heads, len(groups))
     if rest:
-        raise ValueError(f"{text!r} shares {heads} heads among {len(groups)} mechanisms")
+        raise ValueError(
+            f"{text!r} names {len(groups)} mechanisms, which must divide the {heads} heads"
+        )
     return {"heads": tuple({**group, "num_heads": share} for group in groups)}
 
 
 def _mechanism(text: str, window: int, context: int, is_causal: bool) -> dict[str, Any]:
-    # Commas between brackets belong to a value.
+    # Commas between brackets are part of a value.
     name, *given = re.split(r",(?![^()\[\]]*[)\]])", text)
     direction = "causal" if is_causal else "bidirectional"
     if name not in registry.names():
@@ -92,12 +94,12 @@ def _mechanism(text: str, window: int, context: int, is_causal: bool) -> dict[st
         key, _, value = option.partition("=")
         if key in options:
             raise ValueError(f"{text!r} gives {key} twice")
-        # All that `literal_eval` is said to raise.
+        # All errors that the documentation of `literal_eval` names.
         try:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise ValueError(
-                f"{key}={value!r} is not a number, a word in quotes or a pair"
+                f"{key}={value!r} must be a number, a word in quotes or a pair"
             ) from None
     of_mixer = entry.mixer_options()
     others = {key: value for key, value in options.items() if key not in of_mixer}

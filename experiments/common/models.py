@@ -1,4 +1,4 @@
-"""The models that experiments compare: equal but for the mechanism."""
+"""Language models of the experiments, equal except for the mechanism."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from flax import nnx
 from effattn.nn import TransformerConfig, TransformerLM
 from experiments.common import mixers
 
-REFERENCE = "softmax"  # whose number of parameters the others get
+REFERENCE = "softmax"  # all models get as many parameters as the model of this mechanism
 
 
 def language_model(
@@ -28,25 +28,24 @@ def language_model(
     equal_parameters: bool,
     is_causal: bool,
 ) -> Callable[[nnx.Rngs], TransformerLM]:
-    """A function that makes the model with this mechanism.
+    """Returns a function that builds the model with this mechanism.
 
     Args:
-      mechanism: as `experiments.common.mixers` reads it.
+      mechanism: text for `experiments.common.mixers.parse`.
       vocab_size: V.
-      layers: how many.
+      layers: number of layers.
       width: D.
       heads: N.
-      window: tokens that a windowed mechanism sees, the present one included.
-      precision: of the computation; the parameters are float32.
+      window: tokens in the window of a windowed mechanism, the present token included.
+      precision: computation dtype; parameters are float32.
       context: T, for mechanisms with parameters by position.
-      equal_parameters: make the feed-forward layers wider or narrower where the mechanism's own
-        parameters are fewer or more than softmax attention's, so that the models have equally many,
-        to within half of those of a hidden feature. If not, the layers are as wide in all models.
-      is_causal: whether a token sees those before it alone.
+      equal_parameters: adapt the width of the feed-forward layers so that all models have the same
+        number of parameters, to within half of the parameters of one hidden feature.
+      is_causal: whether the model is causal.
 
     Raises:
-      ValueError: as `experiments.common.mixers.parse`, and for a mechanism with so many parameters
-        that no feed-forward layer is left.
+      ValueError: as in `experiments.common.mixers.parse`, or the mechanism has so many parameters
+        that none are left for the feed-forward layers.
     """
     config = TransformerConfig(
         vocab_size=vocab_size,
@@ -67,15 +66,15 @@ def language_model(
 
 @functools.lru_cache(maxsize=8)
 def count_parameters(config: TransformerConfig) -> int:
-    """How many numbers the model trains. Nothing is computed."""
+    """Returns the number of trained parameters, without building the model."""
     model = nnx.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def _with_parameters(config: TransformerConfig, needed: int, mechanism: str) -> TransformerConfig:
-    """The configuration with as many parameters, by the width of its feed-forward layers."""
+    """Returns the configuration with `needed` parameters, by the feed-forward layers' width."""
     without = count_parameters(dataclasses.replace(config, hidden_features=1))
-    each = 3 * config.features * config.num_layers  # of a hidden feature: gate, up and down
+    each = 3 * config.features * config.num_layers  # parameters per hidden feature: gate, up, down
     hidden = 1 + round((needed - without) / each)
     if hidden < 1:
         raise ValueError(
@@ -87,14 +86,14 @@ def _with_parameters(config: TransformerConfig, needed: int, mechanism: str) -> 
 
 
 def check(mechanism: str, build: Callable[[nnx.Rngs], TransformerLM], context: int) -> None:
-    """Raises the error of a model that cannot be made, or not be called with T tokens."""
+    """Raises the error of building the model, or of calling the model with T tokens."""
     tokens = jax.ShapeDtypeStruct((1, context), jnp.int32)
     check_call(mechanism, lambda tokens: build(nnx.Rngs(0))(tokens), tokens)
 
 
 def check_call(mechanism: str, call: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> None:
-    """Raises the error of a call that cannot be made with this mechanism; nothing is computed."""
+    """Raises the error of a call with this mechanism, without computing the call."""
     traced = jax.jit(call).trace(*shapes)
     if "implementation" in mechanism:
-        # Only then does one that is named find out that it is not for this platform.
+        # A named implementation checks the platform when the call is lowered.
         traced.lower()

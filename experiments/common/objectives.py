@@ -1,4 +1,4 @@
-"""What models learn to predict, and what that is measured by: the next token, or masked ones."""
+"""Training objectives: prediction of the next token, or of masked tokens."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -12,7 +12,8 @@ NOTHING = -1
 SAMPLE_TEMPERATURE = 0.8
 MAX_SAMPLE_TOKENS = 256
 
-# Of Devlin et al. 2019, BERT: the share of tokens to predict, and what is seen in their place.
+# BERT (Devlin et al. 2019): share of the tokens that are targets; shares of the targets that are
+# replaced by the mask token and by random tokens.
 PREDICTED = 0.15
 SEEN_AS_MASK, SEEN_AS_RANDOM = 0.8, 0.1
 
@@ -21,11 +22,11 @@ BLANK = "_"
 
 
 class Examples(NamedTuple):
-    """What models see, and what they are to predict: arrays of NumPy or of JAX.
+    """Input and target tokens of examples, as NumPy or JAX arrays.
 
     Attributes:
       inputs: int32 `(*, T)`.
-      targets: int32 `(*, T)`, `NOTHING` where nothing is to be predicted.
+      targets: int32 `(*, T)`, `NOTHING` at positions without a target.
     """
 
     inputs: Any
@@ -33,7 +34,7 @@ class Examples(NamedTuple):
 
 
 class Words(NamedTuple):
-    """How a report speaks of an objective: its title, samples and numbers."""
+    """Texts of a report about an objective: title, headings of samples, explanation of losses."""
 
     title: str
     prompt: str
@@ -42,12 +43,12 @@ class Words(NamedTuple):
 
 
 class Objective(Protocol):
-    """What models learn to predict in windows `(B, T + 1)`, of whose tokens the last T count.
+    """Training objective on windows `(B, T + 1)`, whose last T tokens may be targets.
 
     Attributes:
-      is_causal: whether a token may see those before it alone.
-      extra_tokens: ids that models need beside the tokenizer's.
-      words: for the report.
+      is_causal: whether models are causal.
+      extra_tokens: number of token ids in addition to those of the tokenizer.
+      words: texts for the report.
     """
 
     is_causal: ClassVar[bool]
@@ -56,29 +57,29 @@ class Objective(Protocol):
 
     @classmethod
     def of(cls, vocab_size: int) -> Self:
-        """The objective for the tokens of a tokenizer."""
+        """Returns the objective for a tokenizer with this vocabulary size."""
         ...
 
     def training(self, windows: np.ndarray, seed: int, step: int) -> Examples:
-        """One example a window, with equally many targets each; the same for equal arguments."""
+        """Returns one example per window, each with the same number of targets; deterministic."""
         ...
 
     def validation(self, windows: np.ndarray) -> Examples:
-        """Examples in which each of the tokens is a target once; the same for every model."""
+        """Returns examples in which each token is a target once; deterministic."""
         ...
 
     def prompt(self, window: np.ndarray, tokenizer: Tokenizer) -> str:
-        """What a model is shown of one window `(T + 1,)` to see what it makes of it."""
+        """Returns the text of one window `(T + 1,)` that a model gets as a prompt."""
         ...
 
     def sample(self, model: Any, window: np.ndarray, tokenizer: Tokenizer, seed: int) -> str | None:
-        """What it makes of it; None if it cannot be asked."""
+        """Returns the model's answer to the prompt; None if the model does not decode."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class NextToken:
-    """Each token from those before it."""
+    """Prediction of each token from the tokens before it."""
 
     is_causal: ClassVar[bool] = True
     extra_tokens: ClassVar[int] = 0
@@ -86,8 +87,8 @@ class NextToken:
         title="Language models compared",
         prompt="Continuing this held-out text",
         sample="writes",
-        measured="Bits a byte and perplexity (a token) are of the same held-out windows for all. "
-        "The decode state is of one row at the context length.",
+        measured="Bits per byte and perplexity (per token) are measured on the same held-out "
+        "windows for all models. The decode state is that of one row at the context length.",
     )
 
     @classmethod
@@ -105,7 +106,7 @@ class NextToken:
         return tokenizer.decode(self._prompt(window))
 
     def sample(self, model: Any, window: np.ndarray, tokenizer: Tokenizer, seed: int) -> str | None:
-        """The continuation of the first quarter of the window, if the model decodes."""
+        """Returns a continuation of the first quarter of the window, if the model decodes."""
         import jax
         import jax.numpy as jnp
 
@@ -131,18 +132,18 @@ class NextToken:
 
 @dataclasses.dataclass(frozen=True)
 class MaskedTokens:
-    """Masked tokens from all the others (Devlin et al. 2019, "BERT").
+    """Prediction of masked tokens from the other tokens (Devlin et al. 2019, "BERT").
 
-    In training, 15 % of each window's tokens are drawn. A mask token is seen in the place of 80 %
-    of them, any token in that of 10 %, and the rest as they are.
+    Training selects 15 % of the tokens of each window as targets. 80 % of the targets are replaced
+    by the mask token and 10 % by a random token; 10 % are left as they are.
 
-    In validation a window's positions are dealt at random into `PARTS` parts of equal size, and the
-    model sees the window once for each part, with mask tokens in its place. So every token is
-    predicted once, from those of the other parts, which is the pseudo-perplexity of Salazar et al.
-    2020 with T / PARTS tokens masked at a time instead of one.
+    Validation divides the positions of a window at random into `PARTS` parts of equal size. The
+    model gets the window once for each part, with mask tokens in that part. So every token is
+    predicted once, from the tokens of the other parts. This is the pseudo-perplexity of Salazar et
+    al. 2020 with T / PARTS tokens masked at a time instead of one.
 
     Attributes:
-      vocab_size: V, the tokenizer's; token V is the mask.
+      vocab_size: V, vocabulary size of the tokenizer; token V is the mask token.
     """
 
     vocab_size: int
@@ -153,11 +154,11 @@ class MaskedTokens:
         title="Masked language models compared",
         prompt=f"Filling in the tokens masked as {BLANK} in this held-out text",
         sample="fills in",
-        measured="Bits a byte and perplexity (a token) are pseudo-perplexities: each token of the "
-        f"held-out windows is predicted once, with a random {PARTS}th of its window masked, itself "
-        f"included, and the rest seen; the {PARTS} disjoint sets of masks of each window are the "
-        "same for all. They are no probabilities of the text, and not to be compared with those of "
-        "models that predict the next token.",
+        measured="Bits per byte and perplexity (per token) are pseudo-perplexities: each token of "
+        f"the held-out windows is predicted once, with a random {PARTS}th of its window masked, "
+        f"itself included. The {PARTS} disjoint sets of masks of each window are the same for all "
+        "models. Pseudo-perplexities do not compare with perplexities of models that predict the "
+        "next token.",
     )
 
     @classmethod
@@ -189,9 +190,9 @@ class MaskedTokens:
         return self._decode(self.validation(window[None]).inputs[0], tokenizer)
 
     def sample(self, model: Any, window: np.ndarray, tokenizer: Tokenizer, seed: int) -> str | None:
-        """The prompt with the likeliest token in each blank."""
+        """Returns the prompt with the likeliest token in each blank."""
         seen = self.validation(window[None]).inputs[0]
-        # The mask itself has a logit too.
+        # The last logit is that of the mask token.
         likeliest = np.asarray(model(seen[None])[0, :, : self.vocab_size]).argmax(-1)
         return tokenizer.decode(np.where(seen == self.vocab_size, likeliest, seen))
 
@@ -203,5 +204,5 @@ class MaskedTokens:
 
 
 def _shuffled(rng: np.random.Generator, row: np.ndarray, count: int) -> np.ndarray:
-    """`(count, *row.shape)`, each row shuffled by itself."""
+    """Returns `count` copies of the row, each shuffled separately: `(count, *row.shape)`."""
     return rng.permuted(np.broadcast_to(row, (count, len(row))), axis=1)

@@ -1,7 +1,7 @@
-"""Optimisers with clipping, warm-up and decay, for a peak learning rate of 1.
+"""Optimisers with gradient clipping, warm-up and decay, for a peak learning rate of 1.
 
-The training step scales their updates by the learning rate, which is therefore no constant of the
-compiled program: a sweep compiles nothing again.
+The training step multiplies the updates by the learning rate. The learning rate is therefore an
+argument of the compiled program, and a sweep compiles only once.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ ADAM_BETAS = (0.9, 0.95)
 def make_optimiser(
     name: str, steps: int, warmup: float, clip: float, weight_decay: float
 ) -> optax.GradientTransformation:
-    """The gradient transformation of a run, to be scaled by the learning rate.
+    """Returns the optimiser of a run, whose updates are for a peak learning rate of 1.
 
     Args:
       name: "adamw" (Loshchilov and Hutter 2019), or "muon" (Jordan et al. 2024), which
-        orthogonalises the updates of matrices and leaves embeddings and norms to Adam.
-      steps: length of the schedule: linear warm-up, then a cosine to 0.
-      warmup: the fraction of `steps` that the warm-up takes.
-      clip: largest global norm of a gradient.
-      weight_decay: decoupled; of kernels alone.
+        orthogonalises the updates of matrices and uses Adam for embeddings and norms.
+      steps: length of the schedule: linear warm-up, then cosine decay to 0.
+      warmup: fraction of the steps in the warm-up.
+      clip: largest global gradient norm.
+      weight_decay: decoupled weight decay of kernels.
     """
     warmup_steps = max(1, round(warmup * steps))
     schedule = optax.schedules.warmup_cosine_decay_schedule(
@@ -52,9 +52,9 @@ def _kernels(params: Any) -> Any:
 
 
 def _muon_axes(params: Any) -> Any:
-    """How to read each kernel as a matrix from inputs to outputs; None for what is no kernel.
+    """Returns the input and output axes of each kernel; None for parameters that are no kernels.
 
-    Projections to heads are `(D, N, H)`, those from heads, named `out`, `(N, H, D)`.
+    Projections to heads are `(D, N, H)`. Projections from heads, named `out`, are `(N, H, D)`.
     """
 
     def axes(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:

@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and one sentence about what stopped it."""
+"""End of a command: exit status, and one sentence about an error."""
 
 import contextlib
 import io
@@ -13,12 +13,14 @@ from experiments.common.errors import UserError
 
 
 def exit_status(work: Callable[[], None], stopped: str) -> int:
-    """Does the work of a command; returns its exit status.
+    """Runs the work of a command and returns the exit status.
+
+    Errors of the user, of the system and of memory are printed as one sentence; other errors are
+    raised.
 
     Args:
-      work: raises `UserError` or `OSError` if something is wrong, and what NumPy and JAX raise
-        where memory is short.
-      stopped: what to say after Ctrl-C.
+      work: function to run.
+      stopped: sentence to print after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
@@ -41,10 +43,10 @@ def exit_status(work: Callable[[], None], stopped: str) -> int:
 
 
 def _out_of_memory(error: MemoryError | RuntimeError) -> str | None:
-    """What the error says if it is that; JAX's is a `RuntimeError` as others are."""
+    """Returns the reason if the error is a lack of memory, which JAX raises as a `RuntimeError`."""
     if isinstance(error, MemoryError):
         return f"out of memory ({error})"
-    # The second is said of arrays whose number of elements is no int64.
+    # JAX raises the second message for arrays with more than 2**63 elements.
     pattern = r"out of memory[^.;\n]*|overflow in static extent product"
     found = re.search(pattern, str(error), re.IGNORECASE)
     return found and found[0].lower()
@@ -52,7 +54,7 @@ def _out_of_memory(error: MemoryError | RuntimeError) -> str | None:
 
 @contextlib.contextmanager
 def _second_interrupt_kills() -> Iterator[None]:
-    """Ctrl-C ends the work in order, and once more at once, which does no harm to a run."""
+    """Lets a first Ctrl-C end the work in order, and a second one at once; both are safe."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Training and measuring an encoder-decoder on pairs."""
+"""Training and evaluation of an encoder-decoder on pairs of texts."""
 
 import math
 import time
@@ -18,7 +18,7 @@ from experiments.common.pairs import END, START, VOCABULARY, Pairs, Rows
 
 
 class Sizes(NamedTuple):
-    """Of a model: layers of each side, features, heads, tokens that a window sees."""
+    """Sizes of a model: layers of encoder and decoder, features, heads, tokens in a window."""
 
     layers: int
     width: int
@@ -27,15 +27,15 @@ class Sizes(NamedTuple):
 
 
 def model_of(encoder: str, sizes: Sizes, most: int) -> Callable[[nnx.Rngs], EncoderDecoder]:
-    """A function that makes the model with these mixers in its encoder.
+    """Returns a function that builds the model with these mixers in the encoder.
 
     Args:
-      encoder: as `experiments.common.mixers` reads it.
-      sizes: of the model.
-      most: tokens of the longest source.
+      encoder: text for `experiments.common.mixers.parse`.
+      sizes: sizes of the model.
+      most: number of tokens in the longest source.
 
     Raises:
-      ValueError: as `experiments.common.mixers.parse`.
+      ValueError: as in `experiments.common.mixers.parse`.
     """
     layers, width, heads, window = sizes
     common: dict[str, Any] = {"num_layers": layers, "features": width, "num_heads": heads}
@@ -50,7 +50,7 @@ def model_of(encoder: str, sizes: Sizes, most: int) -> Callable[[nnx.Rngs], Enco
 
 
 def check(encoder: str, build: Callable[[nnx.Rngs], EncoderDecoder], most: int) -> None:
-    """Raises the error of a model that cannot be made or called; nothing is computed."""
+    """Raises the error of building or calling the model, without computing the call."""
 
     def call(tokens, lengths):
         return build(nnx.Rngs(0))(tokens, tokens, source_lengths=lengths)
@@ -71,11 +71,11 @@ def train(
     seed: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Trains one model by AdamW, and measures it on the held-out pairs on the way.
+    """Trains one model by AdamW and evaluates it regularly on the held-out pairs.
 
     Returns:
-      The measurements: "curve", a record for each evaluation; those of the last; "parameters",
-      "seconds" of training; and what the model writes for the first held-out sources.
+      The record of the last evaluation, with further keys: "curve", the records of all evaluations;
+      "parameters"; "seconds" of training; and "written", the outputs for the held-out sources.
 
     Raises:
       Diverged: the loss of a step became NaN or infinite.
@@ -110,9 +110,9 @@ def train(
     rng, seconds = np.random.default_rng(seed), 0.0
     curve: list[dict[str, Any]] = []
     written = np.zeros(0)
-    # Losses, which are read at evaluations: the device never waits for the host.
+    # Losses are read at evaluations only, so that the device does not wait for the host.
     unread: list[jax.Array] = []
-    # Compiling is no time of training.
+    # Compilation is not part of the training time.
     jax.block_until_ready(step(params, state, pairs.train.take(np.zeros(batch, int))))
     started = time.perf_counter()
     for number in range(1, steps + 1):
@@ -151,7 +151,7 @@ def train(
 
 
 def write(model: EncoderDecoder, rows: Rows) -> np.ndarray:
-    """int `(n, T)`, the likeliest token after the other, for each source."""
+    """Returns the greedy output of the model for each source: int `(n, T)`."""
     start = jnp.full((len(rows.source), 1), START, jnp.int32)
     given = model.given(jnp.asarray(rows.source), lengths=jnp.asarray(rows.source_lengths))
     tokens = generate(
@@ -161,7 +161,7 @@ def write(model: EncoderDecoder, rows: Rows) -> np.ndarray:
 
 
 def is_exact(written: np.ndarray, rows: Rows) -> np.ndarray:
-    """bool `(n,)`: all tokens are those wanted, the end at its place."""
+    """Returns which outputs equal their targets, including the end: bool `(n,)`."""
     return ((written == rows.wanted) | ~np.asarray(_is_wanted(rows))).all(-1)
 
 

@@ -1,4 +1,4 @@
-"""Pairs of texts: three small tasks that make their own, and files of real ones."""
+"""Pairs of texts: three generated tasks, and files of pairs."""
 
 import calendar
 import dataclasses
@@ -13,11 +13,11 @@ import numpy as np
 
 from experiments.common.errors import UserError
 
-# Tokens are bytes, and these.
+# Tokens are the 256 bytes, and these two.
 START, END = 256, 257
 VOCABULARY = 258
 
-# The pairs of every tenth source of a file are held out, up to as many as are asked for.
+# The pairs of every tenth source of a file are held out, up to the requested number.
 HELD_OUT_EVERY = 10
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -31,8 +31,8 @@ class Rows(NamedTuple):
     Attributes:
       source: int32 `(n, S)`.
       source_lengths: int32 `(n,)`.
-      target: int32 `(n, T)`, what the decoder sees: `START` and the text.
-      wanted: int32 `(n, T)`, what it is to say: the text and `END`.
+      target: int32 `(n, T)`, input of the decoder: `START` and the text.
+      wanted: int32 `(n, T)`, target output of the decoder: the text and `END`.
       target_lengths: int32 `(n,)`.
     """
 
@@ -43,13 +43,13 @@ class Rows(NamedTuple):
     target_lengths: Any
 
     def take(self, at: np.ndarray) -> "Rows":
-        """Those pairs."""
+        """Returns the pairs at these indices."""
         return Rows(*(array[at] for array in self))
 
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Pairs to train on, and others that are held out; a fingerprint of all their texts."""
+    """Training pairs, held-out pairs, and a hash of all texts."""
 
     train: Rows
     held_out: Rows
@@ -57,19 +57,20 @@ class Pairs:
 
 
 def load(task: str, examples: int, held_out: int) -> Pairs:
-    """The pairs of a task, always the same.
+    """Returns the pairs of a task; deterministic.
 
-    No source is both trained on and held out. A pair that a file repeats is trained on as often as
-    it stands there, or held out once.
+    No source is both trained on and held out. A pair that a file repeats is trained on as often, or
+    held out once.
 
     Args:
-      task: a name of `TASKS`, or a path of a file with a source, a tab and a target a line.
-      examples: how many a task makes, all of different sources; of a file, the most that are read.
-      held_out: how many of them are not trained on; of a file, at most the different pairs of every
-        tenth source. Further pairs of a source that is held out are left out.
+      task: a name in `TASKS`, or the path of a file with a source, a tab and a target in each line.
+      examples: number of pairs to generate, with different sources; for a file, the maximum number
+        of pairs to read.
+      held_out: number of held-out pairs; for a file, at most the different pairs of every tenth
+        source. Further pairs of a held-out source are not used.
 
     Raises:
-      UserError: no such task or file, a line that is no pair, or too few pairs.
+      UserError: the task or file does not exist, a line is no pair, or there are too few pairs.
     """
     texts = _made(task, examples) if task in TASKS else _read(task, examples)
     every = 1 if task in TASKS else HELD_OUT_EVERY
@@ -81,7 +82,7 @@ def load(task: str, examples: int, held_out: int) -> Pairs:
             f"train on and hold out {held_out}"
         )
     rows = _rows(texts)
-    # No text has a tab or the end of a line in it.
+    # Texts contain no tabs and no ends of lines.
     lines = "\n".join(map("\t".join, texts))
     sha256 = hashlib.sha256(lines.encode()).hexdigest()
     return Pairs(rows.take(np.array(train)), rows.take(np.array(kept)), sha256)
@@ -90,7 +91,7 @@ def load(task: str, examples: int, held_out: int) -> Pairs:
 def _split(
     texts: Sequence[tuple[str, str]], held_out: int, every: int
 ) -> tuple[list[int], list[int]]:
-    """The indices of the pairs to train on, and of different ones with none of these sources."""
+    """Returns the indices of training pairs, and of distinct held-out pairs with other sources."""
     of_source: dict[str, dict[tuple[str, str], int]] = {}
     for index, pair in enumerate(texts):
         of_source.setdefault(pair[0], {}).setdefault(pair, index)
@@ -105,7 +106,7 @@ def _split(
 
 
 def text_of(tokens: np.ndarray) -> str:
-    """What tokens say up to their end."""
+    """Returns the text of tokens up to the first `START` or `END`."""
     ends = np.flatnonzero(tokens >= START)
     said = tokens[: ends[0]] if len(ends) else tokens
     return bytes(said.astype(np.uint8)).decode(errors="replace")
@@ -126,7 +127,7 @@ def _reverse(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def date_formats(date: datetime.date) -> tuple[str, ...]:
-    """A date as people write it."""
+    """Returns a date in several formats that people use."""
     day, year = date.day, date.year
     month, short = calendar.month_name[date.month], calendar.month_abbr[date.month]
     return (
@@ -140,7 +141,7 @@ def date_formats(date: datetime.date) -> tuple[str, ...]:
 
 
 def _dates(rng: np.random.Generator) -> tuple[str, str]:
-    """A date as people write it, and in the format of ISO 8601."""
+    """Returns a random date in a format that people use, and in the format of ISO 8601."""
     date = FIRST + datetime.timedelta(days=int(rng.integers((LAST - FIRST).days + 1)))
     formats = date_formats(date)
     return formats[rng.integers(len(formats))], date.isoformat()
@@ -153,7 +154,7 @@ TASKS: Mapping[str, Callable[[np.random.Generator], tuple[str, str]]] = {
 }
 
 
-# Of dates there are so many in six formats, two of which are one in May.
+# Number of different sources of the task `dates`: six formats, two of which are equal in May.
 DAYS, DAYS_IN_MAY = (LAST - FIRST).days + 1, 31 * (LAST.year - FIRST.year + 1)
 MOST: Mapping[str, int] = {"dates": 6 * DAYS - DAYS_IN_MAY}
 
@@ -185,7 +186,7 @@ def _read(path: str, examples: int) -> list[tuple[str, str]]:
             f"{reason}"
         ) from None
     if not lines[-1]:
-        del lines[-1]  # the last line ends too
+        del lines[-1]  # the file ends with the end of its last line
     pairs = []
     for number, line in enumerate(lines[:examples], 1):
         parts = line.removesuffix("\r").split("\t")

@@ -1,4 +1,4 @@
-"""The compiled programs of one model: initialise, train a step, evaluate. One compile each."""
+"""Compiled programs of one model: initialisation, training step and evaluation."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,24 +15,25 @@ from experiments.common.data import Data
 from experiments.common.objectives import NOTHING, Examples
 from experiments.common.schedules import Schedule
 
-# Of a model: what is trained, and the centroids, which move between steps of training.
+# Arrays of a model: "trained" parameters, and "moved" centroids, which training steps update.
 Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """What is needed to train and measure one model, for any seed and learning rate.
+    """Compiled programs of one model, for any seed and learning rate.
 
     Attributes:
       init: `seed () int -> (params, optimiser_state)`.
       step: `(params, optimiser_state, learning_rate (), examples (A, B, T)) -> (params,
-        optimiser_state, loss)`; gradients are averaged over the A microbatches. It takes over the
-        memory of the params and state that it is given.
+        optimiser_state, loss)`. Gradients are averaged over the A microbatches. The program reuses
+        the memory of `params` and `optimiser_state`.
       evaluate: `(params, examples (n, B, T)) -> (n, B)`, the nats of each example's targets.
-      model: `params -> the module`.
-      parameters: how many numbers are trained.
-      temporary_bytes: of the compiled step, beside its arguments and results.
-      state_bytes: of one row's decode state at the context length; None if it does not decode.
+      model: `params -> module`.
+      parameters: number of trained parameters.
+      temporary_bytes: memory of the compiled step without arguments and results.
+      state_bytes: size of one row's decode state at the context length; None if the model does not
+        decode.
     """
 
     init: Callable[..., tuple[Params, Any]]
@@ -53,15 +54,15 @@ def compile_programs(
     """Compiles the programs of a language model.
 
     Args:
-      build: makes the model, tokens `(B, T)` to logits `(B, T, V)`, with `init_state` if causal and
-        `update_centroids` if it has any.
-      optimiser: for a learning rate of 1.
-      schedule: gives A and B.
-      data: gives T, n validation batches and the objective.
+      build: builds a model from tokens `(B, T)` to logits `(B, T, V)`, with `init_state` if causal,
+        and with `update_centroids` if the model has centroids.
+      optimiser: optimiser for a peak learning rate of 1.
+      schedule: number and size of the training steps.
+      data: windows, validation examples and the objective.
     """
 
     def split(model: nnx.Module) -> Any:
-        """The graph, what is trained, what moves, and the rest."""
+        """Returns the graph, the trained parameters, the centroids and all other variables."""
         return nnx.split(model, nnx.Param, Centroids, ...)
 
     def params_of(model: nnx.Module) -> Params:
@@ -69,7 +70,7 @@ def compile_programs(
         return {"trained": nnx.to_pure_dict(trained), "moved": nnx.to_pure_dict(moved)}
 
     graph, *_ = split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
-    # What neither is trained nor moves, such as random features, is the same for all seeds.
+    # All other variables, such as random features, are the same for all seeds.
     fixed = jax.jit(lambda: split(build(nnx.Rngs(0)))[3])()
 
     def model(params: Params) -> Any:
@@ -125,11 +126,11 @@ def compile_programs(
         jax.jit(step, donate_argnums=(0, 1)).lower(params, optimiser_state, 0.0, examples).compile()
     )
     compiled_evaluate = jax.jit(evaluate).lower(params, data.valid_batches(batch)[0]).compile()
-    # The first call of a compiled program prepares it, which is no time of training.
+    # The first call of a compiled program is slower, and is not part of the training time.
     zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), examples)
     jax.block_until_ready(compiled_step(*compiled_init(0), 0.0, zeros))
     memory = compiled_step.memory_analysis()
-    assert memory is not None  # CPU, GPU and TPU all give it
+    assert memory is not None  # CPUs, GPUs and TPUs report it
     is_causal = data.objective.is_causal
     return Programs(
         init=compiled_init,

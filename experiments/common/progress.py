@@ -1,4 +1,4 @@
-"""Live progress: bars on a terminal, plain lines anywhere else."""
+"""Progress display: bars on a terminal, plain lines elsewhere."""
 
 import sys
 import threading
@@ -13,13 +13,13 @@ from experiments.common.errors import Stopped
 
 
 class Progress:
-    """Shows where an experiment of several equally long runs stands; a context manager.
+    """Context manager that shows the progress of several runs of equal length.
 
-    Runs may go on beside each other, in threads.
+    Runs may be simultaneous, in threads.
 
     Args:
-      runs: how many runs there are.
-      steps: of each run.
+      runs: number of runs.
+      steps: steps of each run.
     """
 
     def __init__(self, runs: int, steps: int):
@@ -53,7 +53,7 @@ class Progress:
             self.bars.stop()
 
     def say(self, text: str) -> None:
-        """Prints a line of its own."""
+        """Prints a line."""
         if self.live:
             self.bars.console.print(text, highlight=False, markup=False)
         else:
@@ -61,7 +61,7 @@ class Progress:
                 print(text, flush=True)
 
     def begin(self, name: str, step: int) -> "RunProgress":
-        """The next run starts, after `step` steps of an earlier session."""
+        """Starts the display of the next run, which resumes after `step` steps."""
         with self._lock:
             self._begun += 1
             description = f"{name} ({self._begun} of {self.runs})"
@@ -69,24 +69,24 @@ class Progress:
         return RunProgress(self, description, step)
 
     def advance(self, steps: int, *, taken: bool) -> None:
-        """So many more steps are done, taken now or not (left out, or taken before)."""
+        """Counts further steps as done; steps of an earlier session are not `taken` now."""
         with self._lock:
             self._done += steps
             self._taken += steps * taken
             self.bars.update(self._all, completed=self._done)
 
     def stop(self) -> None:
-        """All runs are to end at their next step."""
+        """Makes all runs end at their next step."""
         self._stopping.set()
 
     @property
     def stopping(self) -> bool:
-        """Whether `stop` was called."""
+        """True after a call of `stop`."""
         return self._stopping.is_set()
 
     @property
     def time_left(self) -> str:
-        """Minutes and seconds, at the speed so far."""
+        """Remaining minutes and seconds at the speed so far."""
         with self._lock:
             per_step = (time.monotonic() - self._start) / max(1, self._taken)
             left = per_step * (self.runs * self.steps - self._done)
@@ -95,12 +95,12 @@ class Progress:
 
 
 class RunProgress:
-    """Shows where one run stands; a context manager, on whose exit the run counts as done.
+    """Context manager that shows the progress of one run; at the exit the run counts as done.
 
     Args:
-      whole: of all runs.
-      description: of this one.
-      step: where it starts.
+      whole: progress display of all runs.
+      description: name of this run.
+      step: number of steps that are done at the start.
     """
 
     def __init__(self, whole: Progress, description: str, step: int):
@@ -116,10 +116,10 @@ class RunProgress:
         self._whole.advance(self._whole.steps - self._step, taken=False)
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """It has taken `step` steps.
+        """Shows that the run has done `step` steps.
 
         Raises:
-          Stopped: it is to end.
+          Stopped: `Progress.stop` was called.
         """
         if self._whole.stopping:
             raise Stopped
@@ -129,7 +129,7 @@ class RunProgress:
         self._whole.advance(taken, taken=True)
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """It was evaluated."""
+        """Prints the result of an evaluation, if no bars are shown."""
         if not self._whole.live:
             self._whole.say(
                 f"{self._description}  step {self._step}/{self._whole.steps}  {self._detail}  "

@@ -1,4 +1,4 @@
-"""The summary of a comparison, as JSON, as Markdown and on the screen."""
+"""Report of a comparison: `summary.json`, `summary.md` and the text on the screen."""
 
 import json
 import statistics
@@ -16,9 +16,9 @@ Row = dict[str, Any]
 
 
 def summarise(comparison: Comparison) -> list[Row]:
-    """One row a mechanism: means over its seeds, and standard deviations.
+    """Returns one row per mechanism, with means and standard deviations over the seeds.
 
-    A mean perplexity is None if one of them is more than a float holds.
+    A mean perplexity is None if the perplexity of any seed overflows a float.
     """
     rows: dict[str, Row] = {}
     for mechanism in dict.fromkeys(run["mechanism"] for run in comparison.runs):
@@ -42,7 +42,7 @@ def summarise(comparison: Comparison) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table with aligned columns."""
+    """Returns the rows as a Markdown table with aligned columns."""
     columns = {
         "mechanism": lambda row: row["mechanism"],
         "bits/byte": lambda row: _spread(row["bits_per_byte"], row["bits_per_byte_std"]),
@@ -64,7 +64,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table that also reads well as it is; numbers stand right."""
+    """Returns a Markdown table in aligned columns; all but the first are aligned right."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
 
@@ -96,19 +96,19 @@ def write_report(
 
 
 def finished(folder: Path) -> bool:
-    """Whether the report of this run folder was written."""
+    """Returns whether the report of this run folder was written."""
     return (folder / "summary.md").is_file()
 
 
 def read_report(folder: Path, words: Words) -> str:
-    """What to print of a finished run folder: the table, and one sample a mechanism."""
+    """Returns the text to print for a finished run: table, and one sample per mechanism."""
     summary = _read_summary(folder)
     parts = []
     for run in summary["runs"]:
         if run["seed"] == summary["runs"][0]["seed"]:
             parts.append(f"{run['mechanism']} {words.sample}:\n{_sample(run)}")
     prompt = f"{words.prompt}:\n{_quoted(summary['runs'][0]['prompt'])}"
-    files = f"In {folder}: summary.md, summary.json, loss.png, config.json and a folder a run."
+    files = f"In {folder}: summary.md, summary.json, loss.png, config.json and one folder per run."
     shown = table(summary["mechanisms"])
     return "\n\n".join([prompt, *parts, shown, *_on_speeds(summary), files])
 
@@ -126,13 +126,13 @@ def _on_speeds(summary: dict[str, Any]) -> list[str]:
     if at_once == 1:
         return []
     return [
-        f"Up to {at_once} runs went on at a time and shared the machine: speeds are those of one"
-        " run among them."
+        f"Up to {at_once} runs shared the machine at a time; each speed is that of one run among"
+        " them."
     ]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    # In fractions, as the sum of finite perplexities may be infinite.
+    # `statistics.mean` sums in fractions: a sum of floats may overflow.
     known = [value for value in values if value is not None]
     return statistics.mean(known) if len(known) == len(values) else None
 
@@ -147,7 +147,7 @@ def _spread(mean: float | None, deviation: float | None) -> str:
 
 
 def _number(value: float | None, digits: int = 3) -> str:
-    """With so many digits after the point if it is not huge, as what diverges slowly gets."""
+    """Returns the value as text with `digits` decimals; large values are in scientific notation."""
     if value is None:
         return "infinite"
     return f"{value:.{digits}f}" if value < 1e6 else f"{value:.{digits}e}"
@@ -161,16 +161,15 @@ def _markdown(summary: dict[str, Any], words: Words) -> str:
         f"# {words.title}",
         table(rows),
         f"Means over {len(rows[0]['seeds'])} seed(s), ± the standard deviation between them, after "
-        f"{rows[0]['tokens']:,} tokens each in the same order. {words.measured} Step temporaries"
-        " are the compiled training step's memory beside its arguments and results, by XLA's"
-        " account.",
+        f"{rows[0]['tokens']:,} tokens in the same order. {words.measured} Step temporaries are the"
+        " memory of the compiled training step without its arguments and results, as XLA reports.",
         *_on_speeds(summary),
     ]
     counts = [row["parameters"] for row in rows]
     if max(counts) > 1.01 * min(counts):
         parts.append("**The models differ in their numbers of parameters.**")
     elif len(rows) > 1 and summary["config"]["equal_parameters"]:
-        parts.append("Feed-forward layers are as wide as gives all models equally many parameters.")
+        parts.append("Feed-forward widths give all models the same number of parameters.")
     parts.append("![Validation losses](loss.png)")
     if summary["sweep"]:
         swept = [
@@ -180,7 +179,7 @@ def _markdown(summary: dict[str, Any], words: Words) -> str:
         parts += [
             "## Learning rates tried",
             markdown_table(["mechanism", "learning rate", "bits/byte"], swept),
-            "The best of each mechanism was chosen by the same held-out windows that are reported.",
+            "Each mechanism's best rate was chosen on the same held-out windows as in the table.",
         ]
     parts += ["## Configuration", config + ".", machine + ".", "## Samples"]
     parts.append(f"{words.prompt}:\n\n{_quoted(runs[0]['prompt'])}")
@@ -194,10 +193,10 @@ def _plain(value: Any) -> str:
 
 
 def _sample(run: Row) -> str:
-    return "(nothing: it does not decode)" if run["sample"] is None else _quoted(run["sample"])
+    return "(none: the model does not decode)" if run["sample"] is None else _quoted(run["sample"])
 
 
 def _quoted(text: str) -> str:
-    # A model that has hardly learnt writes control characters too: none may reach a terminal.
+    # A model that has hardly learnt writes control characters, which must not reach a terminal.
     lines = ["".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n")]
     return "\n".join("    " + line for line in lines)

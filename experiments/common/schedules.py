@@ -1,17 +1,17 @@
-"""How long and in what portions to train: the same for every model of a comparison."""
+"""Training schedule, equal for all models of a comparison."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How long and in what portions to train.
+    """Number and size of the training steps.
 
     Attributes:
-      steps: updates of the parameters.
-      batch: windows a step.
-      accumulate: parts that a batch is split into, one after the other.
-      evaluate_every: steps from one evaluation and checkpoint to the next.
+      steps: number of training steps.
+      batch: windows per step.
+      accumulate: number of microbatches per step.
+      evaluate_every: steps between evaluations, which also write checkpoints.
     """
 
     steps: int

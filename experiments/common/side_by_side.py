@@ -1,4 +1,4 @@
-"""Calls of a function beside each other, in threads."""
+"""Simultaneous calls of a function, in threads."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,14 +14,15 @@ def call(
     at_once: int,
     stop: Callable[[], None],
 ) -> list[Output]:
-    """The outputs of `function` for each of `inputs`, in order.
+    """Returns the outputs of `function` for all inputs, in order.
 
     Args:
-      function: called in the present thread if one at a time, otherwise in others.
-      inputs: begun in order.
-      at_once: how many of the calls may go on beside each other.
-      stop: makes the calls under way raise soon. It is called at the first error of any, or at
-        Ctrl-C; those not begun yet are left out, and the error is raised when none goes on.
+      function: function to call; with `at_once=1` in the present thread, otherwise in other
+        threads.
+      inputs: inputs; calls start in this order.
+      at_once: maximum number of simultaneous calls.
+      stop: function that makes running calls raise soon. `call` calls `stop` at the first error or
+        at Ctrl-C, starts no further calls, and raises the error when all running calls have ended.
     """
     if at_once == 1:
         return [function(each) for each in inputs]

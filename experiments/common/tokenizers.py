@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and a byte-pair vocabulary trained on the corpus."""
+"""Tokenizers: bytes, and byte pairs trained on the corpus."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,32 +10,32 @@ from experiments.common.corpora import SEPARATOR
 from experiments.common.errors import UserError
 from experiments.common.metrics import write_atomically
 
-# Bytes of a word that byte pairs are sought in. The time that it takes grows with the square.
+# Maximum bytes per word in the training of byte pairs, whose time grows with the square.
 LONGEST_WORD = 1024
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """Protocol of a tokenizer.
 
     Attributes:
-      vocab_size: ids are in `[0, vocab_size)`.
-      token_bytes: `(vocab_size,)` int, how many bytes of text each id stands for.
+      vocab_size: number of token ids.
+      token_bytes: `(vocab_size,)` int, number of bytes of text per token.
     """
 
     vocab_size: int
     token_bytes: np.ndarray
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
-        """All documents, joined by a blank line, as one stream of ids."""
+        """Returns the token ids of all documents, joined by blank lines."""
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of these ids; what is no UTF-8 becomes the replacement character."""
+        """Returns the text of token ids, with replacement characters for invalid UTF-8."""
         ...
 
 
 class ByteTokenizer:
-    """Every byte is a token."""
+    """Tokenizer with one token per byte."""
 
     vocab_size = 256
     token_bytes = np.ones(256, np.int64)
@@ -48,16 +48,16 @@ class ByteTokenizer:
 
 
 class BytePairTokenizer:
-    """A byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019).
+    """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019).
 
     Args:
-      backend: a `tokenizers.Tokenizer` made by `train`.
+      backend: a `tokenizers.Tokenizer` from `train`.
     """
 
     def __init__(self, backend: Any):
         self._backend = backend
         self.vocab_size = backend.get_vocab_size()
-        # In the byte-level alphabet a character is a byte.
+        # In the byte-level alphabet one character stands for one byte.
         self.token_bytes = np.array(
             [len(backend.id_to_token(i)) for i in range(self.vocab_size)], np.int64
         )
@@ -66,13 +66,13 @@ class BytePairTokenizer:
     def train(cls, documents: Sequence[bytes], vocab_size: int) -> "BytePairTokenizer":
         """Merges the most frequent pairs of `documents` until there are `vocab_size` tokens.
 
-        Words of over `LONGEST_WORD` bytes are cut, as those of text without spaces.
+        Words longer than `LONGEST_WORD` bytes, as in text without spaces, are cut.
         """
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         backend = tokenizers.Tokenizer(models.BPE())
-        # Once their bytes are characters, these are what is counted.
+        # After the first pre-tokenizer a character is a byte, so FixedLength counts bytes.
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -81,7 +81,7 @@ class BytePairTokenizer:
         )
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            # The trainer makes room for as many tokens, and each merge needs a byte of text.
+            # The trainer allocates memory for all tokens, but each merge needs a byte of text.
             vocab_size=min(vocab_size, 256 + sum(map(len, documents))),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             special_tokens=[],
@@ -92,17 +92,17 @@ class BytePairTokenizer:
 
     @classmethod
     def read(cls, path: Path) -> "BytePairTokenizer":
-        """The tokenizer that `write` wrote."""
+        """Returns a tokenizer from a file of `write`."""
         import tokenizers
 
-        # The package raises a bare Exception for a file it cannot parse.
+        # The package raises a bare Exception for a file that it cannot parse.
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:
             raise UserError(f"{path} is no tokenizer ({error}); delete it to retrain") from error
 
     def write(self, path: Path) -> None:
-        """Writes the vocabulary; a kill leaves no half of it."""
+        """Writes the vocabulary atomically."""
         write_atomically(path, self._backend.to_str(pretty=True))
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
@@ -119,7 +119,7 @@ class BytePairTokenizer:
 
 
 def load(kind: str, vocabulary: int, documents: Sequence[bytes], cache: Path) -> Tokenizer:
-    """The tokenizer of a run: "bytes", or "bpe": read from `cache`, or else trained."""
+    """Returns the tokenizer of a run; "bpe" is read from `cache` if it exists, or else trained."""
     if kind == "bytes":
         return ByteTokenizer()
     if cache.is_file():
@@ -128,6 +128,6 @@ def load(kind: str, vocabulary: int, documents: Sequence[bytes], cache: Path) ->
 
 
 def save(tokenizer: Tokenizer, cache: Path) -> None:
-    """Writes what `load` would have to train again."""
+    """Writes a trained tokenizer for `load`."""
     if isinstance(tokenizer, BytePairTokenizer) and not cache.is_file():
         tokenizer.write(cache)

@@ -1,4 +1,4 @@
-"""The training of one run: resumable, checkpointed, stopped by a loss that is not finite."""
+"""Training of one model, with checkpoints, resumption and a check for divergence."""
 
 import dataclasses
 import math
@@ -18,20 +18,20 @@ from experiments.common.programs import Params, Programs
 from experiments.common.progress import Progress
 from experiments.common.schedules import Schedule
 
-# Longer runs log the loss of evenly spaced steps only.
+# Longer runs log the loss of evenly spaced steps.
 MAX_LOGGED_LOSSES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One model's training.
+    """Training run of one model.
 
     Attributes:
-      name: as shown to people.
-      folder: for its checkpoints and metrics.
-      identity: of everything that its parameters depend on.
-      seed: of the initial parameters, of the order of the data and of what is masked in it.
-      learning_rate: at its peak.
+      name: name in progress lines and errors.
+      folder: folder of checkpoints and metrics.
+      identity: text that identifies everything the parameters depend on.
+      seed: seed of the initial parameters, the order of the data and the masks.
+      learning_rate: peak learning rate.
     """
 
     name: str
@@ -44,16 +44,17 @@ class Run:
 def train(
     run: Run, schedule: Schedule, programs: Programs, data: Data, progress: Progress
 ) -> tuple[Params, dict[str, Any]]:
-    """Trains a run from its last checkpoint, or from the start.
+    """Trains a model from the last checkpoint, or from the start.
 
-    A loss is read while the next step runs, so that the device never waits for the host.
+    The loss of a step is read while the next step runs, so that the device never waits for the
+    host.
 
     Returns:
-      The final parameters, and the record of the last evaluation.
+      `(params, record)`: the final parameters, and the record of the last evaluation.
 
     Raises:
-      Diverged: the loss became NaN or infinite; the checkpoint of the last evaluation stays.
-      Stopped: `progress` was told to stop.
+      Diverged: the loss became NaN or infinite; the checkpoint of the last evaluation is kept.
+      Stopped: `progress.stop` was called.
     """
     params, optimiser_state = programs.init(run.seed)
     order = batches(data.train, schedule.batch, run.seed)
@@ -117,7 +118,7 @@ def train(
 
                 each = np.asarray(programs.evaluate(params, valid), np.float64)
                 nats = each.ravel()[:valid_count].sum()
-                # It is finite, or these parameters would spoil the last good checkpoint.
+                # Parameters that diverged must not replace the last good checkpoint.
                 if not math.isfinite(nats):
                     raise diverged(step)
                 record = {

@@ -1,4 +1,4 @@
-"""One model of a comparison: trained, measured and sampled from, or read back if that was done."""
+"""Trials of a comparison: models are trained, measured and sampled, or read from their files."""
 
 import dataclasses
 import json
@@ -19,17 +19,17 @@ from experiments.common.training import Run, train
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """What is equal for all models of a comparison.
+    """Settings that are equal for all models of a comparison.
 
     Attributes:
-      folder: of the comparison; every run gets one in it.
-      identity: of the configuration.
-      schedule: how long and how to train.
+      folder: folder of the comparison; every run has a folder in it.
+      identity: text that identifies the configuration.
+      schedule: number and size of the training steps.
       data: training and validation windows.
-      tokenizer: of the text.
-      bytes_per_word: of the validation text, if the corpus defines words.
-      compile: a mechanism's name to its programs.
-      progress: told of every step.
+      tokenizer: tokenizer of the text.
+      bytes_per_word: mean word length in the validation text, if the corpus defines words.
+      compile: function from a mechanism's name to the compiled programs.
+      progress: progress display.
     """
 
     folder: Path
@@ -42,10 +42,10 @@ class Trials:
     progress: Progress
 
     def run(self, mechanism: str, learning_rate: float, seed: int) -> dict[str, Any]:
-        """The measurements of one model, by way of its training if need be.
+        """Returns the measurements of one model, which is trained if it was not trained before.
 
-        Perplexities are exp of the nats a token, and a word where the corpus defines words; None if
-        they are more than a float holds, as those of a rate that is far too high.
+        Perplexities are exp(nats per token), and per word if the corpus defines words. A perplexity
+        that overflows a float is None.
         """
         name = f"{folder_name(mechanism)}-rate{learning_rate}-seed{seed}"
         run = Run(name, self.folder / name, f"{self.identity} {name}", seed, learning_rate)

@@ -12,7 +12,7 @@ def test_steps_after_each_prefix_are_timed_and_written(tmp_path, capsys):
     linear, softmax = record["rows"]
     assert (linear["mechanism"], softmax["mechanism"]) == ("linear", "softmax")
     assert all(row["seconds"].keys() == {"3", "9"} for row in record["rows"])
-    # The cache has room for the prefix and the steps; the sums have one size.
+    # The KV cache has room for prefix and steps; the state of linear attention has a fixed size.
     assert softmax["state_bytes"] == 2 * 13 * decode.FEATURES * 4 + 4
     assert linear["state_bytes"] == decode.HEADS * 64 * 65 * 4 + 4
     table = (tmp_path / "decode.md").read_text()

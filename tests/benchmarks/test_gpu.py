@@ -32,7 +32,7 @@ def draws():
 
 @pytest.fixture
 def only_jax(monkeypatch):
-    """Other libraries are not installed."""
+    """Hides all other libraries."""
     monkeypatch.setattr(machine, "installed", lambda package: package == "jax")
 
 
@@ -52,7 +52,7 @@ def test_flops_and_bytes_of_exact_attention_are_those_of_flash_attention():
     array = 16384 * 2048 * 2  # bytes
     shapes = jax.eval_shape(case.operands, 4 * [jax.ShapeDtypeStruct((16384 * 2048,), DTYPE)])
     assert case.traffic(shapes, "forward") == 4 * array
-    # Backward: q, k, v, out and its gradient are read, and three gradients written.
+    # The backward pass reads q, k, v, out and the output gradient, and writes three gradients.
     assert case.traffic(shapes, "forward + backward") == 12 * array
 
 
@@ -214,7 +214,7 @@ def test_a_program_that_is_compiled_too_late_is_not_timed(draws, monkeypatch):
         return in_jax(softmax)(arrays, backward)
 
     case = dataclasses.replace(TINY_CASES["bidirectional"], passes=("forward",))
-    # In the main thread, as PyTorch's are.
+    # The program compiles in the main thread, as PyTorch's programs do.
     monkeypatch.setattr(measure, "IN_THREADS", ())
     taking_part = [Contender(name, case.comparison, compile_program) for name in ("a", "b")]
     rows = compare(case, taking_part, draws, seconds=100.0)
@@ -237,7 +237,7 @@ def test_a_compiler_that_outlasts_the_time_is_not_waited_for(draws):
 
 
 class Device:
-    """In the place of `time` and of a program: calls take as long as they are told."""
+    """Replacement of `time` and of a program, whose calls take a given time."""
 
     def __init__(self, start, seconds):
         self.now, self.free, self.start, self.seconds = 0.0, 0.0, start, seconds

@@ -13,7 +13,7 @@ RATES = (machine.Rate("product", "", 1e9), machine.Rate("exponential", "", 1e9))
 
 @pytest.fixture
 def only_jax(monkeypatch):
-    """Other libraries are not installed, and the rates take no time."""
+    """Hides all other libraries, and shortens the measurement of rates."""
     monkeypatch.setattr(machine, "installed", lambda package: package == "jax")
     monkeypatch.setattr(machine, "SQUARE", 64)
     monkeypatch.setattr(machine, "EXPONENTIALS", 64)
@@ -91,7 +91,7 @@ def test_one_that_needs_too_much_memory_is_not_run(monkeypatch):
 
 
 class Clock:
-    """In the place of `time`: it goes on only when a program runs."""
+    """Replacement of `time`, which advances only when a program runs."""
 
     def __init__(self):
         self.now = 0
@@ -103,7 +103,7 @@ class Clock:
         pass
 
     def contender(self, name, seconds):
-        """One whose calls take so long."""
+        """Returns a contender whose calls take a given time."""
 
         def compile_program(arrays, backward):
             program = in_jax(jax.nn.dot_product_attention)(arrays, backward)

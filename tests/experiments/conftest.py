@@ -7,7 +7,7 @@ WORDS = "the of and to in a is that be this with which by it have".split()
 
 @pytest.fixture(scope="session")
 def documents():
-    """Twenty texts of about 600 bytes, with letters of more than one byte in them."""
+    """Twenty texts of about 600 bytes, with letters of several bytes."""
     draw = random.Random(0)
     return [
         ("\n".join(" ".join(draw.choices(WORDS, k=8)) for _ in range(20)) + f"\nfin é {i}").encode()
@@ -17,7 +17,7 @@ def documents():
 
 @pytest.fixture
 def folder_of_text(tmp_path, documents):
-    """Those texts as files of a folder."""
+    """Folder with the texts as files."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for index, document in enumerate(documents):
@@ -26,7 +26,7 @@ def folder_of_text(tmp_path, documents):
 
 
 class Lines:
-    """Takes the place of the progress display of one run, and keeps what it is told."""
+    """Replacement of the progress display of one run, which records all calls."""
 
     def __init__(self):
         self.steps, self.losses, self.evaluations = [], [], []

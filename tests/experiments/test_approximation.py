@@ -1,4 +1,4 @@
-"""The errors that the command measures, on short sequences."""
+"""Errors of approximations, as measured by the command on short sequences."""
 
 import json
 
@@ -74,7 +74,7 @@ def test_both_halves_are_measured_and_drawn(
     assert "| nystrom " in first and "| MiniLM, layer 1 " in first
     before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
     assert approximation.main(command) == 0
-    assert "This ran before" in capsys.readouterr().out
+    assert "This run is finished" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
 
 
@@ -93,7 +93,7 @@ def test_interrupted_it_says_so(tmp_path, folder_of_text, without_package, monke
 
     monkeypatch.setattr(approximation, "measure", interrupt)
     assert approximation.main(arguments(folder_of_text, tmp_path / "run")) == 130
-    assert capsys.readouterr().err == "stopped; the same command begins anew\n"
+    assert capsys.readouterr().err == "stopped; the same command starts again\n"
 
 
 @pytest.mark.parametrize("name", approximation.FAMILIES)

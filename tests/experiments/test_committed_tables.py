@@ -1,6 +1,6 @@
-"""The published tables: no two rows say the same.
+"""Published tables and results: no two rows of a table are equal.
 
-Two mechanisms whose figures agree to the last digit are one mechanism under two names.
+Two mechanisms whose numbers agree to the last digit are one mechanism under two names.
 """
 
 import itertools
@@ -27,10 +27,10 @@ NUMBERS = [
     for path in (ROOT / name).rglob("results/*/*.json")
 ]
 
-# Times are rounded to two figures or three in texts, and may agree by chance: of these, tables of
-# what a model has learnt are compared. Their records hold all figures.
+# Texts round times to two or three digits, which may agree by chance, so only tables of losses and
+# accuracies are compared. The JSON records have all digits.
 LEARNT = re.compile("bits/byte|perplexity|loss|error|matches|accuracy")
-# Speeds differ from run to run, of one program too.
+# Speeds differ from run to run, even of the same program.
 SPEEDS = re.compile(r"/s$|per_second|seconds|^step$")
 FIGURE = re.compile(r"^[-+]?\d[\d.,]*([eE][-+]?\d+)?( ?(±.*|%|×|[kMG]?B|ms|s))?$")
 
@@ -40,7 +40,7 @@ def cells_of(line):
 
 
 def tables_of(text):
-    """`(header, rows)` of each table in Markdown."""
+    """Yields `(header, rows)` for each Markdown table."""
     for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
         header, rule, *rows = map(cells_of, table.splitlines())
         if set("".join(rule)) <= set("-: "):
@@ -48,7 +48,7 @@ def tables_of(text):
 
 
 def rows_of_text(text):
-    """Of each table of what was learnt, the figures of each row by column, and the row."""
+    """Yields the rows of each table of losses or accuracies: numbers by column, and the row."""
     for header, rows in tables_of(text):
         if not any(map(LEARNT.search, header)):
             continue
@@ -59,7 +59,7 @@ def rows_of_text(text):
 
 
 def rows_of_numbers(value):
-    """Of each list of records, their figures that are no whole numbers, and the record."""
+    """Yields the records of each list: floats by name, and the record."""
     if isinstance(value, dict):
         for inner in value.values():
             yield from rows_of_numbers(inner)
@@ -79,9 +79,9 @@ def leaves(value, name=""):
 
 
 def repeated(rows):
-    """The first two rows of a table whose figures are equal, but for speeds where there are others.
+    """Returns the first two rows with equal numbers; speeds are compared only if nothing else is.
 
-    Rows of fewer than two figures say too little to be told apart.
+    Rows with fewer than two numbers are skipped.
     """
     for (one, first), (other, second) in itertools.combinations(rows, 2):
         named = {name for name in one if not SPEEDS.search(name)} or {*one}
@@ -106,7 +106,7 @@ def test_no_two_records_are_equal(path):
 
 
 def test_a_window_under_two_names_is_found():
-    """As it was published: all is equal but the speed."""
+    """These rows were published once: only the speeds differ."""
     header = "| mechanism | bits/byte | parameters | tokens/s |\n|---|---:|---:|---:|\n"
     window = "| sliding_window | 1.993 ± 0.002 | 117,056 | 36,038 |\n"
     longformer = "| longformer | 1.993 ± 0.002 | 117,056 | 30,639 |\n"

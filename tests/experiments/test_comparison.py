@@ -11,7 +11,7 @@ LOSSES = {0.1: 2.0, 0.2: 1.0, 0.4: 3.0}
 
 
 class Runner:
-    """Losses by learning rate; rates above `limit` diverge. It takes the place of the progress."""
+    """Runs that diverge above a learning rate of `limit`; also replaces the progress display."""
 
     def __init__(self, limit=1.0):
         self.limit, self.asked, self.said, self.stops = limit, [], [], 0
@@ -100,7 +100,7 @@ def test_an_error_stops_the_calls_beside_it_and_those_not_begun(error):
 
     with pytest.raises(type(error)):
         side_by_side.call(function, range(9), 2, stopping.set)
-    # The thread of the failed call may have begun another one before the others were left out.
+    # The thread of the failed call may have started another call before `stop`.
     assert {0, 1} <= set(begun) and len(begun) <= 3
 
 

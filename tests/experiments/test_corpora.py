@@ -14,7 +14,7 @@ def test_state_of_the_union_is_verified_and_split_by_document():
     assert len(corpus.train) + len(corpus.valid) == 249
     assert len(corpus.valid) == 24
     assert not set(corpus.train) & set(corpus.valid)
-    # The held-out ones come from all times.
+    # The held-out addresses come from all periods.
     assert b"Fellow-Citizens" in b"".join(corpus.valid[:12])
 
 
@@ -62,7 +62,7 @@ def test_a_link_to_a_folder_in_a_folder_is_refused(folder_of_text):
 
 def test_a_folder_that_cannot_be_read_is_named(folder_of_text, monkeypatch):
     (folder_of_text / "inner").mkdir()
-    # The permission itself would not stop a superuser.
+    # A real permission would not stop a superuser.
     scan = os.scandir
 
     def refuse(path):
@@ -108,7 +108,7 @@ def test_wikitext_keeps_its_own_split(tmp_path, suffix):
     corpus = corpora.load(str(tmp_path))
     assert corpus.train == (b" = Other = \n\n x y z \n",)
     assert corpus.valid == (valid.encode(),)
-    # Six tokens and three ends of lines.
+    # Six tokens and three ends of lines are nine words.
     assert corpus.bytes_per_word == len(valid) / 9
 
 
@@ -155,7 +155,7 @@ def test_the_fingerprint_sees_every_byte_and_where_it_is():
 
 
 class FakeDatasets:
-    """The part of the package `datasets` that is used."""
+    """Replacement of the package `datasets`, with the functions that `corpora` calls."""
 
     def __init__(self, parts):
         self.parts, self.asked = parts, None

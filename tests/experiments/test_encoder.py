@@ -1,4 +1,4 @@
-"""The encoder gives what transformers give, and its heads are those it attends with."""
+"""The encoder agrees with `transformers`, and returns the heads that its layers attend with."""
 
 import json
 import pathlib

@@ -22,7 +22,7 @@ def test_every_mechanism_is_shown_with_options_for_a_short_sequence(name):
     causal = np.tri(gallery.LENGTH, dtype=bool)
     if "causal" in entry.capabilities:
         assert (shades[~causal] == 0).all()
-    # All but those that see all of the past, in whatever way, leave something out or shade it.
+    # Sparse mechanisms leave pairs of the past out, or shade them.
     assert entry.family != "sparse" or (shades[causal] < 0.99).any()
 
 

@@ -1,4 +1,4 @@
-"""The command itself, on models of a few thousand parameters."""
+"""The command `experiments.lm`, on models of a few thousand parameters."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def arguments(corpus, output, *more):
 
 
 def parameters(run_folder):
-    """The bytes of every array of a run's last checkpoint, by name."""
+    """Returns step and arrays, as bytes by name, of a run's last checkpoint."""
     with ocp.CheckpointManager((run_folder / "checkpoints").resolve()) as manager:
         step = manager.latest_step()
         state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
@@ -48,7 +48,7 @@ def files_of(folder):
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A finished comparison: its command line, where it is, and by seed the tokens of its runs."""
+    """Finished comparison: command line, corpus, run folder, and tokens of the runs by seed."""
 
     command: list[str]
     corpus: Path
@@ -58,7 +58,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, documents):
-    """All three mechanisms with two seeds each, and a record of the data that they read."""
+    """Comparison of three mechanisms with two seeds each, and the data that the runs read."""
     corpus = tmp_path_factory.mktemp("corpus")
     for index, document in enumerate(documents):
         (corpus / f"{index:02d}.txt").write_bytes(document)
@@ -122,7 +122,7 @@ def test_a_finished_comparison_only_prints_its_table_again(finished, capsys):
     before = files_of(output)
     assert lm.main(command) == 0
     out = capsys.readouterr().out
-    assert f"delete {output} or give another --output" in out
+    assert f"delete {output} or change --output" in out
     assert "| softmax " in out and "| sliding_window " in out and "| linear " in out
     assert files_of(output) == before
 
@@ -320,7 +320,7 @@ def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, folder_of_text, 
 
 
 def test_a_folder_without_permission_is_refused(tmp_path, folder_of_text, capsys, monkeypatch):
-    # The permission itself would not stop a superuser.
+    # A real permission would not stop a superuser.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     output = tmp_path / "run"
     assert_refused(arguments(folder_of_text, output), capsys, f"{tmp_path} cannot be written")
@@ -415,7 +415,7 @@ def test_byte_pairs_learning_rates_and_accumulation_together(tmp_path, folder_of
     assert set(losses) == {0.001, 0.01}
     assert summary["mechanisms"][0]["learning_rate"] == min(losses, key=losses.get)
     (run,) = summary["runs"]
-    # A token of the vocabulary stands for more than one byte.
+    # The mean token stands for more than one byte.
     assert run["bits_per_byte"] < 0.7 * run["valid_loss"] / np.log(2)
     assert "Learning rates tried" in (output / "summary.md").read_text()
 
@@ -442,9 +442,9 @@ def test_stopped_and_started_again_it_ends_with_the_same_parameters(finished, tm
     assert not (output / "summary.md").exists()
     if how == signal.SIGINT:
         assert status == 130
-        assert (tmp_path / "log").read_text().endswith("goes on from the last checkpoint\n")
+        assert (tmp_path / "log").read_text().endswith("resumes from the last checkpoint\n")
 
-    # One after the other they end as beside each other.
+    # Runs one after the other end as simultaneous runs do.
     assert lm.main([*command, "--at-once", "1"]) == 0
     for seed in (0, 7):
         name = f"sliding_window-rate0.003-seed{seed}"
@@ -453,7 +453,7 @@ def test_stopped_and_started_again_it_ends_with_the_same_parameters(finished, tm
 
 
 def untimed(run_folder):
-    """A run's metrics but for the time."""
+    """Returns a run's metrics without times."""
     records = metrics.read(run_folder / "metrics.jsonl")
     return [{k: v for k, v in record.items() if k != "seconds"} for record in records]
 
@@ -471,4 +471,5 @@ def test_help_comes_without_the_library(command):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for field in dataclasses.fields(lm.Config):
-        assert f"--{field.name.replace('_', '-')}" in done.stdout
+        name = "import" if field.name == "imports" else field.name.replace("_", "-")
+        assert f"--{name} " in done.stdout or f"--{name}," in done.stdout

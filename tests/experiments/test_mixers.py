@@ -1,4 +1,4 @@
-"""What `--mechanisms` says."""
+"""Parser of `--mechanisms`."""
 
 import pytest
 
@@ -90,16 +90,16 @@ def test_the_wrong_direction_gets_the_advice_of_the_registry(text, is_causal, me
         ("softmax/", "unknown mechanism ''"),
         ("bigbird,blocksize=8", "'bigbird' has no option blocksize; its options are block_size, "),
         ("lstm,hidden=8", "'lstm' has no option hidden; its options are none"),
-        ("bigbird,block_size=", "block_size='' is not a number"),
-        ("bigbird,block_size=eight", "block_size='eight' is not a number"),
-        ("softmax/linear/softmax/linear", "is of 4 layers in turns, and there are 3 layers"),
+        ("bigbird,block_size=", "block_size='' must be a number"),
+        ("bigbird,block_size=eight", "block_size='eight' must be a number"),
+        ("softmax/linear/softmax/linear", "names 4 layers, but the model has 3 layers"),
         ("softmax*0/linear", r"'softmax\*0' must have a number of layers after its \*, 1 or more"),
         ("softmax*two", "must have a number of layers after its"),
-        ("softmax*99999999999", "is of 99999999999 layers in turns, and there are 3 layers"),
+        ("softmax*99999999999", "names 99999999999 layers, but the model has 3 layers"),
         ("softmax,name='linear'", "'softmax' has no option name; its options are"),
         ("bigbird,block_size=8,block_size=16", "block_size=16' gives block_size twice"),
-        ("bigbird,block_size={[]:1}", "is not a number, a word in quotes or a pair"),
-        ("softmax+linear+softmax", "shares 4 heads among 3 mechanisms"),
+        ("bigbird,block_size={[]:1}", "must be a number, a word in quotes or a pair"),
+        ("softmax+linear+softmax", "names 3 mechanisms, which must divide the 4 heads"),
     ],
 )
 def test_what_it_cannot_read_is_named(text, message):

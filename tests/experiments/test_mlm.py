@@ -1,4 +1,4 @@
-"""The command for masked models; what it shares with that for causal ones is tested there."""
+"""The command `experiments.mlm`; `test_lm` tests the parts that it shares with `experiments.lm`."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ SCHEDULE += ["--mechanisms", *MECHANISMS]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, documents):
-    """A finished comparison: its command line, its folder, and what each run saw."""
+    """Finished comparison: command line, run folder, and inputs of each run."""
     corpus = tmp_path_factory.mktemp("corpus")
     for index, document in enumerate(documents):
         (corpus / f"{index:02d}.txt").write_bytes(document)
@@ -58,7 +58,7 @@ def test_a_run_folder_holds_a_table_a_figure_and_the_numbers(finished, capsys):
     summary = json.loads((output / "summary.json").read_text())
     assert [row["mechanism"] for row in summary["mechanisms"]] == MECHANISMS
     softmax, linformer = summary["mechanisms"]
-    # Its projections are for the 16 tokens of the context, one for keys and one for values.
+    # Linformer has projections of the 16 tokens of the context, for keys and for values.
     assert linformer["parameters"] - softmax["parameters"] == 2 * 4 * 16
     arrays = parameters(output / summary["runs"][0]["folder"])[1]
     assert len(arrays["[0]['trained']['embed']['embedding']"]) == (256 + 1) * 8 * 4

@@ -1,4 +1,4 @@
-"""The models of a comparison differ in their mechanism, and have equally many parameters."""
+"""Models of a comparison differ only in their mechanism, and have equally many parameters."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""What is masked, when, and that each token is predicted once."""
+"""Training objectives: masks of training, and validation that predicts each token once."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +66,7 @@ def test_validation_predicts_each_token_once_and_masks_it_then():
 
 
 def spelled(tokens):
-    """A model that likes the mask best, and then a q."""
+    """Model whose likeliest token is the mask, and the next likeliest the letter q."""
     return jnp.zeros((*tokens.shape, 257)).at[..., MASK].set(2).at[..., ord("q")].set(1)
 
 

@@ -38,7 +38,7 @@ def test_muon_orthogonalises_kernels_read_from_inputs_to_outputs():
     out = np.asarray(update["mixer"]["out"]["kernel"]).reshape(6, 4)
     for matrix in (query, out):
         singular = np.linalg.svd(matrix, compute_uv=False)
-        # Five Newton-Schulz steps bring them near 1, times sqrt of outputs over inputs if above 1.
+        # Five Newton-Schulz steps bring singular values near max(1, sqrt(outputs / inputs)).
         assert singular.max() / singular.min() < 2
     (raw,) = updates("adamw", random_gradients(), warmup=0.1)
     singular = np.linalg.svd(

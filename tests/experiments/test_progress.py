@@ -1,4 +1,4 @@
-"""Where runs stand, as lines: what a pipe or a log gets."""
+"""Progress display as lines, in a pipe or a log."""
 
 import pytest
 
@@ -24,14 +24,14 @@ def test_time_left_counts_what_runs_beside_each_other_still_have_to_do(monkeypat
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     with Progress(runs=3, steps=100) as progress:
-        # Of a run that goes on after 40 steps, 60 are left; what was done before says no speed.
+        # A run that resumes after 40 steps has 60 left; earlier steps do not count for the speed.
         with progress.begin("one", 40) as one, progress.begin("two", 0) as two:
             one.step(50, 1.0, 1.0)
             two.step(10, 1.0, 1.0)
             now += 40.0  # for 20 steps
             assert progress.time_left == "8:00"  # 50 + 90 + 100 more
             one.step(100, 1.0, 1.0)
-        # A run that ended early is done.
+        # A run that ended early counts as done.
         assert progress.time_left == "0:57"  # 100 more, at 70 steps in 40 s
         with progress.begin("read back", 100):
             pass

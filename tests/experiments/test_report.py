@@ -85,7 +85,7 @@ def test_the_report_is_written_and_read_back(tmp_path):
     table = report.table(summary["mechanisms"])
     assert table in markdown and table in report.read_report(tmp_path, NextToken.words)
     assert "| softmax   |           0.5 |     2.700 |" in markdown
-    assert "chosen by the same held-out windows that are reported" in markdown
+    assert "chosen on the same held-out windows as in the table" in markdown
     assert "steps 3, seeds 0 1" in markdown
     assert markdown.count("    to be\n") == 4
     assert report.read_report(tmp_path, NextToken.words).count("to be") == 2
@@ -112,7 +112,7 @@ def test_no_control_character_of_a_sample_reaches_the_terminal(tmp_path):
 @pytest.mark.parametrize(
     ("parameters", "chosen", "said"),
     [
-        (1235, True, "as gives all models equally many"),
+        (1235, True, "give all models the same number of parameters"),
         (1235, False, None),
         (1300, False, "differ in their numbers of parameters"),
         (1300, True, "differ in their numbers of parameters"),
@@ -124,7 +124,7 @@ def test_whether_models_are_of_one_size_is_said(tmp_path, parameters, chosen, sa
     report.write_report(tmp_path, Comparison(runs, []), settings, NextToken.words)
     text = (tmp_path / "summary.md").read_text()
     assert said is None or said in text
-    assert ("differ in" in text) + ("equally many" in text) == (said is not None)
+    assert ("differ in" in text) + ("the same number" in text) == (said is not None)
 
 
 def test_the_figure_shows_both_curves_with_their_bands(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The command that compares encoders on pairs, and the pairs."""
+"""The command `experiments.seq2seq`, and its pairs of texts."""
 
 import datetime
 import json
@@ -17,7 +17,7 @@ TINY += ["--evaluate-every", "2", "--examples", "24", "--held-out", "5"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A finished comparison of real pairs: its command line and its folder."""
+    """Finished comparison on pairs from a file: command line and run folder."""
     folder = tmp_path_factory.mktemp("seq2seq")
     lines = [f"é{number}\t{number} ist{'!' * (number % 3)}" for number in range(24)]
     (folder / "pairs.tsv").write_text("\n".join(lines), encoding="utf-8")
@@ -49,7 +49,7 @@ def test_a_finished_run_prints_its_table_again(finished, capsys):
     command, folder = finished
     before = (folder / "summary.json").stat().st_mtime_ns
     assert seq2seq.main(command) == 0
-    assert "This ran before" in capsys.readouterr().out
+    assert "This run is finished" in capsys.readouterr().out
     assert (folder / "summary.json").stat().st_mtime_ns == before
 
 
@@ -181,7 +181,7 @@ def test_all_targets_of_a_source_are_on_one_side(tmp_path):
         (f"a{i}", f"b{i + more}") for i in (10, 20) for more in (0, 30, 60)
     ]
     assert len(train) == 81
-    # One target of the source is enough, and the others are not trained on.
+    # One held-out target of a source is enough; its other targets are not trained on.
     train, kept = load_lines(tmp_path, lines, 1)
     assert kept == [("a0", "b0")] and len(train) == 87
     assert "a0" not in {source for source, _ in train}
@@ -232,7 +232,7 @@ def test_files_that_are_no_pairs(tmp_path, capsys, text, message):
     [
         (["--heads", "3"], "--heads must divide --width 8 into even head sizes, got 3"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--seeds", "1", "1"], "--seeds needs at least one, none of them twice"),
+        (["--seeds", "1", "1"], "--seeds needs one or more different values"),
         (["--seeds", "99999999999"], "--seeds must be at most 2147483647, got 99999999999"),
         (["--learning-rate", "-1"], "--learning-rate must be positive and finite in float32, got"),
         (["--encoders", "retention"], "--encoders: is_causal=False was given, but"),

@@ -51,7 +51,7 @@ def test_text_without_spaces_is_cut_to_words_that_are_soon_merged():
 
 
 def test_no_room_is_made_for_more_tokens_than_the_text_has():
-    # So much room would be 140 GB.
+    # Memory for this many tokens would be 140 GB.
     assert BytePairTokenizer.train([b"ab ab"], 2**31 - 1).vocab_size == 258
 
 

@@ -1,4 +1,4 @@
-"""The loop, on a bigram model: what it must hold to does not depend on attention."""
+"""Training loop, on a bigram model, because the loop does not depend on attention."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ SCHEDULE = Schedule(steps=7, batch=4, accumulate=1, evaluate_every=3)
 
 
 class Bigram(nnx.Module):
-    """Logits of the next token from the present one."""
+    """Bigram model: logits of the next token from the present token."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(256, 8, rngs=rngs)
@@ -111,7 +111,7 @@ def test_a_killed_run_ends_with_the_same_parameters(run, data, programs, lines, 
         train(run, SCHEDULE, programs, data, Killer())
     params, _ = train(run, SCHEDULE, programs, data, lines)
     assert_identical(params, expected)
-    # It went on from the last evaluation, and left neither gaps nor duplicates.
+    # The run resumed at the last evaluation, without gaps or duplicates.
     assert lines.steps[0] == 3 * ((stopped_at - 1) // 3) + 1
     assert untimed(run.folder / "metrics.jsonl") == untimed(whole.folder / "metrics.jsonl")
 
@@ -151,7 +151,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(run, data, programs)
 
 
 def test_so_are_those_of_masked_tokens(run, data, lines):
-    # No text has a byte of 255, so that it can be the mask.
+    # UTF-8 texts have no byte 255, which therefore serves as the mask.
     masked = dataclasses.replace(data, objective=MaskedTokens(255))
     schedule = dataclasses.replace(SCHEDULE, steps=2, evaluate_every=2)
     whole = compile_programs(Bigram, optimiser(), schedule, masked)
@@ -221,7 +221,7 @@ def test_programs_know_their_sizes(programs):
 
 
 def poisoned(programs, bad_step):
-    """Programs whose loss is not a number at one step."""
+    """Returns programs whose loss is NaN at one step."""
     taken = 0
 
     def step(*arguments):
@@ -243,7 +243,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(run, data, programs, bad_step
     ):
         train(run, SCHEDULE, poisoned(programs, bad_step), data, Lines())
     assert "NaN" not in (run.folder / "metrics.jsonl").read_text()
-    # The checkpoint is good: training without the poison goes on from it.
+    # The checkpoint is good: training with the original programs resumes from it.
     _, record = train(run, SCHEDULE, programs, data, Lines())
     assert math.isfinite(record["valid_loss"])
 

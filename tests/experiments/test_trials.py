@@ -12,7 +12,7 @@ from experiments.common.trials import Trials
 
 
 class Objective:
-    """Neither asks nor answers."""
+    """Objective with empty prompts and without samples."""
 
     def prompt(self, window, tokenizer):
         return ""
@@ -28,7 +28,7 @@ class Data:
 
 @pytest.fixture
 def one(tmp_path, monkeypatch, lines):
-    """Trials whose training ends with a loss of as many nats as the learning rate."""
+    """Returns trials whose final loss in nats equals the learning rate."""
 
     def train(run, *_):
         run.folder.mkdir()

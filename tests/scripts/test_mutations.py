@@ -1,4 +1,4 @@
-"""`scripts/mutations.py`: its table fits the library, and it tells caught from not caught."""
+"""`scripts/mutations.py`: the table applies to the library, and survivors are reported."""
 
 import dataclasses
 import importlib.util
@@ -53,7 +53,7 @@ def test_a_mechanism_is_found_by_its_function_its_mixer_and_its_decoder():
 
 @pytest.fixture
 def project(tmp_path):
-    """A library of one function, and a test of it."""
+    """Project with one function and one test of this function."""
     (tmp_path / "twice.py").write_text("def twice(x):\n    return 2 * x + 0\n")
     (tmp_path / "test_twice.py").write_text(
         "from twice import twice\n\ndef test_twice():\n    assert twice(3) == 6\n"

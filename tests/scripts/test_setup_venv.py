@@ -1,4 +1,4 @@
-"""`scripts/setup_venv.sh`: what it makes, what it leaves alone, and what it says."""
+"""`scripts/setup_venv.sh`: environments that it creates and keeps, and its messages."""
 
 import os
 import shutil
@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# A Python as far as the script can see: it answers the probe, makes environments, and its pip is
-# silent. With `.no-venv` beside it no environment can be made; `.no-pip` says what pip cannot find.
+# Imitation of a Python: it answers the probe, creates environments, and has a silent pip. A file
+# `.no-venv` beside it makes environments fail; `.no-pip` names packages that pip cannot find.
 PYTHON = """#!/bin/sh
 base={path}
 for last; do :; done
@@ -28,7 +28,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The scripts with what they read, older than anything that they make."""
+    """Copy of the scripts and their inputs, older than all files that the scripts create."""
     folder = tmp_path / "checkout"
     shutil.copytree(ROOT / "scripts", folder / "scripts")
     for name in ("Makefile", "pyproject.toml"):
@@ -39,7 +39,7 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def python(tmp_path):
-    """`python(version)`: the path of one of that version."""
+    """Function that returns the path of an imitated Python of a version."""
 
     def make(version):
         path = tmp_path / f"python{version}"
@@ -51,7 +51,7 @@ def python(tmp_path):
 
 
 def run(checkout, *command, python):
-    # under `make test PYTHON=...` a make below would take that one's variables before these
+    # under `make test PYTHON=...` an inner make would prefer the variables of the outer make
     above = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
     environment = {name: value for name, value in os.environ.items() if name not in above}
     environment["PYTHON"] = str(python)
@@ -105,7 +105,7 @@ def test_an_environment_of_others_is_left_as_it_is(checkout, tmp_path, python, u
     refused = setup(checkout, python("3.13.0"), str(venv))
     assert refused.returncode == 1 and names(venv) == there
     assert refused.stderr == (
-        f"effattn: {venv} is there and effattn did not make it; VENV= names another place\n"
+        f"effattn: {venv} exists and was not created by effattn; choose another place by VENV=\n"
     )
 
 
@@ -116,7 +116,7 @@ def test_where_no_environment_can_be_made_nothing_else_is_blamed(checkout, pytho
     broken.with_name(f"{broken.name}.no-venv").touch()
     for failed in (no_folder, setup(checkout, broken)):
         assert failed.returncode == 1
-        assert "VENV= names a place that can be written" in failed.stderr.splitlines()[-1]
+        assert "choose a writable place by VENV=" in failed.stderr.splitlines()[-1]
 
 
 def test_the_path_of_an_environment_may_hold_spaces(checkout, tmp_path, python):
