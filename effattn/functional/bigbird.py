@@ -64,8 +64,8 @@ def drawn_blocks(
     if random_blocks is not None:
         return {}
     sizes = block_size, num_window_blocks, num_global_blocks, num_random_blocks
-    *_, random = bigbird_parts(*sizes, seed, is_causal, key.shape[-2])
-    return {"random_blocks": random.blocks((key.shape[-3],) * 2)}
+    drawn = bigbird_parts(*sizes, seed, is_causal, key.shape[-2])[2]
+    return {"random_blocks": drawn.blocks((key.shape[-3],) * 2)}
 
 
 @with_naive(over_pairs(naive, per_head={"random_blocks": 2}, derived=drawn_blocks))
