@@ -159,13 +159,13 @@ class Mechanism:
         return _parameters(self.builder) - _parameters(_ANY_FUNCTION)
 
     def mixer_takes(self, option: str) -> bool:
-        """Whether the mechanism's mixer accepts the option, or forwards it to inner mixers."""
+        """Returns whether the mechanism's mixer accepts the option, or forwards it to inner mixers."""
         parameters = _signature(self.builder)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return open_ended or option in parameters
 
     def takes_rotary(self) -> bool:
-        """Whether the mechanism's mixer accepts a rotary embedding."""
+        """Returns whether the mechanism's mixer accepts a rotary embedding."""
         return not self.knows_order and self.mixer_takes("rotary")
 
     def options_of_model(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class EarlierBlocks:
     size: int
 
     def allows(self, i, j, h):
-        """Whether token i may attend to slot j."""
+        """Returns whether token i may attend to slot j."""
         return j // self.slots < i // self.size
 
 

@@ -521,7 +521,7 @@ class _QueryGroup:
 
     @contextlib.contextmanager
     def tiles(self) -> Iterator[_Tile]:
-        """Loop over the tiles; the `with` block generates its body."""
+        """Loops over the tiles; the `with` block generates its body."""
         code = self.code
         numbers = code.add(*self.tile_arrays.values())
         with code.loop(0, self.row_count, TILE) as start:
@@ -532,7 +532,7 @@ class _QueryGroup:
 
     @contextlib.contextmanager
     def chunks(self) -> Iterator[_Chunk]:
-        """Loop over the chunks that any tile may attend to; the `with` block generates its body.
+        """Loops over the chunks that any tile may attend to; the `with` block generates its body.
 
         The keys and values of the chunk are copied to the scratch memory first.
         """

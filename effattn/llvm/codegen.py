@@ -100,7 +100,7 @@ class Code:
         return self.builder.urem(self.integer(a), self.integer(b))
 
     def less(self, a: Any, b: Any) -> Any:
-        """Whether a < b."""
+        """Returns whether a < b."""
         return self.builder.icmp_signed("<", self.integer(a), self.integer(b))
 
     def min(self, a: Any, b: Any) -> Any:
@@ -115,7 +115,7 @@ class Code:
 
     @contextlib.contextmanager
     def loop(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
-        """Loop whose body is the code generated in the `with` block; yields the index.
+        """Loops whose body is the code generated in the `with` block; yields the index.
 
         The index runs from `start` to `stop`, exclusive, as in `range`.
         """
@@ -238,7 +238,7 @@ class Code:
         return self.builder.select(self.builder.fcmp_ordered(">", b, a), b, a)
 
     def any(self, vector: Any) -> Any:
-        """Whether any lane of a vector of booleans is true."""
+        """Returns whether any lane of a vector of booleans is true."""
         kind = ir.FunctionType(ir.IntType(1), [ir.VectorType(ir.IntType(1), self.lanes)])
         name = f"llvm.vector.reduce.or.v{self.lanes}i1"
         return self.call(self._declared(name, kind), vector)

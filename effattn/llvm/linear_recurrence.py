@@ -391,7 +391,7 @@ class _Scan:
 
     @contextlib.contextmanager
     def chunks(self, *, reverse: bool = False) -> Iterator[None]:
-        """Loop over the chunks; the `with` block generates its body.
+        """Loops over the chunks; the `with` block generates its body.
 
         The keys and values of the chunk are copied to the scratch memory first.
         """
@@ -411,7 +411,7 @@ class _Scan:
 
     @contextlib.contextmanager
     def heads(self) -> Iterator[None]:
-        """Loop over the query heads of the key head; the `with` block generates its body."""
+        """Loops over the query heads of the key head; the `with` block generates its body."""
         code, job = self.code, self.job
         group = code.div(job["heads"], job["key_heads"])
         first = code.mul(self.key_head, group)
@@ -420,7 +420,7 @@ class _Scan:
 
     @contextlib.contextmanager
     def heads_then(self, last: Any) -> Iterator[None]:
-        """Loop over the query heads as `heads`, with the code of `last` after the loop."""
+        """Loops over the query heads as `heads`, with the code of `last` after the loop."""
         with self.heads():
             yield
         last()

@@ -133,7 +133,7 @@ class TileOps:
                 self._mask(logits, j, v, same)
 
     def any_same_id(self, keys: Any, ids: Any, key_ids: Any) -> Any:
-        """Whether any query of the tile has the same id as any key of the chunk."""
+        """Returns whether any query of the tile has the same id as any key of the chunk."""
         code = self.code
         found = code.variable(code.false())
         with code.loop(0, keys) as j:

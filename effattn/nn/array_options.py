@@ -13,7 +13,7 @@ _DATA = (jax.Array, np.ndarray, *_PARAMETERS)
 
 
 def is_data(leaf: Any) -> bool:
-    """Whether the leaf is an array, a Variable or a module."""
+    """Returns whether the leaf is an array, a Variable or a module."""
     return isinstance(leaf, _DATA)
 
 

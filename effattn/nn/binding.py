@@ -59,15 +59,15 @@ class Binding:
 
     @property
     def places_tokens(self) -> bool:
-        """Whether the mechanism depends on positions and takes the argument `positions`."""
+        """Returns whether the mechanism depends on positions and takes the argument `positions`."""
         return self.registered and self.takes("positions")
 
     def takes(self, *names: str) -> bool:
-        """Whether the function accepts all these parameters."""
+        """Returns whether the function accepts all these parameters."""
         return self.parameters is None or self.parameters.issuperset(names)
 
     def has(self, capability: str) -> bool:
-        """Whether the function has a capability.
+        """Returns whether the function has a capability.
 
         A registered mechanism declares its capabilities. For an unregistered function, the
         parameters in its signature decide.

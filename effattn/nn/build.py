@@ -76,11 +76,11 @@ class Unregistered:
         return {}
 
     def mixer_takes(self, option: str) -> bool:
-        """Whether the mixer accepts the option."""
+        """Returns whether the mixer accepts the option."""
         return option in self._parameters or self._open_ended()
 
     def takes_rotary(self) -> bool:
-        """Whether the mixer accepts a rotary embedding."""
+        """Returns whether the mixer accepts a rotary embedding."""
         return not self.knows_order and "rotary" in self._parameters
 
     def options_of_model(self, options: Mapping[str, Any]) -> dict[str, Any]:

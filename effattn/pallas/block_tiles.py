@@ -154,7 +154,7 @@ class Plan:
 
 
 def programs_of(config: Config, x: Inputs, dtype: Any) -> dict[str, Program | None]:
-    """Trace the elementwise functions `score`, `pattern` and `keep`; None for an absent function.
+    """Traces the elementwise functions `score`, `pattern` and `keep`; None for an absent function.
 
     Raises:
       Unsupported: a kernel cannot evaluate one of the functions.
@@ -185,7 +185,7 @@ def programs_of(config: Config, x: Inputs, dtype: Any) -> dict[str, Program | No
 
 
 def refusal(limits: dispatch.Limits, config: Config, x: Inputs) -> str | None:
-    """Return the reason why a kernel with these limits cannot take these operands, or None."""
+    """Returns the reason why a kernel with these limits cannot take these operands, or None."""
     if x.additive is not None:
         return "takes products of queries and keys, not additive scores"
     if config.activation is not None:
@@ -203,7 +203,7 @@ def refusal(limits: dispatch.Limits, config: Config, x: Inputs) -> str | None:
 
 
 def arrange(config: Config, x: Inputs, tile: tuple[int, int]) -> tuple[Plan, Arrays]:
-    """Return the plan and the arrays of a kernel, with an empty `Arrays.walk`."""
+    """Returns the plan and the arrays of a kernel, with an empty `Arrays.walk`."""
     queries, heads, size = x.query.shape[-3:]
     keys, key_heads = x.key.shape[-3:-1]
     plan = Plan(
@@ -240,14 +240,14 @@ def arrange(config: Config, x: Inputs, tile: tuple[int, int]) -> tuple[Plan, Arr
 
 
 def _one_batch(array, rest):
-    """Reshape `(*B, ...)`, with `rest` axes after the batch, to `(B, ...)`."""
+    """Reshapes `(*B, ...)`, with `rest` axes after the batch, to `(B, ...)`."""
     if array is None:
         return None
     return array.reshape(math.prod(array.shape[: array.ndim - rest]), *array.shape[-rest:])
 
 
 def _pairs(array, batch):
-    """Reshape `(*#B, #K, #G, #T, #S)` to `(#B, #N, #T, #S)`."""
+    """Reshapes `(*#B, #K, #G, #T, #S)` to `(#B, #N, #T, #S)`."""
     if array is None:
         return None
     *lead, key_heads, group, queries, keys = array.shape
@@ -276,7 +276,7 @@ class Walk(NamedTuple):
 
 
 def walk_arrays(plan: Plan, arrays: Arrays, layout: Any, *, of_keys: bool) -> tuple[jax.Array, ...]:
-    """Return the arrays that `walk` reads, for each query tile or, if `of_keys`, each key tile.
+    """Returns the arrays that `walk` reads, for each query tile or, if `of_keys`, each key tile.
 
     Without a layout: one array `(B or 1, 1, n, 4)` of the first visited tile, one past the last
     visited tile, the first whole tile and one past the last whole tile. With a layout: counts of
@@ -303,7 +303,7 @@ def walk_arrays(plan: Plan, arrays: Arrays, layout: Any, *, of_keys: bool) -> tu
 
 
 def walk(plan: Plan, read: Callable, walk: tuple[Any, ...], b, k, n, *, of_keys: bool) -> Walk:
-    """Return the tiles that tile n of example b and key head k visits.
+    """Returns the tiles that tile n of example b and key head k visits.
 
     `read(array, *index)` reads one entry; it gets index 0 along axes of size 1.
     """
@@ -369,7 +369,7 @@ class _Side(NamedTuple):
 
 
 def _ranges(plan, x, of_keys):
-    """Return int32 ranges `(B or 1, n, 4)`; O(nq nk) comparisons, `_AT_ONCE` rows at a time."""
+    """Returns int32 ranges `(B or 1, n, 4)`; O(nq nk) comparisons, `_AT_ONCE` rows at a time."""
     sides = _sides(plan, x)
     own, other = sides[::-1] if of_keys else sides
 
@@ -382,7 +382,7 @@ def _ranges(plan, x, of_keys):
 
 
 def _range(plan, x, of_query: _Side, of_key: _Side):
-    """Return the four numbers of a tile's range; one side has that tile, the other all tiles."""
+    """Returns the four numbers of a tile's range; one side has that tile, the other all tiles."""
     config = plan.config
     (first_i, last_i), (first_j, last_j) = of_query.positions, of_key.positions
     possible = (last_i >= first_i) & (last_j >= first_j)
@@ -430,7 +430,7 @@ def _sides(plan, x) -> tuple[_Side, _Side]:
 
 
 def _positions(plan, x):
-    """Yield the first and last positions `(B or 1, n)` of query tiles, then of key tiles."""
+    """Yields the first and last positions `(B or 1, n)` of query tiles, then of key tiles."""
     for positions, length, size, start in (
         (x.query_positions, plan.lengths[0], plan.tile[0], x.offset[:, None]),
         (x.key_positions, plan.lengths[1], plan.tile[1], jnp.zeros((1, 1), jnp.int32)),
@@ -443,7 +443,7 @@ def _positions(plan, x):
 
 
 def _extents(array, size, absent=None):
-    """Return minimum and maximum of each tile of `(B, L)`, skipping entries equal to `absent`."""
+    """Returns minimum and maximum of each tile of `(B, L)`, skipping entries equal to `absent`."""
     widths = [(0, 0), (0, -array.shape[1] % size)]
     tiles = jnp.pad(array, widths, mode="edge").reshape(len(array), -1, size)
     limits = np.iinfo(np.int32)
@@ -459,7 +459,7 @@ def _extents(array, size, absent=None):
 
 
 def lookups(plan: Plan, name: str, load: Callable, *scalars: Any) -> list[tuple]:
-    """Return the table reads of a program on a tile, each as `(table, indices, values)`."""
+    """Returns the table reads of a program on a tile, each as `(table, indices, values)`."""
     found: list[tuple] = []
     first = plan.first_table[name]
 
@@ -473,13 +473,13 @@ def lookups(plan: Plan, name: str, load: Callable, *scalars: Any) -> list[tuple]
 
 
 def run(plan: Plan, name: str, load: Callable, *scalars: Any) -> Any:
-    """Run a program on a tile; `load(table, at)` reads entries `at` of `Arrays.tables[table]`."""
+    """Runs a program on a tile; `load(table, at)` reads entries `at` of `Arrays.tables[table]`."""
     first = plan.first_table[name]
     return plan.programs[name].run(lambda number, at: load(first + number, at), *scalars)[0]
 
 
 def scores(plan: Plan, at: At, products, bias, scale, read: list) -> jax.Array:
-    """Return the logits of a tile before any mask; `read` are the values from `lookups`."""
+    """Returns the logits of a tile before any mask; `read` are the values from `lookups`."""
     config = plan.config
     logits = products * (config.scale if scale is None else scale)
     if bias is not None:
@@ -493,7 +493,7 @@ def scores(plan: Plan, at: At, products, bias, scale, read: list) -> jax.Array:
 
 
 def allowed(plan: Plan, at: At, query_ids, key_ids, mask, load: Callable, *, whole: bool) -> Any:
-    """Return the boolean mask of a tile's pairs that may attend; None if all pairs may attend.
+    """Returns the boolean mask of a tile's pairs that may attend; None if all pairs may attend.
 
     In a `whole` tile of a layout, causality, window, ids, mask and key length still apply; only the
     element rule of the pattern is skipped.
@@ -517,12 +517,12 @@ def allowed(plan: Plan, at: At, query_ids, key_ids, mask, load: Callable, *, who
 
 
 def masked(logits, allowed) -> jax.Array:
-    """Return the logits, with -inf for pairs that may not attend."""
+    """Returns the logits, with -inf for pairs that may not attend."""
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 
 def dropped(plan: Plan, at: At, weights, load: Callable) -> jax.Array:
-    """Return the weights after dropout. Dropout is linear: its pull-back is the same function."""
+    """Returns the weights after dropout. Dropout is linear: its pull-back is the same function."""
     if plan.keep is None:
         return weights
     keep = run(plan, "keep", load, at.b, at.h, at.i, at.j)
@@ -530,7 +530,7 @@ def dropped(plan: Plan, at: At, weights, load: Callable) -> jax.Array:
 
 
 def gradients(plan: Plan, at: At, logits, rows, d_weights, load: Callable) -> tuple:
-    """Return the weights after dropout and the gradient of the logits.
+    """Returns the weights after dropout and the gradient of the logits.
 
     With P = exp(logits - lse) and dL the gradient of the log-sum-exp, the gradient of the logits is
     P * (dropout(dO V^T) - delta), delta = rowsum(dO * O) - dL.
@@ -564,14 +564,14 @@ class Softmax(NamedTuple):
 
     @classmethod
     def start(cls, rows: int, size: int, *, keepdims: bool = False) -> "Softmax":
-        """Return the state before any tile; `largest` is finite to avoid inf - inf."""
+        """Returns the state before any tile; `largest` is finite to avoid inf - inf."""
         shape = (rows, 1) if keepdims else (rows,)
         lowest = jnp.full(shape, np.finfo(np.float32).min, jnp.float32)
         zeros = jnp.zeros(shape, jnp.float32)
         return cls(lowest, zeros, jnp.zeros((rows, size), jnp.float32))
 
     def seeing(self, logits: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> "Softmax":
-        """Return the state after one more tile; `mix(weights)` gives that tile's sum `(t, Hv)`."""
+        """Returns the state after one more tile; `mix(weights)` gives that tile's sum `(t, Hv)`."""
         keepdims = self.largest.ndim == 2
         largest = jnp.maximum(self.largest, jnp.max(logits, 1, keepdims=keepdims))
         weights = jnp.exp(logits - _column(largest))
@@ -580,7 +580,7 @@ class Softmax(NamedTuple):
         return Softmax(largest, total, self.mixed * _column(decay) + mix(weights))
 
     def finish(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the output, the log-sum-exp (lse) and the rounding error of the lse.
+        """Returns the output, the log-sum-exp (lse) and the rounding error of the lse.
 
         `lse + lse_error` is more exact than `lse` alone. A row without keys gets output 0, lse -inf
         and lse_error 0.
@@ -592,5 +592,5 @@ class Softmax(NamedTuple):
 
 
 def _column(rows):
-    """Return a column `(t, 1)` from `(t)`, or from a matrix whose columns are equal."""
+    """Returns a column `(t, 1)` from `(t)`, or from a matrix whose columns are equal."""
     return rows[:, None] if rows.ndim == 1 else rows[:, :1]

@@ -51,7 +51,7 @@ class Program:
 
     @classmethod
     def of(cls, function: Callable[..., Any], tables: Sequence[Any], *scalars: Any) -> "Program":
-        """Trace `function(tables, *scalars)`; scalars are given by shape and dtype.
+        """Traces `function(tables, *scalars)`; scalars are given by shape and dtype.
 
         Raises:
           Unsupported: kernels cannot evaluate the function on tiles.
@@ -70,7 +70,7 @@ class Program:
         return program
 
     def run(self, lookup: Lookup, *scalars: jax.Array) -> list[jax.Array]:
-        """Return the results of the function on arrays that broadcast against each other.
+        """Returns the results of the function on arrays that broadcast against each other.
 
         `lookup(number, at)` reads the entries `at` of table number `number`, flattened to one axis.
         """
@@ -104,7 +104,7 @@ class _View:
         return cls(number, dims, fixed, tuple(range(len(dims))), table.dtype)
 
     def at(self, starts, sizes):
-        """Return the view of one entry, or of all entries, along each axis."""
+        """Returns the view of one entry, or of all entries, along each axis."""
         fixed = list(self.fixed)
         for axis, start, size in zip(self.axes, starts, sizes, strict=True):
             if fixed[axis] is None and size == 1:
@@ -118,7 +118,7 @@ class _View:
         return dataclasses.replace(self, axes=axes)
 
     def read(self, lookup):
-        """Load the entry if all axes are indexed; otherwise return the view."""
+        """Loads the entry if all axes are indexed; otherwise return the view."""
         if any(index is None for index in self.fixed):
             return self
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]

@@ -76,7 +76,7 @@ class How(NamedTuple):
     interpreted: bool
 
     def dot(self, left: jax.Array, right: jax.Array) -> jax.Array:
-        """Return the product, computed by XLA with the precision of the kernels."""
+        """Returns the product, computed by XLA with the precision of the kernels."""
         return jnp.matmul(left, right, precision=self.precision)
 
 
@@ -130,7 +130,7 @@ class _Summed(NamedTuple):
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Return the reason why no kernel can take these operands, or None."""
+    """Returns the reason why no kernel can take these operands, or None."""
     terms = jax.eval_shape(config.terms, x.parameters, x.queries, x.keys)
     dtypes = {array.dtype for array in jax.tree.leaves((x.queries, x.keys))}
     features, values = x.state.shape[-2:]
@@ -155,7 +155,7 @@ def _widest(dtypes):
 
 
 def _refused_precision(precision):
-    """Return the reason why kernels, which have only `lax.Precision`, cannot use `precision`."""
+    """Returns the reason why kernels, which have only `lax.Precision`, cannot use `precision`."""
     try:
         for one in _each(precision):
             lax.Precision(one)
@@ -165,7 +165,7 @@ def _refused_precision(precision):
 
 
 def precision_of(config: Config, x: Inputs) -> lax.Precision:
-    """Return the precision of the products in the kernels.
+    """Returns the precision of the products in the kernels.
 
     Float32 queries or outputs need full float32 products, as the default precision would round
     them. For 16-bit queries and outputs the default is enough: TensorFloat-32, or passes of
@@ -182,7 +182,7 @@ def _each(precision):
 
 
 def forward(kernels: Kernels, config: Config, x: Inputs):
-    """Return `((output, state), None)`; no residuals, as the backward recomputes the states."""
+    """Returns `((output, state), None)`; no residuals, as the backward recomputes the states."""
     how = How(precision_of(config, x), config.implementations.interpreted)
     summed = _summed(config, x, x.parameters, x.queries, x.keys)
     arrays, states = _states(kernels, how, summed, _one_batch(x.state, 3))
@@ -198,7 +198,7 @@ def backward(
     d_output: jax.Array,
     d_state: jax.Array,
 ) -> Inputs:
-    """Return the gradients of all inputs except `tokens`."""
+    """Returns the gradients of all inputs except `tokens`."""
     how = How(precision_of(config, x), config.implementations.interpreted)
 
     sums = functools.partial(_summed, config, x)
@@ -243,7 +243,7 @@ def backward(
 
 
 def _states(kernels, how, summed, state):
-    """Return the arrays, with corrected values in the delta form, and the states."""
+    """Returns the arrays, with corrected values in the delta form, and the states."""
     arrays = summed.arrays
     if summed.recalled is None:
         return arrays, kernels.states(how, arrays, state)
@@ -255,7 +255,7 @@ def _states(kernels, how, summed, state):
 
 
 def _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state):
-    """Return the gradients of the delta form; `arrays` and `states` come from `_states`."""
+    """Returns the gradients of the delta form; `arrays` and `states` come from `_states`."""
     features, values = d_state.shape[2:]
     return recurrence_delta.gradients(
         functools.partial(kernels.correct_back, how, arrays),
@@ -271,7 +271,7 @@ def _delta_gradients(kernels, how, summed, arrays, states, d_read, d_state):
 
 
 def _summed(config, x, parameters, queries, keys) -> _Summed:
-    """Return the terms, with a log decay of -inf at the first token of a document.
+    """Returns the terms, with a log decay of -inf at the first token of a document.
 
     The first token of a document recalls nothing in the delta form. With a bonus, `own` holds the
     part of the output from each query's own token. A query with a bonus reads the state before its
@@ -309,23 +309,23 @@ def _summed(config, x, parameters, queries, keys) -> _Summed:
 
 
 def _repeated(x, heads):
-    """Repeat the heads of `(B, T, V, ...)` so that there are `heads`."""
+    """Repeats the heads of `(B, T, V, ...)` so that there are `heads`."""
     return jnp.repeat(x, heads // x.shape[2], 2)
 
 
 def _one_batch(x, kept):
-    """Reshape `(*B, ...)`, with `kept` axes after the batch, to `(B, ...)`."""
+    """Reshapes `(*B, ...)`, with `kept` axes after the batch, to `(B, ...)`."""
     return x.reshape(-1, *x.shape[x.ndim - kept :])
 
 
 def _like_state(x, state):
-    """Slice and reshape `(B, V, F', D')` to `(*B, V, F, D)`."""
+    """Slices and reshape `(B, V, F', D')` to `(*B, V, F, D)`."""
     features, values = x.state.shape[-2:]
     return state[..., :features, :values].reshape(x.state.shape)
 
 
 def _output(config, x, read, own):
-    """Return the output `(*B, T, heads, D)` in its dtype, from `read` `(B, T, heads, D)`."""
+    """Returns the output `(*B, T, heads, D)` in its dtype, from `read` `(B, T, heads, D)`."""
     if own is not None:
         read = read[:, :-1] + own
     output = read.reshape(*x.state.shape[:-3], *read.shape[1:])

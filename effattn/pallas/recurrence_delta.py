@@ -83,7 +83,7 @@ Walk = Callable[[Chunks, jax.Array], tuple[jax.Array, jax.Array]]
 def corrected(
     walk: Walk, dot: Dot, chunk: int, keys: Keys, value: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the corrected values x `(B, T, V, D)`, and the states from `walk`.
+    """Returns the corrected values x `(B, T, V, D)`, and the states from `walk`.
 
     Args:
       walk: `(chunks, state (B, V, F, D)) -> (X (B, V, n, C, D), states)`, from first to last chunk.
@@ -132,7 +132,7 @@ def gradients(
     d_out: jax.Array,
     d_state: jax.Array,
 ) -> Gradients:
-    """Return the gradients of states, of values, and of keys through the recalled values.
+    """Returns the gradients of states, of values, and of keys through the recalled values.
 
     Args:
       walk: as in `corrected`, but from the last chunk to the first.
@@ -183,7 +183,7 @@ def gradients(
 
 
 def _before(dot, keys) -> Reader:
-    """Return the reader of the state before each token, for the chunks of one head."""
+    """Returns the reader of the state before each token, for the chunks of one head."""
     return decayed_reader(keys.log_decay, None, keys.key.shape[1], False, dot)
 
 
@@ -196,12 +196,12 @@ def _times(x, decay):
 
 
 def _over_heads(function: Callable[..., Any]):
-    """Map a function of one head over `(B, V, ...)`."""
+    """Maps a function of one head over `(B, V, ...)`."""
     return jax.vmap(jax.vmap(function))
 
 
 def _cut_keys(chunk, keys, heads) -> Keys:
-    """Cut keys into chunks `(B, V, n, C, F)`; log decays have F features, or 1 for all features."""
+    """Cuts keys into chunks `(B, V, n, C, F)`; log decays have F features, or 1 for all features."""
     log_decay = keys.log_decay
     if log_decay is not None and log_decay.ndim == 3:
         log_decay = log_decay[..., None]
@@ -210,13 +210,13 @@ def _cut_keys(chunk, keys, heads) -> Keys:
 
 
 def _cut(chunk, x, heads):
-    """Cut `(B, T, shared heads, size)` into `(B, heads, n, C, size)`, padded with zeros."""
+    """Cuts `(B, T, shared heads, size)` into `(B, heads, n, C, size)`, padded with zeros."""
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk), (0, 0), (0, 0)])
     x = jnp.repeat(jnp.moveaxis(x, 2, 1), heads // x.shape[2], 1)
     return x.reshape(*x.shape[:2], -1, chunk, x.shape[-1])
 
 
 def _joined(x, length):
-    """Join chunks `(B, heads, n, C, size)` to `(B, T, heads, size)`; the inverse of `_cut`."""
+    """Joins chunks `(B, heads, n, C, size)` to `(B, T, heads, size)`; the inverse of `_cut`."""
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return jnp.moveaxis(x[:, :, :length], 1, 2)

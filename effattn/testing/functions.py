@@ -70,7 +70,7 @@ class Subject(NamedTuple):
         return tuple(sorted(drawn.keys() & {*getattr(self.entry.naive, kind, ())}))
 
     def has(self, capability: str) -> bool:
-        """Whether the mechanism claims a capability."""
+        """Returns whether the mechanism claims a capability."""
         return capability in self.entry.capabilities
 
     def __str__(self) -> str:
@@ -226,7 +226,7 @@ def draw_known(draw, subject: Subject, sizes: Sizes, extent: Extent) -> dict[str
 
 
 def takes_segments(subject: Subject, extent: Extent) -> bool:
-    """Whether `segment_ids` go with the other options of an extent."""
+    """Returns whether `segment_ids` go with the other options of an extent."""
     with_state = subject.has("state") and not subject.case.state_and_segments
     return extent.is_causal or not with_state
 

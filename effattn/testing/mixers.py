@@ -36,7 +36,7 @@ class Mixer(NamedTuple):
         return self.case.mix or self.entry.naive
 
     def has(self, capability: str) -> bool:
-        """Whether the mechanism claims a capability."""
+        """Returns whether the mechanism claims a capability."""
         return capability in self.entry.capabilities
 
     def __str__(self) -> str:

@@ -82,7 +82,7 @@ _LOG2E = math.log2(math.e)
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Return the reason why these kernels cannot take these operands, or None."""
+    """Returns the reason why these kernels cannot take these operands, or None."""
     if reason := block_tiles.refusal(LIMITS, config, x):
         return reason
     for name in ("bias", "mask"):
@@ -101,7 +101,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 def _refusal_of_the_device():
-    """Return the reason why the GPU or its CUDA version is not supported; None without a GPU."""
+    """Returns the reason why the GPU or its CUDA version is not supported; None without a GPU."""
     if reason := device.refusal(lambda major: major == 9, "9.x (Hopper)"):
         return reason
     gpu = device.gpu()
@@ -115,7 +115,7 @@ def _refusal_of_the_device():
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the candidate tiles `(t, s)` to tune for each kernel."""
+    """Returns the candidate tiles `(t, s)` to tune for each kernel."""
     sides = ROWS, 2 * ROWS
     return {
         kernel: tuple(tile for tile in itertools.product(sides, sides) if tile != own)
@@ -129,7 +129,7 @@ def _tiles_of(x: Inputs) -> dict[str, tuple[int, int]]:
 
 
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output in `dtype`, the log-sum-exp, and zeros as its rounding error.
+    """Returns the output in `dtype`, the log-sum-exp, and zeros as its rounding error.
 
     The error is not computed, as the kernel multiplies logits with a factor for powers of 2: where
     the rounding error of the log-sum-exp matters, that factor has rounded the logits as much.
@@ -161,7 +161,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
 def backward(
     config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
-    """Return the gradients of the inputs.
+    """Returns the gradients of the inputs.
 
     Args:
       config: configuration of the call.
@@ -202,7 +202,7 @@ class _Rows(NamedTuple):
 
 
 def _arrange(kernel: str, config: Config, x: Inputs):
-    """Return the plan of a kernel, with its tile, and the arrays that the kernel reads."""
+    """Returns the plan of a kernel, with its tile, and the arrays that the kernel reads."""
     sides = config.implementations.tile("mosaic_gpu", kernel) or _tiles_of(x)[kernel]
     given = config.tile if x.layout is None else x.layout.tile
     # Halve each side until it divides the given tile, or else the rounded length.
@@ -232,7 +232,7 @@ class _Queries:
         )
 
     def copy(self):
-        """Copy all visited tiles; runs in the copying warpgroup."""
+        """Copies all visited tiles; runs in the copying warpgroup."""
 
         def step(number, m, carry, whole):
             for stream in (self.keys, self.values):
@@ -306,7 +306,7 @@ def _forward_kernel(plan, x, outputs, scratch, block):
 
 
 def _scale_alone(plan):
-    """Return the scale if logits are products times a static positive scale; otherwise None.
+    """Returns the scale if logits are products times a static positive scale; otherwise None.
 
     The caller merges such a scale with the factor log2(e) of `exp2`, so the scale costs no
     operation. A positive scale does not change which product is the largest.
@@ -393,7 +393,7 @@ def _query_kernel(plan, inputs, outputs, scratch, block):
 
 
 def _key_gradient(config, x: Inputs, rows, wanted):
-    """Yield the gradients of the arrays named in `wanted`: "key", "value" or both."""
+    """Yields the gradients of the arrays named in `wanted`: "key", "value" or both."""
     plan, arrays = _arrange("key", config, x)
     workers, dtype, (batch, _, heads, _) = plan.tile[1] // ROWS, x.key.dtype, arrays.key.shape
     inputs = arrays, _Rows.of(plan, x, rows)
@@ -414,7 +414,7 @@ def _key_gradient(config, x: Inputs, rows, wanted):
 
 
 def _of_shape(padded, like):
-    """Remove the padding and restore the shape of `like`."""
+    """Removes the padding and restore the shape of `like`."""
     length, _, size = like.shape[-3:]
     return padded[:, :length, :, :size].reshape(like.shape)
 

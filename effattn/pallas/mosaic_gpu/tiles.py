@@ -34,7 +34,7 @@ _SIDES = "query", "key"
 
 
 def padded(array: Any, axis: int, multiple: int, value: Any = 0) -> Any:
-    """Pad an array to a multiple of `multiple` along `axis`; return None for None."""
+    """Pads an array to a multiple of `multiple` along `axis`; return None for None."""
     if array is None or not (more := -array.shape[axis] % multiple):
         return array
     widths = [(0, 0)] * array.ndim
@@ -43,7 +43,7 @@ def padded(array: Any, axis: int, multiple: int, value: Any = 0) -> Any:
 
 
 def as_read(plan: Plan, x: Arrays) -> Arrays:
-    """Pad the operands for the kernels; positions and ids are padded to whole tiles."""
+    """Pads the operands for the kernels; positions and ids are padded to whole tiles."""
     t, s = plan.tile
     return x._replace(
         query=tokens(x.query),
@@ -57,17 +57,17 @@ def as_read(plan: Plan, x: Arrays) -> Arrays:
 
 
 def tokens(array: jax.Array) -> jax.Array:
-    """Pad `(B, L, heads, H)` for the copy engine: whole swizzled rows, in groups of 8 rows."""
+    """Pads `(B, L, heads, H)` for the copy engine: whole swizzled rows, in groups of 8 rows."""
     return padded(padded(array, 1, _GROUP), 3, WIDTH)
 
 
 def by_head(rows: jax.Array, tile: int, value: Any = 0) -> jax.Array:
-    """Transpose `(B, T, N)` to `(B, N, T')`, with T' padded to whole tiles."""
+    """Transposes `(B, T, N)` to `(B, N, T')`, with T' padded to whole tiles."""
     return padded(jnp.swapaxes(rows, 1, 2), 2, tile, value)
 
 
 def shared(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Declare shared memory in the swizzled layout of the copy engine and of tensor cores."""
+    """Declares shared memory in the swizzled layout of the copy engine and of tensor cores."""
     size = _SWIZZLE // jnp.dtype(dtype).itemsize
     tiling = plgpu.TilingTransform((_GROUP, size))  # type: ignore[abstract]
     swizzle = plgpu.SwizzleTransform(_SWIZZLE)  # type: ignore[abstract]
@@ -75,7 +75,7 @@ def shared(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def staging(workers: int, dtype: Any) -> Any:
-    """Declare the staging buffer in shared memory through which `put_rows` writes results."""
+    """Declares the staging buffer in shared memory through which `put_rows` writes results."""
     return shared((workers, ROWS, _SWIZZLE // jnp.dtype(dtype).itemsize), dtype)
 
 
@@ -92,17 +92,17 @@ class Product:
 
     @classmethod
     def of_worker(cls, staged: tuple, worker: Any) -> "Product":
-        """Return the `Product` of one worker, from the buffers that `scratch` declares."""
+        """Returns the `Product` of one worker, from the buffers that `scratch` declares."""
         return cls(staged[0].at[worker] if staged else None)
 
     @staticmethod
     def scratch(plan: Plan, columns: int, dtype: Any, workers: int) -> tuple:
-        """Declare the shared memory of all workers; empty for a compiled kernel."""
+        """Declares the shared memory of all workers; empty for a compiled kernel."""
         interpreted = plan.config.implementations.interpreted
         return (shared((workers, ROWS, columns), dtype),) if interpreted else ()
 
     def add(self, total: Any, left: Any, right: Any) -> None:
-        """Start adding `left @ right` to an accumulator; `wgmma_wait` waits for the sum."""
+        """Starts adding `left @ right` to an accumulator; `wgmma_wait` waits for the sum."""
         if self.staged is not None and isinstance(left, jax.Array):
             self.staged[...] = left
             plgpu.commit_smem()
@@ -110,7 +110,7 @@ class Product:
         plgpu.wgmma(total, left, right)
 
     def of(self, left: Any, right: Any, issued: Callable[[], None] | None = None) -> jax.Array:
-        """Return `left @ right` in float32; call `issued` while the product is being computed."""
+        """Returns `left @ right` in float32; call `issued` while the product is being computed."""
 
         def multiply(total):
             self.add(total, left, right)
@@ -121,7 +121,7 @@ class Product:
         return pl.run_scoped(multiply, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
 
     def of_both(self, *pairs: tuple[Any, Any]) -> list[jax.Array]:
-        """Return `left @ right` in float32 for each pair in shared memory; the products overlap."""
+        """Returns `left @ right` in float32 for each pair in shared memory; the products overlap."""
 
         def multiply(*totals):
             for total, (left, right) in zip(totals, pairs, strict=True):
@@ -133,30 +133,30 @@ class Product:
 
 
 def constant(shape: tuple[int, ...], value: Any) -> jax.Array:
-    """Return a float32 constant `(r, columns)` or `(r)` in the register layout of products."""
+    """Returns a float32 constant `(r, columns)` or `(r)` in the register layout of products."""
     return plgpu.layout_cast(
         jnp.full(shape, value, jnp.float32), plgpu.Layout.WGMMA if len(shape) == 2 else _ALONG_ROWS
     )
 
 
 def down(rows: jax.Array, columns: int) -> jax.Array:
-    """Broadcast `(r)` to all columns of `(r, columns)`."""
+    """Broadcasts `(r)` to all columns of `(r, columns)`."""
     return lax.broadcast_in_dim(rows, (rows.shape[0], columns), (0,))
 
 
 def transposed(ref: Any) -> Any:
-    """View `(a, b)` in shared memory as `(b, a)`."""
+    """Views `(a, b)` in shared memory as `(b, a)`."""
     return ref.transpose((1, 0))
 
 
 def of_tokens(x: Any, *names: str) -> dict[str, Any]:
-    """Return the named operands that are not None, by name."""
+    """Returns the named operands that are not None, by name."""
     found = {name: getattr(x, name) for name in names}
     return {name: array for name, array in found.items() if array is not None}
 
 
 def _buffers(arrays, lead, rows):
-    """Declare buffers `(lead, rows, ...)` for `rows` tokens of each array."""
+    """Declares buffers `(lead, rows, ...)` for `rows` tokens of each array."""
 
     def room(array):
         if array.ndim == 4:
@@ -167,7 +167,7 @@ def _buffers(arrays, lead, rows):
 
 
 def _copy(arrays, buffers, place, filled, b, head, start):
-    """Start copying tokens from `start` on; `(B, L, heads, H)`, `(B, heads, L)` or `(B, L)`."""
+    """Starts copying tokens from `start` on; `(B, L, heads, H)`, `(B, heads, L)` or `(B, L)`."""
     for name, array in arrays.items():
         buffer = buffers[name]
         tokens = pl.ds(start, buffer.shape[1])
@@ -188,12 +188,12 @@ class Own:
 
     @staticmethod
     def scratch(arrays: dict[str, Any], workers: int) -> tuple:
-        """Declare the buffers in shared memory and the barriers."""
+        """Declares the buffers in shared memory and the barriers."""
         filled = plgpu.Barrier(num_arrivals=len(arrays), num_barriers=workers)
         return _buffers(arrays, workers, ROWS), filled
 
     def get(self, worker, b, head, start) -> dict[str, Any]:
-        """Copy the rows of a worker from token `start` on, and wait for them."""
+        """Copies the rows of a worker from token `start` on, and wait for them."""
         _copy(self.arrays, self.buffers, worker, self.filled, b, head, start)
         plgpu.barrier_wait(self.filled.at[worker])
         return _at(self.buffers, worker)
@@ -207,7 +207,7 @@ class Stream:
 
     @staticmethod
     def scratch(arrays: dict[str, Any], rows: int, readers: int) -> tuple:
-        """Declare the buffers in shared memory, for tiles of `rows` tokens, and the barriers."""
+        """Declares the buffers in shared memory, for tiles of `rows` tokens, and the barriers."""
         return (
             _buffers(arrays, STAGES, rows),
             plgpu.Barrier(num_arrivals=len(arrays), num_barriers=STAGES),
@@ -215,23 +215,23 @@ class Stream:
         )
 
     def put(self, number, b, head, start):
-        """Wait for a free slot, then start the copy of a tile into that slot."""
+        """Waits for a free slot, then start the copy of a tile into that slot."""
         slot = _slot(number)
         pl.when(number >= STAGES)(lambda: plgpu.barrier_wait(self.read.at[slot]))
         _copy(self.arrays, self.buffers, slot, self.filled, b, head, start)
 
     def get(self, number) -> dict[str, Any]:
-        """Wait for a tile and return its buffers."""
+        """Waits for a tile and return its buffers."""
         slot = _slot(number)
         plgpu.barrier_wait(self.filled.at[slot])
         return _at(self.buffers, slot)
 
     def done(self, number):
-        """Signal that this worker has read the tile."""
+        """Signals that this worker has read the tile."""
         plgpu.barrier_arrive(self.read.at[_slot(number)])
 
     def finish(self, total):
-        """Wait until the last of `total` tiles have been read."""
+        """Waits until the last of `total` tiles have been read."""
 
         def wait(number, _):
             plgpu.barrier_wait(self.read.at[_slot(number)])
@@ -255,21 +255,21 @@ class Turns:
 
     @staticmethod
     def scratch(workers: int) -> tuple:
-        """Declare the barrier if there are two workers."""
+        """Declares the barrier if there are two workers."""
         return (plgpu.Barrier(num_arrivals=2),) if workers == 2 else ()
 
     def change(self) -> None:
-        """End the turn of this worker and wait for its next turn."""
+        """Ends the turn of this worker and wait for its next turn."""
         if self.barrier:
             plgpu.barrier_arrive(self.barrier[0])
             plgpu.barrier_wait(self.barrier[0])
 
     def start(self) -> None:
-        """Let the second worker wait for its first turn."""
+        """Lets the second worker wait for its first turn."""
         pl.when(self.worker == 1)(self.change)
 
     def finish(self) -> None:
-        """Let the first worker give the second worker its last turn."""
+        """Lets the first worker give the second worker its last turn."""
         pl.when(self.worker == 0)(self.change)
 
 
@@ -287,7 +287,7 @@ class Tile:
         self.scale = None if x.scale is None else x.scale[0]
 
     def each(self, tokens, axis):
-        """Broadcast one number per query (axis 0) or key (1) to the tile; None for None."""
+        """Broadcasts one number per query (axis 0) or key (1) to the tile; None for None."""
         if tokens is None:
             return None
         place = int(axis != self.transposed)
@@ -295,7 +295,7 @@ class Tile:
         return lax.broadcast_in_dim(found, self.shape, (place,))
 
     def at(self, first_query, first_key, beside):
-        """Return indices and positions as arrays of the tile's shape.
+        """Returns indices and positions as arrays of the tile's shape.
 
         `beside` holds the arrays of the tile's tokens, by name.
         """
@@ -312,7 +312,7 @@ class Tile:
         return At(self.b, self.h, i, column if j is None else j, column)
 
     def load(self, table, at):
-        """Load entries of a table; an array `at` costs one comparison per table entry."""
+        """Loads entries of a table; an array `at` costs one comparison per table entry."""
         ref = self.x.tables[table]
         if jnp.ndim(at) == 0:
             return ref[at]
@@ -324,7 +324,7 @@ class Tile:
         return lax.fori_loop(0, ref.shape[0], choose, start)
 
     def scores(self, at, products):
-        """Return the function from products to logits before any mask."""
+        """Returns the function from products to logits before any mask."""
         plan, values = self.plan, []
         if plan.score is not None:
             reads = block_tiles.lookups(plan, "score", self.load, products, at.b, at.h, at.i, at.j)
@@ -343,12 +343,12 @@ class Tile:
 
 
 def entry(ref, *index):
-    """Load one number."""
+    """Loads one number."""
     return ref[tuple(np.int32(i) if isinstance(i, int) else i for i in index)]
 
 
 def fold(walk: Walk, step: Callable, carry: Any, first: Any = 0) -> Any:
-    """Fold `step(number, tile, carry, whole)` over the tiles of a walk, numbered from `first`."""
+    """Folds `step(number, tile, carry, whole)` over the tiles of a walk, numbered from `first`."""
     for before, count, tile, whole in (
         (0, walk.whole, walk.whole_tile, True),
         (walk.whole, walk.masked, walk.masked_tile, False),
@@ -362,7 +362,7 @@ def fold(walk: Walk, step: Callable, carry: Any, first: Any = 0) -> Any:
 
 
 def put_rows(staged: Any, value: jax.Array, target: Any) -> None:
-    """Store `(r, width)` through shared memory, one swizzled row of features at a time."""
+    """Stores `(r, width)` through shared memory, one swizzled row of features at a time."""
     width = staged.shape[1]
     for start in range(0, value.shape[1], width):
         staged[...] = value[:, start : start + width].astype(staged.dtype)
@@ -390,7 +390,7 @@ class Block(NamedTuple):
 def call(
     name: str, kernel, plan: Plan, inputs, grid, shapes, scratch, workers: int
 ) -> list[jax.Array]:
-    """Run `kernel(plan, inputs, outputs, scratch, block)` over a grid of examples, heads, tiles.
+    """Runs `kernel(plan, inputs, outputs, scratch, block)` over a grid of examples, heads, tiles.
 
     `inputs` and `scratch` are pytrees; the kernel gets pytrees of references of the same structure.
     """
@@ -428,7 +428,7 @@ def call(
 
 
 def roles(workers: int, worker: Any, compute: Callable, copy: Callable) -> None:
-    """Run `copy()` in the last warpgroup and `compute()` in the other warpgroups."""
+    """Runs `copy()` in the last warpgroup and `compute()` in the other warpgroups."""
     computing, copying = _REGISTERS
 
     @pl.when(worker < workers)
@@ -445,7 +445,7 @@ def roles(workers: int, worker: Any, compute: Callable, copy: Callable) -> None:
 
 
 def _params(how):
-    """Return the parameters of the interpreter, or None if kernels are compiled."""
+    """Returns the parameters of the interpreter, or None if kernels are compiled."""
     if not how or isinstance(how, plgpu.InterpretGPUParams):
         return how or None
     return plgpu.InterpretGPUParams()

@@ -47,7 +47,7 @@ _MOST_SCALARS = 2**17  # largest number of layout entries, in 1 MB of scalar mem
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Return the reason why these kernels cannot take these operands, or None."""
+    """Returns the reason why these kernels cannot take these operands, or None."""
     if reason := block_tiles.refusal(LIMITS, config, x):
         return reason
     given = config.tile if x.layout is None else x.layout.tile
@@ -61,7 +61,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
+    """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     plan, arrays = block_tiles.arrange(config, x, _tile(config, x))
     arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
     batch, (t, _), (heads, _) = arrays.query.shape[0], plan.tile, plan.heads
@@ -98,7 +98,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
 def backward(
     config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
-    """Return the gradients of the inputs.
+    """Returns the gradients of the inputs.
 
     Args:
       config: configuration of the call.
@@ -161,14 +161,14 @@ def backward(
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the candidate tiles `(t, s)` to tune, one tile for all kernels."""
+    """Returns the candidate tiles `(t, s)` to tune, one tile for all kernels."""
     lengths = x.query.shape[-3], x.key.shape[-3]
     sides = [[s for s in _SIDES if s <= max(length, LANES)] for length in lengths]
     return {"all": tuple(each for each in itertools.product(*sides) if each != _tile(config, x))}
 
 
 def _tile(config, x):
-    """Return `(t, s)`: the largest sides up to the lengths, or that divide the given tile."""
+    """Returns `(t, s)`: the largest sides up to the lengths, or that divide the given tile."""
     if tuned := config.implementations.tile("mosaic_tpu", "all"):
         return tuned
     given = config.tile if x.layout is None else x.layout.tile
@@ -181,7 +181,7 @@ def _tile(config, x):
 
 
 def _steps(plan, x, *, of_keys):
-    """Return an upper bound on the number of tiles that a tile visits."""
+    """Returns an upper bound on the number of tiles that a tile visits."""
     tiles, own = (plan.grid[0], plan.tile[1]) if of_keys else (plan.grid[1], plan.tile[0])
     config = plan.config
     if x.layout is not None:
@@ -202,12 +202,12 @@ def _padded(array, axis, multiple, value=0):
 
 
 def _by_head(array, multiple):
-    """Transpose `(B, L, heads, H)` to `(B, heads, L', H)`, padded to L'."""
+    """Transposes `(B, L, heads, H)` to `(B, heads, L', H)`, padded to L'."""
     return _padded(jnp.swapaxes(array, 1, 2), 2, multiple)
 
 
 def _in_rows(array, multiple, value):
-    """Transpose `(B, L, heads)` to `(B, heads, 1, L')`, padded to L' with `value`."""
+    """Transposes `(B, L, heads)` to `(B, heads, 1, L')`, padded to L' with `value`."""
     return _padded(jnp.swapaxes(array, 1, 2), 2, multiple, value)[:, :, None]
 
 
@@ -306,13 +306,13 @@ class _Inputs:
 
 
 def _place(plan, of_keys, *grid_and_scalars):
-    """Return (b, h, n, m) of a step: example, query head, query tile and key tile."""
+    """Returns (b, h, n, m) of a step: example, query head, query tile and key tile."""
     b, h, n, m, *_ = _at_step(plan, of_keys, *grid_and_scalars)
     return b, h, n, m
 
 
 def _at_step(plan, of_keys, *grid_and_scalars):
-    """Return (b, h, n, m, visited, masked) of a step; extra steps of a row repeat its last tile."""
+    """Returns (b, h, n, m, visited, masked) of a step; extra steps of a row repeat its last tile."""
     count = 5 if of_keys else 4
     grid, (_, *walk) = grid_and_scalars[:count], grid_and_scalars[count:]
     b, head, own, *group, step = grid
@@ -391,11 +391,11 @@ class _Tile:
         )
 
     def block(self, name):
-        """Load the block of an array by name; None if the array is absent."""
+        """Loads the block of an array by name; None if the array is absent."""
         return self.blocks[name][...] if name in self.blocks else None
 
     def at(self):
-        """Return indices and positions of the tile."""
+        """Returns indices and positions of the tile."""
         index = []
         for axis, tile in ((0, self.n), (1, self.m)):
             size, down = self.plan.tile[axis], axis == self.transposed
@@ -406,7 +406,7 @@ class _Tile:
         return At(self.b, self.h, i, index[1] if j is None else j, index[1])
 
     def load(self, table, at):
-        """Load entries of a table; an array `at` costs one comparison per table entry."""
+        """Loads entries of a table; an array `at` costs one comparison per table entry."""
         ref = self.blocks[f"table{table}"]
         if jnp.ndim(at) == 0:
             return ref[at]
@@ -418,7 +418,7 @@ class _Tile:
         return lax.fori_loop(0, ref.shape[0], choose, start)
 
     def logits(self, at, products, masked):
-        """Return the masked logits, and the pull-back from logits to products."""
+        """Returns the masked logits, and the pull-back from logits to products."""
         plan, values = self.plan, []
         if plan.score is not None:
             reads = block_tiles.lookups(plan, "score", self.load, products, at.b, at.h, at.i, at.j)
@@ -436,7 +436,7 @@ class _Tile:
         return block_tiles.masked(logits, allowed), pull_back
 
     def visit(self, step):
-        """Run `step(masked)` if this step visits a tile."""
+        """Runs `step(masked)` if this step visits a tile."""
         for masked in (True, False):
             here = self.masked if masked else ~self.masked
             pl.when(self.visited & here)(functools.partial(step, masked))
@@ -482,7 +482,7 @@ def _forward_kernel(plan, scalars, names, *refs):
 
 
 def _gradients(tile, at, masked):
-    """Return the weights after dropout and the gradient of the products, both `(s, t)`."""
+    """Returns the weights after dropout and the gradient of the products, both `(s, t)`."""
     products = tile.dot(tile.block("key"), tile.block("query"))
     d_weights = tile.dot(tile.block("value"), tile.block("d_out"))
     logits, pull_back = tile.logits(at, products, masked)

@@ -50,7 +50,7 @@ LIMITS = dispatch.Limits(("float32", "bfloat16"), 256)
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Return the reason why these kernels cannot take these operands, or None."""
+    """Returns the reason why these kernels cannot take these operands, or None."""
     dtypes = {array.dtype for array in jax.tree.leaves((x.queries, x.keys))}
     for dtype in (*dtypes, config.dtype):
         if reason := LIMITS.refusal(dtype, 0):
@@ -68,12 +68,12 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 def forward(config: Config, x: Inputs):
-    """Return `((output, state), saved)`; see `effattn.pallas.recurrence.forward`."""
+    """Returns `((output, state), saved)`; see `effattn.pallas.recurrence.forward`."""
     return recurrence.forward(KERNELS, config, x)
 
 
 def backward(config: Config, x: Inputs, saved, d_output, d_state) -> Inputs:
-    """Return the gradients of the inputs; see `effattn.pallas.recurrence.backward`."""
+    """Returns the gradients of the inputs; see `effattn.pallas.recurrence.backward`."""
     return recurrence.backward(KERNELS, config, x, saved, d_output, d_state)
 
 
@@ -100,12 +100,12 @@ class _Plan:
         return self.heads // self.value_heads
 
     def dot(self, left: jax.Array, right: jax.Array, contract: tuple[int, int] = (1, 0)):
-        """Return the product over one axis of each operand, in the precision of `how`."""
+        """Returns the product over one axis of each operand, in the precision of `how`."""
         exact = self.how.precision != lax.Precision.DEFAULT
         return _dot(left, right, contract, lax.Precision.HIGHEST if exact else None)
 
     def over_group(self, body, carry):
-        """Fold `body(g, carry)` over the heads of the output that read one value head."""
+        """Folds `body(g, carry)` over the heads of the output that read one value head."""
         if self.group == 1:
             return body(0, carry)
         return lax.fori_loop(jnp.int32(0), jnp.int32(self.group), body, carry)
@@ -131,7 +131,7 @@ def _plan(how: How, arrays: Arrays) -> _Plan:
 
 
 def _by_head(x):
-    """Transpose `(B, T, heads, size)` to `(B, heads, T', size)`, padded to whole blocks."""
+    """Transposes `(B, T, heads, size)` to `(B, heads, T', size)`, padded to whole blocks."""
     x = jnp.moveaxis(x, 1, 2)
     return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % BLOCK), (0, 0)])
 
@@ -141,7 +141,7 @@ def _by_token(x, length):
 
 
 def _log_decay(arrays):
-    """Return a list of the log decays, or an empty list without decay.
+    """Returns a list of the log decays, or an empty list without decay.
 
     Decays per feature are `(B, heads, T', F)`; decays per token are `(B, V, n, 1, C)`.
     """
@@ -175,7 +175,7 @@ def _call(plan, kernel, heads, inputs, specs, shapes, out_specs, scratch=(), in_
 
 
 def _tokens(size, share=1, group=None, back=0):
-    """Specify blocks `(C, size)`, or `(group, C, size)`, of an array `(B, heads, T', size)`.
+    """Specifies blocks `(C, size)`, or `(group, C, size)`, of an array `(B, heads, T', size)`.
 
     `share` heads of the grid read one head of the array. A `back` other than 0 is the number of
     blocks, for a walk from the last block to the first.
@@ -247,7 +247,7 @@ def _gradients_of_states(how, arrays: Arrays, d_out, d_state):
 
 
 def _of_queries(plan, arrays, kernel, states, size, *more):
-    """Run a kernel for each block of each head of the output; returns `(B, T, heads, size)`.
+    """Runs a kernel for each block of each head of the output; returns `(B, T, heads, size)`.
 
     `more` are arrays `(B, T, heads, D)` that the kernel also reads.
     """
@@ -322,7 +322,7 @@ def _corrected_back(how, arrays: Arrays, chunks, d_state):
 
 
 def _of_chunks(plan, kernel, chunks, state, chunk_at):
-    """Return corrected values `(B, V, n, C, D)`, and the states after each chunk.
+    """Returns corrected values `(B, V, n, C, D)`, and the states after each chunk.
 
     `chunk_at(step)` is the chunk of a step of the grid.
     """
@@ -423,7 +423,7 @@ def _correct_back(
 
 
 def _corrected_chunk(plan, recalled, key, value, kept, state):
-    """Return the corrected values of a chunk and the state after the chunk."""
+    """Returns the corrected values of a chunk and the state after the chunk."""
     before = state[...]
     found = value[...] - plan.dot(recalled[...], before)
     return found, kept[...] * before + plan.dot(key[...], found, (0, 0))
@@ -531,7 +531,7 @@ class _Pairs:
         return jnp.where(visible, jnp.exp(_dot(jnp.where(visible, self.log, 0), later)), 0)
 
     def products(self, query, key):
-        """Return the weights `(C, C)`, the decayed products of queries and keys."""
+        """Returns the weights `(C, C)`, the decayed products of queries and keys."""
         dot = self.plan.dot
         if self.plan.decay != "feature":
             return dot(query, key, (1, 1)) * self.alike
@@ -542,7 +542,7 @@ class _Pairs:
         return weights
 
     def gradient(self, d_products, array, contract):
-        """Return the gradient `(C, F)` of queries or of keys from the gradient of the products.
+        """Returns the gradient `(C, F)` of queries or of keys from the gradient of the products.
 
         For queries, `array` is the keys and `contract` is (1, 0); for keys, `array` is the queries
         and `contract` is (0, 0). With decays, products of a token with itself are left out.

@@ -30,7 +30,7 @@ ROWS, LANES = 16, 128  # shape of a register in bfloat16
 
 
 def refusal(query: jax.Array, keys: Pages, values: Pages, table: jax.Array, *_) -> str | None:
-    """Return the reason why the kernel cannot take these operands of `paged`, or None."""
+    """Returns the reason why the kernel cannot take these operands of `paged`, or None."""
     page = keys.array.shape[1]
     if reason := LIMITS.refusal(query.dtype, query.shape[-1], values.array.shape[-1]):
         return reason
@@ -135,7 +135,7 @@ def paged(
 
 
 def _span(config, queries, page, length):
-    """Return the first page that a sequence reads and one past the last page."""
+    """Returns the first page that a sequence reads and one past the last page."""
     first, last = jnp.int32(0), lax.div(length + (page - 1), np.int32(page))
     if config.left is not None:
         first = lax.div(jnp.maximum(length - queries - config.left, 0), np.int32(page))
@@ -167,7 +167,7 @@ def _kernel(table, lengths, scale, query, *refs, config, queries, page, quantize
         )
 
     def read(pool, scales, head):
-        """Load `(p, H)` of a key head, with zeros past the end of the sequence."""
+        """Loads `(p, H)` of a key head, with zeros past the end of the sequence."""
         entries = pool[:, head, :].astype(jnp.float32)
         if scales:
             entries = entries * scales[0][...][:, head : head + 1]

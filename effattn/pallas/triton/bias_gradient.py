@@ -24,7 +24,7 @@ from effattn.patterns.layouts import BlockLayout
 def gradient(
     config: Config, x: Inputs, rows: tuple[jax.Array, ...], tile: tuple[int, int], warps: int
 ) -> jax.Array:
-    """Return the gradient in the shape and dtype of the bias.
+    """Returns the gradient in the shape and dtype of the bias.
 
     Args:
       config: configuration of the call.
@@ -46,7 +46,7 @@ def gradient(
 
 
 def _kinds(layout: BlockLayout) -> jax.Array:
-    """Return int32 `(B or 1, K or 1, nq, nk)`: 0 for skipped, 1 for partial, 2 for full tiles."""
+    """Returns int32 `(B or 1, K or 1, nq, nk)`: 0 for skipped, 1 for partial, 2 for full tiles."""
     visited, full = (jnp.asarray(layout.block_mask(kind)) for kind in (None, "full"))
     kinds = visited.astype(jnp.int32) + full
     *batch, heads = kinds.shape[:-2] or (1,)
@@ -105,7 +105,7 @@ def _bias_kernel(plan, structure, *refs):
 
 
 def _put(tile, d_bias, first, total):
-    """Store the tile, summed over the tile axes along which the bias is broadcast."""
+    """Stores the tile, summed over the tile axes along which the bias is broadcast."""
     b, h, n, m = first
     (row, row_there), (column, column_there) = tile.indices(n, 0), tile.indices(m, 1)
     if d_bias.shape[2:] == (1, 1):

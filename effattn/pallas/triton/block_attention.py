@@ -56,7 +56,7 @@ _MORE_TILES = (
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Return the reason why these kernels cannot take these operands, or None."""
+    """Returns the reason why these kernels cannot take these operands, or None."""
     if reason := block_tiles.refusal(LIMITS, config, x):
         return reason
     given = config.tile if x.layout is None else x.layout.tile
@@ -70,7 +70,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
 
 
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
+    """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     tile, warps = _tile("forward", config, x)
     plan, arrays = block_tiles.arrange(config, x, tile)
     arrays = arrays._replace(walk=block_tiles.walk_arrays(plan, arrays, x.layout, of_keys=False))
@@ -89,7 +89,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
 def backward(
     config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
-    """Return the gradients of the inputs.
+    """Returns the gradients of the inputs.
 
     Args:
       config: configuration of the call.
@@ -117,7 +117,7 @@ def backward(
 
 
 def tilings(config: Config, x: Inputs) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the candidates (queries, keys, warps) to tune for each kernel."""
+    """Returns the candidates (queries, keys, warps) to tune for each kernel."""
     return {
         kernel: tuple(tile for tile in _MORE_TILES if tile != own)
         for kernel, own in _tiles_of(x).items()
@@ -130,7 +130,7 @@ def _tiles_of(x: Inputs) -> dict[str, tuple[int, int, int]]:
 
 
 def _tile(kernel: str, config: Config, x: Inputs) -> tuple[tuple[int, int], int]:
-    """Return the tile `(t, s)`, no larger than the lengths, and the number of warps per tile."""
+    """Returns the tile `(t, s)`, no larger than the lengths, and the number of warps per tile."""
     tuned = config.implementations.tile("triton", kernel)
     *sides, warps = tuned or _tiles_of(x)[kernel]
     given = config.tile if x.layout is None else x.layout.tile
@@ -145,7 +145,7 @@ def _tile(kernel: str, config: Config, x: Inputs) -> tuple[tuple[int, int], int]
 
 
 def _rows_together(x, rows):
-    """Reshape arrays `(*B, T, N, ...)` to `(B, T, N, ...)`."""
+    """Reshapes arrays `(*B, T, N, ...)` to `(B, T, N, ...)`."""
     axes = x.query.ndim - 3
     return tuple(array.reshape(-1, *array.shape[axes:]) for array in rows)
 
@@ -267,7 +267,7 @@ def _query_kernel(plan, structure, *refs):
 
 
 def _by_entry(totals, at, values):
-    """Add each of `values` `(t, s)` to the table entry, given by `at`, that it was read from."""
+    """Adds each of `values` `(t, s)` to the table entry, given by `at`, that it was read from."""
     entry = jnp.arange(totals.shape[0], dtype=jnp.int32)
     if jnp.ndim(at) == 0:
         return totals + jnp.where(entry == at, jnp.sum(jnp.sum(values, 1), 0), 0.0)

@@ -56,17 +56,17 @@ LIMITS = dispatch.Limits(("float32", "bfloat16", "float16"), 256, "Ampere or lat
 
 
 def refusal(config: Config, x: Inputs) -> str | None:
-    """Return the reason why these kernels cannot take these operands, or None."""
+    """Returns the reason why these kernels cannot take these operands, or None."""
     return recurrence.refusal(config, x) or device.triton_refusal()
 
 
 def forward(config: Config, x: Inputs):
-    """Return `((output, state), saved)`; see `effattn.pallas.recurrence.forward`."""
+    """Returns `((output, state), saved)`; see `effattn.pallas.recurrence.forward`."""
     return recurrence.forward(KERNELS, config, x)
 
 
 def backward(config: Config, x: Inputs, saved, d_output, d_state) -> Inputs:
-    """Return the gradients of the inputs; see `effattn.pallas.recurrence.backward`."""
+    """Returns the gradients of the inputs; see `effattn.pallas.recurrence.backward`."""
     return recurrence.backward(KERNELS, config, x, saved, d_output, d_state)
 
 
@@ -138,7 +138,7 @@ def _call(kernel, plan, grid, inputs, specs, shapes, out_specs, stages=2):
 
 
 def _walked(plan, kernel, arrays, state):
-    """Return saved states `(B, V, n + 1, F', D')`, padded with zeros to whole tiles."""
+    """Returns saved states `(B, V, n + 1, F', D')`, padded with zeros to whole tiles."""
     batch, heads = state.shape[:2]
     state = _filled(state, *plan.whole)
     across = plan.tiles[1]
@@ -164,14 +164,14 @@ def _walked(plan, kernel, arrays, state):
 
 
 def _filled(x, *whole):
-    """Pad the last axes with zeros, each to a size in `whole`."""
+    """Pads the last axes with zeros, each to a size in `whole`."""
     kept = x.ndim - len(whole)
     more = [(0, size - there) for there, size in zip(x.shape[kept:], whole, strict=True)]
     return jnp.pad(x, [*[(0, 0)] * kept, *more])
 
 
 def _walked_whole(plan, kernel, chunks, state):
-    """Return corrected values `(B, V, n, C, D)`, and states in the form of `_walked`."""
+    """Returns corrected values `(B, V, n, C, D)`, and states in the form of `_walked`."""
     batch, heads, _, size = state.shape
     features, values = plan.whole
 
@@ -207,7 +207,7 @@ def _walked_whole(plan, kernel, chunks, state):
 
 
 def _of_blocks(plan, kernel, heads, arrays, saved, more, axis):
-    """Run a parallel kernel; returns `(B, T, heads, F)` for axis 0, `(B, T, heads, D)` for axis 1.
+    """Runs a parallel kernel; returns `(B, T, heads, F)` for axis 0, `(B, T, heads, D)` for axis 1.
 
     `saved` is `(states, offset)`: a block reads the state at its start (offset 0) or at its end
     (offset 1).
@@ -310,7 +310,7 @@ def _correct_back(plan, recalled, key, kept, query, value, d_out, last, correcte
 
 
 def _corrected_chunk(plan, n, recalled, key, kept, value, corrected, state):
-    """Write the corrected values of chunk n; return the state after chunk n, in tiles."""
+    """Writes the corrected values of chunk n; return the state after chunk n, in tiles."""
     found = value[n]
     for tile, part in zip(plan.slices, state, strict=True):
         found -= plan.dot(recalled[n, :, tile], part)
@@ -392,7 +392,7 @@ def _d_value_block(plan, d_out, query, key, value, *refs):
 
 
 def _not_before_the_loop(start, head):
-    """Return `start` in a form that the compiler cannot hoist out of a loop over heads.
+    """Returns `start` in a form that the compiler cannot hoist out of a loop over heads.
 
     Decays of all levels, computed once before the loop, would not fit in registers.
     """
@@ -400,7 +400,7 @@ def _not_before_the_loop(start, head):
 
 
 def _at_block(plan, heads, log_decay):
-    """Return the `Program`, its head (of `heads`), the first token of its block, and its tile."""
+    """Returns the `Program`, its head (of `heads`), the first token of its block, and its tile."""
     head = pl.program_id(1)
     at = Program(plan, head // (heads // plan.value_heads), log_decay)
     return at, head, pl.program_id(2) * BLOCK, pl.program_id(3)

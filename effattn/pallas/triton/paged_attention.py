@@ -35,7 +35,7 @@ ROWS = 16  # smallest side of a product on tensor cores
 
 
 def refusal(query: jax.Array, keys: Pages, values: Pages, *_) -> str | None:
-    """Return the reason why the kernel cannot take these operands of `paged`, or None."""
+    """Returns the reason why the kernel cannot take these operands of `paged`, or None."""
     page = keys.array.shape[1]
     if reason := LIMITS.refusal(query.dtype, query.shape[-1], values.array.shape[-1]):
         return reason
@@ -143,7 +143,7 @@ def _kernel(table, lengths, scale, query, *refs, config, queries, sizes, pages_o
     position = length - queries + jnp.arange(rows) % queries
 
     def read(pool, scales, which, present, size, width):
-        """Load a page `(p, width)`, with zeros as padding of tokens and features."""
+        """Loads a page `(p, width)`, with zeros as padding of tokens and features."""
         token, feature = jnp.arange(page), jnp.arange(width)
         there = present[:, None] & (feature < size)[None, :]
         within = jnp.minimum(feature, size - 1)[None, :]

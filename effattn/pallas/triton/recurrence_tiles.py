@@ -70,7 +70,7 @@ class Plan:
         return 8 if self.tile == (TILE, TILE) else 4
 
     def dot(self, left: jax.Array, right: jax.Array) -> jax.Array:
-        """Return a matrix product in the precision of `how`.
+        """Returns a matrix product in the precision of `how`.
 
         A float32 product is three products of TensorFloat-32: each operand is split into its
         TensorFloat-32 part and the rest. The result is exact to about 2**-22. The interpreter uses
@@ -87,7 +87,7 @@ def _tile(size: int) -> int:
 
 
 def plan_of(how: How, arrays: Arrays) -> Plan:
-    """Return the plan for the shapes of `arrays`."""
+    """Returns the plan for the shapes of `arrays`."""
     decay = None
     if arrays.log_decay is not None:
         decay = "token" if arrays.log_decay.ndim == 3 else "feature"
@@ -97,7 +97,7 @@ def plan_of(how: How, arrays: Arrays) -> Plan:
 
 
 def times(x, decay):
-    """Return `x * decay`, or `x` without decay."""
+    """Returns `x * decay`, or `x` without decay."""
     return x if decay is None else x * decay
 
 
@@ -119,25 +119,25 @@ class Program:
     # Tiles `(C, f)` or `(C, d)` of the given tokens.
 
     def query(self, array, token, head, f):
-        """Load queries `(C, f)` of a head of the output."""
+        """Loads queries `(C, f)` of a head of the output."""
         head = head // (self.plan.heads // self.plan.query_heads)
         return self._tile(array, token, head, 0, f)
 
     def output(self, array, token, head, d):
-        """Load `(C, d)` of a head of the output."""
+        """Loads `(C, d)` of a head of the output."""
         return self._tile(array, token, head, 1, d)
 
     def key(self, array, token, f):
-        """Load keys `(C, f)` of the key head that this program's value head reads."""
+        """Loads keys `(C, f)` of the key head that this program's value head reads."""
         head = self.value_head // (self.plan.value_heads // self.plan.key_heads)
         return self._tile(array, token, head, 0, f)
 
     def value(self, array, token, d):
-        """Load values `(C, d)` of this program's value head."""
+        """Loads values `(C, d)` of this program's value head."""
         return self._tile(array, token, self.value_head, 1, d)
 
     def log_decay(self, token, f, present=True):
-        """Load log decays `(C)` or `(C, f)`, with zero for tokens that are not `present`."""
+        """Loads log decays `(C)` or `(C, f)`, with zero for tokens that are not `present`."""
         if self.plan.decay == "feature":
             return self._tile(self.array, token, self.value_head, 0, f, present)
         within = jnp.minimum(token, self.plan.length - 1)
@@ -191,7 +191,7 @@ class Program:
     # inside every product; otherwise the product is multiplied by one matrix of decays.
 
     def weights(self, start, query, key, head):
-        """Return the weights `(C, C)` of a head of the output."""
+        """Returns the weights `(C, C)` of a head of the output."""
 
         def of_tile(f, weights):
             queries = self.query(query, start + self.row, head, f)
@@ -212,7 +212,7 @@ class Program:
         return products
 
     def gradient_of_weights(self, start, d_out, value, head):
-        """Return the gradient of the weights; with decays, its diagonal (own tokens) is zero."""
+        """Returns the gradient of the weights; with decays, its diagonal (own tokens) is zero."""
 
         def of_tile(d, gradient):
             d_read = self.output(d_out, start + self.row, head, d)
@@ -251,7 +251,7 @@ class Program:
     # decay of the query since the start of its half. No exponent is a difference of sums.
 
     def _levels(self, start, f):
-        """Yield for each level the decays of all tokens `(C, f)` and the mask of pairs `(C, C)`."""
+        """Yields for each level the decays of all tokens `(C, f)` and the mask of pairs `(C, C)`."""
         for size, since, until in self._halves(start, f):
             if size < BLOCK:
                 both, second = self.row // (2 * size), self.row // size % 2 == 1
@@ -259,7 +259,7 @@ class Program:
                 yield jnp.exp(jnp.where(second[:, None], since, until)), pairs
 
     def _halves(self, start, f):
-        """Yield for each size of halves: the size, and two sums of log decays `(C, f)`.
+        """Yields for each size of halves: the size, and two sums of log decays `(C, f)`.
 
         The sums run from the start of a half to each token, including the token's own log decay,
         and from each token, without its own log decay, to the end of the half.
@@ -280,7 +280,7 @@ class Program:
     # Updates over a block: of the state forward, and of the gradient of the state backward.
 
     def state_after(self, state, start, key, value, f, d):
-        """Return the state after a block: the decayed state before it plus the block's writes.
+        """Returns the state after a block: the decayed state before it plus the block's writes.
 
         Tokens are loaded in reverse order, so that a running sum gives the decays until the end.
         """
@@ -293,7 +293,7 @@ class Program:
         return times(state, self.whole(start, f)) + written
 
     def gradient_before(self, co_state, start, query, d_out, f, d):
-        """Return the gradient of the state before a block from the gradient after the block."""
+        """Returns the gradient of the state before a block from the gradient after the block."""
         since_start = self.since_start(start, f)
 
         def of_head(head, read):
@@ -303,18 +303,18 @@ class Program:
         return self.over_group(of_head, times(co_state, self.whole(start, f)))
 
     def over_tiles(self, axis, body, carry):
-        """Fold `body(number, carry)` over tiles of features (axis 0) or of values (axis 1)."""
+        """Folds `body(number, carry)` over tiles of features (axis 0) or of values (axis 1)."""
         return _loop(self.plan.tiles[axis], body, carry)
 
     def over_group(self, body, carry):
-        """Fold `body(head, carry)` over the heads of the output that read this value head."""
+        """Folds `body(head, carry)` over the heads of the output that read this value head."""
         group = self.plan.heads // self.plan.value_heads
         first = self.value_head * group
         return _loop(group, lambda g, carry: body(first + g, carry), carry)
 
 
 def _loop(count, body, carry):
-    """Fold `body` over `count` steps, without a loop for one step."""
+    """Folds `body` over `count` steps, without a loop for one step."""
     return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
 
 
@@ -325,12 +325,12 @@ def _sums(x, size):
 
 
 def tile_of(ref, plan, axis, number):
-    """Load a tile of features (axis 0) or of values (axis 1) of a state."""
+    """Loads a tile of features (axis 0) or of values (axis 1) of a state."""
     part = pl.ds(number * plan.tile[axis], plan.tile[axis])
     return ref[part, :] if axis == 0 else ref[:, part]
 
 
 def put(out, tile):
-    """Store a whole tile."""
+    """Stores a whole tile."""
     row, column = (jnp.arange(size, dtype=jnp.int32) for size in tile.shape)
     triton.store(out.at[row[:, None], column[None, :]], tile)

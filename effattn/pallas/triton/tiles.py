@@ -23,7 +23,7 @@ STAGES = 2  # tiles in flight: one tile is read while the other tile is multipli
 
 
 def width(size: int) -> int:
-    """Return the number of features of a tile, a power of two."""
+    """Returns the number of features of a tile, a power of two."""
     return max(LEAST, pl.next_power_of_2(size))
 
 
@@ -50,7 +50,7 @@ class Tile:
         return place, (place < length if length % size else None)
 
     def rows(self, ref, n, axis, head):
-        """Load `(t or s, width)` from `(B, L, heads, H)`, with zeros as padding."""
+        """Loads `(t or s, width)` from `(B, L, heads, H)`, with zeros as padding."""
         place, there = self.indices(n, axis)
         feature = jnp.arange(width(ref.shape[-1]), dtype=jnp.int32)
         conditions = [] if there is None else [there[:, None]]
@@ -59,12 +59,12 @@ class Tile:
         return load(ref, (self.b, place[:, None], head, feature[None, :]), conditions)
 
     def each(self, ref, n, axis, *head, other=0):
-        """Load `(t or s)` from `(B, L)` or `(B, L, heads)`, with `other` as padding."""
+        """Loads `(t or s)` from `(B, L)` or `(B, L, heads)`, with `other` as padding."""
         place, there = self.indices(n, axis)
         return load(ref, (self.b, place, *head), [] if there is None else [there], other)
 
     def sums_of_rows(self, lse, delta, n):
-        """Load log-sum-exp and delta of query tile n for `block_tiles.gradients`.
+        """Loads log-sum-exp and delta of query tile n for `block_tiles.gradients`.
 
         Rows of padding get a log-sum-exp of +inf, so that their weights are 0: a bias or a
         score_mod can make the logits of these rows arbitrary.
@@ -73,11 +73,11 @@ class Tile:
         return tuple(map(self.down, each))
 
     def down(self, x):
-        """Broadcast one number per query along the query axis of the tile."""
+        """Broadcasts one number per query along the query axis of the tile."""
         return x[None, :] if self.transposed else x[:, None]
 
     def across(self, x):
-        """Broadcast one number per key along the key axis of the tile."""
+        """Broadcasts one number per key along the key axis of the tile."""
         return x[:, None] if self.transposed else x[None, :]
 
     def at(self, n, m):
@@ -90,7 +90,7 @@ class Tile:
         return At(self.b, self.h, self.down(i), self.across(j), self.across(column))
 
     def pairs(self, ref, n, m):
-        """Load the tile (n, m) of an array `(#B, #N, #T, #S)`; None if `ref` is None."""
+        """Loads the tile (n, m) of an array `(#B, #N, #T, #S)`; None if `ref` is None."""
         if ref is None:
             return None
         (row, row_there), (column, column_there) = self.indices(n, 0), self.indices(m, 1)
@@ -109,7 +109,7 @@ class Tile:
         return load(ref, index, conditions)
 
     def load(self, table, at):
-        """Load entries of a table, for `block_tiles.run`."""
+        """Loads entries of a table, for `block_tiles.run`."""
         return triton.load(self.x.tables[table].at[at])
 
     def reads(self, at, products):
@@ -135,7 +135,7 @@ class Tile:
         return block_tiles.dropped(self.plan, at, weights, self.load)
 
     def walk(self, n, step, carry, *, of_keys=False):
-        """Fold `step(m, carry, whole)` over the tiles that tile n visits, whole tiles first."""
+        """Folds `step(m, carry, whole)` over the tiles that tile n visits, whole tiles first."""
         walk = block_tiles.walk(
             self.plan, entry, self.x.walk, self.b, self.key_head, n, of_keys=of_keys
         )
@@ -152,12 +152,12 @@ class Tile:
 
 
 def index_of(index):
-    """Convert ints of an index to arrays: the interpreter reads the shape of every index."""
+    """Converts ints of an index to arrays: the interpreter reads the shape of every index."""
     return tuple(np.int32(i) if isinstance(i, int) else i for i in index)
 
 
 def load(ref, index, conditions, other=0):
-    """Load the entries at `index`, with `other` where a condition is false."""
+    """Loads the entries at `index`, with `other` where a condition is false."""
     index = index_of(index)
     if not conditions:
         return triton.load(ref.at[index])
@@ -167,12 +167,12 @@ def load(ref, index, conditions, other=0):
 
 
 def entry(ref, *index):
-    """Load one number."""
+    """Loads one number."""
     return triton.load(ref.at[index_of(index)])
 
 
 def store(ref, index, value, there, size=None):
-    """Store rows `(t, width)` or `(t)` at `index`, without padding.
+    """Stores rows `(t, width)` or `(t)` at `index`, without padding.
 
     `there` is the mask of valid rows, or None. `size` is the number of valid features of
     `(t, width)`; it is None for `(t)`.
@@ -188,7 +188,7 @@ def store(ref, index, value, there, size=None):
 
 
 def put_rows(tile, ref, n, axis, head, value):
-    """Store `(t or s, width)` as tile n of queries (axis 0) or keys (1), without padding."""
+    """Stores `(t or s, width)` as tile n of queries (axis 0) or keys (1), without padding."""
     place, there = tile.indices(n, axis)
     feature = jnp.arange(value.shape[-1], dtype=jnp.int32)
     index = tile.b, place[:, None], head, feature[None, :]
@@ -196,7 +196,7 @@ def put_rows(tile, ref, n, axis, head, value):
 
 
 def call(kernel, plan: Plan, inputs, grid, shapes, warps: int) -> list[jax.Array]:
-    """Run `kernel(plan, structure, *refs)`; refs are the leaves of `inputs`, then the results."""
+    """Runs `kernel(plan, structure, *refs)`; refs are the leaves of `inputs`, then the results."""
     leaves, structure = jax.tree.flatten(device.aligned(mesh_axes.vary_alike(inputs)))
     varying = jax.typeof(leaves[0]).manual_axis_type
     return pl.pallas_call(
