@@ -101,7 +101,9 @@ class TransformerConfig:
                 f"positions must be one of {', '.join(_POSITIONS)}, got {self.positions!r}"
             )
         if self.positions == "learned" and self.max_length is None:
-            raise ValueError("learned positions need max_length, how many of them there are")
+            raise ValueError(
+                "positions='learned' needs max_length, the number of positions, got None"
+            )
         check_dropout_rate(self.dropout_rate)
         for name in ("tie_embeddings", "parallel", "remat", "qk_norm", "is_causal"):
             checks.flag(name, getattr(self, name))
@@ -109,7 +111,7 @@ class TransformerConfig:
         checks.dtype("param_dtype", self.param_dtype)
         if self.remat_policy is not None:
             if not self.remat:
-                raise ValueError("remat_policy says what remat keeps and needs remat=True")
+                raise ValueError("remat_policy needs remat=True, or leave remat_policy out")
             if isinstance(self.remat_policy, str) and self.remat_policy not in _REMAT_POLICIES:
                 raise ValueError(
                     f"remat_policy must be one of {', '.join(_REMAT_POLICIES)} or a function from "

@@ -70,8 +70,8 @@ class TransformerLM(Transformer):
         check_init(batch, max_length, dtypes_of(self.config)["dtype"] if dtype is None else dtype)
         if self.positions is not None and max_length > self.positions.num_embeddings:
             raise ValueError(
-                f"max_length={max_length} was asked for, and there are only "
-                f"{self.positions.num_embeddings} learned positions"
+                f"max_length must be at most {self.positions.num_embeddings}, the number of "
+                f"learned positions, got {max_length}; configure the model with a larger max_length"
             )
         return TransformerState(
             layers=tuple(block.mixer.init_state(batch, max_length, dtype) for block in self.blocks),

@@ -153,7 +153,10 @@ def bigbird_from_transformers(
     chosen = options[attention_type]
     if random_blocks is not None:
         if attention_type == "original_full":
-            raise ValueError("random_blocks are of attention_type='block_sparse' alone")
+            raise ValueError(
+                "random_blocks needs attention_type='block_sparse', got 'original_full'; leave out "
+                "one of both"
+            )
         chosen["random_blocks"] = random_blocks
     layers = _read(parameters, prefix, _LOCAL, num_heads)
     mixer = SelfAttention(

@@ -50,9 +50,7 @@ class RandomFeatureSelfAttention(SelfAttention):
         refuse(type(self), options, ("projection", "gate"), advice)
         super().__init__(in_features, num_heads, "random_features", rngs=rngs, **options)
         if gated and not self.is_causal:
-            raise ValueError(
-                "gated=True needs is_causal=True: a gate says how the past is forgotten"
-            )
+            raise ValueError("gated=True needs is_causal=True, as a gate decays earlier tokens")
         self.num_features = num_features
         self.vectors = nnx.Variable(self._draw(rngs))
         make = Layers(**{**options, "rngs": rngs, "kernel_init": initializers.kernel_init})

@@ -150,8 +150,8 @@ class Transformer(Module):
             checks.known_length("a model with learned positions", tokens, axis=-1)
             if time > self.positions.num_embeddings:
                 raise ValueError(
-                    f"tokens have length {time}, and there are only "
-                    f"{self.positions.num_embeddings} learned positions (max_length)"
+                    f"{name} must have at most {self.positions.num_embeddings} columns, the number "
+                    f"of learned positions (max_length), got {time}"
                 )
         if lengths is not None:
             lengths = row_lengths(lengths, batch, time)
@@ -228,8 +228,8 @@ def _check_documents(positions: jax.Array, learned: int) -> None:
         longest = int(np.max(np.asarray(positions), initial=0)) + 1
         if longest > learned:
             raise ValueError(
-                f"segment_ids have a document of {longest} tokens, and there are only {learned} "
-                "learned positions (max_length)"
+                f"segment_ids must have documents of at most {learned} tokens, the number of "
+                f"learned positions (max_length), got a document of {longest} tokens"
             )
 
 

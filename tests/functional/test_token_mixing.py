@@ -488,7 +488,7 @@ IDS = np.ones((2, 9), int)
         ),
         (
             lambda: Synthesizer(D, 2, max_length=5, rngs=nnx.Rngs(0))(X),
-            r"x has 9 tokens, and there are parameters for 5 \(max_length\)",
+            "x has 9 tokens, but this Synthesizer has parameters for max_length=5",
         ),
         (
             lambda: ConvolutionalClassifier(5, 2, widths=(), rngs=nnx.Rngs(0)),

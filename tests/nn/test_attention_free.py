@@ -46,5 +46,7 @@ def test_prompts_and_steps_are_of_one_sequence(kind):
 @pytest.mark.parametrize("kind", ["full", "local"])
 def test_a_state_has_room_for_as_many_tokens_as_there_are_biases(kind):
     mixer = filled(lambda: BIASED[kind](8))
-    with pytest.raises(ValueError, match="max_length=9 was asked for, and there are biases for"):
+    with pytest.raises(
+        ValueError, match="max_length asks for 9 tokens, but this AFT.* has parameters for"
+    ):
         mixer.init_state(1, 9)

@@ -175,7 +175,7 @@ def test_options_that_do_not_fit_are_named(options, message):
 def test_bigbird_arguments_and_entries_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="one of original_full, block_sparse, got 'sparse'"):
         load_bigbird(attention_type="sparse")
-    with pytest.raises(ValueError, match="random_blocks are of attention_type='block_sparse'"):
+    with pytest.raises(ValueError, match="random_blocks needs attention_type='block_sparse'"):
         load_bigbird(random_blocks=np.zeros((4, 4, 1), int))
     with pytest.raises(ValueError, match="unexpected: self.key_global.bias"):
         load_bigbird(parameters=golden("longformer")["parameter"])

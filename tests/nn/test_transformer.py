@@ -439,13 +439,15 @@ def test_residual_projections_start_smaller():
 
 def test_learned_positions_end():
     model = made(positions="learned", max_length=4)
-    with pytest.raises(ValueError, match="length 9, and there are only 4 learned positions"):
+    with pytest.raises(
+        ValueError, match="at most 4 columns, the number of learned positions .* got 9"
+    ):
         model(TOKENS)
     ids = np.array([[1, 1, 1, 1, 2, 2, 0, 0, 0], [3, 4, 4, 4, 4, 4, 5, 5, 5]])
-    with pytest.raises(ValueError, match="a document of 5 tokens, .* only 4 learned positions"):
+    with pytest.raises(ValueError, match="at most 4 tokens, .* got a document of 5 tokens"):
         model(TOKENS, segment_ids=ids)
     assert np.isfinite(call(model, TOKENS, lengths=np.array([9, 5]), segment_ids=ids)[1, :5]).all()
-    with pytest.raises(ValueError, match="max_length=5"):
+    with pytest.raises(ValueError, match="max_length must be at most 4, .* got 5"):
         model.init_state(2, 5)
     with pytest.raises(ValueError, match="max_length must be an int, 0 or more tokens, got None"):
         model.init_state(2, None)
@@ -540,7 +542,7 @@ def test_bad_inputs_are_named():
         ({"vocab_size": 0}, "vocab_size must be an int, 1 or more, got 0"),
         ({"hidden_features": 0}, "hidden_features must be an int, 1 or more or None, got 0"),
         ({"positions": "sinusoidal"}, "positions must be one of rotary"),
-        ({"positions": "learned"}, "learned positions need max_length"),
+        ({"positions": "learned"}, "positions='learned' needs max_length"),
         ({"mixer": "sofmax"}, "unknown mechanism 'sofmax'"),
         ({"mixer": {"local_window_size": 3}}, 'mixer must be .* as "name" and options, got {'),
         ({"mixer": ("softmax",)}, "each of the 2 layers, got 1"),
