@@ -179,12 +179,11 @@ class _Lists(Pattern):
         """Returns int `(rows, k)` or `(heads, rows, k)`, ascending in each row, -1 for no block."""
         raise NotImplementedError
 
-    def _sized(self, lengths):
-        of_any_kind: Any = self
-        return dataclasses.replace(of_any_kind, lengths=lengths)
+    def _all_blocks(self) -> Any:
+        return self.blocks((0, 0))
 
     def _allows(self, i, j, h):
-        table = self.blocks(_known(self))
+        table = self._all_blocks()
         i, j = i // self.block_size, j // self.block_size
         row = (h, i) if self.heads else (i,)
         hits = (lookup(table[..., n], *row) == j for n in range(table.shape[-1]))
@@ -223,8 +222,6 @@ class BlockLists(_Lists):
 
     table: Any
     block_size: int
-    # Numbers of query positions and keys of the sequence, set by `sized`; the table is the same.
-    lengths: tuple[int, int] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
         at_least("block_size", self.block_size, 1)
@@ -234,7 +231,7 @@ class BlockLists(_Lists):
             object.__setattr__(self, "table", FrozenArray(np.sort(self.table, axis=-1)))
 
     def _heads(self):
-        shape = self.blocks((0, 0)).shape
+        shape = self._all_blocks().shape
         return shape[0] if len(shape) == 3 and shape[0] > 1 else None
 
     def blocks(self, lengths: tuple[int, int]) -> Any:
@@ -281,6 +278,12 @@ class RandomBlocks(_Lists):
         object.__setattr__(self, "ends", sides("ends", self.ends))
         if self.num_heads is not None:
             at_least("num_heads", self.num_heads, 1)
+
+    def _sized(self, lengths):
+        return dataclasses.replace(self, lengths=lengths)
+
+    def _all_blocks(self):
+        return self.blocks(_known(self))
 
     def _heads(self):
         return self.num_heads
