@@ -175,7 +175,7 @@ def lsh(mixer, x):
         query_key,
         project(mixer.value),
         num_rounds=mixer.rotations.shape[1],
-        num_buckets=mixer.factors,
+        num_buckets=mixer.factors or 1,
         chunk_length=mixer.chunk_length,
         rotations=mixer.rotations[...],
         is_causal=mixer.is_causal,
