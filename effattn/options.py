@@ -142,8 +142,8 @@ class Dropout(TypedDict, total=False):
 
     Attributes:
       dropout_rate: share of the weights dropped, in [0, 1); the others are scaled up. Default 0.
-      dropout_rng: a `jax.random` key; needed where the rate is above 0. Whether a weight is kept
-        depends only on `dropout_rng`, the example, the head and the two positions.
+      dropout_rng: a `jax.random` key; needed where the rate is above 0. The choice
+        of kept weights depends only on `dropout_rng`, the example, the head and the two positions.
     """
 
     dropout_rate: float

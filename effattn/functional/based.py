@@ -231,22 +231,31 @@ def _with_window(given, window, scale, padding):
     # At step t, query t reads the sums; then the key of token t - w leaves the window.
     new = jnp.sum(key_ids[..., window:] != 0, -1, keepdims=True)
     leaving = key_ids[..., :length]
-    if segment_ids is None:
-        leaving = jnp.where(token < new, leaving, 0)  # the last w tokens stay in the window
-    far_tokens, reads = _leaving(leaving, query_ids)
-    far, sums = recurrence.run(
-        "based_attention",
-        _far_terms,
-        dataclasses.replace(
-            given,
-            tokens=far_tokens._replace(query_mask=reads),
-            value=given.value.astype(given.dtype),
-            initial_state=state.sums,
-        ),
-        query,
-        (key[..., :length, :, :], value[..., :length, :, :]),
-        jnp.sqrt(scale.astype(given.dtype)),
-    )
+
+    def sums_of(leaving):
+        far_tokens, reads = _leaving(leaving, query_ids)
+        return recurrence.run(
+            "based_attention",
+            _far_terms,
+            dataclasses.replace(
+                given,
+                tokens=far_tokens._replace(query_mask=reads),
+                value=given.value.astype(given.dtype),
+                initial_state=state.sums,
+            ),
+            query,
+            (key[..., :length, :, :], value[..., :length, :, :]),
+            jnp.sqrt(scale.astype(given.dtype)),
+        )
+
+    # In the final state, the last w tokens stay in the window. Queries after the last key, which
+    # only unequal lengths allow, read sums that these tokens have joined.
+    staying = leaving if segment_ids is not None else jnp.where(token < new, leaving, 0)
+    if query_lengths is key_lengths:
+        far, sums = sums_of(staying)
+    else:
+        far, sums = sums_of(leaving)
+        sums = sums_of(staying)[1] if given.return_state else sums
     total = far[..., -1]
     lowest = dtypes.lowest(total.dtype)
     far_lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)), lowest)

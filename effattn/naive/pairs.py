@@ -42,7 +42,7 @@ def masked_softmax(logits: jax.Array, allowed: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Which pairs of one head may attend, and what the options do to their logits and weights.
+    """Pairs of one head that may attend, and the options that change their logits and weights.
 
     Attributes:
       allowed: bool `(T, S)`, by direction, window, mask, padding and packing.
@@ -241,7 +241,7 @@ def over_pairs(
       naive: `naive(query, key, value, pairs, **own)` of one head: query `(T, H)`, key `(S, H)`,
         value `(S, Hv)` and the `Pairs`. Returns the output `(T, Hv)`, or the output and a second
         result: the log-sum-exp `(T,)`, or the state. The inputs before `pairs` may have other
-        names. Of the shared options, `naive` receives `scale`, `local_window_size`, `bias` and
+        names. Among the shared options, `naive` receives `scale`, `local_window_size`, `bias` and
         `initial_state` if it names them; it then applies the window and the bias itself.
       per_token: names of own arguments `(*B, S, K, ...)`, or `(S, K, ...)` for all examples.
       per_head: own arguments `(K, ...)` or `(N, ...)`, with the number of axes of one head; an

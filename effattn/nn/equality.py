@@ -10,7 +10,7 @@ from flax import nnx
 
 
 def same_fields(one: Any, other: Any) -> bool:
-    """Returns whether two configurations are equal; arrays in their options are compared by value."""
+    """Returns whether two configurations are equal; arrays among options compare by value."""
     return all(
         _same(getattr(one, field.name), getattr(other, field.name))
         for field in dataclasses.fields(one)

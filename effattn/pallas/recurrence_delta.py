@@ -201,7 +201,7 @@ def _over_heads(function: Callable[..., Any]):
 
 
 def _cut_keys(chunk, keys, heads) -> Keys:
-    """Cuts keys into chunks `(B, V, n, C, F)`; log decays have F features, or 1 for all features."""
+    """Cuts keys into chunks `(B, V, n, C, F)`; log decays have F features, or 1 for all."""
     log_decay = keys.log_decay
     if log_decay is not None and log_decay.ndim == 3:
         log_decay = log_decay[..., None]

@@ -373,7 +373,7 @@ def _crowded(piece: Zones, ranges: Ranges, first, last, frame: Frame) -> Runs:
 
 
 def _might_fill(piece: Zones, ranges: Ranges, first, last, ids, stride, frame: Frame) -> np.ndarray:
-    """Returns whether the areas of the zones in each tile of `ids` sum to at least the whole tile."""
+    """Returns whether the areas of the zones in each tile of `ids` sum to the tile, or more."""
     s, queries = frame.tile[1], frame.grid[0]
     at, place = expanded(np.searchsorted(ids, first), np.searchsorted(ids, last, "right"))
     row, key = np.divmod(ids, stride)

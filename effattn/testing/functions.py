@@ -28,7 +28,7 @@ class Subject(NamedTuple):
     variant: str
     case: Case
     implementation: str | None = None
-    # Whether float32 calls name tiles or chunks: kernels have tiles of their own.
+    # True if float32 calls name tiles or chunks; kernels have tiles of their own.
     tuned: bool = True
 
     @property
@@ -384,7 +384,7 @@ def cotangents_of(subject: Subject, extent: Extent, arrays, known, seed: int = 1
 
 
 def second_result(subject: Subject, extent: Extent, known: Mapping[str, Any]) -> str | None:
-    """What the call returns besides its output: the log-sum-exp, the state or nothing."""
+    """Name of the second result of the call, "lse" or "state", or None."""
     if subject.has("residual"):
         return "lse"
     with_state = "segment_ids" not in known or takes_segments(subject, extent)

@@ -345,7 +345,7 @@ def twice_the_same(subject: Subject) -> None:
 def any_split_equals_the_whole(subject: Subject) -> None:
     """A mixer extended by pieces of 0 to 4 tokens, unequal between rows, equals one call.
 
-    What follows the valid tokens of a piece is NaN.
+    The padding of a piece is NaN.
     """
     mixer, rows = subject.mixer, 2
     x = np.random.default_rng(0).normal(size=(rows, subject.length, subject.features))

@@ -1,4 +1,4 @@
-"""What the laws ask of a subject: one interface for functions of heads and for mixers.
+"""Subjects of the laws: one interface for functions of heads and for mixers.
 
 A call has `arrays` with gradients by name, some of them tokens `(B, T, ...)`, and `known` arguments
 without gradients (lengths, packing). It gives results by name ("out", "lse", "state") and the

@@ -162,3 +162,16 @@ def test_no_tokens_leave_the_state_as_it_was():
     y, before, after = twice()
     assert y.shape == none.shape
     jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+@pytest.mark.parametrize("return_state", [True, slow(False)])
+def test_lengths_of_queries_and_keys_may_differ(return_state):
+    """Queries after the last key reach keys that have left the window; states hold the last keys."""
+    lengths = {"query_seq_lengths": np.array([16, 5]), "key_value_seq_lengths": np.array([7, 11])}
+    with jax.enable_x64(True):
+        given = {"local_window_size": WINDOW, "is_causal": True, "return_state": return_state}
+        arrays = draw(16)
+        ours = jax.jit(functools.partial(effattn.based_attention, **given))(*arrays, **lengths)
+        naive = jax.jit(functools.partial(effattn.naive.based, **given))(*arrays, **lengths)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12)
+        jax.tree.map(close, ours, naive)

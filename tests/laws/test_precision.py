@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from effattn.testing import functions, mixers
 from effattn.testing.functions import SQUARE, Extent
 from effattn.testing.laws import rms
-from tests.laws.battery import FIRST_MIXERS, MECHANISMS, MIXERS_WITH_CORES, OF_CORES, OF_CORES_IN_FLOAT32
+from tests.laws.battery import (
+    FIRST_MIXERS,
+    MECHANISMS,
+    MIXERS_WITH_CORES,
+    OF_CORES,
+    OF_CORES_IN_FLOAT32,
+)
 from tests.laws.sharding import draw_shared, run_shared, shared_sizes
 from tests.marks import slow_but_for
 

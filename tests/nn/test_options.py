@@ -43,7 +43,7 @@ def test_an_instance_has_the_signature_of_its_call():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"widht": 3}, TypeError, "unexpected keyword argument 'widht'"),
+        ({"breadth": 3}, TypeError, "unexpected keyword argument 'breadth'"),
         ({"rngs": None}, ValueError, "rngs must be nnx.Rngs"),
         ({"is_causal": 1}, ValueError, "is_causal must be True or False, got 1"),
         ({"dtype": "int8"}, ValueError, "dtype must be a floating-point dtype"),

@@ -121,7 +121,7 @@ class Product:
         return pl.run_scoped(multiply, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
 
     def of_both(self, *pairs: tuple[Any, Any]) -> list[jax.Array]:
-        """Returns `left @ right` in float32 for each pair in shared memory; the products overlap."""
+        """Returns `left @ right` in float32 for pairs in shared memory; the products overlap."""
 
         def multiply(*totals):
             for total, (left, right) in zip(totals, pairs, strict=True):

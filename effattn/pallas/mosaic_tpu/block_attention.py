@@ -312,7 +312,7 @@ def _place(plan, of_keys, *grid_and_scalars):
 
 
 def _at_step(plan, of_keys, *grid_and_scalars):
-    """Returns (b, h, n, m, visited, masked) of a step; extra steps of a row repeat its last tile."""
+    """Returns (b, h, n, m, visited, masked) of a step; extra steps repeat the last tile."""
     count = 5 if of_keys else 4
     grid, (_, *walk) = grid_and_scalars[:count], grid_and_scalars[count:]
     b, head, own, *group, step = grid

@@ -251,7 +251,7 @@ class Program:
     # decay of the query since the start of its half. No exponent is a difference of sums.
 
     def _levels(self, start, f):
-        """Yields for each level the decays of all tokens `(C, f)` and the mask of pairs `(C, C)`."""
+        """Yields the decays of all tokens `(C, f)` and the mask of pairs `(C, C)` of each level."""
         for size, since, until in self._halves(start, f):
             if size < BLOCK:
                 both, second = self.row // (2 * size), self.row // size % 2 == 1
