@@ -159,7 +159,7 @@ class Mechanism:
         return _parameters(self.builder) - _parameters(_ANY_FUNCTION)
 
     def mixer_takes(self, option: str) -> bool:
-        """Returns whether the mechanism's mixer takes the option, or forwards it to inner mixers."""
+        """Returns whether the mixer takes the option, or forwards it to inner mixers."""
         parameters = _signature(self.builder)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return open_ended or option in parameters
