@@ -112,11 +112,10 @@ def attention_free(
     Raises:
       ValueError: shapes, dtypes or options that do not fit.
     """
-    is_causal = options.get("is_causal", False)
-    initial, return_state = options.get("initial_state"), options.get("return_state", False)
-    without_direction: Any = {n: x for n, x in options.items() if n != "is_causal"}
+    is_causal, return_state = options.get("is_causal", False), options.get("return_state", False)
+    initial = options.get("initial_state")
     query, key, value, valid, starts = token_mixing.check(
-        "attention_free", {"query": query, "key": key, "value": value}, **without_direction
+        "attention_free", {"query": query, "key": key, "value": value}, **options
     )
     time, features = key.shape[1:]
     dtype, wide = value.dtype, dtypes.wide(value.dtype)

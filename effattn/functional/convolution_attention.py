@@ -8,7 +8,10 @@ from effattn.naive import over_examples
 
 
 def naive(mixer, x):
-    """Tokens x `(T, D)`; `mixer.attention` maps `(1, T, D / 2)` to `(1, T, D / 2)`."""
+    """Tokens x `(T, D)`; `mixer.attention` maps `(1, T, D / 2)` to `(1, T, D / 2)`.
+
+    The inner mixer runs as it was made: in its naive form by `implementation="naive"`.
+    """
     far, near = jnp.split(x, 2, -1)
     near = jax.nn.glu(near @ mixer.project.kernel[...])
     taps, width = mixer.convolution.taps[...], mixer.convolution.width

@@ -56,9 +56,7 @@ def spatial_gating(
       ValueError: shapes or dtypes that do not fit.
     """
     is_causal = options.get("is_causal", False)
-    value, valid, _ = token_mixing.check(
-        "spatial_gating", {"value": value}, lengths=options.get("lengths")
-    )
+    value, valid, _ = token_mixing.check("spatial_gating", {"value": value}, **options)
     gate, time = cleared(checks.shaped("gate", gate, value.shape), valid), value.shape[1]
     size = weights.shape[0] if weights.ndim else 0
     weights = checks.shaped("weights", weights, (size, size))

@@ -9,7 +9,10 @@ from effattn.naive import over_examples
 
 
 def naive(mixer, x):
-    """Tokens x `(T, D)`; each of `mixer.mixers` maps `(1, T, D)` to `(1, T, D)`."""
+    """Tokens x `(T, D)`; each of `mixer.mixers` maps `(1, T, D)` to `(1, T, D)`.
+
+    The inner mixers run as they were made: in their naive forms by `implementation="naive"`.
+    """
     logits = x @ mixer.choose.kernel[...] + mixer.choose.bias[...]
     gates = jax.nn.softmax(logits.astype(jnp.promote_types(x.dtype, jnp.float32)))
     if mixer.gate == "top1":

@@ -23,7 +23,7 @@ class Options(Direction, Offset, Lengths, total=False):
 
 def naive(coarse, fine, value, pairs):
     """One head: coarse `(T, l)`, fine `(T, m)`, value `(S, Hv)`."""
-    logits = jax.vmap(jnp.outer)(coarse, fine).reshape(len(coarse), -1)  # (T, l m)
+    logits = jax.vmap(lambda a, b: jnp.outer(a, b).ravel())(coarse, fine)  # (T, l m)
     weights, _ = pairs.softmax(logits[:, : len(value)])
     return weights @ value
 

@@ -143,13 +143,14 @@ class Pairs:
     @property
     def first_id(self) -> jax.Array:
         """The id of the first document."""
-        return self.key_ids[jnp.argmax(self.key_ids != 0)]
+        ids = jnp.append(self.key_ids, 0)
+        return ids[jnp.argmax(ids != 0)]
 
     @property
     def last_id(self) -> jax.Array:
         """The id of the last document; that of the first if all keys are padding."""
-        last = self.key_ids[self.present.size - 1 - jnp.argmax(self.present[::-1])]
-        return jnp.where(self.present.any(), last, self.first_id)
+        last = jnp.where(self.present, jnp.arange(self.present.size), -1).max(initial=-1)
+        return jnp.append(self.key_ids, self.first_id)[last]
 
     @property
     def reads_initial(self) -> jax.Array:

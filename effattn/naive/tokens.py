@@ -36,8 +36,8 @@ def over_tokens(
       per_head: own arguments `(K, ...)` or `(N, ...)`, with the number of axes of one head; an
         array of that many axes is for all heads.
       heads: False if the inputs have no axis of heads.
-      empty: `(**inputs of one token, **own arguments of one head) -> state`; the default is zeros
-        `(H, Hv)`.
+      empty: `(**inputs of one token, as zeros, **own arguments of one head) -> state`; the default
+        is zeros `(H, Hv)`.
       derived: `(**given) -> arguments by name`, in place of those that the caller leaves out.
       neutral: the own arguments by which a token of zeros would change the state, with values by
         which a token of zeros does not.
@@ -75,8 +75,10 @@ def over_tokens(
                     lifting.widened(x, *arrays), valid if name == inputs[0] else present
                 )
             own_arrays = lifting.widened({**static, **mapped}, *arrays)
-            of_first = {name: of_tokens[name][0] for name in inputs}
-            first = (empty or zeros)(**of_first, **own_arrays)
+            no_token = {
+                n: jnp.zeros_like(of_tokens[n], shape=of_tokens[n].shape[1:]) for n in inputs
+            }
+            first = (empty or zeros)(**no_token, **own_arrays)
             start = first if initial_state is None else initial_state
             start = jax.tree.map(lambda x, like: x.astype(like.dtype), start, first)
 
@@ -92,7 +94,7 @@ def over_tokens(
                 carry = _choose(is_present, (after, ident), (state, document))
                 return carry, out
 
-            document = ids[jnp.argmax(ids != 0)]
+            document = ids[jnp.argmax(ids != 0)] if length else jnp.zeros((), ids.dtype)
             (state, _), out = lax.scan(step, (start, document), (of_tokens, ids, present))
             return lifting.without_padding(out, valid).astype(last.dtype), state
 

@@ -1,4 +1,4 @@
-"""The naive forms of functions without heads: all options, and derivatives of other orders.
+"""Naive forms of functions without heads: all options, and derivatives of higher order.
 
 The laws compare the naive forms of other mechanisms; those of mixers come without padding there.
 """
@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import effattn
+from effattn import registry
 from effattn.functional.rwkv4 import Sums
 from tests.marks import slow_but_for
 
@@ -117,3 +119,39 @@ def test_has_derivatives_of_higher_order(name):
         return jax.jvp(jax.grad(loss), (arrays,), (jax.tree.map(jnp.ones_like, arrays),))
 
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(second(arrays)))
+
+
+@pytest.mark.parametrize("batch, length", [(0, TIME), (2, 0)])
+def test_there_may_be_no_examples_or_no_tokens(batch, length):
+    x, one = jnp.ones((batch, length, D)), jnp.ones(D)
+    heads = x[:, :, None]
+    poles = -jnp.ones((D, 3), jnp.complex64)
+    naive = effattn.naive
+    for out in (
+        naive.rwkv4(x, x, decay=one, bonus=one),
+        naive.aft_simple(x, x, x, is_causal=True),
+        naive.s4d(x, rate=poles, output=poles, step_size=one),
+        naive.hyena(x[None], x, jnp.ones((1, 8, D))),
+        naive.gmlp(x, x, jnp.ones((8, 8)), jnp.ones(8)),
+        naive.fnet(x),
+        naive.gated_linear(heads, heads, heads, log_decay=-heads)[:, :, 0],
+        naive.linear(heads, heads, heads, is_causal=True)[:, :, 0],
+        naive.synthesizer_factorized(heads, heads, heads)[:, :, 0],
+    ):
+        assert out.shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["mixture_of_mechanisms", "convolution_attention"])
+def test_mixers_inside_a_mixer_run_in_naive_forms_too(name):
+    """If they are made so: then forward mode works."""
+    softmax = {"name": "softmax", "implementation": "naive"}
+    inner = {
+        "mixture_of_mechanisms": {"mechanisms": (softmax, softmax)},
+        "convolution_attention": {"attention": softmax},
+    }[name]
+    mixer = registry.get(name).build(D, 2, rngs=nnx.Rngs(0), **inner)
+    x = jnp.asarray(draw(x=TOKENS)["x"], jnp.float32)
+    form = functools.partial(getattr(effattn.naive, name), mixer)
+    y, tangent = jax.jit(lambda x: jax.jvp(form, (x,), (x,)))(x)
+    np.testing.assert_allclose(y, mixer(x), rtol=1e-4, atol=1e-5)
+    assert np.any(tangent)
