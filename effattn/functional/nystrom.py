@@ -33,7 +33,7 @@ def naive(query, key, value, pairs, *, scale, num_landmarks, num_iterations, ski
     with jax.default_matmul_precision("highest"):  # the inverse amplifies rounding errors
         a = masked_softmax(q @ k.T, rows[:, None] & columns)
         norm = jnp.abs(a).sum(0).max(initial=0) * jnp.abs(a).sum(1).max(initial=0)
-        one, z = jnp.eye(len(a), a.shape[1], dtype=a.dtype), a.T / jnp.where(norm == 0, 1, norm)
+        one, z = jnp.eye(len(a), dtype=a.dtype), a.T / jnp.where(norm == 0, 1, norm)
         for _ in range(num_iterations):
             z = z @ (13 * one - a @ z @ (15 * one - a @ z @ (7 * one - a @ z))) / 4
     read = masked_softmax(q @ key.T, pairs.present) @ value
