@@ -166,7 +166,7 @@ def test_no_tokens_leave_the_state_as_it_was():
 
 @pytest.mark.parametrize("return_state", [True, slow(False)])
 def test_lengths_of_queries_and_keys_may_differ(return_state):
-    """Queries after the last key reach keys that have left the window; states hold the last keys."""
+    """Queries after the last key reach keys that left the window; states hold the last keys."""
     lengths = {"query_seq_lengths": np.array([16, 5]), "key_value_seq_lengths": np.array([7, 11])}
     with jax.enable_x64(True):
         given = {"local_window_size": WINDOW, "is_causal": True, "return_state": return_state}
