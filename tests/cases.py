@@ -217,6 +217,7 @@ FUNCTIONS = {
             "skip": {"num_landmarks": 3, "skip_kernel": normal(4, 5)},
             "more landmarks than queries": {"num_landmarks": 9},
         },
+        self_attention=frozenset({"skip"}),
         mixes_queries=True,  # landmarks are means of queries
         least_tokens=4,
     ),

@@ -12,6 +12,7 @@ class Case:
     Attributes:
       variants: sets of options by label. The first one goes through every law, the others through
         the laws about values.
+      self_attention: labels of the variants that need as many keys as queries.
       tuning: arguments that may not change a result, with values that cut the test lengths into
         several pieces, the last of them shorter.
       arguments: `(rng, sizes) -> arrays by name`: the mechanism's own arrays with gradients; `rng`
@@ -39,6 +40,7 @@ class Case:
     """
 
     variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {"": {}})
+    self_attention: frozenset[str] = frozenset()
     tuning: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     arguments: Callable[..., dict[str, Any]] = lambda rng, sizes: {}
     masks: Mapping[str, Callable[[int], Mapping[str, Any]]] = dataclasses.field(

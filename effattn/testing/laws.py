@@ -84,7 +84,8 @@ def agrees_with_the_naive_form(subject: Subject) -> None:
 def agrees_with_the_naive_form_in_both_directions(subject: OfFunction) -> None:
     """Bidirectional calls of unequal lengths if claimed, with dropout, cap and `score_mod`."""
     of_function = subject.subject
-    sizes = functions.CROSS if subject.has("cross") else functions.SQUARE
+    is_cross = subject.has("cross") and of_function.variant not in subject.case.self_attention
+    sizes = functions.CROSS if is_cross else functions.SQUARE
     extent = functions.Extent(False, everything=True, simple=False, tuning=False)
     agrees(of_function, sizes, extent)
 

@@ -39,9 +39,9 @@ def is_quick(law, subject):
         is_of_family = causal in battery.FIRST_MIXER_OF_FAMILY
         return subject.subject in battery.FIRST_MIXERS or is_of_family or variant == "longer"
     if law == BIDIRECTIONAL:
-        # The last variant of one mechanism of each family.
+        # The last variant of one mechanism of each family; of Nystrom, more landmarks than queries.
         last = next(s for s in battery.LAST if s.name == name)
-        return name in battery.FIRST_NAMES and variant == last.variant
+        return name in (*battery.FIRST_NAMES, "nystrom") and variant == last.variant
     # Hierarchical attention finishes segments of several levels in its last variant alone.
     several_levels = (name, variant) == ("hierarchical", "levels") and law in DECODING
     return variant == next(iter(subject.case.variants)) or several_levels
