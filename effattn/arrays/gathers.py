@@ -33,7 +33,7 @@ def inverse_of(order):
     """Inverse permutation of `order (..., T)`."""
 
     def of_one(order):
-        token = jnp.arange(len(order), dtype=order.dtype)
+        token = jnp.arange(order.shape[0], dtype=order.dtype)
         return jnp.zeros_like(order).at[order].set(token, unique_indices=True)
 
     return _over(order.ndim - 1, of_one)(order)

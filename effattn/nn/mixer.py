@@ -145,8 +145,9 @@ class CausalMixer(Mixer):
                     tuple(g if a != b else a for g, a, b in zip(*sizes, strict=False))
                     for sizes in zip(got, shapes(like), shapes(large), strict=True)
                 ]
-        structures: Any = [jax.tree.structure(x) for x in (state, like)]
-        if got != needed or structures[0] != structures[1]:
+        # The levels of a hierarchical state depend on its capacity, which no shape tells.
+        of_state, of_like = (jax.tree.structure(x) for x in (state, like))
+        if got != needed and of_state == of_like:
             raise ValueError(
                 f"state has arrays of shapes {got}, and this {type(self).__name__} needs {needed}; "
                 "it is the state of another layer"

@@ -14,7 +14,7 @@ from effattn import dot_product_attention, sliding_window_attention
 from effattn.cores import block_attention as core
 from effattn.cores.block_attention import block_attention
 from effattn.testing.functions import assert_close
-from effattn.xla import block_attention as xla
+from effattn.xla.block_tiles import Tiles
 from tests.dense import dense_with_gradients, draw, with_gradients
 from tests.xla.test_walks import count_pairs
 
@@ -133,7 +133,7 @@ def test_the_work_of_a_dilated_window_is_that_of_a_window(dilation, monkeypatch)
     seen = []
 
     def spy(rule, x):
-        walk = xla._Tiles(rule, x).walk
+        walk = Tiles(rule, x).walk
         examples = math.prod(x.query.shape[:-3])
         seen.append((examples, dataclasses.replace(walk, offset=0)))
         return block_attention(rule, x)

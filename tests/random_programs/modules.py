@@ -294,7 +294,9 @@ class Runner:
                 if self.entry.takes_heads:
                     mixed = module(x[at])
                 else:
-                    mixed = jax.vmap(lambda one: MIXERS[program.name].mix(module, one))(x[at])
+                    mixed = jax.vmap(
+                        lambda one: (MIXERS[program.name].mix or self.entry.naive)(module, one)
+                    )(x[at])
                 y = y.at[at].set(mixed)
             return y
 
