@@ -12,7 +12,7 @@ from tests import mixes
 
 Tiled = functools.partial(Case, tuning={"tile": (5, 4)})
 Chunked = functools.partial(Case, tuning={"chunk_size": 3})
-# Attention by a feature map has a state in bidirectional calls too, but not of packed documents.
+# Feature-map attention has a state in bidirectional calls too, but not with packed documents.
 FeatureMapped = functools.partial(Chunked, state_and_segments=False)
 Recurrent = functools.partial(Chunked, normalized=False)
 
@@ -22,7 +22,7 @@ def normal(*shape):
 
 
 def projections(rows, length):
-    """Random projections; the rows of values' sum to 1, so that equal values are kept."""
+    """Random projections; each row for values sums to 1, so that equal values stay equal."""
     rng = np.random.default_rng(0)
     of_keys, of_values = rng.normal(size=(2, *rows, length)) / length**0.5
     of_values[..., -1] += 1 - of_values.sum(-1)
@@ -41,14 +41,15 @@ def softplus(x):
     return np.log1p(np.exp(x))
 
 
-# Of the 6 blocks of 17 tokens; some are in the window or global too, and one is named twice.
+# Random blocks for the 6 blocks of 17 tokens. Some are also in the window or global, and block 1 is
+# named twice in a row.
 RANDOM_BLOCKS = np.array([[3, 1], [4, -1], [0, 2], [1, 1], [0, 3], [2, 4]], np.int32)
 
 
 def positive(rng, sizes):
-    """Queries and keys of which every pair has enough positive entries in common.
+    """Queries and keys in which every pair has enough positive entries in common.
 
-    The sum of the weights is nearly zero otherwise, and the error of every form is large.
+    Otherwise the sum of the weights is nearly zero, and every form has a large error.
     """
     of_query = (*sizes.batch, sizes.queries, sizes.heads, sizes.size)
     return {
@@ -58,7 +59,7 @@ def positive(rng, sizes):
 
 
 def after_tokens(rng, shape):
-    """The state of Based after some tokens; for others, the weights of a query may sum to zero."""
+    """State of Based attention after four tokens, so that no query has weights that sum to zero."""
     *batch, width, size = shape.shape
     head_size = next(h for h in range(width) if 1 + h + h * (h + 1) // 2 == width)
     x, values = (rng.normal(size=(*batch, 4, n)) for n in (head_size, size))
@@ -70,7 +71,7 @@ def after_tokens(rng, shape):
 
 
 def strengths(rng, sizes):
-    """Strengths for keys whose length is about the square root of their size."""
+    """Strengths `beta` for keys whose length is about the square root of their size."""
     return {"beta": rng.uniform(0, 1, size=tokens(sizes)) / sizes.size}
 
 
@@ -79,7 +80,7 @@ def strengths_and_decays(rng, sizes):
 
 
 def bounded_strengths(arrays):
-    """Strengths with which the state stays bounded for any keys: beta |k|^2 <= 1."""
+    """The arrays, with strengths that keep the state bounded for any keys: beta |k|^2 <= 1."""
     beta = arrays["beta"] / jnp.maximum(1, (arrays["key"] ** 2).sum(-1))
     return {**arrays, "beta": beta.astype(arrays["beta"].dtype)}
 
@@ -94,7 +95,7 @@ def removals(rng, sizes):
     }
 
 
-# Mechanisms of query, key and value.
+# Mechanisms that take query, key and value.
 FUNCTIONS = {
     "softmax": Tiled(),
     "additive": Tiled(
@@ -125,7 +126,7 @@ FUNCTIONS = {
                 "random_blocks": RANDOM_BLOCKS,
             }
         },
-        # The last blocks are known only when all tokens are.
+        # The positions of the last blocks are known only when the whole sequence is known.
         decoding={"num_global_blocks": 1},
     ),
     "random": Case(variants={"": {"block_size": 3, "random_blocks": RANDOM_BLOCKS}}),
@@ -153,7 +154,7 @@ FUNCTIONS = {
         },
     ),
     "random_features": FeatureMapped(
-        # Vectors so short that sums of cosines stay away from zero.
+        # The vectors are short, so that the sums of cosines stay away from zero.
         arguments=lambda rng, sizes: {
             "projection": rng.normal(size=(sizes.key_heads, 7, sizes.size)) / 3
         },
@@ -239,7 +240,7 @@ def at_length(length):
 
 
 def small_tokens(arrays):
-    """Tokens near zero: the gates of Hyena multiply one another."""
+    """The arrays scaled towards zero, because the gates of Hyena multiply one another."""
     return {**arrays, "x": arrays["x"] * np.float32(1e-3)}
 
 
@@ -301,7 +302,7 @@ MIXERS = {
     "s4d": Case(mix=mixes.s4d, transforms=True, variants={"": {"state_size": 6}}),
     "s4": Case(
         transforms=True,
-        # A state space continues past the length of the kernel that its parameters define.
+        # The recurrence of a state space continues past the length of the convolution kernel.
         variants={
             "": {"state_size": 4, "max_length": 16},
             "longer": {"state_size": 4, "max_length": 12},

@@ -1,7 +1,7 @@
 """Settings of the whole suite: one CPU device, quick compilation, reproducible hypothesis draws.
 
-Tests run on one device, as most users' programs do, so that the default implementation is the one
-that is tested. Tests of sharding are marked `devices` and run in a process of their own, with
+Tests run on one device, as most users' programs do, so that they test the implementation that is
+the default there. Tests of sharding are marked `devices` and run in a process of their own, with
 `pytest --devices 8 -m devices`.
 """
 
@@ -23,17 +23,18 @@ from effattn.dispatch import cache
 
 pytest_plugins = ["tests.laws.seconds"]
 
-# Most programs run once or twice: the same fusions and buffers, with less work on the code of each.
+# Most programs run once or twice, so the compiler spends less work on the code of each fusion. The
+# fusions and the buffers stay the same.
 jax.config.update("jax_disable_most_optimizations", True)
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of the programs that tests start, too
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for the programs that tests start
 if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11):
-    # XLA had another emitter then, which takes a third of the time.
+    # Before jaxlib 0.11, XLA also has an older emitter, which takes a third of the time.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
 
 
 def compiled_programs() -> str:
-    """Where compiled programs are kept: they are of one kind of processor, and of one user's."""
+    """Folder of compiled programs, which depend on the kind of processor and belong to one user."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
     kind = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
@@ -45,14 +46,14 @@ def compiled_programs() -> str:
     return str(folder / "tests" / name)
 
 
-# Compiling is most of the time. Programs of an earlier run, or of another worker, are read.
+# Most of the time is compilation, so programs of an earlier run or of another worker are reused.
 _CACHE = {
     "JAX_COMPILATION_CACHE_DIR": compiled_programs(),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ.update(_CACHE)  # of the programs that tests start, too
+    os.environ.update(_CACHE)  # for the programs that tests start
     jax.config.update("jax_compilation_cache_dir", _CACHE["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -68,7 +69,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Before any test, or the collection of tests, asks for a device.
+    # The number of devices must be set before any test, or their collection, asks for a device.
     jax.config.update("jax_num_cpu_devices", config.getoption("--devices"))
 
 
@@ -82,7 +83,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """`make test ARGS=...` may well select no test that needs several devices."""
+    """Accepts a run without tests, because `make test ARGS=...` may select no test of devices."""
     nothing = exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
     if nothing and session.config.getoption("--devices") > 1:
         session.exitstatus = pytest.ExitCode.OK
@@ -92,7 +93,7 @@ settings.register_profile(
     "effattn",
     derandomize=True,
     deadline=None,
-    # A smaller example of a failure would cost a compilation for each that is tried.
+    # Shrinking a failing example would compile one program for each smaller example.
     phases=(Phase.explicit, Phase.generate),
     database=None,
     suppress_health_check=list(HealthCheck),
@@ -102,7 +103,7 @@ settings.load_profile("effattn")
 
 @pytest.fixture(autouse=True)
 def nothing_tuned(monkeypatch, tmp_path):
-    """No test sees, or changes, what was tuned on this machine."""
+    """Hides the tuning results of this machine from every test, and protects them from changes."""
     monkeypatch.setattr(cache, "cache_file", lambda: tmp_path / "cache" / "tuning.json")
     cache.measured.cache_clear()
     cache.warn_once.cache_clear()
@@ -113,9 +114,10 @@ _tests = itertools.count(1)
 
 
 def pytest_runtest_teardown(item):
-    """Compiled programs stay mapped into memory, where Linux gives a process 65,530 pieces.
+    """Drops compiled programs before they use up the memory mappings of the process.
 
-    One piece more, and the next compilation ends the process. A test takes a few hundred.
+    Linux allows a process 65,530 mappings. A compilation that needs one more ends the process. A
+    test takes a few hundred.
     """
     if next(_tests) % 10 == 0 and _MAPS.exists():
         if _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:

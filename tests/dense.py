@@ -9,14 +9,14 @@ import numpy as np
 
 import effattn
 
-# Arrays of a call; others are of a `score_mod`.
+# Array arguments of softmax attention; any other array belongs to a `score_mod`.
 NAMES = ("query", "key", "value", "bias", "scale", "sink")
 
 
 def draw(
     queries=11, keys=14, batch=(2,), heads=4, key_heads=2, size=3, value_size=5, dtype=np.float64
 ) -> dict[str, np.ndarray]:
-    """Query, key and value; the lengths are no multiples of the tiles used in the tests."""
+    """Query, key and value, with lengths that are no multiples of the tiles used in the tests."""
     rng = np.random.default_rng(queries + keys)
     shapes = {
         "query": (queries, heads, size),
@@ -27,7 +27,7 @@ def draw(
 
 
 def cotangents(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Random ones for the output and the log-sum-exp, the same numbers in every precision."""
+    """Random cotangents of output and log-sum-exp, the same numbers in every precision."""
     rng = np.random.default_rng(1)
     rows, values = arrays["query"].shape[:-1], arrays["value"].shape[-1:]
     dtype = arrays["value"].dtype
@@ -48,7 +48,7 @@ def _with_gradients(function, arrays, known, cotangents):
 
 
 def dense_with_gradients(arrays, *, score_mod_of=None, **options) -> Any:
-    """The same by the naive form of all pairs; `score_mod_of(arrays)` makes the score_mod."""
+    """`with_gradients` of the naive form; `score_mod_of(arrays)` returns the score_mod."""
     leaves = {name: jax.tree.leaves(x) for name, x in options.items()}
     known = {n: options[n] for n in options if any(hasattr(x, "shape") for x in leaves[n])}
     static = {name: x for name, x in options.items() if name not in known}

@@ -1,4 +1,4 @@
-"""Mixers without heads by naive forms: the projections of a mixer around its mechanism."""
+"""Naive forms of mixers without heads: the projections of a mixer around its mechanism."""
 
 from types import SimpleNamespace
 
@@ -10,12 +10,12 @@ from effattn import registry
 
 
 def naive(name):
-    """The naive form, without the checks of the fast function."""
+    """The naive form of a mechanism, without the checks of the fast function."""
     return registry.get(name).naive
 
 
 def attention_free(name, bias=lambda mixer: None):
-    """The mixer registered under that name; `bias(mixer)` is its `position_bias`."""
+    """Naive form of the mixer `name`; `bias(mixer)` returns its `position_bias`."""
 
     def mix(mixer, x):
         q, k, v = (x[None] @ layer.kernel[...] for layer in (mixer.query, mixer.key, mixer.value))
@@ -184,9 +184,9 @@ def lsh(mixer, x):
 
 
 def turned(x, theta):
-    """Features m and m + H / 2 of `(B, T, N, H)` as a complex number, times e^(i t theta^(-2m/H)).
+    """The rotary embedding of positions t, by complex numbers.
 
-    That is a rotary embedding of the positions t.
+    Features m and m + H / 2 of `(B, T, N, H)` are a complex number, times e^(i t theta^(-2m/H)).
     """
     _, time, _, size = x.shape
     wide = jnp.promote_types(x.dtype, jnp.float32)

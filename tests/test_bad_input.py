@@ -1,6 +1,6 @@
-"""What makes no sense is refused in a sentence that names it, by every public function and module.
+"""Every public function and module refuses wrong arguments in a sentence that names the argument.
 
-The sweeps follow from the signatures, so that a new function is in them.
+The sweeps follow from the signatures, so that they include each new function.
 """
 
 import functools
@@ -56,7 +56,7 @@ def parameters(annotations):
 
 
 def call_with(function, name, value):
-    """The function with this argument, and anything that passes for the others."""
+    """Calls the function with this argument, and with plausible arrays for required arguments."""
     given: dict[str, Any] = {name: value}
     for p in inspect.signature(function).parameters.values():
         if p.default is p.empty and p.name != name:
@@ -141,7 +141,7 @@ def test_modules_take_no_negative_lengths(name):
         jax.eval_shape(lambda m: m(jnp.ones((2, 4, 8)), lengths=np.array([1, -1])), mixer)
 
 
-# Modules: what they are made with, and what they are given.
+# Modules: constructor arguments and call arguments
 
 MODULES = registry.names()
 
@@ -181,7 +181,7 @@ def test_modules_name_what_is_no_input(name, x):
 
 
 def layers():
-    """Those that are in no registry."""
+    """Layers that are in no registry."""
     heads = [{"name": "softmax", "num_heads": 2}]
     return {
         "cross": CrossAttention(8, 2, rngs=nnx.Rngs(0)),
@@ -265,7 +265,7 @@ def test_what_is_no_key_for_dropout_is_named(rngs):
         layer(jnp.ones((1, 2, 8)), rngs=rngs)
 
 
-# Functions among the arguments.
+# Functions as arguments
 
 QUERY = np.ones((1, 4, 2, 4), np.float32)
 WITH_SCORE_MOD = [s for s in battery.MECHANISMS if s.has("score_mod")]
@@ -309,7 +309,7 @@ def test_draws_name_their_dtype(dtype):
         effattn.lsh_rotations(jax.random.key(0), 1, 4, 4, dtype=dtype)
 
 
-# The registry, and mechanisms of other packages.
+# The registry, and mechanisms of other packages
 
 
 @pytest.mark.parametrize("name", [[], {}, None, 3, SelfAttention], ids=str)
@@ -341,7 +341,7 @@ def test_advice_names_the_class_where_it_is(monkeypatch):
         as_attention_fn("gru")
 
 
-# Pages.
+# Pages
 
 
 def pages(table, lengths=(5, 3)):
@@ -354,7 +354,7 @@ def pages(table, lengths=(5, 3)):
 def test_pages_that_there_are_not_are_named(entry):
     with pytest.raises(ValueError, match=f"block_table must name pages from 0 to 4.*got {entry}"):
         pages(np.array([[0, entry], [2, 3]]))
-    # Nothing reads what stands behind a sequence's last page.
+    # No call reads the entries behind the last page of a sequence.
     assert np.isfinite(pages(np.array([[0, 1], [2, entry]]))).all()
     traced = jax.jit(pages)(np.array([[0, 1], [2, entry]]))
     np.testing.assert_array_equal(traced, pages(np.array([[0, 1], [2, 3]])))
@@ -365,7 +365,7 @@ def test_pages_that_there_are_not_are_named(entry):
 
 
 def test_names_of_parameters_are_checked_wherever_they_are_given():
-    """By position, too."""
+    """Positional arguments are checked too."""
     with pytest.raises(ValueError, match="^key must be an array of numbers, got 'text'"):
         effattn.dot_product_attention(QUERY, "text", QUERY)
     with pytest.raises(ValueError, match="rngs must be nnx.Rngs"):

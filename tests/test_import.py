@@ -24,7 +24,7 @@ print(*sorted(set(sys.modules) - before))
 def imports(tmp_path_factory):
     """Processor seconds and newly loaded modules of `import effattn`, in fresh processes.
 
-    With bytecode, as pip installs it; the first process writes it.
+    The processes use bytecode, as pip installs it; the first process writes the bytecode.
     """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     run = functools.partial(

@@ -28,7 +28,7 @@ def pooling(query: jax.Array, *, rate: float, **options: Unpack[Options]) -> Any
 
 
 def own(group) -> set[str]:
-    """The options that a group does not take from another."""
+    """The options that a group declares itself."""
     others = [other for other in GROUPS if other is not group]
     inside = [o for o in others if o.__annotations__.keys() < group.__annotations__.keys()]
     return set(group.__annotations__) - {name for other in inside for name in other.__annotations__}
@@ -83,10 +83,11 @@ def test_values_are_checked_by_their_annotations():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_take_shared_options_in_groups_alone(name):
-    """Each is declared once, in `effattn.options`."""
+    """Each shared option is declared once, in `effattn.options`."""
     code = FUNCTIONS[name].__wrapped__.__code__
     named = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
     grouped = {n for group in GROUPS for n in group.__annotations__}
-    # A window that is part of the meaning, a scale in the formula, chunks that states are kept for.
+    # These three may also be arguments of a function's own: a window that is part of the meaning, a
+    # scale in the formula, and a chunk size on which the state depends.
     assert named & grouped <= {"local_window_size", "scale", "chunk_size"}
     assert "**options: " in FUNCTIONS[name].__doc__

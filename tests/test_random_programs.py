@@ -1,4 +1,4 @@
-"""`python -m tests.random_programs`: that it finds what is wrong, and a few of its programs."""
+"""`python -m tests.random_programs`: it finds a wrong number, and a few of its programs pass."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def is_plain(program):
 
 
 def test_a_wrong_number_is_found(monkeypatch):
-    """In one head of the naive form, in place of the mechanism."""
+    """The wrong number is in one head of the naive form, not in the mechanism."""
     only = re.compile("^sliding_window$")
     drawn = (calls.draw(np.random.default_rng(seed), only) for seed in range(1000))
     runner = next(runner for runner in drawn if runner is not None and is_plain(runner.program))

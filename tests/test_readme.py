@@ -25,7 +25,7 @@ def examples_of(page):
 
 
 def anchors_of(page):
-    """The anchors that GitHub makes of the headings of a page."""
+    """The anchors that GitHub makes from the headings of a page."""
     headings = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -33,9 +33,9 @@ def anchors_of(page):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if examples_of(page)], ids=name_of)
 def test_all_examples_run_in_order(page, monkeypatch, tmp_path):
-    """With a 16th of the tokens, and one tile of each kernel to try; without pretrained weights."""
+    """Examples use 1/16 of the tokens, try one tile of each kernel, and load no weights."""
     pytest.importorskip("matplotlib").use("agg")
-    monkeypatch.chdir(tmp_path)  # a figure is saved
+    monkeypatch.chdir(tmp_path)  # an example saves a figure
     tilings = block_attention.tilings
     monkeypatch.setattr(
         block_attention,

@@ -1,4 +1,4 @@
-"""The registry: what it holds, what it refuses, and that nothing of it needs Flax."""
+"""The registry: its entries, its refusals, and its independence from Flax."""
 
 import inspect
 import pathlib
@@ -42,7 +42,7 @@ def test_every_mechanism_has_a_reference_and_none_is_left_over():
 @pytest.mark.parametrize("name", registry.names())
 def test_an_entry_is_true_to_its_function(name):
     mechanism = registry.get(name)
-    # Docstrings say where it was published.
+    # The docstring names the publication.
     authors = mechanism.paper.split()[0]
     builder = registry.load(mechanism.builder)
     assert callable(builder)
@@ -55,7 +55,7 @@ def test_an_entry_is_true_to_its_function(name):
         return
     assert getattr(effattn, function.__name__) is function
     parameters = inspect.signature(function).parameters
-    # A signature has only what the function honours.
+    # A signature has only the options that the function honours.
     kinds = {p.kind for p in parameters.values()}
     assert inspect.Parameter.VAR_KEYWORD not in kinds
     assert authors in (function.__doc__ or "")

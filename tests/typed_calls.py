@@ -1,4 +1,4 @@
-"""What type checkers see of effattn; nothing runs this, mypy reads it in `make lint`."""
+"""Calls of effattn for type checkers; nothing runs this file, mypy reads it in `make lint`."""
 
 import effattn
 

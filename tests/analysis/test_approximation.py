@@ -1,4 +1,4 @@
-"""Errors and ranks on cases that are known, in float64."""
+"""Errors and ranks of mechanisms whose weights are known, in float64."""
 
 import functools
 
@@ -29,7 +29,7 @@ def double_precision():
 
 
 def exact(is_causal=False):
-    """`(B, N, T, T)`."""
+    """Attention weights of exact attention, `(B, N, T, T)`."""
     logits = np.einsum("btnh,bsnh->bnts", QUERY, np.repeat(KEY, N // K, 2)) * H**-0.5
     logits = np.where(np.tri(T, dtype=bool) | (not is_causal), logits, -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -41,7 +41,7 @@ def norm(array):
 
 
 def mixing(weights):
-    """A mechanism of known weights, `(T, S)` for all heads or `(N, T, S)`."""
+    """A mechanism with given weights, `(T, S)` for all heads or `(N, T, S)`."""
     weights = jnp.asarray(weights)
 
     def mix(query, key, value):
@@ -118,7 +118,7 @@ def test_bfloat16_is_compared_in_float32():
 
 
 def with_values(*values):
-    """A `(T, T)` matrix of these singular values and zeros."""
+    """A `(T, T)` matrix with these singular values; the other singular values are zero."""
     left, right = (np.linalg.qr(DRAW.normal(size=(T, T)))[0] for _ in range(2))
     return (left[:, : len(values)] * values) @ right[: len(values)]
 
@@ -130,7 +130,7 @@ def test_singular_values_are_those_of_the_weights():
 
 
 def test_the_largest_ones_come_from_products_alone():
-    # Grouped keys, fewer keys than queries, and mechanisms with their own gradients.
+    # The cases are grouped keys, fewer keys than queries, and mechanisms with a custom VJP.
     rng, key = jax.random.key(0), KEY[:, :11]
     weights = mixing_weights("softmax", QUERY, key)
     expected = np.linalg.svd(weights, compute_uv=False)
@@ -150,7 +150,7 @@ def test_the_largest_ones_come_from_products_alone():
         ((1,), 1),
         ((2, 2, 2), 3),
         ((1,) * T, T),
-        # Entropy of (1/2, 1/4, 1/4): 3/2 bits.
+        # The entropy of the weights (1/2, 1/4, 1/4) is 3/2 bits.
         ((4, 2, 2), 2**1.5),
     ],
 )

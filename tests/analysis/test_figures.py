@@ -1,4 +1,4 @@
-"""What the figures show; not how they look."""
+"""The contents of the figures, not their appearance."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_a_pattern_is_drawn_by_its_mask(pattern):
     np.testing.assert_array_equal(matrix(ax), pattern.mask(64))
     assert f"density {100 * pattern.density(64):.3g} %" in ax.get_title()
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("key position", "query position")
-    # Query 0 is at the top, and a cell is around its position.
+    # Query 0 is at the top, and each cell is centred on its position.
     assert ax.get_xlim() == (-0.5, 63.5) and ax.get_ylim() == (63.5, -0.5)
 
 

@@ -1,4 +1,4 @@
-"""The matrices behind the pictures, and the pictures in characters."""
+"""The matrices behind the pictures, and the pictures drawn in characters."""
 
 import functools
 import subprocess
@@ -46,7 +46,7 @@ def shown(what, length=None, head=0, **options):
 def test_a_mechanism_that_is_called_shows_its_pattern(mechanism, options, pattern):
     seen = shown(mechanism, 24, **options)
     np.testing.assert_array_equal(seen.shades > 0, pattern.mask(24))
-    # Alike keys get the same weight.
+    # Equal keys get equal weights.
     np.testing.assert_allclose(seen.shades[seen.shades > 0], 1, rtol=1e-5)
     assert seen.density == pytest.approx(pattern.density(24))
 

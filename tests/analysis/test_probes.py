@@ -1,4 +1,4 @@
-"""Weights read off with one-hot values are those that the maths says."""
+"""Attention weights measured with one-hot values equal the weights of the formula."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from tests.nn.build import filled, floats
 T, D, N, K, H = 13, 8, 4, 2, 2
 CAUSAL_WINDOW = Causal() & SlidingWindow(3, 0)
 
-# Options of a module, and the pairs of its softmax.
+# Options of each module, and the pattern of pairs that its softmax covers.
 SPARSE = {
     "softmax": ({}, Causal()),
     "sliding_window": ({"local_window_size": (3, 0)}, CAUSAL_WINDOW),
@@ -40,7 +40,7 @@ def make(**options):
 
 
 def projected(module, x):
-    """Query and key of each query head in float64: `(B, T, N, H)`."""
+    """Query and key of each query head, in float64: `(B, T, N, H)`."""
     kernels = (np.asarray(p.kernel[...], np.float64) for p in (module.query, module.key))
     query, key = (np.einsum("btd,dnh->btnh", np.asarray(x, np.float64), k) for k in kernels)
     return query, np.repeat(key, N // K, 2)
@@ -73,7 +73,7 @@ def test_linear_attention_shows_its_effective_mixing():
     close(attention_weights(module, x), similarity / similarity.sum(-1, keepdims=True))
 
 
-# Layers that do more to the heads' outputs than to project them.
+# Layers that do more with the outputs of the heads than project them.
 GATED = (
     "retention",
     "gated_linear",
@@ -86,7 +86,7 @@ GATED = (
 )
 
 
-# Those with heads, for what has none gives keys no weights.
+# Mechanisms with heads; mechanisms without heads have no weights of keys.
 READ = [n for n in registry.names("causal") if registry.get(n).takes_heads]
 READ = [n for n in READ if n not in (*GATED, "routing")]
 
@@ -99,7 +99,7 @@ def test_heads_that_attend_in_several_ways_are_not_read():
 
 @pytest.mark.parametrize("name", slow_but_for(FIRST_NAMES, READ))
 def test_the_weights_of_any_mechanism_mix_its_values_to_its_output(name):
-    # Where values are normalised there are no such weights.
+    # Long-short attention has such weights only if it does not normalise the values.
     options = {"dual_norm": False} if name == "long_short" else {}
     build = registry.get(name).build
     module = filled(lambda: build(D, N, qk_norm=True, rngs=nnx.Rngs(0), **options))

@@ -1,4 +1,4 @@
-"""Angles from positions: in float32 they err by no more than rounding does, however far out."""
+"""Angles of positions: the error in float32 stays at rounding size at any position."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ FREQUENCIES = {
 
 
 def exact(places, frequencies):
-    """Cosines and sines by NumPy, in float64."""
+    """Cosines and sines computed by NumPy in float64."""
     turn = places[:, None].astype(np.float64) * frequencies
     return np.cos(turn), np.sin(turn)
 
@@ -51,7 +51,7 @@ def test_no_position_is_too_far(name, dtype):
 
 
 def test_small_integers_do_not_overflow():
-    """Lengths of 8 bits, say."""
+    """Positions of 8 bits are an example."""
     places = np.array([0, 100, 255], np.uint8)
     one = angles(places[:, None], np.ones((1, 1)), jnp.float32)
     assert errors(one, places, np.ones(1)) < 1e-6
@@ -65,7 +65,8 @@ def test_float64_stays_float64():
     np.testing.assert_allclose(wide, places[:, None] * frequencies, rtol=1e-15)
 
 
-# What the tests' own settings leave out, so that it is tried in a process of its own.
+# The settings of the test suite leave out these compiler optimisations, so the code below runs in a
+# process of its own.
 OPTIMISED = """
 import jax, jax.numpy as jnp, numpy as np
 from effattn.nn import RotaryEmbedding

@@ -13,7 +13,7 @@ attend = functools.partial(dot_product_attention, return_residual=True)
 
 
 def in_parts(arrays, known):
-    """Of three, one without keys."""
+    """Attention over three parts of the keys, of which one is empty, combined."""
     parts = [
         attend(arrays["query"], arrays["key"][:, part], arrays["value"][:, part])
         for part in (slice(0, 5), slice(5, 5), slice(5, 14))
@@ -31,7 +31,7 @@ def test_a_split_of_the_keys_gives_the_whole_with_gradients():
 def test_a_part_empty_for_some_rows_adds_nothing():
     def function(arrays, known):
         split = np.arange(14) < 5
-        # Causal: the first rows see none of the second part.
+        # Under causality, the first rows see no key of the second part.
         parts = [attend(**arrays, is_causal=True, mask=m) for m in (split, ~split)]
         return combine(*zip(*parts, strict=True))
 

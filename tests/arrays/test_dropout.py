@@ -49,7 +49,7 @@ def test_differs_by_example_head_position_and_key_without_correlation():
         (keep[..., *above], np.swapaxes(keep, 2, 3)[..., *above]),
     ]
     for one, other in disjoint:
-        # A mean of products of independent signs, each product a quarter.
+        # The bound is four standard errors of a mean of independent products of +-1/4.
         assert abs((one * other).mean()) < 4 * 0.25 / np.sqrt(one.size)
 
 

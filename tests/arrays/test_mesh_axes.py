@@ -1,4 +1,7 @@
-"""On meshes with explicit axes, what the laws' calls of one option at a time leave out."""
+"""Calls that combine several options, on meshes with explicit axes.
+
+The laws test one option at a time.
+"""
 
 import functools
 
@@ -45,7 +48,7 @@ CALLS = {
 
 
 def on_mesh(function):
-    """Its sum's gradient, with the examples of `(4, 16, 2, 3)` on four devices, and the array."""
+    """Gradient of a sum of squares with sharded examples, its function, and the unsharded array."""
     query = np.random.default_rng(0).normal(size=(4, 16, 2, 3)).astype(np.float32)
     explicit = mesh(AxisType.Explicit)
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(function(x, x, x) ** 2)))

@@ -145,7 +145,7 @@ def test_bits_that_jax_would_drop_are_not_lost_in_silence(call, name):
 
 
 IDS = np.repeat([[3, 0, 1, 2], [1, 2, 4, 0]], [5, 3, 7, 9], axis=1)
-# Ids that are equal, and zero, in their lower 32 bits alone.
+# The lower 32 bits of some of these different ids are equal, and of some they are zero.
 WIDE = np.array([0, 5, 2**32 + 5, 2**33, -(2**40)])
 PACKED = {
     "softmax": effattn.dot_product_attention,
@@ -160,7 +160,7 @@ PACKED = {
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize("name", PACKED)
 def test_ids_of_64_bits_are_told_apart_by_all_of_them(name, traced):
-    """Gradients too; whether ids are known, or an array of a traced program."""
+    """The gradients agree too, both for known ids and for traced ids."""
     query, key, value = np.random.default_rng(0).normal(size=(3, 2, 24, 2, 8)).astype(np.float32)
 
     def gradients(ids):
@@ -178,7 +178,7 @@ def test_ids_of_64_bits_are_told_apart_by_all_of_them(name, traced):
 
 @pytest.mark.parametrize("dtype", ["uint32", "int64", "uint64"])
 def test_pairs_of_ids_agree_across_queries_and_keys(dtype):
-    """Ids of one document may stand in other places among the queries than among the keys."""
+    """The tokens of a document may stand at different positions in queries and keys."""
     query, key, value = np.random.default_rng(0).normal(size=(3, 2, 24, 2, 8)).astype(np.float32)
     ids, others = IDS, IDS[:, ::-1]
     expected = effattn.dot_product_attention(query, key, value, segment_ids=(ids, others))
@@ -198,7 +198,7 @@ def test_pairs_of_which_no_integer_holds_both_are_refused():
 
 
 def test_lists_may_hold_ids_up_to_64_bits_beside_small_ones():
-    """NumPy alone would read them as floats, which are equal there."""
+    """NumPy alone would read these ids as floats, among which different ids become equal."""
     x = np.random.default_rng(0).normal(size=(1, 6, 1, 2)).astype(np.float32)
     expected = effattn.dot_product_attention(x, x, x, segment_ids=np.array([[1, 1, 2, 2, 3, 0]]))
     ids = [[1, 1, 2**64 - 1, 2**64 - 1, 2**64 - 2, 0]]
@@ -217,7 +217,7 @@ def test_nested_lists_of_ids_are_one_array():
 
 
 def test_lengths_and_offsets_beyond_32_bits_are_those_of_the_end():
-    """64-bit lengths and offsets are not cut to their lower bits."""
+    """64-bit lengths and offsets are not cut to their lower 32 bits."""
     x = np.random.default_rng(0).normal(size=(2, 24, 2, 8)).astype(np.float32)
     far = np.array([2**32 + 3, 2**40])
     call = effattn.dot_product_attention

@@ -1,4 +1,4 @@
-"""What holds for all recurrences through their shared arguments."""
+"""Properties that all recurrences have through their shared arguments."""
 
 import functools
 
@@ -14,7 +14,7 @@ MILLION = 2**20
 
 
 def shapes(length, *, gate=None, beta=False):
-    """Of one example and one head of 64."""
+    """Shapes of the arguments for one example and one head of size 64."""
     token = jax.ShapeDtypeStruct((length, 1, 64), jnp.float32)
     given = {"query": token, "key": token, "value": token}
     if gate is not None:
@@ -37,7 +37,7 @@ QUICK = ("linear", "decays of features", "gated delta rule")
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, RECURRENCES))
 def test_a_million_tokens_fit(name):
-    """Forward, in less than 3 GB with arguments and output; counted, not run."""
+    """A forward call needs less than 3 GB, arguments and output included. Nothing is run."""
     function, options = RECURRENCES[name]
     given = shapes(MILLION, **options)
     memory = jax.jit(lambda given: function(**given)).lower(given).compile().memory_analysis()
@@ -66,7 +66,7 @@ def test_a_recurrence_has_queries_of_one_head_or_more():
 
 
 def test_decays_may_be_lists():
-    """Also under a JAX that no longer takes them for arrays by itself."""
+    """Lists work also under a JAX version that does not convert lists to arrays by itself."""
     decays = -np.ones(X.shape[:-1], np.float32)
     run = functools.partial(effattn.gated_linear_attention, X, X, X)
     np.testing.assert_array_equal(run(log_decay=decays.tolist()), run(log_decay=decays))

@@ -1,4 +1,4 @@
-"""Decoders with options that no law draws, rows of unequal lengths, and what is refused."""
+"""Decoders: options that no law draws, rows of unequal lengths, and refused arguments."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ MECHANISMS = {
     "linear, identity": ("linear", {"feature_map": "identity"}),
 }
 
-# Of more tokens than a row may hold.
+# Mechanisms whose window, segment or projection is longer than a row may be.
 WIDE = {
     "window, wide": ("sliding_window", {"local_window_size": (2**30, 0)}),
     "window, wide steps": ("sliding_window", {"local_window_size": (4, 0), "dilation": 6}),
@@ -89,7 +89,7 @@ def decoder_of(name, options):
     return registry.load(registry.get(name).decoder)(registry.get(name).function, options)
 
 
-# The laws show these on other options.
+# Slow cases; the laws test the same mechanisms with other options.
 SLOW = (
     "hierarchical",
     "hierarchical, learned",
@@ -117,7 +117,7 @@ ROWS, LENGTH = 3, 15
 
 @functools.cache
 def compiled(name):
-    """The decoder, its step, and what the whole of `heads(LENGTH, ROWS)` gives."""
+    """The decoder, its compiled step, and the outputs for the whole of `heads(LENGTH, ROWS)`."""
     decoder = decoder_of(*MECHANISMS[name])
     mechanism, options = MECHANISMS[name]
     function = registry.get(mechanism).function
@@ -133,7 +133,7 @@ def test_rows_of_unequal_lengths_equal_each_row_alone(name):
 
 @pytest.mark.parametrize("name", WIDE)
 def test_a_state_never_holds_more_tokens_than_a_row_may(name):
-    """And decodes nevertheless; every axis of `WIDE` is of 64 tokens or more."""
+    """Every axis of the state is shorter than 64, and the decoder still gives correct outputs."""
     decoder = decoder_of(*MECHANISMS[name])
     for size in (0, 1, 7):
         state = jax.eval_shape(lambda n=size: decoder.init(2, n, 2, 8, 6, jnp.float32))
@@ -141,7 +141,7 @@ def test_a_state_never_holds_more_tokens_than_a_row_may(name):
     assert_rows_of_unequal_lengths_equal_each_row_alone(name)
 
 
-# Of a segment, long-short attention has sums, which hold any number of tokens.
+# Long-short attention keeps sums over a segment, which hold any number of tokens.
 @pytest.mark.parametrize("name", [n for n in WIDE if n != "long-short, wide segments"])
 def test_a_row_that_outgrows_a_state_that_it_bounds_is_refused(name):
     decoder = decoder_of(*MECHANISMS[name])
@@ -154,7 +154,7 @@ def test_a_row_that_outgrows_a_state_that_it_bounds_is_refused(name):
 
 
 def _of_length(state, length):
-    """The fields of the state, with as many tokens seen."""
+    """The fields of the state that say how many tokens were seen."""
     length = jnp.full(2, length, jnp.int32)
     if hasattr(state, "ring"):
         return {"ring": dataclasses.replace(state.ring, length=length)}
@@ -172,7 +172,7 @@ def _of_length(state, length):
     ],
 )
 def test_the_state_of_a_narrower_layer_is_refused(name, wider):
-    """It is full, and so no state of a wider one that its rows bound."""
+    """The narrow state has its full width, so it is no wide state that short rows have cut."""
     mechanism, options = MECHANISMS[name]
     narrow, wide = (decoder_of(mechanism, {**options, **o}) for o in ({}, wider))
     state = jax.eval_shape(lambda: narrow.init(2, 20, 2, 8, 6, jnp.float32))
@@ -250,7 +250,7 @@ def test_options_that_decoding_needs_or_does_not_take(name, given, missing):
 
 @pytest.mark.parametrize("name", ["block_linformer", "long_short"])
 def test_slots_are_all_that_grows_and_past_their_room_is_an_error(name):
-    """Of 24 tokens in segments of 4, the last segment needs no slots."""
+    """The last segment needs no slots: 24 tokens in segments of 4 take 10 slots."""
     options = {
         "block_linformer": {"key_projection": drawn(2, 4), "value_projection": drawn(2, 4)},
         "long_short": {"window_size": 4, "projection": drawn(8, 2)},
@@ -284,7 +284,7 @@ def test_a_ring_needs_a_window():
 
 
 def test_longformer_decodes_without_global_tokens():
-    """`max_global` bounds a mask that comes with each call, and so bounds nothing here."""
+    """`max_global` bounds only a mask that comes with each call, so it has no effect here."""
     options = {"local_window_size": (3, 0), "dilation": 2}
     decoder = decoder_of("longformer", {**options, "max_global": 2, "global_mask": None})
     assert decoder == decoder_of("sliding_window", options)
@@ -309,7 +309,7 @@ def test_a_ring_shows_score_mod_the_positions_of_the_whole_sequence():
 
 
 def test_a_step_reads_only_the_keys_of_a_dilated_window():
-    """Single steps, from an empty ring on; 4 keys, of the ring's 9 and the token's own."""
+    """Single steps from an empty ring read 4 keys each, not the 9 of the ring and the new one."""
 
     def score_mod(logit, b, h, i, j):
         return logit + jnp.cos(1.0 + b + h + i * j)
@@ -335,7 +335,7 @@ def test_a_step_reads_only_the_keys_of_a_dilated_window():
 
 
 def test_a_step_copies_no_contiguous_cache():
-    """It is written where it lies, and read where it lies."""
+    """The cache is written and read in place."""
     decoder, found = decoder_of("softmax", {}), []
     for capacity in (512, 4096):
         state = jax.eval_shape(lambda n=capacity: decoder.init(2, n, 2, 8, 6, jnp.float32))
@@ -347,13 +347,13 @@ def test_a_step_copies_no_contiguous_cache():
 
 
 def test_a_hierarchy_keeps_one_segment_and_summaries():
-    """Of 1024 segments: one, a piece at each of 3 levels, and 127 of 128 units of the last."""
+    """The state keeps 1 segment of 1024, 1 part at each of 3 levels, and 127 summaries."""
     decoder = decoder_of("hierarchical", {"segment_size": 8, "num_levels": 4})
     state = decoder.init(1, 8 * 1024, 2, 8, 6, jnp.bfloat16)
     assert state.key.shape == (1, 8, 2, 8)
     assert [runs.key.shape for runs in state.siblings] == [(1, 1, 2, 8)] * 3
     assert state.summary_key.shape == (1, 127, 2, 8)
-    # Enough levels for the whole sequence leave no units to keep.
+    # With enough levels for the whole sequence, no units are left to keep.
     decoder = decoder_of("hierarchical", {"segment_size": 8, "num_levels": 12})
     state = decoder.init(1, 8 * 1024, 2, 8, 6, jnp.bfloat16)
     assert len(state.siblings) == 10 and state.summary_key.size == 0
@@ -377,7 +377,7 @@ def test_a_hierarchy_is_told_its_options():
 
 
 def test_a_full_hierarchy_raises_or_overwrites_nothing():
-    """Where lengths are known it raises; traced, the summaries past the end are not stored."""
+    """With known lengths the call raises; with traced lengths extra summaries are not stored."""
     decoder = decoder_of("hierarchical", {"segment_size": 2})
     query, key, value = heads(12)
     state = decoder.init(2, 7, 2, 8, 6, jnp.float32)
@@ -396,7 +396,7 @@ def test_a_full_contiguous_cache_raises_when_the_lengths_are_known():
     state = dataclasses.replace(state, length=jnp.array([4, 2]))
     with pytest.raises(ValueError, match="holds 5 tokens a row and 6 are needed"):
         decoder.extend(*heads(2), state)
-    check_capacity(state.length, jnp.array([1, 2]), 5)  # just full
+    check_capacity(state.length, jnp.array([1, 2]), 5)  # exactly full
 
 
 def test_a_traced_overflow_of_a_contiguous_cache_overwrites_nothing():

@@ -1,4 +1,4 @@
-"""Of a sparse pattern a step reads what the pattern reaches, and nothing else."""
+"""A decoding step with a sparse pattern reads only the keys that the pattern reaches."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ def empty(decoder, batch, capacity, size=8, value_size=6, key_heads=KEY_HEADS):
 
 
 def extended(decoder, arrays, split, capacity=LENGTH):
-    """The outputs of several `extend`s, side by side."""
+    """Outputs of consecutive `extend` calls, joined along the tokens."""
     state, outs, start = empty(decoder, len(arrays[0]), capacity), [], 0
     extend = jax.jit(decoder.extend)
     for time in split:
@@ -59,11 +59,11 @@ def extended(decoder, arrays, split, capacity=LENGTH):
     return np.concatenate(outs, 1)
 
 
-# What is reached
+# Reached keys
 
 
 def reached_by(decoder, capacity):
-    """What each of `capacity` tokens reaches, a list or one a head, and how many are asked for."""
+    """Keys that each of `capacity` tokens reaches, one list or a list a head; and their length."""
     pattern = decoder._pattern_for(capacity, HEADS, KEY_HEADS)
     of_all = jax.jit(jax.vmap(lambda i: pattern.reach(i, capacity)))
     each = np.asarray(of_all(np.arange(capacity)))
@@ -71,7 +71,7 @@ def reached_by(decoder, capacity):
 
 
 def assert_reached(rows, expected):
-    """That each of the tokens reaches, once, what the mask `(T, T)` shows."""
+    """Checks that each token reaches each key of the mask `(T, T)` once, and no other key."""
     for i, (row, allowed) in enumerate(zip(rows, expected, strict=True)):
         assert sorted(j for j in row if 0 <= j <= i) == np.flatnonzero(allowed).tolist()
 
@@ -101,7 +101,7 @@ def test_a_sparse_transformer_reaches_its_pattern_and_each_key_once(options, cap
 )
 @pytest.mark.parametrize("capacity", [4, 40])
 def test_bigbird_reaches_its_pattern_and_each_key_once(options, capacity):
-    """Each key head its own draw; near the start the window and the global blocks overlap."""
+    """Each key head has its own draw. Near the start, window and global blocks overlap."""
     options = {"num_random_blocks": 2, "seed": 0, **options, "block_size": 3}
     rows, _ = reached_by(decoder_of("bigbird", **options), capacity)
     for head in range(KEY_HEADS):
@@ -111,7 +111,7 @@ def test_bigbird_reaches_its_pattern_and_each_key_once(options, capacity):
 
 
 def test_random_blocks_that_are_named_reach_what_they_name():
-    """Those of more blocks than there is room for, later ones, and one named twice."""
+    """The table has too many rows, names later blocks, and names one block twice."""
     table = np.array([[1, -1], [0, 0], [0, 2], [1, 5], [3, 2], [0, 1]])
     rows, _ = reached_by(decoder_of("random", block_size=2, random_blocks=table), 8)
     blocks = [{0}, {0, 1}, {0, 2}, {1, 3}]
@@ -133,7 +133,7 @@ def test_a_traced_table_or_mask_reaches_what_a_known_one_reaches(heads):
             found.append(rows.reshape(11, -1, rows.shape[-1]))
         return found
 
-    # A known mask is for query heads, and a traced one for key heads.
+    # A known mask is for query heads, and a traced mask is for key heads.
     of_query_heads = mask.repeat(HEADS // KEY_HEADS, 0) if heads == (KEY_HEADS,) else mask
     known = reached({"random_blocks": table, "block_mask": of_query_heads})
     known[1] = known[1][:, :: -(-known[1].shape[1] // KEY_HEADS)]
@@ -147,7 +147,7 @@ def test_a_traced_table_or_mask_reaches_what_a_known_one_reaches(heads):
 
 @pytest.mark.parametrize("lists", [(), (1,), (HEADS,)])
 def test_a_block_mask_reaches_what_it_shows(lists):
-    """As its longest row does, and no more; for query heads that differ too."""
+    """The lists are as long as the mask's longest row; query heads may have different masks."""
     mask = np.random.default_rng(0).random((*lists, 5, 5)) < 0.4
     rows, asked = reached_by(decoder_of("block_sparse", block_size=3, block_mask=mask), 13)
     assert asked == 3 * np.tril(mask).sum(-1).max()
@@ -185,7 +185,7 @@ def test_no_more_keys_are_gathered_than_are_reached(options, most):
     ids=str,
 )
 def test_blocks_and_strides_longer_than_the_text_gather_no_more_than_it_of_each(name, options):
-    """And of every mechanism the outputs are those of exact attention."""
+    """The outputs of every such mechanism are those of exact attention."""
     decoder, arrays = decoder_of(name, **options), draw(LENGTH)
     _, asked = reached_by(decoder, LENGTH)
     assert asked <= 5 * LENGTH
@@ -208,7 +208,7 @@ def test_a_block_that_is_named_again_counts_once():
     assert [sorted(row[row >= 0]) for row in found] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
-# What comes out
+# Outputs
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_two_halves_equal_the_whole(options):
     function = functools.partial(effattn.sparse_transformer_attention, **options)
     whole = jax.jit(function)(*arrays)
     decoder = decoder_of("sparse_transformer", **options)
-    # Room that is not used changes nothing.
+    # A larger capacity changes nothing.
     out = extended(decoder, arrays, (LENGTH // 2,) * 2, capacity=LENGTH + 5)
     np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-6)
 
@@ -240,10 +240,10 @@ EVERYTHING = {
 
 @pytest.mark.parametrize("lists", [None, slow(KEY_HEADS), HEADS])
 def test_lists_of_all_of_key_and_of_query_heads(lists, monkeypatch):
-    """With all that the core takes, at positions, rows and heads as they are in the whole."""
+    """The core's options see the positions, rows and heads of the whole sequence."""
 
     class Steps(patterns.Pattern):
-        """Every third, or by head every second, third, ... key."""
+        """Every third key, or by head every second, third, ... key."""
 
         def reach(self, i, capacity):
             steps = jnp.arange(2, 2 + lists) if lists else jnp.array(3)
@@ -278,14 +278,14 @@ def test_gradients_flow_through_a_prefill(monkeypatch):
     functions.assert_close(gradients(through_decoder), gradients(through_whole), 1e-5)
 
 
-# What it costs
+# Cost
 
 
 CAPACITIES = (1024, 16384)
 
 
 def abstract(decoder, time, capacity):
-    """The arguments of `extend`, as shapes."""
+    """The arguments of `extend` as shapes."""
     arrays = [jax.ShapeDtypeStruct((1, time, heads, 16), jnp.float32) for heads in (4, 2, 2)]
     return *arrays, jax.eval_shape(lambda: empty(decoder, 1, capacity, 16, 16))
 
@@ -295,7 +295,7 @@ def operations(decoder, *args):
 
 
 def memory(decoder, *args):
-    """Of the compiled program, which may write where the state lies."""
+    """Temporary bytes of the compiled step, which may overwrite the given state."""
     lowered = jax.jit(decoder.extend, donate_argnums=3).lower(*args)
     memory = lowered.compile().memory_analysis()
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[3]))
@@ -338,7 +338,7 @@ def test_a_prefill_needs_time_and_memory_linear_in_its_length():
     )
     assert abs(of_operations - 1) <= 0.05, found
     assert of_memory <= 1.05, found
-    # The 33 keys and values that each token reaches are never all held.
+    # The 33 keys and values that each token reaches are never held for all tokens at once.
     assert found[-1][1] < length * 33 * KEY_HEADS * (16 + 16) * 4
 
 
@@ -359,7 +359,7 @@ def test_rows_and_heads_on_eight_devices_need_no_collective(time):
     assert collectives(compiled) == []
 
 
-# What it refuses
+# Refusals
 
 
 def test_a_full_cache_raises_when_the_lengths_are_known():
@@ -370,11 +370,11 @@ def test_a_full_cache_raises_when_the_lengths_are_known():
 
 
 def test_a_traced_overflow_is_not_seen():
-    """Tokens past the capacity attend to those that are stored, and to nothing else."""
+    """Tokens past the capacity attend to the stored tokens only."""
     decoder = decoder_of("sparse_transformer", stride=4)
     query, key, value = draw(7)
     out = extended(decoder, (query, key, value), (7,), capacity=5)
-    # So early, a token reaches the 4 before it.
+    # At such an early position, a token reaches the 4 tokens before it.
     options = {"is_causal": True, "local_window_size": (4, 0)}
     attend = jax.jit(functools.partial(effattn.dot_product_attention, **options))
     stored = attend(query, key[:, :5], value[:, :5])

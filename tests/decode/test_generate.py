@@ -1,4 +1,4 @@
-"""Generation is the loop one would write, compiled once."""
+"""Generation gives the tokens of a plain loop, and is compiled once."""
 
 import dataclasses
 
@@ -19,13 +19,14 @@ LENGTHS = np.array([5, 1, 3])
 
 def make_model(seed=0, **changes):
     model = TransformerLM(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(seed))
-    # Larger embeddings make one token much likelier than the next: no ties by rounding.
+    # Larger embeddings make one token much likelier than the next, so rounding causes no ties.
     model.embed.embedding[...] *= 50
     return model
 
 
 def by_full_forward_passes(model, prompt, lengths, new_tokens):
-    # What follows a token cannot change its logits: one shape, compiled once, does for all passes.
+    # Later tokens cannot change earlier logits, so one padded shape, compiled once, serves all
+    # passes.
     forward = jax.jit(lambda model, tokens: model(tokens))
     rows = np.arange(len(prompt))
     lengths = np.array(lengths)
@@ -59,7 +60,7 @@ def test_greedy_equals_argmax_of_full_forward_passes(changes):
 
 
 class Counting:
-    """Prefers the token after the last one, and counts how often it is traced."""
+    """Model that prefers the token after the last one, and counts how often it is traced."""
 
     def __init__(self, vocab_size=10):
         self.vocab_size = vocab_size
@@ -97,7 +98,7 @@ def test_the_same_shapes_compile_once():
             rng=jax.random.key(seed),
             eos_id=seed,
         )
-    assert model.traces == 2  # the prompt, and the step inside the loop
+    assert model.traces == 2  # one trace of the prompt, and one of the step inside the loop
 
 
 def test_new_parameters_do_not_compile_again():
@@ -130,7 +131,7 @@ def test_each_of_several_tokens_ends_a_row(ends):
 
 
 class Noting(Counting):
-    """Notes each time that a step runs."""
+    """Counting model that also records each run of a step."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +146,7 @@ class Noting(Counting):
 @pytest.mark.parametrize("ends", [5, [5, 0], [4, 5], None], ids=str)
 @pytest.mark.parametrize("prompt", [[[3], [9]], [[3, 3, 3], [3, 3, 9]]])
 def test_nothing_runs_after_all_rows_have_ended(ends, prompt):
-    """Rows end with a token that one of them, or each, comes to, or go on to the last step."""
+    """One row or each row ends at its end token, or all rows go on to the last step."""
     model = Noting()
     tokens = generate(model, jnp.array(prompt), max_new_tokens=9, temperature=0, eos_id=ends)
     jax.effects_barrier()
@@ -160,7 +161,7 @@ def test_nothing_runs_after_all_rows_have_ended(ends, prompt):
 
 @pytest.mark.parametrize("lengths", [None, np.array([64, 1])])
 def test_logits_are_made_of_the_last_token_of_a_prompt_alone(lengths):
-    """Those of all 64 of both rows would be 64 MB, by the compiled program."""
+    """Logits of all 64 tokens of both rows would take 64 MB in the compiled program."""
     vocabulary, prompt = 2**17, jnp.ones((2, 64), jnp.int32)
     model = jax.eval_shape(lambda: make_model(vocab_size=vocabulary))
 
@@ -187,7 +188,7 @@ def test_no_rows_and_no_new_tokens_give_empty_arrays():
     [([[0, 13]], None), ([[-1, 0]], None), (np.array([[2**32, 1]]), None), ([[1, 13, 99]], [2])],
 )
 def test_a_prompt_outside_the_vocabulary_is_refused(prompt, lengths):
-    """Also by models of others, whose vocabulary their logits tell."""
+    """Models of other classes are checked too, by the size of their logits."""
     for model in (make_model(), Counting(13)):
         with pytest.raises(ValueError, match="prompt must (hold tokens of the vocab|fit in int32)"):
             generate(model, prompt, lengths=lengths, max_new_tokens=2, temperature=0)
@@ -215,12 +216,12 @@ def test_the_same_key_draws_the_same_and_steps_draw_anew():
 
 
 def test_each_token_is_drawn_with_noise_of_its_own():
-    """Also the first, of the prompt; of a thousand independent pairs of ten a tenth are equal."""
+    """The first token has its own noise too. Independent draws of 10 tokens agree in 1 of 10."""
     prompt = jnp.zeros((1000, 1), jnp.int32)
     options = {"max_new_tokens": 3, "temperature": 1e4, "rng": jax.random.key(0)}
     tokens = np.asarray(generate(Counting(), prompt, **options))
     for first, second in [(0, 1), (1, 2), (0, 2)]:
-        # Four standard errors.
+        # The bound is four standard errors.
         assert abs((tokens[:, first] == tokens[:, second]).mean() - 0.1) < 0.04
 
 
@@ -257,7 +258,7 @@ def draws(count=4000, **options):
         ({"temperature": 1.0, "top_p": 1e-6}, [1, 0, 0, 0]),
         ({"temperature": 1.0, "top_p": 1.0}, [0.4, 0.1, 0.3, 0.2]),
         ({"temperature": 1.0, "top_k": 3, "top_p": 0.5}, [4 / 7, 0, 3 / 7, 0]),
-        # The probability to reach is of what the temperature and top_k left.
+        # `top_p` refers to the probabilities after the temperature and `top_k`.
         ({"temperature": 0.5, "top_p": 0.8}, [0.64, 0, 0.36, 0]),
         ({"temperature": 1.0, "top_k": 2, "top_p": 0.55}, [1, 0, 0, 0]),
     ],
@@ -266,7 +267,7 @@ def draws(count=4000, **options):
 def test_draws_follow_the_cut_distribution(options, expected):
     frequency = draws(**options)
     np.testing.assert_array_equal(frequency[np.array(expected) == 0], 0)
-    # Four standard errors of a frequency from 4000 draws.
+    # The bound is four standard errors of a frequency from 4000 draws.
     np.testing.assert_allclose(frequency, expected, atol=4 * 0.5 / 4000**0.5)
 
 
@@ -310,7 +311,7 @@ def test_bad_arguments_are_named(changes, message):
 
 
 def sampled(logits, count=400, **options):
-    """How often each token is drawn, the same where the temperature is traced."""
+    """Frequency of each token in the draws, which a traced temperature must not change."""
     logits = np.broadcast_to(np.float32(logits), (count, len(logits)))
     rng = jax.random.key(0)
     tokens = np.asarray(sample_token(logits, rng, **options))
@@ -323,7 +324,7 @@ def sampled(logits, count=400, **options):
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("temperature", [1e-37, 1e-38, 1e-40, 1e-45, 1e-300])
 def test_a_tiny_temperature_takes_the_best(temperature, options):
-    """Normal or subnormal in float32, or zero there."""
+    """The temperatures are normal or subnormal in float32, or zero there."""
     for logits in ([0, 1, 3, 2], [-70, -80, -69.9999, -75], [1e-30, 0, 2e-30, -np.inf]):
         drawn = sampled(logits, temperature=temperature, **options)
         np.testing.assert_array_equal(drawn, [0, 0, 1, 0])
@@ -341,7 +342,7 @@ def test_a_huge_temperature_draws_evenly_but_never_what_is_excluded():
     for temperature in (1e30, 3e38):
         drawn = sampled([0, 5, -np.inf, 9], count=4000, temperature=temperature)
         np.testing.assert_allclose(drawn, [1 / 3, 1 / 3, 0, 1 / 3], atol=0.03)
-        # Cut before the division, by which all would be ties.
+        # `top_k` is applied before the division, which would make all logits equal.
         drawn = sampled([1, 1.0000001, 0], temperature=temperature, top_k=1)
         np.testing.assert_array_equal(drawn, [0, 1, 0])
 
@@ -364,7 +365,7 @@ INF, NAN = np.inf, np.nan
     ids=str,
 )
 def test_ties_and_infinities(logits, first, likely):
-    """Greedy, the first of the best; in a draw at a tiny temperature each of them alike."""
+    """Greedy choice takes the first of the best; a draw at a tiny temperature takes each alike."""
     assert sample_token(np.float32(logits)) == first
     assert jax.jit(sample_token)(np.float32(logits)) == first
     for options in ({}, {"top_k": 1}, {"top_p": 1e-40}):
@@ -403,7 +404,7 @@ def test_what_no_token_can_be_drawn_with_is_named(changes, message):
 
 
 def test_draws_do_not_depend_on_the_dtype_of_the_logits():
-    """Of equal logits, where noise in 16 bits would have many ties and few values."""
+    """The logits are equal, so noise in 16 bits would have few values and many ties."""
     logits, rng = jnp.zeros((64, 4096), jnp.bfloat16), jax.random.key(0)
     wide = sample_token(logits.astype(jnp.float32), rng, temperature=1.0)
     np.testing.assert_array_equal(sample_token(logits, rng, temperature=1.0), wide)

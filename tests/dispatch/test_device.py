@@ -1,4 +1,4 @@
-"""Which GPUs the kernels of Triton run on; those of Mosaic GPU have tests of their own."""
+"""GPUs that the Triton kernels support; the Mosaic GPU kernels have tests of their own."""
 
 import types
 
@@ -14,7 +14,7 @@ from tests.pallas.lowering import operands_of
 HEADS = {name: np.ones((1, 16, 2, 16), np.float32) for name in ("query", "key", "value")}
 PAGES = {"block_table": np.zeros((1, 1), np.int32), "lengths": np.ones(1, np.int32)}
 
-# Of each kernel, a function and arguments that it takes.
+# For each kernel, a function that may run it and arguments that it takes.
 CALLS = {
     "block attention": (effattn.dot_product_attention, HEADS),
     "linear recurrence": (effattn.linear_attention, {**HEADS, "is_causal": True}),
@@ -33,7 +33,7 @@ CALLS = {
 
 @pytest.fixture
 def beside(monkeypatch):
-    """Makes this a machine with a GPU of a capability, which is not the default device."""
+    """Simulates a GPU of a given compute capability that is not the default device."""
 
     def gpu(capability):
         device = types.SimpleNamespace(compute_capability=capability)
@@ -43,7 +43,7 @@ def beside(monkeypatch):
 
 
 def program(name, implementation="triton"):
-    """A function of arrays, and the arrays."""
+    """A function of the arrays, and the arrays."""
     function, given = CALLS[name]
     arrays = {k: x for k, x in given.items() if isinstance(x, np.ndarray)}
     options = {k: x for k, x in given.items() if k not in arrays}
@@ -57,7 +57,7 @@ def traced(name, implementation="triton"):
 @pytest.mark.parametrize("capability", ["7.0", "7.5"])
 @pytest.mark.parametrize("name", CALLS)
 def test_gpus_before_ampere_are_refused(beside, name, capability):
-    """With the capability that was found, and who takes the call; which it then does."""
+    """The error names the capability and `xla`, and a call that also allows `xla` runs."""
     beside(capability)
     message = rf"of compute capability 8\.0 and later \(Ampere\), got {capability}; .*'xla' takes"
     with pytest.raises(NotImplementedError, match=message):
@@ -74,7 +74,7 @@ def test_ampere_and_later_are_taken(beside, name, capability):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_is_refused_without_a_gpu_or_interpreted(beside, name):
-    traced(name)  # on a machine without
+    traced(name)  # on a machine without a GPU
     beside("7.5")
     with dispatch.interpreted():
         traced(name)

@@ -1,4 +1,4 @@
-"""The table of `effattn.support`, against calls that name an implementation."""
+"""The table of `effattn.support` against calls that name an implementation."""
 
 import functools
 import inspect
@@ -20,7 +20,7 @@ DTYPES = "float32", "bfloat16", "float16", "float64"
 
 
 class Shape(NamedTuple):
-    """Several tiles, blocks and windows; blocks are whole tiles of every kernel."""
+    """Sizes of several tiles, blocks and windows; a block holds whole tiles of every kernel."""
 
     rows: int
     length: int
@@ -40,7 +40,7 @@ ALL = slow_but_for(FIRST, registry.names())
 
 
 def call_mixer(name, shape, dtype, plain=False, **options):
-    """Of a mixer with a window, and with global tokens, where it has them; `plain` is without."""
+    """Call of a mixer, with a window and global tokens where it takes them, unless `plain`."""
     entry = registry.get(name)
     known = entry.mixer_options() | entry.options.keys()
     is_causal = options.setdefault("is_causal", "causal" in entry.capabilities)
@@ -63,7 +63,7 @@ def call_mixer(name, shape, dtype, plain=False, **options):
 
 
 def call_synthesizer(name, shape, dtype, **options):
-    """A mixture has the hidden numbers of two, and so more of them than values."""
+    """Call of a Synthesizer; the mixture has twice as many hidden numbers as values."""
     value = jnp.zeros((shape.rows, shape.length, shape.heads, shape.size), dtype)
     hidden = jnp.concatenate([value, value], -1) if name == "synthesizer_mixture" else value
     return effattn.synthesizer_attention(hidden, hidden[0], value, is_causal=True, **options)
@@ -83,7 +83,7 @@ def call_paged(shape, dtype, **options):
 
 
 def refusal(name, shape, dtype, **options):
-    """Why a call is refused when it is traced; None if it is not."""
+    """The error message of a call that is refused when it is traced, or None."""
     if name in DENSE_SYNTHESIZERS:
         call = functools.partial(call_synthesizer, name)
     elif name == "paged_attention":
@@ -181,7 +181,7 @@ def test_it_prints_a_table_and_names_what_it_does_not_know():
 
 
 def test_calls_before_do_not_change_the_table():
-    """What was traced before may be kept by JAX, and is not traced again."""
+    """JAX may keep the trace of an earlier call, and then does not trace the call again."""
     effattn.dispatch.support._rows.cache_clear()
     refusal("nystrom", TABLES, "float32", implementation="xla")
     first = effattn.support("nystrom")

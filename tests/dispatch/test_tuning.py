@@ -1,4 +1,4 @@
-"""`effattn.tune`: what it measures, what calls take of it, and the file that it keeps it in."""
+"""`effattn.tune`: its measurements, their use by later calls, and the file that keeps them."""
 
 import functools
 import json
@@ -26,14 +26,14 @@ from tests.pallas.lowering import TRITON, kernels_of
 
 CALL = functools.partial(effattn.dot_product_attention, is_causal=True)
 TILES = (("forward", (20, 20)),)
-CACHE_FILE = cache.cache_file  # as it is outside of tests
-# Float32 calls that were never tuned take kernels for CPUs where these were measured to be faster.
+CACHE_FILE = cache.cache_file  # the function itself, which the suite replaces
+# Untuned float32 calls take the CPU kernels on machines where these were measured to be faster.
 _HAS_KERNELS = runtime.refusal() is None and platform.machine() in ("x86_64", "AMD64")
 UNTUNED = dispatch.Chosen(("llvm", "xla") if _HAS_KERNELS else ("xla",))
 
 
 def calls_of(function, *arguments):
-    """Those that can be tuned: their candidates, and whether they have gradients."""
+    """Calls that can be tuned: their candidates, and whether they have gradients."""
     trial = cache.Trial({})
     with trial.running():
         jax.eval_shape(lambda *arguments: function(*arguments), *arguments)
@@ -53,7 +53,7 @@ def arrays():
 
 @pytest.fixture
 def fastest(monkeypatch):
-    """`fastest(choice, ...)`: those are measured faster than others, and each than that before."""
+    """`fastest(choice, ...)` makes each choice faster than those before it and than all others."""
 
     def be(*choices):
         def time(_, programs):
@@ -67,7 +67,7 @@ def fastest(monkeypatch):
 
 @pytest.fixture
 def only_traced(monkeypatch):
-    """Programs are traced, not compiled: where nothing depends on their results."""
+    """Replaces compilation by tracing, for tests that do not depend on results of programs."""
 
     def compile(bench, choices):
         with cache.Trial(choices).running():
@@ -81,7 +81,7 @@ def only_traced(monkeypatch):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Those of GPUs run here, interpreted."""
+    """Runs the Triton kernels here, interpreted."""
     monkeypatch.setattr(tuning, "_is_kernel_here", lambda name: name == "triton")
     monkeypatch.setattr(block_triton, "_MORE_TILES", ((128, 64, 4),))
     with dispatch.interpreted():
@@ -89,7 +89,7 @@ def kernels(monkeypatch):
 
 
 def taken(function, *arguments):
-    """What calls of block attention in it take."""
+    """Implementations that the block-attention calls of the function take."""
     found = []
     original = block_attention.block_attention
 
@@ -111,24 +111,24 @@ def test_a_call_takes_the_default_before_and_what_was_fastest_after(arrays, fast
     (call,) = done.chosen
     assert done.chosen[call] == best
     assert taken(CALL, *arrays) == [dispatch.Chosen(("xla",), tiles=best.tiles)]
-    # Of another shape, or with another option, nothing is known.
+    # Tuning applies to no other option and to no other shape.
     assert taken(effattn.dot_product_attention, *arrays) == [UNTUNED]
     assert taken(CALL, *(x[:, :20] for x in arrays)) == [UNTUNED]
-    # Lengths up to the next power of two are one; tiles are no longer than they are.
+    # All lengths up to the next power of two share a result, and tiles are cut to the length.
     assert taken(CALL, *(x[:, :33] for x in arrays)) == [
         dispatch.Chosen(("xla",), tiles=best.tiles)
     ]
     shorter = [x[:, :33] for x in arrays]
     exact = effattn.dot_product_attention(*shorter, is_causal=True, tile=(33, 33))
     np.testing.assert_allclose(CALL(*shorter), exact, atol=1e-5)
-    # What is named is taken.
+    # A named implementation is taken.
     (named,) = taken(functools.partial(CALL, implementation="xla"), *arrays)
     assert named == dispatch.XLA
 
 
 @pytest.fixture
 def beside(monkeypatch):
-    """Makes this a machine with so many GPUs of a capability."""
+    """Simulates a machine with some GPUs of a given compute capability."""
 
     def gpus(capability, count=1):
         device = types.SimpleNamespace(
@@ -150,7 +150,7 @@ KERNELS = dispatch.Chosen(("mosaic_gpu", "triton", "xla"))
 
 
 def test_untuned_calls_take_kernels_on_one_hopper_gpu(beside):
-    """In 16 bits, and of some tiles' length: what was measured to be faster by them."""
+    """The default takes kernels for 16-bit calls of at least one tile, where they were faster."""
     beside("9.0")
     assert taken(CALL, *half(128)) == [KERNELS]
     assert taken(CALL, *half(127)) == taken(CALL, *half(128, np.float32)) == [dispatch.XLA]
@@ -162,7 +162,7 @@ def test_untuned_calls_take_kernels_on_one_hopper_gpu(beside):
 
 @pytest.mark.devices
 def test_untuned_calls_take_kernels_on_several_gpus_where_each_has_its_own(beside):
-    """Inside `shard_map`; compilers do not split them."""
+    """Kernels run inside `shard_map`, because compilers do not split a kernel over GPUs."""
     beside("9.0", 2)
     assert taken(CALL, *half(128)) == [dispatch.XLA]
     mesh = jax.make_mesh((2,), ("batch",), (AxisType.Auto,), devices=jax.devices()[:2])
@@ -187,12 +187,12 @@ def test_tuning_starts_from_xla_beside_a_gpu(beside, only_traced):
 
 
 def test_it_really_measures(arrays, monkeypatch):
-    """One tile of each kernel beside its own."""
+    """Each kernel is measured with its default tile and with one other tile."""
     tilings = block_xla.tilings
     monkeypatch.setattr(
         block_xla, "tilings", lambda *call: {k: tiles[:1] for k, tiles in tilings(*call).items()}
     )
-    # Kernels for CPUs do not take a soft cap.
+    # The CPU kernels do not take a soft cap.
     done = effattn.tune(functools.partial(CALL, logits_soft_cap=30.0), *arrays, rounds=2)
     rows = [row for row in done.rows if row.seconds is not None]
     assert {row.choice.implementation for row in rows} == {"xla"}
@@ -229,7 +229,7 @@ def test_a_program_for_a_gpu_has_the_kernel(arrays):
     assert not kernels_of(CALL, *arrays)
     cache.save({call: Choice("triton")})
     assert kernels_of(lambda *arrays: CALL(*arrays), *arrays) == {TRITON}  # a new program
-    # Where it does not run, XLA does; what it does not take, too.
+    # XLA runs the call where the tuned kernel does not run or does not take the arguments.
     np.testing.assert_allclose(CALL(*arrays), CALL(*arrays, implementation="xla"), atol=1e-6)
     cache.save({call: Choice("mosaic_tpu", (("all", (128, 128)),))})
     halves = [x.astype(jnp.float16) for x in arrays]
@@ -246,7 +246,7 @@ def test_what_disagrees_or_does_not_compile_is_not_taken(arrays, fastest, kernel
         out, *of_rows = right(config, x, dtype)
         return out * 1.1, *of_rows
 
-    # Of lengths that no other test traces it with: a trace is kept.
+    # Each length is used by no other test, because JAX keeps traces.
     for form, reason, length in (
         (wrong, "_Disagrees: up to", 31),
         (None, "TypeError: 'NoneType'", 30),
@@ -267,11 +267,11 @@ def test_what_disagrees_or_does_not_compile_is_not_taken(arrays, fastest, kernel
     ],
 )
 def test_every_tile_to_try_gives_the_same(name):
-    """Of each kernel of block attention one, interpreted."""
+    """Each kernel of block attention runs with one set of tiles, interpreted."""
     if name == "mosaic_gpu" and jax.__version_info__ < (0, 12):
         pytest.skip("Mosaic GPU is interpreted by jax 0.12 and later")
     rng = np.random.default_rng(0)
-    tokens = 150 if name == "mosaic_gpu" else 300  # its interpreter is the slowest
+    tokens = 150 if name == "mosaic_gpu" else 300  # the interpreter of Mosaic GPU is the slowest
     x = rng.normal(size=(1, tokens, 1, 64)).astype(jnp.bfloat16)
     ((signature, (takes, differentiable)),) = calls_of(CALL, x, x, x).items()
     assert differentiable and name in takes
@@ -279,7 +279,7 @@ def test_every_tile_to_try_gives_the_same(name):
     assert all(sizes for sizes in takes[name].values())
     bench = tuning._Bench(CALL, (x, x, x), {}, True, 1)
     with dispatch.interpreted():
-        bench.compile({signature: Choice(name, tiles)})  # which checks the results
+        bench.compile({signature: Choice(name, tiles)})  # `compile` checks the results
 
 
 def test_every_call_of_a_model_is_tuned(fastest, only_traced):
@@ -320,9 +320,9 @@ def test_calls_that_name_an_implementation_cannot_be_tuned(arrays):
 
 @pytest.fixture
 def kept(arrays):
-    """The path, after a call was tuned."""
+    """The path of the file after a call was tuned."""
     cache.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
-    cache.measured.cache_clear()  # as in another process
+    cache.measured.cache_clear()  # simulates another process
     return cache.cache_file()
 
 
@@ -354,7 +354,7 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_replaced(kept, arrays, dam
         assert taken(CALL, *arrays) == [UNTUNED]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert taken(CALL, *arrays) == [UNTUNED]  # it warns once
+        assert taken(CALL, *arrays) == [UNTUNED]  # the warning is given once
         cache.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
         cache.measured.cache_clear()
         assert taken(CALL, *arrays)[0].tiles == TILES
@@ -402,7 +402,7 @@ def test_a_folder_in_place_of_the_file_ends_nothing(kept, arrays):
     with pytest.warns(RuntimeWarning, match="for this process alone"):
         cache.save({signature_of(CALL, *arrays): Choice("xla", TILES)})
     assert taken(CALL, *arrays)[0].tiles == TILES
-    assert [*kept.parent.iterdir()] == [kept]  # nothing half written is left
+    assert [*kept.parent.iterdir()] == [kept]  # no half-written file is left
 
 
 def _raise(error):
@@ -418,7 +418,7 @@ def _raise(error):
     ids=["refused", "left as it is"],
 )
 def test_a_user_without_a_home_folder_calls_and_tunes(arrays, monkeypatch, home):
-    """Releases of platformdirs raise where there is no home folder, or leave the `~`."""
+    """Without a home folder, a release of platformdirs raises an error or leaves the `~`."""
     monkeypatch.setattr(cache.platformdirs, "user_cache_path", home)
     monkeypatch.setattr(cache, "cache_file", CACHE_FILE)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Additive attention beyond the laws: what it holds, what it is near zero, wrong arguments."""
+"""Additive attention beyond the laws: memory, its limit near zero, and wrong arguments."""
 
 import functools
 
@@ -26,7 +26,7 @@ def weights(heads=2, size=4, hidden=8, scale=1.0):
 
 
 def test_hidden_numbers_of_all_pairs_are_never_held():
-    """Not a hidden number for each pair, and not a logit either: a tile at a time."""
+    """Neither hidden numbers nor logits of all pairs are held, only those of one tile at a time."""
     length, hidden = 4096, 32
 
     def loss(x, given):
@@ -39,7 +39,7 @@ def test_hidden_numbers_of_all_pairs_are_never_held():
 
 
 def test_where_tanh_is_straight_it_is_the_softmax_of_sums_that_queries_cancel_from():
-    """v . (W_q q + W_k k): of all queries alike, a softmax over v . W_k k alone."""
+    """v . (W_q q + W_k k): the query term cancels in the softmax, which leaves v . W_k k."""
     given = weights(scale=1e-3)
     rng = np.random.default_rng(1)
     query, key, value = (rng.normal(size=(1, 6, 2, 4)).astype(np.float32) for _ in range(3))

@@ -23,7 +23,7 @@ def draw(length, batch=(2,), seed=0):
 
 
 def plainly(query, key, value, ids):
-    """All pairs; `ids (*B, T)`, 0 for padding."""
+    """Definition over all pairs; `ids (*B, T)` are 0 in padding."""
     length = key.shape[-3]
     logits = jnp.einsum("...tnh,...snh->...nts", query, jnp.repeat(key, 2, -2)) * 3**-0.5
     back = jnp.arange(length)[:, None] - jnp.arange(length)
@@ -45,7 +45,7 @@ attend = jax.jit(
 
 @pytest.mark.parametrize("ids", [PACKED, slow(None)], ids=["documents", "one document"])
 def test_near_tokens_are_exact_and_far_ones_a_series(ids):
-    """With documents of all lengths, padding among them, and every gradient."""
+    """Documents of several lengths, with padding among them, and every gradient."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def with_gradients(function, arrays, ids):
@@ -56,7 +56,7 @@ def test_near_tokens_are_exact_and_far_ones_a_series(ids):
         return attend(query, key, value, segment_ids=ids)
 
     with jax.enable_x64(True):
-        arrays = draw(16)  # whole chunks, of which one loop is compiled
+        arrays = draw(16)  # whole chunks, so that only one loop is compiled
         given = np.ones_like(PACKED) if ids is None else ids
         for a, b in zip(
             with_gradients(ours, arrays, ids), with_gradients(plainly, arrays, given), strict=True

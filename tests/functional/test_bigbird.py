@@ -24,7 +24,7 @@ def x64():
 
 
 def by_head(mask_of, heads=4):
-    """`(N, T, T)`, of each query head the mask of its key head."""
+    """`(N, T, T)`: for each query head, the mask of its key head."""
     return np.stack([mask_of(n * KEY_HEADS // heads) for n in range(heads)])
 
 
@@ -40,7 +40,7 @@ def dense(arrays, mask, **given):
 
 
 def agree(function, arrays, mask, **given):
-    """Outputs, log-sum-exps and gradients."""
+    """Checks outputs, log-sum-exps and gradients."""
 
     def attend(arrays, known):
         return function(**arrays, **given, return_residual=True)
@@ -135,7 +135,7 @@ def test_random_attention_sees_its_own_block_and_those_drawn(is_causal):
     ],
 )
 def test_blocks_of_a_mask(kind, is_causal):
-    """7 x 8 blocks, a mask for all heads, one each, and one computed by the model."""
+    """A mask of 7 x 8 blocks: one for all heads, one a head, or one computed by the model."""
     shape = {"shared": (), "traced": (), "by head": (4,), "traced by key head": (2,)}[kind]
     blocks = np.random.default_rng(0).random((*shape, 7, BLOCKS)) < 0.5
     arrays = draw(27, LENGTH)

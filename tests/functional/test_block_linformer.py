@@ -1,4 +1,4 @@
-"""Block Linformer: its limits, the gradients of its projections, and what it refuses."""
+"""Block Linformer: its limits, the gradients of its projections, and refused arguments."""
 
 import functools
 
@@ -30,7 +30,7 @@ def drawn(*before, slots=SLOTS, size=SIZE):
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [(), slow((2,))], ids=["shared", "by head"])
 def test_projections_have_gradients_that_no_padding_reaches(before, x64):
-    """NaN in the padding, dropout on tokens and slots; keys end inside a block, or are none."""
+    """NaN in padding; dropout on tokens and slots; keys end inside a block, or there are none."""
     arrays = draw(LENGTH, LENGTH) | drawn(*before)
     lengths = {"query_seq_lengths": np.array([14, 9]), "key_value_seq_lengths": np.array([6, 0])}
     for name, end in (("query", "query"), ("key", "key_value"), ("value", "key_value")):

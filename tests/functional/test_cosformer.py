@@ -31,7 +31,7 @@ def compiled(function, **options):
 
 
 def test_documents_count_from_their_start_on_both_sides():
-    """The same documents, in rows where they start at other places."""
+    """The same documents start at other positions in queries than in keys."""
     query_ids, key_ids = np.asarray([3, 3, 0, 1, 1, 1]), np.asarray([1, 1, 1, 1, 3, 3, 3, 3])
     of_query = np.asarray([0, 1, 0, 0, 1, 2])
     of_key = np.asarray([0, 1, 2, 3, 0, 1, 2, 3])
@@ -71,7 +71,7 @@ def test_a_long_maximum_is_linear_attention():
 
 
 def test_a_state_continues_after_padding_and_in_pieces():
-    """A state of three tokens and two of padding, then one token, then the rest."""
+    """The state is taken after three tokens and two of padding, then continued in two pieces."""
     with jax.enable_x64(True):
         args = draw()
         run = compiled(cosformer_attention, max_length=9, is_causal=True, return_state=True)
@@ -86,7 +86,7 @@ def test_a_state_continues_after_padding_and_in_pieces():
 
 
 def test_a_state_of_given_positions_is_seen_from_the_next_one():
-    """The rest stands 0, 2 and 5 after the position that follows the third key."""
+    """The later tokens stand 0, 2 and 5 positions after the position that follows the third key."""
     positions = np.asarray([[5, 6, 9, 10, 12, 15], [1, 2, 3, 4, 6, 9]])
     with jax.enable_x64(True):
         args = draw(6, 6)

@@ -1,4 +1,4 @@
-"""The delta rule: its limits, its published form, and what it refuses."""
+"""The delta rule: its limits, its published form, and refused arguments."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from effattn import delta_rule_attention, linear_attention
 
 
 def draw(length=8, heads=4, key_heads=2, size=4, value_size=3, seed=0):
-    """Query, key of length 1, value, beta and log_decay, of two rows in whole chunks."""
+    """Query, key of length 1, value, beta and log_decay, for two rows of whole chunks."""
     rng = np.random.default_rng(seed)
     query = rng.normal(size=(2, length, heads, size))
     key = rng.normal(size=(2, length, key_heads, size))
@@ -55,7 +55,7 @@ def test_strength_0_writes_nothing():
 
 
 def test_orthogonal_keys_are_linear_attention():
-    """Nothing is found under a key that is orthogonal to all before it."""
+    """The state holds nothing under a key that is orthogonal to all earlier keys."""
     query, _, value, beta, _ = draw(length=8, size=8)
     key = np.stack(
         [np.linalg.qr(np.random.default_rng(row).normal(size=(8, 8)))[0] for row in (0, 1)]
@@ -88,7 +88,7 @@ def test_a_decay_of_0_sees_the_token_alone():
 
 
 def test_a_key_of_strength_1_reads_its_last_value():
-    """However often it was written, and whatever else was, where other keys are orthogonal."""
+    """Earlier values of the key do not matter, nor do other keys, which are orthogonal."""
     rng = np.random.default_rng(0)
     length, size = 24, 6
     keys = np.linalg.qr(rng.normal(size=(size, size)))[0]
@@ -109,7 +109,7 @@ def test_a_key_of_strength_1_reads_its_last_value():
 
 
 def test_strengths_up_to_2_keep_the_state_bounded():
-    """beta = 2 is a reflection, which keeps lengths."""
+    """A strength beta = 2 reflects the state, which keeps its norm."""
     _, key, value, beta, _ = draw(length=64)
     state = np.random.default_rng(1).normal(size=(2, 2, 4, 3)).astype(np.float32)
     query = np.repeat(key, 2, 2)

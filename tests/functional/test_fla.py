@@ -1,4 +1,4 @@
-"""Recurrences give what the naive forms of flash-linear-attention gave (`tests/golden`)."""
+"""Recurrences give the results of flash-linear-attention's naive forms (`tests/golden`)."""
 
 import functools
 import pathlib
@@ -26,7 +26,7 @@ def gated_by_feature(log_decay_feature, **given):
 
 
 def state_space(query, key, value, log_decay, **given):
-    """Steps that forget as much; their part in what is written is taken out."""
+    """State-space duality with the decays of `log_decay`; values are divided by the step sizes."""
     step_size = -log_decay
     return state_space_duality(
         query * query.shape[-1] ** -0.5,

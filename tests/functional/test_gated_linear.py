@@ -1,4 +1,4 @@
-"""Gated linear attention: its limits, its decays, and what it refuses."""
+"""Gated linear attention: its limits, its decays, and refused arguments."""
 
 import functools
 
@@ -11,7 +11,7 @@ from effattn import gated_linear_attention, linear_attention, retention
 
 
 def draw(length=8, heads=4, key_heads=2, size=4, value_size=3):
-    """Query, key, value and log_decay of each feature, of two rows in whole chunks."""
+    """Query, key, value and log_decay of each feature, for two rows of whole chunks."""
     rng = np.random.default_rng(0)
     query = rng.normal(size=(2, length, heads, size))
     key = rng.normal(size=(2, length, key_heads, size))
@@ -72,7 +72,7 @@ def test_a_decay_of_0_forgets_all_before_its_token(of_features):
 
 
 def test_each_feature_decays_by_itself():
-    """One feature is forgotten at token 3, the other never is."""
+    """One feature is forgotten at token 3, and the other feature never decays."""
     ones = np.ones((1, 8, 1, 2), np.float32)
     log_decay = np.zeros((1, 8, 1, 2), np.float32)
     log_decay[0, 3, 0, 0] = np.log(0.25)

@@ -1,4 +1,4 @@
-"""Hierarchical attention against its definition, at its limits, and what many levels cost."""
+"""Hierarchical attention against its definition, at its limits, and its cost at many levels."""
 
 import functools
 
@@ -28,7 +28,7 @@ def x64():
 
 @pytest.mark.parametrize("is_causal", [True, slow(False)], ids=["causal", "bidirectional"])
 def test_learned_summaries_at_three_levels_with_all_arguments(is_causal, x64):
-    """The own segment, the sibling segment, and units of two segments."""
+    """A query meets its own segment, the sibling segment, and units of two segments."""
     arrays = draw(LENGTH, LENGTH)
     rng = np.random.default_rng(0)
     arrays |= {"summary_query": rng.normal(size=(2, 3)), "scale": np.asarray(0.6)}
@@ -119,7 +119,7 @@ def many_levels(length):
 
 @pytest.mark.slow
 def test_with_many_levels_time_and_memory_are_linear_but_for_a_logarithm():
-    """One level has as many units as there are segments, and is in the laws."""
+    """The test has 16 levels. A single level, in the laws, has as many units as segments."""
     lengths = (4096, 65536)
     programs = [many_levels(length) for length in lengths]
     counts = [cost.operations(program.jaxpr) for program in programs]

@@ -15,7 +15,7 @@ from tests.marks import slow
 
 
 def direct(query, key, value, *, phi, normalize, scale=None, allowed=True):
-    """The definition; `allowed (*B, T, S)` bool."""
+    """The definition over all pairs; `allowed (*B, T, S)` bool."""
     groups = query.shape[-2] // key.shape[-2]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key, value = jnp.repeat(phi(key), groups, -2), jnp.repeat(value, groups, -2)
@@ -154,7 +154,7 @@ def test_there_may_be_no_examples_and_no_queries(is_causal, batch, length):
 
 @pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_extremes_are_finite(is_causal):
-    """Features that overflow, underflow, and whose products do one by one."""
+    """Features overflow or underflow, or their products do although the features do not."""
     query, key, value = draw(5)
     run = functools.partial(linear_attention, is_causal=is_causal)
     for size in (1e4, -1e4, -90.0, -43.0):
@@ -165,7 +165,7 @@ def test_extremes_are_finite(is_causal):
 
 @pytest.mark.parametrize("is_causal, normalize", [(True, True), (False, True), slow(True, False)])
 def test_a_state_continues_where_it_was_taken(is_causal, normalize):
-    """Causal: the tokens after; bidirectional: more keys."""
+    """A causal state continues with later tokens, and a bidirectional state with more keys."""
     run = jax.jit(
         functools.partial(
             linear_attention, normalize=normalize, is_causal=is_causal, return_state=True
@@ -262,7 +262,7 @@ def test_a_packed_bidirectional_call_makes_no_array_of_queries_by_keys():
 @pytest.mark.slow
 @pytest.mark.devices
 def test_sharding_adds_no_collective_and_changes_nothing():
-    """Of what the law on it leaves out: packed bidirectional calls, and a shared key head."""
+    """Packed bidirectional calls and a shared key head, which the sharding law leaves out."""
     ids = np.asarray([[1, 1, 1, 1, 2, 2, 2, 0, 0], [3, 3, 4, 4, 4, 4, 4, 4, 4]])
     arrays = draw(9, heads=8, key_heads=4)
     devices = mesh(rows=2)

@@ -1,4 +1,4 @@
-"""Linformer's attention: its projections and their gradients, and what it refuses."""
+"""Linformer attention: its projections and their gradients, and refused arguments."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Long-short attention: its sets and norms, what it is at its limits, and what it refuses."""
+"""Long-short attention: its key sets and norms, its limits, and refused arguments."""
 
 import functools
 
@@ -27,7 +27,7 @@ def x64():
 
 
 def with_norms(is_causal):
-    """Keys and values of one size; two layer norms of one order, and scores of each token."""
+    """Keys and values of one size, two layer norms, and the scores of each token."""
     arrays = draw(LENGTH, LENGTH, size=3, value_size=3)
     rng = np.random.default_rng(0)
     norms = {f"{name}_{part}": rng.normal(size=(2, 3)) for name in "ab" for part in "ab"}
@@ -82,7 +82,7 @@ def attend(arrays, **options):
 
 
 def test_it_is_a_window_and_linformer_combined(x64):
-    """Of scores that are no function of the tokens."""
+    """The slot scores are constants here, not functions of the tokens."""
     arrays = draw(LENGTH, LENGTH)
     scores = np.random.default_rng(0).normal(size=(LENGTH, 1, 2))
 
@@ -92,7 +92,7 @@ def test_it_is_a_window_and_linformer_combined(x64):
         slots = linformer_attention(
             **arrays, key_projection=weights, value_projection=weights, return_residual=True
         )
-        # Stretches of 1 have no halves: each token sees itself.
+        # Window stretches of 1 token have no halves, so each token sees only itself.
         window = sliding_window_attention(**arrays, local_window_size=0, return_residual=True)
         return combine(*zip(window, slots, strict=True))
 
@@ -101,7 +101,7 @@ def test_it_is_a_window_and_linformer_combined(x64):
 
 
 def test_bidirectional_with_one_segment_time_is_linear():
-    """The laws are of segments that grow with the length."""
+    """The laws use segments that grow with the length."""
     lengths, counts = (4096, 65536), []
     for length in lengths:
         one = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)

@@ -31,7 +31,7 @@ def local_pairs(dilation):
     return (abs(ahead) <= 3 * dilation) & (ahead % dilation == 0)
 
 
-# Every two of the three in every way.
+# Every pair of values of any two of these parameters occurs in a case.
 @pytest.mark.parametrize(
     "is_causal, dilation, padding",
     [

@@ -1,4 +1,4 @@
-"""LSH attention by its definition, packed and padded, at its limits, and as transformers has it."""
+"""LSH attention: its definition, packing, padding, its limits, and the form of transformers."""
 
 import functools
 import pathlib
@@ -21,7 +21,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_reformer.n
 LENGTH, HEADS, SIZE = 37, 2, 6
 OPTIONS = {"num_rounds": 3, "num_buckets": 8, "chunk_length": 3}
 
-# Where each takes a while to compile, and is_causal changes little in what is tested.
+# For tests that compile slowly and in which is_causal matters little.
 both_ways = pytest.mark.parametrize(
     "is_causal",
     [slow(True), False],
@@ -37,7 +37,7 @@ def x64():
 
 @pytest.fixture(autouse=True)
 def several_pieces(monkeypatch):
-    """Of a round, and the last with an empty tile."""
+    """Cuts a round into several pieces, of which the last has an empty tile."""
     monkeypatch.setattr(sorted_runs, "_TOKENS_AT_A_TIME", 9)
 
 
@@ -93,7 +93,7 @@ ALL = np.ones((2, LENGTH))
 @both_ways
 @pytest.mark.parametrize("num_rounds, num_buckets", [slow(3, 8), (1, 6)])
 def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
-    """Outputs, log-sum-exps and gradients in float64."""
+    """Checks outputs, log-sum-exps and gradients in float64."""
     options = {"num_rounds": num_rounds, "num_buckets": num_buckets, "is_causal": is_causal}
     arrays = draw(**options)
     expected = with_gradients(naive, **options)(arrays, {}, ALL)
@@ -108,7 +108,7 @@ def test_it_is_its_definition(num_rounds, num_buckets, is_causal, x64):
     ids=str,
 )
 def test_documents_are_sorted_and_cut_by_themselves(sizes, is_causal, x64):
-    """In either order, with padding at the end, and between the first and the second."""
+    """Two documents in either order, with padding between them and at the end."""
     arrays = draw()
     ids = np.zeros((2, LENGTH), np.int32)
     for row, in_order in enumerate((sizes, sizes[::-1])):
@@ -128,7 +128,7 @@ def test_documents_are_sorted_and_cut_by_themselves(sizes, is_causal, x64):
 @pytest.mark.slow
 @both_ways
 def test_padding_is_nowhere(is_causal, x64):
-    """Down to no token; rows from the lengths on give zeros and -inf."""
+    """Rows hold fewer and fewer tokens, down to none; padded rows give zeros and -inf."""
     arrays = draw(batch=(4,))
     lengths = np.array([LENGTH, 22, 1, 0], np.int32)
     valid = np.arange(LENGTH) < lengths[:, None]
@@ -151,7 +151,7 @@ def test_padding_is_nowhere(is_causal, x64):
 @both_ways
 @pytest.mark.parametrize("chunk_length", [LENGTH, 99])
 def test_one_bucket_and_one_chunk_are_exact_attention(chunk_length, is_causal, x64):
-    """With keys of one length, of all tokens but the query's own, unless it is alone."""
+    """Keys are normalised. A query attends to all tokens except its own, unless it is alone."""
     options = {"num_buckets": 1, "chunk_length": chunk_length, "is_causal": is_causal}
     arrays = draw(**options)
     out, _ = jax.jit(functools.partial(ours, **options))(arrays, {})
@@ -198,7 +198,7 @@ def test_a_token_sees_itself_only_where_it_has_nothing_else(is_causal):
 
 @pytest.mark.slow
 def test_causal_attention_has_no_derivative_by_later_tokens():
-    """Exactly none, though the places of earlier tokens move with later ones."""
+    """The derivative is exactly zero, although later tokens move the sorted earlier tokens."""
     arrays = draw(19, batch=(), dtype=np.float32)
 
     def of_tokens(query_key, value):
@@ -225,8 +225,8 @@ def test_gradients_are_gathered_and_never_scattered():
 def test_it_agrees_with_transformers(case):
     """Outputs, gradients and buckets of `LSHSelfAttention` with one round (`tests/golden`).
 
-    With more, it does not divide by how often a pair is met, and the first chunk of a round sees
-    the last of the round before.
+    With more rounds, transformers does not divide by how often a pair is met, and the first chunk
+    of a round sees the last chunk of the round before.
     """
     with np.load(GOLDEN) as golden:
         arrays = {k.split("/", 1)[1]: golden[k] for k in golden.files if k.startswith(f"{case}/")}
@@ -295,7 +295,7 @@ def test_a_mixer_trains_no_rotations_and_takes_short_sequences():
 
 @pytest.mark.slow
 def test_many_tokens_extend_a_state_as_few_do():
-    """There the sequence is sorted, here each token is held against all."""
+    """`extend` sorts many tokens, but compares each of a few tokens with all stored tokens."""
     options = {"num_rounds": 2, "num_buckets": 4, "chunk_length": 2}
     mixer = nnx.jit(lambda: LSHSelfAttention(8, 2, **options, rngs=nnx.Rngs(0)))()
     x = np.random.default_rng(0).normal(size=(2, 30, 8)).astype(np.float32)
@@ -310,7 +310,7 @@ def test_many_tokens_extend_a_state_as_few_do():
 
 
 def test_buckets_are_kept_as_integers():
-    """So that a cache in 16 bits hashes as the tokens do."""
+    """Integers keep the hashes of a 16-bit cache equal to those of the tokens."""
 
     def tokens():
         options = {"num_rounds": 2, "num_buckets": 4, "chunk_length": 2}
@@ -357,7 +357,7 @@ def test_rotations_of_wrong_sizes_are_named():
 
 @pytest.mark.slow
 def test_forward_mode_says_what_to_use():
-    """Eagerly, as what is said does not pass `jax.jit`."""
+    """The call runs outside `jax.jit`, which does not pass on this message."""
     options = {"num_rounds": 1, "num_buckets": 1, "is_causal": True}
     arrays = draw(1, batch=(), dtype=np.float32, **options)
     value = arrays["value"]

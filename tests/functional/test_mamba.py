@@ -1,4 +1,4 @@
-"""The selective scan beyond the laws: where it is another recurrence, and what it keeps."""
+"""The selective scan beyond the laws: its equality with another recurrence, and its memory."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_there_may_be_no_examples():
 
 
 def test_states_within_chunks_are_not_kept():
-    """Of 16 features and 64 values a state is 16 times the token that makes it."""
+    """With 16 features and 64 values, a state is 16 times as large as the token it comes from."""
     length, features, values = 8192, 16, 64
     shapes = [(1, length, 1, size) for size in (features, features, values)]
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

@@ -1,4 +1,4 @@
-"""State-space duality: its limits, its heads, and what it refuses."""
+"""State-space duality: its limits, its heads, and refused arguments."""
 
 import functools
 
@@ -10,7 +10,7 @@ from effattn import gated_linear_attention, linear_attention, retention, state_s
 
 
 def draw(length=8, heads=2, value_heads=4, size=4, value_size=3):
-    """Query, key, value, step_size, rate and skip, of two rows in whole chunks."""
+    """Query, key, value, step_size, rate and skip, for two rows of whole chunks."""
     rng = np.random.default_rng(0)
     query = rng.normal(size=(2, length, heads, size))
     key = rng.normal(size=(2, length, heads, size))
@@ -58,7 +58,7 @@ def test_it_is_the_recurrence_of_the_paper():
 
 
 def test_a_step_of_1_is_retention():
-    """Its scale is 1."""
+    """Retention has a scale of 1 here."""
     query, key, value, step_size, rate, _ = draw(value_heads=2)
     run = jax.jit(functools.partial(retention, scale=1.0, return_state=True))
     expected = run(query, key, value, log_decay=rate)
@@ -81,7 +81,7 @@ def test_it_is_gated_linear_attention_of_scaled_values():
 
 
 def test_a_step_of_0_changes_nothing():
-    """What such a token holds is not written, and nothing decays; it still reads."""
+    """The token of step 0 is not written and nothing decays, but the token still reads."""
     query, key, value, step_size, rate, _ = draw(length=9)
     step_size[:, 5] = 0
     out, state = attend(query, key, value, step_size, rate)

@@ -34,14 +34,14 @@ def compiled(function, **options):
 
 
 def well_conditioned(seed=0):
-    """Each query is nearest to its own key: the weights are close to the identity."""
+    """Arrays in which each query is nearest to its own key: the weights are almost the identity."""
     rng = np.random.default_rng(seed)
     key = 3 * rng.normal(size=(2, LENGTH, 2, 6))
     return np.repeat(key, 2, -2), key, rng.normal(size=(2, LENGTH, 2, 5))
 
 
 def test_with_a_landmark_for_each_token_it_is_exact(x64):
-    """Also in padded rows, which have fewer tokens than landmarks, down to none."""
+    """Padded rows, which have fewer tokens than landmarks, down to none, are exact too."""
     arrays = well_conditioned()
     lengths = np.array([LENGTH, 0]), np.array([9, 1])
     ours = compiled(nystrom_attention, num_landmarks=LENGTH, num_iterations=40)
@@ -52,7 +52,7 @@ def test_with_a_landmark_for_each_token_it_is_exact(x64):
 
 
 def test_it_is_exact_where_queries_and_keys_are_constant_in_each_segment(x64):
-    """As a segment is then its landmark, many times."""
+    """Each segment then consists of copies of its landmark."""
     query, key, value = well_conditioned()
     in_threes = np.arange(LENGTH - 1) // 3
     query, key, value = query[:, in_threes], key[:, in_threes], value[:, :-1]
@@ -97,7 +97,7 @@ def test_the_iteration_converges_to_the_pseudo_inverse(shape, x64):
 
 
 def test_rows_and_columns_of_zeros_leave_the_rest_of_the_inverse(x64):
-    """After any number of iterations, and each matrix by itself."""
+    """The iteration treats each matrix alone, and zeros stay zeros."""
     small, large = stochastic(4, 3), stochastic(6, 6, seed=1)
     both = np.stack([np.zeros((6, 6)), large])
     both[0, :4, :3] = small
@@ -115,7 +115,7 @@ def with_skip(kernel, query, key, value, **given):
     "heads", [2, slow(4)], ids=["kernels of key heads", "kernels of query heads"]
 )
 def test_a_skip_kernel_adds_a_convolution_of_the_values(heads, x64):
-    """Its gradient too; outside of the sequence and in padding there are zeros."""
+    """The kernel's gradient agrees too. The convolution reads zeros in padding and outside."""
     query, key, value = draw(LENGTH, LENGTH).values()
     rng = np.random.default_rng(0)
     kernel, cotangent = rng.normal(size=(heads, 5)), rng.normal(size=(2, LENGTH, 4, 5))
@@ -141,7 +141,7 @@ def test_a_skip_kernel_adds_a_convolution_of_the_values(heads, x64):
 
 
 def test_a_wide_skip_kernel_makes_no_copies_of_the_values():
-    """Forward and backward: 28 more taps need less than one more array of values."""
+    """Forward and backward: 28 more taps need less memory than one more array of values."""
 
     def bytes_of(width):
         def run(value, kernel):
@@ -199,11 +199,12 @@ def from_transformers(parameters, num_landmarks, heads=4):
 def test_it_agrees_with_transformers(case):
     """Outputs and gradients of `NystromformerAttention`, with its convolution (`tests/golden`).
 
-    It was run with the exact initial inverse of each head, and without padding, for there it is
-    something else: its default divides by the largest column sum of all heads of all examples, so
-    that one example changes another; its mask hides padding from the landmarks' own attention to
-    tokens alone, while the means and the convolution take padding in; and it needs a length that is
-    a multiple of the landmarks. With a landmark for each token it turns to exact attention.
+    The golden run uses the exact initial inverse of each head, and no padding, because the default
+    behaviour of transformers differs there: its default inverse divides by the largest column sum
+    of all heads of all examples, so that one example changes another. Its mask hides padding only
+    where landmarks attend to tokens, while the segment means and the convolution include padding.
+    Its length must be a multiple of the number of landmarks. With a landmark for each token,
+    transformers switches to exact attention.
     """
     with np.load(GOLDEN) as golden:
         arrays = {name: golden[name] for name in golden.files}

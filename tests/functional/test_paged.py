@@ -1,4 +1,4 @@
-"""Paged decode attention, against the definition over the pages put in order."""
+"""Paged decode attention against the definition over the pages put in order."""
 
 import functools
 
@@ -20,7 +20,7 @@ PAGE, PAGES, HEADS, KEY_HEADS, SIZE, VALUE_SIZE = 4, 9, 4, 2, 6, 5
 
 
 def draw(lengths, queries=1, dtype=np.float64, room=8, page_size=PAGE, sizes=(SIZE, VALUE_SIZE)):
-    """Sequences in pages of a shuffled pool, with NaN wherever no token is."""
+    """Sequences in pages of a shuffled pool, with NaN at every place without a token."""
     rng = np.random.default_rng(0)
     batch = len(lengths)
     keys, values = (
@@ -64,7 +64,7 @@ attend = jax.jit(
 @pytest.mark.parametrize("step", [1, slow(12), slow(512)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_it_is_attention_over_the_pages_in_order(queries, step, window, monkeypatch):
-    """Steps of one page, of three and of all; sequences of no tokens, of one, and of all."""
+    """Steps of one page, of three or of all; sequences of no tokens, of one, or of all."""
     monkeypatch.setattr(xla, "KEYS", step)
     xla.paged.clear_cache()
     attend.clear_cache()
@@ -116,7 +116,7 @@ def test_int8_pages_are_those_that_they_stand_for():
     ours = attend(query, keys, values, **given, **scales)
     widened = (x * s[..., None] for x, s in ((keys, key_scales), (values, value_scales)))
     assert_close(ours, attend(query, *widened, **given), 1e-6)
-    # Half a step, of 127 to the largest entry of a token.
+    # The error is at most half a step; 127 steps reach the largest entry of a token.
     for page, quantized, scale in zip(
         pages, (keys, values), (key_scales, value_scales), strict=True
     ):
@@ -125,7 +125,7 @@ def test_int8_pages_are_those_that_they_stand_for():
 
 
 def test_time_follows_the_longest_sequence_and_memory_nothing():
-    """Not the room in the table, nor the pool."""
+    """Time and memory do not depend on the room in the block table or on the size of the pool."""
 
     def traced(room, pages):
         of = jax.ShapeDtypeStruct
@@ -138,7 +138,7 @@ def test_time_follows_the_longest_sequence_and_memory_nothing():
         )
 
     small, large = cost.temporary_bytes(traced(64, 512)), cost.temporary_bytes(traced(4096, 16384))
-    assert large <= small + 4 * 2 * 4096 * 2  # the table, clipped
+    assert large <= small + 4 * 2 * 4096 * 2  # the clipped block table
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_wrong_pages_are_named():
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("implementation", ["xla", ("triton", "mosaic_tpu", "xla")])
 def test_nothing_gives_nothing(axis, implementation):
-    """No sequences, and no tokens of them."""
+    """The call has no sequences, or sequences without query tokens."""
     (query, *pages), given, _ = draw([13, 6], dtype=np.float32)
     query = np.take(query, [], axis)
     if axis == 0:
@@ -206,7 +206,7 @@ def test_gradients_are_refused_in_a_sentence():
 @pytest.mark.devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sequences_and_heads_on_several_devices_are_those_on_one(axis_type):
-    """By `shard_map`, and where types carry the sharding."""
+    """Devices are used by `shard_map`, or by types that carry the sharding."""
     (query, *pages), given, _ = draw([13, 6, 30, 1], queries=2, dtype=np.float32)
     pages = [np.nan_to_num(x) for x in pages]
     arrays = {"query": query, "key_pages": pages[0], "value_pages": pages[1], **given}

@@ -1,4 +1,4 @@
-"""Performer attention: its features, its running maximum, and what it estimates."""
+"""Performer attention: its features, its running maximum, and its expected value."""
 
 import functools
 
@@ -25,7 +25,7 @@ def draw(length=13, size=8, std=1.0, heads=4, key_heads=2, seed=0):
 
 @functools.cache
 def estimates(orthogonal=True, hyperbolic=False, num_features=256):
-    """phi(q) . phi(k) by feature, of 200 draws `(200, 64, m)` for pairs of vectors; exp(q . k)."""
+    """Estimates of exp(q . k) by feature in 200 draws, `(200, 64, m)`; and exp(q . k), `(64,)`."""
     query, key = 0.25 * np.random.default_rng(0).normal(size=(2, 64, 8))
     options = {"orthogonal": orthogonal, "hyperbolic": hyperbolic}
 
@@ -52,7 +52,7 @@ def test_the_softmax_kernel_is_unbiased(options):
 
 @pytest.mark.parametrize("orthogonal", [True, False])
 def test_the_error_falls_as_the_root_of_the_number_of_features(orthogonal):
-    """The first vectors of a draw are a draw of as many."""
+    """The first m vectors of a draw are themselves a draw of m vectors."""
     drawn, kernel = estimates(orthogonal=orthogonal)
     counts = [16, 32, 64, 128, 256]
     errors = [np.sqrt(np.mean((drawn[..., :m].mean(-1) - kernel) ** 2)) for m in counts]
@@ -75,7 +75,7 @@ def test_vectors_are_orthogonal_in_blocks_and_as_long_as_independent_ones():
         products -= products * np.eye(block.shape[1])
         np.testing.assert_allclose(products, 0, atol=1e-4)
     lengths = np.sum(w**2, -1)
-    np.testing.assert_allclose(lengths.mean(), 8, rtol=0.05)  # chi squared with 8 degrees
+    np.testing.assert_allclose(lengths.mean(), 8, rtol=0.05)  # chi-squared, 8 degrees of freedom
     np.testing.assert_allclose(lengths.var(), 16, rtol=0.15)
     draw_pairs = jax.jit(
         functools.partial(performer_features, hyperbolic=True), static_argnums=(1, 2)
@@ -100,7 +100,7 @@ def test_many_features_approach_exact_attention(is_causal):
 
 @pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_the_relu_kernel_is_linear_attention_of_its_features(is_causal):
-    """With a state that has no maximum, padding and packing."""
+    """The state has no maximum here; padding and packing are included."""
     query, key, value = draw(key_heads=1)
     w = np.random.default_rng(2).normal(size=(1, 6, 8)).astype(np.float32)
     lengths = {"key_value_seq_lengths": np.array([9, 0])}
@@ -131,7 +131,7 @@ def test_the_relu_kernel_is_linear_attention_of_its_features(is_causal):
 
 @pytest.mark.parametrize("far", [300.0, -300.0])
 def test_features_that_no_float_holds_change_nothing(far):
-    """exp(-|x|^2 / 2) is a number for no key here, and its size grows or falls by e^600 a token."""
+    """exp(-|x|^2 / 2) is outside the float range for each key, and changes by e^600 a token."""
     with jax.enable_x64(True):
         query, key, value = (np.asarray(x, np.float64) for x in draw(length=9))
         w = np.random.default_rng(2).normal(size=(1, 6, 8))
@@ -142,7 +142,7 @@ def test_features_that_no_float_holds_change_nothing(far):
             query, moved, value
         )
 
-        # The same by logarithms of features, of which none is exponentiated alone.
+        # The expected value from logarithms of features, none of which is exponentiated alone.
         of_query, of_key = (np.asarray(jax.jit(exponents)(x, w)) for x in (query, moved))
         of_key = np.repeat(of_key, 2, -2)
         logits = of_query[:, :, None] + of_key[:, None]  # (B, T, S, N, m)
@@ -157,7 +157,7 @@ def test_features_that_no_float_holds_change_nothing(far):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_state_continues_where_it_was_taken(is_causal):
-    """Also where the maximum before is larger, and where it is smaller, than that of the rest."""
+    """The maximum before the cut is larger or smaller than the maximum after the cut."""
     with jax.enable_x64(True):
         query, key, value = (np.asarray(x, np.float64) for x in draw())
         w = np.random.default_rng(2).normal(size=(2, 6, 8))
@@ -183,7 +183,7 @@ def test_a_state_continues_where_it_was_taken(is_causal):
 
 @pytest.mark.slow
 def test_gradients_pass_through_a_state_as_through_the_whole():
-    """The maximum is a unit: that it counts as a constant loses nothing of what is read."""
+    """The maximum only sets the unit of the state, so no gradient has to pass through it."""
     with jax.enable_x64(True):
         query, key, value = (np.asarray(x, np.float64) for x in draw())
         w = np.random.default_rng(2).normal(size=(2, 6, 8))
@@ -205,7 +205,7 @@ def test_gradients_pass_through_a_state_as_through_the_whole():
 
 
 def test_the_features_of_all_tokens_are_never_held():
-    """Forward and backward hold far less than one array of a feature a token."""
+    """Forward and backward hold far less than one array with the features of every token."""
     length, features = 16 * BLOCK, 256
     w = np.ones((1, features, 8), np.float32)
     args = (jax.ShapeDtypeStruct((length, 1, 8), jnp.float32),) * 3
@@ -257,7 +257,7 @@ def test_a_state_of_nothing_stays_so_where_there_are_no_keys():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_padding_before_the_first_token_makes_no_nan_on_the_way(is_causal):
-    """Where it has no largest exponent yet; with a state of nothing, and one row that is empty."""
+    """Before the first token there is no largest exponent yet. The state and one row are empty."""
     query, key, value = draw(length=3)
     empty = PerformerState(jnp.zeros((2, 2, 6, 6)), jnp.zeros((2, 2)))
     run = functools.partial(

@@ -25,7 +25,7 @@ def draw(heads=4, key_heads=2, length=LENGTH):
 
 
 def step_by_step(query, key, value, projection, gate, state=None, starts=()):
-    """One token after another, as the paper writes it; `(out, state)`."""
+    """The paper's recurrence, one token after another; returns `(out, state)`."""
     groups = query.shape[-2] // key.shape[-2]
 
     def features(x, w):
@@ -71,7 +71,7 @@ GATED = functools.partial(random_feature_attention, is_causal=True, return_state
 
 
 def test_a_gate_is_a_step_by_step_recurrence():
-    """With a state in and out, and every gradient."""
+    """The test covers states in and out, and every gradient."""
     with jax.enable_x64(True):
         arrays = draw()
         shape = (BATCH, 2, 12, 6)
@@ -83,7 +83,7 @@ def test_a_gate_is_a_step_by_step_recurrence():
 
 
 def test_packing_and_padding_with_a_gate():
-    """A document starts from nothing, and NaN in the padding reaches nothing."""
+    """A document starts from an empty state, and NaN in padding reaches nothing."""
     with jax.enable_x64(True):
         arrays = draw()
         inside = {k: x if k == "projection" else x[:, :9] for k, x in arrays.items()}
@@ -120,7 +120,7 @@ def test_a_gated_past_does_not_change_with_the_future():
 
 @pytest.mark.parametrize("gate", [0.0, 1e-30, 1.0 - 1e-7])
 def test_extreme_gates_are_finite(gate):
-    """At 0 a token sees itself alone."""
+    """At gate 0 a token sees only itself."""
     arrays = {k: x.astype(np.float32) for k, x in draw().items()}
     arrays["gate"] = np.full_like(arrays["gate"], gate)
     (out, _), gradients = with_gradients(GATED, arrays)
@@ -130,7 +130,7 @@ def test_extreme_gates_are_finite(gate):
 
 
 def test_the_kernel_is_that_of_a_gaussian():
-    """Of 200 draws of vectors with their own scale in each direction."""
+    """Averages over 200 draws of vectors that have their own scale in each direction."""
     rng = np.random.default_rng(0)
     query, key = rng.normal(size=(2, 1, 32, 1, SIZE))
     sigma = rng.uniform(0.5, 1.5, size=SIZE)
@@ -138,7 +138,7 @@ def test_the_kernel_is_that_of_a_gaussian():
     @jax.jit
     @jax.vmap
     def weights(rng):
-        """phi(q) . phi(k), as a mean of cosines."""
+        """phi(q) . phi(k) as a mean of cosines."""
         w = sigma * performer_features(rng, 24, SIZE, orthogonal=False)
         angles = [
             jnp.einsum(
@@ -156,7 +156,7 @@ def test_the_kernel_is_that_of_a_gaussian():
 
 
 def test_many_vectors_approach_attention_of_normalised_queries_and_keys():
-    """With logits sigma^2 q . k."""
+    """The logits of exact attention are sigma^2 q . k."""
     query, key, value = (draw()[name].astype(np.float32) for name in ("query", "key", "value"))
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -1,4 +1,4 @@
-"""Retention: its limits, its decays, its state, and what it refuses."""
+"""Retention: its limits, its decays, its state, and refused arguments."""
 
 import functools
 
@@ -11,7 +11,7 @@ from effattn.functional.retention import retention_log_decay
 
 
 def draw(length=8, heads=4, key_heads=2, size=4, value_size=3):
-    """Query, key, value and log_decay, of two rows in whole chunks."""
+    """Query, key, value and log_decay, for two rows of whole chunks."""
     rng = np.random.default_rng(0)
     query = rng.normal(size=(2, length, heads, size))
     key = rng.normal(size=(2, length, key_heads, size))
@@ -57,7 +57,7 @@ def test_a_decay_of_0_sees_the_token_alone():
 
 
 def test_the_decays_of_the_paper():
-    """1 - 2^(-5 - h), and they are the default."""
+    """The default decays are 1 - 2^(-5 - h)."""
     expected = np.log(1 - 2.0 ** -np.arange(5, 13))
     np.testing.assert_allclose(retention_log_decay(8), expected, rtol=1e-6)
     arrays = draw()[:3]
@@ -65,7 +65,7 @@ def test_the_decays_of_the_paper():
 
 
 def test_a_value_decays_once_a_token():
-    """The first token alone is not zero; head h reads it at gamma_h^t."""
+    """Only the first token is not zero; head h reads it at gamma_h^t."""
     ones = np.ones((1, 8, 2, 1), np.float32)
     first = ones * (np.arange(8) == 0)[:, None, None]
     log_decay = np.log([0.5, 0.9]).astype(np.float32)

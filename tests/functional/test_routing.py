@@ -1,4 +1,4 @@
-"""routing_attention: which tokens share a cluster, and what it refuses."""
+"""routing_attention: tokens that share a cluster, and refused arguments."""
 
 import functools
 
@@ -26,7 +26,7 @@ def attend(*given, centroids=CENTROIDS, **options):
 
 
 def one_hot_tokens(clusters):
-    """Queries, which are keys, that point to a centroid each, and those centroids `(1, C, H)`."""
+    """Tokens, each at one centroid, that are queries and keys; and the centroids `(1, C, H)`."""
     centroids = np.asarray(jax.jit(normalise)(np.eye(4, dtype=np.float32)))
     tokens = centroids[np.array(clusters)][None, :, None]
     return tokens, centroids[None]
@@ -36,7 +36,7 @@ def test_causal_tokens_see_the_last_of_their_cluster():
     tokens, centroids = one_hot_tokens([0, 1, 0, 0, 1, 2, 0])
     value = np.arange(7, dtype=np.float32)[None, :, None, None]
     out = attend(tokens, tokens, value, centroids=centroids, cluster_size=2, is_causal=True)
-    # The tokens of a cluster are alike here, so that outputs are means.
+    # The tokens of a cluster are equal here, so the outputs are means.
     np.testing.assert_allclose(np.ravel(out), [0, 1, 1, 2.5, 2.5, 5, 4.5], rtol=1e-6)
 
 
@@ -111,7 +111,7 @@ def test_it_is_self_attention():
 
 
 def test_packed_documents_in_both_directions_take_linear_memory():
-    """Though each cluster may come to hold all tokens, and there are more in longer inputs."""
+    """Memory stays linear, although one cluster may hold all tokens."""
 
     def largest(time):
         size = int(time**0.5)

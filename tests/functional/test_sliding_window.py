@@ -1,4 +1,4 @@
-"""What dilation adds: the window in steps, folded into classes of positions that never meet."""
+"""Dilated windows: windows in steps, computed apart for classes of positions that never meet."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ def slopes_of(arrays):
 
 
 def windowed(arrays, known, **options):
-    """Ours; score_mod is that of `slopes`, if they are there."""
+    """The fast form, with the score_mod of `slopes` if the arrays have slopes."""
     plain = {name: array for name, array in arrays.items() if name != "slopes"}
     if "slopes" in arrays:
         options["score_mod"] = slopes_of(arrays)
@@ -43,7 +43,7 @@ def windowed(arrays, known, **options):
 
 
 def check(options, knowns=({},), **more):
-    """Equals the masked definition with gradients, for each of the arguments that are traced."""
+    """Checks results and gradients against the masked definition, for each of `knowns`."""
     arrays = {**draw(), **more}
     score_mod_of = slopes_of if "slopes" in more else None
     function = functools.partial(windowed, **options)
@@ -147,13 +147,13 @@ def test_the_work_of_a_dilated_window_is_that_of_a_window(dilation, monkeypatch)
         jax.eval_shape(call, query, query, query)
     pairs = [examples * count_pairs(walk) for examples, walk in seen]
     assert pairs[1] < 4.5 * pairs[0]
-    # A tile holds 64 queries and all the keys that one of them sees.
+    # A tile holds 64 queries and all keys that any of its queries sees.
     assert pairs[1] <= 262144 * (64 + 64 + 1)
 
 
 @pytest.mark.parametrize("offset", [0, 2])
 def test_a_step_beyond_all_keys_reaches_none(offset):
-    """And takes no memory for the tokens that are not there."""
+    """The call takes no memory for tokens that do not exist."""
     query, key = jnp.ones((4, 1, 2)), jnp.ones((6, 1, 2))
     value = jnp.arange(6.0)[:, None, None]
     out = sliding_window_attention(
@@ -179,7 +179,7 @@ def test_the_window_is_needed():
 
 @pytest.mark.slow
 def test_a_dilation_for_each_head(x64):
-    """Equals exact attention masked by head, which sees the same heads, positions and dropout."""
+    """The result is that of exact attention with a mask, score_mod and dropout by head."""
     dilations = (3, 3, 1, 1)
     learned = {"slopes": rng.normal(size=4), "sink": rng.normal(size=4)}
     options = {"is_causal": True, "query_offset": 2, **LENGTHS, **WITH_DROPOUT}

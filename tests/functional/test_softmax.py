@@ -1,4 +1,4 @@
-"""What `dot_product_attention` adds to, and shares with, `jax.nn.dot_product_attention`."""
+"""Differences and common results of `dot_product_attention` and `jax.nn.dot_product_attention`."""
 
 import functools
 import logging
@@ -31,7 +31,7 @@ def attend(arrays, known, **options):
     return dot_product_attention(**arrays, **known, **options, return_residual=True)
 
 
-# The same numbers as jax.nn
+# Equality with jax.nn
 
 
 IN_TILES = ("bias and mask of heads", "causal window")
@@ -63,7 +63,7 @@ def test_gives_the_numbers_of_jax_nn(case):
         arrays["bias"] = given["bias"]
     known = {name: array for name, array in given.items() if name != "bias"}
 
-    # Where a row is empty, jax.nn gives a mean of the values; the gradient of that is left out.
+    # In an empty row, jax.nn gives a mean of the values; its gradient is left out here.
     _, lse = effattn.naive.softmax(**arrays, **known, **options, return_residual=True)
     met = np.asarray(lse != -np.inf)
     d_out = cotangents(arrays)[0] * met[..., None]
@@ -124,7 +124,7 @@ def test_takes_arrays_of_numpy():
     assert_close(out, expected, 1e-6)
 
 
-# What comes in which order, and what has gradients
+# Order of the arguments, and gradients
 
 
 def alibi(arrays):
@@ -162,7 +162,7 @@ def test_a_bias_broadcasts_and_its_gradient_has_its_shape(shape, x64):
     arrays = draw() | {"bias": np.random.default_rng(5).normal(size=shape)}
     ours = with_gradients(attend, arrays)
     assert ours[1]["bias"].shape == shape
-    # The definition takes it as it is of all pairs, so that one program does for all shapes.
+    # The definition gets the bias of all pairs, so that one program serves all shapes.
     wide = (1, 1, 2, 4, 11, 14)
     of_pairs = np.broadcast_to(arrays["bias"], wide)[0, 0]
     expected = dense_with_gradients(arrays | {"bias": of_pairs})
@@ -192,7 +192,7 @@ def test_there_may_be_several_batch_dimensions(x64):
 
 
 def closing_over(table, slope, index, flag):
-    """A score_mod that closes over floats, ints and a bool, and over a Python scalar."""
+    """A score_mod that closes over arrays of floats, ints and a bool, and over a Python scalar."""
     factor = 0.1
 
     def score_mod(logit, b, h, i, j):
@@ -274,7 +274,7 @@ def test_a_score_mod_that_returns_no_logit_is_refused(score_mod, got):
 
 
 def test_what_a_score_mod_closes_over_does_not_outlive_the_call():
-    """Programs are kept, and the arrays are none of theirs."""
+    """Compiled programs are kept, but they do not keep these arrays."""
     query = jnp.ones((3, 2, 4))
 
     def total(slope):
@@ -318,7 +318,7 @@ def test_an_offset_may_differ_by_example(x64):
 
 
 def test_the_offsets_of_examples_may_be_far_apart(x64, monkeypatch):
-    """Each has a window of its own: one that is read at once, and one that is read by tiles."""
+    """The window of each example is read at once, or in tiles."""
     arrays, options = draw(40, 300, key_heads=2), {"local_window_size": (50, 9)}
     known = {"query_offset": np.array([-20, 271])}
     expected = dense_with_gradients(arrays, **known, **options)
@@ -329,7 +329,7 @@ def test_the_offsets_of_examples_may_be_far_apart(x64, monkeypatch):
 
 
 def test_windows_whose_offsets_differ_read_no_more_keys_than_they_hold():
-    """Whatever the number of keys."""
+    """The cost does not depend on the number of keys."""
 
     def operations(keys):
         arrays, offset = draw(256, keys, dtype=np.float32), np.int32([9, 500])
@@ -341,7 +341,7 @@ def test_windows_whose_offsets_differ_read_no_more_keys_than_they_hold():
 
 
 def test_integers_of_any_width_are_taken(x64):
-    """Sums of small ones would go round."""
+    """Sums of integers of 8 bits would overflow."""
     arrays = draw(300, 300, heads=2, key_heads=1)
     known = {"key_value_seq_lengths": [200, 131], "query_seq_lengths": [250, 7]}
     known["query_offset"] = [3, 5]
@@ -449,7 +449,7 @@ def test_a_bias_of_padding_reaches_nothing(of_examples):
 
 @pytest.mark.parametrize("least", [-1e9, slow(np.finfo(np.float32).min)])
 def test_rows_that_a_finite_bias_masks_have_the_gradients_of_jax_nn(least):
-    """Beside -1e9 the logarithm of how many keys there are is lost in the log-sum-exp."""
+    """Beside -1e9, the logarithm of the number of keys is lost in the log-sum-exp."""
     arrays = draw(64, 64, key_heads=4, value_size=3, dtype=np.float32)
     bias = np.where(np.tri(64, k=-5, dtype=bool), 0, least).astype(np.float32)[None, None]
     weights = cotangents(arrays)[0]
@@ -482,7 +482,7 @@ def test_a_scale_is_not_rounded_to_16_bits():
 
 
 def test_gradients_of_what_all_tiles_share_are_added_in_float32():
-    """In bfloat16 those of many tiles stop growing."""
+    """In bfloat16, a sum over many tiles stops growing."""
     arrays = draw(512, 512, (1,), dtype=np.float32)
     given = {"scale": jnp.bfloat16(0.5), "slopes": jnp.full(4, 0.125, jnp.bfloat16)}
 

@@ -1,4 +1,4 @@
-"""What the functions of softmax attention refuse, and which implementation runs."""
+"""Refused arguments of the functions of softmax attention, and the choice of implementation."""
 
 import functools
 
@@ -89,7 +89,7 @@ BAD_NUMBERS = [
 
 
 def trace(function, arrays=None, **options):
-    """Shapes of the result for arrays of the shapes above, of which some may be others."""
+    """Shapes of the result for the arrays above, some of which may be replaced."""
     arrays = {"query": QUERY, "key": KEY, "value": VALUE} | (arrays or {})
     return jax.eval_shape(lambda arrays: function(**arrays, **options), arrays)
 
@@ -132,7 +132,7 @@ def test_an_argument_it_lacks_is_a_type_error():
 
 @pytest.mark.parametrize("name", ["pallas", "mosaic_gpu", "mosaic_tpu", "triton", ("triton",)])
 def test_a_named_implementation_never_falls_back(name):
-    """One that there is not is refused when it is called, and another when it is lowered."""
+    """A name without an implementation is refused at the call; others when they are lowered."""
     arrays = {"query": QUERY, "key": KEY, "value": VALUE}
     arrays = {k: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for k, x in arrays.items()}
     for function in functions_taking():
@@ -143,7 +143,7 @@ def test_a_named_implementation_never_falls_back(name):
 
 
 def test_cudnn_that_is_not_there_stands_in_the_way_of_no_other():
-    """Under jit a kernel before it could no longer give way to what comes after it."""
+    """Under jit, a Pallas kernel that the trace has chosen could no longer fall back to XLA."""
     run = functools.partial(dot_product_attention, implementation=("pallas", "cudnn", "xla"))
     query, key, value = (jnp.ones(array.shape) for array in (QUERY, KEY, VALUE))
     np.testing.assert_array_equal(jax.jit(run)(query, key, value), run(query, key, value))

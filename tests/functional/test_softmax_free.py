@@ -43,7 +43,7 @@ def test_equal_calls_are_one_program(function):
         function(X, X, X, score_mod=score_mod)
     first = len(traced)
     function(X, X, X, score_mod=score_mod)
-    assert len(traced) - first <= 1  # which checks what it returns
+    assert len(traced) - first <= 1  # one trace checks the result of the score_mod
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -84,7 +84,7 @@ patterns = st.recursive(
     ],
 )
 def test_any_pattern_is_the_dense_form(pattern):
-    """All of the parts in each way to put them together: each pattern is a program."""
+    """The cases combine all parts of patterns; each pattern compiles a program of its own."""
     arrays = draw(QUERIES, KEYS, batch=(1,))
     lengths = np.array([23])
     known = {"key_value_seq_lengths": lengths}
@@ -101,7 +101,7 @@ def attend_over(arrays, known):
 @settings(max_examples=300)
 @given(patterns)
 def test_any_layout_is_the_dense_form(pattern):
-    """In tiles of one pair, all of them full: one program does for all patterns."""
+    """All tiles are full and hold one pair, so that one program serves all patterns."""
     arrays = draw(QUERIES, KEYS, batch=(1,))
     layout = pattern.layout(QUERIES, KEYS, tile=(1, 1))
     assert not layout.partial_counts.any()
@@ -149,7 +149,7 @@ def test_a_pattern_may_differ_by_head(key_heads):
 
 @pytest.mark.slow
 def test_blocks_chosen_by_the_data_under_jit():
-    """The key blocks of highest mean score for each block of queries, as MoBA chooses them."""
+    """Each block of queries takes the key blocks of highest mean score, as in MoBA."""
     size, chosen, heads = 4, 2, 2
     arrays = draw(24, 24, heads=4, key_heads=heads)
 
@@ -248,7 +248,7 @@ def test_there_may_be_no_tokens(queries, keys):
     ids=["window", "pattern", "pattern with global tokens"],
 )
 def test_a_window_over_131072_tokens_fits(attend):
-    """Forward and backward, one head of 64: no temporaries above 192 MB."""
+    """Forward and backward, with one head of size 64, need less than 192 MB of temporaries."""
 
     def both(query, key, value):
         out, pull_back = jax.vjp(attend, query, key, value)

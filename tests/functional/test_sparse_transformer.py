@@ -21,7 +21,7 @@ def x64():
 
 
 def allowed(kind, factor, stride, summary):
-    """The sets A of section 4.3 of the paper, a pair at a time."""
+    """The sets A of section 4.3 of the paper, computed pair by pair."""
     which = np.zeros((LENGTH, LENGTH), bool)
     for i, j in itertools.product(range(LENGTH), repeat=2):
         if kind == "strided":
@@ -50,7 +50,7 @@ def allowed(kind, factor, stride, summary):
     ],
 )
 def test_it_attends_to_the_sets_of_the_paper(kind, factor, stride, summary, x64):
-    """With gradients, where a stride is neither a token nor more than all."""
+    """Strides between one token and the whole length, with gradients."""
     arrays = draw(LENGTH, LENGTH)
     lengths = np.array([LENGTH, 17])
     given = {

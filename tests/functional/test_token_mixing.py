@@ -1,4 +1,4 @@
-"""The functions of mixers that take no heads: their own limits, and what they refuse."""
+"""The functions of mixers without heads: their limits, and refused arguments."""
 
 import functools
 import pathlib
@@ -53,7 +53,7 @@ def test_fourier_mixing_agrees_with_transformers():
 
 
 def test_rwkv4_mixing_takes_keys_of_any_size():
-    """The largest key decides, however large; without decay and bonus it is a running softmax."""
+    """The largest key decides. Without decay and bonus, the result is a running softmax."""
     key = X.copy()
     key[:, 4] = 1e6
     zeros, run = np.zeros(D, np.float32), jax.jit(effattn.rwkv4_mixing)
@@ -62,7 +62,7 @@ def test_rwkv4_mixing_takes_keys_of_any_size():
     weights = np.exp(X)
     running = np.cumsum(weights * X, 1) / np.cumsum(weights, 1)
     close(run(X, X, decay=zeros, bonus=zeros), running)
-    # All is forgotten but the token before and the present one.
+    # The decay leaves only the present token and the one before it.
     far = np.full(D, 1e4, np.float32)
     y = np.asarray(run(X, X, decay=far, bonus=zeros))
     pair = (weights * X)[:, 1:] + (weights * X)[:, :-1]
@@ -70,7 +70,7 @@ def test_rwkv4_mixing_takes_keys_of_any_size():
 
 
 def test_forward_mode_through_a_scan_says_what_to_use():
-    """Eagerly, as what is said does not pass `jax.jit`."""
+    """The call runs outside `jax.jit`, which does not pass on this message."""
     key = jnp.ones((1, 2, 3))
     mix = functools.partial(effattn.rwkv4_mixing, key, decay=jnp.ones(3), bonus=jnp.ones(3))
     with pytest.raises(TypeError, match="reverse mode only"):
@@ -78,7 +78,7 @@ def test_forward_mode_through_a_scan_says_what_to_use():
 
 
 def test_rwkv4_mixing_takes_zeros_for_the_state_of_no_token():
-    """Also before keys of which exp(k) is nothing."""
+    """Zeros work even before keys for which exp(k) underflows."""
     key, value = np.full((1, 3, 2), -200, np.float32), np.ones((1, 3, 2), np.float32)
     zeros = Sums(*np.zeros((3, 1, 2), np.float32))
     mix = functools.partial(effattn.rwkv4_mixing, decay=np.ones(2), bonus=np.ones(2))
@@ -87,7 +87,7 @@ def test_rwkv4_mixing_takes_zeros_for_the_state_of_no_token():
 
 @pytest.mark.parametrize("is_causal", [True, slow(False)])
 def test_the_forms_of_aft_are_each_other_at_their_limits(is_causal):
-    """Full with equal biases is simple, local with a window of all is full, as is conv."""
+    """With equal biases, full and conv are simple; with a full window, local is full."""
     factors = RNG.normal(size=(2, 9, 3)).astype(np.float32)
     run = functools.partial(compiled, effattn.attention_free, is_causal=is_causal)
     simple = run()(X, X, X)
@@ -105,7 +105,7 @@ def test_the_forms_of_aft_are_each_other_at_their_limits(is_causal):
 
 @functools.cache
 def state_space():
-    """The arguments of a convolution that a layer draws."""
+    """The convolution arguments that an S4D layer draws."""
 
     def drawn():
         layer = S4D(4, state_size=16, rngs=nnx.Rngs(0))
@@ -121,7 +121,7 @@ def state_space():
 
 @pytest.mark.parametrize("time", [slow(1), 100, slow(4096)])
 def test_s4_is_one_as_convolution_and_as_recurrence(time):
-    """In float32, and from any split: the state goes on."""
+    """The forms agree in float32, and the state continues from any split."""
     options = state_space()
     x = np.random.default_rng(1).normal(size=(2, time, 4)).astype(np.float32)
     forms = [
@@ -138,7 +138,7 @@ def test_s4_is_one_as_convolution_and_as_recurrence(time):
 
 
 def test_the_low_rank_kernel_is_that_of_the_dense_hippo_matrix():
-    """By the matrix itself, before it is diagonalised, in float64; at any length."""
+    """The test uses the matrix before diagonalisation, in float64, at several lengths."""
     size, step = 6, 0.3
     n = np.arange(size)
     b = np.sqrt(2 * n + 1)
@@ -146,7 +146,7 @@ def test_the_low_rank_kernel_is_that_of_the_dense_hippo_matrix():
     inverse = np.linalg.inv(2 / step * np.eye(size) - a)
     turn, written = inverse @ (2 / step * np.eye(size) + a), 2 * inverse @ b
     rate, low_rank, to_modes = hippo(size)
-    # An output that reads the state of HiPPO, as modes: C V, with C of ones.
+    # The output C V reads the state of HiPPO in modes; C holds ones.
     normal = a + np.outer(np.sqrt(n + 0.5), np.sqrt(n + 0.5))
     _, vectors = np.linalg.eigh(-1j * (normal + 0.5 * np.eye(size)))
     for length in (1, 2, 7, 600):
@@ -274,7 +274,7 @@ def test_no_tokens_leave_the_state_as_it_was():
 
 
 def test_the_state_of_packed_documents_is_that_of_the_last_one():
-    """Also if padding follows the document."""
+    """Padding may follow the last document."""
     decay, ids = np.ones(D, np.float32), np.repeat([[3, 4, 0]], [2, 4, 3], 1)
     for mix in (
         functools.partial(effattn.rwkv4_mixing, decay=decay, bonus=decay),
@@ -297,7 +297,7 @@ def test_spatial_gating_starts_from_the_token_itself():
 
 @pytest.mark.parametrize("layer", [LSTM, GRU])
 def test_baselines_are_those_of_flax(layer):
-    """To the bit, carry and all."""
+    """Outputs and carry agree bit for bit."""
     mixer = layer(D, rngs=nnx.Rngs(0))
     carry, expected = nnx.RNN(mixer.cell, return_carry=True)(jnp.asarray(X))
     y, state = mixer.extend(X, mixer.init_state(2, 0))

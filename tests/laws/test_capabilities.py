@@ -1,4 +1,4 @@
-"""What a mechanism claims it takes, and what it does not claim it refuses."""
+"""A mechanism takes the options that it claims, and refuses all others."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ ROWS, LENGTH = SQUARE.batch[0], SQUARE.keys
 
 
 def keywords(mechanism):
-    """Arguments that use each capability, for those that a function shows by its arguments."""
+    """Arguments that use each capability, for the capabilities that need arguments of their own."""
     rows, pairs = (ROWS,), (ROWS, SQUARE.heads, LENGTH, LENGTH)
     state = jnp.zeros((ROWS, SQUARE.key_heads, SQUARE.size, SQUARE.value_size + 1))
     return {
@@ -42,14 +42,14 @@ SHOWN_BY_ARGUMENTS = tuple(keywords(None))
 
 
 def test_every_capability_is_covered():
-    """Those without arguments of their own are covered by the shapes that the laws call with."""
+    """The shapes of the laws' calls cover the capabilities without arguments of their own."""
     by_shapes = {"bidirectional", "causal", "cross", "grouped", "decode"}
     assert {*SHOWN_BY_ARGUMENTS, *by_shapes} == set(registry.CAPABILITIES)
 
 
 @pytest.mark.parametrize("capability", SHOWN_BY_ARGUMENTS)
 def test_a_signature_has_what_is_claimed_and_nothing_else(mechanism, capability):
-    """What is claimed is tried by the other laws; what is not is Python's TypeError."""
+    """Other laws test the claimed options; an unclaimed option is Python's TypeError."""
     given = keywords(mechanism)[capability]
     if mechanism.has(capability):
         assert given.keys() <= mechanism.parameters.keys()
@@ -62,7 +62,7 @@ def test_a_signature_has_what_is_claimed_and_nothing_else(mechanism, capability)
 
 
 def test_a_module_gives_advice_on_what_is_not_claimed(mechanism):
-    """And names mechanisms that have it."""
+    """The advice names mechanisms that have the missing capability."""
 
     def build(**options):
         options = {"is_causal": mechanism.has("causal"), **options}
@@ -104,13 +104,13 @@ def test_a_module_has_no_option_for_what_is_not_claimed(mechanism, capability):
             make()
 
 
-# With what is in 16 bits, where the rest is in 32.
+# Batch dimensions, and names of the arrays in 16 bits; the other arrays have 32 bits.
 BATCHES = ((), ("query", "key")), ((2, 1, 2), ("value",))
 
 
 @pytest.mark.parametrize(("batch", "narrow"), BATCHES, ids=["none", "three"])
 def test_any_number_of_batch_dimensions_and_mixed_dtypes(mechanism, batch, narrow):
-    """The output has the dtype of the value; what is summed has at least float32."""
+    """The output has the dtype of the value; sums have at least float32."""
     sizes, extent = SQUARE._replace(batch=batch), functions.plain(mechanism)
     arrays = functions.draw_arrays(mechanism, sizes, everything=False)
     arrays = functions.cast(mechanism, arrays, jnp.float32)
@@ -125,6 +125,6 @@ def test_any_number_of_batch_dimensions_and_mixed_dtypes(mechanism, batch, narro
 
 @pytest.mark.parametrize("mechanism", CALLED_IN_FLOAT32, ids=str)
 def test_float32_stays_float32_where_float64_is_enabled(mechanism):
-    """Constants of the default dtype would meet it in a loop's carry."""
+    """A constant of the default dtype would change the dtype of a loop's carry."""
     results, gradients = functions.run(mechanism, functions.draw_plain(mechanism, 0))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((results, gradients)))

@@ -1,4 +1,4 @@
-"""Law 8: operations and temporary bytes grow with length as the registry says, by count."""
+"""Law 8: counted operations and temporary bytes grow with the length as the registry claims."""
 
 import functools
 
@@ -14,15 +14,15 @@ from tests.laws.battery import ALSO_OF_CORES, FIRST_OF_FAMILY, MECHANISMS
 
 
 def lengths_of(mechanism):
-    """Two, which give the exponent, and every other one takes seconds to trace and to compile.
+    """Two lengths, which give the exponent; each further length takes seconds to trace and compile.
 
-    Where options follow the length, its square root divides them.
+    If options follow the length, the square root of each length is an integer that divides it.
     """
     return (2048, 16384) if mechanism.entry.options_at is None else (4096, 65536)
 
 
 def forward_of(mechanism, direction, length):
-    """By XLA's form, which can be counted; a kernel's own growth is in `tests.llvm`."""
+    """The XLA form, which can be counted; the growth of the kernels is tested in `tests.llvm`."""
     options = dict(mechanism.entry.options)
     if "implementation" in mechanism.parameters:
         options["implementation"] = "xla"
@@ -34,7 +34,7 @@ def forward_of(mechanism, direction, length):
 
 
 def both_of(function):
-    """Forward and backward."""
+    """The output and the gradients, as a function."""
 
     def run(arrays):
         out, pull_back = jax.vjp(lambda a: function(**a), arrays)
@@ -59,7 +59,7 @@ def directions(mechanism):
 
 
 def each_direction():
-    """The first of every mechanism; the other of one of each family."""
+    """First direction of each mechanism; the other direction is quick for one of each family."""
     for mechanism in MECHANISMS:
         first, *others = directions(mechanism)
         yield pytest.param(mechanism, first, id=f"{mechanism}-{first}")
@@ -69,7 +69,7 @@ def each_direction():
 
 
 def assert_of_one_size(mechanism, jaxprs):
-    """Other options may be another program; its size does not follow the length either."""
+    """Checks that the length does not change the size of the program, but for its options."""
     most = 1 if mechanism.entry.options_at is None else 1.1
     sizes = [cost.equations(jaxpr) for jaxpr in jaxprs]
     assert max(sizes) <= most * min(sizes), sizes
@@ -77,7 +77,7 @@ def assert_of_one_size(mechanism, jaxprs):
 
 @pytest.mark.parametrize(("mechanism", "direction"), list(each_direction()))
 def test_operations_grow_as_claimed_and_programs_do_not(mechanism, direction):
-    """Forward and backward together; the jaxpr, what there is to compile, is of one size."""
+    """Counts forward and backward together; the size of the jaxpr does not follow the length."""
     lengths = lengths_of(mechanism)
     jaxprs = [traced(mechanism, direction, length).jaxpr for length in lengths]
     counts = [cost.operations(jaxpr) for jaxpr in jaxprs]
@@ -88,9 +88,9 @@ def test_operations_grow_as_claimed_and_programs_do_not(mechanism, direction):
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_no_array_outgrows_the_claim(mechanism):
-    """Of forward and backward, and of a forward alone, the largest array of the jaxpr.
+    """Tests the largest array of the jaxpr, for forward and backward, and for forward alone.
 
-    As many arrays as it has equations, which do not follow the length, are all that it could hold.
+    The number of equations bounds the number of arrays, and does not follow the length.
     """
     lengths, direction = lengths_of(mechanism), directions(mechanism)[0]
     for backward in (True, False):
@@ -103,14 +103,14 @@ def test_no_array_outgrows_the_claim(mechanism):
 
 @pytest.mark.parametrize("mechanism", ALSO_OF_CORES, ids=str)
 def test_memory_grows_as_claimed(mechanism):
-    """The temporary bytes of forward and backward together, as compiled."""
+    """Temporary bytes of forward and backward together, in the compiled program."""
     lengths, direction = lengths_of(mechanism), directions(mechanism)[0]
     found = [cost.temporary_bytes(traced(mechanism, direction, length)) for length in lengths]
     assert cost.exponent(lengths, found) <= mechanism.entry.memory_exponent + 0.1, found
 
 
 def test_the_count_is_right():
-    """Of a loop whose trip count is known only by running it, and of products in closed form."""
+    """The cases are a loop whose trip count is found by running it, and products of known size."""
 
     def triangular(x):
         def row(i, total):

@@ -1,8 +1,8 @@
-"""`jax_debug_infs` and `jax_debug_nans` stop no valid call: forward, backward, or of decoding.
+"""`jax_debug_infs` and `jax_debug_nans` stop no valid call: forward, backward or decoding.
 
-Outside of any program, where they look at what each operation returns. Rows of other lengths, one
-of them empty, and packed documents with padding. A caller who asks for the log-sum-exp asks for its
--inf too.
+The calls run outside of any program, where JAX checks the results of each operation. They have rows
+of unequal lengths, one of them empty, and packed documents with padding. A caller who asks for the
+log-sum-exp expects its -inf, so this value is no error.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def lengths_of(length):
 
 
 def ids_of(length):
-    """One document, two, padding first, and nothing but padding."""
+    """Rows with one document, two documents, padding first, and padding only."""
     token = np.arange(length)
     rows = token >= 0, 2 - (token >= 5), 4 * (token >= 3), 0 * token
     return np.stack(rows).astype(np.int32)
@@ -76,7 +76,7 @@ def test_functions_and_their_gradients(subject, is_causal, implementation):
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_windows_and_kernels_of_more_tokens(implementation):
-    """32 tokens, which CPU kernels take; and rows whose keys are all beyond a window."""
+    """CPU kernels take 32 tokens; the keys of some rows are all beyond the window."""
     x = np.random.default_rng(0).normal(size=(2, 32, 2, 8)).astype(np.float32)
     for options in (
         {"is_causal": True, "key_value_seq_lengths": np.array([20, 0])},
@@ -106,7 +106,7 @@ def test_a_row_of_nothing_has_the_logarithm_of_zero():
 
 
 def test_a_bias_of_the_least_number_is_not_the_absence_of_keys():
-    """Rows whose every logit is that number attend to all keys alike, as in `jax.nn`."""
+    """Rows with the least number as each logit attend to all keys alike, as in `jax.nn`."""
     x = np.random.default_rng(0).normal(size=(1, 20, 2, 8)).astype(np.float32)
     bias = np.full((20, 20), np.finfo(np.float32).min)
     for implementation in (None, "xla"):

@@ -1,4 +1,4 @@
-"""Decode states: donated, exported with an open number of rows, placed, and of a valid dtype."""
+"""Decode states: donated, exported with an open number of rows, sharded, and of a valid dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ DECODING = [
 
 @pytest.mark.parametrize("subject", DECODING, ids=str)
 def test_an_empty_state_can_be_donated(subject):
-    """No two of its arrays are one buffer."""
+    """No two arrays of the state share a buffer."""
     leaves = jax.tree.leaves(mixer_of(subject).init_state(ROWS, LENGTH, jnp.float32))
     buffers = [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
     assert len({*buffers}) == len(buffers)
@@ -30,7 +30,7 @@ def test_an_empty_state_can_be_donated(subject):
 
 @pytest.mark.parametrize("subject", slow_but_for(LEFT_OPEN, DECODING), ids=str)
 def test_an_exported_program_may_leave_its_rows_open(subject):
-    """That of a whole sequence and that of its pieces; nothing is computed."""
+    """The test exports a whole sequence and pieces of a sequence; nothing is computed."""
     mixer, (rows,) = mixer_of(subject), jax.export.symbolic_shape("b")
 
     def run(x):
@@ -45,7 +45,7 @@ def test_an_exported_program_may_leave_its_rows_open(subject):
 @pytest.mark.devices
 @pytest.mark.parametrize("subject", slow_but_for(ALSO_PLACED, DECODING), ids=str)
 def test_rows_stay_where_explicit_axes_have_them(subject):
-    """By the types of arrays; nothing is computed."""
+    """Only the types of arrays are checked; nothing is computed."""
     devices = mesh(AxisType.Explicit)
     x = np.zeros((4, 3, FEATURES), np.float32)
     x = jax.device_put(x, NamedSharding(devices, PartitionSpec("batch")))
@@ -61,7 +61,7 @@ def test_rows_stay_where_explicit_axes_have_them(subject):
 
 @pytest.mark.parametrize("subject", DECODING, ids=str)
 def test_a_state_of_a_dtype_that_cannot_hold_it_is_refused(subject):
-    """Nothing is computed: shapes are enough."""
+    """Nothing is computed, because shapes are enough."""
     mixer = mixer_of(subject)
     for dtype in (np.int8, bool, np.complex64, jnp.float8_e4m3fn, "floaty"):
         with pytest.raises(ValueError, match="dtype of a decode state must be one of float16"):

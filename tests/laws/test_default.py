@@ -1,7 +1,7 @@
 """Law 1 for calls that name no implementation, in float32: lengths, packing, direction and x64.
 
-The default takes kernels for CPUs where it can. The numbers are those of the float64 reference,
-whatever integers lengths, ids and offsets are, and in whatever container they come.
+The default takes CPU kernels where it can. The results are those of the float64 reference, for each
+integer dtype and each container of lengths, ids and offsets.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from effattn.testing.functions import SQUARE, Extent, Sizes
 from tests.laws.battery import MECHANISMS, WITH_KERNELS
 
 LONG = Sizes((2,), 80, 80)
-QUICK = "softmax", "sliding_window", "linear"  # without x64, the others show the same again
+QUICK = "softmax", "sliding_window", "linear"  # without x64, the other mechanisms show nothing new
 GIVEN = [(), ("lengths",), ("segments",), ("lengths", "segments")]
 CONTAINERS = [
     np.int32,
@@ -51,7 +51,7 @@ def cases():
 
 @pytest.mark.parametrize("subject", MECHANISMS, ids=str)
 def test_which_mechanisms_take_kernels_for_cpus(subject):
-    """So that the laws are put to both forms of these, and of no others."""
+    """The laws test both forms of the mechanisms that take CPU kernels, and of no others."""
     arrays = functions.draw_arrays(subject, sizes_of(subject), everything=False)
     arrays = functions.cast(subject, arrays, jnp.float32)
 

@@ -1,7 +1,7 @@
 """Arrays on a mesh of explicit axes, which their types carry, without `jax.set_mesh`.
 
-As `jax.make_mesh` makes it by default. By the types of arrays; nothing is computed, but for the
-last tests. The numbers are those of `tests.laws.test_sharding`, which has the same programs.
+`jax.make_mesh` makes such a mesh by default. Except in the last tests, only the types of arrays are
+checked and nothing is computed. `tests.laws.test_sharding` checks the numbers of the same programs.
 """
 
 import jax
@@ -57,7 +57,7 @@ def test_functions_and_their_gradients(mechanism, everything):
     cotangents = functions.cotangents_of(mechanism, extent, arrays, known)
     specs = {**specs_of(mechanism, arrays), **specs_of(mechanism, cotangents)}
     specs["initial_state"] = PartitionSpec("batch", "heads")
-    # What a score_mod closes over has no mesh.
+    # An array that a score_mod closes over has no mesh.
     placed = {**shard(devices(), arrays, **specs), **{k: arrays[k] for k in arrays if k == "slope"}}
 
     def run(arrays, cotangents, known):
@@ -100,7 +100,7 @@ def test_mixers_without_heads(mixer):
 
 
 def assert_same(call, module, *arrays):
-    """Of outputs and of the gradients of parameters, on the mesh and on one device."""
+    """Checks that outputs and gradients of parameters agree on the mesh and on one device."""
 
     @jax.jit
     def run(module, *arrays):
@@ -116,7 +116,7 @@ TOKENS = np.random.default_rng(0).integers(0, 11, size=(4, 24))
 
 @pytest.mark.parametrize("mechanism", slow_but_for(FIRST_OF_FAMILY[:1], FIRST_OF_FAMILY), ids=str)
 def test_the_numbers_of_a_function_are_those_of_one_device(mechanism):
-    """Called by itself, outside of any program, too."""
+    """The function is also called by itself, outside of any program."""
     extent = Extent(mechanism.has("causal"), tuning=False)
     arrays = functions.draw_plain(mechanism, 0)
     placed = shard(devices(), arrays, **specs_of(mechanism, arrays))

@@ -1,6 +1,6 @@
-"""A program exported with an open length gives the right numbers at every length.
+"""A program exported with an open length gives the right results at every length.
 
-Or it is refused in a sentence that says what must be known.
+Otherwise the export is refused with a sentence that says which size must be known.
 """
 
 import functools
@@ -20,7 +20,7 @@ from tests.marks import slow_but_for
 
 LONG, LENGTHS = 37, (37, 21)
 REFUSED = "needs to know how many tokens there are"
-# Those whose tokens are walked through in tiles or chunks alone.
+# Mechanisms that only walk through the tokens in tiles or chunks.
 OPEN = {
     *("softmax", "additive", "sigmoid", "squared_relu", "sliding_window", "longformer"),
     *("linear", "retention", "gated_linear", "mamba2", "rwkv6", "delta_net", "gated_delta_net"),
@@ -32,7 +32,7 @@ QUICK += [s for s in MECHANISMS if s.name not in OPEN]
 
 
 def exported(run, arrays, open_arrays, **more):
-    """With `t` in place of the second axis of the open arrays."""
+    """Exports a program with `t` as the second axis of the open arrays."""
     (t,) = export.symbolic_shape("t")
 
     def shape_of(x, is_open):
@@ -47,7 +47,7 @@ def exported(run, arrays, open_arrays, **more):
 
 
 def assert_agrees(run, arrays, open_arrays, lengths=LENGTHS):
-    """At both lengths, with what the call gives by itself."""
+    """Checks that the exported program agrees with the call at each length."""
     program = exported(run, arrays, open_arrays)
     for length in lengths:
         part = {k: x[:, :length] if k in open_arrays else x for k, x in arrays.items()}
@@ -173,7 +173,7 @@ OPEN_DECODING = {
 
 
 def assert_extends_or_says(name, module, x):
-    """A prompt of an open length into a state of a known one."""
+    """Extends a state of known size by a prompt of open length, or expects the refusal."""
 
     def extend(arrays):
         return module.extend(arrays["x"], module.init_state(2, x.shape[1], jnp.float32))

@@ -13,7 +13,8 @@ from tests.laws import battery
 from tests.marks import slow_but_for
 
 LIBRARY = os.path.dirname(effattn.__file__) + os.sep
-# The lift of naive forms, and the random bits of dropout, which are the definition of dropout.
+# Exceptions: the lift of naive forms over batch and heads, and the random bits of dropout, which
+# define dropout.
 SHARED = ("naive/", "arrays/dropout.py")
 
 
@@ -46,7 +47,7 @@ def test_a_naive_form_shares_no_code_with_the_fast_form(subject):
     known = functions.neutral(subject, sizes, extent)
 
     def code(naive):
-        # What the tests themselves call, such as `score_mod`, is in `effattn.testing`.
+        # Functions that the tests themselves call, such as `score_mod`, are in `effattn.testing`.
         run = functions.call
         found = library_code(
             lambda: jax.eval_shape(lambda a: run(subject, extent, a, known, naive=naive), arrays)

@@ -1,4 +1,4 @@
-"""Every law, put to every mechanism that it applies to."""
+"""Every law, applied to every mechanism for which it holds."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from effattn.testing.subjects import OfFunction, OfMixer
 from tests.cases import FUNCTIONS, MIXERS
 from tests.laws import battery
 
-# Laws of float32 values, which kernels may take: they are also put to XLA's form.
+# Laws of float32 values, which kernels may compute; the XLA form is tested too.
 IN_FLOAT32 = {
     "nothing_reaches_back",
     "an_example_does_not_depend_on_the_others",
@@ -25,24 +25,25 @@ BIDIRECTIONAL = "agrees_with_the_naive_form_in_both_directions"
 
 
 def subjects():
-    """All variants, the first of each mechanism as in the laws of single mechanisms."""
+    """All variants; the first variant of each mechanism is the same as in `battery.MECHANISMS`."""
     firsts = {(s.name, s.variant): s for s in battery.MECHANISMS}
     yield from (OfFunction(firsts.get((s.name, s.variant), s)) for s in battery.SUBJECTS)
     yield from map(OfMixer, battery.MIXER_SUBJECTS)
 
 
 def is_quick(law, subject):
-    """The first variant in its first direction; other variants if they show another program."""
+    """Returns whether a case is quick: the first variant, or a variant with another program."""
     name, variant = subject.subject.name, subject.subject.variant
     if isinstance(subject, OfMixer):
         causal = subject.subject._replace(is_causal=True)
         is_of_family = causal in battery.FIRST_MIXER_OF_FAMILY
         return subject.subject in battery.FIRST_MIXERS or is_of_family or variant == "longer"
     if law == BIDIRECTIONAL:
-        # The last variant of one mechanism of each family; of Nystrom, more landmarks than queries.
+        # The last variant of one mechanism of each family, and of Nystrom, where this variant has
+        # more landmarks than queries.
         last = next(s for s in battery.LAST if s.name == name)
         return name in (*battery.FIRST_NAMES, "nystrom") and variant == last.variant
-    # Hierarchical attention finishes segments of several levels in its last variant alone.
+    # Hierarchical attention finishes segments of several levels only in its last variant.
     several_levels = (name, variant) == ("hierarchical", "levels") and law in DECODING
     return variant == next(iter(subject.case.variants)) or several_levels
 

@@ -1,4 +1,4 @@
-"""Law 6: at its extreme each mechanism is another."""
+"""Law 6: at its extreme each mechanism is another mechanism."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def second_order(x):
 
 
 def taylor(query, key, value):
-    """Logits of 1e-5 leave a third order that is below rounding."""
+    """With logits of 1e-5, the third order of the Taylor series is below rounding."""
     root = query.shape[-1] ** -0.25
     query, key = (1e-5**0.5 * x for x in (query, key))
     return effattn.linear_attention(
@@ -38,7 +38,7 @@ def wide(query, key, value):
 
 
 def steps_of_everything(query, key, value):
-    """With a dilation as long as the sequence, a token sees itself alone."""
+    """With a dilation as long as the sequence, a token sees only itself."""
     lonely = effattn.sliding_window_attention(
         query, key, value, local_window_size=2, dilation=query.shape[-3]
     )

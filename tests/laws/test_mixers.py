@@ -1,4 +1,4 @@
-"""Laws of mixers without heads on cost, sharding, transformations and refusals."""
+"""Laws of mixers without heads on cost, sharding, transformations and refused arguments."""
 
 import functools
 
@@ -29,7 +29,7 @@ close = functools.partial(assert_close, rtol=40 * EPS, least=1e-3)
 
 
 def program_at(mixer, length, backward=True):
-    """Forward, or forward and backward, of one row of that many tokens."""
+    """Traced program of one row of `length` tokens: forward, or forward and backward."""
     options = dict(mixer.case.cost(length))
     module = jax.eval_shape(lambda: mixers.build(mixer, 16, 1, **options))
     x = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
@@ -42,14 +42,14 @@ LENGTHS = (4096, 32768)
 
 @of_cores
 def test_memory_grows_as_claimed(mixer):
-    """The temporary bytes of forward and backward together, as compiled."""
+    """Temporary bytes of forward and backward together, in the compiled program."""
     found = [cost.temporary_bytes(program_at(mixer, length)) for length in LENGTHS]
     assert cost.exponent(LENGTHS, found) <= mixer.entry.memory_exponent + 0.1, found
 
 
 @first
 def test_costs_grow_as_claimed(mixer):
-    """Operations, forward and backward; no array outgrows the claim on memory."""
+    """Counts operations of forward and backward; no array outgrows the claim on memory."""
     programs = [program_at(mixer, length) for length in LENGTHS]
     counts = [cost.operations(program.jaxpr) for program in programs]
     found = cost.exponent(LENGTHS, counts)
@@ -59,7 +59,7 @@ def test_costs_grow_as_claimed(mixer):
     most = mixer.entry.memory_exponent + 0.1
     arrays = [cost.largest(program.jaxpr) for program in programs]
     assert cost.exponent(LENGTHS, arrays) <= most, arrays
-    # A forward alone has no array that outgrows it either, and no more of them.
+    # The arrays of a forward call alone obey the same claim, and their number does not grow.
     alone = [program_at(mixer, length, backward=False) for length in LENGTHS]
     arrays = [cost.largest(program.jaxpr) for program in alone]
     assert cost.exponent(LENGTHS, arrays) <= most, arrays
@@ -70,7 +70,7 @@ def test_costs_grow_as_claimed(mixer):
 @pytest.mark.devices
 @sharded
 def test_sharded_by_rows(mixer):
-    """Only the gradients of the parameters are summed, and the numbers are those of one device."""
+    """Only the gradients of parameters are summed, and the results are those of one device."""
     if mixer.case.transforms and jax.__version_info__ < (0, 12):
         pytest.skip("before JAX 0.12 the compiler gathers sharded batches for Fourier transforms")
     devices = mesh()
@@ -94,7 +94,7 @@ def test_sharded_by_rows(mixer):
 @pytest.mark.devices
 @called
 def test_rows_stay_where_explicit_axes_have_them(mixer):
-    """By the types of outputs, of gradients and of states; nothing is computed."""
+    """Only the types of outputs, gradients and states are checked; nothing is computed."""
     devices = mesh(AxisType.Explicit)
     x = jax.device_put(
         mixers.tokens(1).astype(np.float32), NamedSharding(devices, PartitionSpec("batch"))
@@ -114,7 +114,7 @@ def test_rows_stay_where_explicit_axes_have_them(mixer):
 
 @called
 def test_scan_remat_and_vmap(mixer):
-    """Over two sets of parameters, a scan over the examples of calls that keep nothing."""
+    """vmap over two sets of parameters, around a scan over examples with full rematerialisation."""
     module = mixers.cast(mixers.made(mixer), np.float32)
     halves = jax.tree.map(lambda p: np.stack([p, p / 2]), module)
     x, cotangent = (mixers.tokens(seed).astype(np.float32) for seed in (1, 2))
@@ -144,7 +144,7 @@ def test_what_is_not_claimed_is_refused_with_advice(mixer):
         return mixer.entry.build(FEATURES, mixers.HEADS, rngs=nnx.Rngs(0), **variant, **options)
 
     def refused(call, match):
-        """Nothing is computed: shapes are enough."""
+        """Checks the message by shapes; nothing is computed."""
         with pytest.raises(ValueError, match=match):
             jax.eval_shape(call)
 

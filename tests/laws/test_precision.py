@@ -1,6 +1,7 @@
-"""Rounding: float32 and bfloat16 err at most twice as much as the naive form does there.
+"""Rounding: the error in float32 and bfloat16 is at most twice that of the naive form.
 
-Laws of a core: quickly, for one mechanism on each; for all mechanisms in the slow tests.
+These are laws of a core. Quick tests cover one mechanism on each core, and slow tests cover all
+mechanisms.
 """
 
 import functools
@@ -41,7 +42,7 @@ def draw_extents(draw, mechanism):
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_float64_agrees_in_any_shape(mechanism):
-    """The smallest shapes and random ones: batch, lengths, heads, groups and features."""
+    """The smallest shapes and random shapes: batch, lengths, heads, groups and features."""
 
     @settings(max_examples=2)
     @given(st.data())
@@ -61,7 +62,7 @@ def test_float64_agrees_in_any_shape(mechanism):
 
 @pytest.mark.parametrize("mechanism", OF_CORES_IN_FLOAT32, ids=str)
 def test_float32_errs_at_most_twice_as_much_as_the_naive_form(mechanism):
-    """Query, key, value and own arguments alone."""
+    """The call has query, key, value and the mechanism's own arguments only."""
     extent, cotangents = functions.plain(mechanism), functions.plain_cotangents(mechanism)
     refer = functools.partial(functions.run_naive, mechanism, SQUARE, extent)
 
@@ -75,7 +76,7 @@ def test_float32_errs_at_most_twice_as_much_as_the_naive_form(mechanism):
 @pytest.mark.devices
 @pytest.mark.parametrize("mechanism", OF_CORES, ids=str)
 def test_bfloat16_errs_at_most_twice_as_much_as_the_naive_form(mechanism):
-    """All claimed options, on eight devices: the program of the laws on sharding."""
+    """All claimed options on eight devices, by the program of the laws on sharding."""
     sizes, extent = shared_sizes(mechanism), functions.everything(mechanism)
     refer = functools.partial(functions.run_naive, mechanism, sizes, extent)
 
@@ -88,7 +89,7 @@ def test_bfloat16_errs_at_most_twice_as_much_as_the_naive_form(mechanism):
 
 
 def assert_errors_are_at_most_twice_those_of(refer, mechanism, draw):
-    """Over the draws of all seeds; returns names, errors and sizes of the results and gradients.
+    """Checks the draws of all seeds; returns names, errors and sizes of results and gradients.
 
     `draw(seed)` gives the mechanism's results and gradients, and the arguments of `refer`.
     """
@@ -112,7 +113,7 @@ def assert_errors_are_at_most_twice_those_of(refer, mechanism, draw):
         map(rms, jax.tree.leaves(true)),
         strict=True,
     ):
-        # A gradient of decays is formed per chunk, of terms that cancel.
+        # The gradient of a decay is formed per chunk, from terms that cancel.
         if mechanism.case.decays & {getattr(key, "key", None) for key in path}:
             allowed = max(allowed, 1e-5 * exact / 2)
         found.append((jax.tree_util.keystr(path), error, exact))
@@ -122,7 +123,7 @@ def assert_errors_are_at_most_twice_those_of(refer, mechanism, draw):
 
 @of_cores
 def test_float32_mixers_err_at_most_twice_as_much_as_the_naive_form(mixer):
-    """Outputs and all gradients."""
+    """Checks outputs and all gradients."""
     module = mixers.made(mixer)
     runs = []
     for seed in range(SEEDS // 2):
@@ -136,14 +137,14 @@ def test_float32_mixers_err_at_most_twice_as_much_as_the_naive_form(mixer):
     for (path, a), b, exact in zip(
         jax.tree.leaves_with_path(ours), jax.tree.leaves(plain), jax.tree.leaves(true), strict=True
     ):
-        # Where the naive form is all but exact, an eps or two are allowed.
+        # If the naive form is almost exact, an error of one or two eps is allowed.
         allowed = max(2 * rms(b - exact), 4 * EPS * rms(exact))
         assert rms(a - exact) <= allowed, (jax.tree_util.keystr(path), rms(a - exact), allowed)
 
 
 @of_cores
 def test_bfloat16_mixers_err_at_most_twice_as_much_as_the_naive_form(mixer):
-    """Outputs."""
+    """Checks outputs."""
     module = mixers.made(mixer, narrow=True)
     wide = mixers.cast(mixers.made(mixer, narrow=True, dtype=jnp.bfloat16), np.float32)
     call = jax.jit(lambda m, x: m(x))

@@ -1,8 +1,8 @@
-"""Nothing is promoted unasked: `jax_numpy_dtype_promotion="strict"` and
-`jax_numpy_rank_promotion="raise"` stop no call, no gradient and no step of decoding.
+"""No call, gradient or decoding step promotes dtypes or ranks unasked.
 
-By the types of arrays; nothing is computed. Four heads, and more tokens than a tile, a chunk, a
-block or a segment has, of which none divides them.
+The flags are `jax_numpy_dtype_promotion="strict"` and `jax_numpy_rank_promotion="raise"`. Only the
+types of arrays are checked; nothing is computed. There are four heads, and the number of tokens is
+above the sizes of a tile, a chunk, a block and a segment, and no multiple of any of them.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def nothing_promoted():
 
 
 def sizes_of(subject):
-    """Longer ones, but for what has arrays of some length among its options."""
+    """Long sequences, unless the options of the subject hold arrays for a fixed length."""
     options = subject.options
     if "max_length" in options or any(np.ndim(o) for o in options.values() if hasattr(o, "shape")):
         return SQUARE
@@ -47,7 +47,7 @@ def sizes_of(subject):
     "subject", slow_but_for(QUICK, dict.fromkeys([*MECHANISMS, *LAST])), ids=str
 )
 def test_functions_and_their_gradients(subject, everything, dtype):
-    """In each direction."""
+    """The test covers each direction."""
     sizes = sizes_of(subject)
     for is_causal in [c for c in (True, False) if subject.has("causal" if c else "bidirectional")]:
         extent = Extent(is_causal, everything, tuning=False)
@@ -67,7 +67,7 @@ def test_functions_and_their_gradients(subject, everything, dtype):
 
 
 def built(subject, **options):
-    """As the registry builds it, without values."""
+    """The mixer that the registry builds, without values."""
     entry = subject.entry
     given = {"rotary": RotaryEmbedding(), "max_length": LENGTH + 20}
     options = {**entry.options_of_model(given), **options}
@@ -77,7 +77,7 @@ def built(subject, **options):
 
 
 def assert_nothing_promoted(module, x, padding, most, *, decodes):
-    """Neither with its gradients nor, of a few more tokens each time, in decoding."""
+    """Checks the outputs and gradients, and decoding in pieces that grow."""
 
     def run(module, x, padding):
         y, pull_back = jax.vjp(lambda module, x: module(x, **padding), module, x)
@@ -101,7 +101,7 @@ DECODING = [s for s in MECHANISMS if s.has("decode")]
 
 @pytest.mark.parametrize("subject", slow_but_for(QUICK, DECODING), ids=str)
 def test_modules_and_decoding(subject):
-    """In float32: in 16 bits Flax's norms promote by themselves."""
+    """In float32 only, because Flax's norms promote 16-bit dtypes by themselves."""
     x = jax.ShapeDtypeStruct((ROWS, LENGTH, FEATURES), jnp.float32)
     padding = {"lengths": np.full(ROWS, 7, np.int32)} if subject.has("lengths") else {}
     if subject.has("segments"):

@@ -1,6 +1,6 @@
-"""Law 9, second half: eight devices give what one does, and talk only of what they share.
+"""Law 9, second half: eight devices agree with one device, and communicate only shared gradients.
 
-By `shard_map` together with remat and scan, the other ways to call from a larger program.
+`shard_map` is tested together with remat and scan, the other ways to call from a larger program.
 """
 
 import functools
@@ -18,31 +18,32 @@ pytestmark = pytest.mark.devices
 
 @pytest.mark.parametrize("mechanism", CALLED, ids=str)
 def test_only_the_gradients_of_what_is_shared_are_summed(mechanism):
-    """One key head for all query heads, and biases, sinks and slopes for all examples.
+    """All query heads share one key head, and all examples share biases, sinks and slopes.
 
-    That the numbers are right is law 1 in bfloat16, which runs this program.
+    Law 1 in bfloat16 runs the same program and checks its numbers.
     """
     found = collectives(shared_program(mechanism))
     arrays, *_ = draw_shared(mechanism, 0)
     shared = arrays.keys() - {"query"}
     assert set(found) <= {"all-reduce"}, found
-    # Attend, then combine: what both parts share may be summed for each.
+    # Attend, then combine: the gradients of arguments of both parts may be summed for each part.
     assert len(found) <= 2 * len(shared), (found, shared)
 
 
 @pytest.mark.parametrize("mechanism", CALLED, ids=str)
 def test_batch_and_heads_need_no_collective(mechanism):
-    """Neither forward nor backward; and the numbers are those of one device.
+    """No collective runs forward or backward, and the results are those of one device.
 
-    Of law 4 too: here in tiles of the size that is chosen, there in small and uneven ones.
+    The test also serves law 4: the sharded call has tiles of the default size, and the call on one
+    device has small and uneven tiles.
 
-    Where types carry the sharding, results and gradients have to stay where queries and keys are.
-    Inside, the compiler places everything, as it does on meshes without such types.
+    If types carry the sharding, results and gradients must stay where queries and keys are. Inside
+    the call the compiler places all arrays, as on meshes without such types.
     """
     chosen = functions.plain(mechanism)._replace(tuning=False)
     arrays, cotangents = functions.draw_plain(mechanism, 0), functions.plain_cotangents(mechanism)
     specs = {**specs_of(mechanism, arrays), **specs_of(mechanism, cotangents)}
-    # The gradients of the others are sums over all examples.
+    # The gradients of the other arguments are sums over all examples.
     names = mechanism.of_tokens
 
     def assert_placed(tree):
@@ -75,7 +76,7 @@ def test_batch_and_heads_need_no_collective(mechanism):
 
 @pytest.mark.parametrize("mechanism", ALSO_OF_CORES, ids=str)
 def test_shard_map_remat_and_scan(mechanism):
-    """On each device, a scan over its examples of calls that keep only what has a name.
+    """Each device scans over its examples, with calls that keep only the named residuals.
 
     Inside `shard_map` everything is local.
     """

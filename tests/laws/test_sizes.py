@@ -1,6 +1,6 @@
 """Zero and the smallest sizes, through the mixers of all mechanisms.
 
-By shapes alone, as what fails there fails before anything is computed.
+Shapes alone are tested, because the failures at such sizes come before any computation.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ CASES = [
     for direction, causal in DIRECTIONS.items()
     if direction in registry.get(name).capabilities
 ]
-# By default these need more tokens, and say so.
+# By default these mechanisms need more tokens, and their messages say so.
 FEW: dict[str, dict[str, Any]] = {
     "bigbird": {"num_random_blocks": 0},
     "random": {"num_random_blocks": 0},
@@ -47,7 +47,7 @@ def abstract(*args, **kwargs):
 
 
 def padded(name, rows, length):
-    """Nothing, and each kind of padding that it claims."""
+    """No padding, and each kind of padding that the mechanism claims."""
     yield {}
     if "lengths" in registry.get(name).capabilities:
         yield {"lengths": np.zeros(rows, np.int32)}
@@ -56,7 +56,7 @@ def padded(name, rows, length):
 
 
 def shapes_of(mixer, x, given):
-    """Of outputs and of the gradients of parameters and tokens."""
+    """Shapes of the outputs and of the gradients of parameters and tokens."""
 
     def run(mixer, x):
         y, pull_back = jax.vjp(lambda m, x: m(x, **given), mixer, x)
@@ -80,7 +80,7 @@ def test_no_rows_and_no_tokens(name, causal):
 @pytest.mark.parametrize(("features", "heads"), [(1, 1), (2, 2), (2, 1)])
 def test_the_smallest_layers(name, causal, features, heads):
     if name == "convolution_attention":
-        features *= 2  # which it halves
+        features *= 2  # the mechanism halves the features
     mixer = abstract(name, causal, features, heads)
     for rows, length in [(1, 1), (2, 3)]:
         x = jax.ShapeDtypeStruct((rows, length, features), jnp.float32)
@@ -109,7 +109,7 @@ def test_decoding_no_rows_and_no_room(name):
     for length in (1, 5):
         jax.eval_shape(lambda m, x: extend(m, x, 5), mixer, jnp.ones((0, length, 8)))
     nothing = np.zeros(2, np.int32)
-    # What grows by tokens has no room for them, and none is added.
+    # A state that grows by tokens has no room here, but no token is added to it.
     jax.eval_shape(lambda m, x: extend(m, x, 0, nothing), mixer, jnp.ones((2, 1, 8)))
     for rows in (0, 2):
         with pytest.raises(ValueError, match="there must be at least one token"):
@@ -129,7 +129,7 @@ def test_models_take_no_rows_and_no_tokens(name):
 
 @pytest.mark.parametrize("name", ["gru", "mamba", "retention"])
 def test_one_token_of_one_feature_is_finite(name):
-    """Computed: the smallest of those that once failed."""
+    """These computed cases are the smallest that once failed."""
     mixer = build(name, True, 1, 1)
     y, gradient = jax.jit(jax.value_and_grad(lambda m, x: jnp.sum(m(x))))(
         mixer, jnp.ones((1, 1, 1))

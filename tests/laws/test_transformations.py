@@ -1,4 +1,4 @@
-"""vmap over any argument leaves results and gradients as they are."""
+"""vmap over any argument does not change results and gradients."""
 
 import functools
 import itertools
@@ -12,18 +12,19 @@ from effattn.testing.functions import SQUARE
 from tests.laws.battery import FIRST_OF_FAMILY, MECHANISMS, OF_CORES_IN_FLOAT32
 from tests.marks import slow_but_for
 
-# XLA fuses products on the CPU for a library that ends the process at those of eight axes.
+# On CPUs, XLA passes fused products to a library that ends the process if a product has eight axes.
 UNFUSED = {"xla_cpu_experimental_ynn_fusion_type": ""}
-# One of each that refuses forward mode.
+# One mechanism for each place that refuses forward mode.
 REFUSING = [m for m in MECHANISMS if m.name in ("softmax", "linear", "nystrom", "routing")]
 
 
 @pytest.mark.parametrize("mechanism", OF_CORES_IN_FLOAT32, ids=str)
 def test_vmap_over_any_argument(mechanism):
-    """Three maps inside each other, each over a third of the arguments.
+    """Three nested maps, each over a third of the arguments.
 
-    To the inner one, two thirds are not batched at all. Of all that is claimed for one mechanism of
-    each family, which share their cores; of query, key and value for the others.
+    Two thirds of the arguments are not batched in the innermost map. For one mechanism of each
+    family, whose members share a core, all claimed arguments are mapped; for the others, query, key
+    and value.
     """
     all_claimed = mechanism in FIRST_OF_FAMILY
     extent = functions.everything(mechanism) if all_claimed else functions.plain(mechanism)
@@ -37,7 +38,7 @@ def test_vmap_over_any_argument(mechanism):
         known = functions.neutral(mechanism, SQUARE, extent) if all_claimed else {}
         cotangents = functions.cotangents_of(mechanism, extent, first, known)
         names = sorted([*first, *known])
-        # Halves are shorter lengths, padding in place of a segment, and nothing of a mask.
+        # The halved values are shorter lengths, padding in place of a segment, and an empty mask.
         other = {**second, **{k: (x // 2).astype(x.dtype) for k, x in known.items()}}
         every = {
             k: jax.tree.map(lambda *rows: np.stack(rows), {**first, **known}[k], other[k])
@@ -68,7 +69,7 @@ def test_vmap_over_any_argument(mechanism):
 
 @pytest.mark.parametrize("mechanism", slow_but_for(REFUSING, MECHANISMS), ids=str)
 def test_forward_mode_works_or_says_what_to_use(mechanism):
-    """Eagerly, as what is said does not pass `jax.jit`."""
+    """The call runs outside `jax.jit`, which does not pass on this message."""
     arrays = functions.draw_plain(mechanism, 0)
     call = functools.partial(functions.call, mechanism, functions.plain(mechanism), known={})
     try:

@@ -1,4 +1,4 @@
-"""Block attention by the kernels for CPUs: against float64, and what else they promise."""
+"""Block attention by the CPU kernels: agreement with float64, and other promises."""
 
 import dataclasses
 import functools
@@ -63,7 +63,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_agrees_with_float64(name):
-    """Outputs, log-sum-exps and every gradient."""
+    """Checks outputs, log-sum-exps and every gradient."""
     case = CASES[name]
     assert_close(case.run("llvm", np.float32), block_cases.exact(case), 2e-6)
 
@@ -77,7 +77,7 @@ def test_it_agrees_with_float64_where_integers_have_64_bits(name):
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_vectors_of_every_width_agree(lanes, monkeypatch):
-    """Of those that this processor has."""
+    """The test covers the widths that this processor has."""
     if lanes > runtime.lanes():
         pytest.skip(f"this processor has vectors of {runtime.lanes()} numbers")
     monkeypatch.setattr(runtime, "lanes", lambda: lanes)
@@ -92,7 +92,7 @@ def rms(x):
 
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_errors_are_at_most_twice_those_of_the_plain_form(size):
-    """Of logits of usual size, and of a thousand times that."""
+    """Logits have their usual size, or are about a thousand times as large."""
 
     def plain(query, key, value, **_):
         key, value = (jnp.repeat(x, 2, 2) for x in (key, value))
@@ -117,7 +117,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_form(size):
 
 
 def test_padding_reaches_nothing():
-    """NaN where no token is."""
+    """Padding holds NaN."""
     arrays = draw(70, 70, size=16, value_size=16, dtype=np.float32)
     lengths = np.array([70, 33])
     known = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
@@ -137,7 +137,7 @@ def test_padding_reaches_nothing():
 
 
 def test_no_token_before_a_change_notices_it():
-    """Bit for bit, on either side of a tile's edge."""
+    """Earlier outputs stay equal bit for bit, on either side of a tile's edge."""
     arrays = draw(200, 200, size=16, value_size=16, dtype=np.float32)
     before = attend(**arrays, is_causal=True)
     for token in (63, 64, 130, 199):
@@ -150,7 +150,7 @@ def test_no_token_before_a_change_notices_it():
 
 
 def test_examples_and_documents_are_alone():
-    """Bit for bit where they begin with a tile, as their sums then do."""
+    """Results agree bit for bit if a document begins with a tile, because the sums are the same."""
     arrays = draw(192, 192, size=16, value_size=16, dtype=np.float32)
     together = attend(**arrays, is_causal=True)
     packed = {name: np.concatenate(x, 0)[None] for name, x in arrays.items()}
@@ -164,7 +164,7 @@ def test_examples_and_documents_are_alone():
 
 @pytest.mark.parametrize("threads", [1, 3, 50])
 def test_tasks_that_share_a_key_head_add_up(threads, monkeypatch):
-    """However many threads there are, the same to rounding, and twice the same to the bit."""
+    """Any number of threads gives equal results up to rounding, reproducible bit for bit."""
     monkeypatch.setattr(kernels, "threads", lambda: threads)
     jax.clear_caches()
     case = Case(square(400, batch=(1,), key_heads=1), lambda: {"is_causal": True})
@@ -175,7 +175,7 @@ def test_tasks_that_share_a_key_head_add_up(threads, monkeypatch):
 
 
 def test_many_may_call_at_once():
-    """Each has a job of its own, which all threads of the pool share."""
+    """Each call has a job of its own, which all threads of the pool share."""
     arrays = draw(300, 300, size=16, value_size=16, dtype=np.float32)
     run = jax.jit(functools.partial(attend, is_causal=True))
     wanted = run(**arrays)
@@ -219,7 +219,7 @@ def kernels_of(function, *arguments):
 
 
 def test_calls_that_name_nothing_take_them_where_there_is_one_device(monkeypatch):
-    """In float32, of tokens for a part of a tile; other calls are XLA's."""
+    """The default takes CPU kernels in float32 from a part of a tile up, and XLA elsewhere."""
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     query = np.zeros((1, 16, 2, 8), np.float32)
     call = functools.partial(effattn.dot_product_attention, is_causal=True)
@@ -240,7 +240,7 @@ def test_calls_that_name_nothing_are_those_of_xla_where_there_are_several_device
 
 
 def test_its_memory_is_linear_in_length():
-    """Forward and backward, beside arguments and results."""
+    """Temporary bytes of forward and backward, without arguments and results."""
 
     def temporaries(tokens):
         shapes = [jax.ShapeDtypeStruct((1, tokens, 2, 64), jnp.float32)] * 3
@@ -255,7 +255,7 @@ def test_its_memory_is_linear_in_length():
 
 
 def test_exported_programs_have_none():
-    """They may run where no kernel is; rows may be left open."""
+    """Exported programs may run on machines without kernels; their number of rows may be open."""
     query = draw(40, 40, size=8, value_size=8, key_heads=4, dtype=np.float32)
     call = jax.jit(functools.partial(attend, is_causal=True))
     rows = jax.export.symbolic_shape("rows")

@@ -1,4 +1,4 @@
-"""The linear recurrence by the kernels for CPUs, against float64."""
+"""The linear recurrence by the CPU kernels, against float64."""
 
 import functools
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     runtime.refusal() is not None, reason=f"the kernels are not here: {runtime.refusal()}"
 )
 
-# Batch, tokens, query and key heads, features, values; and options.
+# Batch, tokens, query heads, key heads, features and values; and options.
 CASES = {
     "groups": ((2,), 100, 4, 2, 16, 24, {}),
     "sizes off a vector": ((2,), 130, 2, 1, 17, 33, {"feature_map": "identity"}),
@@ -35,7 +35,7 @@ CASES = {
 
 
 def run(case, implementation, dtype):
-    """Output, state after, and all gradients."""
+    """Output, final state, and all gradients."""
     batch, tokens, heads, key_heads, features, values, options = case
     normalized = options.get("normalize", options.get("feature_map", "elu") != "identity")
     rng = np.random.default_rng(tokens)
@@ -47,7 +47,7 @@ def run(case, implementation, dtype):
     )
     shapes_of_results = (*batch, tokens, heads, values), shapes[-1]
     arrays = [rng.normal(size=shape) for shape in shapes]
-    arrays[-1] = arrays[-1] ** 2  # sums of weights are positive
+    arrays[-1] = arrays[-1] ** 2  # keeps the sums of weights positive
     call = functools.partial(
         effattn.linear_attention,
         is_causal=True,
@@ -79,7 +79,7 @@ def test_it_agrees_with_float64(name):
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_vectors_of_every_width_agree(lanes, monkeypatch):
-    """Of those that this processor has."""
+    """The test covers the widths that this processor has."""
     if lanes > runtime.lanes():
         pytest.skip(f"this processor has vectors of {runtime.lanes()} numbers")
     monkeypatch.setattr(runtime, "lanes", lambda: lanes)
@@ -89,7 +89,7 @@ def test_vectors_of_every_width_agree(lanes, monkeypatch):
 
 
 def test_no_token_before_a_change_notices_it():
-    """Bit for bit, on either side of a chunk's edge."""
+    """Earlier outputs stay equal bit for bit, on either side of a chunk's edge."""
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=(1, 200, 2, 8)).astype(np.float32) for _ in range(3)]
     call = functools.partial(effattn.linear_attention, is_causal=True, implementation="llvm")
@@ -116,7 +116,7 @@ def test_hessians_are_those_of_xla():
 
 
 def test_its_memory_does_not_grow_with_length():
-    """Beside arguments and results: of a block of tokens."""
+    """Apart from arguments and results, memory is that of one block of tokens."""
 
     def temporaries(tokens):
         shapes = [jax.ShapeDtypeStruct((1, tokens, 2, 64), jnp.float32)] * 3

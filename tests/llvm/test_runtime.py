@@ -1,4 +1,4 @@
-"""How XLA calls kernels: its C interface, wrong buffers, lack of memory, other processes."""
+"""Kernel calls from XLA: the C interface, wrong buffers, lack of memory, and other processes."""
 
 import functools
 import itertools
@@ -57,7 +57,7 @@ class Header:
         return offsets, -(-at // 8) * 8
 
     def offset(self, structure, path):
-        """Of a field, or of a field of a field."""
+        """Offset of a field, or of a field within a field."""
         total = 0
         for field in path.split("."):
             offsets, _ = self.layout(structure)
@@ -177,11 +177,11 @@ def test_operands_of_other_dtypes_are_refused_as_they_are_traced():
         runtime.call("effattn_linear_recurrence_forward", [], [jnp.bfloat16(QUERY)])
 
 
-# Under vmap arrays that are not mapped have one entry for all.
+# Under vmap, an unmapped array has one entry for all calls.
 
 
 def some_mapped(arrays, quick):
-    """Which axes are mapped, of so many arrays; not none of all."""
+    """All choices of mapped axes for a number of arrays, except the choice without any."""
     return slow_but_for(quick, list(itertools.product([0, None], repeat=arrays))[:-1])
 
 
@@ -189,7 +189,7 @@ def some_mapped(arrays, quick):
     "mapped", some_mapped(4, [(0, 0, 0, 0), (0, None, None, None), (None, 0, None, 0)])
 )
 def test_vmap_of_some_arrays_agrees_with_xla(mapped):
-    """Query, key, value and lengths, in two levels; the inner one maps the queries alone."""
+    """Query, key, value and lengths in two levels of vmap; the inner level maps only queries."""
     rng = np.random.default_rng(0)
     shapes = {"query": (2, 20, 4, 8), "key": (2, 30, 2, 8), "value": (2, 30, 2, 5)}
     arrays = [

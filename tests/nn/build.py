@@ -1,4 +1,4 @@
-"""Modules and arrays for tests to which no value matters."""
+"""Modules and arrays for tests in which no value matters."""
 
 import numpy as np
 

@@ -98,7 +98,7 @@ def window_mask(left):
 def test_a_window_equals_its_mask_under_any_padding(padding):
     attention_fn = as_attention_fn("sliding_window", local_window_size=(2, 0))
     mask = window_mask(2) if padding is None else window_mask(2) * padding
-    # Flax gives a query without keys the mean of all values, and effattn zeros.
+    # For a query without keys, Flax gives the mean of all values, and effattn gives zeros.
     some = np.broadcast_to(np.any(mask, -1)[:, 0], (2, 6))
     out = call(nnx_layer(attention_fn), X, padding, is_causal=True)
     close(np.asarray(out)[some], np.asarray(call(nnx_layer(), X, mask))[some])
@@ -135,7 +135,7 @@ def test_cosformer_keeps_its_distances_under_any_padding(is_causal):
     kept = np.array([[0, 0, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1]], bool)
     attention_fn = as_attention_fn("cosformer", max_length=6, is_causal=is_causal)
     out = jax.jit(attention_fn)(query, key, value, mask=kept[:, None, None, :])
-    # A key that is zero has no weight.
+    # A key of zeros has no weight.
     expected = jax.jit(attention_fn)(query, np.where(kept[..., None, None], key, 0), value)
     close(np.asarray(out)[kept], np.asarray(expected)[kept])
 

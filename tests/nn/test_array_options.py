@@ -1,4 +1,4 @@
-"""Parameters and modules among the options: each layer has its own, and trains it."""
+"""Parameters and modules among the options: each layer has and trains its own copy."""
 
 import copy
 import functools
@@ -58,7 +58,7 @@ def tokens(seed=0):
 
 
 def of(module):
-    """The arrays of its parameters, by path."""
+    """The arrays of the module's parameters, by path."""
     flat = jax.tree.leaves_with_path(module)
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
 
@@ -123,7 +123,7 @@ def test_training_one_model_leaves_the_other_and_the_configuration_as_they_are(k
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_two_layers_share_an_array(kind):
-    """Not even a buffer: a step that gives its arguments away takes each array once."""
+    """Layers share no buffer, because a training step may donate each of its arguments once."""
     model = TransformerLM(config(KINDS[kind]), rngs=nnx.Rngs(0))
     arrays = [x for x in jax.tree.leaves(model) if isinstance(x, jax.Array)]
     assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
@@ -217,7 +217,7 @@ def test_options_given_the_same_parameter_twice_keep_one():
     assert options["key_projection"] is options["value_projection"] is not both
 
 
-# Modules as `score_mod`.
+# Modules as `score_mod`
 
 WITH_SCORE_MOD = [
     n for n in registry.names("score_mod") if "decode" in registry.get(n).capabilities
@@ -299,7 +299,7 @@ HIDING = {
 
 @pytest.mark.parametrize("function", HIDING.values(), ids=HIDING)
 def test_functions_that_hide_parameters_are_refused(function):
-    """They would be constants, and all layers' the same."""
+    """Hidden parameters would be constants, and the same in all layers."""
     with pytest.raises(ValueError, match="score_mod must not hold .*give an nnx.Module"):
         SelfAttention(FEATURES, HEADS, score_mod=function, rngs=nnx.Rngs(0))
 

@@ -42,7 +42,7 @@ def make(rngs=0, **options):
 
 
 def made(**options):
-    """With random parameters, not its own."""
+    """A module with random parameters in place of its initial parameters."""
     return filled(lambda: make(**options))
 
 
@@ -91,7 +91,7 @@ X = floats(2, 9, 16)
 
 
 def test_unequal_prompts_continue_as_each_would_alone(mixer):
-    """By a token, and by two, with as much padding as makes them the program of the prompts."""
+    """The calls continue by one token and by two, padded to the shape of the prompts."""
     lengths = np.array([5, 2])
     prompt = np.where(np.arange(5)[:, None] < lengths[:, None, None], X[:, :5], np.nan)
     first, state = extend(mixer, prompt, mixer.init_state(2, 8), lengths)
@@ -108,7 +108,7 @@ def test_unequal_prompts_continue_as_each_would_alone(mixer):
 
 
 def test_packed_documents_give_what_they_give_alone(mixer):
-    """Alone, there is one document and more padding: the same program."""
+    """A document alone is padded to the shape of the packed row, so the program is the same."""
     ids = np.tile([1, 1, 1, 2, 2, 2, 2, 0, 0], (2, 1))
     out = np.asarray(call(mixer, np.where(ids[..., None] == 0, np.nan, X), None, ids))
     for document in (slice(0, 3), slice(3, 7)):
@@ -374,7 +374,7 @@ def call_cross(mixer, x, context, **padding):
 
 @pytest.mark.parametrize("attention", ["softmax", slow("linear")])
 def test_cross_attention_ignores_padding_and_other_segments(attention):
-    """Without, there are all queries, of which none depends on another, and all or two keys."""
+    """The reference calls have no padding: all queries, and two keys or all keys."""
     mixer = make_cross(attention=attention, qk_norm=True)
     x, context = floats(2, 5, 16), floats(2, 7, 6, seed=1)
     lengths, context_lengths = np.array([5, 3]), np.array([2, 7])

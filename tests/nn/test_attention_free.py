@@ -27,7 +27,7 @@ def test_a_prompt_costs_what_a_sequence_does(kind):
 
 @pytest.mark.parametrize("kind", BIASED)
 def test_prompts_and_steps_are_of_one_sequence(kind):
-    """Prompts of unequal lengths, then tokens one by one and several."""
+    """Prompts have unequal lengths; tokens follow one by one, or several at a time."""
     mixer, x, lengths = filled(lambda: BIASED[kind](40)), floats(2, 40, 8), np.array([30, 22])
     tokens = jnp.where(np.arange(30)[:, None] < lengths[:, None, None], x[:, :30], jnp.nan)
     out, state = jax.jit(mixer.extend)(tokens, mixer.init_state(2, 40), lengths=lengths)

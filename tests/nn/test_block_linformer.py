@@ -1,4 +1,4 @@
-"""BlockLinformerSelfAttention: where its projections come from, and models of it."""
+"""BlockLinformerSelfAttention: the sources of its projections, and models that use it."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def make(**options):
 
 
 def made(**options):
-    """With random parameters, not its own."""
+    """A module with random parameters in place of its initial parameters."""
     return filled(lambda: make(**options))
 
 

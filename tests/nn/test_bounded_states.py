@@ -1,4 +1,4 @@
-"""A mixer whose state keeps the last tokens keeps no more of them than a row may hold."""
+"""A state of the last tokens holds no more tokens than a row may have."""
 
 import jax
 import numpy as np
@@ -73,7 +73,7 @@ def test_the_state_is_small_and_decodes(mixer):
 
 
 def test_the_state_of_another_layer_is_refused(mixer):
-    """Of one more row, or of other features."""
+    """The given state belongs to a layer with one more row, or with other features."""
     state = jax.eval_shape(lambda: mixer.init_state(3, LENGTH))
     with pytest.raises(ValueError, match="cannot be extended by 2 rows"):
         jax.eval_shape(mixer.extend, floats(2, 1, 16), state)

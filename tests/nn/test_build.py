@@ -1,4 +1,4 @@
-"""Mixers that no registry knows: classes, functions that make a mixer, and attention functions."""
+"""Mixers outside the registry: classes, functions that make a mixer, and attention functions."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ class MeanState:
 
 
 class PrefixMean(nnx.Module):
-    """The mean of the tokens so far, projected; a mixer of somebody else's."""
+    """A mixer of another package: the projected mean of the tokens so far."""
 
     def __init__(self, in_features: int, *, gain: float = 1.0, dtype=None, rngs: nnx.Rngs):
         self.gain = gain
@@ -60,7 +60,7 @@ def prefix_mean(in_features, num_heads, is_causal, rngs):
 
 
 def uniform(query, key, value, *, is_causal=False):
-    """Attention to all tokens alike."""
+    """Attention with equal weights for all tokens."""
     assert is_causal
     count = jnp.arange(1, value.shape[1] + 1, dtype=value.dtype)
     return jnp.cumsum(value, 1) / count[:, None, None]

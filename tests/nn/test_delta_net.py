@@ -32,7 +32,7 @@ def make(layer, **options):
 
 
 def made(layer, **options):
-    """With random parameters, not its own."""
+    """A module with random parameters in place of its initial parameters."""
     return filled(lambda: make(layer, **options))
 
 
@@ -69,7 +69,7 @@ def silu(x):
 
 
 def by_hand(mixer, x):
-    """The docstrings' formulas in float64, token by token, of one row `(T, D)`."""
+    """The formulas of the docstrings in float64, token by token, for one row `(T, D)`."""
 
     def of(variable):
         return np.asarray(variable[...], np.float64)
@@ -118,7 +118,7 @@ def test_unequal_prompts_continue_as_each_would_alone(layer):
     prompt = np.where(np.arange(7)[:, None] < lengths[:, None, None], X[:, :7], np.nan)
     first, state = extend(mixer, prompt, mixer.init_state(2, 0), lengths)
     rows, after = np.arange(2)[:, None], lengths[:, None] + np.arange(5)
-    # Padded to as many tokens as the prompts, which makes it the same program.
+    # The padding makes these tokens as many as the prompts, so the program is the same.
     rest = np.concatenate([X[rows, after], np.full_like(X[:, :2], np.nan)], 1)
     second, state = extend(mixer, rest, state, np.full(2, 5))
     for row, length in enumerate(lengths):
@@ -139,7 +139,7 @@ def test_the_state_has_one_size(mixer):
 
 
 def test_packed_documents_give_what_they_give_alone_and_padded(mixer):
-    """Packed, none is padded, and alone, there is one document: the same program."""
+    """Each document alone is padded to the shape of the packed row, so the program is the same."""
     ids = np.repeat([3, 1, 0, 2], [4, 5, 1, 2])
     x = np.where(ids[:, None] == 0, np.nan, X)
     y = np.asarray(call(mixer, x, np.full(2, LENGTH), np.tile(ids, (2, 1))))
@@ -185,7 +185,7 @@ def test_bfloat16(layer):
 
 
 def test_decays_start_between_a_thousandth_and_most_of_the_state():
-    """Rates from 1 to 16 and, of a token of zeros, steps from 0.001 to 0.1."""
+    """Rates are from 1 to 16, and the steps of a token of zeros are from 0.001 to 0.1."""
     rate = np.exp(initializers.log_rate_init(jax.random.key(0), (1000,)))
     step = np.log1p(np.exp(initializers.step_bias_init(jax.random.key(0), (1000,))))
     for drawn, low, high in ((rate, 1, 16), (np.log(step), np.log(0.001), np.log(0.1))):
@@ -202,7 +202,7 @@ def test_decays_start_between_a_thousandth_and_most_of_the_state():
 
 
 def test_as_many_parameters_as_in_the_paper():
-    """6 D^2, and a few for strengths, steps, convolutions and the norm."""
+    """6 D^2 parameters, and a few for strengths, steps, convolutions and the norm."""
     features, heads, size = 64, 4, 12
     mixer = jax.eval_shape(lambda: GatedDeltaNet(features, heads, head_dim=size, rngs=nnx.Rngs(0)))
     count = sum(x.size for x in jax.tree.leaves(nnx.state(mixer, nnx.Param)))
@@ -219,7 +219,7 @@ def test_a_model_has_it_by_name(name):
     found = jax.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0))).blocks[0].mixer
     assert type(found) is registry.load(registry.get(name).builder)
     assert found.query_convolution.width == 2 and dict(found.options)["chunk_size"] == 8
-    # The recurrence tells order by itself, as in the papers.
+    # The recurrence knows the order of tokens without positions, as in the papers.
     assert found.value_dim == 3 and found.rotary is None
 
 

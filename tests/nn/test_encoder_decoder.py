@@ -1,4 +1,4 @@
-"""EncoderDecoder: padding on both sides, decoding, and what it is made of."""
+"""EncoderDecoder: padding on both sides, decoding, and its components."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ extend = jax.jit(lambda model, tokens, state: model.extend(tokens, state))
 
 
 def make(*args, **options):
-    """With random parameters, not its own."""
+    """A module with random parameters in place of its initial parameters."""
     return filled(lambda: EncoderDecoder(config(*args, **options), rngs=nnx.Rngs(0)))
 
 
@@ -103,7 +103,7 @@ def test_decoding_is_what_training_saw(mixer, parallel):
 
 
 def changed(tokens, token, kinds):
-    """With another one there."""
+    """The tokens, with another token at one place."""
     tokens = tokens.copy()
     tokens[:, token] = (tokens[:, token] + 1) % kinds
     return tokens
@@ -121,7 +121,7 @@ def test_every_token_of_the_source_and_the_past_counts():
 
 
 def test_generation_follows_the_source():
-    """Greedy, and by hand: what is not drawn yet does not count."""
+    """Generation agrees with a greedy loop, in which tokens that are not drawn yet do not count."""
     model, lengths = make(), np.array([9, 4])
     given = jax.jit(lambda model: model.given(SOURCE, lengths=lengths))(model)
     found = generate(given, np.zeros((2, 1), int), max_new_tokens=4, temperature=0.0)

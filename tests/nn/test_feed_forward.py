@@ -1,4 +1,4 @@
-"""ChunkedFeedForward: the numbers of its module, in the memory of a chunk."""
+"""ChunkedFeedForward: the results of its module, in the memory of a chunk."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def draw(seed):
 
 @pytest.mark.parametrize("chunk_size", [slow(1), 4, 11, slow(50)])
 def test_chunks_change_nothing(chunk_size):
-    """Nor the gradients; 11 tokens are no multiple of 4."""
+    """The gradients do not change either; 11 tokens are no multiple of 4."""
     module = filled(Dropped)
     chunked = ChunkedFeedForward(module, chunk_size=chunk_size)
 
@@ -49,7 +49,7 @@ def test_chunks_change_nothing(chunk_size):
 
 def test_each_chunk_has_its_own_dropout():
     module = filled(lambda: Dropped(0.5))
-    # Three chunks, and the rest.
+    # 14 tokens are three chunks and a rest.
     x = np.ones((1, 14, FEATURES), np.float32)
 
     @jax.jit
@@ -60,13 +60,13 @@ def test_each_chunk_has_its_own_dropout():
     whole, chunked, y = map(np.asarray, run(module, jax.random.key(0)))
     assert not np.array_equal(y[:, :4] == 0, y[:, 4:8] == 0)
     assert not np.array_equal(y[:, :2] == 0, y[:, 12:] == 0)
-    # A product of other shapes rounds by the size of its terms, not of a sum that cancels.
+    # Products of other shapes round by the size of their terms, not of the sum, which cancels.
     np.testing.assert_allclose(y[y != 0], 2 * whole[y != 0], rtol=1e-6, atol=1e-6)
     assert not np.any(chunked == 0)
 
 
 def test_memory_falls_with_the_chunk():
-    """Forward and backward: of hidden features, there are those of one chunk."""
+    """Forward and backward hold the hidden features of one chunk only."""
 
     def bytes_of(chunk_size):
         def make():

@@ -1,4 +1,4 @@
-"""HedgehogSelfAttention: linear attention of features that are learned, of each head its own."""
+"""HedgehogSelfAttention: linear attention with a learned feature map for each head."""
 
 import functools
 
@@ -21,7 +21,7 @@ def make(**options):
 
 
 def made(**options):
-    """With random parameters, maps that differ among them."""
+    """A module with random parameters, whose feature maps differ between heads."""
     return filled(lambda: make(**options), spread=1 / 2)
 
 
@@ -33,7 +33,7 @@ def test_the_maps_start_as_the_identity():
 
 @pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_each_head_has_its_own_maps(is_causal):
-    """Heads one by one, each as linear attention of what its own maps give."""
+    """The reference is linear attention, head by head, of the features of the head's own maps."""
     mixer = made(num_features=3, is_causal=is_causal)
     query, key, value = (
         np.einsum("btd,dnh->btnh", X, layer.kernel[...])

@@ -27,7 +27,7 @@ def make(groups=GROUPS, num_heads=6, **options):
 
 
 def made(*args, **options):
-    """With random parameters, not its own."""
+    """A module with random parameters in place of its initial parameters."""
     return filled(lambda: make(*args, **options))
 
 
@@ -41,7 +41,7 @@ def close(a, b):
 
 
 def test_it_is_one_projection_of_all_heads_side_by_side(x):
-    """The same numbers as heads of one module each of whose halves attends in its own way."""
+    """One module whose two halves of heads attend differently gives the same results."""
     alibi = Alibi(6)
     hybrid = made(num_kv_heads=3, score_mod=alibi, rotary=RotaryEmbedding())
     assert [mixer.num_kv_heads for mixer in hybrid.mixers] == [1, 2]
@@ -85,7 +85,7 @@ def test_decoding_in_any_pieces_gives_what_the_whole_gives(x):
         outs.append(out)
     close(np.concatenate(outs, 1), expected)
     assert state.length.tolist() == [9, 9]
-    # The window's heads keep no more than it reaches.
+    # The heads of the window keep only the keys that the window reaches.
     assert state.groups[0].key.shape[1] == 9 and state.groups[1].key.shape[1] == 2
     with pytest.raises(ValueError, match="step takes one token"):
         hybrid.step(x, state)

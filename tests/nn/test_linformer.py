@@ -1,4 +1,4 @@
-"""LinformerSelfAttention: where its projections come from, and who shares them."""
+"""LinformerSelfAttention: the sources of its projections, and the layers that share them."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def make(**options):
 
 
 def made(**options):
-    """With random parameters, not its own."""
+    """A module with random parameters in place of its initial parameters."""
     return filled(lambda: make(**options))
 
 
@@ -31,7 +31,7 @@ def call(mixer, x, lengths=None):
 
 
 def parameters(mixer):
-    """Names and shapes of those that project the sequence."""
+    """Names and shapes of the parameters that project the sequence."""
     return {
         name: getattr(mixer, name).shape
         for name in ("key_projection", "value_projection")

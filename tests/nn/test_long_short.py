@@ -1,4 +1,4 @@
-"""LongShortSelfAttention: its scores and norms, decoding with them, and models of it."""
+"""LongShortSelfAttention: its scores and norms, decoding, and models that use it."""
 
 import functools
 
@@ -25,7 +25,7 @@ def make(**options):
 
 
 def made(**options):
-    """With random parameters: at first the norms are no others than identities, and two equal."""
+    """A module with random parameters; the initial norms are identities, and equal."""
     return filled(lambda: make(**options))
 
 
@@ -88,7 +88,7 @@ def test_the_registry_builds_it_and_bfloat16_computes_with_float32_parameters():
 
 
 def test_its_weights_are_read_without_norms_of_values():
-    """With them the output is not linear in the values, and there are no such weights."""
+    """With norms the output is not linear in the values, so such weights do not exist."""
     weights = np.asarray(attention_weights(made(dual_norm=False), X))
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
     with pytest.raises(ValueError, match="window_norm and slot_norm values are normalised"):

@@ -1,4 +1,4 @@
-"""LongformerSelfAttention: what global tokens add to a window, at once and in pieces."""
+"""LongformerSelfAttention: windows with global tokens, at once and in pieces."""
 
 import functools
 
@@ -24,7 +24,7 @@ def make(**options):
 
 
 def made(**options):
-    """With random parameters, and global projections that differ from the others."""
+    """A module with random parameters, whose global projections differ from the others."""
     return filled(lambda: make(**options))
 
 
@@ -111,12 +111,12 @@ def test_unequal_prompts_continue_as_each_would_alone():
     rows = np.arange(2)[:, None]
     whole = call(mixer, x, global_mask=GLOBAL)
     prompt = np.where(np.arange(7)[:, None] < lengths[:, None, None], x[:, :7], np.nan)
-    # The mask says that padding is global too, which is nothing.
+    # The mask marks padding as global too, which must have no effect.
     mask = GLOBAL[:, :7] | (np.arange(7) >= lengths[:, None])
     state = mixer.init_state(2, LENGTH)
     first, state = extend(mixer, prompt, state, lengths, mask)
     after = lengths[:, None] + np.arange(5)
-    # Padded to as many tokens as the prompts, which makes it the same program.
+    # The padding makes these tokens as many as the prompts, so the program is the same.
     rest = np.concatenate([x[rows, after], np.full_like(x[:, :2], np.nan)], 1)
     mask = np.concatenate([GLOBAL[rows, after], GLOBAL[:, :2]], 1)
     second, state = extend(mixer, rest, state, np.array([5, 5]), mask)
@@ -140,7 +140,7 @@ def test_more_global_tokens_than_there_is_room_for():
 
 
 def test_a_step_of_a_token_that_is_not_global_does_not_read_the_prefix():
-    """Its operations do not grow with the capacity of the cache; memory is only moved."""
+    """The operations of a step do not grow with the capacity of the cache."""
     mixer = made(global_projections=True)
 
     def flops(capacity):

@@ -1,4 +1,4 @@
-"""Mamba gives what Hugging Face's transformers gave (`tests/golden`), and how it starts."""
+"""Mamba agrees with Hugging Face's transformers (`tests/golden`); its initial parameters."""
 
 import pathlib
 
@@ -16,8 +16,8 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers_mamba.npz"
 def from_transformers(arrays):
     """A mixer with the parameters of a `MambaMixer`.
 
-    Both order the features of the projections x, z and d, B, C. Torch has the outputs of a linear
-    layer first, and a convolution's width last.
+    Both order the features of the projections x, z and d, B, C alike. Torch stores the outputs of a
+    linear layer first, and the width of a convolution last.
     """
     given = {k.removeprefix("parameter/"): v for k, v in arrays.items() if k.startswith("param")}
     mixer = filled(lambda: Mamba(16, state_size=6, step_rank=3, rngs=nnx.Rngs(0)))
@@ -54,7 +54,7 @@ def test_it_agrees_with_transformers():
 
 
 def test_groups_have_inputs_and_outputs_of_their_own():
-    """With those of one group repeated for two, it is the layer of one."""
+    """Two groups with repeated parameters of one group give the layer of one group."""
     one, two = (
         filled(lambda n=n: Mamba(8, state_size=3, step_rank=2, num_kv_heads=n, rngs=nnx.Rngs(0)))
         for n in (1, 2)

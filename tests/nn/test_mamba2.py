@@ -1,4 +1,4 @@
-"""Mamba2 gives what Hugging Face's transformers gave (`tests/golden`), and how it starts."""
+"""Mamba2 agrees with Hugging Face's transformers (`tests/golden`); its initial parameters."""
 
 import functools
 import pathlib
@@ -24,8 +24,8 @@ def golden(case):
 def from_transformers(arrays, groups):
     """A mixer with the parameters of a `Mamba2Mixer`.
 
-    Both order the features of the projection z, x, B, C, dt, and those of the convolution x, B, C.
-    Torch has the outputs of a linear layer first, and a convolution's width last:
+    Both order the features of the projection z, x, B, C, dt alike, and those of the convolution
+    x, B, C. Torch stores the outputs of a linear layer first, and the width of a convolution last:
 
         in_proj.weight (out, D)     project.kernel (D, out)
         conv1d.weight (out, 1, W)   convolution.taps (W, out)
@@ -65,7 +65,7 @@ def with_gradient(mixer, x, cotangent):
 
 @pytest.mark.parametrize("case, groups", [slow("one_group", 1), ("two_groups", 2)])
 def test_it_agrees_with_transformers(case, groups):
-    """With the norm over each group's features, as in the authors' code too."""
+    """The norm is over the features of each group, as in the authors' code too."""
     arrays = golden(case)
     mixer = from_transformers(arrays, groups)
     y, gradient = with_gradient(mixer, arrays["x"], arrays["cotangent"])

@@ -1,4 +1,4 @@
-"""The mixture of mechanisms: its gate, its penalty, and that it routes."""
+"""The mixture of mechanisms: its gate, its penalty, and its routing."""
 
 import jax
 import numpy as np
@@ -122,7 +122,7 @@ def test_the_state_of_another_mixture_is_refused():
 
 @pytest.mark.slow
 def test_only_tokens_that_need_long_range_buy_the_dense_mechanism():
-    """Every token repeats the one before it, but for marks, which ask for the row's first token."""
+    """A token repeats the token before it; after a mark, it repeats the first token of the row."""
     features, length, marks = 16, 24, 4
     mechanisms = ({"name": "sliding_window", "local_window_size": (1, 0)}, "softmax")
 
@@ -132,7 +132,7 @@ def test_only_tokens_that_need_long_range_buy_the_dense_mechanism():
         mixer = MixtureOfMechanisms(features, 2, **options, rngs=nnx.Rngs(1))
         return mixer, nnx.Linear(features, features, rngs=nnx.Rngs(2))
 
-    # Tokens are a symbol of 8, whether it is a mark, a place in the row, and a first token's sign.
+    # Features of a token: one of 8 symbols, whether it is a mark or the first token, and its place.
     places = np.random.default_rng(0).normal(size=(length, features - 10)) / 2
 
     def draw(seed):

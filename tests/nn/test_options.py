@@ -1,4 +1,4 @@
-"""Constructor options: a group's arguments are those of the class, by signature and by check."""
+"""Constructor options: signatures and checks of the classes follow the groups of options."""
 
 import inspect
 

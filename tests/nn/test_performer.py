@@ -17,7 +17,7 @@ X = floats(2, 11, 16)
 
 
 def make(**options):
-    """With random parameters and vectors, not its own."""
+    """A module with random parameters and vectors in place of its initial values."""
     return filled(
         lambda: PerformerSelfAttention(16, 4, num_features=6, rngs=nnx.Rngs(0), **options)
     )

@@ -1,4 +1,4 @@
-"""Pretrained layers give what Hugging Face's transformers gave (`tests/golden`)."""
+"""Pretrained layers agree with Hugging Face's transformers (`tests/golden`)."""
 
 import functools
 import pathlib
@@ -16,7 +16,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 @functools.cache
 def golden(name):
-    """Arrays by case, of which "parameter" holds the parameters."""
+    """Arrays by case; the case "parameter" holds the parameters."""
     cases = {}
     with np.load(GOLDEN / f"transformers_{name}.npz") as arrays:
         for key in arrays.files:
@@ -32,12 +32,12 @@ def load_longformer(parameters=None, **options):
 
 
 def load_bigbird(case=None, parameters=None, **options):
-    """Exact attention for a case without random blocks."""
+    """BigBird from the golden file; a case without random blocks has exact attention."""
     options = {"num_heads": 4, "block_size": 4, **options}
     if case is None or "random_blocks" not in case:
         options = {"attention_type": "original_full", **options}
     else:
-        # The first and the last block are global, and transformers draws none for them.
+        # The first and the last block are global, and transformers draws no random blocks for them.
         drawn = np.pad(case["random_blocks"], ((0, 0), (1, 1), (0, 0)), constant_values=-1)
         options["random_blocks"] = drawn
     parameters = golden("bigbird")["parameter"] if parameters is None else parameters
@@ -51,7 +51,7 @@ def with_gradient(mixer, x, cotangent, given):
 
 
 def check(mixer, case, **given):
-    """Valid rows agree, and so does the gradient; NaN sits in the padding."""
+    """Checks the valid rows and the gradient, with NaN in the padding."""
     valid = np.arange(case["x"].shape[1]) < case["lengths"][:, None]
     x = np.where(valid[..., None], case["x"], np.nan)
     cotangent = np.where(valid[..., None], case["cotangent"], 0)
@@ -113,7 +113,7 @@ def test_one_layer_of_a_whole_model():
 
 
 def test_self_attention_alone_gives_the_heads_side_by_side():
-    """Their output projection after that is the whole layer."""
+    """With their output projection, the heads give the output of the whole layer."""
     parameters = golden("longformer")["parameter"]
     case = golden("longformer")["padded"]
     heads = load_longformer(parameters, prefix="self.")

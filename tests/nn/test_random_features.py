@@ -17,7 +17,7 @@ X = floats(2, 11, 16)
 
 
 def make(**options):
-    """With random parameters and vectors, not its own."""
+    """A module with random parameters and vectors in place of its initial values."""
     return filled(
         lambda: RandomFeatureSelfAttention(16, 4, num_features=6, rngs=nnx.Rngs(0), **options)
     )
@@ -59,7 +59,7 @@ def test_redraw_applies_other_vectors():
 
 
 def test_decoding_with_a_gate_is_the_whole():
-    """In pieces, of which one row has fewer tokens than the other."""
+    """Decoding is in pieces; in the last piece one row has fewer tokens than the other."""
     mixer = make(gated=True, num_kv_heads=2)
     whole, state = call(mixer, X), mixer.init_state(2, 11)
     extend = jax.jit(lambda x, state, lengths: mixer.extend(x, state, lengths=lengths))
@@ -75,7 +75,7 @@ def test_decoding_with_a_gate_is_the_whole():
 
 @pytest.mark.slow
 def test_padding_with_a_gate_reaches_nothing():
-    """Tokens in its place do not either."""
+    """Tokens in the place of padding have no effect either."""
     mixer, x = make(gated=True), X.copy()
     x[1, 7:] = np.nan
 

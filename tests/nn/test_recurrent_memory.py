@@ -1,4 +1,4 @@
-"""The memory between calls, and where gradients stop."""
+"""The memory between calls, and the places where gradients stop."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def make(**options):
 
 
 def made(**options):
-    """With random parameters, not its own."""
+    """A module with random parameters in place of its initial parameters."""
     return filled(lambda: make(**options))
 
 

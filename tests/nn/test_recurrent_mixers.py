@@ -92,7 +92,7 @@ def normalised(x):
 
 
 def attended(mixer, q, k, v, decay):
-    """Token by token, of one row: `decay (T, K, H)`."""
+    """Gated linear attention of one row, token by token: `decay (T, K, H)`."""
     out = np.zeros((*q.shape[:2], v.shape[-1]))
     for head in range(q.shape[1]):
         of_head = head // (q.shape[1] // k.shape[1])
@@ -104,7 +104,7 @@ def attended(mixer, q, k, v, decay):
 
 
 def turned(x):
-    """Rotary positions: features m and m + H/2 are a complex number."""
+    """Rotary positions; features m and m + H/2 are a complex number."""
     real, imaginary = np.split(x, 2, -1)
     frequency = 10000.0 ** (-np.arange(real.shape[-1]) / real.shape[-1])
     turns = np.exp(1j * np.arange(len(x))[:, None, None] * frequency)
@@ -113,7 +113,7 @@ def turned(x):
 
 
 def by_hand(mixer, x):
-    """The docstrings' formulas in float64, of one row `(T, D)`."""
+    """The formulas of the docstrings in float64, for one row `(T, D)`."""
 
     def project(layer):
         return np.einsum("td,dnh->tnh", x, of(layer.kernel))
@@ -134,7 +134,7 @@ def by_hand(mixer, x):
 
 @pytest.mark.parametrize("layer", [RetNet, slow(GatedLinearAttention)])
 def test_it_is_the_layer_of_its_paper(layer):
-    """Mamba-2's is compared with another implementation of it."""
+    """For Mamba-2, `test_mamba2` compares with another implementation."""
     mixer = made(layer)
     y = call(mixer, X, np.full(2, LENGTH), ONE_DOCUMENT)
     for row in range(2):
@@ -153,7 +153,7 @@ def test_the_state_has_one_size(mixer):
 
 @pytest.mark.parametrize("layer", slow_but_for([RetNet, Mamba2], NAMES))
 def test_packed_documents_give_what_they_give_alone_and_padded(mixer):
-    """Packed, none is padded, and alone, there is one document: the same program."""
+    """Each document alone is padded to the shape of the packed row, so the program is the same."""
     ids = np.repeat([3, 1, 0, 2], [4, 4, 1, 2])
     x = np.where(ids[:, None] == 0, np.nan, X)
     y = np.asarray(call(mixer, x, np.full(2, LENGTH), np.tile(ids, (2, 1))))
@@ -206,7 +206,7 @@ def model_with(layer):
 def test_a_model_has_it_by_name(layer):
     mixer = nnx.eval_shape(lambda: model_with(layer)).blocks[0].mixer
     assert type(mixer) is layer
-    # What forgets by its tokens needs no positions.
+    # A mechanism whose decays depend on the tokens needs no positions.
     assert (getattr(mixer, "rotary", None) is None) == registry.get(NAMES[layer]).knows_order
 
 
@@ -223,7 +223,7 @@ def test_a_model_generates(layer):
 
 
 def test_a_model_trains():
-    """Of the others too, every parameter has a gradient."""
+    """The loss falls after one step of gradient descent."""
     config = TransformerConfig(
         vocab_size=7, num_layers=1, features=FEATURES, num_heads=HEADS, mixer="mamba"
     )

@@ -1,4 +1,4 @@
-"""ReversibleStack: the numbers of the plain layers, in the memory of one."""
+"""ReversibleStack: the results of the plain layers, in the memory of one layer."""
 
 import functools
 
@@ -56,7 +56,7 @@ def plainly(stack, x1, x2, key=None, **padding):
 
 
 class Noise(nnx.Module):
-    """As cheap as what draws can be."""
+    """Multiplication by random numbers, as a cheap module that draws from its key."""
 
     def __call__(self, x, *, rngs):
         return x * jax.random.normal(rngs, x.shape)
@@ -78,7 +78,7 @@ def close(ours, expected, tolerance=1e-4):
 
 @pytest.mark.parametrize(("depth", "rate"), [(4, 0.0), slow(2, 0.4)])
 def test_it_is_the_plain_stack(depth, rate):
-    """Outputs and gradients, with the same dropout forward and backward."""
+    """Checks outputs and gradients, with the same dropout forward and backward."""
     layers = filled(lambda: stack(depth, rate=rate))
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -97,7 +97,7 @@ def test_it_is_the_plain_stack(depth, rate):
 
 
 def test_each_layer_draws_with_a_key_of_its_own():
-    """The same forward and backward."""
+    """Each key is the same forward and backward."""
     layers = ReversibleStack((Noise(), Noise()))
     streams, key = (draw(0), draw(1)), jax.random.key(3)
 
@@ -112,7 +112,7 @@ def test_each_layer_draws_with_a_key_of_its_own():
 
 @pytest.mark.slow
 def test_any_mixer_will_do_with_padding():
-    """Those with arrays that are not trained, and recurrences; NaN in padding reaches nothing."""
+    """Mixers with arrays that are not trained, and recurrences; NaN in padding has no effect."""
     lsh = {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4}
     mixers = [
         lambda: LSHSelfAttention(FEATURES, 2, **lsh, rngs=nnx.Rngs(0)),
@@ -160,7 +160,7 @@ def test_gradients_by_the_transformations_of_flax():
 
 
 def test_streams_are_wide_where_tokens_are_narrow():
-    """In bfloat16 a sum of two numbers does not say what they were."""
+    """Rounded to bfloat16, a sum of two numbers does not determine the numbers."""
     layers = filled(lambda: stack(1))
     x1, x2 = draw(0).astype(jnp.bfloat16), draw(1)
     y1, y2 = jax.jit(lambda m, *xs: m(*xs))(layers, x1, x2)
@@ -180,7 +180,7 @@ def temporary_bytes(call, depth):
 
 @pytest.mark.slow
 def test_activations_take_the_memory_of_one_layer():
-    """Of the compiled program, forward and backward; those of the plain stack grow with it."""
+    """Temporary memory of forward and backward; in the plain stack it grows with the depth."""
     ours = [temporary_bytes(lambda m, *xs: m(*xs), depth) for depth in (4, 8, 16)]
     assert max(ours) <= 1.1 * min(ours), ours
     plain = [temporary_bytes(plainly, depth) for depth in (4, 8)]

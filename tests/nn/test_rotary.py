@@ -1,4 +1,4 @@
-"""The rotary embedding turns pairs by angles in proportion to the position."""
+"""The rotary embedding turns pairs of features by angles in proportion to the position."""
 
 import jax
 import jax.numpy as jnp

@@ -23,7 +23,7 @@ def make(**options):
 
 
 def made(**options):
-    """With random parameters and centroids, not its own."""
+    """A module with random parameters and centroids in place of its initial values."""
     return filled(lambda: make(**options))
 
 
@@ -32,7 +32,7 @@ call = jax.jit(lambda mixer, x: mixer(x))
 
 @functools.partial(jax.jit, static_argnames="decay")
 def updated(mixer, x, decay, **padding):
-    """The centroids then."""
+    """The centroids after an update."""
     mixer.update_centroids(x, decay=decay, **padding)
     return mixer.centroids[...]
 
@@ -73,7 +73,7 @@ def test_it_is_both_kinds_of_attention_between_projections(is_causal):
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [0, 1, 3])
 def test_decoding_is_what_training_saw(local):
-    """In pieces longer than a cluster, and by single tokens."""
+    """Decoding is in pieces longer than a cluster, and by single tokens."""
     mixer = made(num_local_heads=local, rotary=RotaryEmbedding())
     extend = jax.jit(lambda mixer, piece, state: mixer.extend(piece, state))
     state, parts = mixer.init_state(2, 11), []
@@ -99,7 +99,7 @@ normalised = jax.jit(normalise)
 
 
 def nearest_means(vectors, centroids):
-    """By loops: of each head and cluster, the mean of what is nearest, or None."""
+    """The mean of the nearest vectors for each head and cluster, or None, computed by loops."""
     heads, clusters, _ = centroids.shape
     of_head = [np.concatenate([u[:, :, n] for u in vectors]).reshape(-1, 4) for n in range(heads)]
     which = [np.argmax(u @ c.T, -1) for u, c in zip(of_head, centroids, strict=True)]
@@ -136,7 +136,7 @@ def test_padding_moves_nothing():
 
 
 def test_devices_move_them_together():
-    """Each device with its examples, and the centroids of all."""
+    """Each device reads its own examples, and all devices move the centroids together."""
     mixer = made()
 
     def of_part(mixer, x):
@@ -162,7 +162,7 @@ ROUTING = {"name": "routing", "num_clusters": 3, "cluster_size": 4}
     ids=["routing", "heads", "mixture", "half"],
 )
 def test_a_model_moves_those_of_its_layers(mixer, half):
-    """By what each mixer reads, padding aside; and nothing else of the model."""
+    """Each mixer uses its own input without padding; no other part of the model changes."""
     config = TransformerConfig(
         vocab_size=7, num_layers=2, features=16, num_heads=4, mixer=("linear", mixer)
     )
@@ -181,7 +181,7 @@ def test_a_model_moves_those_of_its_layers(mixer, half):
         routing.update_centroids(read[..., :8] if half else read, lengths=lengths, decay=0.5)
         return nnx.state(model)
 
-    # Each has a model of its own, and one program what they have in common.
+    # Each model has its own variables, and one program compiles their common parts.
     both = jax.jit(lambda *models: (moved(models[0]), expected(models[1])))
     states = nnx.state(model), *both(model, model)
     before, after, wanted = (dict(nnx.to_flat_state(state)) for state in states)
@@ -192,9 +192,9 @@ def test_a_model_moves_those_of_its_layers(mixer, half):
 
 
 def test_k_means_finds_groups():
-    """Three kinds of tokens get a centroid each."""
+    """Tokens of three kinds give each kind its own centroid."""
     mixer = made(num_local_heads=3, num_clusters=3)
-    kinds = 4 * floats(3, 16, seed=1)  # which the projections keep apart
+    kinds = 4 * floats(3, 16, seed=1)  # the projections keep the kinds apart
     x = kinds[np.arange(12) % 3][None] + 0.01 * floats(1, 12, 16, seed=6)
     query, key, _ = heads_of(mixer, kinds[None])
     ideal = np.asarray((normalised(query) + normalised(key)) / 2)[0, :, 3]
@@ -221,7 +221,7 @@ def test_refusals(options, message):
 
 
 def test_a_causal_input_may_be_shorter():
-    """It is the beginning of a longer one."""
+    """A short input gives the first outputs of a longer input."""
     mixer = made()
     np.testing.assert_allclose(call(mixer, X[:, :2]), call(mixer, X)[:, :2], rtol=1e-5, atol=1e-6)
 

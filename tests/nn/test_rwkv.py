@@ -1,4 +1,4 @@
-"""RWKV6 and RWKV7 are the layers of their papers, and start as they say."""
+"""RWKV6 and RWKV7 are the layers of their papers, with the initial parameters of the papers."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ X = np.random.default_rng(0).normal(size=(LENGTH, FEATURES)).astype(np.float32)
 
 
 def randomised(layer):
-    """With random parameters: at the start many are zeros."""
+    """A module with random parameters, because many initial parameters are zero."""
     return filled(lambda: layer(FEATURES, HEADS, rngs=nnx.Rngs(0)), seed=1, spread=1 / 2)
 
 
@@ -76,7 +76,7 @@ def rwkv7(mixer, x):
     receptance, value, decay, rate = map(heads, (receptance, value, decay, rate))
     out, itself = np.zeros((2, LENGTH, HEADS, SIZE))
     for n in range(HEADS):
-        state = np.zeros((SIZE, SIZE))  # values by keys, as the paper has it
+        state = np.zeros((SIZE, SIZE))  # values by keys, as in the paper
         for t in range(LENGTH):
             kappa = removal[t, n]
             change = np.diag(decay[t, n]) - np.outer(kappa, rate[t, n] * kappa)
@@ -105,7 +105,7 @@ def test_the_token_before():
 
 @pytest.mark.parametrize("layer", [RWKV6, RWKV7])
 def test_features_start_with_longer_and_shorter_memories(layer):
-    """Later layers, at the start, remember for longer."""
+    """At the start, later layers remember for longer."""
 
     @jax.jit
     def starts():

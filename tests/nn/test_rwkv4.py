@@ -1,4 +1,4 @@
-"""RWKV-4 gives what Hugging Face's transformers gave (`tests/golden`); its channel mixing."""
+"""RWKV-4 agrees with Hugging Face's transformers (`tests/golden`); its channel mixing."""
 
 import pathlib
 
@@ -18,7 +18,7 @@ NAMES = {
 
 
 def from_transformers(part, arrays):
-    """The layer with the parameters of transformers' own, whose kernels have outputs first."""
+    """The layer with the parameters of transformers, whose kernels have outputs first."""
     given = {k.removeprefix("parameter/"): v for k, v in arrays.items() if k.startswith("param")}
     features = given["receptance.weight"].shape[1]
     kind = RWKV4 if part == "time" else RWKV4ChannelMix

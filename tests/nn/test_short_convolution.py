@@ -1,4 +1,4 @@
-"""ShortConvolution: a loop over tokens and taps, at once, in pieces, packed and padded."""
+"""ShortConvolution agrees with a loop over tokens and taps: whole, in pieces, packed and padded."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ compiled = jax.jit
 
 
 def make(width=WIDTH, **options):
-    """With random parameters, not its own."""
+    """A module with random parameters in place of its initial parameters."""
     return filled(lambda: ShortConvolution(FEATURES, width, rngs=nnx.Rngs(0), **options))
 
 
@@ -53,7 +53,7 @@ def test_it_is_a_loop_over_tokens_and_taps(width):
 
 
 def test_any_split_equals_the_whole():
-    """Pieces of other lengths in each row, with NaN after each row's own."""
+    """The rows have pieces of unequal lengths, with NaN after the end of each piece."""
     layer = make(use_bias=True)
     whole = call(layer, X)
     state, at = layer.init_state(BATCH), np.zeros(BATCH, int)

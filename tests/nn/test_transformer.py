@@ -1,4 +1,4 @@
-"""The Transformer language model over each mixer."""
+"""The Transformer language model with each mixer."""
 
 import copy
 import dataclasses
@@ -44,7 +44,7 @@ VARIANTS = {
         "tie_embeddings": False,
     },
 }
-# Of one layer, with as little in it as there can be.
+# The smallest model: one layer and few parts.
 PLAIN = {"num_layers": 1, "qk_norm": False, "positions": "none"}
 TOKENS = np.random.default_rng(0).integers(0, 13, (2, 9)).astype(np.int32)
 
@@ -54,7 +54,7 @@ def make(seed=0, **changes):
 
 
 def made(**changes):
-    """With random parameters, not its own."""
+    """A module with random parameters in place of its initial parameters."""
     return filled(lambda: make(**changes), spread=0.1)
 
 
@@ -86,14 +86,14 @@ def close(actual, expected):
 
 
 def changed(token):
-    """`TOKENS` with another one there."""
+    """`TOKENS` with another token at one place."""
     tokens = TOKENS.copy()
     tokens[:, token] = (tokens[:, token] + 1) % 13
     return tokens
 
 
 def padded(*pieces):
-    """Pieces for the rows as `(2, 5)` of tokens, no tokens after a piece, and their lengths."""
+    """Pieces of the rows as tokens `(2, 5)`, with -1 after each piece; and the pieces' lengths."""
     tokens = np.full((2, 5), -1, np.int32)
     for row, piece in zip(tokens, pieces, strict=True):
         row[: len(piece)] = piece
@@ -101,7 +101,7 @@ def padded(*pieces):
 
 
 def test_any_split_equals_the_whole(model):
-    """Two whole pieces, and two with padding after them."""
+    """Two of the four pieces are whole, and two end in padding."""
     state = model.init_state(2, 9)
     outs = []
     for piece in (slice(0, 3), slice(3, 6)):
@@ -126,7 +126,7 @@ def test_unequal_prompts_continue_as_each_would_alone(model):
 
 
 def test_packed_documents_give_what_they_give_alone(model):
-    """Alone, each begins a row: what follows it there does not count."""
+    """Alone, each document begins a row, and the tokens after it have no effect on it."""
     ids = np.tile([1, 1, 1, 4, 4, 4, 4, 4, 0], (2, 1))
     tokens = np.where(ids == 0, 10**6, TOKENS)
     out = call(model, tokens, None, ids)
@@ -136,7 +136,7 @@ def test_packed_documents_give_what_they_give_alone(model):
 
 
 def test_padding_changes_nothing_before_it(model):
-    """Tokens in its place do not either."""
+    """Tokens in the place of padding have no effect either."""
     out = call(model, np.where(np.arange(9) < 6, TOKENS, 10**6), np.array([6, 6]))
     close(out[:, :6], call(model, TOKENS)[:, :6])
     assert np.isfinite(out).all()
@@ -238,7 +238,7 @@ def test_bfloat16_computes_with_float32_parameters_gradients_and_logits(monkeypa
 
 @pytest.mark.parametrize("positions", ["none", "learned"])
 def test_gradients_of_embeddings_are_added_up_unrounded(positions):
-    # Equal gradients: summed in bfloat16 they stop at the 256th.
+    # All gradients are equal, so a sum in bfloat16 stops growing at the 256th.
     rows, time = 64, 32
     options = {**PLAIN, "positions": positions, "max_length": time, "tie_embeddings": False}
     model = made(dtype="bfloat16", **options)
@@ -292,7 +292,7 @@ def test_dropout_needs_rngs_and_is_off_without():
 
 
 def test_all_that_drops_has_a_key_of_its_own(monkeypatch):
-    """The embeddings, what each sublayer adds, and the weights of the mixers."""
+    """Embeddings, the output of each sublayer, and the weights of mixers have dropout."""
     model = made(**{**PLAIN, "num_layers": 2}, mixer={"name": "softmax", "dropout_rate": 0.5})
 
     @jax.jit
@@ -315,7 +315,7 @@ def test_all_that_drops_has_a_key_of_its_own(monkeypatch):
 
 def test_dropout_keeps_the_mean_of_what_a_layer_adds():
     block, x = made(num_layers=1, dropout_rate=0.5).blocks[0], floats(1, 3, 16)
-    # With the mixer's path alone, what is added is linear in the dropped elements.
+    # Without the feed-forward layer, the output is linear in the dropped elements.
     block.feed_forward.down.kernel[...] *= 0
 
     @jax.jit
@@ -329,7 +329,7 @@ def test_dropout_keeps_the_mean_of_what_a_layer_adds():
 
 
 def on_explicit_axes():
-    """A model of three mixers, a mesh, and the model and tokens on it, by heads and by rows."""
+    """A model of three mixers, a mesh, and model and tokens sharded by heads and by rows."""
     axes = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axes, devices=jax.devices()[:4])
     model = made(num_layers=3, mixer=("softmax", WINDOW, "linear"), positions="none")
@@ -396,8 +396,8 @@ def parameters(**changes):
 
 
 def test_options_change_the_parameters_that_they_should():
-    # Per layer: q and o 16 * 16, k and v 16 * 8, two norms of heads of 4, SwiGLU of 48 (8/3 * 16
-    # rounded up to a multiple of 8), two norms of 16.
+    # Parameters per layer: q and o 16 * 16, k and v 16 * 8, two norms of heads of 4, SwiGLU of 48
+    # (8/3 * 16 rounded up to a multiple of 8), two norms of 16.
     layer = 2 * 256 + 2 * 128 + 2 * 4 + 3 * 16 * 48 + 2 * 16
     expected = 13 * 16 + 2 * layer + 16
     assert parameters() == expected
@@ -411,7 +411,7 @@ def test_options_change_the_parameters_that_they_should():
 
 def test_logits_are_of_the_head_where_embeddings_are_not_tied():
     model = made(**PLAIN, tie_embeddings=False)
-    # NumPy's arrays are changed in place, which a call that is still running would see.
+    # NumPy arrays are changed in place, so the call must end before the change.
     logits = np.asarray(call(model, TOKENS))
     model.head.kernel[...] *= 2
     close(call(model, TOKENS), 2 * logits)
@@ -470,7 +470,7 @@ def test_tokens_outside_the_vocabulary_are_refused_where_they_are_known():
         ):
             with pytest.raises(ValueError, match=message):
                 call_it()
-        # Padding holds anything.
+        # Padding may hold anything.
         assert np.isfinite(model(wrong, lengths=np.array([9, 3]))[1, :3]).all()
         model.extend(wrong, model.init_state(2, 9), lengths=np.array([9, 3]))
     with pytest.raises(ValueError, match="tokens must fit in int32"):
@@ -481,7 +481,7 @@ def test_tokens_outside_the_vocabulary_are_refused_where_they_are_known():
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32])
 def test_traced_tokens_outside_the_vocabulary_give_nan(dtype):
-    """In their own row; one below zero is not the last one of the table."""
+    """Only the row of the wrong token is NaN; token -1 is not read as the last token."""
     model, tokens = made(num_layers=1), np.array([[1, 2, 3], [1, 0, 3]], dtype)
     for token in (13, np.iinfo(dtype).max, -1):
         if token < 0 and np.iinfo(dtype).min == 0:
@@ -564,7 +564,7 @@ def test_bad_configurations_are_named(changes, message):
 
 
 def with_arrays(sink=2, block=True):
-    """A configuration with arrays among its options, each time others."""
+    """A configuration with arrays among its options, which are new in each call."""
     softmax = {"name": "softmax", "sink": nnx.Param(jnp.zeros(sink))}
     blocks = {"name": "block_sparse", "block_size": 3, "block_mask": np.full((3, 3), block)}
     return dataclasses.replace(CONFIG, mixer=[softmax, blocks])
@@ -572,7 +572,7 @@ def with_arrays(sink=2, block=True):
 
 def test_configurations_are_equal_by_the_values_of_arrays():
     one, same = with_arrays(), with_arrays()
-    # What the model learns is not of its configuration.
+    # A learned value is not part of the configuration.
     same.mixer[0]["sink"][...] += 1
     assert one == same and hash(one) == hash(same)
     assert one != with_arrays(sink=4) and one != with_arrays(block=False)
@@ -615,14 +615,14 @@ FIRST_OF_FAMILY = {registry.get(name).family: name for name in reversed(DECODING
 @pytest.mark.parametrize("name", slow_but_for(FIRST_OF_FAMILY, DECODING))
 def test_every_mechanism_that_decodes_builds_a_model(name):
     options = {"local_window_size": (2, 0)} if name == "sliding_window" else {}
-    # Key heads are of those that have keys.
+    # Only mechanisms with keys have key heads.
     given = {} if registry.get(name).takes_heads else {"num_kv_heads": None}
     given |= {"mixer": {"name": name, **options}, "num_layers": 1, "max_length": 16}
     assert jax.eval_shape(lambda: make(**given)(TOKENS)).shape == (2, 9, 13)
 
 
 def test_models_of_any_mixer_tell_the_order():
-    """By themselves or by rotary positions; those with nothing to turn, by learned ones."""
+    """The mixer or rotary positions tell the order; where neither can, learned positions do."""
     entries = map(registry.get, registry.names())
     cannot = {entry.name for entry in entries if not (entry.knows_order or entry.takes_rotary())}
     by_token = {f"synthesizer{kind}" for kind in ("", "_factorized", "_mixture")}

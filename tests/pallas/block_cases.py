@@ -22,7 +22,7 @@ ATTEND = effattn.dot_product_attention
 class Case:
     """A call `function(**arrays, **options)`; `more` are shapes of further arrays.
 
-    `options` is called for the options, as they may hold arrays.
+    `options` is a function that returns the options, because the options may hold arrays.
     """
 
     sizes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -36,7 +36,7 @@ class Case:
         arrays = draw(**shape, dtype=np.float64)
         rng = np.random.default_rng(5)
         more = {name: rng.normal(size=shape) for name, shape in self.more.items()}
-        # The same numbers in every precision.
+        # The arrays have the same values in every precision.
         rounded = {name: x.astype(self.rounded_to) for name, x in (arrays | more).items()}
         return {name: x.astype(dtype) for name, x in rounded.items()}
 
@@ -57,13 +57,13 @@ def square(length=150, **sizes):
 
 
 def interpreted(case: Case, implementation: str, dtype=np.float32) -> Any:
-    """By a kernel."""
+    """The case, run by an interpreted kernel."""
     with dispatch.interpreted():
         return case.run(implementation, dtype)
 
 
 def exact(case: Case) -> Any:
-    """By XLA in float64, which the laws hold to the definition."""
+    """The case by XLA in float64; the laws check XLA against the definition."""
     with jax.enable_x64(True):
         return case.run("xla", np.float64)
 
@@ -95,7 +95,7 @@ def over_layout(leading, with_full, **more):
 
 
 def traced_layout(query, key, value, **options):
-    """Chosen from the data."""
+    """Block-sparse attention with a layout that is chosen from the data."""
     blocks = jnp.einsum("btnh,bsnh->bts", query[:, ::32, ::2], key[:, ::16]) > 0
     layout = BlockLayout.from_block_mask(
         jax.lax.stop_gradient(blocks)[:, None],
@@ -106,7 +106,7 @@ def traced_layout(query, key, value, **options):
 
 
 def mapped(query, key, value, **options):
-    """Over heads and documents alike: no batch axis is left inside."""
+    """vmap over the documents, so that no batch axis is left inside."""
     ids = jnp.asarray(np.stack([IDS[0], IDS[1]]))
 
     def one(query, key, value, ids):
@@ -116,18 +116,19 @@ def mapped(query, key, value, **options):
 
 
 TILE = {"tile": (32, 16)}
-# Tables, divisions and remainders.
+# The pattern needs tables, divisions and remainders.
 PATTERN = patterns.Causal() & (
     patterns.RandomBlocks(16, 2, seed=0) | patterns.Custom(lambda i, j: (i - j) % 5 == 0)
 )
 
-# Rows that a finite bias masks: beside -1e9 float32 knows neither their logits nor how many.
+# Rows that a finite bias masks: beside -1e9, float32 keeps neither the other logits nor the number
+# of keys.
 BLURRED = Case(
     square(150),
     lambda: {"bias": np.float32(np.where(np.tri(150, k=-5), 0, -1e9))[None, None]},
 )
 
-# Of documents every kernel is shown at once; what else it takes is slow.
+# One quick case of documents runs on every kernel; the other cases are slow.
 QUICK = ("documents",)
 CASES = {
     "tails and a bias of heads": Case(more={"bias": (1, 4, 1, 1)}),

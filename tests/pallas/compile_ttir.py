@@ -1,6 +1,6 @@
 """Compiles kernels in Triton's intermediate form, in a process of its own.
 
-Triton and JAX bring an LLVM each, which do not always live together.
+Triton and JAX each bring an LLVM, and the two do not always work in one process.
 
 python compile_ttir.py FOLDER CAPABILITY
 """
@@ -17,7 +17,7 @@ from triton.compiler import compile
 
 
 def usage(cubin: Path) -> dict[str, int]:
-    """Registers and bytes of stack of a thread."""
+    """Registers and bytes of stack that a thread needs."""
     tool = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
     command = [tool, "--dump-resource-usage", cubin]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -25,7 +25,7 @@ def usage(cubin: Path) -> dict[str, int]:
 
 
 def main(folder: Path, capability: int) -> None:
-    """Prints what each kernel of `kernels.json` takes."""
+    """Prints the resources that each kernel of `kernels.json` needs."""
     found = []
     for number, (name, options) in enumerate(json.loads((folder / "kernels.json").read_text())):
         source = folder / f"{number}.ttir"

@@ -1,4 +1,4 @@
-"""Kernels lowered for GPUs and TPUs on a machine that has none, and what compilers make of them."""
+"""Kernels lowered for GPUs and TPUs on a machine without them, and compiled by their compilers."""
 
 import contextlib
 import importlib.util
@@ -19,13 +19,13 @@ KERNELS = TRITON, MOSAIC_GPU, MOSAIC_TPU
 
 
 def kernels_of(function: Any, *arguments: Any, platform: str = "cuda") -> set[str]:
-    """What the program calls of kernels, lowered for a platform."""
+    """Names of the kernels that the program calls when lowered for a platform."""
     text = _lowered(function, *arguments, platform=platform)
     return set(re.findall(r"custom_call @([\w$.]+)", text)) & set(KERNELS)
 
 
 def operands_of(function: Any, *arguments: Any) -> set[str]:
-    """Which operations give the operands of the program's kernels, lowered for an NVIDIA GPU."""
+    """Operations that produce the operands of the program's kernels, lowered for an NVIDIA GPU."""
     given, found = {}, set()
     for line in _lowered(function, *arguments, platform="cuda").splitlines():
         if match := re.match(r"\s*(%\w+)(?::\d+)? = ([\w.]+)", line):
@@ -44,7 +44,7 @@ def _lowered(function, *arguments, platform):
 
 
 def _a_device(platform):
-    """Newer versions of JAX ask for which device kernels are."""
+    """Tells JAX which device the kernels are for, as newer versions of JAX ask for it."""
     if not hasattr(jax.sharding, "AbstractDevice"):
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(mesh_of((1,), ("_",), platform))
@@ -54,7 +54,7 @@ DEVICES = {"cuda": ("NVIDIA H100 80GB HBM3", 132, "gpu"), "tpu": ("TPU v5 lite",
 
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], platform: str) -> Any:
-    """A mesh of devices that need not be there."""
+    """A mesh of abstract devices, which need not exist."""
     device = {}
     if hasattr(jax.sharding, "AbstractDevice"):
         kind, cores, of = DEVICES[platform]
@@ -64,17 +64,17 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], platform: str) -> An
     return jax.sharding.AbstractMesh(shape, names, axes, **device)
 
 
-LEAST_SHARED = 99 * 1024  # bytes a program may have on cards of capability 8.6, 8.9 and 12
+LEAST_SHARED = 99 * 1024  # bytes for a program on GPUs of capability 8.6, 8.9, 12
 
 
 class Compiled(NamedTuple):
-    """What a Triton kernel takes of a multiprocessor.
+    """Resources of a multiprocessor that a Triton kernel uses.
 
     Attributes:
-      name: the kernel's.
+      name: the kernel's name.
       shared: bytes of shared memory of a program.
-      stack: bytes that a thread keeps in memory, as its registers do not hold them.
-      tensor_cores: how many instructions multiply matrices.
+      stack: bytes that a thread keeps in memory because its registers do not hold them.
+      tensor_cores: number of instructions that multiply matrices.
     """
 
     name: str

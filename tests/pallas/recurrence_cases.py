@@ -1,4 +1,4 @@
-"""What kernels of the linear recurrence are compared on, and with."""
+"""Cases for the kernels of the linear recurrence, and the comparisons of their results."""
 
 import functools
 
@@ -18,10 +18,10 @@ PACKED = [[1] * 3 + [2] * 60 + [5] * 40, [0] * 2 + [7] * 62 + [3] + [4] * 31 + [
 
 
 def draw(length, decay, heads, sizes, normalized=False, form="plain", seed=0):
-    """Terms and a state, float32, of two examples: N, K and V heads, F features and D values.
+    """Terms and a state, float32, for two examples: N, K and V heads, F features and D values.
 
-    The form is "plain", "bonus" or "delta", where a token removes about half of what the state
-    holds along its key.
+    The form is "plain", "bonus" or "delta"; a token of the delta form removes about half of the
+    state along its key.
     """
     rng = np.random.default_rng(seed)
     (queries, keys, values), (features, size) = heads, sizes
@@ -66,7 +66,7 @@ def with_gradients(function, terms, state):
 
 
 def of_documents(terms, state, tokens, **given):
-    """The same of `recurrence`, by a program that all documents and masks of 103 tokens share."""
+    """`with_gradients` of `recurrence`, compiled once for all documents and masks of 103 tokens."""
     return _of_documents(tuple(given.items()), terms, state, tokens)
 
 
@@ -79,7 +79,7 @@ def _of_documents(given, terms, state, tokens):
 
 def _with_gradients(function, terms, state):
     results, pull_back = jax.vjp(function, terms, state)
-    # The same numbers in every dtype.
+    # The cotangents have the same values in every dtype.
     cotangents = [(np.arange(x.size).reshape(x.shape) % 7 - 3) / 4 for x in results]
     return results, pull_back(tuple(map(jnp.astype, cotangents, (x.dtype for x in results))))
 
@@ -97,14 +97,14 @@ def _exact(terms, state, tokens, normalized):
 
 
 def errors(ours, others, expected):
-    """Root mean squares of each array: our errors, others', and the size."""
+    """Root mean squares of each array: our errors, the others' errors, and the size."""
     for a, b, c in zip(*map(jax.tree.leaves, (ours, others, expected)), strict=True):
         assert a.dtype == b.dtype
         yield tuple(np.sqrt(np.mean(np.square(np.float64(x)))) for x in (a - c, b - c, c))
 
 
 def assert_near(ours, expected):
-    """Gradients of decays, sums over pairs of tokens that may cancel, are not as near."""
+    """Checks results; the tolerance is larger for gradients of decays, whose sums may cancel."""
 
     def apart(results):
         values, (terms, state) = results
@@ -115,23 +115,23 @@ def assert_near(ours, expected):
 
 
 def documents():
-    """Packed, of 103 tokens, some of which are masked."""
+    """Packed documents of 103 tokens, some of which are masked."""
     rng = np.random.default_rng(5)
     masks = (jnp.asarray(rng.random((2, 103)) < 0.8) for _ in range(2))
     return packed(jnp.asarray(PACKED), Tokens(*masks))
 
 
 def one_document():
-    """All 103 tokens, told as `documents` are."""
+    """One document of all 103 tokens, in the same form as `documents`."""
     every = jnp.ones((2, 103), bool)
     return packed(jnp.ones((2, 103), int), Tokens(every, every))
 
 
 def program(dtype, gate, sizes, name, delta=False):
-    """A function to lower, of packed documents, with its gradient, and the shapes it is for.
+    """A function of packed documents with its gradient, for lowering, and the shapes it takes.
 
-    The decays have `gate` axes after the batch, 2 of tokens and 3 of features; None is no decay.
-    With `delta` it is the delta rule.
+    The decays have `gate` axes after the batch: 2 for one decay a token, 3 for one decay a feature,
+    and None for no decay. With `delta`, the function is the delta rule.
     """
     of = jax.ShapeDtypeStruct
     arrays = {

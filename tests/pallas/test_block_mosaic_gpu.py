@@ -1,4 +1,4 @@
-"""Block attention for Hopper: interpreted, against float64; lowered; and what it refuses."""
+"""Block attention for Hopper: interpreted, against float64; lowered; and refused arguments."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ attend = functools.partial(effattn.dot_product_attention, implementation="mosaic
 
 @dataclasses.dataclass(frozen=True)
 class Half(Case):
-    """A case whose queries, keys and values are in half precision, of few heads and tiles.
+    """A case of few heads and tiles, with queries, keys and values in half precision.
 
     The interpreter takes a tenth of a second for a tile.
     """
@@ -48,7 +48,7 @@ PATTERN = patterns.Causal() & (
 
 
 def tabled(query, key, value, slopes, table, **options):
-    """A score_mod that reads a table by head, and one by position."""
+    """A score_mod that reads a table by head and a table by position."""
 
     def score_mod(logit, b, h, i, j):
         return logit - slopes[h] * jnp.abs(i - j) + table[jnp.clip(i - j, 0, 1), h]
@@ -57,7 +57,7 @@ def tabled(query, key, value, slopes, table, **options):
 
 
 def mapped(query, key, value, **options):
-    """No axis of examples is left inside."""
+    """vmap over the examples, so that no batch axis is left inside."""
     call = functools.partial(effattn.dot_product_attention, **options)
     return jax.vmap(call)(query, key, value)
 
@@ -108,7 +108,7 @@ CASES = {
 def interpreter(test):
     """Marks a test in which warpgroups wait for each other.
 
-    Each of them blocks a thread of XLA's, which has at least one for a device.
+    Each waiting warpgroup blocks a thread of XLA, which has at least one thread for each device.
     """
     has_one = hasattr(plgpu, "InterpretGPUParams")
     reason = "jax 0.12 interprets kernels of Mosaic GPU"
@@ -116,7 +116,7 @@ def interpreter(test):
 
 
 def interpreted(case, dtype=np.float16):
-    """By a kernel, of which no two warpgroups race for memory."""
+    """The case, run by a kernel in which no two warpgroups race for memory."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     with dispatch.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
@@ -128,7 +128,7 @@ def interpreted(case, dtype=np.float16):
 @interpreter
 @pytest.mark.parametrize("name", slow_but_for(["documents and lengths"], CASES))
 def test_it_agrees_with_float64(name):
-    """Outputs, log-sum-exps and every gradient."""
+    """Checks outputs, log-sum-exps and every gradient."""
     case = CASES[name]
     (out, lse), gradients = interpreted(case)
     (exact_out, exact_lse), exact = block_cases.exact(case)
@@ -167,7 +167,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_form():
 @pytest.mark.slow
 @interpreter
 def test_padding_reaches_nothing():
-    """NaN where no token is."""
+    """Padding holds NaN."""
     arrays = draw(40, 40, heads=1, key_heads=1, size=16, value_size=16, dtype=np.float16)
     lengths = np.array([40, 33])
     known = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
@@ -229,7 +229,7 @@ SIZES = (64, 64), (128, 80), (192, 256)
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_size_is_lowered_for_gpus(sizes):
-    """In its largest tiles, which shared memory holds: lowering counts it."""
+    """Lowering checks that the largest tiles fit into shared memory."""
     case = Half(
         square(1000, size=sizes[0], value_size=sizes[1]),
         lambda: {"is_causal": True},
@@ -255,7 +255,7 @@ def test_under_shard_map_it_is_lowered_for_gpus():
     assert MOSAIC_GPU in lowered.as_text()
 
 
-# What it does not take
+# Refused arguments
 
 
 def test_elsewhere_it_says_who_takes_the_arguments():

@@ -25,7 +25,7 @@ from tests.pallas.lowering import MOSAIC_TPU, kernels_of
 
 attend = functools.partial(effattn.dot_product_attention, implementation="mosaic_tpu")
 
-# In tiles of 128; two of them, the second ragged, of queries and of keys, where both are 150.
+# Tiles of 128: two tiles of queries and two of keys, the second ragged, at the length of 150.
 TILE = {"tile": (128, 128)}
 NAMES = (
     "one row",
@@ -43,7 +43,7 @@ NAMES = (
 
 
 def for_tpus(case: Case) -> Case:
-    # As many queries as keys, where nothing else says how many there are.
+    # Without other sizes, a case has as many queries as keys.
     sizes = {} if case.more or case.sizes or "mask" in case.options() else square()
     return dataclasses.replace(
         case, sizes=case.sizes | sizes, options=lambda: case.options() | TILE
@@ -73,7 +73,7 @@ def interpreted(name):
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, SELECTED))
 def test_it_agrees_with_float64(name):
-    """Outputs, log-sum-exps and every gradient."""
+    """Checks outputs, log-sum-exps and every gradient."""
     assert_close(interpreted(name), block_cases.exact(SELECTED[name]), 1e-5)
 
 
@@ -134,7 +134,7 @@ print(lowered.compile().as_text().count('custom_call_target="tpu_custom_call"'))
 @pytest.mark.parametrize("size", [64, 256])
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v6e:2x2"])
 def test_it_is_compiled_for_tpus(topology, size):
-    """By their compiler, which needs none of them."""
+    """The TPU compiler needs no TPU."""
     pytest.importorskip("libtpu", reason="needs the libtpu package, which compiles the kernels")
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -177,7 +177,7 @@ def test_a_layout_that_scalar_memory_does_not_hold_is_refused():
 
 
 def test_gathered_tokens_may_be_anywhere_in_a_window():
-    """A tile of them can reach more tiles of keys than one of a run of tokens."""
+    """A tile of gathered tokens can reach more key tiles than a tile of contiguous tokens."""
     arrays = draw(128, 640, batch=(1,), size=16, value_size=16, dtype=np.float32)
     at = np.sort(np.random.default_rng(0).permutation(640)[:128])[None]
     known = {"positions": (jnp.asarray(at), jnp.arange(640)[None])}

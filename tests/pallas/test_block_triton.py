@@ -27,7 +27,7 @@ attend = functools.partial(effattn.dot_product_attention, implementation="triton
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, CASES))
 def test_it_agrees_with_float64(name):
-    """Outputs, log-sum-exps and every gradient."""
+    """Checks outputs, log-sum-exps and every gradient."""
     case = CASES[name]
     assert_close(block_cases.interpreted(case, "triton"), block_cases.exact(case), 1e-5)
 
@@ -70,7 +70,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_form(dtype):
 
 @pytest.mark.slow
 def test_padding_reaches_nothing():
-    """NaN where no token is."""
+    """Padding holds NaN."""
     arrays = draw(70, 70, size=16, value_size=16, dtype=np.float32)
     lengths = np.array([70, 33])
     known = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
@@ -101,7 +101,7 @@ def test_under_shard_map_remat_and_scan():
             )
 
         if implementation == "triton":
-            # The interpreter does not know of axes that vary.
+            # The interpreter does not support types with varying mesh axes.
             layer = jax.shard_map(
                 layer, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False
             )
@@ -185,7 +185,7 @@ def test_under_shard_map_it_is_lowered_for_gpus():
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("capability", [89, 90])
 def test_compiled_it_fits_every_card(size, capability):
-    """All matrix products on tensor cores, and next to nothing that registers do not hold."""
+    """All matrix products run on tensor cores, and registers hold nearly all values."""
     arrays = shapes(4096, heads=(16, 4), sizes=(size, size))
     function = gradients(is_causal=True, score_mod=Alibi(16), logits_soft_cap=30.0)
     kernels = compile_triton(capability, function, *arrays)
@@ -196,7 +196,7 @@ def test_compiled_it_fits_every_card(size, capability):
         assert kernel.tensor_cores > 0, kernel
 
 
-# What it does not take
+# Refused arguments
 
 LARGE = np.ones(5000, np.float32)
 
@@ -239,7 +239,7 @@ def test_what_it_does_not_take_another_does(dtype, sizes, options, message):
 
 
 def test_blocks_that_are_whole_tiles_need_no_table():
-    """Of other sizes they do: their mask has more entries than a kernel reads."""
+    """Blocks of other sizes need a table, and this table has more entries than a kernel reads."""
 
     def attend_to_own(block_size):
         def function(query, key, value):
@@ -262,7 +262,7 @@ def test_what_would_overflow_its_counters_is_refused():
 
 
 def test_which_tiles_are_visited_is_worked_out_in_linear_memory():
-    """Of a million tokens the tiles are tens of thousands, and their pairs are not stored."""
+    """A million tokens have tens of thousands of tiles, and the pairs of tiles are not stored."""
 
     def bytes_at(length):
         def ranges(query, ids):

@@ -1,6 +1,7 @@
-"""The kernels for NVIDIA GPUs, compiled and run on one.
+"""The kernels for NVIDIA GPUs, compiled and run on a GPU.
 
-Elsewhere these are skipped: the other files here interpret the same kernels on the same cases.
+Without a GPU these tests are skipped: the other files here interpret the same kernels on the same
+cases.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ KERNELS = "triton", "mosaic_gpu"
 
 @pytest.fixture(autouse=True)
 def optimized():
-    """Compiled as users do, and not as `tests.conftest` asks for."""
+    """Compiles with all optimisations, as users do, which `tests.conftest` switches off."""
     if device.gpu() is None:
         pytest.skip("needs a CUDA GPU")
     jax.config.update("jax_disable_most_optimizations", False)
@@ -36,7 +37,7 @@ def optimized():
 
 
 def on_cpu(function, *arguments, **options):
-    """What is expected, which no GPU has a say in."""
+    """Expected results, computed without a GPU."""
     with jax.default_device(jax.devices("cpu")[0]):
         return to_numpy(function(*arguments, **options))
 
@@ -58,7 +59,7 @@ def rms(x):
 
 @pytest.mark.parametrize("name", block_cases.CASES)
 def test_triton_agrees_with_float64(name):
-    """Outputs, log-sum-exps and every gradient, in float32."""
+    """Checks outputs, log-sum-exps and every gradient, in float32."""
     case = block_cases.CASES[name]
     assert_close(case.run("triton", np.float32), on_cpu(block_cases.exact, case), 1e-5)
 
@@ -84,7 +85,7 @@ class Half(Case):
 
 
 def in_blocks(size):
-    """Some blocks of so many tokens, of each head its own."""
+    """Attention to random blocks of `size` tokens, different for each head."""
 
     def function(query, key, value, **options):
         blocks = -(-query.shape[-3] // size)
@@ -139,7 +140,7 @@ HALF = {
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", HALF)
 def test_errors_in_sixteen_bits(name, kernel):
-    """Of outputs and gradients: a few roundings of what they are."""
+    """The errors of outputs and gradients are a few roundings of their size."""
     case = HALF[name]
     if kernel == "mosaic_gpu":
         demand_hopper(case)
@@ -161,7 +162,7 @@ def test_the_same_bit_for_bit(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_padding_reaches_nothing(kernel):
-    """NaN where no token is."""
+    """Padding holds NaN."""
     case = Half(square(300, size=64, value_size=64))
     if kernel == "mosaic_gpu":
         demand_hopper(case)
@@ -184,7 +185,7 @@ def test_padding_reaches_nothing(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_slices_may_begin_anywhere(kernel):
-    """Rows of 128 bytes, and ids of 4, after the first: contiguous, as there is one example."""
+    """The slices are contiguous and begin after a row of 128 bytes, or after an id of 4 bytes."""
     if kernel == "mosaic_gpu":
         demand_hopper(Case())
     x = jax.random.normal(jax.random.key(0), (1, 513, 1, 64), jnp.bfloat16)
@@ -192,7 +193,7 @@ def test_slices_may_begin_anywhere(kernel):
 
     @functools.partial(jax.jit, static_argnames="implementation")
     def attend(x, ids, implementation):
-        filled = ids * 1  # made here, and not an argument
+        filled = ids * 1  # computed in the program, not an argument
         return effattn.sliding_window_attention(
             x[:, 1:],
             x[:, :512],
@@ -251,7 +252,7 @@ def test_recurrences_over_documents(decay, form):
     [("none", "plain"), ("token", "plain"), ("feature", "plain"), ("token", "delta")],
 )
 def test_recurrences_in_sixteen_bits(decay, form, dtype):
-    """As exact as the XLA form on a CPU, but that products round float32 to TensorFloat-32."""
+    """Errors are those of the XLA form on a CPU, except that products round to TensorFloat-32."""
     terms, state = recurrence_cases.draw(300, decay, (4, 2, 2), (64, 64), form=form)
     terms = jax.tree.map(lambda x: np.asarray(x, dtype), terms)
     expected = on_cpu(recurrence_cases.exact, terms, state, ALL)
@@ -277,7 +278,7 @@ def test_recurrences_in_sixteen_bits(decay, form, dtype):
     ],
 )
 def test_pages_agree_with_xla(runs, queries, page_size, sizes, options, monkeypatch):
-    """NaN wherever no token is; one run of pages a sequence, and several, some of them empty."""
+    """NaN wherever no token is; one or several runs of pages a sequence, some of them empty."""
     monkeypatch.setattr(paged_triton, "RUNS", runs)
     paged_triton.paged.clear_cache()
     lengths = [0, 1, 13, 100, 37]
@@ -308,11 +309,11 @@ def test_pages_of_int8():
         assert_close(ours, on_cpu(attend).astype(np.float32), rtol)
 
 
-# Which is chosen
+# Choice of the kernel
 
 
 def test_tuning_finds_a_kernel():
-    """None that takes the call fails or disagrees with XLA, and one is faster."""
+    """Each kernel that takes the call runs and agrees with XLA, and one kernel is faster."""
     arrays = Half(square(2048, heads=8, size=64, value_size=64)).arrays(jnp.bfloat16)
     found = effattn.tune(effattn.dot_product_attention, *arrays.values(), is_causal=True, rounds=3)
     tried = {row.choice.implementation: row for row in found.rows if not row.choice.tiles}
@@ -323,7 +324,7 @@ def test_tuning_finds_a_kernel():
 
 
 def test_a_mesh_of_one():
-    """Inside `shard_map`, as kernels are called on several."""
+    """The call runs inside `shard_map`, as calls on several devices do."""
     mesh = jax.make_mesh((1,), ("batch",), (jax.sharding.AxisType.Auto,), devices=[device.gpu()])
     spec = jax.sharding.PartitionSpec("batch")
     case = Half(square(300, size=64, value_size=64))
@@ -351,7 +352,7 @@ def test_a_name_that_does_not_run_here_is_refused():
 
 
 def test_calls_that_name_nothing_take_kernels():
-    """As long as nothing was tuned: the same bits as by name."""
+    """Without tuning results, the default gives the same bits as the named kernel."""
     if reason := device.refusal(lambda major: major == 9, "9.x (Hopper)"):
         pytest.skip(reason)
     case = HALF["causal, 128"]

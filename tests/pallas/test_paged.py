@@ -35,7 +35,7 @@ def kernel(request):
 
 
 def both(kernel, *arrays, **given):
-    """By the kernel and by XLA: outputs and log-sum-exps."""
+    """Outputs and log-sum-exps by the kernel and by XLA."""
     attend = functools.partial(effattn.paged_attention, return_residual=True)
     with dispatch.interpreted():
         ours = attend(*arrays, **given, implementation=kernel)
@@ -53,7 +53,7 @@ def both(kernel, *arrays, **given):
     ],
 )
 def test_it_agrees_with_xla(kernel, runs, queries, page_size, sizes, options, monkeypatch):
-    """NaN wherever no token is; one run of pages a sequence, and several, some of them empty."""
+    """NaN wherever no token is; one or several runs of pages a sequence, some of them empty."""
     if kernel == "mosaic_tpu" and runs > 1 and not options:
         pytest.skip("has one run of pages")
     monkeypatch.setattr(paged_triton, "RUNS", runs)
@@ -159,7 +159,7 @@ def test_what_it_does_not_take_another_does(name, dtype, page_size, sizes, messa
         arrays, given, _ = draw([13], dtype=dtype, page_size=page_size, sizes=sizes)
         with pytest.raises(NotImplementedError, match=f"{message}.*implementation='xla' takes"):
             effattn.paged_attention(*arrays, **given, implementation=name)
-        # A tuple is tried in order.
+        # A tuple of names is tried in order.
         either = functools.partial(effattn.paged_attention, **given, implementation=(name, "xla"))
         jax.jit(either).lower(*arrays)
 
@@ -168,7 +168,7 @@ def test_what_it_does_not_take_another_does(name, dtype, page_size, sizes, messa
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("capability", [89, 90])
 def test_compiled_it_fits_every_card(dtype, capability):
-    """64 sequences of 16 query heads, in pages of 64 tokens."""
+    """The call has 64 sequences of 16 query heads, in pages of 64 tokens."""
     of = jax.ShapeDtypeStruct
     scales = of((512, 64, 2), jnp.float32) if dtype == jnp.int8 else None
 

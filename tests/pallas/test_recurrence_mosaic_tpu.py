@@ -1,5 +1,8 @@
-"""The TPU kernels of the linear recurrence: interpreted, with memory that starts as NaN and races
-looked for, against one token at a time in float64 and against the XLA form; and lowered."""
+"""The TPU kernels of the linear recurrence: interpreted and lowered.
+
+Memory starts as NaN, and races are detected. Results are compared with one token at a time in
+float64, and with the XLA form.
+"""
 
 import functools
 
@@ -63,7 +66,7 @@ def test_documents_and_masks(decay, form):
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", ["token", "feature"])
 def test_decays_that_forget_much_or_all(decay):
-    """As exact as the XLA form; what a decay of zero does not let through has no gradient."""
+    """As exact as the XLA form; gradients do not pass through a decay of zero."""
     terms, state = draw(103, decay, (2, 1, 1), (5, 6))
     strong = 40 * terms.log_decay
     strong[:, 20], strong[:, 66] = -1e4, -np.inf
@@ -86,7 +89,7 @@ def test_it_is_lowered_for_tpus(dtype, gate, sizes):
 
 @pytest.mark.slow
 def test_the_delta_rule_is_lowered():
-    """And, where any kernel may run, for GPUs."""
+    """Kernels for GPUs are lowered too, if the call accepts any kernel."""
     given = program(jnp.bfloat16, 2, (256, 130), "pallas", delta=True)
     assert kernels_of(*given, platform="tpu") == {"tpu_custom_call"}
     assert kernels_of(*given, platform="cuda") == {TRITON}

@@ -1,5 +1,7 @@
-"""The Triton kernels of the linear recurrence: interpreted, against one token at a time in float64
-and against the XLA form; and lowered."""
+"""The Triton kernels of the linear recurrence: interpreted and lowered.
+
+Results are compared with one token at a time in float64, and with the XLA form.
+"""
 
 import functools
 
@@ -40,7 +42,7 @@ from tests.xla.test_linear_recurrence import ALL, as_they_are
     ],
 )
 def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized):
-    """Tails, shared heads, sizes of several tiles and of a part of one."""
+    """Partial chunks, shared heads, and sizes of several tiles or of less than a tile."""
     args = draw(length, decay, heads, sizes, normalized)
     ours = with_gradients(functools.partial(recurrence, normalized=normalized), *args)
     assert_near(ours, exact(*args, normalized=normalized))
@@ -48,8 +50,8 @@ def test_agrees_with_one_token_at_a_time(length, decay, heads, sizes, normalized
 
 @pytest.mark.slow
 def test_the_delta_form_agrees_with_one_token_at_a_time():
-    """Some tokens forget much and one all, which has no gradient."""
-    # Of five seeds the one where the least cancels in a denominator.
+    """Some tokens forget much; one token forgets all, so its decay has no gradient."""
+    # The seed is that of five in which the terms of the denominator cancel least.
     terms, state = draw(130, "token", (2, 2, 4), (70, 20), normalized=True, form="delta", seed=2)
     terms.log_decay[:, 20], terms.log_decay[:, 66] = -1e4, -np.inf
     ours = with_gradients(functools.partial(recurrence, normalized=True), terms, state)
@@ -79,7 +81,7 @@ def test_documents_and_masks(decay, form, sizes, normalized):
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", ["token", "feature"])
 def test_decays_that_forget_much_or_all(decay):
-    """As exact as the XLA form; what a decay of zero does not let through has no gradient."""
+    """As exact as the XLA form; gradients do not pass through a decay of zero."""
     terms, state = draw(103, decay, (4, 2, 2), (5, 6))
     strong = 40 * terms.log_decay
     strong[:, 20], strong[:, 66] = -1e4, -np.inf
@@ -107,7 +109,7 @@ def test_sixteen_bits(dtype):
 
 @pytest.mark.slow
 def test_padding_may_hold_anything():
-    """NaN in padding reaches no output and no gradient; any batch, also none."""
+    """NaN in padding reaches no output and no gradient, for any number of batch axes."""
     rng = np.random.default_rng(2)
     query, key, value = (rng.normal(size=(1, 3, 20, 2, n)).astype(np.float32) for n in (4, 4, 6))
     log_decay = -rng.random((1, 3, 20, 2)).astype(np.float32)
@@ -187,7 +189,7 @@ def test_the_delta_rule_in_sixteen_bits_with_padding():
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_mechanisms_take_it(is_causal):
-    """Performer's features decay with a running maximum; documents read both ways are sorted."""
+    """Performer's features decay by a running maximum; bidirectional documents are sorted."""
     rng = np.random.default_rng(1)
     query, key, value = (rng.normal(size=(70, n, 6)).astype(np.float32) for n in (4, 2, 2))
     ids = np.sort(rng.integers(0, 3, 70))
@@ -256,9 +258,9 @@ def test_it_is_lowered_for_gpus(dtype, gate, sizes):
     ],
 )
 def test_compiled_it_fits_every_card(capability, gate, dtype):
-    """In 16 bits all matrix products are on tensor cores, and next to all is held in registers.
+    """16-bit matrix products run on tensor cores, and registers hold nearly all values.
 
-    Where features decay the levels of a block keep more beside a product.
+    Where each feature has a decay, the levels of a block hold more values beside a product.
     """
     stack = 512 if gate == 3 else 128
     kernels = compile_triton(capability, *program(dtype, gate, (64, 64), "triton"))
@@ -282,7 +284,7 @@ def test_compiled_it_fits_every_card(capability, gate, dtype):
     ("capability", "shared", "sizes"), [(89, 99, (192, 16)), (90, 227, (64, 64))]
 )
 def test_compiled_the_delta_rule_fits_its_cards(capability, shared, sizes):
-    """In KB of shared memory; more than on small cards where two chunks are on their way."""
+    """`shared` is in KB; two chunks in flight need more shared memory than small cards have."""
     program_of_it = program(jnp.bfloat16, 2, sizes, "triton", delta=True)
     kernels = compile_triton(capability, *program_of_it)
     assert {kernel.name.removeprefix("linear_recurrence_") for kernel in kernels} == {

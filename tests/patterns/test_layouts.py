@@ -11,7 +11,7 @@ from effattn.patterns.layouts import BlockLayout
 
 @st.composite
 def masks(draw):
-    """(blocks, full): bool (*L, nq, nk), the second within the first."""
+    """(blocks, full): bool (*L, nq, nk); full blocks are among the blocks."""
     lead = draw(st.sampled_from([(), (2,), (2, 1, 3)]))
     shape = (*lead, draw(st.integers(1, 6)), draw(st.integers(1, 6)))
     rng = np.random.default_rng(draw(st.integers(0, 999)))
@@ -26,7 +26,7 @@ def built(blocks, full):
 
 
 def named(counts, indices):
-    """The indices that count, as sets, with the laws of a layout checked on the way."""
+    """Sets of the indices that count in each row, after checks of the rules of a layout."""
     counts, indices = np.asarray(counts), np.asarray(indices)
     assert counts.dtype == indices.dtype == np.int32
     rows = []
@@ -152,7 +152,7 @@ def test_a_layout_is_a_pytree_that_transformations_may_fill():
     np.testing.assert_array_equal(masks[1], layout.block_mask())
     kept = jax.lax.scan(lambda total, x: (total + x.kept, None), 0, stacked)[0]
     assert kept == 2 * layout.kept
-    # Layouts are compared by identity: arrays have no truth value.
+    # Layouts are compared by identity, because arrays have no single truth value.
     assert layout != bigbird(4, seed=1).layout(64, tile=(8, 8))
 
 

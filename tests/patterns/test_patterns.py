@@ -44,7 +44,7 @@ def document(position):
     return next((n for n, end in enumerate((4, 4, 13, 20)) if position < end), None)
 
 
-# The definitions, as the papers write them for one pair of tokens.
+# The definitions of the papers, for one pair of tokens.
 DEFINITIONS = [
     (Full(), lambda i, j: True),
     (Causal(), lambda i, j: j <= i),
@@ -54,7 +54,7 @@ DEFINITIONS = [
     (Dilated(1, 2), lambda i, j: j in (i - 2, i, i + 2)),
     (Global(2), lambda i, j: i < 2 or j < 2),
     (Global((7, 0, 7, 9, 11, 13, 15)), lambda i, j: bool({i, j} & {0, 7, 9, 11, 13, 15})),
-    # In blocks of 4 there are 7 of queries and 6 of keys.
+    # With blocks of 4 tokens there are 7 query blocks and 6 key blocks.
     (GlobalBlocks(4, 1, 2), lambda i, j: bool({i // 4} & {0, 5, 6} or {j // 4} & {0, 4, 5})),
     (Strided(4), lambda i, j: (i - j) % 4 == 0),
     (Fixed(5, 2), lambda i, j: j % 5 in (3, 4)),
@@ -118,13 +118,13 @@ class Case:
         return self.pattern.mask(T, S, offset=offset)
 
     def layout(self):
-        """As `layout`, without its cache."""
+        """The same as `layout` of a pattern, without its cache."""
         T, S, offset = self.size
         frame = algebra._frame(self.pattern, T, S, offset, self.tile)
         return algebra._compiled.__wrapped__(self.pattern, frame, None)
 
     def tiles(self):
-        """Which tiles hold a pair, and which are full, by the dense mask."""
+        """Tiles that hold a pair, and full tiles, by the dense mask."""
         (T, S, _), (t, s) = self.size, self.tile
         mask = np.atleast_3d(self.mask.T).T
         rest = [(0, 0), (0, -T % t), (0, -S % s)]
@@ -135,7 +135,7 @@ class Case:
 
 
 def arithmetic(queries, keys, heads):
-    """Base patterns whose tiles are exact without looking at elements."""
+    """Base patterns whose tiles are computed exactly without reading elements."""
     side, longest = st.integers(0, 9), max(queries, keys)
     size = st.integers(1, 9)
 
@@ -331,7 +331,7 @@ def test_a_layout_for_each_key_head_is_the_union_over_its_query_heads():
 
 
 def assert_reaches_the_mask(pattern, length):
-    """Each key once, and nothing else at or before the query."""
+    """Checks that lists hold each key of the mask once, and no other key up to the query."""
     mask = pattern.mask(length)
     reached = jax.vmap(lambda i: pattern.reach(i, length))(np.arange(length))
     for i, lists in enumerate(np.asarray(reached)):
@@ -359,7 +359,7 @@ def test_a_query_reaches_its_row_of_the_mask(pattern):
     ids=repr,
 )
 def test_lists_of_blocks_are_reached_and_laid_out(pattern):
-    """By head too; a block that is listed twice, or lies after the end, counts as it should."""
+    """Lists may be by head, name a block twice, or name a block after the end."""
     assert_reaches_the_mask(pattern, 17)
     for one in (pattern, ~pattern):
         assert_layout_is_the_oracle(Case(one, (13, 17, 4), (3, 5)))
@@ -376,7 +376,7 @@ def test_each_head_draws_random_blocks_with_its_own_seed():
 def test_random_blocks_are_distinct_and_uniform():
     blocks = RandomBlocks(1, 4, seed=3).blocks((5000, 20))
     assert (np.diff(blocks) > 0).all() and blocks.min() == 0 and blocks.max() == 19
-    # Each of the 20 is drawn in a fifth of 5000 rows; five standard deviations.
+    # Each of the 20 blocks is drawn in a fifth of 5000 rows; the bound is five standard deviations.
     counts = np.bincount(blocks.ravel())
     assert np.abs(counts - 1000).max() < 5 * np.sqrt(5000 * 0.2 * 0.8)
     pairs = np.zeros((20, 20))
@@ -420,7 +420,7 @@ def test_what_is_left_out_is_not_drawn(causal, ends):
         allowed = {b for b in range(ends[0], stop) if abs(b - row) > 2}
         drawn = [b for b in chosen if b >= 0]
         assert len(set(drawn)) == len(drawn) == min(3, len(allowed)) and set(drawn) <= allowed
-    # Each of 43 or so candidates is drawn in 3 of 43 rows.
+    # Each of about 43 candidates is drawn in 3 of 43 rows.
     if not causal:
         counts = np.bincount(blocks[blocks >= 0], minlength=50)[ends[0] : 50 - ends[1]]
         assert counts.min() >= 0 and counts.max() < 12 and (counts > 0).mean() > 0.8
@@ -456,9 +456,11 @@ def test_a_window_and_globals_over_a_million_tokens_compile_in_a_moment():
     seconds = time.process_time() - start
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # In each row five tiles of window and one of globals, less what the first rows lack.
+    # Each row has five tiles of the window and one global tile, minus those that the first rows
+    # lack.
     assert layout.kept == 6 * 2048 - (5 + 4 + 3 + 2 + 1)
-    # 12 273 tiles are kept, of 4 194 304. Transposed, a row is as long as its column of globals.
+    # The layout keeps 12 273 of 4 194 304 tiles. In the transposed layout, a row is as long as the
+    # column of global tiles.
     assert peak < 2**25
     assert seconds < 0.2
 
@@ -479,7 +481,8 @@ def test_density_of_a_million_tokens_is_exact():
     globals_ = 64 * T - sum(min(T, g + 2048) for g in range(64))
     assert pattern.density(T) == (window + globals_) / T**2
     assert Causal().density(T) == (T + 1) / (2 * T)
-    # Ten documents, the first four with a global token each, which sees 1999 of its own document.
+    # Ten documents: each of the first four has a global token, which meets 1999 pairs in its
+    # document.
     pattern = Documents((1000,) * 10) | Global((0, 1000, 2000, 3000))
     assert pattern.density(10_000) == (10 * 1000**2 + 8 * 10_000 - 4**2 - 4 * 1999) / 10_000**2
 
@@ -490,7 +493,7 @@ def test_density_is_sampled_where_it_can_be_neither_computed_nor_counted(monkeyp
     assert pattern.density(4000) == pytest.approx(0.25)
 
 
-# A user's own
+# User-defined patterns
 
 
 def test_a_custom_rule_is_compiled_under_jit_too():

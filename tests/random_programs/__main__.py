@@ -1,12 +1,12 @@
-"""Random calls of every mechanism against its plain form in float64, for as long as it is told.
+"""Random calls of every mechanism against its naive form in float64, for a given time.
 
     python -m tests.random_programs --minutes 30 --seed 0
 
-A *case* is one call with its gradients: a mechanism, shapes, dtypes, options, and the way in which
-it is called (jit, vmap over any arguments, scan, remat, ...). Cases are counted from 0 and follow
-from the seed alone. A few consecutive cases share a *program*, which is everything that costs a
-compilation, and differ in values: tokens, lengths, packing, offsets. Each failure prints one line,
-and `--seed S --case K` runs that case again.
+A *case* is one call with its gradients: a mechanism, shapes, dtypes, options, and the kind of call
+(jit, vmap over any arguments, scan, remat, ...). Cases are counted from 0 and follow from the seed
+alone. A few consecutive cases share a *program*, which is everything that costs a compilation, and
+differ in values: tokens, lengths, packing, offsets. Each failure prints one line, and
+`--seed S --case K` runs case K of seed S again.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tests.random_programs.cases import Cases
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 1 if a case failed."""
+    """Runs the cases; returns the exit status, which is 1 if a case failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -30,8 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--from-case", type=int, default=0, help="begin there")
     parser.add_argument("--only", default="", help="mechanisms, as a regular expression")
     options = parser.parse_args(arguments)
-    jax.config.update("jax_num_cpu_devices", 1)  # where calls that name nothing take kernels
-    jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time
+    jax.config.update("jax_num_cpu_devices", 1)  # one device, so that the default takes kernels
+    jax.config.update("jax_disable_most_optimizations", True)  # to compile faster
     warnings.simplefilter("ignore")
 
     cases = Cases(options.seed, options.only)

@@ -1,4 +1,4 @@
-"""Random calls of the functions of query, key and value, against their plain forms in float64."""
+"""Random calls of the functions of query, key and value, against their naive forms in float64."""
 
 import dataclasses
 import functools
@@ -25,15 +25,15 @@ INTEGERS = tuple(np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in 
 TRANSFORMATIONS = ("jit", "jit", "jit", "constants", "eager", "forward", "remat", "vmap", "scan")
 MAPPED = 2
 
-# Which keys a query sees there follows from comparing numbers, which rounding to 16 bits decides.
+# Comparisons of numbers decide which keys a query sees, and rounding to 16 bits changes these.
 COMPARES = frozenset({"routing"})
-# Their naive form steps through the tokens.
+# Mechanisms whose naive form steps through the tokens.
 STATES = frozenset({"mamba", "delta_net", "gated_delta_net", "rwkv7"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drawn:
-    """A subject of the battery with drawn options, and with some of its capabilities unused."""
+    """A subject of the battery with drawn options, in which some of its capabilities are unused."""
 
     name: str
     chosen: Mapping[str, Any]
@@ -60,16 +60,16 @@ class Drawn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """All of a call but its values.
+    """Everything that defines a call except its values.
 
     Attributes:
       integers: dtypes of lengths, ids and offsets, by argument.
-      container: "numpy", "jax" or "list", of the same.
+      container: "numpy", "jax" or "list", the container of these integers.
       given: names of the arguments without gradient.
-      left_out: names of the arrays that are optional and not given.
+      left_out: names of the optional arrays that are not given.
       constant: names of the arrays that have no gradient in this call.
-      mapped: of vmap and scan, the axis of each argument that has one more.
-      dirty: padding holds NaN.
+      mapped: for vmap and scan, the mapped axis of each argument that has one more axis.
+      dirty: whether padding holds NaN.
     """
 
     subject: Drawn
@@ -119,11 +119,11 @@ class Program:
         return "; ".join(words)
 
 
-# What a program is.
+# Drawing of a program
 
 
 def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
-    """A program, or None where the mechanism drawn is not among those asked for."""
+    """A program, or None if the drawn mechanism does not match `only`."""
     names = list(FUNCTIONS)
     name = names[rng.integers(len(names))]
     if not only.search(name):
@@ -140,12 +140,12 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
     is_causal = one_of(ways) == "causal"
     sizes = draw_sizes(rng, entry, is_causal)
     chosen = draw_options(rng, name, sizes)
-    # Part of the options at a time: all together, one may hide what another does.
+    # A call uses only some of the options, because one option may hide the effect of another.
     likely = {"state": 0.5, "residual": 0.3, "window": 0.5, "lengths": 0.3, "segments": 0.3}
     optional = {*likely, *("bias", "mask", "score_mod", "soft_cap", "sink", "dropout", "offset")}
     unused = {c for c in sorted(optional) if coin(likely.get(c, 0.6))}
     plain = coin()
-    if plain:  # what the kernels for CPUs take
+    if plain:  # the options that CPU kernels take
         unused |= {"bias", "mask", "score_mod", "soft_cap", "dropout", "offset"}
     subject = Drawn(name, MappingProxyType(chosen), FUNCTIONS[name], frozenset(unused))
     extent = Extent(is_causal, everything=True, simple=coin(), tuning=coin(0.3) and not plain)
@@ -216,10 +216,10 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
 
 
 def draw_length(rng: np.random.Generator) -> int:
-    """Up to 100 tokens mostly, and near the edges of tiles often."""
+    """Number of tokens: mostly up to 100, and often near the edges of tiles."""
     pool = LONG if rng.random() < 0.1 else LENGTHS
     length = pool[rng.integers(len(pool))]
-    if length < 16 and rng.random() < 0.7:  # kernels begin there
+    if length < 16 and rng.random() < 0.7:  # kernels take 16 tokens or more
         length = int(rng.integers(16, 100))
     return length
 
@@ -236,18 +236,18 @@ def draw_sizes(rng: np.random.Generator, entry: Any, is_causal: bool) -> Sizes:
     key_heads = int(rng.integers(1, 4))
     groups = int(rng.integers(1, 4)) if "grouped" in entry.capabilities else 1
     size, value_size = (int(HEAD_SIZES[rng.integers(len(HEAD_SIZES))]) for _ in range(2))
-    if entry.name == "based" or entry.name in STATES:  # features are the squares of these
+    if entry.name == "based" or entry.name in STATES:  # their features grow with squares of sizes
         size, value_size = min(size, 9), min(value_size, 9)
     if entry.name == "retention":
         size += size % 2
     if entry.name == "routing":
-        # The norm of two features is a sign, so that the order of tokens would be one of ties.
+        # With two features, the normalised values are signs, so that many tokens would tie.
         size = max(size, 3)
     return Sizes(batch, queries, keys, key_heads * groups, key_heads, size, value_size)
 
 
 def draw_options(rng, name: str, sizes: Sizes) -> dict[str, Any]:
-    """A mechanism's own options for these sizes."""
+    """The mechanism's own options for these sizes."""
     variants = FUNCTIONS[name].variants
     labels = list(variants)
     options = dict(variants[labels[rng.integers(len(labels))]])
@@ -280,7 +280,7 @@ def draw_options(rng, name: str, sizes: Sizes) -> dict[str, Any]:
         levels = int(integers(1, 5))
         options |= {"segment_size": size, "num_levels": levels, "num_summaries": summaries}
     elif name == "cosformer":
-        options["max_length"] = max(2 * length + 3, 40)  # beyond all pieces of decoding
+        options["max_length"] = max(2 * length + 3, 40)  # more than all pieces of decoding
     elif name == "linformer":
         heads = () if rng.random() < 0.5 else (sizes.key_heads,)
         rows = int(integers(1, min(sizes.keys, 8) + 1))
@@ -311,7 +311,7 @@ def draw_options(rng, name: str, sizes: Sizes) -> dict[str, Any]:
     return options
 
 
-# The values of a case.
+# The values of a case
 
 
 def draw_known(program: Program, rng: np.random.Generator) -> dict[str, Any]:
@@ -353,11 +353,11 @@ def broadcast(program: Program, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def draw_pool(program: Program, rng: np.random.Generator) -> np.ndarray:
-    """Distinct ids, of which the first is 0: small ones, or any that the dtype has."""
+    """Distinct ids, the first of which is 0: small ids, or any ids of the dtype."""
     dtype = program.integers["segment_ids"]
     if not program.wild:
         return np.arange(6).astype(dtype)
-    # Without x64, JAX has no integers of 64 bits, and takes no others from a list than int32.
+    # Without x64, JAX has no 64-bit integers, and reads a list of integers as int32.
     narrow = np.dtype(f"{dtype.kind}{min(dtype.itemsize, 4)}")
     if program.container == "list" and narrow == np.uint32:
         narrow = np.dtype(np.uint16)
@@ -371,7 +371,7 @@ def draw_pool(program: Program, rng: np.random.Generator) -> np.ndarray:
 
 
 def packing(rng, batch: tuple[int, ...], length: int, pool: np.ndarray) -> np.ndarray:
-    """Ids `(*B, length)`, of contiguous runs."""
+    """Ids `(*B, length)` in contiguous runs."""
 
     def row():
         runs = int(rng.integers(1, min(len(pool), length) + 1))
@@ -384,7 +384,7 @@ def packing(rng, batch: tuple[int, ...], length: int, pool: np.ndarray) -> np.nd
 
 
 def draw_values(program: Program, rng: np.random.Generator) -> tuple[Any, Any, Any]:
-    """Arrays, the arguments without gradient, and cotangents, all for one call."""
+    """Arrays, arguments without gradient, and cotangents, all for one call."""
     subject, sizes = program.subject, program.sizes
     seed = int(rng.integers(2**31))
     arrays = functions.draw_arrays(subject, sizes, True, seed)
@@ -402,7 +402,7 @@ def draw_values(program: Program, rng: np.random.Generator) -> tuple[Any, Any, A
 
 
 def draw_case(program: Program, rng: np.random.Generator) -> list[tuple[Any, Any, Any]]:
-    """One call, or as many as are mapped, which share what is not."""
+    """Values of one call, or of each mapped call; mapped calls share all unmapped values."""
     values = [draw_values(program, rng) for _ in range(MAPPED if program.mapped else 1)]
     first = named(values[0])
     for one in values[1:]:
@@ -414,7 +414,7 @@ def draw_case(program: Program, rng: np.random.Generator) -> list[tuple[Any, Any
 
 
 def with_nan(program: Program, arrays: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
-    """The arrays, with NaN for all tokens that are padding."""
+    """The arrays, with NaN in all tokens that are padding."""
     batch, queries, keys = program.sizes[:3]
     ids = known.get("segment_ids", (np.ones((*batch, queries)), np.ones((*batch, keys))))
     both = ids if isinstance(ids, tuple) else (ids, ids)
@@ -434,7 +434,7 @@ def with_nan(program: Program, arrays: Mapping[str, Any], known: Mapping[str, An
 
 
 def as_given(program: Program, known: Mapping[str, Any]) -> dict[str, Any]:
-    """In the containers of the call."""
+    """The arguments in the container of the call."""
 
     def convert(name, x):
         if name not in program.integers or program.container == "numpy":
@@ -455,7 +455,7 @@ def run(program: Program, arrays, constants, known, cotangents) -> Any:
         return functions.call(program.subject, program.extent, {**arrays, **constants}, given)
 
     if program.transformation == "forward":
-        # A `score_mod` reads traced indices of it.
+        # A `score_mod` reads `slope` at traced indices, which NumPy arrays do not support.
         arrays = {name: jnp.asarray(x) if name == "slope" else x for name, x in arrays.items()}
         return call(arrays), {}
     if program.transformation == "remat":
@@ -465,7 +465,7 @@ def run(program: Program, arrays, constants, known, cotangents) -> Any:
 
 
 class Runner:
-    """One program with what it compiled."""
+    """A program and its compiled functions."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -475,16 +475,16 @@ class Runner:
         return str(self.program)
 
     def may_refuse(self) -> bool:
-        """Whether it names an implementation that need not take it."""
+        """Returns whether the program names an implementation that may refuse the call."""
         return self.program.implementation == "llvm"
 
     def failures(self, rng: np.random.Generator) -> Iterator[str]:
-        """What is wrong with one case."""
+        """Yields the failures of one case."""
         program = self.program
         with jax.enable_x64(program.x64):
             values = draw_case(program, rng)
             given = values
-            # Where calls share an array, padding of one is not that of another.
+            # If calls share an array, the padding of one call may be a valid token of another.
             alone = not program.mapped or {*program.subject.of_tokens} <= program.mapped.keys()
             if program.dirty and alone:
                 given = [(with_nan(program, *one[:2]), *one[1:]) for one in values]
@@ -493,7 +493,7 @@ class Runner:
             yield from differences(program, results, one, rng)
 
     def call(self, values: list[tuple[Any, Any, Any]]) -> list[Any]:
-        """Results and gradients for each of the values, which are one, or as many as mapped."""
+        """Results and gradients for each call: one call, or all mapped calls."""
         program = self.program
         if program.mapped:
             return self.mapped(values)
@@ -551,21 +551,21 @@ def named(values) -> dict[str, Any]:
     return {**arrays, **known, "cotangents": cotangents}
 
 
-# The verdict.
+# Comparison with the naive form
 
 
 def amplification(mechanism: str, options: Mapping[str, Any]) -> float:
     """Factor by which rounding of the sums outweighs rounding of the arguments.
 
     ReLU features near zero make a small normaliser. Gradients are then differences of numbers as
-    large as the inverse of the normaliser, and a change of an argument changes both alike.
+    large as the inverse of the normaliser, and a change of an argument changes both numbers alike.
     """
     has_relu = mechanism == "cosformer" or options.get("feature_map") == "relu"
     return 8.0 if has_relu else 1.0
 
 
 def differences(program: Program, ours: Any, values: Any, rng: np.random.Generator):
-    """Between results and gradients of ours and of the plain form in float64."""
+    """Yields differences between our results and gradients and the naive form in float64."""
     refer = functools.partial(functions.run_naive, program.subject, program.sizes, program.extent)
     arrays, known, cotangents = values
 
@@ -580,7 +580,7 @@ def differences(program: Program, ours: Any, values: Any, rng: np.random.Generat
 
     @functools.cache
     def likely():
-        """Errors that are nobody's fault: those of the plain form, and of rounded arguments."""
+        """Errors that no bug causes: those of the naive form, and those of rounded arguments."""
         with jax.enable_x64(jnp.float64 in (program.dtype, program.value_dtype)):
             errors = [like_ours(functions.to_numpy(refer(*values)))]
         for _ in range(3):

@@ -10,25 +10,25 @@ import numpy as np
 
 from tests.random_programs import calls, modules
 
-CASES = 4  # of a program
+CASES = 4  # cases of a program
 KINDS = (calls.draw, calls.draw, modules.draw)
 
 
 class Runner(Protocol):
-    """A program, with what it compiled."""
+    """A program and its compiled functions."""
 
     def failures(self, rng: np.random.Generator) -> Any:
-        """What is wrong with the case of those random numbers."""
+        """Yields the failures of the case that these random numbers give."""
 
     def may_refuse(self) -> bool:
-        """Whether it names an implementation that need not take it."""
+        """Returns whether the program names an implementation that may refuse the call."""
 
 
 class Cases:
-    """One program at a time keeps what it compiled.
+    """All cases of a seed; only the present program keeps its compiled functions.
 
     Attributes:
-      programs: how many there were.
+      programs: number of programs so far.
     """
 
     def __init__(self, seed: int, only: str = ""):
@@ -36,7 +36,7 @@ class Cases:
         self.place, self.runner, self.programs = -1, None, 0
 
     def program(self, case: int) -> Runner | None:
-        """The case's program; None where its mechanism was not asked for."""
+        """The case's program, or None if its mechanism does not match `only`."""
         if self.place != case // CASES:
             self.place = case // CASES
             rng = np.random.default_rng([self.seed, 0, self.place])
@@ -49,7 +49,7 @@ class Cases:
         return self.runner
 
     def run(self, case: int) -> list[str] | None:
-        """What is wrong with a case; None where the implementation that it names refuses it."""
+        """Failures of a case, or None if the named implementation refuses the call."""
         program = self.program(case)
         try:
             return list(program.failures(np.random.default_rng([self.seed, 1, case])))

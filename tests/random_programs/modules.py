@@ -1,8 +1,8 @@
-"""Random calls of modules, against plain forms, or against themselves, in float64.
+"""Random calls of modules in float64 or float32, against naive forms or against themselves.
 
-A mechanism without heads has a plain form of its module. Of a mechanism with heads, whose function
-`calls` compares with its plain form, the module's own whole sequences in float64 are the truth for
-float32, for packed documents, and for decoding in pieces.
+A mechanism without heads has a naive form of its module. The function of a mechanism with heads is
+compared in `calls`; here the module's own whole sequences in float64 are the reference for float32,
+for packed documents, and for decoding in pieces.
 """
 
 import dataclasses
@@ -30,19 +30,19 @@ from tests.random_programs.calls import (
 from tests.random_programs.errors import compare, jittered, largest_difference
 
 FEATURES = 8
-HEADS = ((2, 2), (2, 1), (4, 2), (1, 1))  # of queries and of keys
+HEADS = ((2, 2), (2, 1), (4, 2), (1, 1))  # query heads and key heads
 PIECES = (1, 2, 3, 5, 8, 15, 16, 17, 33)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """All of a call but its values.
+    """Everything that defines a call except its values.
 
     Attributes:
-      documents: of each row, the lengths of its documents; padding follows the last.
+      documents: the lengths of the documents of each row; padding follows the last document.
       given: which of "lengths" and "segment_ids" are given.
-      pieces: of decoding, the numbers of tokens that are read at once; none for whole sequences.
-      unequal: of decoding, whether each row reads as many of these as it likes.
+      pieces: numbers of tokens of the pieces of decoding; empty for whole sequences.
+      unequal: whether each row of a decoding call may read fewer tokens than the piece has.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Program:
 
 
 def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
-    """A program, or None where the mechanism drawn is not among those asked for."""
+    """A program, or None if the drawn mechanism does not match `only`."""
     names = registry.names()
     name = names[rng.integers(len(names))]
     if not only.search(name):
@@ -98,7 +98,7 @@ def draw(rng: np.random.Generator, only: re.Pattern[str]) -> "Runner | None":
         length = min(length, 65)
     rows = int(rng.integers(1, 4))
     given = {g for g in ("lengths", "segments") if g in entry.capabilities and coin(0.7)}
-    # Alone, a document needs as many tokens as there are clusters.
+    # A document alone needs as many tokens as there are clusters.
     least = 5 if name == "routing" else 1
     if length < 2 * least:
         given.discard("segments")
@@ -168,7 +168,7 @@ def options_of(rng, entry, length: int, heads: tuple[int, int], is_causal: bool)
 
 
 class Runner:
-    """One program, with its module and what it compiled."""
+    """A program with its module and compiled functions."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -178,12 +178,12 @@ class Runner:
         return str(self.program)
 
     def may_refuse(self) -> bool:
-        """Modules name no implementation."""
+        """Returns False, because modules name no implementation."""
         return False
 
     @functools.cached_property
     def module(self) -> Any:
-        """With parameters in float64, each moved at random from where it starts."""
+        """The module in float64, with random changes of the initial parameters."""
         program, entry, rng = self.program, self.entry, np.random.default_rng(0)
 
         def build():
@@ -217,7 +217,7 @@ class Runner:
 
     @functools.cached_property
     def valid(self) -> np.ndarray:
-        """bool `(B, T, 1)`."""
+        """Valid tokens, bool `(B, T, 1)`."""
         lengths = np.array([sum(row) for row in self.program.documents])
         return (np.arange(self.program.length) < lengths[:, None])[..., None]
 
@@ -233,7 +233,7 @@ class Runner:
         return {name: x.astype(program.integers) for name, x in given.items()}
 
     def failures(self, rng: np.random.Generator) -> Iterator[str]:
-        """What is wrong with the case of those random numbers."""
+        """Yields the failures of the case that these random numbers give."""
         program = self.program
         shape = (len(program.documents), program.length, FEATURES)
         x = rng.normal(size=shape).astype(program.dtype)
@@ -278,7 +278,7 @@ class Runner:
 
     @functools.cached_property
     def plain(self):
-        """The same, of each document by itself where it can be."""
+        """The reference for `whole`, where possible of each document alone."""
         program, places = self.program, {}
         for row, sizes in enumerate(program.documents):
             for start, size in zip(np.cumsum((0, *sizes)), sizes, strict=False):
@@ -305,7 +305,7 @@ class Runner:
         )
 
     def decode(self, module, x, rng) -> tuple[np.ndarray, np.ndarray]:
-        """Which row each became, and the outputs of all tokens, read in pieces."""
+        """Source row of each final row, and the outputs of all tokens, decoded in pieces."""
         program = self.program
         rows, length = x.shape[:2]
         state = module.init_state(rows, length, x.dtype)
@@ -326,7 +326,7 @@ class Runner:
             for row, (start, size) in enumerate(zip(at, lengths, strict=True)):
                 out[row, start : start + size] = y[row, :size]
             at = at + lengths
-            if rng.random() < 0.1:  # as beams do
+            if rng.random() < 0.1:  # as beam search reorders rows
                 chosen = rng.integers(rows, size=rows)
                 state = jax.tree.map(lambda leaf, rows=chosen: leaf[rows], state)
                 order, out, at = order[chosen], out[chosen], at[chosen]

@@ -1,4 +1,4 @@
-"""The core by itself: layouts, dropout, tiles, and what it costs to trace and to rematerialise."""
+"""The core alone: layouts, dropout, tiles, and the cost of tracing and rematerialisation."""
 
 import functools
 
@@ -20,7 +20,7 @@ from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
 from tests.marks import slow
 
 TILE = (4, 5)
-# Query tiles by key tiles: a tile of queries that visits nothing, and one of keys never visited.
+# Query tiles by key tiles; one query tile visits nothing, and one key tile is never visited.
 BLOCKS = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0]], bool)
 
 
@@ -46,7 +46,7 @@ def test_a_layout_is_a_mask_at_tile_grain_with_gradients(is_causal, x64):
     results = with_gradients(function, arrays, known)
     assert_close(results, expected, 1e-12)
 
-    # What no tile visits is not read.
+    # Tiles that are not visited are not read.
     spoilt = {k: a if k == "query" else a.copy() for k, a in arrays.items()}
     spoilt["key"][:, 10:], spoilt["value"][:, 10:] = np.nan, np.nan
     jax.tree.map(np.testing.assert_array_equal, with_gradients(function, spoilt, known), results)
@@ -59,7 +59,7 @@ def over_blocks(blocks, full, present, arrays, known=None):
 
 @jax.jit
 def over_blocks_with_gradients(blocks, full, present, arrays, cotangents):
-    """Compiled once for all blocks of a shape."""
+    """`over_blocks` with gradients, compiled once for all blocks of a shape."""
     results, pull_back = jax.vjp(functools.partial(over_blocks, blocks, full, present), arrays)
     return results, pull_back(cotangents)[0]
 
@@ -110,7 +110,7 @@ def test_dropout_is_the_same_in_every_tile_and_in_the_backward(tile, x64):
 @pytest.mark.slow
 @pytest.mark.parametrize("offset, keys", [(0, 64), (32, 100)])
 def test_a_diagonal_through_the_corners_of_tiles(offset, keys, x64, monkeypatch):
-    """In small tiles, as large ones take their time."""
+    """Small tiles, because large tiles take too long."""
     monkeypatch.setattr(walks, "_SMALLEST_STAIR", 16)
     arrays = draw(queries=64, keys=keys)
     rng = np.random.default_rng(0)
@@ -134,7 +134,7 @@ def test_a_diagonal_through_the_corners_of_tiles(offset, keys, x64, monkeypatch)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The rules that the core was called with, and the tiles forward and backward."""
+    """The configurations of the core's calls, with the tiles forward and backward."""
     seen = []
 
     def spy(config, x):
@@ -230,7 +230,7 @@ def test_bfloat16_runs_at_every_size(batch, length):
 
 
 def test_without_jit_it_is_the_same():
-    """The last tile of keys covers one of the tile before it."""
+    """The last tile of keys shares one key with the tile before it."""
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=(5, 1, 2)).astype(np.float32) for _ in range(3)]
     attend = functools.partial(dot_product_attention, is_causal=True, tile=(5, 2))

@@ -20,7 +20,7 @@ ALL = Tokens()
 
 @jax.jit
 def walk(state, bonus, inputs):
-    """Compiled once for all decays and forms of a shape."""
+    """The recurrence over tokens, compiled once for all decays and forms of a shape."""
 
     def step(state, token):
         q, k, v, d, a, b, read, write, start = token
@@ -41,7 +41,7 @@ def walk(state, bonus, inputs):
 
 
 def token_by_token(terms, state, tokens=ALL, normalized=False):
-    """The formulas of the core's docstring, a token at a time, of terms `(B, L, heads, ...)`."""
+    """The formulas of the core's docstring, token by token, for terms `(B, L, heads, ...)`."""
     query, key, value, log_decay, bonus, removed, recalled = terms
     heads = max(query.shape[-2], value.shape[-2])
     if normalized:
@@ -87,7 +87,7 @@ FORMS = ("plain", "bonus", "delta", "own")
 def draw_terms(
     length, decay="none", form="plain", heads=4, key_heads=2, value_heads=2, batch=2, seed=0
 ):
-    """Terms of 3 features and values of 5."""
+    """Terms with 3 features and 5 values."""
     rng = np.random.default_rng(seed)
 
     def draw_shared(*shape, low=0.1):
@@ -121,7 +121,7 @@ def draw_state(terms, normalized=False, seed=3):
 
 
 def as_they_are(parameters, queries, keys):
-    """Terms that are what the core was given."""
+    """Terms exactly as the core received them."""
     terms = Terms(queries, *keys)
     return terms._replace(**{k: v for k, v in parameters.items() if v is not None})
 
@@ -137,7 +137,7 @@ def recurrence(terms, state, tokens=ALL, normalized=False, chunk=64, attend=line
 
 
 def assert_same(function, reference, args, rtol=1e-12):
-    """Values, and the gradients of every argument for random cotangents of every result."""
+    """Checks values, and the gradients of every argument for random cotangents of every result."""
     rng = np.random.default_rng(1)
     cotangents = jax.tree.map(
         lambda x: rng.normal(size=x.shape).astype(x.dtype), jax.eval_shape(reference, *args)
@@ -159,7 +159,7 @@ def both(terms, state, tokens=ALL, normalized=False, chunk=2, compiled=jax.jit):
     assert_same(ours, compiled(expected), (terms, state))
 
 
-# With chunks of 2, 37 tokens are two blocks, and what is left two chunks and a half.
+# With chunks of 2, 37 tokens are two blocks and a rest of two and a half chunks.
 @pytest.mark.parametrize("length, normalized", [slow(1, True), slow(37, True), (37, False)])
 def test_agrees_with_one_token_at_a_time(length, normalized):
     with jax.enable_x64(True):
@@ -179,10 +179,10 @@ PACKED = [[1] * 3 + [2] * 17 + [5] * 12, [0] * 2 + [7] * 14 + [3] + [4] * 9 + [0
     ],
 )
 def test_every_decay_in_every_form(decay, form):
-    """In chunks that are no power of two, with documents and masks of their own.
+    """Chunks of 6, which is no power of two, with documents and masks.
 
-    In some, values of several heads share a key head, and in the others queries do. The last chunk
-    is not whole.
+    In some cases the values of several heads share a key head, and in the others queries do. The
+    last chunk is not whole.
     """
     rng = np.random.default_rng(5)
     with jax.enable_x64(True):
@@ -190,12 +190,12 @@ def test_every_decay_in_every_form(decay, form):
         heads = (2, 2, 4) if (decay, form) in SHARE_A_KEY_HEAD else (4, 2, 2)
         terms = draw_terms(32, decay, form, *heads)
         tokens = jax.jit(packed)(np.array(PACKED), masks)
-        # All of the reference but its parts, which all cases share, is not compiled.
+        # Only the common parts of the reference are compiled, because all cases share these.
         both(terms, draw_state(terms), tokens, chunk=6, compiled=lambda function: function)
 
 
 def test_gradients_of_decays_that_queries_share_in_float32():
-    """Where jaxlib 0.10.2 ends the process if a program has an axis too many: see `mapped`."""
+    """jaxlib 0.10.2 ends the process if this program has one axis more: see `mapped`."""
     terms = draw_terms(32, "token")
     run = functools.partial(recurrence, chunk=16)
     assert_same(run, jax.jit(token_by_token), (terms, draw_state(terms)), rtol=2e-5)
@@ -209,7 +209,7 @@ def test_chunks_of_a_power_of_two_with_a_decay_of_the_head():
 
 
 def test_strong_decays_lose_no_digit():
-    """What follows a decay of exp(-1e4) is as exact as if it came first: sums are local."""
+    """Sums are local: tokens after a decay of exp(-1e4) are as exact as at the start."""
     terms, run = draw_terms(64, "feature"), jax.jit(recurrence)
     strong = terms.log_decay.copy()
     strong[:, 20] = -1e4
@@ -249,7 +249,7 @@ def test_packed_padding_belongs_to_the_document_before():
     np.testing.assert_array_equal(
         tokens.key_mask, [[0, 1, 1, 0, 1, 0, 0], [0] * 7, [1, 1, 1, 0, 0, 0, 0]]
     )
-    # The last document has no valid key: its queries have nothing to read.
+    # The last document has no valid key, so its queries read nothing.
     np.testing.assert_array_equal(
         tokens.query_mask, [[0, 1, 1, 0, 1, 0, 0], [0] * 7, [1, 1, 1, 1, 0, 0, 0]]
     )
@@ -262,7 +262,7 @@ def test_sum_is_the_recurrence_read_at_its_end():
 
         def expected(terms, state):
             _, state = recurrence(terms, state, normalized=True)
-            # A key of zeros adds nothing: the second call reads the sum over the first.
+            # A key of zeros adds nothing: the second call reads the sum over the first call.
             again = terms._replace(key=0 * terms.key, value=0 * terms.value)
             return recurrence(again, state, normalized=True)[0], state
 
@@ -323,7 +323,7 @@ def test_forward_mode_says_what_to_use():
 
 
 def test_gradients_of_what_all_blocks_share_are_added_in_float32():
-    """In bfloat16 those of small blocks would not count beside a large one."""
+    """In bfloat16, the gradients of small blocks would be lost beside that of a large block."""
     ones = jnp.ones((33 * 64, 1, 1))
     value = ones.at[-64:].set(1000.0)
 

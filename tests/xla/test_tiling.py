@@ -18,7 +18,7 @@ def test_the_tile_fits_the_lengths_and_the_budget(rows, lengths):
 def test_tiles_share_a_length_evenly(length):
     tile, _ = choose_tile((length, length), 4, None, 0)
     tiles = -(-length // tile)
-    # The last tile overlaps the one before by less than eight tokens a tile.
+    # The last tile overlaps the tile before it by less than eight tokens for each tile.
     assert tiles * tile - length < 8 * tiles
     assert tiles == -(-length // 512)
 

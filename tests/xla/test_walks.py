@@ -9,7 +9,7 @@ from effattn.xla.walks import Listed, Walk, Window
 
 @pytest.fixture(autouse=True)
 def without_tracing(monkeypatch):
-    """Loops in Python, so that a walk can be watched."""
+    """Loops in Python, so that a walk can be recorded."""
 
     def loop(low, high, step, carry):
         for n in range(int(low), int(high)):
@@ -24,7 +24,7 @@ def make_walk(lengths, tile, left=None, right=None, offset=0, always_masked=Fals
 
 
 def visits(walk: Walk):
-    """Int `(T, S)`: how often each pair is met as a new one, and how often without a mask."""
+    """Int `(T, S)`: how often each pair is visited as new, and how often without a mask."""
     met, unmasked = np.zeros((2, *walk.lengths), int)
 
     def key_tile(patch, _):
@@ -90,7 +90,7 @@ def test_stairs_meet_every_pair_once(tile, left, offset, right, monkeypatch):
         )
         assert (walk.stairs is not None) == aligned
         if aligned and left is None:
-            # Above the diagonal nothing but one corner of each key tile on it.
+            # Above the diagonal, only one corner of each key tile on the diagonal is visited.
             assert met.sum() == sum(
                 4 * (4 * n + ahead) + 4 * 2 + 2 * 2 for n in range(lengths[0] // 4)
             )
@@ -161,7 +161,7 @@ def test_a_layout_names_the_tiles(lengths, tile, width, always_masked):
 
 
 def count_pairs(walk: Walk):
-    """How many pairs the tiles visited hold."""
+    """Number of pairs in the visited tiles."""
 
     def key_tile(patch, count):
         return count + patch.queries * patch.keys
@@ -179,7 +179,7 @@ def test_the_work_of_a_window_grows_with_length_alone(left, right):
         tile = choose_tile((length, length), 4, left, right)
         counts.append(count_pairs(make_walk((length, length), tile, left, right)))
     assert counts[1] < 4.5 * counts[0]
-    # At most about the windows of a tile's first and last query, and a tile more on each side.
+    # At most about the windows of a tile's first and last query, plus one tile on each side.
     assert counts[1] <= 65536 * (left + right + 1 + 3 * max(tile))
 
 
