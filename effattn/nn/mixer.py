@@ -146,8 +146,8 @@ class CausalMixer(Mixer):
                     for sizes in zip(got, shapes(like), shapes(large), strict=True)
                 ]
         # The levels of a hierarchical state depend on its capacity, which no shape tells.
-        of_state, of_like = (jax.tree.structure(x) for x in (state, like))
-        if got != needed and of_state == of_like:
+        structures = {jax.tree.structure(x) for x in (state, like)}
+        if got != needed and len(structures) == 1:
             raise ValueError(
                 f"state has arrays of shapes {got}, and this {type(self).__name__} needs {needed}; "
                 "it is the state of another layer"

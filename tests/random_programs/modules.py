@@ -294,9 +294,8 @@ class Runner:
                 if self.entry.takes_heads:
                     mixed = module(x[at])
                 else:
-                    mixed = jax.vmap(
-                        lambda one: (MIXERS[program.name].mix or self.entry.naive)(module, one)
-                    )(x[at])
+                    mix = MIXERS[program.name].mix or self.entry.naive
+                    mixed = jax.vmap(functools.partial(mix, module))(x[at])
                 y = y.at[at].set(mixed)
             return y
 
