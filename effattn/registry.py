@@ -125,9 +125,14 @@ class Mechanism:
                 f"known are {sorted(CAPABILITIES)}"
             )
         if self.takes_heads and self.function is None:
-            raise ValueError(f"mechanism {self.name!r} takes heads and needs a function of them")
+            raise ValueError(
+                f"mechanism {self.name!r} with takes_heads=True needs function, got None"
+            )
         if not self.takes_heads and self.builder == _ANY_FUNCTION:
-            raise ValueError(f"mechanism {self.name!r} takes no heads and needs a builder")
+            raise ValueError(
+                f"mechanism {self.name!r} with takes_heads=False needs builder, the 'module:name' "
+                "of its mixer, got the default"
+            )
         if self.takes_heads:
             object.__setattr__(self, "capabilities", self.capabilities | self._shown())
 
@@ -247,7 +252,9 @@ def load(reference: str) -> Any:
 def register(mechanism: Mechanism) -> Mechanism:
     """Adds an entry; `ValueError` if its name is registered already."""
     if mechanism.name in _MECHANISMS:
-        raise ValueError(f"a mechanism named {mechanism.name!r} is registered already")
+        raise ValueError(
+            f"a mechanism named {mechanism.name!r} is registered already; choose another name"
+        )
     _MECHANISMS[mechanism.name] = mechanism
     return mechanism
 

@@ -352,7 +352,9 @@ def pages(table, lengths=(5, 3)):
 
 @pytest.mark.parametrize("entry", [99, 5, -1])
 def test_pages_that_there_are_not_are_named(entry):
-    with pytest.raises(ValueError, match=f"block_table must name pages from 0 to 4.*got {entry}"):
+    with pytest.raises(
+        ValueError, match=f"block_table must hold page numbers from 0 to 4.*got {entry}"
+    ):
         pages(np.array([[0, entry], [2, 3]]))
     # No call reads the entries behind the last page of a sequence.
     assert np.isfinite(pages(np.array([[0, 1], [2, entry]]))).all()

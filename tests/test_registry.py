@@ -88,9 +88,11 @@ def test_names_by_capability():
 
 
 def test_what_takes_no_heads_has_a_mixer_of_its_own(scratch):
-    with pytest.raises(ValueError, match="'nothing' takes heads and needs a function of them"):
+    with pytest.raises(
+        ValueError, match="'nothing' with takes_heads=True needs function, got None"
+    ):
         entry(function=None)
-    with pytest.raises(ValueError, match="'nothing' takes no heads and needs a builder"):
+    with pytest.raises(ValueError, match="'nothing' with takes_heads=False needs builder"):
         entry(takes_heads=False)
     with pytest.raises(ValueError, match="'fnet' has no option num_kv_heads, size; "):
         registry.get("fnet").build(8, 2, size=3, num_kv_heads=1)

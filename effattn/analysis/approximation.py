@@ -115,15 +115,20 @@ def singular_values(
     query, key = jnp.asarray(query), jnp.asarray(key)
     if count is None:
         if rng is not None:
-            raise ValueError("rng is for count, how many singular values to estimate")
+            raise ValueError(
+                "rng needs count, the number of singular values to estimate, got None; give both "
+                "or neither"
+            )
         weights = mixing_weights(mechanism, query, key, **options)
         return jnp.linalg.svd(weights, compute_uv=False)
     function, _, options = resolve(mechanism, options)
     fewest = min(query.shape[-3], key.shape[-3])
     if not checks.is_integer(count) or not 1 <= count <= fewest:
-        raise ValueError(f"count must be an int from 1 to {fewest}, of all tokens; got {count!r}")
+        raise ValueError(
+            f"count must be an int from 1 to {fewest}, the number of tokens, got {count!r}"
+        )
     if rng is None:
-        raise ValueError("count needs rng, a jax.random key for the random values")
+        raise ValueError(f"count={count} needs rng, a jax.random key, got None")
     return jax.jit(lambda q, k: _largest(function, options, count, rng, q, k))(query, key)
 
 
@@ -150,7 +155,7 @@ def effective_rank(singular: ArrayLike) -> jax.Array:
     """
     singular = jnp.asarray(singular)
     if singular.ndim < 1 or singular.shape[-1] < 1:
-        raise ValueError(f"singular must have shape (*, 1 or more values), got {singular.shape}")
+        raise ValueError(f"singular must have shape (..., n) with n >= 1, got {singular.shape}")
     singular = singular.astype(jnp.promote_types(singular.dtype, jnp.float32))
     total = singular.sum(-1, keepdims=True)
     share = singular / jnp.where(total > 0, total, 1)

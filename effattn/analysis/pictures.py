@@ -48,7 +48,9 @@ def picture(what: Drawable, length: int | None, head: int, options: dict[str, An
     """Returns the picture for arguments of `draw` or `text`."""
     if isinstance(what, BlockLayout):
         if length is not None:
-            raise ValueError(f"length is for patterns and mechanisms, got {length} and a layout")
+            raise ValueError(
+                f"length must be None for a layout, which has its own lengths, got {length}"
+            )
         _without_options(what, options)
         return _of_layout(what, head)
     length = check_length("length", _LENGTH if length is None else length)
@@ -136,7 +138,10 @@ def receptive_field(
     if not checks.is_integer(depth) or depth < 0:
         raise ValueError(f"depth must be an int, 0 or more layers, got {depth!r}")
     if isinstance(what, BlockLayout):
-        raise ValueError("what must be a pattern or a mechanism; a layout knows no single tokens")
+        raise ValueError(
+            "what must be a pattern or a mechanism, got a BlockLayout, which holds tiles and no "
+            "single tokens"
+        )
     edges = pairs(what, check_length("length", length), options).any(0)
     counts = [count for _, count in zip(range(depth + 1), graphs.reached(edges), strict=False)]
     return np.stack(counts + counts[-1:] * (depth + 1 - len(counts)))

@@ -107,8 +107,8 @@ def probe(module: nnx.Module, *inputs: ArrayLike, layer: int | None, **arguments
         copy(*map(jnp.asarray, inputs), **arguments)
         if not seen:
             raise ValueError(
-                f"the heads of {type(mixer).__name__} attend in several ways, and not by one "
-                "function whose weights could be read"
+                "the heads of module must attend by one function, whose weights can be read, got "
+                f"a {type(mixer).__name__} whose heads attend in several ways"
             )
         return seen[0]
 
@@ -123,8 +123,8 @@ def _read(function: Callable[..., Any], query, key, value, keywords: dict[str, A
     norms = [name for name in ("window_norm", "slot_norm") if keywords.get(name) is not None]
     if norms:
         raise ValueError(
-            f"with {' and '.join(norms)} values are normalised, and outputs are not linear in "
-            "them; LongShortSelfAttention has none with dual_norm=False"
+            f"{' and '.join(norms)} must be None, because outputs are not linear in normalised "
+            "values, got arrays; make LongShortSelfAttention with dual_norm=False"
         )
     keys = key.shape[-3]
     check_length("the number of tokens", max(query.shape[-3], keys))
@@ -160,7 +160,10 @@ def _mixer(module: Any, layer: int | None) -> SelfAttention | CrossAttention:
             )
         mixer = module.blocks[layer].mixer
     elif layer is not None:
-        raise ValueError(f"layer is for a TransformerLM, got {layer!r} and {type(module).__name__}")
+        raise ValueError(
+            f"layer needs a TransformerLM, got layer={layer!r} and a {type(module).__name__}; "
+            "leave layer out"
+        )
     if not isinstance(mixer, SelfAttention | CrossAttention):
         raise ValueError(
             "module must be a SelfAttention or a CrossAttention of effattn.nn, or a TransformerLM "

@@ -126,7 +126,7 @@ def as_array(name: str, value: Any) -> jax.Array:
                 value = numbers  # JAX reads no uint64 from a list
     try:
         if value is None:
-            raise TypeError("None is no array")
+            raise TypeError("None is not an array")
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be an array of numbers, got {_said(value)}") from error
@@ -222,8 +222,8 @@ def segment_ids(
     if is_pair(value, (*batch, key_length)):
         if len(value) != 2 or any(ids is None for ids in value):
             raise ValueError(
-                f"segment_ids must be one array or a pair (query, key), got {len(value)} items"
-                f"{' of which one is None' if len(value) == 2 else ''}"
+                f"segment_ids must be one array or a pair (query, key) of arrays, got {len(value)} "
+                f"items{', of which one is None' if len(value) == 2 else ''}"
             )
         pair = _ids(value[0]), _ids(value[1])
     else:
@@ -267,7 +267,7 @@ def _ids_in_32_bits(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax
     dtype = jnp.promote_types(queries.dtype, keys.dtype)
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
-            "segment_ids of queries and keys must have dtypes of which one holds the other's ids, "
+            "segment_ids of queries and keys must have dtypes that promote to an integer dtype, "
             f"got {queries.dtype} and {keys.dtype}; pass both as int64"
         )
     if queries is keys:
@@ -298,8 +298,8 @@ def window(value: Any) -> tuple[int, int]:
         or not all(is_integer(w) and w >= 0 for w in pair)
     ):
         raise ValueError(
-            "local_window_size must be an int or a pair (left, right) of ints, 0 or more: how many "
-            f"tokens on each side a token sees besides itself; got {value!r}"
+            "local_window_size must be an int or a pair (left, right) of ints, 0 or more, the "
+            f"number of tokens that a token sees on each side of itself, got {value!r}"
         )
     return min(int(pair[0]), _FAR), min(int(pair[1]), _FAR)
 
@@ -490,10 +490,10 @@ def known_length(mechanism: str, *arrays: jax.Array, axis: int = -3) -> None:
     for array in arrays:
         if array.ndim >= -axis and not isinstance(array.shape[axis], int):
             raise ValueError(
-                f"{mechanism} needs to know how many tokens there are when it is traced, got the "
-                f"open length {array.shape[axis]}: export one program for each length, or one for "
-                "the longest, called with the lengths of rows; dot_product_attention, "
-                "sliding_window_attention and linear_attention may be exported with an open length"
+                f"{mechanism} needs a length that is known when it is traced, got the open length "
+                f"{array.shape[axis]}: export one program for each length, or one for the longest, "
+                "called with the lengths of rows; dot_product_attention, sliding_window_attention "
+                "and linear_attention can be exported with an open length"
             )
 
 

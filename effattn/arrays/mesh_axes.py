@@ -114,8 +114,8 @@ def within_placed(like: jax.Array, traced: str) -> Iterator[None]:
         if "should match the aval mesh" not in str(error):
             raise
         raise ValueError(
-            f"{traced} closes over an array on a mesh with explicit axes, where it may close over "
-            "NumPy arrays only; make the mesh with jax.sharding.AxisType.Auto"
+            f"{traced} may close over NumPy arrays only, got an array on a mesh with explicit "
+            "axes; make the mesh with jax.sharding.AxisType.Auto"
         ) from error
 
 

@@ -104,7 +104,7 @@ def positions_from_segment_ids(segment_ids: jax.Array) -> jax.Array:
 def _check_borders(borders: np.ndarray, total_length: int) -> None:
     if borders[0] != 0 or np.any(borders[1:] < borders[:-1]) or borders[-1] > total_length:
         raise ValueError(
-            f"cu_seqlens must start at 0 and never fall, up to total_length={total_length} at "
+            f"cu_seqlens must start at 0, never decrease and end at total_length={total_length} at "
             f"most, got {borders.tolist()}"
         )
 

@@ -100,7 +100,10 @@ def check(
         if jnp.issubdtype(bias.dtype, jnp.integer):
             bias = bias.astype(dtypes.wide(query.dtype))
         if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise ValueError(f"bias must be floating point, got dtype {bias.dtype}")
+            raise ValueError(
+                f"bias must be floating point or integers, got dtype {bias.dtype}; pass bools as "
+                "mask"
+            )
     if mask is not None:
         mask = checks.broadcastable("mask", mask, pairs)
         if mask.dtype != jnp.bool_:

@@ -40,7 +40,8 @@ def positive_scale(value: Any, query: jax.Array) -> jax.Array:
     known = None if value is None else checks.known(value)
     if known is not None and not known > 0:
         raise ValueError(
-            f"scale must be above 0, got {value!r}: queries and keys are multiplied by its root"
+            f"scale must be above 0, got {value!r}, because queries and keys are multiplied by its "
+            "square root"
         )
     return array
 
@@ -57,9 +58,8 @@ def check_projection(name: str, projection: Any, key: jax.Array) -> jax.Array:
         or not jnp.issubdtype(projection.dtype, jnp.floating)
     ):
         raise ValueError(
-            f"{name} must be floating point of shape (1, m, {size}), or ({heads}, m, {size}) "
-            "with vectors of each key head, which its query heads share; got "
-            f"{projection.dtype} of shape {projection.shape}"
+            f"{name} must be floating point of shape (1, m, {size}), or ({heads}, m, {size}) with "
+            f"m vectors for each key head, got {projection.dtype} of shape {projection.shape}"
         )
     return projection
 

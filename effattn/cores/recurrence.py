@@ -96,14 +96,14 @@ def check(
         )
     if is_causal and checks.is_pair(segment_ids, (*batch, keys)):
         raise ValueError(
-            "segment_ids must be one array (*B, T) in a causal call, where query t and key t are "
-            "the same token, got a pair"
+            "segment_ids must be one array (*B, T) in a causal call, because each token is both "
+            "query and key, got a pair"
         )
     if not is_causal and segment_ids is not None and (initial_state is not None or return_state):
         raise ValueError(
-            "initial_state and return_state with segment_ids need is_causal=True: a bidirectional "
-            "call has one state for each document; pass one document a row, padded by "
-            "key_value_seq_lengths"
+            "initial_state and return_state with segment_ids need is_causal=True, got False, "
+            "because a bidirectional call has one state for each document; pass one document a "
+            "row, padded by key_value_seq_lengths"
         )
     ids = checks.segment_ids(segment_ids, batch, queries, keys)
     documents = None if is_causal else ids
@@ -137,9 +137,9 @@ def _values_of_key_heads(query, key, value):
         return value
     if values % key_heads or heads != key_heads:
         raise ValueError(
-            "the number of value heads must be that of key heads, or a multiple of it if there are "
-            f"as many query heads as key heads, got {heads} query heads, {key_heads} key heads and "
-            f"{values} value heads"
+            "the number of value heads must equal the number of key heads, or be a multiple of it "
+            f"with as many query heads as key heads, got {heads} query heads, {key_heads} key "
+            f"heads and {values} value heads"
         )
     return value[..., :key_heads, :]
 
@@ -166,7 +166,7 @@ def check_log_decay(value: Any, shape: tuple[int, ...], name: str = "log_decay")
     largest = np.max(known, initial=-np.inf)
     if largest > 0:
         raise ValueError(
-            f"{name} holds logarithms of decays, 0 or less, got up to {largest:.4g}; for a "
+            f"{name} must be 0 or less, the logarithm of a decay, got up to {largest:.4g}; for a "
             "decay in (0, 1] pass jnp.log of it, for a logit jax.nn.log_sigmoid of it"
         )
     return array
@@ -176,7 +176,10 @@ def check_scale(value: Any, query: jax.Array) -> jax.Array:
     """Checks the factor of q . k, a real `()`; None is H**-0.5."""
     scale = checks.as_array("scale", query.shape[-1] ** -0.5 if value is None else value)
     if scale.ndim or scale.dtype == bool or not jnp.isrealobj(scale):
-        raise ValueError(f"scale must be a real number, got {scale.dtype} of shape {scale.shape}")
+        raise ValueError(
+            f"scale must be a number or an array of shape (), got {scale.dtype} of shape "
+            f"{scale.shape}"
+        )
     if value is not None:
         checks.finite("scale", value)
     return scale

@@ -55,7 +55,8 @@ def check(
     if pair is not None:
         if initial_state is not None:
             raise ValueError(
-                "initial_state and segment_ids cannot be given together: documents start anew"
+                "initial_state needs segment_ids=None, because each document starts with an empty "
+                "state, got both; pass one document a row, padded by lengths"
             )
         ids = pair[0]
         valid = (ids != 0) if valid is None else (ids != 0) & valid

@@ -126,7 +126,7 @@ class Decoder:
         if unknown:
             raise ValueError(
                 f"decoding {name} does not take {', '.join(unknown)}; its options are "
-                f"{', '.join(sorted(takes or ()))}"
+                f"{', '.join(sorted(takes or ())) or 'none'}"
             )
         missing = [option for option in self._needs() if option not in given]
         if missing:

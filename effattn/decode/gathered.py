@@ -96,8 +96,9 @@ class GatheredDecoder(Decoder):
         pattern = self.pattern or registered
         if pattern is None:
             raise ValueError(
-                "function must be one of a registered mechanism with a pattern, got "
-                f"{self.function!r}; GatheredDecoder takes the pattern of any other as `pattern`"
+                "function must be of a registered mechanism with a pattern, got "
+                f"{self.function!r}; for any other function give its pattern to GatheredDecoder as "
+                "pattern"
             )
         return pattern
 

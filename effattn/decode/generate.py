@@ -92,8 +92,8 @@ def generate(
     greedy = is_concrete(temperature) and temperature == 0
     if greedy and (top_k is not None or top_p is not None):
         raise ValueError(
-            "temperature=0 takes the likeliest token, which top_k and top_p cannot change; "
-            f"leave them out or give a positive temperature, got top_k={top_k}, top_p={top_p}"
+            "temperature=0 takes the likeliest token and needs top_k=None and top_p=None, got "
+            f"top_k={top_k}, top_p={top_p}; leave them out or give a positive temperature"
         )
     if not greedy:
         check_draw(rng, temperature, top_k, top_p)

@@ -87,8 +87,8 @@ def check_capacity(length: jax.Array, lengths: jax.Array, capacity: int) -> None
         needed = int(np.max(np.asarray(length) + np.asarray(lengths), initial=0))
         if needed > capacity:
             raise ValueError(
-                f"the state holds {capacity} tokens a row and {needed} are needed; "
-                f"call init_state with max_length of at least {needed}"
+                f"the state holds at most {capacity} tokens a row, got {needed}; call init_state "
+                f"with max_length of at least {needed}"
             )
 
 
@@ -112,8 +112,8 @@ def check_bound(state: Any, lengths: jax.Array, slots: int, size: int) -> None:
     needed = size if state.max_length is None else min(size, state.max_length)
     if slots != needed:
         raise ValueError(
-            f"state keeps the last {slots} tokens, and this layer needs {needed}; it is the state "
-            "of another layer"
+            f"state must keep the last {needed} tokens, got {slots}; it is the state of another "
+            "layer"
         )
     if state.max_length is not None:
         check_capacity(state.length, lengths, state.max_length)
@@ -171,6 +171,6 @@ def check_rows(state: Any, batch: int) -> None:
     """Raises `ValueError` unless `state` has `batch` rows."""
     if state.length.shape != (batch,):
         raise ValueError(
-            f"state has length of shape {state.length.shape} and cannot be extended by {batch} "
-            "rows; init_state takes the number of rows as batch"
+            f"state must have length of shape {(batch,)}, one number for each row of the input, "
+            f"got {state.length.shape}; call init_state with batch={batch}"
         )

@@ -76,8 +76,8 @@ def look_up(call: "Call") -> Choice | None:
     found = measured().get((device_kind(), signature), {})
     if found and jax.__version__ not in found:
         warn_once(
-            f"{signature} was tuned with jax {' and '.join(found)}, which is not used with jax "
-            f"{jax.__version__}: call effattn.tune again"
+            f"{signature} was tuned with jax {' and '.join(found)}, and its results are not used "
+            f"with jax {jax.__version__}: call effattn.tune again"
         )
     choice = found.get(jax.__version__)
     return choice if choice is not None and _is_known(choice, call) else None
@@ -161,7 +161,7 @@ def measured() -> Measured:
         return {}  # no file that this user may read
     except Exception as error:  # any invalid content
         warn_once(
-            f"{path} is ignored, as it is not what effattn.tune writes ({error!r}); remove it, or "
+            f"{path} is ignored, because effattn.tune cannot read it ({error!r}); remove it, or "
             "call effattn.tune again to replace it"
         )
         return {}
@@ -184,16 +184,16 @@ def _to_json(measured: Measured) -> dict[str, Any]:
 
 def _from_json(data: Any) -> Measured:
     if data["format"] != _FORMAT:
-        raise ValueError(f"format {data['format']!r}, not {_FORMAT}")
+        raise ValueError(f"format must be {_FORMAT}, got {data['format']!r}")
     measured: Measured = {}
     for entry in data["measured"]:
         texts = [entry[name] for name in ("device", "call", "jax", "implementation")]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"an entry {texts}")
+            raise ValueError(f"each name in an entry must be a string, got {texts}")
         device, signature, version, implementation = texts
         tiles = tuple((kernel, tuple(sizes)) for kernel, sizes in entry["tiles"].items())
         if not all(type(size) is int and size > 0 for _, sizes in tiles for size in sizes):
-            raise ValueError(f"tiles {entry['tiles']}")
+            raise ValueError(f"tiles must be positive ints, got {entry['tiles']}")
         choice = Choice(implementation, tiles)
         measured.setdefault((device, signature), {})[version] = choice
     return measured

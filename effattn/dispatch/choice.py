@@ -204,7 +204,9 @@ def choose(value: Any, call: Call) -> Chosen:
             else:
                 reasons.append(f"the {one!r} implementation of {mechanism} {reason}")
     if not chosen:
-        raise NotImplementedError("; ".join(reasons) + "; implementation='xla' takes these")
+        raise NotImplementedError(
+            "; ".join(reasons) + "; implementation='xla' takes these arguments"
+        )
     return _chosen(chosen, names, tiles)
 
 

@@ -151,7 +151,10 @@ def _check(found, wanted):
         error = np.max(np.abs(found - wanted), initial=0.0, where=~same)
     largest = np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted))
     if not error <= limit * largest:  # NaN is not
-        raise _Disagrees(f"up to {error:.1e} from XLA's results of up to {largest:.1e}")
+        raise _Disagrees(
+            f"results must differ from XLA's by at most {limit:.0e} of the largest, {largest:.1e}, "
+            f"got {error:.1e}"
+        )
 
 
 class _Bench:
@@ -186,8 +189,8 @@ class _Bench:
         self.calls = {call: takes for call, (takes, _) in trial.called.items()}
         if not self.calls:
             raise ValueError(
-                f"{getattr(function, '__name__', function)} calls nothing of effattn that can be "
-                "tuned, or names the implementation of each call; leave `implementation` out"
+                f"{getattr(function, '__name__', function)} must call effattn functions that can "
+                "be tuned, with implementation=None, got none; leave `implementation` out"
             )
         if gradients and all(differentiable for _, differentiable in trial.called.values()):
             self.function = run_with_gradients

@@ -123,12 +123,14 @@ def attention_free(
     bias = check_bias(position_bias, local_window_size, is_causal, time, features, wide)
     if starts is not None and bias is not None:
         raise ValueError(
-            "segment_ids are for calls without position_bias, which reaches across documents"
+            "segment_ids needs position_bias=None, as a position bias reaches across documents, "
+            "got both; pass one document a row, padded by lengths"
         )
     if (initial is not None or return_state) and not (is_causal and bias is None):
         raise ValueError(
-            "initial_state and return_state are for causal calls without position_bias; others "
-            "need all earlier keys and values"
+            "initial_state and return_state need is_causal=True and position_bias=None, as any "
+            f"other call needs all earlier keys and values, got is_causal={is_causal} "
+            f"{'without' if bias is None else 'with'} position_bias; leave them out"
         )
     if valid is not None:
         key = jnp.where(valid[..., None], key, dtypes.lowest(wide))
@@ -154,11 +156,17 @@ def check_bias(
         raise ValueError(f"local_window_size must be an int, 0 or more tokens, got {window!r}")
     if bias is None:
         if window is not None:
-            raise ValueError("local_window_size is where position_bias ends, and needs one")
+            raise ValueError(
+                f"local_window_size={window} needs position_bias, got None; give position_bias, or "
+                "leave local_window_size out"
+            )
         return None
     if isinstance(bias, tuple | list):
         if len(bias) != 2:
-            raise ValueError(f"position_bias must be taps or two factors, got {len(bias)} of them")
+            raise ValueError(
+                f"position_bias must be an array of taps or a pair of factors, got {len(bias)} "
+                "arrays"
+            )
         row, column = (jnp.asarray(factor) for factor in bias)
         if row.ndim != 2 or row.shape != column.shape or row.shape[0] < time:
             raise ValueError(
@@ -168,14 +176,17 @@ def check_bias(
         row, column = (checks.shaped("position_bias", x, row.shape) for x in (row, column))
         return row[:time].astype(dtype), column[:time].astype(dtype)
     if window is None:
-        raise ValueError("position_bias of taps needs local_window_size, how many there are")
+        raise ValueError(
+            "position_bias of taps needs local_window_size, the number of tokens that the taps "
+            "reach, got None"
+        )
     taps, width = jnp.asarray(bias), (1 if is_causal else 2) * window + 1
     groups = taps.shape[0] if taps.ndim else 0
     if taps.ndim != 2 or taps.shape[1] != width or groups == 0 or features % groups:
         raise ValueError(
-            f"position_bias must have shape (G, {width}), taps for local_window_size={window} in "
-            f"a {'causal' if is_causal else 'bidirectional'} call and G a divisor of the "
-            f"{features} features, got {taps.shape}"
+            f"position_bias must have shape (G, {width}), with G a divisor of the {features} "
+            f"features and {width} taps for local_window_size={window} in a "
+            f"{'causal' if is_causal else 'bidirectional'} call, got {taps.shape}"
         )
     taps = checks.shaped("position_bias", taps, taps.shape).astype(dtype)
     return jnp.repeat(taps, features // groups, 0).T

@@ -192,8 +192,8 @@ def _check_window(window, given, segment_ids):
         )
     if segment_ids is not None and (given.initial_state is not None or given.return_state):
         raise ValueError(
-            "initial_state and return_state with local_window_size and segment_ids are not "
-            "supported: pass one document a row, padded by key_value_seq_lengths"
+            "initial_state and return_state cannot be given with both local_window_size and "
+            "segment_ids; pass one document a row, padded by key_value_seq_lengths"
         )
 
 

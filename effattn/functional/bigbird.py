@@ -181,8 +181,8 @@ def pattern(
     blocks = -(-length // block_size)
     if num_random_blocks > blocks and not is_causal:
         raise ValueError(
-            f"num_random_blocks must be at most the number of key blocks, {blocks} of {block_size} "
-            f"in {length} tokens, got {num_random_blocks}"
+            f"num_random_blocks must be at most {blocks}, the number of key blocks of {block_size} "
+            f"in {length} tokens, got {num_random_blocks}; pass fewer, or a smaller block_size"
         )
     return Or((near, ends, random))
 
@@ -234,15 +234,15 @@ def _check_random_blocks(given: Any, length: int, block_size: int, key_heads: in
         or array.shape[:-2] not in ((), (1,), (key_heads,))
     ):
         raise ValueError(
-            f"random_blocks must be integers of shape ({blocks}, r) or ({key_heads}, {blocks}, r), "
-            f"for {key_heads} key heads and the {blocks} blocks of {block_size} in {length} tokens "
-            f"or more of them, got {array.dtype} of shape {array.shape}"
+            f"random_blocks must be integers of shape (n, r) or ({key_heads}, n, r), for "
+            f"{key_heads} key heads and n at least {blocks}, the number of blocks of {block_size} "
+            f"in {length} tokens, got {array.dtype} of shape {array.shape}"
         )
     most = array.shape[-2] - 1
     if not traced and array.size and (array.min() < -1 or array.max() > most):
         raise ValueError(
-            f"random_blocks must lie in 0 to {most}, or be -1 for none, got {array.min()} to "
-            f"{array.max()}"
+            f"random_blocks must hold block indices from 0 to {most}, or -1 for no block, got "
+            f"{array.min()} to {array.max()}"
         )
     array = array[..., :blocks, :]
     return (jnp if traced else np).where(array < blocks, array, -1)

@@ -115,13 +115,13 @@ def check_projections(of_keys: Any, of_values: Any, heads: int) -> tuple[jax.Arr
         ):
             raise ValueError(
                 f"{name} must be floating point of shape (slots, block size) or ({heads}, slots, "
-                f"block size), for {heads} key heads and no more slots than tokens, got "
+                f"block size), for {heads} key heads and no more slots than the block size, got "
                 f"{array.dtype} of shape {array.shape}"
             )
     if of_keys.shape[-2:] != of_values.shape[-2:]:
         raise ValueError(
-            "key_projection and value_projection must have the same slots and block size, got "
-            f"{of_keys.shape[-2:]} and {of_values.shape[-2:]}"
+            "key_projection and value_projection must have the same number of slots and block "
+            f"size, got {of_keys.shape[-2:]} and {of_values.shape[-2:]}"
         )
     return of_keys, of_values
 
@@ -192,8 +192,7 @@ registry.register(
         function=block_linformer_attention,
         capabilities=frozenset({"causal"}),
         reasons={
-            "segments": "blocks begin at multiples of their size, and a slot would mix documents "
-            "that do not",
+            "segments": "its slots would mix documents that share a block",
         },
         options_at=_means_in_blocks,
         builder="effattn.nn.block_linformer:BlockLinformerSelfAttention",

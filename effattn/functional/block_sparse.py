@@ -120,10 +120,10 @@ def _check_mask(block_size, given, lengths, heads, key_heads):
     most = key_heads if traced else heads
     if given.dtype != bool or given.shape not in (blocks, (1, *blocks), (most, *blocks)):
         raise ValueError(
-            f"block_mask must be bool of shape {blocks}, the blocks of {block_size} in "
-            f"{lengths[0]} queries and {lengths[1]} keys, or one such for each of the "
-            f"{most} {'key heads, where it is traced' if traced else 'heads'}; "
-            f"got {given.dtype} of shape {given.shape}"
+            f"block_mask must be bool of shape {blocks}, for blocks of {block_size} in "
+            f"{lengths[0]} queries and {lengths[1]} keys, or {(most, *blocks)}, for the {most} "
+            f"{'key heads of a traced mask' if traced else 'heads'}, got {given.dtype} of shape "
+            f"{given.shape}"
         )
     return given
 

@@ -97,7 +97,9 @@ def cosformer_attention(
     checks.known_length("cosformer_attention", query, key)
     longest = max(query.shape[-3], key.shape[-3])
     if longest > max_length:
-        raise ValueError(f"max_length must be at least the {longest} tokens, got {max_length}")
+        raise ValueError(
+            f"max_length must be at least {longest}, the number of tokens, got {max_length}"
+        )
     of_query, of_key, of_next = (
         angles(places, np.asarray(np.pi / (2 * max_length)), given.dtype)
         for places in _positions(given, options.get("segment_ids"), positions)
@@ -159,7 +161,7 @@ def _checked(positions, shapes):
         got = ", ".join(f"{x.dtype} of shape {x.shape}" for x in arrays)
         raise ValueError(
             f"positions must be integers of shape {shapes[0]} for the queries and {shapes[1]} for "
-            f"the keys, one array where these are the same tokens, got {got}"
+            f"the keys, or one array for both if these shapes are equal, got {got}"
         )
     return arrays
 

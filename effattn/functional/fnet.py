@@ -72,9 +72,9 @@ registry.register(
         capabilities=frozenset({"bidirectional"}),
         reasons={
             "causal": "every output of a Fourier transform depends on every token",
-            "lengths": "a Fourier transform mixes all rows, padding too; batch sequences of one "
+            "lengths": "a Fourier transform mixes all tokens, padding too; batch sequences of one "
             "length together, or take a mechanism that masks",
-            "segments": "a Fourier transform mixes all rows, those of other documents too",
+            "segments": "a Fourier transform mixes all tokens, also those of other documents",
         },
         builder="effattn.nn.fnet:FNet",
         complexity="O(N log N D)",

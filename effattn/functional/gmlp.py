@@ -62,7 +62,10 @@ def spatial_gating(
     weights = checks.shaped("weights", weights, (size, size))
     bias = checks.shaped("bias", bias, (size,))
     if size < time:
-        raise ValueError(f"weights are for {size} tokens, got {time}")
+        raise ValueError(
+            f"weights of shape {weights.shape} are for at most {size} tokens, got {time} in value; "
+            "make weights for more, or shorten the input"
+        )
     weights = weights[:time, :time]
     return gated(gate, value, jnp.tril(weights) if is_causal else weights, bias[:time])
 
@@ -83,7 +86,7 @@ registry.register(
         function=spatial_gating,
         takes_heads=False,
         capabilities=frozenset({"causal", "bidirectional", "lengths", "decode"}),
-        reasons={"segments": "its weights are of positions in a row, not in a document"},
+        reasons={"segments": "its weights belong to positions in a row, not in a document"},
         builder="effattn.nn.gmlp:GatedMLP",
         complexity="O(N^2 D), O(N D) a step; weights of N^2",
         time_exponent=2.0,

@@ -68,7 +68,7 @@ def hedgehog_attention(
     of_key = feature_attention.check_projection("key_projection", key_projection, key)
     if of_query.shape[-2] != of_key.shape[-2]:
         raise ValueError(
-            "query_projection and key_projection must have as many features, got "
+            "query_projection and key_projection must have the same number of features, got "
             f"{of_query.shape[-2]} and {of_key.shape[-2]}"
         )
     terms = recurrence.Bound(_terms, (given.precision,))

@@ -161,8 +161,8 @@ class Hierarchy:
                 raise ValueError(f"{name} must be an int, 1 or more, got {number!r}")
         if not checks.is_integer(segment_size) or segment_size < 1 or segment_size % num_summaries:
             raise ValueError(
-                "segment_size must be an int of tokens, a multiple of num_summaries "
-                f"{num_summaries}, got {segment_size!r}"
+                "segment_size must be an int of tokens, 1 or more and a multiple of "
+                f"num_summaries={num_summaries}, got {segment_size!r}"
             )
         return cls(int(segment_size), int(num_levels), int(num_summaries))
 

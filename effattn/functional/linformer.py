@@ -86,7 +86,10 @@ def linformer_attention(
       TypeError: in forward-mode differentiation.
     """
     if options.get("is_causal"):
-        raise ValueError(f"linformer_attention cannot be causal: {NOT_CAUSAL}")
+        raise ValueError(
+            f"linformer_attention needs is_causal=False, got True: {NOT_CAUSAL}; "
+            "block_linformer_attention is causal"
+        )
     given = attention.check("linformer_attention", query, key, value, **options)
     checks.known_length("linformer_attention", query, key)
     of_keys = _check_projection("key_projection", key_projection, key)
@@ -140,8 +143,8 @@ def _check_projection(name: str, given: Any, key: jax.Array) -> jax.Array:
     ):
         raise ValueError(
             f"{name} must be floating point of shape (rows, max length) or ({heads}, rows, max "
-            f"length), for {heads} key heads and no more rows than tokens, got {array.dtype} of "
-            f"shape {array.shape}"
+            f"length), for {heads} key heads and no more rows than the max length, got "
+            f"{array.dtype} of shape {array.shape}"
         )
     if array.shape[-1] < length:
         raise ValueError(

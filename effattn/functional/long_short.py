@@ -196,8 +196,8 @@ class Settings:
                     raise ValueError(f"{name} must be a pair (scale, bias), got {norm!r}")
                 if key.shape[-1] != value.shape[-1]:
                     raise ValueError(
-                        f"{name} is of keys and values of one size, got {key.shape[-1]} and "
-                        f"{value.shape[-1]}"
+                        f"{name} needs keys and values of the same head size, got {key.shape[-1]} "
+                        f"in key and {value.shape[-1]} in value; leave {name} out"
                     )
                 norm = tuple(checks.shaped(name, part, key.shape[-2:]) for part in norm)
             norms.append(norm)
@@ -227,7 +227,7 @@ def _check_scores(scores: Any, key: jax.Array) -> jax.Array:
     slots = scores.shape[-1] if scores.ndim else 0
     if slots < 1 or not jnp.issubdtype(scores.dtype, jnp.floating):
         raise ValueError(
-            "slot_scores must be floating point with a last axis of slots, got "
+            "slot_scores must be floating point of shape (..., slots) with 1 or more slots, got "
             f"{scores.dtype} of shape {scores.shape}"
         )
     shape = (*key.shape[:-1], slots)
@@ -382,7 +382,7 @@ registry.register(
         family="low rank",
         paper="Zhu et al. 2021, Long-Short Transformer",
         function=long_short_attention,
-        reasons={"segments": "a slot would mix documents"},
+        reasons={"segments": "its slots would mix documents"},
         options={"window_size": 64},
         options_at=_strided,
         builder="effattn.nn.long_short:LongShortSelfAttention",

@@ -152,8 +152,8 @@ def _check_global(global_mask, max_global, shape):
     if global_mask is None:
         if max_global is not None:
             raise ValueError(
-                f"max_global={max_global} needs global_mask, which selects the global tokens; give "
-                "both or neither"
+                f"max_global={max_global} needs global_mask, the bool mask of the global tokens, "
+                "got None; give both or neither"
             )
         return None
     *batch, length = shape
@@ -163,8 +163,8 @@ def _check_global(global_mask, max_global, shape):
         raise ValueError(f"global_mask must be bool, got dtype {global_mask.dtype}")
     if not checks.is_integer(max_global) or not 1 <= max_global <= length:
         raise ValueError(
-            f"max_global must be an int from 1 to the length {length}, how many global tokens an "
-            f"example has at most, got {max_global!r}"
+            f"max_global must be an int from 1 to the length {length}, the largest number of "
+            f"global tokens in an example, got {max_global!r}"
         )
     global_mask = checks.broadcastable("global_mask", global_mask, (*batch, length))
     return jnp.broadcast_to(global_mask, (*batch, length))

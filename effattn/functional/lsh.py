@@ -150,8 +150,7 @@ def lsh_attention(
     factors = factors_of(num_buckets)
     if (buckets := math.prod(factors)) > max(length, 1):
         raise ValueError(
-            f"num_buckets must be at most the {length} tokens, got {buckets}; pass fewer, so that "
-            "tokens share buckets"
+            f"num_buckets must be at most {length}, the number of tokens, got {buckets}; pass fewer"
         )
     if (rng is None) == (rotations is None):
         raise ValueError(
@@ -163,7 +162,8 @@ def lsh_attention(
         rotations = lsh_rotations(rng, rounds, num_buckets, size, num_heads=heads, dtype=wide)
     if checks.is_pair(segment_ids, (*batch, length)):
         raise ValueError(
-            "segment_ids must be one array, because each token is a query and a key, got a pair"
+            "segment_ids must be one array (*B, T), because each token is both query and key, got "
+            "a pair"
         )
     segments = checks.segment_ids(segment_ids, batch, length, length)
     shape = (heads, rounds, size, sum(factors) // 2)
@@ -221,8 +221,8 @@ def factors_of(num_buckets: Any) -> tuple[int, ...]:
         return ()
     if not given or not all(checks.is_integer(b) and b > 0 and b % 2 == 0 for b in given):
         raise ValueError(
-            "num_buckets must be 1, an even int or a tuple of even ints, as a rotation makes two "
-            f"buckets of each column; got {num_buckets!r}"
+            "num_buckets must be 1, an even int or a tuple of even ints, because a rotation makes "
+            f"two buckets of each column, got {num_buckets!r}"
         )
     if isinstance(num_buckets, tuple | list) or num_buckets % 4:
         return tuple(int(b) for b in given)

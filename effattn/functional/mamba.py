@@ -88,8 +88,9 @@ def selective_scan(
     if skip is not None:
         if given.query.shape[-2] != heads:
             raise ValueError(
-                "skip adds values to outputs, head by head, and needs as many query heads as key "
-                f"heads, got {given.query.shape[-2]} and {heads}"
+                "skip needs as many query heads as key heads, because it adds values to the "
+                f"outputs of their heads, got {given.query.shape[-2]} query heads and {heads} key "
+                "heads; leave skip out"
             )
         weight = checks.shaped("skip", skip, (heads, size)).astype(given.dtype)
         present = clear(clear(value, given.tokens.key_mask), given.tokens.query_mask)

@@ -76,8 +76,9 @@ def state_space_duality(
     if skip is not None:
         if given.query.shape[-2] > heads:
             raise ValueError(
-                "skip adds values to outputs, head by head, and needs no fewer value heads than "
-                f"query heads, got {heads} and {given.query.shape[-2]}"
+                "skip needs at least as many value heads as query heads, because it adds values "
+                f"to the outputs of their heads, got {given.query.shape[-2]} query heads and "
+                f"{heads} value heads; leave skip out"
             )
         weight = checks.shaped("skip", skip, (heads,)).astype(given.dtype)
         present = clear(clear(value, given.tokens.key_mask), given.tokens.query_mask)

@@ -119,8 +119,8 @@ def nystrom_attention(
     longest = max(query.shape[-3], key.shape[-3])
     if 0 < longest < num_landmarks:
         raise ValueError(
-            f"num_landmarks must be at most the {longest} tokens, got {num_landmarks}; pass fewer, "
-            "or pad the tokens and pass their lengths"
+            f"num_landmarks must be at most {longest}, the number of tokens, got {num_landmarks}; "
+            "pass fewer, or pad the tokens and pass their lengths"
         )
     if skip_kernel is not None:
         checks.self_attention("nystrom_attention with skip_kernel", query, key)

@@ -95,8 +95,8 @@ def paged_attention(
         or not jnp.issubdtype(table.dtype, jnp.integer)
     ):
         raise ValueError(
-            f"block_table must be integers of shape ({batch}, M), the pages of each sequence, at "
-            f"least 1, got {table.dtype} of shape {table.shape}"
+            f"block_table must be integers of shape ({batch}, M), the M >= 1 pages of each "
+            f"sequence, got {table.dtype} of shape {table.shape}"
         )
     counts = checks.lengths("lengths", lengths, (batch,))
     if counts is None:
@@ -106,7 +106,8 @@ def paged_attention(
     window = None if local_window_size is None else checks.window(local_window_size)
     if isinstance(local_window_size, tuple | list) and window is not None and window[1] != 0:
         raise ValueError(
-            f"local_window_size must be w or (w, 0), the tokens before each one, got {window}"
+            "local_window_size must be w or (w, 0), the number of tokens before each token, got "
+            f"{window}"
         )
     config = Config(
         left=None if window is None else window[0],
@@ -182,7 +183,8 @@ def _check_shapes(query, key_pages, value_pages):
     batch, _, heads, size = query.shape
     if key_pages.ndim != 4 or key_pages.shape[-1] != size or 0 in key_pages.shape:
         raise ValueError(
-            f"key_pages must have shape (P, p, K, {size}), pages of p tokens, got {key_pages.shape}"
+            f"key_pages must have shape (P, p, K, {size}), for P pages of p tokens, got "
+            f"{key_pages.shape}"
         )
     if value_pages.ndim != 4 or value_pages.shape[:3] != key_pages.shape[:3]:
         raise ValueError(
@@ -202,8 +204,8 @@ def _check_room(lengths, room):
     # NumPy, because JAX would trace the comparison of concrete values inside a trace.
     if not isinstance(lengths, jax.core.Tracer) and np.max(np.asarray(lengths), initial=0) > room:
         raise ValueError(
-            f"lengths must be at most the {room} tokens that the pages in block_table hold, got "
-            f"{lengths.tolist()}"
+            f"lengths must be at most {room}, the number of tokens that the pages in block_table "
+            f"hold, got {lengths.tolist()}; give more pages"
         )
 
 
@@ -215,7 +217,7 @@ def _check_pages(table, lengths, sizes):
     read = table[np.arange(table.shape[1]) * rows < lengths[:, None]]
     if read.size and (read.min() < 0 or read.max() >= number):
         raise ValueError(
-            f"block_table must name pages from 0 to {number - 1}, as there are {number}, got "
+            f"block_table must hold page numbers from 0 to {number - 1}, got "
             f"{read.min() if read.min() < 0 else read.max()}"
         )
 
@@ -225,12 +227,14 @@ def _check_scales(of: str, pages: Any, scales: Any, dtype: Any) -> Pages:
     if pages.dtype == jnp.int8:
         if scales is None:
             raise ValueError(
-                f"{of}_pages of int8 need {of}_scales of shape {pages.shape[:3]}; quantize_pages "
-                "gives both"
+                f"{of}_pages of int8 need {of}_scales of shape {pages.shape[:3]}, got None; "
+                "quantize_pages returns both"
             )
         return Pages(pages, checks.shaped(f"{of}_scales", scales, pages.shape[:3]))
     if scales is not None:
-        raise ValueError(f"{of}_scales are for {of}_pages of int8, got {pages.dtype}")
+        raise ValueError(
+            f"{of}_scales needs {of}_pages of int8, got {pages.dtype}; leave {of}_scales out"
+        )
     if pages.dtype != dtype and (dtype or not jnp.issubdtype(pages.dtype, jnp.floating)):
         wanted = f"{dtype}, as the query," if dtype else "floating point"
         raise ValueError(f"{of}_pages must be {wanted} or int8, got {pages.dtype}")

@@ -70,7 +70,7 @@ def performer_features(
     num_heads = checks.at_least("num_heads", num_heads, 1)
     if hyperbolic and num_features % 2:
         raise ValueError(
-            "hyperbolic=True needs an even num_features, as each w comes with -w, got "
+            "hyperbolic=True needs an even num_features, because each vector w comes with -w, got "
             f"{num_features}"
         )
     drawn = num_features // 2 if hyperbolic else num_features
@@ -312,8 +312,8 @@ def _check_state(state, given, features, kernel):
         if isinstance(state, PerformerState):
             got = f"one with{'out' if state.maximum is None else ''} a maximum"
         raise ValueError(
-            "initial_state must be a PerformerState as a call with the same kernel returns it, "
-            f"with a maximum unless the kernel is 'relu'; got {got} for {kernel!r}"
+            "initial_state must be the PerformerState that an earlier call with the same kernel "
+            f"returned, with a maximum unless kernel='relu', got {got} for kernel={kernel!r}"
         )
     *batch, _, heads, size = given.value.shape
     shape = (*batch, heads, features, size + 1)

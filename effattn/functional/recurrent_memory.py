@@ -48,8 +48,8 @@ registry.register(
         takes_heads=False,
         capabilities=frozenset({"causal", "lengths", "decode"}),
         reasons={
-            "bidirectional": "its memory comes from the segments before",
-            "segments": "its segments are of positions in a row, not in a document",
+            "bidirectional": "its memory comes from earlier segments",
+            "segments": "its segments belong to positions in a row, not in a document",
         },
         builder="effattn.nn.recurrent_memory:RecurrentMemoryAttention",
         complexity="O(N S D)",

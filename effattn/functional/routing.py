@@ -125,20 +125,20 @@ def routing_attention(
     """
     if checks.is_pair(options.get("segment_ids"), query.shape[:-2]):
         raise ValueError(
-            "routing_attention is self-attention: segment_ids must be one array (*B, T) for "
-            "queries and keys, got a pair"
+            "segment_ids must be one array (*B, T), because each token is both query and key, got "
+            "a pair"
         )
     given = attention.check("routing_attention", query, key, value, **options)
     checks.self_attention("routing_attention", query, key)
     checks.known_length("routing_attention", query)
     centroids = check_centroids(centroids, query)
     size = checks.at_least("cluster_size", cluster_size, 1, "tokens")
-    for name, number in (("clusters in centroids", centroids.shape[1]), ("cluster_size", size)):
+    for name, number in (("number of centroids", centroids.shape[1]), ("cluster_size", size)):
         # A causal input may be a prefix of a longer sequence.
         if number > query.shape[-3] > 0 and not given.is_causal:
             raise ValueError(
-                f"{name} must be at most the {query.shape[-3]} tokens given, got {number}; give "
-                "fewer, or longer inputs"
+                f"{name} must be at most {query.shape[-3]}, the number of tokens, got {number}; "
+                "pass fewer, or longer inputs"
             )
     scope = jax.named_scope("routing_attention")
     with scope, reverse_mode.only("routing attention", "a dense form of it"):

@@ -130,9 +130,7 @@ registry.register(
         naive=over_examples(naive),
         takes_heads=False,
         capabilities=frozenset({"causal", "lengths", "decode"}),
-        reasons={
-            "segments": "its kernel is of a Fourier transform, which reaches across documents"
-        },
+        reasons={"segments": "a Fourier transform convolves across the borders of documents"},
         builder="effattn.nn.s4:S4",
         complexity="O(N D (log N + M))",
         time_exponent=1.0,

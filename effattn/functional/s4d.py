@@ -79,14 +79,19 @@ def s4_convolution(
     if method not in (None, "convolution", "recurrence"):
         raise ValueError(f'method must be "convolution", "recurrence" or None, got {method!r}')
     if options.get("segment_ids") is not None and method == "convolution":
-        raise ValueError("a convolution reaches across documents; segment_ids need the recurrence")
+        raise ValueError(
+            "segment_ids needs method='recurrence' or None, got method='convolution', which "
+            "reaches across documents"
+        )
     x, valid, starts = token_mixing.check("s4_convolution", {"x": x}, **options)
     initial, lengths = options.get("initial_state"), options.get("lengths")
     batch, time, features = x.shape
     dtype, wide = x.dtype, dtypes.wide(x.dtype)
     rate, output = (_complex(n, a, features, wide) for n, a in (("rate", rate), ("output", output)))
     if rate.shape != output.shape:
-        raise ValueError(f"rate and output must be alike, got {rate.shape} and {output.shape}")
+        raise ValueError(
+            f"rate and output must have the same shape, got {rate.shape} and {output.shape}"
+        )
     step_size = checks.shaped("step_size", step_size, (features,)).astype(wide)
     logs = dtypes.product(step_size[:, None], rate)
     written = jnp.expm1(logs) / rate

@@ -119,7 +119,9 @@ def _with_layout(query, key, given: attention.Arguments, layout) -> attention.Ar
             f"{shape}, one for each key head, got {leading}"
         )
     if given.tile is not None and given.tile != layout.tile:
-        raise ValueError(f"tile must be the layout's, {layout.tile}, or None, got {given.tile}")
+        raise ValueError(
+            f"tile must be None or the tile of layout, {layout.tile}, got {given.tile}"
+        )
     return dataclasses.replace(given, layout=layout)
 
 
@@ -134,8 +136,8 @@ def with_pattern(query, key, given: attention.Arguments, pattern: Pattern) -> at
         )
     if not isinstance(given.query_offset, int):
         raise ValueError(
-            "query_offset must be an int for a pattern, known when the program is made, got "
-            f"{given.query_offset}; with a layout it may be an array"
+            "query_offset must be an int in a call with pattern, which is evaluated at trace "
+            f"time, got {given.query_offset}; with a layout it may be an array"
         )
     if pattern.heads not in (None, heads):
         raise ValueError(

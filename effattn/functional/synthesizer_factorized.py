@@ -71,8 +71,8 @@ def factorized_synthesizer_attention(
     checks.shaped("value", value, (batch, keys, heads, value.shape[-1]))
     if blocks * size < keys:
         raise ValueError(
-            f"coarse and fine must make a logit for each of the {keys} keys, got "
-            f"{blocks} x {size} of them"
+            f"coarse and fine must give at least {keys} logits, one for each key, got {blocks} x "
+            f"{size}; make coarse or fine larger"
         )
     lengths = checks.lengths("lengths", options.get("lengths"), (batch,))
     offset = checks.offset(options.get("query_offset", 0), (batch,))
@@ -134,7 +134,7 @@ registry.register(
         name="synthesizer_factorized",
         function=factorized_synthesizer_attention,
         capabilities=CAPABILITIES - {"segments"},
-        reasons={"segments": "its logits are of blocks of positions in a row"},
+        reasons={"segments": "its logits belong to positions in a row, not in a document"},
         options={"kind": "factorized"},
         complexity="O(N^2 H), O(N H) a step",
         memory_exponent=1.5,

@@ -25,7 +25,7 @@ registry.register(
         function=None,
         naive=over_examples(naive),
         capabilities=CAPABILITIES - {"segments"},
-        reasons={"segments": "its table is of positions in a row, not in a document"},
+        reasons={"segments": "its table belongs to positions in a row, not in a document"},
         options={"kind": "random"},
         knows_order=True,
         complexity="O(N^2 H), O(N H) a step; a table of N^2",

@@ -41,7 +41,10 @@ def __getattr__(name: str) -> Any:
         )
     entry = registry.get(name)
     if entry.naive is None:
-        raise AttributeError(f"the mechanism {name!r} has no naive form")
+        raise AttributeError(
+            f"the mechanism {name!r} has no naive form: decorate its function with "
+            "effattn.naive.with_naive, or register it with naive=..."
+        )
     is_form_of_function = entry.naive is getattr(entry.function, "naive", None)
     return _checked(entry.function, entry.naive) if is_form_of_function else entry.naive
 

@@ -253,8 +253,8 @@ class Pattern:
     def _graph(self, T: int, largest: int, what: str) -> np.ndarray:
         if checks.at_least("T", T, 1) > largest:
             raise ValueError(
-                f"{what} works on the dense {T} x {T} graph and takes up to {largest} tokens; "
-                "measure the pattern at a smaller length"
+                f"T must be at most {largest} for {what}, which works on the dense T x T graph, "
+                f"got {T}; measure the pattern at a smaller length"
             )
         mask = self.mask(T)
         return mask.any(0) if self.heads else mask

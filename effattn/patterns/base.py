@@ -138,7 +138,8 @@ class Global(Pattern):
         last, length = int(self._runs[1].max(initial=-1)), max(frame.last + 1, frame.keys)
         if last >= length:
             raise ValueError(
-                f"global positions must lie within the sequence, 0 to {length - 1}, got {last}"
+                f"global positions must be at most {length - 1}, the last position of the "
+                f"sequence, got {last}"
             )
 
     def _holds(self, position):
@@ -407,9 +408,9 @@ class Custom(Pattern):
         if self.bounds is None:
             if max(frame.queries, frame.keys) > LONGEST_WITHOUT_BOUNDS:
                 raise ValueError(
-                    f"{self!r} has no bounds and would be evaluated at all {frame.queries} x "
-                    f"{frame.keys} pairs; give bounds(rows) for more than "
-                    f"{LONGEST_WITHOUT_BOUNDS} tokens"
+                    f"{self!r} needs bounds for more than {LONGEST_WITHOUT_BOUNDS} tokens, because "
+                    f"its rule would be evaluated at all {frame.queries} x {frame.keys} pairs, got "
+                    "None; give bounds(rows)"
                 )
             return zones.of(frame, certain=False)
         first, last = rows = frame.row_tile(np.arange(frame.grid[0]))

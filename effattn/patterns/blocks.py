@@ -37,8 +37,8 @@ class GlobalBlocks(Pattern):
         blocks = -(-max(frame.last + 1, frame.keys) // self.block_size)
         if self.first + self.last > blocks:
             raise ValueError(
-                f"global blocks must be at most the {blocks} of {self.block_size} that there are, "
-                f"got {self.first} first and {self.last} last"
+                f"global blocks must be at most {blocks}, the number of blocks of "
+                f"{self.block_size} tokens, got {self.first} first and {self.last} last"
             )
 
     def _sized(self, lengths):
@@ -56,9 +56,8 @@ class GlobalBlocks(Pattern):
     def _listed(self, i, capacity):
         if self.last:
             raise ValueError(
-                f"last must be 0 in decoding, because the last blocks are not known while tokens "
-                f"are still to come, got {self.last}; last=0 is num_global_blocks={self.first} of "
-                "BigBird"
+                "last must be 0 in decoding, because the last blocks are not known before the "
+                f"last token, got {self.last}; for BigBird pass num_global_blocks={self.first}"
             )
         # Queries of the first blocks reach no key after these blocks.
         return jnp.arange(min(self.first * self.block_size, capacity))
@@ -108,8 +107,8 @@ class BlockMask(Pattern):
         at_least("block_size", self.block_size, 1)
         if isinstance(self.array, jax.core.Tracer):
             raise ValueError(
-                "array must be known when the pattern is made, got a traced one; "
-                "BlockLayout.from_block_mask takes those"
+                "array must be known when the pattern is made, got a traced one; for a traced "
+                "array use BlockLayout.from_block_mask"
             )
         array = np.asarray(self.array)
         if array.dtype != bool or array.ndim not in (2, 3) or 0 in array.shape:
@@ -292,8 +291,8 @@ class RandomBlocks(_Lists):
         blocks = -(-frame.keys // self.block_size)
         if self.per_row > blocks:
             raise ValueError(
-                f"per_row must be at most the number of key blocks, {blocks} of {self.block_size} "
-                f"in {frame.keys} tokens, got {self.per_row}"
+                f"per_row must be at most {blocks}, the number of key blocks of {self.block_size} "
+                f"in {frame.keys} tokens, got {self.per_row}; pass fewer, or a smaller block_size"
             )
 
     def blocks(self, lengths: tuple[int, int]) -> np.ndarray:
@@ -333,7 +332,7 @@ def _known(pattern: Any) -> tuple[int, int]:
     """Returns the lengths of a sized pattern; raises `ValueError` if it is not sized."""
     if pattern.lengths is None:
         raise ValueError(
-            f"{type(pattern).__name__} depends on how many blocks there are: call allows of "
-            "pattern.sized(T, S), which knows"
+            f"{type(pattern).__name__} needs lengths, because it depends on the number of blocks, "
+            "got None; call allows of pattern.sized(T, S)"
         )
     return pattern.lengths

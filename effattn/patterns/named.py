@@ -121,15 +121,18 @@ def sparse_transformer(
         raise ValueError(f"factor must be 'merged', 'first' or 'second', got {factor!r}")
     if not is_integer(summary) or not 1 <= summary <= stride:
         raise ValueError(
-            f"summary must be an int from 1 to the stride {stride}, tokens at the end of a block, "
-            f"got {summary!r}"
+            f"summary must be an int from 1 to stride={stride}, the number of tokens at the end of "
+            f"a block, got {summary!r}"
         )
     first: Pattern = SlidingWindow(stride, 0)
     second: Pattern = Strided(stride)
     if kind == "fixed":
         first, second = SlidingWindow(0, 0, stride), Fixed(stride, summary)
     elif summary != 1:
-        raise ValueError(f"summary is for kind='fixed', got {summary!r} with kind='strided'")
+        raise ValueError(
+            f"summary needs kind='fixed', got summary={summary!r} and kind='strided'; leave "
+            "summary out"
+        )
     return Causal() & {"merged": first | second, "first": first, "second": second}[factor]
 
 

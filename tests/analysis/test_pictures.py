@@ -149,7 +149,7 @@ LAYOUT = BlockLayout.from_block_mask(np.ones((2, 2), bool), tile=(4, 4), lengths
     [
         (lambda: text(Full(), LONGEST + 1), f"length must be an int from 1 to {LONGEST}"),
         (lambda: text("softmax", 0), f"length must be an int from 1 to {LONGEST}"),
-        (lambda: text(LAYOUT, 8), "length is for patterns and mechanisms, got 8"),
+        (lambda: text(LAYOUT, 8), "length must be None for a layout, .* got 8"),
         (
             lambda: text(Full().layout(LONGEST + 1, tile=(1, 64))),
             "the number of query tiles must be an int",
@@ -165,7 +165,10 @@ LAYOUT = BlockLayout.from_block_mask(np.ones((2, 2), bool), tile=(4, 4), lengths
         ),
         (lambda: receptive_field(Full(), -1), "depth must be an int, 0 or more layers, got -1"),
         (lambda: receptive_field(Full(), 1, LONGEST + 1), "length must be an int from 1"),
-        (lambda: receptive_field(LAYOUT, 1), "a layout knows no single tokens"),
+        (
+            lambda: receptive_field(LAYOUT, 1),
+            "what must be a pattern or a mechanism, got a BlockLayout",
+        ),
     ],
 )
 def test_bad_input_is_named(call, message):

@@ -191,7 +191,7 @@ def with_states(query, key, value):
         (lambda: call_model(layer=2), "layer must be an int from -2 to 1"),
         (
             lambda: attention_weights(make(), floats(1, 3, D), layer=0),
-            "layer is for a TransformerLM, got 0 and SelfAttention",
+            "layer needs a TransformerLM, got layer=0 and a SelfAttention",
         ),
         (
             lambda: attention_weights(

@@ -146,10 +146,10 @@ def test_a_state_never_holds_more_tokens_than_a_row_may(name):
 def test_a_row_that_outgrows_a_state_that_it_bounds_is_refused(name):
     decoder = decoder_of(*MECHANISMS[name])
     state = decoder.init(2, 7, 2, 8, 6, jnp.float32)
-    with pytest.raises(ValueError, match="holds 7 tokens a row and 8 are needed"):
+    with pytest.raises(ValueError, match="holds at most 7 tokens a row, got 8"):
         decoder.extend(*heads(8), state)
     full = dataclasses.replace(state, **_of_length(state, 7))
-    with pytest.raises(ValueError, match="holds 7 tokens a row and 8 are needed"):
+    with pytest.raises(ValueError, match="holds at most 7 tokens a row, got 8"):
         decoder.extend(*heads(1), full, jnp.array([0, 1]))
 
 
@@ -176,10 +176,14 @@ def test_the_state_of_a_narrower_layer_is_refused(name, wider):
     mechanism, options = MECHANISMS[name]
     narrow, wide = (decoder_of(mechanism, {**options, **o}) for o in ({}, wider))
     state = jax.eval_shape(lambda: narrow.init(2, 20, 2, 8, 6, jnp.float32))
-    with pytest.raises(ValueError, match="keeps the last . tokens, .* the state of another layer"):
+    with pytest.raises(
+        ValueError, match="keep the last .* tokens, got .; it is the state of another layer"
+    ):
         jax.eval_shape(wide.extend, *heads(1), state)
     state = jax.eval_shape(lambda: wide.init(2, 6, 2, 8, 6, jnp.float32))
-    with pytest.raises(ValueError, match="keeps the last 6 tokens, .* the state of another layer"):
+    with pytest.raises(
+        ValueError, match="keep the last . tokens, got 6; it is the state of another layer"
+    ):
         jax.eval_shape(narrow.extend, *heads(1), state)
 
 
@@ -263,7 +267,7 @@ def test_slots_are_all_that_grows_and_past_their_room_is_an_error(name):
         if a.shape != b.shape
     ]
     assert grown == [(1, 10, 2, 8), (1, 10, 2, 6)]
-    with pytest.raises(ValueError, match="holds 24 tokens a row and 25 are needed"):
+    with pytest.raises(ValueError, match="holds at most 24 tokens a row, got 25"):
         decoder.extend(*heads(25, batch=1), small)
 
 
@@ -381,7 +385,7 @@ def test_a_full_hierarchy_raises_or_overwrites_nothing():
     decoder = decoder_of("hierarchical", {"segment_size": 2})
     query, key, value = heads(12)
     state = decoder.init(2, 7, 2, 8, 6, jnp.float32)
-    with pytest.raises(ValueError, match="holds 8 tokens a row and 12 are needed"):
+    with pytest.raises(ValueError, match="holds at most 8 tokens a row, got 12"):
         decoder.extend(query, key, value, state)
     extend = jax.jit(decoder.extend)
     _, full = extend(query[:, :8], key[:, :8], value[:, :8], state)
@@ -394,7 +398,7 @@ def test_a_full_contiguous_cache_raises_when_the_lengths_are_known():
     decoder = decoder_of("softmax", {})
     state = decoder.init(2, 5, 2, 8, 6, jnp.float32)
     state = dataclasses.replace(state, length=jnp.array([4, 2]))
-    with pytest.raises(ValueError, match="holds 5 tokens a row and 6 are needed"):
+    with pytest.raises(ValueError, match="holds at most 5 tokens a row, got 6"):
         decoder.extend(*heads(2), state)
     check_capacity(state.length, jnp.array([1, 2]), 5)  # exactly full
 
@@ -428,7 +432,7 @@ def test_wrong_lengths_are_named(decoder, lengths, message):
 def test_the_state_of_another_decoder_or_batch_is_refused(decoder):
     with pytest.raises(ValueError, match="init_state returned"):
         decoder.extend(*heads(3), object())
-    with pytest.raises(ValueError, match="cannot be extended by 2 rows"):
+    with pytest.raises(ValueError, match="call init_state with batch=2"):
         decoder.extend(*heads(3), decoder.init(3, 8, 2, 8, 6, jnp.float32))
 
 

@@ -311,7 +311,9 @@ def test_paged_attention_is_measured_without_gradients():
 
 
 def test_calls_that_name_an_implementation_cannot_be_tuned(arrays):
-    with pytest.raises(ValueError, match="dot_product_attention calls nothing .* leave `impl"):
+    with pytest.raises(
+        ValueError, match="dot_product_attention must call .* got none; leave `impl"
+    ):
         effattn.tune(effattn.dot_product_attention, *arrays, implementation="xla")
 
 

@@ -129,7 +129,10 @@ def test_a_folder_of_the_other_experiment_is_left_alone(finished, capsys, monkey
         ("linformer,method='max'", "method must be one of linear, convolution, mean, got 'max'"),
         ("linformer,max_length=3,num_projected=2", "is for at most 3 tokens, got 16"),
         ("linformer,max_length=3", r"num_projected \(128\) must be at most max_length \(3\)"),
-        ("nystrom,num_landmarks=17", "num_landmarks must be at most the 16 tokens, got 17"),
+        (
+            "nystrom,num_landmarks=17",
+            "num_landmarks must be at most 16, the number of tokens, got 17",
+        ),
         ("nystrom,num_landmarks=0", "num_landmarks must be an int, 1 or more"),
     ],
 )

@@ -204,19 +204,20 @@ def arguments(**given):
         (lambda: bigbird_attention(**arguments(num_global_blocks=-1)), "num_global_blocks .* -1"),
         (
             lambda: bigbird_attention(**arguments(num_random_blocks=9)),
-            "num_random_blocks must be at most the number of key blocks, 8 of 4 .*, got 9",
+            "num_random_blocks must be at most 8, the number of key blocks of 4 .*, got 9",
         ),
         (
             lambda: random_attention(**arguments(num_random_blocks=9)),
-            "num_random_blocks must be at most the number of key blocks, 8 of 4 .*, got 9",
+            "num_random_blocks must be at most 8, the number of key blocks of 4 .*, got 9",
         ),
         (
             lambda: bigbird_attention(**arguments(random_blocks=np.zeros((7, 2), int))),
-            r"random_blocks must be integers of shape \(8, r\) or \(2, 8, r\), .* \(7, 2\)",
+            r"random_blocks must be integers of shape \(n, r\) or \(2, n, r\), .* n at least 8, "
+            r".* \(7, 2\)",
         ),
         (
             lambda: bigbird_attention(**arguments(random_blocks=np.full((8, 2), 8))),
-            "random_blocks must lie in 0 to 7, or be -1 for none, got 8 to 8",
+            "random_blocks must hold block indices from 0 to 7, or -1 for no block, got 8 to 8",
         ),
         (
             lambda: block_sparse_attention(**arguments(block_mask=np.ones((8, 7), bool))),
@@ -226,7 +227,7 @@ def arguments(**given):
             lambda: jax.jit(
                 lambda mask: block_sparse_attention(**arguments(block_mask=mask)),
             )(jnp.ones((4, 8, 8), bool)),
-            "each of the 2 key heads, where it is traced; got bool of shape",
+            "for the 2 key heads of a traced mask, got bool of shape",
         ),
         (
             lambda: bigbird_attention(**{**arguments(), **draw(32, 28)}),

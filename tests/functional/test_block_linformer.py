@@ -68,8 +68,14 @@ def test_it_is_exact_with_a_slot_a_token_and_in_one_block(slots, size, x64):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"key_projection": np.ones((5, 4))}, r"no more slots than tokens, got .* \(5, 4\)"),
-        ({"value_projection": np.ones((2, 5))}, r"same slots and .*, got \(2, 4\) and \(2, 5\)"),
+        (
+            {"key_projection": np.ones((5, 4))},
+            r"no more slots than the block size, got .* \(5, 4\)",
+        ),
+        (
+            {"value_projection": np.ones((2, 5))},
+            r"same number of slots and .*, got \(2, 4\) and \(2, 5\)",
+        ),
         ({"key_projection": np.ones((3, 2, 4))}, r"or \(2, slots, block size\), for 2 key heads"),
         ({"value_projection": np.ones((2, 4), int)}, "value_projection must be floating point"),
         ({"key_projection": np.ones(4)}, r"got float32 of shape \(4,\)"),

@@ -300,7 +300,7 @@ def test_forward_mode_says_what_to_use():
         ({"feature_map": lambda x: x[..., 0]}, r"feature_map must map \(\.\.\., H\)"),
         ({"chunk_size": 0}, "chunk_size must be None or an int"),
         ({"chunk_size": 2.5}, "chunk_size must be None or an int"),
-        ({"scale": jnp.ones(3)}, "scale must be a real number"),
+        ({"scale": jnp.ones(3)}, "scale must be a number or an array of shape"),
         ({"initial_state": jnp.zeros((2, 2, 3, 5))}, r"initial_state must .*\(2, 2, 3, 6\)"),
         ({"initial_state": jnp.zeros((2, 2, 3, 6), int)}, "initial_state must be floating point"),
         ({"key_value_seq_lengths": jnp.zeros(3, int)}, "key_value_seq_lengths must be"),

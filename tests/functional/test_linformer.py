@@ -97,7 +97,10 @@ def test_equal_weights_in_windows_are_mean_pooling():
         ({"key_projection": np.ones((5, 13))}, r"for at most 13 tokens, got 14 in key"),
         ({"value_projection": np.ones((4, 16))}, "same number of rows, got 5 and 4"),
         ({"key_projection": np.ones((3, 5, 16))}, r"\(2, rows, max length\), for 2 key heads and"),
-        ({"key_projection": np.ones((17, 16))}, r"no more rows than tokens, got .* \(17, 16\)"),
+        (
+            {"key_projection": np.ones((17, 16))},
+            r"no more rows than the max length, got .* \(17, 16\)",
+        ),
         ({"value_projection": np.ones((5, 16), int)}, "value_projection must be floating point"),
         ({"key_projection": np.ones((0, 16))}, r"key_projection must be .* got float32 of shape"),
         ({"key_projection": np.ones(16)}, r"got float32 of shape \(16,\)"),

@@ -134,13 +134,16 @@ def test_without_tokens_there_is_nothing():
         ({"slot_scores": np.ones((14, 1, 2))}, "one of projection and slot_scores, got both"),
         ({"projection": np.ones((4, 2))}, r"\(3, slots\) or \(2, 3, slots\), got .* \(4, 2\)"),
         ({"projection": np.ones((3, 2), int)}, "projection must be floating point"),
-        ({"projection": None, "slot_scores": np.ones(())}, "a last axis of slots, got"),
+        ({"projection": None, "slot_scores": np.ones(())}, "with 1 or more slots, got"),
         (
             {"projection": None, "slot_scores": np.ones((13, 1, 2))},
             r"broadcast to \(\*B, T, K, r\) = \(2, 14, 2, 2\), got \(13, 1, 2\)",
         ),
         ({"slot_norm": np.ones((2, 3))}, r"slot_norm must be a pair \(scale, bias\), got"),
-        ({"window_norm": (np.ones((2, 3)),) * 2}, "window_norm is of keys and values of one size"),
+        (
+            {"window_norm": (np.ones((2, 3)),) * 2},
+            "window_norm needs keys and values of the same head size",
+        ),
         ({"query": np.ones((2, 13, 4, 3))}, "need the same length, got 13 and 14"),
     ],
 )

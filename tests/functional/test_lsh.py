@@ -333,7 +333,10 @@ def test_nothing_gives_nothing():
         ({"num_rounds": 0}, "num_rounds must be an int, 1 or more, got 0"),
         ({"num_buckets": 7}, "num_buckets must be 1, an even int or a tuple .* got 7"),
         ({"num_buckets": (4, 3)}, r"num_buckets must be 1, .* got \(4, 3\)"),
-        ({"num_buckets": 64}, "num_buckets must be at most the 37 tokens, got 64; pass fewer"),
+        (
+            {"num_buckets": 64},
+            "num_buckets must be at most 37, the number of tokens, got 64; pass fewer",
+        ),
         ({"chunk_length": 0}, "chunk_length must be an int, 1 or more tokens, got 0"),
         ({"rng": jax.random.key(0)}, "needs rng, .* or rotations, got both"),
         ({"rotations": None}, "needs rng, .* or rotations, got neither"),

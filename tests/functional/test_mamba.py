@@ -72,13 +72,15 @@ def test_forward_mode_says_what_to_use():
 def test_wrong_arguments_are_named():
     query, key, value = arrays()
     given = {"step_size": jnp.ones_like(value), "rate": -jnp.ones((1, 4, 3))}
-    with pytest.raises(ValueError, match="rate holds logarithms of decays, 0 or less"):
+    with pytest.raises(ValueError, match="rate must be 0 or less, the logarithm of a decay"):
         selective_scan(query, key, value, **{**given, "rate": jnp.ones((1, 4, 3))})
     with pytest.raises(
         ValueError, match=r"step_size must be floating point of shape \(2, 20, 1, 4\)"
     ):
         selective_scan(query, key, value, **{**given, "step_size": jnp.ones((2, 20, 1))})
-    with pytest.raises(ValueError, match="as many query heads as key heads, got 2 and 1"):
+    with pytest.raises(
+        ValueError, match="as many query heads as key heads, .* got 2 query heads and 1"
+    ):
         twice = jnp.concatenate([query, query], 2)
         selective_scan(twice, key, value, **given, skip=jnp.ones((1, 4)))
     with pytest.raises(

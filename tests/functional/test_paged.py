@@ -145,11 +145,14 @@ def test_time_follows_the_longest_sequence_and_memory_nothing():
     ("changes", "message"),
     [
         ({"lengths": np.array([13])}, r"lengths must be integers of shape \(2,\)"),
-        ({"lengths": np.array([13, 33])}, "at most the 32 tokens .* got \\[13, 33\\]"),
+        ({"lengths": np.array([13, 33])}, "at most 32, the number of tokens .* got \\[13, 33\\]"),
         ({"block_table": np.zeros((3, 8), int)}, r"block_table must be integers of shape \(2, M\)"),
-        ({"block_table": np.zeros((2, 0), int)}, r"at least 1, got int\d+ of shape \(2, 0\)"),
+        (
+            {"block_table": np.zeros((2, 0), int)},
+            r"M >= 1 pages of each sequence, got int\d+ of shape \(2, 0\)",
+        ),
         ({"local_window_size": (3, 1)}, r"must be w or \(w, 0\)"),
-        ({"key_scales": np.ones((8, PAGE, KEY_HEADS))}, "key_scales are for key_pages of int8"),
+        ({"key_scales": np.ones((8, PAGE, KEY_HEADS))}, "key_scales needs key_pages of int8"),
         ({"implementation": "mosaic_gpu"}, "has no 'mosaic_gpu' implementation"),
     ],
 )

@@ -282,7 +282,7 @@ def state_like(maximum):
     [
         ({"kernel": "cosine"}, "kernel must be one of softmax, relu, got 'cosine'"),
         ({"projection": jnp.ones((6, 8))}, r"projection must be .*\(1, m, 8\), or \(2, m, 8\)"),
-        ({"projection": jnp.ones((4, 6, 8))}, "which its query heads share; got float32"),
+        ({"projection": jnp.ones((4, 6, 8))}, "with m vectors for each key head, got float32"),
         ({"projection": jnp.ones((1, 6, 8), int)}, "projection must be floating point"),
         ({"scale": -1.0}, "scale must be above 0, got -1.0"),
         ({"initial_state": jnp.zeros((2, 2, 6, 6))}, "PerformerState .* got ArrayImpl"),

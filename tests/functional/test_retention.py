@@ -91,10 +91,13 @@ def test_query_heads_that_share_a_key_head_are_repeated_keys():
         ({"log_decay": np.zeros(2, int)}, "log_decay must be floating point .*, got int"),
         (
             {"log_decay": np.array([-1.0, 0.5])},
-            r"log_decay holds logarithms of decays, 0 or less, got up to 0.5; .* pass jnp.log",
+            "log_decay must be 0 or less, the logarithm of a decay, got up to 0.5; .* pass jnp.log",
         ),
         ({"initial_state": np.zeros((2, 4, 4, 3))}, r"initial_state must .*\(2, 2, 4, 3\)"),
-        ({"scale": np.ones(2)}, r"scale must be a real number, got .* of shape \(2,\)"),
+        (
+            {"scale": np.ones(2)},
+            r"scale must be a number or an array of shape .*, got .* of shape \(2,\)",
+        ),
     ],
 )
 def test_bad_options_are_named(options, message):

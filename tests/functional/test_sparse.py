@@ -201,7 +201,7 @@ ANY = BlockLayout.from_block_mask(np.ones((3, 7), bool), tile=(8, 4), lengths=(Q
         ({"layout": np.ones((3, 7))}, "layout must be an effattn.BlockLayout, got ndarray"),
         (
             {"layout": ANY, "tile": (8, 8)},
-            r"tile must be the layout's, \(8, 4\), or None, got \(8, 8\)",
+            r"tile must be None or the tile of layout, \(8, 4\), got \(8, 8\)",
         ),
         ({"pattern": Causal(), "query_offset": jnp.int32(3)}, "query_offset must be an int"),
         (

@@ -79,8 +79,11 @@ def test_it_attends_to_the_sets_of_the_paper(kind, factor, stride, summary, x64)
         ({"stride": 0}, "stride must be an int, 1 or more tokens, got 0"),
         ({"stride": 4, "kind": "banded"}, "kind must be 'strided' or 'fixed', got 'banded'"),
         ({"stride": 4, "factor": "third"}, "factor must be 'merged', 'first' or 'second'"),
-        ({"stride": 4, "summary": 5}, "summary must be an int from 1 to the stride 4"),
-        ({"stride": 4, "summary": 2}, "summary is for kind='fixed', got 2 with kind='strided'"),
+        ({"stride": 4, "summary": 5}, "summary must be an int from 1 to stride=4"),
+        (
+            {"stride": 4, "summary": 2},
+            "summary needs kind='fixed', got summary=2 and kind='strided'",
+        ),
         (
             {"stride": 4, "kind": "fixed", "segment_ids": np.ones((2, LENGTH), int)},
             "segment_ids need kind='strided', got kind='fixed'",

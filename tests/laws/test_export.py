@@ -19,7 +19,7 @@ from tests.laws.test_decode import mixer_of
 from tests.marks import slow_but_for
 
 LONG, LENGTHS = 37, (37, 21)
-REFUSED = "needs to know how many tokens there are"
+REFUSED = "needs a length that is known when it is traced"
 # Mechanisms that only walk through the tokens in tiles or chunks.
 OPEN = {
     *("softmax", "additive", "sigmoid", "squared_relu", "sliding_window", "longformer"),

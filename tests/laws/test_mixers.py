@@ -179,7 +179,7 @@ def test_what_is_not_claimed_is_refused_with_advice(mixer):
             return made().extend(x, wider.init_state(ROWS, LENGTH))
 
         refused(lambda: made().extend(x, ()), "state must be the .* that init_state returned")
-        refused(lambda: extend(x[:2]), "cannot be extended by 2 rows")
+        refused(lambda: extend(x[:2]), "call init_state with batch=2")
         refused(lambda: made().step(x, made().init_state(ROWS, LENGTH)), "step takes one token")
         refused(lambda: made().init_state(-1, LENGTH), "batch must be an int, 0 or more rows")
         refused(lambda: made().init_state(ROWS, None), "max_length must be an int, 0 or more")

@@ -276,7 +276,9 @@ def test_exported_programs_have_none():
 )
 def test_it_says_what_it_does_not_take(options, message):
     arrays = draw(dtype=np.float32)
-    with pytest.raises(NotImplementedError, match=f"{message}; implementation='xla' takes these"):
+    with pytest.raises(
+        NotImplementedError, match=f"{message}; implementation='xla' takes these arguments"
+    ):
         attend(**arrays, **options)
 
 

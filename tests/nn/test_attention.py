@@ -358,7 +358,7 @@ def test_bad_inputs_are_named():
     with pytest.raises(ValueError, match="is_causal=True"):
         made(is_causal=False).init_state(2, 4)
     rotating = made(rotary=RotaryEmbedding())
-    with pytest.raises(ValueError, match="cannot be extended by 1 rows"):
+    with pytest.raises(ValueError, match="call init_state with batch=1"):
         rotating.extend(floats(1, 4, 16), rotating.init_state(2, 4))
 
 

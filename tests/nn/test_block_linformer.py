@@ -99,5 +99,5 @@ def test_wrong_options_are_named(options, message):
 
 
 def test_who_packs_documents_is_told_why_it_cannot():
-    with pytest.raises(ValueError, match="lacks 'segments' .* a slot would mix documents"):
+    with pytest.raises(ValueError, match="lacks 'segments' .* its slots would mix documents"):
         made()(X, segment_ids=np.ones((2, LENGTH), int))

@@ -89,7 +89,7 @@ def test_bad_options_are_named(options, message):
 def test_bad_projections_are_named():
     x, w = jnp.ones((5, 4, 3)), jnp.ones((4, 2, 3))
     for of_query, of_key, message in (
-        (w, w[:, :1], "must have as many features, got 2 and 1"),
+        (w, w[:, :1], "must have the same number of features, got 2 and 1"),
         (w[:2], w, r"query_projection must be .* of shape \(1, m, 3\), or \(4, m, 3\)"),
         (w, w[0], "key_projection must be .* got float32 of shape"),
     ):

@@ -91,7 +91,7 @@ def test_its_weights_are_read_without_norms_of_values():
     """With norms the output is not linear in the values, so such weights do not exist."""
     weights = np.asarray(attention_weights(made(dual_norm=False), X))
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
-    with pytest.raises(ValueError, match="window_norm and slot_norm values are normalised"):
+    with pytest.raises(ValueError, match="window_norm and slot_norm must be None"):
         attention_weights(made(), X)
 
 

@@ -227,7 +227,7 @@ def test_a_causal_input_may_be_shorter():
 
 
 def test_fewer_tokens_than_clusters_are_refused():
-    with pytest.raises(ValueError, match="must be at most the 2 tokens given, got 3"):
+    with pytest.raises(ValueError, match="must be at most 2, the number of tokens, got 3"):
         made(is_causal=False)(X[:, :2])
 
 

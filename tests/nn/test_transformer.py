@@ -452,7 +452,7 @@ def test_learned_positions_end():
     with pytest.raises(ValueError, match="max_length must be an int, 0 or more tokens, got None"):
         model.init_state(2, None)
     linear = made(positions="learned", max_length=4, mixer="linear")
-    with pytest.raises(ValueError, match="holds 4 tokens a row and 5 are needed"):
+    with pytest.raises(ValueError, match="holds at most 4 tokens a row, got 5"):
         linear.extend(TOKENS[:, :5], linear.init_state(2, 4))
 
 
