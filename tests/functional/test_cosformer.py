@@ -102,7 +102,7 @@ def test_a_state_of_given_positions_is_seen_from_the_next_one():
 @pytest.mark.parametrize(
     ("max_length", "message"),
     [
-        (8, "max_length must be at least the 9 tokens, got 8"),
+        (8, "max_length must be at least 9, the number of tokens, got 8"),
         (0, "max_length must be an int, 1 or more tokens"),
         (9.5, "max_length must be an int, 1 or more tokens"),
     ],

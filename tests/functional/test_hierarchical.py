@@ -132,7 +132,7 @@ def test_with_many_levels_time_and_memory_are_linear_but_for_a_logarithm():
     "given, message",
     [
         ({"segment_size": 0}, "segment_size must be an int .* multiple of num_summaries=1, got 0"),
-        ({"segment_size": 4, "num_summaries": 3}, "a multiple of num_summaries 3, got 4"),
+        ({"segment_size": 4, "num_summaries": 3}, "a multiple of num_summaries=3, got 4"),
         ({"segment_size": 4, "num_levels": 0}, "num_levels must be an int, 1 or more, got 0"),
         ({"segment_size": 4, "num_summaries": 0.5}, "num_summaries must be an int, .* got 0.5"),
         (

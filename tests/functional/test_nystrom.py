@@ -254,7 +254,7 @@ def test_there_may_be_no_examples():
         ({"num_landmarks": 0}, "num_landmarks must be an int, 1 or more, got 0"),
         (
             {"num_landmarks": 99},
-            r"num_landmarks must be at most the \d+ tokens, got 99; pass fewer",
+            r"num_landmarks must be at most \d+, the number of tokens, got 99; pass fewer",
         ),
         ({"num_landmarks": 2.0}, "num_landmarks must be an int, 1 or more, got 2.0"),
         ({"num_iterations": 0}, "num_iterations must be an int, 1 or more, got 0"),

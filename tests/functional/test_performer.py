@@ -286,10 +286,10 @@ def state_like(maximum):
         ({"projection": jnp.ones((1, 6, 8), int)}, "projection must be floating point"),
         ({"scale": -1.0}, "scale must be above 0, got -1.0"),
         ({"initial_state": jnp.zeros((2, 2, 6, 6))}, "PerformerState .* got ArrayImpl"),
-        ({"initial_state": state_like(None)}, "one without a maximum for 'softmax'"),
+        ({"initial_state": state_like(None)}, "got one without a maximum for kernel='softmax'"),
         (
             {"initial_state": state_like(jnp.zeros((2, 2))), "kernel": "relu"},
-            "one with a maximum for 'relu'",
+            "got one with a maximum for kernel='relu'",
         ),
         ({"initial_state": state_like(jnp.zeros(2))}, r"initial_state.maximum must .*\(2, 2\)"),
     ],

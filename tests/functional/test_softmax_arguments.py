@@ -39,7 +39,10 @@ BAD_ARRAYS = [
     ),
     ({"bias": array(3, 6, 7)}, r"bias must broadcast to .* \(2, 4, 6, 7\), got \(3, 6, 7\)"),
     ({"bias": array(3, 2, 4, 6, 7)}, r"bias must broadcast to .*got \(3, 2, 4, 6, 7\)"),
-    ({"bias": array(6, 7, dtype=jnp.bool_)}, "bias must be floating point, got dtype bool"),
+    (
+        {"bias": array(6, 7, dtype=jnp.bool_)},
+        "bias must be floating point or integers, got dtype bool",
+    ),
     ({"mask": array(6, 7)}, "mask must be bool, .*got dtype float32; .* is a bias"),
     ({"mask": array(5, 7, dtype=jnp.bool_)}, r"mask must broadcast .*got \(5, 7\)"),
     ({"query_seq_lengths": integers(3)}, r"query_seq_lengths must be integers of shape \(2,\)"),
@@ -71,7 +74,10 @@ BAD_NUMBERS = [
     ({"scale": 1j}, "scale must be a number or an array .*got 1j"),
     ({"scale": "1"}, "scale must be a number or an array .*got '1'"),
     ({"score_mod": 3}, r"score_mod must be a function \(logit, b, h, i, j\), got 3"),
-    ({"segment_ids": (np.ones((2, 6), int), None)}, "segment_ids must be .*2 items .*one is None"),
+    (
+        {"segment_ids": (np.ones((2, 6), int), None)},
+        "segment_ids must be .* 2 items, of which one is None",
+    ),
     ({"logits_soft_cap": 0.0}, "logits_soft_cap must be a finite number above 0, got 0.0"),
     ({"logits_soft_cap": -2.0}, "logits_soft_cap must be a finite number above 0, got -2.0"),
     ({"logits_soft_cap": float("inf")}, "logits_soft_cap must be a finite number above 0, got inf"),
