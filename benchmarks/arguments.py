@@ -13,7 +13,7 @@ def at_least(least: int) -> Callable[[str], int]:
     def whole_number(text):
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(
-                f"needs a whole number of {least} or more, got {text!r}"
+                f"must be a whole number, {least} or more, got {text!r}"
             )
         return int(text)
 

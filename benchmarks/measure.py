@@ -121,7 +121,7 @@ def compare(
     for contender, row in zip(contenders, rows, strict=True):
         takes_long = (row.seconds or 0) > ENOUGH_SECONDS and (row.ratio or 0) > SLOW_RATIO
         if contender.is_peer and takes_long:
-            slow[row.contender] = f"slow: a call took {row.seconds:.1f} s at {length}"
+            slow[row.contender] = f"slow: a call took {row.seconds:.1f} s at length {length}"
     return rows
 
 
@@ -147,7 +147,7 @@ def _check(program: Program, contender: Contender, arrays: Arrays, which: str, r
 def demand(error: float, tolerance: float) -> None:
     """Raises `Failure` for an error above the tolerance."""
     if not error <= tolerance:  # also true for NaN
-        raise Failure(f"disagrees: relative error {error:.1e}")
+        raise Failure(f"disagrees: relative error {error:.1e}, tolerance {tolerance:.0e}")
 
 
 def in_turn(taking_part: Sequence[Part], index: int) -> Sequence[Part]:

@@ -155,8 +155,8 @@ def of_text(config: Config, corpus: corpora.Corpus) -> tuple[Any, ...]:
     long = [i for i in ids if len(i) >= config.length]
     if len(long) < config.texts:
         raise UserError(
-            f"--texts {config.texts} needs as many held-out documents of {config.length} tokens or "
-            f"more, and the corpus has {len(long)}"
+            f"--texts must be at most {len(long)}, the number of held-out documents with --length "
+            f"{config.length} tokens or more, got {config.texts}"
         )
     picked = np.linspace(0, len(long) - 1, config.texts).astype(int)
     # The last token is the end token.

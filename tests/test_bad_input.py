@@ -335,9 +335,9 @@ def test_advice_names_the_class_where_it_is(monkeypatch):
         name="their_mixer", builder="their.package:Mixer", takes_heads=False, **common, **takes
     )
     monkeypatch.setitem(registry._MECHANISMS, "their_mixer", mixer)
-    with pytest.raises(ValueError, match=r"its mixer is their\.package\.Mixer$"):
+    with pytest.raises(ValueError, match=r"use its mixer their\.package\.Mixer$"):
         as_attention_fn("their_mixer")
-    with pytest.raises(ValueError, match=r"its mixer is effattn\.nn\.GRU$"):
+    with pytest.raises(ValueError, match=r"use its mixer effattn\.nn\.GRU$"):
         as_attention_fn("gru")
 
 

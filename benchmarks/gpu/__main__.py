@@ -36,7 +36,7 @@ def minutes(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"needs a number above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
     return number
 
 
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(argv)
     if options.platform == "cpu" and not options.quick:
-        parser.error("--platform cpu needs --quick: the full sizes are those of a GPU")
+        parser.error("--platform cpu needs --quick, as the full sizes are for a GPU")
     options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     return options
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = (str(error) or "no backend").splitlines()[0]
         print(
             f"JAX finds no CUDA device, or no CPU beside it ({reason}); "
-            "`--platform cpu --quick` shows that the program works without a GPU",
+            "without a GPU, pass --platform cpu --quick to test the program",
             file=sys.stderr,
         )
         return 2

@@ -40,7 +40,7 @@ TOLERANCE = 0.02  # largest error in bfloat16, relative to the largest element
 CHAIN_SECONDS, MOST_CALLS = 0.02, 32
 FEWEST_ROUNDS, ENOUGH_SECONDS = 3, 1.0  # after both limits a comparison ends
 HOST_SHARE = 0.7  # if starting a call takes this share of its time, the device may have waited
-NOT_REACHED = "not reached in the time"
+NOT_REACHED = "not reached within --minutes"
 FIRST = np.index_exp[:1, :, :1]  # the checked head
 IN_THREADS = ("jax", "jla", "tokamax")  # packages that can compile in threads
 

@@ -110,7 +110,7 @@ class Frame:
         api = self.frame_field("api")
         major = self.field(api, API["major"], INT32)
         minor = self.field(api, API["minor"], INT32)
-        version = f"{name}: this jaxlib has another version of XLA's foreign-function interface"
+        version = f"{name}: needs another XLA FFI than jaxlib has; use implementation='xla'"
         for wrong in (
             self.code.less(self.field(self.pointer, 0, INT), SIZES["frame"]),
             self.code.less(self.field(api, 0, INT), SIZES["api"]),
@@ -126,7 +126,7 @@ class Frame:
             self._refuse_if(wrong, INVALID_ARGUMENT, f"{name}: needs {len(arrays)} {kind}s")
         batch = self.code.sub(self.rank("results", 0), signature.results[0].axes)
         self._refuse_if(
-            self.code.less(batch, 0), INVALID_ARGUMENT, f"{name}: its first result lacks axes"
+            self.code.less(batch, 0), INVALID_ARGUMENT, f"{name}: the first result has too few axes"
         )
         for kind in ("arguments", "results"):
             for number, array in enumerate(getattr(signature, kind)):

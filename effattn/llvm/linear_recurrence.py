@@ -59,7 +59,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
     terms = jax.eval_shape(config.terms, x.parameters, x.queries, x.keys)
     given = [name for name in terms._fields[3:] if getattr(terms, name) is not None]
     given += ["packed documents"] if x.tokens is not None and x.tokens.starts is not None else []
-    given += ["no tokens"] if 0 in (*x.state.shape, *terms.query.shape) else []
+    given += ["empty arrays"] if 0 in (*x.state.shape, *terms.query.shape) else []
     if terms.value.shape[-2] != terms.key.shape[-2]:
         given.append("value heads that share keys")
     if given:

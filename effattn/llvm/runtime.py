@@ -115,15 +115,15 @@ def refusal() -> str | None:
     if reason := _refusal_of_platform():
         return reason
     if not lanes():
-        return f"needs vectors with AVX2 and FMA, or NEON, which this {platform.machine()} has not"
+        return f"needs a CPU with AVX2 and FMA, or with NEON, got {platform.machine()} without them"
     return None
 
 
 def _refusal_of_platform():
     if os.name != "posix":
-        return f"runs on POSIX systems, not on {platform.system()}"
+        return f"runs on POSIX systems, got {platform.system()}"
     if importlib.util.find_spec("llvmlite") is None:
-        return "needs llvmlite"
+        return "needs the package llvmlite: pip install llvmlite"
     return None
 
 
@@ -157,7 +157,7 @@ def call(
     """
     for operand in operands:
         if operand.dtype not in DTYPES:
-            raise TypeError(f"{name} reads arrays of float32 and int32, got {operand.dtype}")
+            raise TypeError(f"operands of {name} must be float32 or int32, got {operand.dtype}")
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return jax.ffi.ffi_call(prepare(name), results)(*operands, **attributes)
 

@@ -74,8 +74,8 @@ def as_attention_fn(
     ) -> jax.Array:
         if module is not None:
             raise ValueError(
-                f"attention {binding.name!r} never forms the matrix of attention weights, so there "
-                "is none to sow; leave out module (sow_weights=True)"
+                f"attention {binding.name!r} never forms the attention weights that module would "
+                "sow; leave out module, or give the layer sow_weights=False"
             )
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         keywords = {
@@ -86,7 +86,9 @@ def as_attention_fn(
         }
         if precision is not None:
             if not binding.takes("precision"):
-                raise ValueError(f"attention {binding.name!r} takes no precision, got {precision}")
+                raise ValueError(
+                    f"attention {binding.name!r} takes no precision, got {precision}; leave it out"
+                )
             keywords["precision"] = precision
         if bias is not None:
             binding.require("bias", "bias")
@@ -100,8 +102,8 @@ def as_attention_fn(
             if not padding:
                 binding.require(
                     "mask",
-                    f"a mask of shape {mask.shape} (not padding, (*B, 1, 1, S); a causal mask is "
-                    "better asked for by is_causal=True)",
+                    f"a mask of shape {mask.shape} (for a causal mask pass is_causal=True; only a "
+                    "mask of shape (*B, 1, 1, S) is padding)",
                 )
             decoding = of_keys and query.shape[-3] == 1 and key.shape[-3] > 1
             if decoding:
@@ -139,12 +141,13 @@ def _dropout_keywords(
     binding.require("dropout", f"dropout_rate={rate}")
     if rng is None:
         raise ValueError(
-            f"dropout_rate={rate} needs dropout_rng, a jax.random key, or deterministic=True"
+            f"dropout_rate={rate} needs dropout_rng, a jax.random key, got None; without dropout, "
+            "pass deterministic=True"
         )
     if broadcast:
         raise ValueError(
-            "dropout is drawn for every example and head on its own and cannot be shared among "
-            "them; pass broadcast_dropout=False"
+            "broadcast_dropout must be False, as dropout is drawn separately for every example and "
+            "head, got True; pass broadcast_dropout=False"
         )
     return {"dropout_rate": rate, "dropout_rng": rng}
 

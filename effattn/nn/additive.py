@@ -59,7 +59,7 @@ class AdditiveSelfAttention(_Additive, SelfAttention):
         hidden_dim: int | None = None,
         **options: SelfAttentionOptions,
     ):
-        refuse(type(self), options, _OWN, "it learns its own, of hidden_dim")
+        refuse(type(self), options, _OWN, "it learns the kernels and the score, of hidden_dim")
         super().__init__(in_features, num_heads, "additive", **options)
         self.scores = _Scores(num_heads, self.head_dim, hidden_dim, Layers(**options))
 
@@ -83,7 +83,7 @@ class AdditiveCrossAttention(_Additive, CrossAttention):
         hidden_dim: int | None = None,
         **options: Annotated[Any, Attending],
     ):
-        refuse(type(self), options, _OWN, "it learns its own, of hidden_dim")
+        refuse(type(self), options, _OWN, "it learns the kernels and the score, of hidden_dim")
         options["context_features"] = context_features
         super().__init__(in_features, num_heads, "additive", **options)
         self.scores = _Scores(num_heads, self.head_dim, hidden_dim, Layers(**options))

@@ -63,9 +63,9 @@ def check_holds_none(name: str, function: Any) -> None:
     held = next((x for x in _held(function) if isinstance(x, _PARAMETERS)), None)
     if held is not None:
         raise ValueError(
-            f"{name} must not hold parameters that the layer cannot train, got a "
-            f"{type(function).__name__} that holds a {type(held).__name__}; give an nnx.Module "
-            "with that call in its place"
+            f"{name} must not hold parameters, as the layer cannot train them, got a "
+            f"{type(function).__name__} that holds a {type(held).__name__}; pass an nnx.Module "
+            "with the same __call__ instead"
         )
 
 
@@ -77,8 +77,8 @@ def check_has_none(what: str, function: Any, options: dict[str, Any]) -> None:
         held = next((x for x in leaves if isinstance(x, _PARAMETERS)), None)
         if held is not None:
             raise ValueError(
-                f"{name} must have no parameters, as {what} keeps none that could be trained, got "
-                f"a {type(held).__name__}; effattn.nn.SelfAttention takes it"
+                f"{name} must not hold parameters, as {what} cannot train them, got a "
+                f"{type(held).__name__}; use effattn.nn.SelfAttention, which trains them"
             )
 
 

@@ -131,8 +131,8 @@ def bind(
     reserved = sorted(_RESERVED & options.keys())
     if reserved:
         raise ValueError(
-            f"{', '.join(reserved)} cannot be an option of attention {name!r}: "
-            "the module sets it, from its own arguments or at each call"
+            f"attention {name!r} cannot have the option {', '.join(reserved)}, which the module "
+            "sets from its own arguments or at each call; leave it out"
         )
     unknown = sorted(option for option in options if not binding.takes(option))
     if unknown:
@@ -159,8 +159,8 @@ def resolve(
     if mechanism is not None:
         if mechanism.function is None or not mechanism.takes_heads:
             raise ValueError(
-                f"{mechanism.name!r} mixes tokens without queries, keys and values; its mixer is "
-                f"{mechanism.mixer}"
+                "attention must be a mechanism of query, key and value, got "
+                f"{mechanism.name!r}; use its mixer {mechanism.mixer}"
             )
         function, name = mechanism.function, mechanism.name
         options = {**mechanism.options, **options}

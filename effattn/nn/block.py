@@ -111,7 +111,7 @@ def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
             if "score_mod" not in entry.capabilities:
                 raise ValueError(
                     "positions='alibi' needs the capability 'score_mod', which "
-                    f"{entry.name!r} lacks; mechanisms that have it: "
+                    f"{entry.name!r} lacks; registered mechanisms that have it: "
                     f"{', '.join(registry.names('score_mod'))}"
                 )
         positions["score_mod"] = Alibi(config.num_heads)

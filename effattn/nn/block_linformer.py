@@ -43,7 +43,7 @@ class BlockLinformerSelfAttention(SelfAttention):
         **options: SelfAttentionOptions,
     ):
         made = "key_projection", "value_projection"
-        advice = "it makes them, as block_size, num_projected and sharing say"
+        advice = "it makes the projections from block_size, num_projected and sharing"
         refuse(type(self), options, made, advice)
         super().__init__(in_features, num_heads, "block_linformer", **options)
         self.block_size = checks.at_least("block_size", block_size, 1, "tokens")

@@ -107,7 +107,7 @@ class Unregistered:
             known = sorted(self._parameters.keys() - {"self", "in_features", "rngs"})
             raise ValueError(
                 f"the mixer {self.name!r} has no option {', '.join(unknown)}; its options are "
-                f"{', '.join(known)}"
+                f"{', '.join(known) or 'none'}"
             )
         if "num_heads" in self._parameters:
             options["num_heads"] = num_heads

@@ -111,7 +111,7 @@ class TransformerConfig:
         checks.dtype("param_dtype", self.param_dtype)
         if self.remat_policy is not None:
             if not self.remat:
-                raise ValueError("remat_policy needs remat=True, or leave remat_policy out")
+                raise ValueError("remat_policy needs remat=True, got False; leave remat_policy out")
             if isinstance(self.remat_policy, str) and self.remat_policy not in _REMAT_POLICIES:
                 raise ValueError(
                     f"remat_policy must be one of {', '.join(_REMAT_POLICIES)} or a function from "
@@ -119,8 +119,8 @@ class TransformerConfig:
                 )
         if isinstance(self.mixer, (tuple, list)) and len(self.mixer) != self.num_layers:
             raise ValueError(
-                f"mixer must be one for all layers or one for each of the {self.num_layers} "
-                f"layers, got {len(self.mixer)}"
+                f"mixer must be one mixer for all layers, or num_layers={self.num_layers} mixers, "
+                f"one for each layer, got {len(self.mixer)}"
             )
         for layer in range(self.num_layers):
             for mixer in self.layer_mixer(layer):
@@ -142,14 +142,14 @@ class TransformerConfig:
         kind = self.positions or ("rotary" if able else "learned")
         if (kind == "rotary" and not able) or (kind == "learned" and self.max_length is None):
             raise ValueError(
-                f"mixer={self.mixer!r} cannot tell rotary positions: give max_length and "
-                "positions='learned', or positions='none'"
+                f"mixer={self.mixer!r} takes no rotary positions: give positions='learned' and "
+                "max_length, or positions='none'"
             )
         for name in ("rotary_theta", "rotary_scaling"):
             if kind != "rotary" and getattr(self, name) != getattr(TransformerConfig, name):
                 raise ValueError(
-                    f"{name} is for rotary positions, and those of this model are {kind!r}; got "
-                    f"{name}={getattr(self, name)}"
+                    f"{name} needs positions='rotary', but the positions of this model are "
+                    f"{kind!r}, got {name}={getattr(self, name)}; leave {name} out"
                 )
         return kind
 
@@ -161,7 +161,7 @@ class TransformerConfig:
             groups = mixer["heads"]
             if not groups or not isinstance(groups, (tuple, list)):
                 raise ValueError(
-                    f'mixer must have one or more groups of heads in "heads", got {groups!r}'
+                    f'mixer must have a list of one or more groups in "heads", got {groups!r}'
                 )
         described = [build.named("mixer", group) for group in groups]
         return tuple(

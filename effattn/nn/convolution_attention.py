@@ -49,7 +49,7 @@ class ConvolutionAttention(CausalMixer):
     ):
         super().__init__(in_features, **options)
         if in_features % 2:
-            raise ValueError(f"in_features must be even, to be halved, got {in_features}")
+            raise ValueError(f"in_features must be even, for two equal parts, got {in_features}")
         name, own = named("attention", attention)
         entry, half, make = mechanism(name), in_features // 2, Layers(**options)
         common = {

@@ -52,7 +52,7 @@ class ConvolutionalClassifier(Module):
         **options: Unpack[Parameters],
     ):
         if not isinstance(widths, Sequence) or not widths:
-            raise ValueError(f"widths must be one or more ints, got {widths!r}")
+            raise ValueError(f"widths must be a list of one or more ints, got {widths!r}")
         for width in widths:
             checks.at_least("each of widths", width, 1, "tokens")
         checks.at_least("vocab_size", vocab_size, 1, "tokens")

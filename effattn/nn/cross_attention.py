@@ -78,7 +78,10 @@ class CrossAttention(Attention):
           `(B, T, D)`.
         """
         if (segment_ids is None) != (context_segment_ids is None):
-            raise ValueError("segment_ids and context_segment_ids must be given together")
+            given = "segment_ids" if context_segment_ids is None else "context_segment_ids"
+            raise ValueError(
+                f"segment_ids and context_segment_ids must be given together, got only {given}"
+            )
         key, value = self.project_context(
             context, lengths=context_lengths, segment_ids=context_segment_ids
         )
@@ -157,8 +160,8 @@ class CrossAttention(Attention):
             shape = np.shape(array)
             if len(shape) != 4 or shape[2:] != (heads, size):
                 raise ValueError(
-                    f"{name} must be what project_context returned, (B, S, {heads}, {size}), "
-                    f"got shape {shape}"
+                    f"{name} must be an array that project_context returned, of shape "
+                    f"(B, S, {heads}, {size}), got shape {shape}"
                 )
 
     def _placed(self, offset: jax.Array, x: jax.Array, key: jax.Array) -> dict[str, Any]:

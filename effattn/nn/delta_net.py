@@ -61,7 +61,7 @@ class DeltaNet(SelfAttention):
         convolution_width: int = 4,
         **options: SelfAttentionOptions,
     ):
-        advice = "it makes them of each token, as far as it has them"
+        advice = "it computes the gates of its formula from the tokens"
         refuse(type(self), options, ("beta", "log_decay"), advice)
         super().__init__(in_features, num_heads, self._mechanism, **options)
         make, of_keys = Layers(**options), self.num_kv_heads

@@ -51,9 +51,8 @@ class EncoderDecoderConfig:
                 raise ValueError(f"{name} must be a TransformerConfig, got {side!r}")
         if self.encoder.is_causal or not self.decoder.is_causal:
             raise ValueError(
-                "an encoder-decoder needs encoder=TransformerConfig(..., is_causal=False) and a "
-                f"decoder with is_causal=True, got {self.encoder.is_causal} and "
-                f"{self.decoder.is_causal}"
+                "encoder must have is_causal=False and decoder must have is_causal=True, got "
+                f"{self.encoder.is_causal} and {self.decoder.is_causal}"
             )
         named("cross_attention", self.cross_attention, mixers=False)
 
@@ -128,8 +127,8 @@ class DecoderBlock(Layer):
         if not any(map(self.cross.binding.has, _ALONE)):
             able = [n for n in registry.names("cross") if _ALONE & registry.get(n).capabilities]
             raise ValueError(
-                f"cross_attention {self.cross.binding.name!r} cannot follow a decoder token by "
-                "token: it has neither 'offset' nor 'state'; mechanisms that can: "
+                f"cross_attention {self.cross.binding.name!r} cannot decode token by token, as it "
+                "lacks 'offset' and 'state'; registered mechanisms that have one of both: "
                 f"{', '.join(able)}"
             )
         self.cross_norm = (
@@ -332,8 +331,8 @@ class Given:
         """Returns the decode state before the first target token; one row per source."""
         if batch != self.encoded.shape[0]:
             raise ValueError(
-                f"there are {self.encoded.shape[0]} sources, and {batch} rows of the target were "
-                "asked for; give a source for each row"
+                f"batch must be {self.encoded.shape[0]}, the number of encoded sources, got "
+                f"{batch}; give a source for each row"
             )
         return self.model.init_state(self.encoded, max_length, dtype, lengths=self.lengths)
 

@@ -38,7 +38,7 @@ class GatedLinearAttention(GatedOutput):
         temperature: float = 16.0,
         **options: SelfAttentionOptions,
     ):
-        refuse(type(self), options, ("log_decay",), "it makes the decays of each token")
+        refuse(type(self), options, ("log_decay",), "it computes the decays from the tokens")
         rank = checks.at_least("gate_rank", gate_rank, 1, "features")
         temperature = checks.positive("temperature", temperature)
         if head_dim is None:

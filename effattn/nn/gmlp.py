@@ -46,7 +46,7 @@ class GatedMLP(CachedMixer):
         super().__init__(in_features, **options)
         hidden = 4 * in_features if hidden_features is None else hidden_features
         if checks.at_least("hidden_features", hidden, 2, "features") % 2:
-            raise ValueError(f"hidden_features must be even, z_1 and z_2 alike, got {hidden}")
+            raise ValueError(f"hidden_features must be even, for two equal parts, got {hidden}")
         self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
         make = Layers(**options)
         self.project = make.linear(in_features, hidden)

@@ -12,8 +12,8 @@ def head_size(in_features: int, num_heads: int, head_dim: int | None = None, tim
     if in_features % num_heads:
         what = {1: "in_features", 2: "twice in_features"}[times]
         raise ValueError(
-            f"{what} ({in_features}) must be a multiple of num_heads ({num_heads}) when head_dim "
-            "is not given"
+            f"{what} ({in_features}) must be a multiple of num_heads ({num_heads}), or head_dim "
+            "must be given"
         )
     return in_features // num_heads
 

@@ -36,7 +36,7 @@ class HedgehogSelfAttention(SelfAttention):
         num_features: int | None = None,
         **options: SelfAttentionOptions,
     ):
-        refuse(type(self), options, _OWN, "it learns its own, of num_features")
+        refuse(type(self), options, _OWN, "it learns the projections, of num_features features")
         super().__init__(in_features, num_heads, "hedgehog", **options)
         features = checks.at_least(
             "num_features", self.head_dim if num_features is None else num_features, 1

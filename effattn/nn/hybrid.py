@@ -59,7 +59,7 @@ class SeveralMixers(CausalMixer):
         check_state(state, HybridState, batch)
         if len(state.groups) != len(self.mixers):
             raise ValueError(
-                f"state is of {len(state.groups)} parts, and this {type(self).__name__} has "
+                f"state has {len(state.groups)} parts, and this {type(self).__name__} needs "
                 f"{len(self.mixers)}; it is the state of another layer"
             )
 
@@ -117,7 +117,7 @@ class HybridHeads(SeveralMixers):
         for group in groups:
             if not isinstance(group, Mapping) or not checks.is_integer(group.get("num_heads")):
                 raise ValueError(
-                    "each of groups must be a mapping with a mechanism's "
+                    "each item of groups must be a mapping with a mechanism's "
                     f'"name" and its "num_heads", an int, got {group!r}'
                 )
         sizes = [group["num_heads"] for group in groups]
@@ -129,13 +129,13 @@ class HybridHeads(SeveralMixers):
             or any(n % shared for n in sizes)
         ):
             raise ValueError(
-                f"groups must have the {num_heads} heads between them, each a multiple of the "
-                f"{shared} that share a key head, got {sizes}"
+                f"groups must have {num_heads} heads together, and each group a multiple of "
+                f"{shared}, the number of query heads of a key head, got {sizes}"
             )
         head_dim = head_size(in_features, num_heads, head_dim)
         mixers, names, first = [], [], 0
         for group, size in zip(groups, sizes, strict=True):
-            name, of_group = named("each of groups", group)
+            name, of_group = named("each item of groups", group)
             entry = mechanism(name)
             names.append(entry.name)
             del of_group["num_heads"]
@@ -145,8 +145,8 @@ class HybridHeads(SeveralMixers):
                 of_group = {"num_kv_heads": size // shared, **of_group}
             if not entry.mixer_takes("head_dim"):
                 raise ValueError(
-                    f"groups share out the heads of a layer, and the mixer of {entry.name!r} has "
-                    "no heads of head_dim features; give it a layer of its own"
+                    f"groups must have mixers that take head_dim, but the mixer of {entry.name!r} "
+                    "does not; use it alone in a layer"
                 )
             mixer = entry.build(
                 in_features,
@@ -163,7 +163,7 @@ class HybridHeads(SeveralMixers):
         directions = [getattr(mixer, "is_causal", True) for mixer in mixers]
         if len(set(directions)) > 1:
             raise ValueError(
-                "groups must all be causal or none, by the same is_causal, got is_causal="
+                "groups must all have the same is_causal, got "
                 f"{dict(zip(names, directions, strict=True))}"
             )
         self.in_features, self.is_causal = in_features, directions[0]

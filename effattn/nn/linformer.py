@@ -65,7 +65,7 @@ class LinformerSelfAttention(SelfAttention):
         **options: SelfAttentionOptions,
     ):
         made = "key_projection", "value_projection"
-        refuse(type(self), options, made, "it makes them, as method and sharing say")
+        refuse(type(self), options, made, "it makes the projections from method and sharing")
         super().__init__(in_features, num_heads, "linformer", is_causal=is_causal, **options)
         self.max_length = checks.at_least("max_length", max_length, 1, "tokens")
         self.num_projected = checks.at_least("num_projected", num_projected, 1, "rows")
@@ -74,13 +74,12 @@ class LinformerSelfAttention(SelfAttention):
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {choice!r}")
         if self.num_projected > self.max_length:
             raise ValueError(
-                f"num_projected ({self.num_projected}) must be at most max_length "
-                f"({self.max_length}): there are no more tokens to sum"
+                f"num_projected must be at most max_length {max_length}, got {num_projected}"
             )
         if method != "linear" and max_length % num_projected:
             raise ValueError(
-                f"method={method!r} needs a max_length that is a multiple of num_projected, got "
-                f"{max_length} and {num_projected}"
+                f"max_length must be a multiple of num_projected {num_projected} for "
+                f"method={method!r}, got {max_length}"
             )
         self.method = method
         self.sharing = sharing
@@ -120,12 +119,16 @@ class LinformerSelfAttention(SelfAttention):
 def _check_given(projection: Any, sharing: str, method: str, shape: tuple[int, ...]) -> None:
     if method == "mean":
         if projection is not None:
-            raise ValueError("method='mean' has no parameters, and takes no projection")
+            raise ValueError(
+                f"method='mean' takes no projection, got a {type(projection).__name__}; leave "
+                "projection out"
+            )
         return
     if (projection is None) == (sharing == "layers"):
         raise ValueError(
-            "sharing='layers' goes with projection, the nnx.Param that all layers are given; got "
-            f"sharing={sharing!r} and {'no ' if projection is None else 'a '}projection"
+            "projection, one nnx.Param for all layers, must be given with sharing='layers', and "
+            f"only then, got sharing={sharing!r} and "
+            f"{'no' if projection is None else 'a'} projection"
         )
     if projection is not None and (
         not isinstance(projection, nnx.Variable) or projection[...].shape != shape

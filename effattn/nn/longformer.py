@@ -62,7 +62,8 @@ class LongformerSelfAttention(SelfAttention):
             raise ValueError(f"max_global must be an int, 1 or more, or None, got {max_global!r}")
         if global_projections and max_global is None:
             raise ValueError(
-                "global_projections=True needs max_global, how many global tokens a row has at most"
+                "global_projections=True needs max_global, the largest number of global "
+                "tokens in a row, got None"
             )
         self.max_global = max_global
         self.global_query = nnx.clone(self.query) if global_projections else None
@@ -129,8 +130,8 @@ class LongformerSelfAttention(SelfAttention):
     def _checked(self, global_mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if self.max_global is None:
             raise ValueError(
-                "global_mask needs max_global, how many global tokens a row has at most, and this "
-                "module was made without"
+                "global_mask needs max_global, the largest number of global tokens in a row, got "
+                "None; make the module with max_global"
             )
         global_mask = checks.as_array("global_mask", global_mask)
         if global_mask.shape != shape or global_mask.dtype != jnp.bool_:

@@ -145,9 +145,9 @@ class CausalMixer(Mixer):
                     tuple(g if a != b else a for g, a, b in zip(*sizes, strict=False))
                     for sizes in zip(got, shapes(like), shapes(large), strict=True)
                 ]
-        # The levels of a hierarchical state depend on its capacity, which no shape tells.
+        # Hierarchical states of other capacities may have other numbers of levels.
         structures = {jax.tree.structure(x) for x in (state, like)}
-        if got != needed and len(structures) == 1:
+        if len(got) == len(needed) and (got != needed or len(structures) > 1):
             raise ValueError(
                 f"state has arrays of shapes {got}, and this {type(self).__name__} needs {needed}; "
                 "it is the state of another layer"

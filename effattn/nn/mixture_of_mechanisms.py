@@ -69,10 +69,10 @@ class MixtureOfMechanisms(SeveralMixers):
                 "mechanisms must be two or more registered names, callables, or mappings with a "
                 f'"name", got {mechanisms!r}'
             )
-        given = [named("each of mechanisms", one) for one in several]
+        given = [named("each item of mechanisms", one) for one in several]
         costs = range(len(given)) if costs is None else costs
         costs = tuple(costs) if np.iterable(costs) else (costs,)
-        needs = f"{len(given)} numbers, 0 or more, one a mechanism"
+        needs = f"{len(given)} numbers, 0 or more, one for each mechanism"
         if len(costs) != len(given) or min(checks.real("costs", c, needs) for c in costs) < 0:
             raise ValueError(f"costs must be {needs}, got {costs}")
         self.gate, self.costs = gate, costs

@@ -45,7 +45,7 @@ class PerformerSelfAttention(SelfAttention):
         rngs: nnx.Rngs,
         **options: SelfAttentionOptions,
     ):
-        advice = "it draws num_features vectors, and redraw draws others"
+        advice = "it draws num_features random vectors, and redraw draws new ones"
         refuse(type(self), options, ("projection",), advice)
         super().__init__(in_features, num_heads, "performer", rngs=rngs, **options)
         self.num_features = num_features

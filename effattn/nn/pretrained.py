@@ -155,7 +155,7 @@ def bigbird_from_transformers(
         if attention_type == "original_full":
             raise ValueError(
                 "random_blocks needs attention_type='block_sparse', got 'original_full'; leave out "
-                "one of both"
+                "random_blocks or attention_type"
             )
         chosen["random_blocks"] = random_blocks
     layers = _read(parameters, prefix, _LOCAL, num_heads)

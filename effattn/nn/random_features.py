@@ -46,11 +46,11 @@ class RandomFeatureSelfAttention(SelfAttention):
         rngs: nnx.Rngs,
         **options: SelfAttentionOptions,
     ):
-        advice = "it makes them, as num_features and gated say"
+        advice = "it makes the projection and the gate from num_features and gated"
         refuse(type(self), options, ("projection", "gate"), advice)
         super().__init__(in_features, num_heads, "random_features", rngs=rngs, **options)
         if gated and not self.is_causal:
-            raise ValueError("gated=True needs is_causal=True, as a gate decays earlier tokens")
+            raise ValueError("gated=True needs is_causal=True, as gates decay earlier tokens")
         self.num_features = num_features
         self.vectors = nnx.Variable(self._draw(rngs))
         make = Layers(**{**options, "rngs": rngs, "kernel_init": initializers.kernel_init})

@@ -97,7 +97,7 @@ class RecurrentMemoryAttention(CausalMixer):
         batch, time, features = x.shape
         if time % self.segment_size:
             raise ValueError(
-                f"x must have whole segments of {self.segment_size} tokens, got {time} tokens"
+                f"x must have a multiple of segment_size={self.segment_size} tokens, got {time}"
             )
         dtype = self._computed_in(x)
         if memory is None:

@@ -44,7 +44,7 @@ class ReversibleStack(Module):
     def __init__(self, *layers: Sequence[Any]):
         if not layers or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in layers):
             raise ValueError(
-                "ReversibleStack needs pairs (F, G) of modules, one for each layer, got "
+                "layers must be one or more pairs (F, G) of modules, got "
                 f"{[type(layer).__name__ for layer in layers]}"
             )
         self.first = nnx.List([first for first, _ in layers])
@@ -89,7 +89,9 @@ class ReversibleStack(Module):
         modules = [m for pair in zip(self.first, self.second, strict=True) for m in pair]
         for name in given.keys() - {"rngs"}:
             if not any(_takes(module, name) for module in modules):
-                raise ValueError(f"{name} was given, but no module of the stack takes it")
+                raise ValueError(
+                    f"{name} was given, but no module of the stack takes it; leave {name} out"
+                )
         valid = valid_tokens(x1.shape[1], given.get("lengths"), given.get("segment_ids"))
         wide = dtypes.wide(x1, x2)
         streams = tuple(zero_padding(x, valid).astype(wide) for x in (x1, x2))

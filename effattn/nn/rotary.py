@@ -50,7 +50,7 @@ class RotaryEmbedding:
         """
         head_dim = x.shape[-1]
         if head_dim % 2:
-            raise ValueError(f"rotary embedding needs an even head size, got {head_dim}")
+            raise ValueError(f"x must have an even head size for rotary embedding, got {head_dim}")
         dtype = dtypes.wide(x.dtype)
         positions = checks.as_array("positions", positions)
         if not jnp.issubdtype(positions.dtype, jnp.integer):

@@ -70,7 +70,7 @@ class RoutingSelfAttention(SelfAttention):
         rngs: nnx.Rngs,
         **options: SelfAttentionOptions,
     ):
-        advice = "it draws num_clusters a head, and update_centroids moves them"
+        advice = "it draws num_clusters centroids a head, and update_centroids moves them"
         refuse(type(self), options, ("centroids",), advice)
         super().__init__(in_features, num_heads, "routing", rngs=rngs, **options)
         group = self.num_heads // self.num_kv_heads
@@ -79,8 +79,8 @@ class RoutingSelfAttention(SelfAttention):
         self.num_local_heads = checks.at_least("num_local_heads", num_local_heads, 0, "heads")
         if num_local_heads % group or num_local_heads >= num_heads:
             raise ValueError(
-                f"num_local_heads must be less than num_heads {num_heads}, and a multiple of the "
-                f"{group} that share a key head, got {num_local_heads}"
+                f"num_local_heads must be less than num_heads {num_heads}, and a multiple of "
+                f"{group}, the number of query heads of a key head, got {num_local_heads}"
             )
         self.num_clusters = checks.at_least("num_clusters", num_clusters, 1, "clusters")
         self.cluster_size = checks.at_least("cluster_size", cluster_size, 1, "tokens")

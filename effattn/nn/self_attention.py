@@ -172,8 +172,8 @@ class SelfAttention(Attention, CausalMixer):
         mechanism = self.binding.mechanism
         if mechanism is None or mechanism.decoder is None:
             raise NotImplementedError(
-                f"how attention {self.binding.name!r} decodes is not known; give a registered "
-                f"mechanism that decodes ({', '.join(registry.names('decode'))}), its function, "
-                "or a functools.partial of it"
+                f"attention {self.binding.name!r} cannot decode, as it is not registered with a "
+                f"decoder; use a mechanism that decodes ({', '.join(registry.names('decode'))}), "
+                "its function, or a functools.partial of its function"
             )
         return registry.load(mechanism.decoder)(mechanism.function, self._options())

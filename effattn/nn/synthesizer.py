@@ -81,9 +81,11 @@ class Synthesizer(CachedMixer):
         self._mechanism = _KINDS[kind]
         super().__init__(in_features, **options)
         if hidden_features is not None and kind in ("factorized", "random"):
-            raise ValueError(f"kind {kind!r} has no hidden_features, got {hidden_features}")
+            raise ValueError(f"kind={kind!r} takes no hidden_features, got {hidden_features}")
         if not trained and kind not in ("random", "factorized_random"):
-            raise ValueError(f"trained=False is for the random kinds, got kind {kind!r}")
+            raise ValueError(
+                f"trained=False needs kind='random' or 'factorized_random', got kind={kind!r}"
+            )
         self.kind, self.trained = kind, trained
         self.head_dim = head_size(in_features, num_heads, head_dim)
         self.num_heads = num_heads

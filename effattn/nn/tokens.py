@@ -33,7 +33,7 @@ def one_token(tokens: Any) -> jax.Array:
     """Returns tokens as an array; raises `ValueError` unless they are integers (batch, 1)."""
     tokens = token_ids(tokens)
     if tokens.shape[1] != 1:
-        raise ValueError(f"step takes one token a row, (B, 1), got shape {tokens.shape}")
+        raise ValueError(f"step takes one token, tokens (B, 1), got tokens of shape {tokens.shape}")
     return tokens
 
 

@@ -175,8 +175,8 @@ class Transformer(Module):
         check_state(state, TransformerState, batch)
         if len(state.layers) != len(self.blocks):
             raise ValueError(
-                f"state is of {len(state.layers)} layers, and the model has {len(self.blocks)}; it "
-                "is the state of another model"
+                f"state has {len(state.layers)} layers, and this model needs {len(self.blocks)}; "
+                "it is the state of another model"
             )
         lengths = new_lengths(lengths, batch, time)
         if self.positions is not None:

@@ -198,7 +198,7 @@ def refusal(limits: dispatch.Limits, config: Config, x: Inputs) -> str | None:
     try:
         programs_of(config, x, jnp.float32)
     except Unsupported as reason:
-        return f"cannot run its function of one element, which {reason}"
+        return f"cannot evaluate the score_mod or the pattern, which {reason}"
     return None
 
 
@@ -291,7 +291,7 @@ def walk_arrays(plan: Plan, arrays: Arrays, layout: Any, *, of_keys: bool) -> tu
         lead, rest = array.shape[: array.ndim - axes], array.shape[array.ndim - axes :]
         *batch, heads = lead if lead else (1,)
         if math.prod(batch) not in (1, arrays.query.shape[0]):
-            raise AssertionError("a layout has as many examples as the query, or one")
+            raise AssertionError("a layout must have 1 example or as many as the query")
         return array.reshape(math.prod(batch), heads, *rest)
 
     none = np.zeros((1, 1, layout.grid[0], 1), np.int32)

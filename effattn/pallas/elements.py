@@ -61,7 +61,7 @@ class Program:
         program = cls(closed, (*consts, *tables), len(tables))
         largest = max((table.size for table in program.tables), default=0)
         if largest > _MOST_ENTRIES:
-            raise Unsupported(f"reads a table of {largest} entries, more than {_MOST_ENTRIES}")
+            raise Unsupported(f"reads an array of {largest} entries, more than {_MOST_ENTRIES}")
 
         def lookup(number, at):
             return jnp.zeros(at.shape, program.tables[number].dtype)
@@ -110,7 +110,7 @@ class _View:
             if fixed[axis] is None and size == 1:
                 fixed[axis] = jnp.clip(start, 0, self.shape[axis] - 1)
             elif fixed[axis] is None and size != self.shape[axis]:
-                raise Unsupported("reads a table by slices; it may read entries")
+                raise Unsupported("reads slices of an array, not only single entries")
         return dataclasses.replace(self, fixed=tuple(fixed))
 
     def squeezed(self, dimensions):
@@ -146,7 +146,7 @@ def _evaluate(jaxpr, lookup, values):
             inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
             consts = [_View.whole(-1, c) if np.ndim(c) else jnp.asarray(c) for c in inner.consts]
             if any(isinstance(c, _View) for c in consts):
-                raise Unsupported("reads a table inside an inner function")
+                raise Unsupported("reads an array inside an inner function")
             env.update(
                 zip(eqn.outvars, _evaluate(inner.jaxpr, lookup, [*consts, *read]), strict=True)
             )
@@ -154,7 +154,7 @@ def _evaluate(jaxpr, lookup, values):
         if isinstance(read[0] if read else None, _View):
             result = _of_view(eqn, *read)
         elif any(isinstance(value, _View) for value in read):
-            raise Unsupported("computes with a whole table; it may read entries")
+            raise Unsupported("computes with a whole array, not only with single entries")
         elif name in _SAME_NUMBER and math.prod(eqn.outvars[0].aval.shape) == 1:
             result = read[0]
         elif name in ELEMENTWISE and not eqn.primitive.multiple_results:
@@ -162,9 +162,7 @@ def _evaluate(jaxpr, lookup, values):
             same = (jnp.broadcast_to(v, shape) if v.shape != shape else v for v in read)
             result = eqn.primitive.bind(*same, **eqn.params)
         else:
-            raise Unsupported(
-                f"calls {name!r}; kernels have elementwise functions and table[index]"
-            )
+            raise Unsupported(f"calls {name!r}, not only elementwise functions and array[index]")
         env[eqn.outvars[0]] = result
     return [get(atom) for atom in jaxpr.outvars]
 
@@ -186,4 +184,4 @@ def _of_view(eqn, view, *indices):
         if len(view.axes) == 1 and params["slice_sizes"] == (1,) and not numbers.offset_dims:
             if "CLIP" in str(params["mode"]) or "PROMISE" in str(params["mode"]):
                 return view.at(indices, (1,))
-    raise Unsupported(f"calls {name!r} on a table; kernels have table[index]")
+    raise Unsupported(f"calls {name!r} on an array, not only array[index]")

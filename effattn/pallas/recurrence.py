@@ -135,14 +135,14 @@ def refusal(config: Config, x: Inputs) -> str | None:
     dtypes = {array.dtype for array in jax.tree.leaves((x.queries, x.keys))}
     features, values = x.state.shape[-2:]
     if terms.removed is not None:
-        return "takes the delta form that removes at the key, not at keys of their own"
+        return "takes the delta form that removes at the key, not at a separate removal key"
     if terms.recalled is not None and terms.bonus is not None:
         return "takes the delta form without a bonus"
     if x.state.dtype != jnp.float32:
         return f"takes float32, bfloat16 and float16, got {_widest(dtypes)}"
     if max(features, values) > LARGEST:
         return (
-            f"takes up to {LARGEST} features and values (with one more of a normaliser), got "
+            f"takes up to {LARGEST} features and {LARGEST} values (the normaliser is one), got "
             f"{features} and {values}"
         )
     if 0 in (*x.state.shape, *terms.query.shape):

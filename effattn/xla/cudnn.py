@@ -37,7 +37,7 @@ def refusal(query: jax.Array, key: jax.Array, value: jax.Array, given: Any) -> s
     try:
         jax.eval_shape(functools.partial(attend, given=given, name=name), query, key, value)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return f"refused: {error}"
+        return f"refuses the call: {error}"
     return None
 
 

@@ -105,7 +105,7 @@ class Checkpoints:
         if progress.pop("identity", None) != self._identity:
             raise UserError(
                 f"the checkpoint {where} was written with another configuration; "
-                "choose another --output, or delete it"
+                "choose another --output, or delete the checkpoint"
             )
         missing = ", ".join(key for key in keys if key not in progress)
         if missing:

@@ -28,29 +28,31 @@ def check(config: Any, is_causal: bool = True) -> None:
         check_counts(config, "at_once")
     for name in ("mechanisms", "seeds"):
         values = getattr(config, name)
-        _require(len(values) > 0, config, name, "needs at least one")
+        _require(len(values) > 0, config, name, "needs at least one value")
         _require(len(set(values)) == len(values), config, name, "must not repeat a value")
     check_seeds(config)
     _require(config.context >= 4, config, "context", "must be at least 4")
-    _require(config.width % config.heads == 0, config, "width", "must be a multiple of --heads")
+    good = config.width % config.heads == 0
+    _require(good, config, "width", f"must be a multiple of --heads {config.heads}")
     _require(
         config.width // config.heads % 2 == 0,
         config,
         "heads",
         f"must divide --width {config.width} into even head sizes, for rotary positions",
     )
-    _require(config.batch % config.accumulate == 0, config, "batch", "must split by --accumulate")
+    good = config.batch % config.accumulate == 0
+    _require(good, config, "batch", f"must be a multiple of --accumulate {config.accumulate}")
     check_positive(config, "clip", "sweep")
     if config.learning_rate is not None:
         check_positive(config, "learning_rate")
     _require(len(set(config.sweep)) == len(config.sweep), config, "sweep", "must not repeat a rate")
     both = config.sweep and config.learning_rate is not None
-    _require(not both, config, "sweep", "finds the learning rate: leave out --learning-rate")
-    _require(0 <= config.warmup < 1, config, "warmup", "must be a fraction of the steps, below 1")
+    _require(not both, config, "sweep", "must be left out if --learning-rate is given")
+    _require(0 <= config.warmup < 1, config, "warmup", "must be a fraction from 0 to below 1")
     good = 0 <= config.weight_decay <= MOST_FLOAT
     _require(good, config, "weight_decay", "must be 0 or positive, and finite in float32")
-    if config.tokenizer == "bpe":
-        _require(config.vocabulary > 256, config, "vocabulary", "must exceed the 256 bytes")
+    good = config.tokenizer != "bpe" or config.vocabulary > 256
+    _require(good, config, "vocabulary", "must be above 256, the number of bytes")
     _check_mechanisms(config, is_causal)
 
 
@@ -97,7 +99,7 @@ def check_mechanism(option: str, text: str, trial: Callable[[], None]) -> None:
 def _require(good: bool, config: Any, name: str, need: str) -> None:
     if not good:
         value = getattr(config, name)
-        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        shown = " ".join(map(str, value)) or "none" if isinstance(value, tuple) else value
         raise UserError(f"--{name.replace('_', '-')} {need}, got {shown}")
 
 

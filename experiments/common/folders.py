@@ -39,7 +39,7 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = "cannot be written" if existing.is_dir() else "is no folder"
+        reason = "cannot be written" if existing.is_dir() else "is not a folder"
         raise UserError(f"the output folder {folder} cannot be used: {existing} {reason}")
     # A killed process may have left a partial file, which does not count.
     if not folder.is_dir() or all(path.suffix == ".partial" for path in folder.iterdir()):
@@ -88,7 +88,7 @@ def _lock(descriptor: int, folder: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(
-            f"another process is at work in the output folder {folder}; wait for it, or choose "
+            f"another process uses the output folder {folder}; wait for it, or choose "
             "another --output"
         ) from None
     except OSError as error:

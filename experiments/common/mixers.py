@@ -40,11 +40,11 @@ def parse(
     for part in text.split("/"):
         kind, _, times = part.partition("*")
         if times and not (times.isdecimal() and int(times)):
-            raise ValueError(f"{part!r} must have a number of layers after its *, 1 or more")
+            raise ValueError(f"{part!r} must have a number of layers after the *, 1 or more")
         parts.append((_layer(kind, heads, window, context, is_causal), int(times or 1)))
     count = sum(count for _, count in parts)
     if count > layers:
-        raise ValueError(f"{text!r} names {count} layers, but the model has {layers} layers")
+        raise ValueError(f"{text!r} names {count} layers, but --layers is {layers}")
     turns = [layer for layer, count in parts for _ in range(count)]
     return tuple(turns[layer % len(turns)] for layer in range(layers))
 
@@ -66,7 +66,7 @@ def _layer(text: str, heads: int, window: int, context: int, is_causal: bool) ->
     share, rest = divmod(heads, len(groups))
     if rest:
         raise ValueError(
-            f"{text!r} names {len(groups)} mechanisms, which must divide the {heads} heads"
+            f"the number of mechanisms in {text!r} must divide --heads {heads}, got {len(groups)}"
         )
     return {"heads": tuple({**group, "num_heads": share} for group in groups)}
 
@@ -78,8 +78,8 @@ def _mechanism(text: str, window: int, context: int, is_causal: bool) -> dict[st
     if name not in registry.names():
         known = ", ".join(registry.names(direction))
         raise ValueError(
-            f"unknown mechanism {name!r}; {direction} ones are {known}; --import adds those of "
-            "your own modules"
+            f"unknown mechanism {name!r}; {direction} mechanisms are {known}; --import adds "
+            "mechanisms of your own modules"
         )
     entry = registry.get(name)
     Binding.of(name).require(direction, f"is_causal={is_causal}")
@@ -93,13 +93,13 @@ def _mechanism(text: str, window: int, context: int, is_causal: bool) -> dict[st
     for option in given:
         key, _, value = option.partition("=")
         if key in options:
-            raise ValueError(f"{text!r} gives {key} twice")
+            raise ValueError(f"{text!r} gives {key} twice; give it once")
         # All errors that the documentation of `literal_eval` names.
         try:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             raise ValueError(
-                f"{key}={value!r} must be a number, a word in quotes or a pair"
+                f"option {key} must be a number, a word in quotes or a pair, got {value!r}"
             ) from None
     of_mixer = entry.mixer_options()
     others = {key: value for key, value in options.items() if key not in of_mixer}

@@ -78,9 +78,9 @@ def _with_parameters(config: TransformerConfig, needed: int, mechanism: str) -> 
     hidden = 1 + round((needed - without) / each)
     if hidden < 1:
         raise ValueError(
-            f"the model of {mechanism!r} has {without - each:,} parameters before its feed-forward "
-            f"layers, and that of {REFERENCE!r} has {needed:,} in all: give the mechanism options "
-            "that make it smaller, or all models the same layers by --no-equal-parameters"
+            f"the model of {mechanism!r} has {without - each:,} parameters without feed-forward "
+            f"layers, too many to equal the {needed:,} of the model of {REFERENCE!r}; give the "
+            "mechanism options that make it smaller, or pass --no-equal-parameters"
         )
     return dataclasses.replace(config, hidden_features=hidden)
 

@@ -79,7 +79,7 @@ def load(task: str, examples: int, held_out: int) -> Pairs:
         sources = len({source for source, _ in texts})
         raise UserError(
             f"--task {task} has {len(texts)} pairs of {sources} different sources, too few to "
-            f"train on and hold out {held_out}"
+            f"train on and hold out {held_out}; give more sources, or a smaller --held-out"
         )
     rows = _rows(texts)
     # Texts contain no tabs and no ends of lines.
@@ -163,8 +163,8 @@ def _made(task: str, examples: int) -> list[tuple[str, str]]:
     most = MOST.get(task, examples)
     if examples > most:
         raise UserError(
-            f"--examples must be at most {most}, as there are no more different sources of the "
-            f"task {task}, got {examples}"
+            f"--examples must be at most {most}, the number of different sources of --task {task}, "
+            f"got {examples}"
         )
     make = TASKS[task]
     rng = np.random.default_rng(0)
@@ -192,8 +192,7 @@ def _read(path: str, examples: int) -> list[tuple[str, str]]:
         parts = line.removesuffix("\r").split("\t")
         if len(parts) != 2 or not all(parts):
             raise UserError(
-                f"{path}, line {number} is no pair: it needs a source, a tab and a target, got "
-                f"{line[:60]!r}"
+                f"{path}, line {number} must be a source, a tab and a target, got {line[:60]!r}"
             )
         pairs.append((parts[0], parts[1]))
     return pairs

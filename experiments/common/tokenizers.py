@@ -99,7 +99,8 @@ class BytePairTokenizer:
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except Exception as error:
-            raise UserError(f"{path} is no tokenizer ({error}); delete it to retrain") from error
+            reason = f"{path} is not a tokenizer ({error}); delete {path} to train it again"
+            raise UserError(reason) from error
 
     def write(self, path: Path) -> None:
         """Writes the vocabulary atomically."""

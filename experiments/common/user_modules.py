@@ -28,7 +28,7 @@ def load(names: Sequence[str]) -> None:
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise UserError(
-                f"--import needs the name of a module as in Python, my_package.my_module, got "
+                f"--import must be the name of a Python module, such as my_package.my_module, got "
                 f"{name!r}"
             )
         try:

@@ -25,7 +25,7 @@ def test_steps_after_each_prefix_are_timed_and_written(tmp_path, capsys):
 def test_a_number_that_is_none_is_named(option, value, capsys):
     with pytest.raises(SystemExit, match="2"):
         decode.main([option, value])
-    assert f"{option}: needs a whole number of 1 or more, got '{value}'" in capsys.readouterr().err
+    assert f"{option}: must be a whole number, 1 or more, got '{value}'" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):

@@ -50,7 +50,7 @@ def test_every_mechanism_has_a_layer_of_the_size_that_is_timed(name):
 def test_wrong_arguments_are_named(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         layers.main(["--length", "3"])
-    assert "needs a whole number of 16 or more, got '3'" in capsys.readouterr().err
+    assert "must be a whole number, 16 or more, got '3'" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert layers.main(["--output", str(tmp_path / "file" / "under")]) == 2
     assert "cannot write the output folder" in capsys.readouterr().err

@@ -126,7 +126,7 @@ def test_after_enough_seconds_contenders_leave_and_slow_peers_do_not_come_back(m
     assert rows[0].rounds == [0.75, 0.75, 0.75, 0.75, None]
     assert rows[1].rounds == [9, 9, 9, None, None]
     assert rows[1].ratio == 12
-    assert slow == {"slow": "slow: a call took 9.0 s at 20"}
+    assert slow == {"slow": "slow: a call took 9.0 s at length 20"}
     first, left_out = measure.compare(
         "bidirectional", contenders, draw(40), PASSES[0], 1, RATES, slow
     )

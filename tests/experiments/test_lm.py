@@ -172,7 +172,7 @@ def assert_refused(command, capsys, sentence):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "neither a known name"),
+        (None, "--corpus must be sotu, an existing file or folder"),
         (b"", "is empty"),
         (b"\x89PNG\r\n\x1a\n\0", "is not UTF-8 text"),
         (b"short\n", "the corpus is too short"),
@@ -197,13 +197,13 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path, folder_of_te
 def test_a_folder_is_of_one_process_at_a_time(tmp_path, folder_of_text, capsys):
     output = tmp_path / "run"
     command = arguments(folder_of_text, output, *SCHEDULE)
-    with pytest.raises(UserError, match="another process is at work"):
+    with pytest.raises(UserError, match="another process uses"):
         with folders.claimed(output, {}), folders.claimed(output, {}):
             pass
     (output / "config.json").unlink()
     with folders.claimed(output, {}):
         (output / "config.json").rename(output / "config.json.partial")
-        assert_refused(command, capsys, f"another process is at work in .*{output}; wait for it")
+        assert_refused(command, capsys, f"another process uses .*{output}; wait for it")
     with folders.claimed(output, {}):
         pass
 
@@ -315,7 +315,7 @@ def test_a_run_folder_may_be_in_the_home_folder(tmp_path, monkeypatch):
 def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, folder_of_text, capsys):
     (tmp_path / "file").write_text("text")
     for output in (tmp_path / "file", tmp_path / "file" / "run"):
-        assert_refused(arguments(folder_of_text, output), capsys, "file is no folder")
+        assert_refused(arguments(folder_of_text, output), capsys, "file is not a folder")
     assert (tmp_path / "file").read_text() == "text"
 
 
@@ -330,34 +330,34 @@ def test_a_folder_without_permission_is_refused(tmp_path, folder_of_text, capsys
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--mechanisms", "softmaxx"], "'softmaxx'; causal ones are softmax, additive, "),
+        (["--mechanisms", "softmaxx"], "'softmaxx'; causal mechanisms are softmax, additive, "),
         (["--mechanisms", "bigbird,block_size=0"], "--mechanisms: block_size must be an int, 1 or"),
         (["--mechanisms", "linear", "linear"], "--mechanisms must not repeat"),
-        (["--width", "9"], "--width must be a multiple of --heads, got 9"),
+        (["--width", "9"], "--width must be a multiple of --heads 2, got 9"),
         (["--width", "6"], "--heads must divide --width 6 into even head sizes"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--context", "2"], "--context must be at least 4, got 2"),
         (["--window", "0"], "--window must be at least 1, got 0"),
         (["--at-once", "0"], "--at-once must be at least 1, got 0"),
-        (["--seeds"], "--seeds needs at least one"),
+        (["--seeds"], "--seeds needs at least one value, got none"),
         (["--seeds", "-1"], "--seeds must not be negative, got -1"),
         (["--seeds", "2147483648"], "--seeds must be at most 2147483647, got 2147483648"),
         (["--steps", f"1{'0' * 20}"], "--steps must be at most 2147483647, got 10"),
         (["--vocabulary", f"1{'0' * 20}"], "--vocabulary must be at most 2147483647, got 10"),
         (["--mechanisms", "softmax,scale='a'"], "--mechanisms: scale must be a number .*got 'a'"),
         (["--mechanisms", "softmax,implementation='cudnn'"], "cannot be run .*takes bfloat16 and"),
-        (["--corpus", ""], "--corpus must name a corpus, a file or a folder, got ''"),
-        (["--accumulate", "3"], "--batch must split by --accumulate, got 4"),
+        (["--corpus", ""], "--corpus must be sotu, an existing file or folder.*, got ''"),
+        (["--accumulate", "3"], "--batch must be a multiple of --accumulate 3, got 4"),
         (["--learning-rate", "nan"], "--learning-rate must be positive and finite .*, got nan"),
         (["--learning-rate", "1e300"], "must be positive and finite in float32, got 1e.300"),
         (["--clip", "1e-300"], "--clip must be positive and finite in float32, got 1e-300"),
         (["--clip", "0"], "--clip must be positive and finite in float32, got 0"),
-        (["--warmup", "1"], "--warmup must be a fraction"),
+        (["--warmup", "1"], "--warmup must be a fraction from 0 to below 1, got 1"),
         (["--weight-decay", "-1"], "--weight-decay must be 0 or positive"),
         (["--weight-decay", "1e39"], "must be 0 or positive, and finite in float32, got 1e.39"),
         (["--sweep", "0.1", "inf"], "--sweep must be positive and finite in float32, got 0.1 inf"),
-        (["--sweep", "0.1", "--learning-rate", "0.1"], "leave out --learning-rate"),
-        (["--tokenizer", "bpe", "--vocabulary", "256"], "--vocabulary must exceed the 256 bytes"),
+        (["--sweep", "0.1", "--learning-rate", "0.1"], "--sweep must be left out if"),
+        (["--tokenizer", "bpe", "--vocabulary", "256"], "--vocabulary must be above 256, the"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(tmp_path, folder_of_text, capsys, more, sentence):

@@ -75,7 +75,7 @@ def test_options_of_a_mixer_of_its_own():
     [
         ("nystrom", True, "'nystrom' lacks 'causal'.* that have it: softmax, "),
         ("sparse_transformer", False, "'sparse_transformer' lacks 'bidirectional'.* have it: s"),
-        ("sotfmax", False, "unknown mechanism 'sotfmax'; bidirectional ones are softmax, "),
+        ("sotfmax", False, "unknown mechanism 'sotfmax'; bidirectional mechanisms are softmax, "),
     ],
 )
 def test_the_wrong_direction_gets_the_advice_of_the_registry(text, is_causal, message):
@@ -86,20 +86,20 @@ def test_the_wrong_direction_gets_the_advice_of_the_registry(text, is_causal, me
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("sotfmax", "unknown mechanism 'sotfmax'; causal ones are softmax, "),
+        ("sotfmax", "unknown mechanism 'sotfmax'; causal mechanisms are softmax, "),
         ("softmax/", "unknown mechanism ''"),
         ("bigbird,blocksize=8", "'bigbird' has no option blocksize; its options are block_size, "),
         ("lstm,hidden=8", "'lstm' has no option hidden; its options are none"),
-        ("bigbird,block_size=", "block_size='' must be a number"),
-        ("bigbird,block_size=eight", "block_size='eight' must be a number"),
-        ("softmax/linear/softmax/linear", "names 4 layers, but the model has 3 layers"),
-        ("softmax*0/linear", r"'softmax\*0' must have a number of layers after its \*, 1 or more"),
-        ("softmax*two", "must have a number of layers after its"),
-        ("softmax*99999999999", "names 99999999999 layers, but the model has 3 layers"),
+        ("bigbird,block_size=", "option block_size must be a number, .* got ''"),
+        ("bigbird,block_size=eight", "option block_size must be a number, .* got 'eight'"),
+        ("softmax/linear/softmax/linear", "names 4 layers, but --layers is 3"),
+        ("softmax*0/linear", r"'softmax\*0' must have a number of layers after the \*, 1 or more"),
+        ("softmax*two", "must have a number of layers after the"),
+        ("softmax*99999999999", "names 99999999999 layers, but --layers is 3"),
         ("softmax,name='linear'", "'softmax' has no option name; its options are"),
-        ("bigbird,block_size=8,block_size=16", "block_size=16' gives block_size twice"),
+        ("bigbird,block_size=8,block_size=16", "gives block_size twice; give it once"),
         ("bigbird,block_size={[]:1}", "must be a number, a word in quotes or a pair"),
-        ("softmax+linear+softmax", "names 3 mechanisms, which must divide the 4 heads"),
+        ("softmax+linear+softmax", "number of mechanisms in .* must divide --heads 4, got 3"),
     ],
 )
 def test_what_it_cannot_read_is_named(text, message):

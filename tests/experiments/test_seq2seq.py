@@ -210,8 +210,8 @@ def test_targets_begin_and_end():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a\tb\nc", "line 2 is no pair: it needs a source, a tab and a target, got 'c'"),
-        ("a\tb\tc", "line 1 is no pair"),
+        ("a\tb\nc", "line 2 must be a source, a tab and a target, got 'c'"),
+        ("a\tb\tc", "line 1 must be a source, a tab and a target"),
         ("a\tb", "has 1 pairs of 1 different sources, too few to train on and hold out 5"),
         ("a\tb\n" * 24, "has 24 pairs of 1 different sources, too few to train on and hold out 5"),
         (None, "one of sort, reverse, dates or a file of pairs; cannot read"),

@@ -69,5 +69,5 @@ def test_a_cached_vocabulary_is_read_not_trained_again(tmp_path, documents):
 def test_a_damaged_vocabulary_is_one_sentence(tmp_path, documents):
     cache = tmp_path / "tokenizer.json"
     cache.write_text("{")
-    with pytest.raises(UserError, match="is no tokenizer .*delete it"):
+    with pytest.raises(UserError, match="is not a tokenizer .*delete"):
         load("bpe", 300, documents, cache)

@@ -78,8 +78,8 @@ def test_a_mechanism_of_ones_own_module_is_trained(here, folder_of_text, capsys,
     [
         ("their_mechanisms.tripled", "there is no module 'their_mechanisms.tripled' in the"),
         ("no_such_package.module", "there is no module 'no_such_package.module' in the current"),
-        ("their_mechanisms/doubled.py", "needs the name of a module as in Python"),
-        ("", "needs the name of a module as in Python, my_package.my_module, got ''"),
+        ("their_mechanisms/doubled.py", "must be the name of a Python module"),
+        ("", "must be the name of a Python module, such as my_package.my_module, got ''"),
         (
             "their_mechanisms.broken",
             "the module 'their_mechanisms.broken' cannot be imported (ModuleNotFoundError: No",

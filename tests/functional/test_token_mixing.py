@@ -483,11 +483,11 @@ IDS = np.ones((2, 9), int)
             lambda: Synthesizer(
                 D, 2, kind="random", max_length=9, hidden_features=3, rngs=nnx.Rngs(0)
             ),
-            "kind 'random' has no hidden_features",
+            "kind='random' takes no hidden_features, got",
         ),
         (
             lambda: Synthesizer(D, 2, max_length=9, trained=False, rngs=nnx.Rngs(0)),
-            "trained=False is for the random kinds, got kind 'dense'",
+            "trained=False needs kind='random' or .*, got kind='dense'",
         ),
         (
             lambda: Synthesizer(D, 2, max_length=5, rngs=nnx.Rngs(0))(X),

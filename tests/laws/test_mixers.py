@@ -167,7 +167,7 @@ def test_what_is_not_claimed_is_refused_with_advice(mixer):
     refused(lambda: made()(x[..., :3]), r"x must have shape \(batch, length, 8\)")
     refused(
         lambda: SelfAttention(FEATURES, mixers.HEADS, mixer.name, rngs=nnx.Rngs(0)),
-        f"'{mixer.name}' mixes tokens without queries",
+        f"attention must be a mechanism of query, key and value, got '{mixer.name}'; use",
     )
     if mixer.has("decode"):
 

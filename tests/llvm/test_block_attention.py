@@ -287,5 +287,5 @@ def test_it_says_which_dtypes_and_machines_it_takes(monkeypatch):
     with pytest.raises(NotImplementedError, match="takes float32, got bfloat16"):
         attend(**arrays)
     monkeypatch.setattr(runtime, "lanes", lambda: 0)
-    with pytest.raises(NotImplementedError, match="needs vectors with AVX2 and FMA, or NEON"):
+    with pytest.raises(NotImplementedError, match="needs a CPU with AVX2 and FMA, or with NEON"):
         attend(**draw(dtype=np.float32))

@@ -300,7 +300,7 @@ HIDING = {
 @pytest.mark.parametrize("function", HIDING.values(), ids=HIDING)
 def test_functions_that_hide_parameters_are_refused(function):
     """Hidden parameters would be constants, and the same in all layers."""
-    with pytest.raises(ValueError, match="score_mod must not hold .*give an nnx.Module"):
+    with pytest.raises(ValueError, match="score_mod must not hold .*pass an nnx.Module"):
         SelfAttention(FEATURES, HEADS, score_mod=function, rngs=nnx.Rngs(0))
 
 
@@ -310,7 +310,7 @@ def test_attention_that_hides_parameters_is_refused():
     def attention(query, key, value, *, is_causal=False):
         return effattn.dot_product_attention(query * scale[...], key, value, is_causal=is_causal)
 
-    with pytest.raises(ValueError, match="attention must not hold .* a Param; give an nnx.Module"):
+    with pytest.raises(ValueError, match="attention must not hold .* a Param; pass an nnx.Module"):
         SelfAttention(FEATURES, HEADS, attention, rngs=nnx.Rngs(0))
 
 

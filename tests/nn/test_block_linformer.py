@@ -90,7 +90,7 @@ def test_a_model_generates_past_a_block():
         ({"block_size": 0}, "block_size must be an int, 1 or more tokens, got 0"),
         ({"num_projected": 5}, "num_projected must be at most block_size 4, got 5"),
         ({"sharing": "layers"}, "sharing must be one of none, heads, key_value, got 'layers'"),
-        ({"key_projection": np.ones((2, 4))}, "no option key_projection; it makes them"),
+        ({"key_projection": np.ones((2, 4))}, "no option key_projection; it makes the projections"),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -113,7 +113,9 @@ def test_attention_functions_are_called_by_self_attention():
     lm = model(uniform)
     assert isinstance(lm.blocks[0].mixer, SelfAttention)
     assert np.isfinite(lm(TOKENS)).all()
-    with pytest.raises(NotImplementedError, match="how attention 'uniform' decodes is not known"):
+    with pytest.raises(
+        NotImplementedError, match="attention 'uniform' cannot decode, as it is not"
+    ):
         lm.init_state(2, 6)
 
 

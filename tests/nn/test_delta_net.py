@@ -235,7 +235,7 @@ def test_heads_of_a_hybrid_have_it_by_name(name):
 
 def test_wrong_arguments_are_named(layer, mixer):
     for name in ("beta", "log_decay"):
-        with pytest.raises(ValueError, match=f"{layer.__name__} has no option {name}; it makes"):
+        with pytest.raises(ValueError, match=f"{layer.__name__} has no option {name}; it computes"):
             make(layer, **{name: jnp.ones(2)})
     with pytest.raises(ValueError, match="convolution_width must be an int, 1 or more"):
         make(layer, convolution_width=0)

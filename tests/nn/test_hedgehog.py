@@ -77,7 +77,7 @@ def test_the_maps_are_trained_and_large_inputs_are_finite():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"key_projection": np.eye(4)}, "has no option key_projection; it learns its own"),
+        ({"key_projection": np.eye(4)}, "has no option key_projection; it learns the projections"),
         ({"num_features": 0}, "num_features must be an int, 1 or more"),
     ],
 )

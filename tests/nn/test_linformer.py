@@ -121,15 +121,18 @@ def test_the_registry_builds_it_and_bfloat16_computes_with_float32_parameters():
         ({"num_projected": 2.0}, "num_projected must be an int, 1 or more rows, got 2.0"),
         ({"sharing": "all"}, "sharing must be one of none, heads, key_value, layers, got 'all'"),
         ({"method": "max"}, "method must be one of linear, convolution, mean, got 'max'"),
-        ({"method": "mean", "num_projected": 5}, "a multiple of num_projected, got 12 and 5"),
-        ({"sharing": "layers"}, "sharing='layers' goes with projection.* and no projection"),
+        (
+            {"method": "mean", "num_projected": 5},
+            "a multiple of num_projected 5 for method='mean', got 12",
+        ),
+        ({"sharing": "layers"}, "given with sharing='layers', and only .* and no projection"),
         ({"projection": nnx.Param(np.ones((4, 12)))}, "got sharing='heads' and a projection"),
         (
             {"projection": nnx.Param(np.ones((4, 11))), "sharing": "layers"},
             r"projection must be an nnx.Param of shape \(4, 12\), got \(4, 11\)",
         ),
         ({"projection": nnx.Param(np.ones(3)), "method": "mean"}, "takes no projection"),
-        ({"key_projection": np.ones((4, 12))}, "no option key_projection; it makes them"),
+        ({"key_projection": np.ones((4, 12))}, "no option key_projection; it makes the"),
         ({"max_length": 11}, "is for at most 11 tokens, got 12"),
     ],
 )
@@ -145,7 +148,7 @@ def test_causal_models_refuse_it():
     with pytest.raises(ValueError, match="'linformer' lacks 'causal'"):
         jax.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
     groups = [{"name": name, "num_heads": 2} for name in ("softmax", "linformer")]
-    with pytest.raises(ValueError, match="all be causal or none.*'linformer': False"):
+    with pytest.raises(ValueError, match="all have the same is_causal, .*'linformer': False"):
         jax.eval_shape(lambda: HybridHeads(16, 4, groups, rngs=nnx.Rngs(0)))
     y = jax.eval_shape(lambda: HybridHeads(16, 4, groups, is_causal=False, rngs=nnx.Rngs(0))(X))
     assert y.shape == X.shape

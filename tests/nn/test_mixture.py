@@ -58,14 +58,20 @@ def test_the_penalty_is_the_mean_cost_of_valid_tokens():
     [
         ({"gate": "hard"}, 'gate must be "soft" or "top1", got \'hard\''),
         ({"mechanisms": ("softmax",)}, "mechanisms must be two or more registered names"),
-        ({"mechanisms": ({"local_window_size": 3}, "softmax")}, 'each of mechanisms .* as "name"'),
+        (
+            {"mechanisms": ({"local_window_size": 3}, "softmax")},
+            'each item of mechanisms .* as "name"',
+        ),
         ({"mechanisms": ("softmax", "sofmax")}, "unknown mechanism 'sofmax'"),
-        ({"mechanisms": (1, 2)}, "each of mechanisms must be a registered name, .* got 1"),
+        ({"mechanisms": (1, 2)}, "each item of mechanisms must be a registered name, .* got 1"),
         ({"mechanisms": None}, "two or more registered names, .* got None"),
-        ({"costs": (1, None)}, "costs must be 2 numbers, 0 or more, one a mechanism, got None"),
-        ({"costs": 1}, "costs must be 2 numbers, 0 or more, one a mechanism"),
-        ({"costs": (1,)}, "costs must be 2 numbers, 0 or more, one a mechanism"),
-        ({"costs": (1, -1)}, "costs must be 2 numbers, 0 or more, one a mechanism"),
+        (
+            {"costs": (1, None)},
+            "costs must be 2 numbers, 0 or more, one for each mechanism, got None",
+        ),
+        ({"costs": 1}, "costs must be 2 numbers, 0 or more, one for each mechanism"),
+        ({"costs": (1,)}, "costs must be 2 numbers, 0 or more, one for each mechanism"),
+        ({"costs": (1, -1)}, "costs must be 2 numbers, 0 or more, one for each mechanism"),
     ],
 )
 def test_wrong_options_are_named(options, message):
@@ -114,7 +120,7 @@ def test_mechanisms_decode_in_it_whose_states_grow_in_ways_of_their_own(layer, p
 
 def test_the_state_of_another_mixture_is_refused():
     state = make(mechanisms=("linear", LOCAL, "softmax")).init_state(2, 7)
-    with pytest.raises(ValueError, match="of 3 parts, and this .* has 2; .* another layer"):
+    with pytest.raises(ValueError, match="has 3 parts, and this .* needs 2; .* another layer"):
         make().extend(X, state)
     with pytest.raises(ValueError, match="state must be the RecurrentState"):
         make(mechanisms=("linear", "softmax")).extend(X, make().init_state(2, 7))

@@ -92,7 +92,7 @@ def test_padding_with_a_gate_reaches_nothing():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"projection": jnp.ones((1, 6, 4))}, "has no option projection; it makes them"),
+        ({"projection": jnp.ones((1, 6, 4))}, "has no option projection; it makes the"),
         ({"gated": True, "is_causal": False}, "gated=True needs is_causal=True"),
         ({"num_features": 0}, "num_features must be an int, 1 or more"),
     ],

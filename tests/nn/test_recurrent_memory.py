@@ -77,7 +77,7 @@ def test_gradients_pass_within_a_call():
 
 
 def test_what_does_not_fit_is_named():
-    with pytest.raises(ValueError, match="whole segments of 4 tokens, got 7 tokens"):
+    with pytest.raises(ValueError, match="a multiple of segment_size=4 tokens, got 7"):
         made().mix_segments(X[:, :7])
     with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 8\), got \(12, 8\)"):
         made().mix_segments(X[0])

@@ -261,7 +261,7 @@ def test_wrong_options_are_named(layer, options, message):
 
 
 def test_wrong_options_of_the_decays_are_named():
-    with pytest.raises(ValueError, match="no option log_decay; it makes the decays of each token"):
+    with pytest.raises(ValueError, match="no option log_decay; it computes the decays from the"):
         make(GatedLinearAttention, log_decay=np.zeros(2))
     with pytest.raises(ValueError, match="gate_rank must be an int, 1 or more features, got 0"):
         make(GatedLinearAttention, gate_rank=0)

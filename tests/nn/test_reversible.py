@@ -197,7 +197,7 @@ def test_what_it_cannot_take_is_named():
     ):
         layers(draw(0), draw(0, 3))
     for wrong in ((), (SwiGLU(8, 8, rngs=rngs),)):
-        with pytest.raises(ValueError, match=r"needs pairs \(F, G\) of modules"):
+        with pytest.raises(ValueError, match=r"one or more pairs \(F, G\) of modules"):
             ReversibleStack(*wrong)
     with pytest.raises(TypeError, match="reverse mode only"):
         jax.jvp(lambda x: layers(x)[0], (draw(0),), (draw(1),))

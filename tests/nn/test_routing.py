@@ -210,7 +210,10 @@ def test_k_means_finds_groups():
     ("options", "message"),
     [
         ({"num_local_heads": 4}, "num_local_heads must be less than num_heads 4, .* got 4"),
-        ({"num_local_heads": 1, "num_kv_heads": 2}, "a multiple of the 2 that share a key head"),
+        (
+            {"num_local_heads": 1, "num_kv_heads": 2},
+            "a multiple of 2, the number of query heads of",
+        ),
         ({"centroids": np.ones((4, 3, 4))}, "has no option centroids"),
         ({"num_clusters": 0}, "num_clusters must be an int, 1 or more clusters, got 0"),
     ],

@@ -528,7 +528,7 @@ def test_bad_inputs_are_named():
         model(TOKENS, lengths=np.array([1]))
     with pytest.raises(ValueError, match="must be at least one token"):
         model.extend(TOKENS[:, :0], model.init_state(2, 9))
-    with pytest.raises(ValueError, match="state is of 3 layers, and the model has 1"):
+    with pytest.raises(ValueError, match="state has 3 layers, and this model needs 1"):
         model.extend(TOKENS, made(num_layers=3).init_state(2, 9))
     with pytest.raises(ValueError, match="TransformerState"):
         model.extend(TOKENS, model.init_state(2, 9).layers[0])
@@ -545,12 +545,12 @@ def test_bad_inputs_are_named():
         ({"positions": "learned"}, "positions='learned' needs max_length"),
         ({"mixer": "sofmax"}, "unknown mechanism 'sofmax'"),
         ({"mixer": {"local_window_size": 3}}, 'mixer must be .* as "name" and options, got {'),
-        ({"mixer": ("softmax",)}, "each of the 2 layers, got 1"),
+        ({"mixer": ("softmax",)}, "num_layers=2 mixers, one for each layer, got 1"),
         ({"mixer": 3}, "mixer must be a registered name, .* got 3"),
         ({"mixer": None}, "mixer must be a registered name, .* got None"),
         ({"mixer": ("softmax", None)}, "mixer must be a registered name, .* got None"),
-        ({"mixer": {"heads": []}}, "mixer .* one or more groups of heads"),
-        ({"mixer": {"heads": {"name": "softmax"}}}, "mixer .* one or more groups of heads"),
+        ({"mixer": {"heads": []}}, "mixer .* one or more groups in .heads., got"),
+        ({"mixer": {"heads": {"name": "softmax"}}}, "mixer .* one or more groups in .heads., got"),
         ({"max_length": 1.5}, "max_length must be an int, 1 or more or None, got 1.5"),
         ({"dropout_rate": 1.5}, r"dropout_rate must be a number in \[0, 1\), got 1.5"),
         ({"dropout_rate": None}, r"dropout_rate must be a number in \[0, 1\), got None"),
@@ -585,7 +585,7 @@ def test_configurations_are_equal_by_the_values_of_arrays():
 
 @pytest.mark.parametrize("option", ["rotary_theta", "rotary_scaling"])
 def test_options_of_rotary_positions_need_these(option):
-    with pytest.raises(ValueError, match=f"{option} is for rotary positions, .* 'alibi'"):
+    with pytest.raises(ValueError, match=f"{option} needs positions='rotary', .* 'alibi', got"):
         make(positions="alibi", **{option: 2.0})
 
 
@@ -632,7 +632,7 @@ def test_models_of_any_mixer_tell_the_order():
         assert made(**alone, max_length=9).positions is not None
         assert made(**alone, max_length=9, positions="none").positions is None
         for given in ({"max_length": 9, "positions": "rotary"}, {"max_length": None}):
-            with pytest.raises(ValueError, match=f"mixer='{name}' cannot tell .* give max_length"):
+            with pytest.raises(ValueError, match=f"mixer='{name}' takes no .* give positions"):
                 make(**alone, **given)
     mixed = made(mixer=("aft_simple", "softmax"), num_layers=2, num_kv_heads=None)
     assert mixed.positions is None

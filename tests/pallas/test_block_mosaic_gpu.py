@@ -297,7 +297,7 @@ def test_older_versions_of_jax_take_no_functions_of_logits(monkeypatch, options)
 
 def test_what_a_grid_does_not_hold_is_refused():
     array = jax.ShapeDtypeStruct((2**16, 1, 1, 64), np.float16)
-    with pytest.raises(NotImplementedError, match="takes up to 65535 examples, and heads, got"):
+    with pytest.raises(NotImplementedError, match="takes up to 65535 examples and heads each, got"):
         jax.eval_shape(attend, array, array, array)
 
 
@@ -320,8 +320,8 @@ def test_what_it_does_not_take_triton_does_on_the_same_device():
         ("9.0", "cuda 13000", None),
         ("8.0", "cuda 12060", r"compute capability 9\.x \(Hopper\), got 8\.0"),
         ("10.0", "cuda 12091", r"compute capability 9\.x \(Hopper\), got 10\.0"),
-        ("9.0", "cuda 12080", r"CUDA outside of 12\.8\.0 to 12\.9\.0, .* got 12080"),
-        ("9.0", "cuda 12090", r"CUDA outside of 12\.8\.0 to 12\.9\.0, .* got 12090"),
+        ("9.0", "cuda 12080", r"CUDA version outside 12\.8\.0 to 12\.9\.0, .* got 12080"),
+        ("9.0", "cuda 12090", r"CUDA version outside 12\.8\.0 to 12\.9\.0, .* got 12090"),
     ],
 )
 def test_which_devices_and_versions_of_cuda_it_takes(monkeypatch, capability, cuda, message):

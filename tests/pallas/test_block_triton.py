@@ -220,13 +220,13 @@ def test_elsewhere_it_says_who_takes_the_arguments():
             np.float32,
             {},
             {"score_mod": lambda logit, b, h, i, j: jax.nn.relu(logit)},
-            "cannot run its function of one element, which calls 'custom_jvp_call'",
+            "cannot evaluate the score_mod or the pattern, which calls 'custom_jvp_call'",
         ),
         (
             np.float32,
             {},
             {"score_mod": lambda logit, b, h, i, j: logit + jnp.asarray(LARGE)[i - j]},
-            "which reads a table of 5000 entries, more than 4096",
+            "which reads an array of 5000 entries, more than 4096",
         ),
     ],
 )
@@ -251,7 +251,7 @@ def test_blocks_that_are_whole_tiles_need_no_table():
         return jax.eval_shape(function, *shapes(80 * block_size))
 
     attend_to_own(128)
-    with pytest.raises(NotImplementedError, match="reads a table of 6400 entries"):
+    with pytest.raises(NotImplementedError, match="reads an array of 6400 entries"):
         attend_to_own(100)
 
 

@@ -100,7 +100,7 @@ def test_the_delta_rule_is_lowered():
     [
         (np.float16, (2, 2, 2), (3, 4), "takes float32 and bfloat16, got float16"),
         (np.float32, (34, 1, 1), (3, 4), "takes up to 32 query heads .* got 34"),
-        (np.float32, (2, 2, 2), (3, 260), "takes up to 256 features and values"),
+        (np.float32, (2, 2, 2), (3, 260), "takes up to 256 features and 256 values"),
     ],
 )
 def test_what_it_does_not_take(dtype, heads, sizes, message):

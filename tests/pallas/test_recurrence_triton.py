@@ -330,10 +330,13 @@ LOG_DECAY = {"log_decay": -np.ones((5, 2), np.float32)}
     ("given", "message"),
     [
         ({**LOG_DECAY, "dtype": np.float64}, "takes float32, bfloat16 and float16, got float64"),
-        ({**LOG_DECAY, "sizes": (260, 8)}, "takes up to 256 features and values .*got 260 and 8"),
+        (
+            {**LOG_DECAY, "sizes": (260, 8)},
+            "takes up to 256 features and 256 values .*got 260 and 8",
+        ),
         (
             {"attend": effattn.linear_attention, "sizes": (3, 256), "is_causal": True},
-            "takes up to 256 features and values .*got 3 and 257",
+            "takes up to 256 features and 256 values .*got 3 and 257",
         ),
         (
             {"length": 0, "log_decay": np.zeros((0, 2), np.float32)},

@@ -93,7 +93,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
     examples = math.prod(x.query.shape[:-3])
     if max(examples, x.query.shape[-2]) > _MOST_BLOCKS:
         heads = x.query.shape[-2]
-        return f"takes up to {_MOST_BLOCKS} examples, and heads, got {examples} and {heads}"
+        return f"takes up to {_MOST_BLOCKS} examples and heads each, got {examples} and {heads}"
     given = config.tile if x.layout is None else x.layout.tile
     if given is not None and any(side % ROWS for side in given):
         return f"takes tiles of multiples of {ROWS} queries and keys, got {given}"
@@ -108,8 +108,8 @@ def _refusal_of_the_device():
     version = None if gpu is None else re.search(r"cuda (\d+)", gpu.client.platform_version)
     if version is not None and _MISCOMPILED[0] <= int(version[1]) <= _MISCOMPILED[1]:
         return (
-            "needs a CUDA outside of 12.8.0 to 12.9.0, whose ptxas miscompiles kernels of Mosaic "
-            f"GPU with causal masks, got {version[1]}"
+            "needs a CUDA version outside 12.8.0 to 12.9.0, whose ptxas miscompiles kernels of "
+            f"Mosaic GPU with causal masks, got {version[1]}"
         )
     return None
 

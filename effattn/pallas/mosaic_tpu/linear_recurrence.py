@@ -62,7 +62,8 @@ def refusal(config: Config, x: Inputs) -> str | None:
     lanes = sum(pl.cdiv(size, LANES) * LANES for size in x.state.shape[-2:])
     if group * lanes > GROUP_LANES:
         return (
-            f"takes up to {GROUP_LANES // lanes} query heads a key head of these sizes, got {group}"
+            f"takes up to {GROUP_LANES // lanes} query heads for each key head of this size, got "
+            f"{group}"
         )
     return None
 
