@@ -21,6 +21,11 @@ IN_FLOAT32 = {
 
 
 DECODING = {"any_split_equals_the_whole", "rows_of_a_state_can_be_chosen"}
+IN_BOTH_DIRECTIONS = {
+    "agrees_with_the_naive_form",
+    "padding_reaches_nothing",
+    "packed_documents_give_what_they_give_alone",
+}
 BIDIRECTIONAL = "agrees_with_the_naive_form_in_both_directions"
 
 
@@ -35,9 +40,13 @@ def is_quick(law, subject):
     """Returns whether a case is quick: the first variant, or a variant with another program."""
     name, variant = subject.subject.name, subject.subject.variant
     if isinstance(subject, OfMixer):
+        if subject.subject in battery.FIRST_MIXERS:
+            return True
         causal = subject.subject._replace(is_causal=True)
-        is_of_family = causal in battery.FIRST_MIXER_OF_FAMILY
-        return subject.subject in battery.FIRST_MIXERS or is_of_family or variant == "longer"
+        if causal in battery.FIRST_MIXER_OF_FAMILY:
+            return law in IN_BOTH_DIRECTIONS
+        # State spaces continue past the length of their kernels.
+        return variant == "longer" and law in {"agrees_with_the_naive_form", *DECODING}
     if law == BIDIRECTIONAL:
         # The last variant of one mechanism of each family, and of Nystrom, where this variant has
         # more landmarks than queries.
