@@ -10,7 +10,7 @@ runs every law that applies to the mechanism: it equals its naive form with all 
 nothing from the future, ignores padding, packs documents, decodes as it trains, and stays finite.
 `check("mine")` does the same in one call. A `Case` gives the mechanism's own arguments and options.
 
-Needs `hypothesis`; `parametrize` also needs `pytest`.
+Needs `hypothesis`, and for `parametrize` also `pytest`: `pip install effattn[test]`.
 """
 
 import functools
