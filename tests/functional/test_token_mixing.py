@@ -495,7 +495,7 @@ IDS = np.ones((2, 9), int)
         ),
         (
             lambda: ConvolutionalClassifier(5, 2, widths=(), rngs=nnx.Rngs(0)),
-            "widths must be one or more ints",
+            "widths must be a list of one or more ints",
         ),
         (
             lambda: ConvolutionalClassifier(5, 2, widths=(3, 0), rngs=nnx.Rngs(0)),

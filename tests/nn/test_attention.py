@@ -268,7 +268,7 @@ def test_bfloat16_computes_with_float32_parameters_and_gradients():
         ({"attention": 3}, "registered name or a function"),
         ({"attention": "softmax", "window": 3}, "no option window; its options are"),
         ({"attention": "linear", "score_mod": Alibi(4)}, "'linear' has no option score_mod"),
-        ({"query_offset": 3}, "query_offset cannot be an option"),
+        ({"query_offset": 3}, "cannot have the option query_offset"),
         (
             {"attention": functools.partial(effattn.dot_product_attention, is_causal=True)},
             "cannot have the option is_causal, ",
