@@ -248,7 +248,7 @@ def test_what_disagrees_or_does_not_compile_is_not_taken(arrays, fastest, kernel
 
     # Each length is used by no other test, because JAX keeps traces.
     for form, reason, length in (
-        (wrong, "_Disagrees: up to", 31),
+        (wrong, "_Disagrees: results must differ", 31),
         (None, "TypeError: 'NoneType'", 30),
     ):
         monkeypatch.setattr(block_triton, "forward", form)
