@@ -120,11 +120,11 @@ RULES: dict[str, tuple[Run, ...]] = {
     r"decode/(generate|sampling)": ((("tests/decode/test_generate.py",), None),),
     r"decode/longformer": (
         (("tests/nn/test_longformer.py", "tests/decode"), None),
-        (("tests/laws/test_decode.py",), "longformer"),
+        (("tests/laws/test_laws.py",), "longformer"),
     ),
     r"decode/(gathered|segments)": (
         (("tests/decode",), None),
-        (("tests/laws/test_decode.py",), "bigbird or hierarchical or long_short"),
+        (("tests/laws/test_laws.py",), "bigbird or hierarchical or long_short"),
     ),
 }
 
@@ -184,7 +184,7 @@ def runs_of(file: str, root: pathlib.Path = ROOT) -> list[Run]:
     own = sorted(str(p.relative_to(root)) for p in root.glob(f"tests/{package}/test_{name}*.py"))
     runs: list[Run] = [(tuple(own), None)] if own else []
     if mechanisms:
-        laws = "tests/laws/test_decode.py" if package == "decode" else "tests/laws"
+        laws = "tests/laws/test_laws.py" if package == "decode" else "tests/laws"
         runs.append(((laws,), mechanisms))
     if package == "decode":
         runs.append((("tests/decode",), None))
