@@ -70,6 +70,6 @@ def test_a_score_mod_that_closes_over_an_array_of_the_mesh_is_told_what_to_do():
         return effattn.dot_product_attention(query, key, value, score_mod=score_mod)
 
     with pytest.raises(
-        ValueError, match="score_mod closes over .* with jax.sharding.AxisType.Auto"
+        ValueError, match="score_mod may close over .* with jax.sharding.AxisType.Auto"
     ):
         on_mesh(attend)

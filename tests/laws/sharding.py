@@ -38,7 +38,7 @@ def collectives(compiled):
 def specs_of(mechanism, arrays):
     specs = dict.fromkeys(mechanism.of_tokens, BY_HEAD)
     specs |= {"out": BY_HEAD, "lse": BY_HEAD, "state": PartitionSpec("batch", "heads")}
-    specs |= dict.fromkeys(mechanism.case.per_head, PartitionSpec("heads"))
+    specs |= dict.fromkeys(mechanism.per_head, PartitionSpec("heads"))
     return {k: specs.get(k, PartitionSpec()) for k in arrays}
 
 
@@ -62,7 +62,7 @@ def _placed(mechanism, arrays, known, cotangents):
     of_arrays, of_results = specs_of(mechanism, arrays), specs_of(mechanism, cotangents)
     if arrays["key"].shape[-2] == 1:
         of_arrays |= dict.fromkeys(mechanism.of_tokens[1:], BY_ROW)
-        of_arrays |= dict.fromkeys(mechanism.case.per_head, PartitionSpec())
+        of_arrays |= dict.fromkeys(mechanism.per_head, PartitionSpec())
         of_results |= {"state": BY_ROW}
     of_arrays |= {"initial_state": BY_ROW, "bias": PartitionSpec("heads")}
     everywhere = mesh()
