@@ -192,10 +192,11 @@ class Implementation(TypedDict, total=False):
       implementation: None, a name, or a tuple of names tried in order. `effattn.support(name)`
         lists the names that a mechanism has, the device that each runs on and what it takes;
         "pallas" is the first of "mosaic_gpu", "triton" and "mosaic_tpu" that takes the call where
-        it runs. None is the result of `effattn.tune`. Untuned, None is a kernel, if one takes
-        the call, for 16-bit inputs of 128 or more tokens on one Hopper GPU and for float32 inputs
-        of 16 or more tokens on an x86-64 CPU, and "xla" otherwise. A named
-        implementation that does not take the call is a NotImplementedError.
+        it runs, and "naive" is the formula of the mechanism, with all pairs or token by token (see
+        `effattn.naive`). None is the result of `effattn.tune`. Untuned, None is a kernel, if one
+        takes the call, for 16-bit inputs of 128 or more tokens on one Hopper GPU and for float32
+        inputs of 16 or more tokens on an x86-64 CPU, and "xla" otherwise. A named implementation
+        that does not take the call is a NotImplementedError.
     """
 
     implementation: str | tuple[str, ...] | None

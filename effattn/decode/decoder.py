@@ -30,6 +30,16 @@ class Sizes(NamedTuple):
         return jnp.zeros((self.batch,), jnp.int32)
 
 
+def without_naive(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the options of decoding, with `implementation="xla"` for "naive"."""
+    given = options.get("implementation")
+    names = (given,) if isinstance(given, str) else tuple(given or ())
+    if "naive" not in names:
+        return options
+    others = names[: names.index("naive")]
+    return {**options, "implementation": (*others, "xla")}
+
+
 @dataclasses.dataclass(frozen=True)
 class Decoder:
     """Makes and extends the decode state of one attention function.
@@ -38,13 +48,17 @@ class Decoder:
 
     Attributes:
       function: the attention function.
-      options: arguments of the function.
+      options: arguments of the function. Naive forms are of whole sequences: in place of
+        `implementation="naive"`, decoding runs in XLA.
     """
 
     function: Callable[..., Any]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     _state: ClassVar[type]
+
+    def __post_init__(self):
+        object.__setattr__(self, "options", without_naive(self.options))
 
     def init(
         self,

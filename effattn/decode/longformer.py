@@ -12,7 +12,7 @@ from effattn.arrays.segments import positions_from, within
 from effattn.cores import attention
 from effattn.decode import contiguous, ring
 from effattn.decode.contiguous import ContiguousState
-from effattn.decode.decoder import Sizes
+from effattn.decode.decoder import Sizes, without_naive
 from effattn.decode.ring import RingDecoder, RingState
 from effattn.decode.state import bounded, check_init, check_state, new_lengths
 from effattn.decode.tokens import append_to
@@ -61,6 +61,9 @@ class LongformerDecoder:
     """
 
     options: Mapping[str, Any]
+
+    def __post_init__(self):
+        object.__setattr__(self, "options", without_naive(self.options))
 
     def init(
         self,

@@ -86,8 +86,13 @@ def requested(value: Any) -> tuple[str, ...] | None:
         raise ValueError(f"implementation must be None, a name or a tuple of names, got {value!r}")
     known = ("pallas", *PLATFORMS)
     for name in names:
+        if name == "naive":
+            raise NotImplementedError(
+                "this function has no naive form, got implementation='naive'; effattn.naive lists "
+                "the mechanisms that have one"
+            )
         if name not in known:
-            raise ValueError(f"unknown implementation {name!r}; known are {known}")
+            raise ValueError(f"unknown implementation {name!r}; known are {(*known, 'naive')}")
     return tuple(names)
 
 

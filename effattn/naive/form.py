@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from effattn import dispatch
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -28,7 +30,7 @@ def with_naive(naive: Callable[..., Any]) -> Callable[[Function], Function]:
         def fast(args, kwargs, implementation):
             if has_option:
                 return function(*args, **kwargs, implementation=implementation)
-            if not {None, "xla"} & {*_names(implementation)}:
+            if "xla" not in (dispatch.requested(implementation) or ("xla",)):
                 raise NotImplementedError(
                     f"{function.__name__} has the implementations 'xla' and 'naive', got "
                     f"implementation={implementation!r}"

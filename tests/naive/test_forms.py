@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import effattn
 from effattn import registry
@@ -81,9 +82,44 @@ def test_forward_mode_and_second_derivatives(name, x64):
     np.testing.assert_allclose(twice, reverse, rtol=1e-9, atol=1e-12)
 
 
-def test_modules_take_the_option():
-    from flax import nnx
+def test_unknown_names_are_refused():
+    arrays = draw(5, 5, dtype=np.float32)
+    for call in (
+        lambda i: effattn.dot_product_attention(**arrays, implementation=i),
+        lambda i: effattn.fourier_mixing(arrays["query"][..., 0], implementation=i),
+    ):
+        with pytest.raises(ValueError, match="unknown implementation 'cuda'; known are .*'naive'"):
+            call("cuda")
 
+
+def test_a_function_without_a_naive_form_says_so():
+    query, pages = jnp.ones((1, 1, 1, 8)), jnp.ones((1, 4, 1, 8))
+    table = {"block_table": jnp.zeros((1, 1), int), "lengths": jnp.ones(1, int)}
+    with pytest.raises(NotImplementedError, match="this function has no naive form"):
+        effattn.paged_attention(query, pages, pages, **table, implementation="naive")
+
+
+DECODING = {
+    "bigbird": {"block_size": 3, "num_random_blocks": 1},
+    "hierarchical": {"segment_size": 4, "num_summaries": 2},
+    "linear": {},
+    "longformer": {"local_window_size": (3, 0), "max_global": 2},
+    "routing": {"num_clusters": 2, "cluster_size": 4, "local_window_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_modules_with_the_option_decode(name):
+    x = np.random.default_rng(0).normal(size=(2, 11, 8)).astype(np.float32)
+    given = {**DECODING[name], "implementation": "naive", "rngs": nnx.Rngs(0)}
+    mixer = registry.get(name).build(8, 2, **given)
+    state = mixer.init_state(2, 11)
+    first, state = mixer.extend(x[:, :6], state)
+    rest, state = mixer.extend(x[:, 6:], state)
+    np.testing.assert_allclose(np.concatenate([first, rest], 1), mixer(x), atol=2e-6)
+
+
+def test_modules_take_the_option():
     x = np.random.default_rng(0).normal(size=(2, 9, 8)).astype(np.float32)
     make = lambda i: effattn.nn.SelfAttention(  # noqa: E731
         8, 2, "linear", implementation=i, rngs=nnx.Rngs(0)
