@@ -235,17 +235,13 @@ FUNCTIONS = {
 }
 
 
-def at_length(length):
-    return {"max_length": length}
-
-
 def small_tokens(arrays):
     """The arrays scaled towards zero, because the gates of Hyena multiply one another."""
     return {**arrays, "x": arrays["x"] * np.float32(1e-3)}
 
 
 def synthesizer(mix=mixes.synthesizer, **options):
-    return Case(mix=mix, variants={"": {"max_length": 16, **options}}, cost=at_length)
+    return Case(mix=mix, variants={"": {"max_length": 16, **options}})
 
 
 LSH = {"num_rounds": 2, "num_buckets": 4, "chunk_length": 3}
@@ -258,24 +254,21 @@ MIXERS = {
     "lsh": Case(
         mix=mixes.lsh,
         variants={"": LSH, "rotary": {**LSH, "rotary": RotaryEmbedding(theta=10.0)}},
-        cost=lambda length: {"num_rounds": 2, "num_buckets": 16, "chunk_length": 32},
         drawn=frozenset({"rotations"}),
-        narrow={"num_buckets": 1},
     ),
     "fnet": Case(
         mix=lambda mixer, x: mixes.naive("fnet")(x, norm=mixer.norm),
         variants={"": {}, "ortho": {"norm": "ortho"}},
-        transforms=True,
     ),
     "rwkv4": Case(mix=mixes.rwkv4),
     "aft_full": Case(
-        mix=mixes.attention_free("aft_full", mixes.factors), variants={"": AFT}, cost=at_length
+        mix=mixes.attention_free("aft_full", mixes.factors),
+        variants={"": AFT},
     ),
     "aft_simple": Case(mix=mixes.attention_free("aft_simple")),
     "aft_local": Case(
         mix=mixes.attention_free("aft_local", mixes.factors),
         variants={"": {**AFT, "local_window_size": 3}},
-        cost=at_length,
     ),
     "aft_conv": Case(
         mix=mixes.attention_free("aft_conv", lambda mixer: mixer.taps[...]),
@@ -284,8 +277,6 @@ MIXERS = {
     "hyena": Case(
         mix=mixes.hyena,
         variants={"": HYENA, "order 3": {**HYENA, "order": 3, "num_harmonics": 1}},
-        cost=at_length,
-        transforms=True,
         bounded=small_tokens,
     ),
     "synthesizer": synthesizer(hidden_features=3),
@@ -293,21 +284,19 @@ MIXERS = {
     "synthesizer_random": synthesizer(mix=None),
     "synthesizer_factorized_random": synthesizer(hidden_features=3),
     "synthesizer_mixture": synthesizer(hidden_features=3),
-    "gmlp": Case(mix=mixes.gmlp, variants={"": {"max_length": 16}}, cost=at_length),
+    "gmlp": Case(mix=mixes.gmlp, variants={"": {"max_length": 16}}),
     "lstm": Case(),
     "gru": Case(),
     "convolution": Case(
         variants={"": {"width": 3, "dilation": 2}, "wide": {"width": 4, "dilation": 5}}
     ),
-    "s4d": Case(mix=mixes.s4d, transforms=True, variants={"": {"state_size": 6}}),
+    "s4d": Case(mix=mixes.s4d, variants={"": {"state_size": 6}}),
     "s4": Case(
-        transforms=True,
         # The recurrence of a state space continues past the length of the convolution kernel.
         variants={
             "": {"state_size": 4, "max_length": 16},
             "longer": {"state_size": 4, "max_length": 12},
         },
-        cost=at_length,
     ),
     "mixture_of_mechanisms": Case(
         mix=mixes.mixture,
@@ -321,3 +310,16 @@ MIXERS = {
         },
     ),
 }
+
+# For the tests of cost: options at a length, and mechanisms that run Fourier transforms.
+BY_LENGTH = ("aft_full", "aft_local", "hyena", "gmlp", "s4")
+COST = {
+    **dict.fromkeys(
+        (n for n in MIXERS if n in BY_LENGTH or n.startswith("synthesizer")),
+        lambda length: {"max_length": length},
+    ),
+    "lsh": lambda length: {"num_rounds": 2, "num_buckets": 16, "chunk_length": 32},
+}
+TRANSFORMS = frozenset({"fnet", "hyena", "s4", "s4d"})
+# For 16 bits: options without choices between numbers, which rounding would change.
+NARROW = {"lsh": (("num_buckets", 1),)}

@@ -1,6 +1,6 @@
-"""Cores: the few computations that all mechanisms reduce to, each with its custom VJP.
+"""Cores: the few computations that most mechanisms reduce to, each with its custom VJP.
 
 The code that computes them is in `effattn.xla` for any device, and in `effattn.llvm` and
-`effattn.pallas` for CPUs, GPUs and TPUs. Beside the cores stand the algorithms of single
+`effattn.pallas` for CPUs, GPUs and TPUs. The other files are algorithms of single
 mechanisms: sorted chunks (LSH), clusters (routing), pooling, segment means and running maxima.
 """

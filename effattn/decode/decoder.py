@@ -72,8 +72,8 @@ class Decoder:
     ) -> Any:
         """Returns an empty state for `batch` rows of up to `max_length` tokens each.
 
-        A state of constant size has no such limit, and a state of the last tokens of a row only if
-        `max_length` is less than the number of these tokens. `per_token` holds one token of the
+        `max_length` does not limit a state of constant size. It limits a state of the last w tokens
+        only if it is less than w. `per_token` holds one token of the
         further arrays that `extend` gets, `(B, 1, ...)`, or their `jax.ShapeDtypeStruct`.
         """
         dtype = check_init(batch, max_length, dtype)
@@ -106,10 +106,10 @@ class Decoder:
           `(out (B, T, N, Hv), state)`; rows of `out` in the padding are zeros.
 
         Raises:
-          ValueError: options that are missing or not taken, a state of another decoder, or a row
-            outgrows the state and the lengths are concrete. With traced lengths, tokens past the
-            end of the state are not stored, earlier tokens are never overwritten, and a window
-            that `max_length` limits is then the last `max_length` tokens.
+          ValueError: a missing or unknown option, a state of another decoder, or concrete lengths
+            that exceed the state. With traced lengths, tokens past the end of the state are not
+            stored, and earlier tokens are never overwritten. If `max_length` is less than the
+            window, the window is the last `max_length` tokens.
         """
         check_state(state, self._state, query.shape[0])
         lengths = new_lengths(lengths, *query.shape[:2])

@@ -45,7 +45,7 @@ class Support(tuple[Row, ...]):
 
     def __str__(self) -> str:
         lines = [
-            "| mechanism | implementation | runs on | dtypes | head size | asks for |",
+            "| mechanism | implementation | runs on | dtypes | head size | limits |",
             "| --- | --- | --- | --- | --- | --- |",
         ]
         for row in self:

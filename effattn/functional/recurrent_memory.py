@@ -12,9 +12,9 @@ def naive(mixer, x):
     """Segment by segment: tokens x `(T, D)`; the memory m is `(M, D)`."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
-    def heads(layer, tokens, turn=False):
+    def heads(layer, tokens, rotate=False):
         y = jnp.einsum("td,dnh->tnh", tokens, layer.kernel[...])
-        if turn and mixer.rotary is not None:
+        if rotate and mixer.rotary is not None:
             y = mixer.rotary(y[None], jnp.arange(len(y))[None])[0]
         return y.astype(wide)
 
@@ -26,7 +26,7 @@ def naive(mixer, x):
     memory, outputs = mixer.memory[...].astype(x.dtype), []
     for start in range(0, len(x), mixer.segment_size):
         tokens = x[start : start + mixer.segment_size]
-        query, key = (heads(layer, tokens, turn=True) for layer in (mixer.query, mixer.key))
+        query, key = (heads(layer, tokens, rotate=True) for layer in (mixer.query, mixer.key))
         value = heads(mixer.value, tokens)
         near = jnp.einsum("tnh,snh->nts", query, key)
         near = jnp.where(jnp.tri(len(tokens), dtype=bool), near, -jnp.inf)

@@ -51,7 +51,8 @@ if TYPE_CHECKING:  # llvmlite is loaded when a kernel is compiled
 
 LIMITS = dispatch.Limits(
     ("float32",),
-    others="llvmlite; causality, windows, lengths and documents alone; numbers as offset and scale",
+    others="llvmlite; no options beyond causality, windows, lengths and documents; static "
+    "query_offset and scale",
 )
 
 _FLOAT32 = jnp.dtype(jnp.float32)

@@ -7,8 +7,9 @@ and its tokens: `effattn.naive.lstm(mixer, x)`.
 
 A naive form is quadratic in time and memory, or steps through the tokens. Forward-mode and
 reverse-mode derivatives of any order work. Each formula stands in the file of its mechanism, as the
-function `naive`; this package maps it over heads and batch, and applies the shared options. It
-shares no code with the fast forms, except the random bits of dropout.
+function `naive`; this package maps it over heads and batch, and applies the shared options. Naive
+forms share no arithmetic with the fast forms, except the random bits of dropout, rotary embeddings,
+and the mixers inside hybrids. The checks of arguments are those of the fast function.
 """
 
 import functools

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def over_examples(naive: Callable[..., Any]) -> Callable[..., Any]:
-    """The naive form of all examples: of tokens x `(*B, T, D)`.
+    """Maps a naive form of one example over all examples, x `(*B, T, D)`.
 
     Args:
       naive: takes the tokens `x (T, D)` of one example and returns `(T, D)`: `naive(mixer, x)` for

@@ -19,8 +19,8 @@ def with_naive(naive: Callable[..., Any]) -> Callable[[Function], Function]:
     A function without an argument `implementation` gets one: None, "xla" or "naive".
 
     Args:
-      naive: the naive form, from `over_pairs` or `over_tokens`: takes the arguments of the function
-        by name.
+      naive: the naive form, from `over_pairs`, `over_tokens` or `over_examples`; it takes the
+        arguments of the function by name.
     """
 
     def decorate(function):

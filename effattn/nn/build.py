@@ -1,13 +1,13 @@
 """Mixers from a description: a mechanism, registered or not, and its options.
 
-A mechanism is described by a registered name, by a callable, or by a mapping with one of both as
-`"name"` and options, such as `{"name": "sliding_window", "local_window_size": (63, 0)}`. There are
-two kinds of callables:
+A mechanism is described by a registered name, by a callable, or by a mapping that has a name or a
+callable under `"name"` and options beside it, such as
+`{"name": "sliding_window", "local_window_size": (63, 0)}`. There are two kinds of callables:
 
-- A *mixer class* is a subclass of `nnx.Module`, or a function with a parameter `rngs`; also a
-  `functools.partial` of one. It is called as
-  `make(in_features, num_heads=, is_causal=, dtype=, param_dtype=, rngs=, ...)` with those of the
-  model's options that its signature names, and returns a module from tokens `(B, T, D)` to tokens,
+- A *mixer class* is a subclass of `nnx.Module`, or a function with a parameter `rngs` that makes a
+  mixer; also a `functools.partial` of either. The model calls
+  `make(in_features, num_heads=, is_causal=, dtype=, param_dtype=, rngs=, ...)`, and passes only
+  options that the signature of `make` names. The result maps tokens `(B, T, D)` to tokens, and is
   called as `mixer(x, lengths=, segment_ids=, rngs=)`. A model decodes if its mixers have
   `init_state` and `extend`, as `SelfAttention` has.
 - An *attention function* is any other callable of query, key and value, also an instance of a
@@ -52,7 +52,7 @@ class Unregistered:
     Attributes:
       name: name of the callable, for error messages.
       knows_order: whether the mechanism is known to distinguish positions by itself.
-      capabilities: capabilities that a model asks for.
+      capabilities: "score_mod" if the mixer takes a `score_mod`; else empty.
     """
 
     def __init__(self, make: Callable[..., Any]):

@@ -133,8 +133,9 @@ class TransformerConfig:
         """Position encoding of the model: `positions`, or the default for its mixers.
 
         Raises:
-          ValueError: rotary positions that no mixer supports, learned positions without
-            `max_length`, or rotary options with another position encoding.
+          ValueError: rotary positions, if no mixer takes a rotary embedding or encodes token order
+            itself; learned positions without `max_length`; or rotary options with another position
+            encoding.
         """
         groups = [group for n in range(self.num_layers) for group in self.layer_mixer(n)]
         entries = [build.mechanism(group["name"]) for group in groups]

@@ -15,7 +15,7 @@ Sizes = int | tuple[int, int]  # features, or (heads, head dimension)
 class Layers:
     """Makes the layers of a module from its constructor's options (see `effattn.nn.options`).
 
-    A projection has no bias unless it is asked for. Other options are ignored.
+    Projections have no bias by default. Options of other parts of the module are not used here.
     """
 
     def __init__(

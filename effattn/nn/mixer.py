@@ -67,7 +67,10 @@ class Mixer(Module):
         segment_ids: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
-        """Mixes whole sequences; arguments as in `SelfAttention`. `rngs` is unused."""
+        """Mixes whole sequences; arguments as in `SelfAttention`.
+
+        There is no dropout, so `rngs` changes nothing.
+        """
         x = tokens_of("x", x, self.in_features)
         if self._of_known_length:
             checks.known_length(f"the mixer {self.binding.name!r}", x, axis=-2)
@@ -138,7 +141,7 @@ class CausalMixer(Mixer):
         check_state(state, type(like), batch)
         needed = shapes(like)
         if got != needed and bound is None:
-            # Sizes that differ between `small` and `large` depend on the state's capacity.
+            # Sizes that differ between capacities `most // 2` and `most` depend on the capacity.
             like, large = empty(most // 2), empty(most)
             if len(got) == len(jax.tree.leaves(like)):
                 needed = [

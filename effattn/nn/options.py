@@ -53,8 +53,8 @@ class Direction(TypedDict, total=False):
     """Causal or bidirectional mixing.
 
     Attributes:
-      is_causal: token t reads tokens 0 to t only. Default True. A mixer whose mechanism has one
-        direction accepts that direction only.
+      is_causal: token t reads tokens 0 to t only. Default True, and False for bidirectional
+        mechanisms. A mixer whose mechanism has one direction accepts that direction only.
     """
 
     is_causal: bool

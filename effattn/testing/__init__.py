@@ -6,8 +6,9 @@
     def test_my_attention(law):
         law()
 
-runs every law that applies to the mechanism: it equals its naive form with all gradients, leaks
-nothing from the future, ignores padding, packs documents, decodes as it trains, and stays finite.
+The decorator runs the test once for each law that applies to the mechanism: the mechanism equals
+its naive form with all gradients, leaks nothing from the future, ignores padding, packs documents,
+decodes as it trains, and stays finite.
 `check("mine")` does the same in one call. A `Case` gives the mechanism's own arguments and options.
 
 Needs `hypothesis`, and for `parametrize` also `pytest`: `pip install effattn[test]`.
@@ -26,7 +27,7 @@ from effattn.testing.subjects import subjects_of
 __all__ = ["Case", "Sizes", "check", "parametrize"]
 
 # Laws about values, which every variant goes through; the first variant goes through all laws.
-_ABOUT_VALUES = ("agrees_with_the_naive_form",)
+_ABOUT_VALUES = ("agrees_with_the_naive_form", "agrees_with_the_naive_form_with_every_option")
 
 
 def _cases(name: str, case: Case) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -18,8 +18,8 @@ class Case:
       arguments: `(rng, sizes) -> arrays by name`: the mechanism's own arrays with gradients; `rng`
         is a NumPy generator and `sizes` a `Sizes`. An array named query or key replaces the drawn
         one.
-      masks: names of own bool arguments `(*B, T)`, each with `length -> options` that a call with
-        the mask needs.
+      masks: the mechanism's own bool arguments `(*B, T)` by name; each value is a function
+        `length -> options`, which a call with the mask also passes.
       decays: names of own arguments that are logarithms of decays; at least float32 in every call.
       initial_state: `(rng, shapes) -> state`, random, from a pytree of `jax.ShapeDtypeStruct`.
         Default: uniform in [0.1, 1).
@@ -33,10 +33,7 @@ class Case:
       module: options of the mixer; None for those of the variant.
       mix: for a mechanism without heads, `(mixer, x (T, D)) -> (T, D)`: its naive form with the
         mixer's parameters. Default: the registered naive form.
-      cost: for a mechanism without heads, `length -> options` at which its cost is counted.
-      transforms: whether it runs Fourier transforms.
       drawn: names of arrays in the mixer that are drawn and not learned: they have no gradient.
-      narrow: options for 16 bits, where rounding would change a choice between numbers.
     """
 
     variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {"": {}})
@@ -56,7 +53,4 @@ class Case:
     decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     module: Mapping[str, Any] | None = None
     mix: Callable[..., Any] | None = None
-    cost: Callable[[int], Mapping[str, Any]] = lambda length: {}
-    transforms: bool = False
     drawn: frozenset[str] = frozenset()
-    narrow: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -101,7 +101,8 @@ class Extent(NamedTuple):
 
     Attributes:
       is_causal: direction, for mechanisms that have both.
-      everything: all claimed options; with False, query, key, value and own arguments alone.
+      everything: all claimed options, without those that `simple` leaves out; with False, query,
+        key, value and own arguments alone.
       simple: no soft cap, no dropout, and a `score_mod` of the distance alone.
       tuning: the tuning of the `Case`; with False, the defaults.
     """

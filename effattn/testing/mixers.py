@@ -16,6 +16,8 @@ from effattn.testing.case import Case
 
 ROWS, LENGTH, FEATURES, HEADS = 4, 13, 8, 2
 
+Options = tuple[tuple[str, Any], ...]
+
 
 class Mixer(NamedTuple):
     """A mixer of one mechanism, with one set of options, in one direction."""
@@ -60,13 +62,13 @@ def build(subject: Mixer, features: int = FEATURES, heads: int = HEADS, **option
 
 
 @functools.cache
-def made(subject: Mixer, tuned: bool = False, narrow: bool = False, dtype: Any = None) -> Any:
-    """The mixer with random parameters in float64."""
-    of_shapes = dict(subject.case.narrow) if narrow else {}
+def made(subject: Mixer, tuned: bool = False, more: Options = (), dtype: Any = None) -> Any:
+    """The mixer with random parameters in float64; `more` are further options, as pairs."""
+    of_shapes = dict(more)
     options = dict(subject.case.tuning) if tuned else {}
     if dtype is not None:
         options["dtype"] = dtype
-    mixer = _moved(subject, tuple(of_shapes.items()))
+    mixer = _moved(subject, more)
     if not options:
         return mixer
     # These options change no parameter, so the parameters serve all of them.
@@ -75,7 +77,7 @@ def made(subject: Mixer, tuned: bool = False, narrow: bool = False, dtype: Any =
 
 
 @functools.cache
-def _moved(subject: Mixer, options: tuple[tuple[str, Any], ...]) -> Any:
+def _moved(subject: Mixer, options: Options) -> Any:
     mixer = jax.jit(lambda: build(subject, **dict(options)))()
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: np.asarray(x, np.float64) + rng.normal(size=x.shape) / 8, mixer)

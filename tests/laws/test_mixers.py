@@ -13,6 +13,7 @@ from effattn.nn import SelfAttention
 from effattn.testing import mixers
 from effattn.testing.functions import assert_close, to_numpy
 from effattn.testing.mixers import FEATURES, LENGTH, ROWS
+from tests.cases import COST, TRANSFORMS
 from tests.laws import cost
 from tests.laws.battery import FIRST_MIXER_OF_FAMILY, FIRST_MIXERS, LAYERS, MIXERS_WITH_CORES
 from tests.laws.sharding import collectives, mesh
@@ -30,7 +31,7 @@ close = functools.partial(assert_close, rtol=40 * EPS, least=1e-3)
 
 def program_at(mixer, length, backward=True):
     """Traced program of one row of `length` tokens: forward, or forward and backward."""
-    options = dict(mixer.case.cost(length))
+    options = COST[mixer.name](length) if mixer.name in COST else {}
     module = jax.eval_shape(lambda: mixers.build(mixer, 16, 1, **options))
     x = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
     call = (lambda m, x: mixers.both(lambda m, x: m(x), m, x, x)) if backward else lambda m, x: m(x)
@@ -71,7 +72,7 @@ def test_costs_grow_as_claimed(mixer):
 @sharded
 def test_sharded_by_rows(mixer):
     """Only the gradients of parameters are summed, and the results are those of one device."""
-    if mixer.case.transforms and jax.__version_info__ < (0, 12):
+    if mixer.name in TRANSFORMS and jax.__version_info__ < (0, 12):
         pytest.skip("before JAX 0.12 the compiler gathers sharded batches for Fourier transforms")
     devices = mesh()
     by_row = NamedSharding(devices, PartitionSpec("batch"))
