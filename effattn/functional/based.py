@@ -70,12 +70,12 @@ def naive_with_window(query, key, value, pairs, *, scale, local_window_size, ini
     out = weights[:, :1] * far[:, :-1] / total + weights[:, 1:] @ value
 
     leaving = phi(key) * (present & (token < new - w))[:, None]
-    sums = sums + leaving.T @ jnp.append(value, jnp.ones_like(value[:, :1]), 1)
+    sums = sums + leaving.T @ jnp.append(value, jnp.ones_like(value, shape=(len(value), 1)), 1)
     return out, BasedState(sums, keys, values, count)
 
 
 def _empty_state(key, value, w):
-    features = taylor_features(key[0]).size
+    features = (key.shape[1] + 1) * (key.shape[1] + 2) // 2
     sums = jnp.zeros((features, value.shape[1] + 1), value.dtype)
     key, value = (jnp.zeros((w, x.shape[1]), x.dtype) for x in (key, value))
     return BasedState(sums, key, value, jnp.zeros((), jnp.int32))

@@ -29,17 +29,18 @@ def naive(query, key, value, pairs, *, scale, key_projection, value_projection):
     Returns output and log-sum-exp.
     """
     r, b = key_projection.shape
+    M = -(-len(key) // b)
 
     def blocks(x):
-        return jnp.pad(x, ((0, -len(x) % b), (0, 0))).reshape(-1, b, x.shape[1])
+        return jnp.pad(x, ((0, -len(x) % b), (0, 0))).reshape(M, b, x.shape[1])
 
     def with_slots(projection, x):
-        slots = (projection @ blocks(x)).astype(x.dtype).reshape(-1, x.shape[1])
+        slots = (projection @ blocks(x)).astype(x.dtype).reshape(M * r, x.shape[1])
         return jnp.concatenate([x, slots])  # (T + M r, ...) for M blocks
 
     key, value = with_slots(key_projection, key), with_slots(value_projection, value)
     i, j, has_keys = pairs.i[:, None], pairs.j, blocks(pairs.present[:, None]).any((1, 2))
-    m, slot = jnp.divmod(jnp.arange(len(has_keys) * r), r)
+    m, slot = jnp.divmod(jnp.arange(M * r), r)
     own = pairs.allowed & (i // b == j // b)
     earlier = pairs.valid[:, None] & (m < i // b) & has_keys[m]
     pairs = pairs.with_keys(jnp.hstack([own, earlier]), jnp.hstack([j, m * b + slot]))

@@ -30,8 +30,8 @@ def naive(query, key, value, pairs, *, max_length, positions=None, initial_state
     t, s = _naive_positions(pairs, positions)
     out, sums = pairs.linear(phi(query, t), phi(key, s), value, initial_state)
     # The state counts positions from the one after the last key.
-    last_key = jnp.argmax(jnp.where(pairs.present, pairs.j, -1))
-    cos, sin = cos_and_sin(jnp.where(pairs.present.any(), s[last_key] + 1, 0))
+    last_key = jnp.where(pairs.present, pairs.j, -1).max(initial=-1)
+    cos, sin = cos_and_sin(jnp.where(pairs.j == last_key, s + 1, 0).sum())
     of_cos, of_sin = jnp.split(sums, 2)
     return out, jnp.concatenate([of_cos * cos + of_sin * sin, of_sin * cos - of_cos * sin])
 
@@ -41,7 +41,8 @@ def _naive_positions(pairs, positions):
     if positions is None:
         query_ids, key_ids = pairs.query_ids, pairs.key_ids
         first_query, first_key = (
-            jnp.argmax(ids[:, None] == ids, 1) for ids in (query_ids, key_ids)
+            jnp.where(ids[:, None] == ids, jnp.arange(ids.size), ids.size).min(1, initial=ids.size)
+            for ids in (query_ids, key_ids)
         )
         return jnp.arange(query_ids.size) - first_query, jnp.arange(key_ids.size) - first_key
     return positions if isinstance(positions, tuple | list) else (positions, positions)

@@ -27,8 +27,8 @@ def naive(value, pairs, *, gates, filters, skip):
     return z
 
 
-def _gates_of_tokens(*, gates, **_):
-    return {"gates": jnp.moveaxis(jnp.asarray(gates), 0, -2)}
+def _gates_of_tokens(*, gates, filters, **_):
+    return {"gates": jnp.moveaxis(jnp.asarray(gates), 0, -2), "filters": jnp.asarray(filters)}
 
 
 @with_naive(

@@ -55,7 +55,7 @@ def naive(
     p = masked_softmax(scores.T, members[:, None])  # (M, r, T)
 
     def with_slots(x):
-        slots = (p @ x).reshape(-1, x.shape[1]).astype(x.dtype)
+        slots = (p @ x).reshape(len(m) * p.shape[1], x.shape[1]).astype(x.dtype)
         return jnp.concatenate([_layer_norm(x, window_norm), _layer_norm(slots, slot_norm)])
 
     start = i // w * w

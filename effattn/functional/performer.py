@@ -120,7 +120,7 @@ def _naive_units(exponents, pairs, state):
     largest = jnp.where(pairs.present, lax.stop_gradient(exponents.max(1)), -jnp.inf)
 
     def maximum(document):
-        of_keys = jnp.where(pairs.key_ids == document, largest, -jnp.inf).max()
+        of_keys = jnp.where(pairs.key_ids == document, largest, -jnp.inf).max(initial=-jnp.inf)
         both = jnp.where(document == pairs.first_id, jnp.maximum(of_keys, first), of_keys)
         return jnp.where(both == -jnp.inf, 0, both)
 

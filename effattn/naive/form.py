@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from effattn import dispatch
+from effattn.arrays import checks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -53,8 +54,10 @@ def with_naive(naive: Callable[..., Any]) -> Callable[[Function], Function]:
                     return fast(args, kwargs, before)
             # The checks of arguments are those of the fast form.
             jax.eval_shape(lambda: function(*args, **kwargs))
-            return form(*args, **kwargs)
+            return with_arrays(*args, **kwargs)
 
+        form.__signature__ = signature  # type: ignore[attr-defined]
+        with_arrays = checks.checked(form)  # lists and numbers become arrays
         call: Any = wrapped
         if not has_option:
             option = inspect.Parameter(
@@ -63,7 +66,6 @@ def with_naive(naive: Callable[..., Any]) -> Callable[[Function], Function]:
             parameters = [*signature.parameters.values(), option]
             call.__signature__ = signature.replace(parameters=parameters)
         call.naive = form
-        call.naive.__signature__ = signature
         return call
 
     return decorate

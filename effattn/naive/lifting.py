@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def over_heads(
@@ -84,6 +85,41 @@ def first_of_groups(state: Any, batch: int, num_heads: int, state_axes: Any = 0)
     return map_by_axis(pick, state_axes, state)
 
 
+def example_arguments(
+    given: Mapping[str, Any], shape: tuple[int, ...], queries: int, keys: int
+) -> dict[str, Any]:
+    """Segment ids, lengths and offset of each example by name: ints `(*B)` or `(*B, L)`."""
+    query_ids, key_ids = _pair_of_ids(given.get("segment_ids"), (*shape, keys))
+    of_both = given.get("lengths")
+    of_queries = of_both if queries == keys else None
+    arguments = {
+        "query_ids": (jnp.ones(queries, jnp.int32) if query_ids is None else query_ids, (queries,)),
+        "key_ids": (jnp.ones(keys, jnp.int32) if key_ids is None else key_ids, (keys,)),
+        "query_lengths": (given.get("query_seq_lengths", of_queries), ()),
+        "key_lengths": (given.get("key_value_seq_lengths", of_both), ()),
+        "offset": (given.get("query_offset", 0), ()),
+    }
+    return {
+        name: None if x is None else jnp.broadcast_to(jnp.asarray(x), (*shape, *own_shape))
+        for name, (x, own_shape) in arguments.items()
+    }
+
+
+def _pair_of_ids(ids: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Ids of queries and keys: a tuple is a pair, and so is a list that has not `shape`."""
+    if not isinstance(ids, tuple | list):
+        return ids, ids
+    if isinstance(ids, list):
+        try:
+            is_array = np.shape(ids) == shape
+        except ValueError:  # a pair of different lengths
+            is_array = False
+        if is_array:
+            return ids, ids
+    of_queries, of_keys = ids
+    return of_queries, of_keys
+
+
 def per_example_tokens(array: Any, shape: tuple[int, ...], length: int) -> Any:
     """`(*B, L, ...)`, of an array of that shape or of one `(L, ...)` for all examples."""
     if array is None:
@@ -128,10 +164,13 @@ def precision(value: Any) -> contextlib.AbstractContextManager:
     """Context of matrix products in the caller's precision."""
     if value is None:
         return contextlib.nullcontext()
-    if isinstance(value, tuple | list):
-        value = value[0]
-    name = value.name if isinstance(value, jax.lax.Precision) else str(value)
-    return jax.default_matmul_precision(name.lower())
+    both = value if isinstance(value, tuple | list) else (value, value)
+    names = [x.name.lower() if isinstance(x, jax.lax.Precision) else x for x in both]
+    # Products have one precision here: the higher one of a pair.
+    order = ("default", "high", "highest")
+    is_pair_of_levels = all(name in order for name in names)
+    name = max(names, key=order.index) if is_pair_of_levels else names[0]
+    return jax.default_matmul_precision(getattr(name, "name", name))
 
 
 def named(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:

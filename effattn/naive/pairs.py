@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -130,7 +131,7 @@ class Pairs:
           The output `(T, Hv)` and the sums after the last key.
         """
         if normalize:
-            value = jnp.concatenate([value, jnp.ones_like(value[:, :1])], 1)
+            value = jnp.concatenate([value, jnp.ones_like(value, shape=(len(value), 1))], 1)
         value = value.astype(key.dtype)
         out = self.weights(query @ key.T) @ value
         sums = jnp.where(self.reaches_final[:, None], key, 0).T @ value
@@ -187,7 +188,9 @@ class _Shared:
         allowed = valid[:, None] & present & (query_ids[:, None] == key_ids)
         allowed = allowed & (jnp.logical_not(self.is_causal) | (ahead <= 0))
         if self.window is not None:
-            left, right = self.window if isinstance(self.window, tuple) else (self.window,) * 2
+            left, right = (
+                self.window if isinstance(self.window, tuple | list) else (self.window,) * 2
+            )
             allowed = allowed & (-left <= ahead) & (ahead <= right)
         if mask is not None:
             allowed = allowed & mask
@@ -278,12 +281,9 @@ def over_pairs(
         num_heads = max(counts) if heads else None
         arrays = [jnp.broadcast_to(x, (*shape, *x.shape[axis:])) for x in arrays]
 
-        def of_examples(array, *own_shape):
-            return None if array is None else jnp.broadcast_to(array, (*shape, *own_shape))
-
         def of_pairs(array):
             full = (*shape, num_heads or 1, time, keys)
-            return None if array is None else jnp.broadcast_to(array, full)
+            return None if array is None else jnp.broadcast_to(jnp.asarray(array), full)
 
         rate = given.get("dropout_rate", 0.0)
         shared = _Shared(
@@ -294,10 +294,6 @@ def over_pairs(
             dropout_rate=rate,
             seed=dropout.seed_from_rng(given["dropout_rng"]) if rate else None,
         )
-        ids = given.get("segment_ids")
-        query_ids, key_ids = ids if isinstance(ids, tuple | list) else (ids, ids)
-        lengths = given.get("lengths")
-        query_lengths = lengths if time == keys else None
         static = {name: given[name] for name in own if name in given}
         if "scale" in own and static.get("scale") is None:
             static["scale"] = first.shape[-1] ** -0.5
@@ -307,7 +303,9 @@ def over_pairs(
             for name in (*per_token, *per_query)
         }
         own_heads = {n: lifting.per_head_array(static.pop(n, None), r) for n, r in ranks.items()}
-        own_examples = {name: static.pop(name, None) for name in per_example}
+        own_examples = {
+            name: jax.tree.map(jnp.asarray, static.pop(name, None)) for name in per_example
+        }
         second = next((n for n in ("state", "residual") if given.get(f"return_{n}")), None)
 
         def one(query_ids, key_ids, b, h=0, offset=0, bias=None, mask=None, sink=None, **mapped):
@@ -333,9 +331,10 @@ def over_pairs(
             result = naive(*rows, pairs, **own_arrays)
             out, *others = result if isinstance(result, tuple) else (result,)
             out = lifting.without_padding(out, pairs.valid).astype(last.dtype)
+            if second == "residual":
+                others = [lifting.widened(lse, *arrays) for lse in others]
             return out if second is None else (out, *others)
 
-        ones = jnp.ones(max(time, keys), jnp.int32)
         with lifting.precision(given.get("precision")):
             result = lifting.over_heads(
                 one,
@@ -349,12 +348,8 @@ def over_pairs(
                 },
                 examples={
                     **own_examples,
-                    "query_ids": of_examples(ones[:time] if query_ids is None else query_ids, time),
-                    "key_ids": of_examples(ones[:keys] if key_ids is None else key_ids, keys),
-                    "b": jnp.arange(jnp.zeros(shape).size).reshape(shape),
-                    "offset": of_examples(given.get("query_offset", 0)),
-                    "query_lengths": of_examples(given.get("query_seq_lengths", query_lengths)),
-                    "key_lengths": of_examples(given.get("key_value_seq_lengths", lengths)),
+                    **lifting.example_arguments(given, shape, time, keys),
+                    "b": jnp.arange(math.prod(shape)).reshape(shape),
                 },
                 both={
                     "bias": of_pairs(None if "bias" in own else given.get("bias")),

@@ -98,12 +98,7 @@ def over_tokens(
             (state, _), out = lax.scan(step, (start, document), (of_tokens, ids, present))
             return lifting.without_padding(out, valid).astype(last.dtype), state
 
-        ids = given.get("segment_ids")
-        lengths = given.get("lengths")
-
-        def of_examples(array, *own_shape):
-            return None if array is None else jnp.broadcast_to(array, (*shape, *own_shape))
-
+        of_examples = lifting.example_arguments(given, shape, length, length)
         state = {"initial_state": given.get("initial_state")}
         with lifting.precision(given.get("precision")):
             out, state = lifting.over_heads(
@@ -113,9 +108,9 @@ def over_tokens(
                 tokens=tokens,
                 heads=shared,
                 examples={
-                    "ids": of_examples(jnp.ones(length, jnp.int32) if ids is None else ids, length),
-                    "query_length": of_examples(given.get("query_seq_lengths", lengths)),
-                    "key_length": of_examples(given.get("key_value_seq_lengths", lengths)),
+                    "ids": of_examples["key_ids"],
+                    "query_length": of_examples["query_lengths"],
+                    "key_length": of_examples["key_lengths"],
                 },
                 both=state,
                 out_axes=(1, 0),

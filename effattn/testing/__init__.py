@@ -11,6 +11,8 @@ its naive form with all gradients, leaks nothing from the future, ignores paddin
 decodes as it trains, and stays finite.
 `check("mine")` does the same in one call. A `Case` gives the mechanism's own arguments and options.
 
+The laws on growth, sharding, transformations and 16 bits are tests of this repository alone.
+
 Needs `hypothesis`, and for `parametrize` also `pytest`: `pip install effattn[test]`.
 """
 

@@ -1,5 +1,6 @@
 """Mechanisms for each law: all, or a few that show what a core does."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from effattn import registry
 from effattn.testing import mixers
 from effattn.testing.functions import Subject
 from effattn.testing.mixers import Mixer
-from effattn.testing.subjects import subjects_of
+from effattn.testing.subjects import OfFunction
 from tests.cases import FUNCTIONS, MIXERS
 from tests.marks import slow_but_for
 
@@ -68,12 +69,12 @@ ALSO_OF_CORES = slow_but_for(
 )
 
 
+of_function = functools.cache(OfFunction)
+
+
 def mixer_of(subject: Subject) -> Any:
     """The mechanism's mixer with random parameters."""
-    (of_function,) = [
-        s for s in subjects_of(subject.name, subject.case) if s.subject.variant == subject.variant
-    ]
-    return of_function.mixer
+    return of_function(subject).mixer
 
 
 # Mechanisms without heads.

@@ -20,6 +20,7 @@ SHARED = ("naive/", "arrays/dropout.py")
 
 def library_code(run):
     """The functions of the library that run, each with its file."""
+    jax.clear_caches()  # code that was traced before would not run again
     called = set()
 
     def note(frame, event, _):

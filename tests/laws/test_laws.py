@@ -32,7 +32,7 @@ EVERY_OPTION = "agrees_with_the_naive_form_with_every_option"
 def subjects():
     """All variants; the first variant of each mechanism is the same as in `battery.MECHANISMS`."""
     firsts = {(s.name, s.variant): s for s in battery.MECHANISMS}
-    yield from (OfFunction(firsts.get((s.name, s.variant), s)) for s in battery.SUBJECTS)
+    yield from (battery.of_function(firsts.get((s.name, s.variant), s)) for s in battery.SUBJECTS)
     yield from map(OfMixer, battery.MIXER_SUBJECTS)
 
 
@@ -46,7 +46,7 @@ def is_quick(law, subject):
         if causal in battery.FIRST_MIXER_OF_FAMILY:
             return law in IN_BOTH_DIRECTIONS
         # State spaces continue past the length of their kernels.
-        return variant == "longer" and law in {"agrees_with_the_naive_form", *DECODING}
+        return variant == "longer" and law in {*IN_BOTH_DIRECTIONS, *DECODING}
     if law == EVERY_OPTION:
         if not subject.has("bidirectional"):
             return variant == next(iter(subject.case.variants))
