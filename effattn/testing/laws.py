@@ -160,8 +160,8 @@ def nothing_reaches_back(subject: Subject) -> None:
         for name in subject.tokens:
             size = whole[name] if isinstance(subject, OfMixer) else gradients[name]
             assert np.abs(gradients[name][:, token:]).max() <= allowed(size)
-            # A decay of the first token acts on nothing, and an output may read the state before its
-            # token, which the decay of that token has not changed.
+            # A decay of the first token acts on nothing, and an output may read the state as it was
+            # before its token, which the decay of that token has not changed.
             if token > 2 or name in ("query", "key", "value", "x"):
                 assert (gradients[name][:, :token] != 0).any()
 
