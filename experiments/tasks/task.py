@@ -1,0 +1,104 @@
+"""What a task is: examples by seed and step, held-out sets by name, and measures of a model."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+NOTHING = -1
+
+
+class Batch(NamedTuple):
+    """Examples for a model, as NumPy or JAX arrays.
+
+    Attributes:
+      inputs: arguments of the model, each with the examples along its first axis. A language model
+        has `(tokens,)`, int32 `(B, T)`; a classifier `(tokens, lengths)`, with int32 `(B,)`; a
+        translator `(source, target, source_lengths, target_lengths)`.
+      targets: int32, the classes to predict: `(B, T)`, `NOTHING` at positions that do not count;
+        for a classifier `(B,)`.
+    """
+
+    inputs: tuple[Any, ...]
+    targets: Any
+
+
+class Scores(NamedTuple):
+    """What a model made of a batch, in the shape of its targets.
+
+    Attributes:
+      nats: float, minus the log of the probability of the target; 0 at positions without a target.
+      right: bool, whether the likeliest class is the target; False without a target.
+    """
+
+    nats: np.ndarray
+    right: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task(abc.ABC):
+    """Base of the tasks, which are frozen dataclasses of their sizes.
+
+    Class attributes:
+      reference: the publication that the task follows, and in what it differs from it.
+      model: kind of model that learns the task.
+      is_causal: whether positions may read later ones.
+      headline: key of `measure` by which learning rates are chosen and tables are ordered.
+      more_is_better: whether a larger headline is better.
+    """
+
+    reference: ClassVar[str]
+    model: ClassVar[Literal["language_model", "classifier", "translator"]] = "language_model"
+    is_causal: ClassVar[bool] = True
+    headline: ClassVar[str] = "accuracy"
+    more_is_better: ClassVar[bool] = True
+
+    @property
+    @abc.abstractmethod
+    def vocab_size(self) -> int:
+        """Number of different input tokens."""
+
+    @property
+    def num_classes(self) -> int:
+        """Number of different targets."""
+        return self.vocab_size
+
+    @property
+    @abc.abstractmethod
+    def length(self) -> int:
+        """Largest number of tokens in an example, of training and of all held-out sets."""
+
+    @abc.abstractmethod
+    def training(self, size: int, seed: int, step: int) -> Batch:
+        """Returns the `size` examples of a training step.
+
+        They depend on the arguments alone, so that a run resumes bit for bit. Lengths may differ
+        between steps, but should take few values: models are compiled for each.
+        """
+
+    @abc.abstractmethod
+    def held_out(self) -> Mapping[str, Batch]:
+        """Returns the held-out sets by name, always the same.
+
+        The first is for validation: it is evaluated during training, and chooses the learning rate.
+        The others are evaluated at the end, such as longer examples than those of the training.
+        """
+
+    def measure(self, batch: Batch, scores: Scores) -> dict[str, float]:
+        """Returns the measures of a model on a held-out set; `headline` is one of them."""
+        counts = batch.targets != NOTHING
+        right = scores.right & counts
+        measures = {
+            "loss": float(scores.nats.sum(dtype=np.float64) / counts.sum()),
+            "accuracy": float(right.sum() / counts.sum()),
+        }
+        if counts.ndim > 1:
+            measures["exact"] = float((right | ~counts).all(-1).mean())
+        return measures
+
+
+def generator(*key: int) -> np.random.Generator:
+    """Returns the random numbers of a task for a key, such as `(seed, step)`."""
+    return np.random.default_rng(key)
