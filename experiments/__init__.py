@@ -1,1 +1,1 @@
-"""Runnable experiments: short scripts over the pieces in `experiments.common`."""
+"""Runnable experiments: short scripts over the pieces in `experiments.harness`."""

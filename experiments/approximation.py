@@ -19,8 +19,9 @@ import tyro
 if not __package__:  # run as `python experiments/approximation.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.common import checks, corpora, folders, metrics, outcome, report
-from experiments.common.errors import UserError
+from experiments.harness import checks, folders, metrics, outcome, report
+from experiments.harness.errors import UserError
+from experiments.tasks import corpora
 
 GAUSSIAN, PRETRAINED = "Gaussian", "MiniLM"
 BEST = "best of that rank"
@@ -143,7 +144,7 @@ def of_text(config: Config, corpus: corpora.Corpus) -> tuple[Any, ...]:
     import jax.numpy as jnp
     import numpy as np
 
-    from experiments.common import encoder
+    from experiments import encoder
 
     model, tokenizer = encoder.load()
     if not 3 <= config.length <= model.max_length:
@@ -237,7 +238,7 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    from experiments.common.figure import legend_below
+    from experiments.harness.figure import legend_below
 
     sources = list(dict.fromkeys(record["source"] for record in records))
     figure, grid = plt.subplots(
@@ -327,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         check(config)
-        from experiments.common import encoder
+        from experiments import encoder
 
         corpus = corpora.load(config.corpus)
         settings = config.settings() | {
@@ -338,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = folders.path_of(config.output, name)
         corpora.check_output(config.corpus, folder)
         folders.check_folder(folder, settings)
-        if report.finished(folder):
+        if (folder / "summary.md").is_file():
             print(f"This run is finished; to repeat it, delete {folder} or change --output.\n")
         else:
             with folders.claimed(folder, settings):

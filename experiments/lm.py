@@ -12,23 +12,24 @@ from pathlib import Path
 if not __package__:  # run as `python experiments/lm.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.common import command
-from experiments.common.objectives import NextToken
+from experiments.harness import command
+from experiments.harness.text_options import TextOptions, presets
 
 COMPARED = ("softmax", "sliding_window", "linear")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(command.Options):
+class Config(TextOptions):
     """Trains a small causal language model for each mechanism and compares their perplexities.
 
     A stopped run resumes when the same command is given again. A finished run prints its table.
     """
 
-    mechanisms: tuple[str, ...] = COMPARED  # NAME; NAME,OPTION=8; A/B by layer; A+B by head
+    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every registered mechanism.
+    mechanisms: tuple[str, ...] = COMPARED
 
 
-PRESETS = command.presets(Config)
+PRESETS = presets(Config)
 
 
 def parse(argv: Sequence[str] | None) -> Config:
@@ -38,7 +39,7 @@ def parse(argv: Sequence[str] | None) -> Config:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    return command.run("lm", parse(argv), NextToken)
+    return command.run("lm", parse(argv))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from effattn.nn.encoder_decoder import (
     EncoderDecoderConfig,
     EncoderDecoderState,
 )
-from effattn.nn.feed_forward import ChunkedFeedForward, SwiGLU
+from effattn.nn.feed_forward import ChunkedFeedForward, FeedForward, SwiGLU
 from effattn.nn.fnet import FNet
 from effattn.nn.gated_delta_net import GatedDeltaNet
 from effattn.nn.gated_linear import GatedLinearAttention
@@ -81,6 +81,7 @@ __all__ = [
     "EncoderDecoderConfig",
     "EncoderDecoderState",
     "FNet",
+    "FeedForward",
     "GRU",
     "GatedDeltaNet",
     "GatedLinearAttention",

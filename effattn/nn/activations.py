@@ -13,6 +13,16 @@ def silu(x: jax.Array) -> jax.Array:
     return jax.nn.silu(x)
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """x Phi(x), with the distribution function Phi of the normal distribution."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def relu(x: jax.Array) -> jax.Array:
+    """max(x, 0)."""
+    return jnp.maximum(x, 0)
+
+
 def sigmoid(x: jax.Array) -> jax.Array:
     """1 / (1 + exp(-x))."""
     return jax.nn.sigmoid(x)

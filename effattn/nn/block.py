@@ -11,9 +11,14 @@ from effattn.arrays import mesh_axes
 from effattn.nn import initializers
 from effattn.nn.alibi import Alibi
 from effattn.nn.build import mechanism
-from effattn.nn.configuration import TransformerConfig, dtypes_of
+from effattn.nn.configuration import (
+    FEED_FORWARDS,
+    TransformerConfig,
+    dtypes_of,
+    norm_of,
+)
 from effattn.nn.dropout import dropout
-from effattn.nn.feed_forward import SwiGLU
+from effattn.nn.feed_forward import FeedForward
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.module import Module
 from effattn.nn.rotary import RotaryEmbedding
@@ -23,22 +28,26 @@ Sublayer = tuple[Callable[[jax.Array], jax.Array] | None, Callable[[jax.Array], 
 
 
 class Layer(Module):
-    """Base of `Block` and `DecoderBlock`: pre-norm mixer and SwiGLU with residual connections."""
+    """Base of `Block` and `DecoderBlock`: mixer and feed-forward layer with norms and residuals."""
 
     def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
         dtypes = dtypes_of(config)
         residual_init = initializers.residual_init(config.num_layers)
         self.mixer = _build_mixer(config, layer, out_kernel_init=residual_init, rngs=rngs, **dtypes)
-        hidden_features = config.hidden_features
+        hidden_features, kind = config.hidden_features, FEED_FORWARDS[config.feed_forward]
         if hidden_features is None:
-            hidden_features = -(-config.features * 8 // 3 // 8) * 8
-        self.feed_forward = SwiGLU(
-            config.features, hidden_features, out_kernel_init=residual_init, rngs=rngs, **dtypes
+            gated = -(-config.features * 8 // 3 // 8) * 8
+            hidden_features = gated if kind["gated"] else 4 * config.features
+        self.feed_forward = FeedForward(
+            config.features,
+            hidden_features,
+            **kind,
+            out_kernel_init=residual_init,
+            rngs=rngs,
+            **dtypes,
         )
-        self.mixer_norm = nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
-        self.feed_forward_norm = (
-            None if config.parallel else nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
-        )
+        self.mixer_norm = norm_of(config, rngs)
+        self.feed_forward_norm = None if config.parallel else norm_of(config, rngs)
         self.dropout_rate = config.dropout_rate
 
     def _others(self) -> tuple[Sublayer, ...]:
@@ -65,7 +74,7 @@ class Layer(Module):
 
 
 class Block(Layer):
-    """Transformer layer: mixer and SwiGLU, each with RMSNorm before and a residual connection.
+    """Transformer layer: mixer and feed-forward layer, each after a norm, with residuals.
 
     Args:
       config: configuration of the model.

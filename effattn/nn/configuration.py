@@ -1,16 +1,26 @@
 """Static configuration of Transformers."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 
 from effattn.arrays import checks
 from effattn.nn import build
 from effattn.nn.dropout import check_dropout_rate
 from effattn.nn.equality import same_fields
 from effattn.nn.module import check_dtype
+
+# Options of `FeedForward`, and classes, by the names in the configuration.
+FEED_FORWARDS: Mapping[str, dict[str, Any]] = {
+    "swiglu": {"activation": "silu", "gated": True},
+    "geglu": {"activation": "gelu", "gated": True},
+    "gelu": {"activation": "gelu", "gated": False},
+    "relu": {"activation": "relu", "gated": False},
+}
+NORMS: Mapping[str, Callable[..., nnx.Module]] = {"rms": nnx.RMSNorm, "layer": nnx.LayerNorm}
 
 _POSITIONS = ("rotary", "learned", "alibi", "none")
 
@@ -33,8 +43,12 @@ class TransformerConfig:
       num_heads: N, number of query heads.
       num_kv_heads: K, number of key and value heads, a divisor of N; default N.
       head_dim: H, head dimension; default D / N.
+      feed_forward: feed-forward layer: "swiglu" or "geglu", which have a gate, or "gelu" or "relu"
+        (see `FeedForward`).
       hidden_features: hidden size of the feed-forward layer; default 8/3 D, rounded up to a
-        multiple of 8.
+        multiple of 8, with a gate, and else 4 D.
+      norm: normalisation before each sublayer and at the end, "rms" or "layer", with scale (and
+        bias).
       mixer: a registered name; a mixer class or an attention function (see `effattn.nn.build`); a
         mapping of one of those and options
         (`{"name": "sliding_window", "local_window_size": (63, 0)}`); a mapping of groups of heads
@@ -71,7 +85,9 @@ class TransformerConfig:
     num_heads: int
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    feed_forward: str = "swiglu"
     hidden_features: int | None = None
+    norm: str = "rms"
     # Mappings are not hashable, so the hash leaves this field out.
     mixer: build.Mechanism | tuple[build.Mechanism, ...] | list[build.Mechanism] = (
         dataclasses.field(default="softmax", hash=False)
@@ -96,10 +112,17 @@ class TransformerConfig:
         for name in ("num_kv_heads", "head_dim", "hidden_features", "max_length"):
             if getattr(self, name) is not None:
                 checks.at_least(name, getattr(self, name), 1, "or None")
-        if self.positions not in (None, *_POSITIONS):
-            raise ValueError(
-                f"positions must be one of {', '.join(_POSITIONS)}, got {self.positions!r}"
-            )
+        choices: dict[str, Iterable[str | None]] = {
+            "positions": (None, *_POSITIONS),
+            "feed_forward": FEED_FORWARDS,
+            "norm": NORMS,
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(filter(None, known))}, got "
+                    f"{getattr(self, name)!r}"
+                )
         if self.positions == "learned" and self.max_length is None:
             raise ValueError(
                 "positions='learned' needs max_length, the number of positions, got None"
@@ -178,3 +201,8 @@ def dtypes_of(config: TransformerConfig) -> dict[str, Any]:
         "dtype": param_dtype if config.dtype is None else jnp.dtype(config.dtype),
         "param_dtype": param_dtype,
     }
+
+
+def norm_of(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
+    """A normalisation of the model's features."""
+    return NORMS[config.norm](config.features, rngs=rngs, **dtypes_of(config))

@@ -12,7 +12,7 @@ from effattn.decode.state import check_state, row_lengths
 from effattn.nn import initializers
 from effattn.nn.block import Layer, Sublayer
 from effattn.nn.build import Mechanism, named
-from effattn.nn.configuration import TransformerConfig, dtypes_of
+from effattn.nn.configuration import TransformerConfig, dtypes_of, norm_of
 from effattn.nn.cross_attention import CrossAttention
 from effattn.nn.dropout import dropout_key
 from effattn.nn.equality import same_fields
@@ -95,7 +95,7 @@ _ALONE = frozenset({"offset", "state"})
 
 
 class DecoderBlock(Layer):
-    """Decoder layer: mixer, cross-attention and SwiGLU, each with RMSNorm and a residual."""
+    """Decoder layer: mixer, cross-attention and feed-forward layer, with norms and residuals."""
 
     def __init__(
         self,
@@ -131,9 +131,7 @@ class DecoderBlock(Layer):
                 "lacks 'offset' and 'state'; registered mechanisms that have one of both: "
                 f"{', '.join(able)}"
             )
-        self.cross_norm = (
-            None if config.parallel else nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
-        )
+        self.cross_norm = None if config.parallel else norm_of(config, rngs)
 
     @mesh_axes.on_mesh_of_input
     def __call__(
@@ -193,7 +191,7 @@ class EncoderDecoder(Module):
         encoded = encoder(source),   logits = decoder(target, encoded)
 
     The encoder is a `Transformer` with bidirectional mixers. Each decoder layer has a causal mixer,
-    cross-attention to the encoder's output, and SwiGLU, each with RMSNorm before it.
+    cross-attention to the encoder's output, and a feed-forward layer, each after a norm.
 
     For training (teacher forcing), `model(source, target)` returns the next-token logits at every
     target position. For generation, encode the source with `given` and call `effattn.nn.generate`:

@@ -1,6 +1,6 @@
-"""SwiGLU feed-forward layer, and evaluation of token-wise modules in chunks."""
+"""Feed-forward layers, and evaluation of token-wise modules in chunks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import jax
@@ -8,14 +8,67 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn.arrays import checks, mesh_axes
-from effattn.nn import initializers
+from effattn.nn import activations, initializers
 from effattn.nn.dropout import dropout_key
 from effattn.nn.layers import Layers
 from effattn.nn.module import Module
 from effattn.nn.options import Parameters
 
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": activations.silu,
+    "gelu": activations.gelu,
+    "relu": activations.relu,
+}
 
-class SwiGLU(Module):
+
+class FeedForward(Module):
+    """Feed-forward layer without biases, with or without a gate.
+
+        act(x Wu) Wd                   Vaswani et al. 2017, "Attention Is All You Need"
+        (act(x Wg) * (x Wu)) Wd        Shazeer 2020, "GLU Variants Improve Transformer"
+
+    Args:
+      in_features: D, number of input and output features.
+      hidden_features: F, number of hidden features.
+      activation: "gelu" (exact), "relu" or "silu".
+      gated: whether the layer has a gate, Wg.
+      kernel_init: initializer of the gate and up projections.
+      out_kernel_init: initializer of the down projection.
+      **options: see `effattn.nn.options.Parameters`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        activation: str = "gelu",
+        gated: bool = False,
+        kernel_init: Callable[..., Any] = initializers.kernel_init,
+        out_kernel_init: Callable[..., Any] = initializers.kernel_init,
+        **options: Unpack[Parameters],
+    ):
+        checks.at_least("in_features", in_features, 1, "features")
+        checks.at_least("hidden_features", hidden_features, 1, "features")
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            )
+        self.activation = ACTIVATIONS[activation]
+        make = Layers(kernel_init=kernel_init, out_kernel_init=out_kernel_init, **options)
+        self.gate = make.linear(in_features, hidden_features) if gated else None
+        self.up = make.linear(in_features, hidden_features)
+        self.down = make.out(hidden_features, in_features)
+
+    @mesh_axes.on_mesh_of_input
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps x `(..., D)` to `(..., D)`."""
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class SwiGLU(FeedForward):
     """`(silu(x Wg) * (x Wu)) Wd`, without biases. Shazeer 2020, "GLU Variants Improve Transformer".
 
     Args:
@@ -35,17 +88,15 @@ class SwiGLU(Module):
         out_kernel_init: Callable[..., Any] = initializers.kernel_init,
         **options: Unpack[Parameters],
     ):
-        checks.at_least("in_features", in_features, 1, "features")
-        checks.at_least("hidden_features", hidden_features, 1, "features")
-        make = Layers(kernel_init=kernel_init, out_kernel_init=out_kernel_init, **options)
-        self.gate = make.linear(in_features, hidden_features)
-        self.up = make.linear(in_features, hidden_features)
-        self.down = make.out(hidden_features, in_features)
-
-    @mesh_axes.on_mesh_of_input
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x `(..., D)` to `(..., D)`."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        super().__init__(
+            in_features,
+            hidden_features,
+            activation="silu",
+            gated=True,
+            kernel_init=kernel_init,
+            out_kernel_init=out_kernel_init,
+            **options,
+        )
 
 
 class ChunkedFeedForward(Module):

@@ -16,7 +16,7 @@ from effattn.decode.state import check_capacity, check_state, is_concrete, new_l
 from effattn.nn import initializers
 from effattn.nn.array_options import own_copy
 from effattn.nn.block import Block
-from effattn.nn.configuration import TransformerConfig, dtypes_of
+from effattn.nn.configuration import TransformerConfig, dtypes_of, norm_of
 from effattn.nn.dropout import dropout, dropout_key
 from effattn.nn.module import Module
 from effattn.nn.routing import routing_mixers
@@ -38,11 +38,11 @@ class TransformerState:
 
 
 class Transformer(Module):
-    """Maps tokens to features: embedding, L pre-norm blocks and a final RMSNorm.
+    """Maps tokens to features: embedding, L pre-norm blocks and a final norm.
 
-    Vaswani et al. 2017, with RMSNorm (Zhang and Sennrich 2019) before each sublayer and SwiGLU
-    (Shazeer 2020). The initial weights of projections into the residual stream are divided by
-    sqrt(2 L).
+    Vaswani et al. 2017, by default with RMSNorm (Zhang and Sennrich 2019) before each sublayer and
+    SwiGLU (Shazeer 2020). The initial weights of projections into the residual stream are divided
+    by sqrt(2 L).
 
     A call applies dropout if it gets `rngs`, and only then. The methods `train()` and `eval()` of
     Flax have no effect on dropout.
@@ -75,7 +75,7 @@ class Transformer(Module):
         self.blocks = nnx.List(
             [self._make_block(own, layer, rngs) for layer in range(config.num_layers)]
         )
-        self.norm = nnx.RMSNorm(config.features, rngs=rngs, **dtypes)
+        self.norm = norm_of(config, rngs)
 
     def _make_block(self, config: TransformerConfig, layer: int, rngs: nnx.Rngs) -> Any:
         return Block(config, layer, rngs=rngs)

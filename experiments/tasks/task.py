@@ -26,15 +26,15 @@ class Batch(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a model made of a batch, in the shape of its targets.
+    """What a model made of a batch, as NumPy or JAX arrays in the shape of its targets.
 
     Attributes:
       nats: float, minus the log of the probability of the target; 0 at positions without a target.
       right: bool, whether the likeliest class is the target; False without a target.
     """
 
-    nats: np.ndarray
-    right: np.ndarray
+    nats: Any
+    right: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,9 @@ class Task(abc.ABC):
       is_causal: whether positions may read later ones.
       headline: key of `measure` by which learning rates are chosen and tables are ordered.
       more_is_better: whether a larger headline is better.
+      columns: keys of `measure` in the table, by heading.
+      title: heading of reports; default the class's name.
+      explained: sentences in reports that say what is measured.
     """
 
     reference: ClassVar[str]
@@ -54,6 +57,9 @@ class Task(abc.ABC):
     is_causal: ClassVar[bool] = True
     headline: ClassVar[str] = "accuracy"
     more_is_better: ClassVar[bool] = True
+    columns: ClassVar[Mapping[str, str]] = {"accuracy": "accuracy"}
+    title: ClassVar[str] = ""
+    explained: ClassVar[str] = "Accuracy is the share of targets whose class is the likeliest."
 
     @property
     @abc.abstractmethod
@@ -86,8 +92,8 @@ class Task(abc.ABC):
         The others are evaluated at the end, such as longer examples than those of the training.
         """
 
-    def measure(self, batch: Batch, scores: Scores) -> dict[str, float]:
-        """Returns the measures of a model on a held-out set; `headline` is one of them."""
+    def measure(self, name: str, batch: Batch, scores: Scores) -> dict[str, Any]:
+        """Returns the measures of a model on the held-out set `name`; `headline` is one of them."""
         counts = batch.targets != NOTHING
         right = scores.right & counts
         measures = {
@@ -97,6 +103,14 @@ class Task(abc.ABC):
         if counts.ndim > 1:
             measures["exact"] = float((right | ~counts).all(-1).mean())
         return measures
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the sizes that the examples depend on, as values for JSON."""
+        return dataclasses.asdict(self)
+
+    def sample(self, model: Any, seed: int) -> dict[str, Any]:
+        """Returns further results of a trained model, such as a "sample" after a "prompt"."""
+        return {}
 
 
 def generator(*key: int) -> np.random.Generator:

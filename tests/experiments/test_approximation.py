@@ -10,8 +10,8 @@ import pytest
 from effattn import registry
 from effattn.analysis import approximation_error
 from experiments import approximation
-from experiments.common import encoder
-from experiments.common.corpora import Corpus
+from experiments.harness import encoder
+from experiments.tasks.corpora import Corpus
 from tests.experiments.test_encoder import needs_package, small  # noqa: F401
 
 TINY = "--length 10 --sizes 2 5 --texts 2".split()

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.common.checkpoints import Checkpoints
-from experiments.common.errors import UserError
+from experiments.harness.checkpoints import Checkpoints
+from experiments.harness.errors import UserError
 
 STATE = {"w": jnp.arange(3.0), "inner": (jnp.int32(4), [jnp.ones((2, 2))])}
 

@@ -3,9 +3,9 @@ import time
 
 import pytest
 
-from experiments.common import side_by_side
-from experiments.common.comparison import compare, planned_runs
-from experiments.common.errors import Diverged, Stopped
+from experiments.harness import side_by_side
+from experiments.harness.comparison import compare, planned_runs
+from experiments.harness.errors import Diverged, Stopped
 
 LOSSES = {0.1: 2.0, 0.2: 1.0, 0.4: 3.0}
 

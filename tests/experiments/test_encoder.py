@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import effattn
-from experiments.common import encoder
-from experiments.common.errors import UserError
+from experiments.harness import encoder
+from experiments.harness.errors import UserError
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
 

@@ -16,10 +16,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from experiments import lm
-from experiments.common import corpora, folders, metrics, outcome, report, training
-from experiments.common.data import batches
-from experiments.common.errors import UserError
-from experiments.common.objectives import NextToken
+from experiments.harness import corpora, folders, metrics, outcome, report, training
+from experiments.harness.errors import UserError
+from experiments.tasks.text import NextToken
+from experiments.tasks.windows import batches
 from tests.marks import slow_but_for
 
 ROOT = Path(lm.__file__).resolve().parents[1]
@@ -238,7 +238,7 @@ def test_what_the_locale_has_no_characters_for_is_written_and_printed(tmp_path, 
     code = f"""
 import sys
 from pathlib import Path
-from experiments.common import metrics, outcome
+from experiments.harness import metrics, outcome
 path = Path({str(tmp_path)!r}) / "summary.md"
 metrics.write_atomically(path, chr(177) + chr(0xdcc3))
 sys.exit(outcome.exit_status(lambda: print(path.read_text(encoding="utf-8"), chr(177)), ""))
@@ -280,7 +280,7 @@ def test_too_little_memory_is_one_sentence(capsys):
 def test_interrupts_end_the_work_in_order_and_then_at_once():
     code = """
 import os, signal
-from experiments.common import outcome
+from experiments.harness import outcome
 def work():
     try:
         os.kill(os.getpid(), signal.SIGINT)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from experiments import lm, mlm
-from experiments.common import checks, training
-from experiments.common.objectives import NOTHING, PARTS
-from experiments.common.training import train
+from experiments.harness import checks, training
+from experiments.harness.training import train
+from experiments.tasks.text import NOTHING, PARTS
 from tests.experiments.test_lm import arguments, assert_refused, parameters, untimed
 
 MECHANISMS = ["softmax", "linformer,num_projected=4"]
@@ -40,7 +40,7 @@ def finished(tmp_path_factory, documents):
         return train(run, schedule, watched, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.common.trials.train", recorded)
+        patch.setattr("experiments.harness.trials.train", recorded)
         assert mlm.main(command) == 0
     return command, output, seen
 

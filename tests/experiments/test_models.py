@@ -4,7 +4,7 @@ import jax
 import pytest
 from flax import nnx
 
-from experiments.common import models
+from experiments.harness import models
 
 SIZES = {"layers": 2, "width": 64, "heads": 4, "window": 16, "precision": "float32", "context": 64}
 

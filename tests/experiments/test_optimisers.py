@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.common.optimisers import make_optimiser
+from experiments.harness.optimisers import make_optimiser
 
 
 def ones(*shape):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from experiments.common.errors import Stopped
-from experiments.common.progress import Progress
+from experiments.harness.errors import Stopped
+from experiments.harness.progress import Progress
 
 
 def lines_of(capsys):

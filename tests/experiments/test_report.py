@@ -3,9 +3,9 @@ import math
 
 import pytest
 
-from experiments.common import figure, report
-from experiments.common.comparison import Comparison
-from experiments.common.objectives import MaskedTokens, NextToken
+from experiments.harness import figure, report
+from experiments.harness.comparison import Comparison
+from experiments.tasks.text import MaskedTokens, NextToken
 
 
 def result(mechanism, seed, bits, **changes):

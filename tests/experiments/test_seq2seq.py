@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from experiments import seq2seq
-from experiments.common import folders, pair_training, pairs
-from experiments.common.errors import Diverged, UserError
+from experiments.harness import folders, pair_training, pairs
+from experiments.harness.errors import Diverged, UserError
 
 TINY = ["--width", "8", "--heads", "2", "--layers", "1", "--batch", "4", "--steps", "3"]
 TINY += ["--evaluate-every", "2", "--examples", "24", "--held-out", "5"]

@@ -12,16 +12,16 @@ import pytest
 from flax import nnx
 
 from effattn.nn import Centroids, TransformerConfig, TransformerLM
-from experiments.common import metrics
-from experiments.common.corpora import Corpus
-from experiments.common.data import prepare
-from experiments.common.errors import Diverged, UserError
-from experiments.common.objectives import NOTHING, Examples, MaskedTokens
-from experiments.common.optimisers import make_optimiser
-from experiments.common.programs import compile_programs
-from experiments.common.schedules import Schedule
-from experiments.common.tokenizers import ByteTokenizer
-from experiments.common.training import Run, train
+from experiments.harness import metrics
+from experiments.harness.errors import Diverged, UserError
+from experiments.harness.optimisers import make_optimiser
+from experiments.harness.programs import compile_programs
+from experiments.harness.schedules import Schedule
+from experiments.harness.training import Run, train
+from experiments.tasks.corpora import Corpus
+from experiments.tasks.text import NOTHING, Examples, MaskedTokens
+from experiments.tasks.tokenizers import ByteTokenizer
+from experiments.tasks.windows import prepare
 from tests.experiments.conftest import Lines
 
 CONTEXT = 16

@@ -3,12 +3,12 @@ import json
 import numpy as np
 import pytest
 
-from experiments.common import trials
-from experiments.common.errors import UserError
-from experiments.common.programs import Programs
-from experiments.common.schedules import Schedule
-from experiments.common.tokenizers import ByteTokenizer
-from experiments.common.trials import Trials
+from experiments.harness import trials
+from experiments.harness.errors import UserError
+from experiments.harness.programs import Programs
+from experiments.harness.schedules import Schedule
+from experiments.harness.trials import Trials
+from experiments.tasks.tokenizers import ByteTokenizer
 
 
 class Objective:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from effattn.nn import ChunkedFeedForward, SwiGLU
+from effattn.nn import ChunkedFeedForward, FeedForward, SwiGLU
 from effattn.nn.dropout import dropout
 from tests.laws import cost
 from tests.marks import slow
@@ -96,3 +96,29 @@ def test_chunks_have_a_token():
         ValueError, match=r"x must have shape \(..., length, features\), got \(3,\)"
     ):
         ChunkedFeedForward(lambda x: x, chunk_size=2)(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "formula"),
+    [
+        ({}, lambda up, gate: jax.nn.gelu(up, approximate=False)),
+        ({"activation": "relu"}, lambda up, gate: jax.nn.relu(up)),
+        ({"activation": "silu", "gated": True}, lambda up, gate: jax.nn.silu(gate) * up),
+        (
+            {"activation": "gelu", "gated": True},
+            lambda up, gate: jax.nn.gelu(gate, approximate=False) * up,
+        ),
+    ],
+)
+def test_a_feed_forward_layer_is_its_formula(options, formula):
+    module = FeedForward(FEATURES, 12, **options, rngs=nnx.Rngs(1))
+    x = jax.random.normal(jax.random.key(0), (2, 3, FEATURES))
+    gate = None if module.gate is None else x @ module.gate.kernel[...]
+    expected = formula(x @ module.up.kernel[...], gate) @ module.down.kernel[...]
+    np.testing.assert_allclose(module(x), expected, rtol=1e-5, atol=1e-6)
+    assert (module.gate is not None) == options.get("gated", False)
+
+
+def test_an_activation_is_one_of_those_known():
+    with pytest.raises(ValueError, match="activation must be one of silu, gelu, relu, got 'tanh'"):
+        FeedForward(8, 8, activation="tanh", rngs=nnx.Rngs(0))

@@ -405,6 +405,9 @@ def test_options_change_the_parameters_that_they_should():
     assert parameters(positions="learned", max_length=7) == expected + 7 * 16
     assert parameters(parallel=True) == expected - 2 * 16
     assert parameters(qk_norm=False) == expected - 2 * 8
+    assert parameters(feed_forward="geglu") == expected
+    assert parameters(feed_forward="gelu") == expected + 2 * (2 * 16 * 64 - 3 * 16 * 48)
+    assert parameters(norm="layer") == expected + 5 * 16
     assert parameters(hidden_features=8) == expected - 2 * 3 * 16 * 40
     assert parameters(head_dim=8) == expected + 2 * (2 * 256 + 2 * 128 + 2 * 4)
 
@@ -542,6 +545,11 @@ def test_bad_inputs_are_named():
         ({"vocab_size": 0}, "vocab_size must be an int, 1 or more, got 0"),
         ({"hidden_features": 0}, "hidden_features must be an int, 1 or more or None, got 0"),
         ({"positions": "sinusoidal"}, "positions must be one of rotary"),
+        (
+            {"feed_forward": "glu"},
+            "feed_forward must be one of swiglu, geglu, gelu, relu, got 'glu'",
+        ),
+        ({"norm": "batch"}, "norm must be one of rms, layer, got 'batch'"),
         ({"positions": "learned"}, "positions='learned' needs max_length"),
         ({"mixer": "sofmax"}, "unknown mechanism 'sofmax'"),
         ({"mixer": {"local_window_size": 3}}, 'mixer must be .* as "name" and options, got {'),

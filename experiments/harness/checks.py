@@ -1,0 +1,110 @@
+"""Checks of the options, before any file is read or written."""
+
+from collections.abc import Callable
+from typing import Any
+
+from experiments.harness.errors import UserError
+
+# Step counts and seeds are int32.
+MOST = 2**31 - 1
+
+# Range of positive normal float32 numbers.
+LEAST_FLOAT, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+
+
+def check_training(config: Any) -> None:
+    """Raises `UserError` if the options of `experiments.harness.options` do not fit together."""
+    check_counts(config, "layers", "width", "heads", "batch", "accumulate", "steps")
+    for name in ("window", "key_heads", "evaluate_every", "at_once"):
+        if getattr(config, name) is not None:
+            check_counts(config, name)
+    if config.redraw:
+        check_counts(config, "redraw")
+    for name in ("mechanisms", "seeds"):
+        values = getattr(config, name)
+        require(len(values) > 0, config, name, "needs at least one value")
+        require(len(set(values)) == len(values), config, name, "must not repeat a value")
+    check_seeds(config)
+    good = config.width % config.heads == 0
+    require(good, config, "width", f"must be a multiple of --heads {config.heads}")
+    require(
+        config.width // config.heads % 2 == 0,
+        config,
+        "heads",
+        f"must divide --width {config.width} into even head sizes, for rotary positions",
+    )
+    if config.key_heads is not None:
+        good = config.heads % config.key_heads == 0
+        require(good, config, "key_heads", f"must divide --heads {config.heads}")
+    good = config.batch % config.accumulate == 0
+    require(good, config, "batch", f"must be a multiple of --accumulate {config.accumulate}")
+    check_positive(config, "clip", "sweep")
+    if config.learning_rate is not None:
+        check_positive(config, "learning_rate")
+    require(len(set(config.sweep)) == len(config.sweep), config, "sweep", "must not repeat a rate")
+    both = config.sweep and config.learning_rate is not None
+    require(not both, config, "sweep", "must be left out if --learning-rate is given")
+    require(0 <= config.warmup < 1, config, "warmup", "must be a fraction from 0 to below 1")
+    good = 0 <= config.weight_decay <= MOST_FLOAT
+    require(good, config, "weight_decay", "must be 0 or positive, and finite in float32")
+
+
+def check_counts(config: Any, *names: str) -> None:
+    """Raises `UserError` unless these options are positive int32 numbers."""
+    for name in names:
+        require(getattr(config, name) >= 1, config, name, "must be at least 1")
+        require(getattr(config, name) <= MOST, config, name, f"must be at most {MOST}")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raises `UserError` unless all values of these options are positive and finite in float32."""
+    for name in names:
+        value = getattr(config, name)
+        values = value if isinstance(value, tuple) else (value,)
+        good = all(LEAST_FLOAT <= each <= MOST_FLOAT for each in values)
+        require(good, config, name, "must be positive and finite in float32")
+
+
+def check_seeds(config: Any) -> None:
+    """Raises `UserError` unless all seeds are valid for `jax.random.key`."""
+    require(min(config.seeds) >= 0, config, "seeds", "must not be negative")
+    require(max(config.seeds) <= MOST, config, "seeds", f"must be at most {MOST}")
+
+
+def check_mechanism(option: str, text: str, trial: Callable[[], None]) -> None:
+    """Raises `UserError` if a mechanism cannot be used.
+
+    Args:
+      option: command-line option that names the mechanism.
+      text: value of the option.
+      trial: builds a model with the mechanism and traces a call of the model.
+    """
+    try:
+        trial()
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from None
+    # Options are any Python literals, for some of which JAX and NumPy raise other errors.
+    except (TypeError, OverflowError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{option}: {text} cannot be run here ({reason})") from None
+
+
+def require(good: bool, config: Any, name: str, need: str) -> None:
+    """Raises `UserError` with the need and the value of an option, unless it is good."""
+    if not good:
+        value = getattr(config, name)
+        shown = " ".join(map(str, value)) or "none" if isinstance(value, tuple) else value
+        raise UserError(f"--{name.replace('_', '-')} {need}, got {shown}")
+
+
+def check_mechanisms(config: Any, task: Any) -> None:
+    """Raises `UserError` if the model of a mechanism cannot be built or called."""
+    # Imported late: --help and bad input need not wait for JAX.
+    from experiments.harness import models
+
+    for text in config.mechanisms:
+
+        def trial(text: str = text) -> None:
+            models.check_call(text, models.builder(text, config, task), task)
+
+        check_mechanism("--mechanisms", text, trial)

@@ -1,0 +1,28 @@
+"""Classifier of token sequences."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn.nn import Transformer, TransformerConfig
+
+
+class Classifier(nnx.Module):
+    """Transformer whose mean feature over the tokens of a row gives the logits of its class.
+
+    Args:
+      config: configuration of the Transformer.
+      num_classes: C, number of classes.
+      rngs: random streams for parameter initialisation.
+    """
+
+    def __init__(self, config: TransformerConfig, num_classes: int, *, rngs: nnx.Rngs):
+        self.transformer = Transformer(config, rngs=rngs)
+        self.head = nnx.Linear(config.features, num_classes, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Returns logits `(B, C)` of tokens `(B, T)`, of which the first `lengths (B,)` count."""
+        features = self.transformer(tokens, lengths=lengths)
+        is_token = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        total = jnp.where(is_token[..., None], features, 0).sum(1, dtype=jnp.float32)
+        return self.head(total / jnp.maximum(lengths, 1)[:, None])

@@ -1,0 +1,119 @@
+"""Command line of the experiments that train models."""
+
+import argparse
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+from experiments.harness import checks, folders, machine, outcome, report, user_modules
+from experiments.harness.options import Options
+from experiments.harness.schedules import Schedule
+from experiments.tasks.task import Task
+
+Config = TypeVar("Config", bound=Options)
+
+
+def parse(experiment: str, known: Mapping[str, Config], argv: Sequence[str] | None) -> Config:
+    """Returns the options of a command line: the preset, changed by the other options."""
+    preset = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    preset.add_argument("--preset", nargs="?")
+    default = known.get(preset.parse_known_args(argv)[0].preset, known["small"])
+    program = f"python -m experiments.{experiment}"
+    return tyro.cli(type(default), prog=program, args=argv, default=default)
+
+
+def run(experiment: str, options: Options) -> int:
+    """Runs an experiment and prints its table; returns the exit status.
+
+    Args:
+      experiment: name; run folders begin with this name.
+      options: options of the experiment.
+    """
+
+    def work() -> None:
+        user_modules.load(options.imports)
+        options.check()
+        config = options.with_all()
+        prepared = config.prepare()
+        settings = {"experiment": experiment, **config.of_folder(), **prepared}
+        name = f"{experiment}-{config.label}-{folders.fingerprint(settings)}"
+        folder = folders.path_of(config.output, name)
+        config.check_output(folder)
+        folders.check_folder(folder, settings)
+        asked = {**settings, **config.of_runs()}
+        if report.finished(folder, asked):
+            print(f"This run is finished; to repeat it, delete {folder} or change --output.")
+        else:
+            task = config.make_task(folder)
+            checks.check_mechanisms(config, task)
+            print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
+            with folders.claimed(folder, settings):
+                config.save(task, folder)
+                _train_all(config, folder, task, settings, asked)
+        print(report.read_report(folder))
+
+    return outcome.exit_status(work, "stopped; the same command resumes from the last checkpoint")
+
+
+def _train_all(
+    config: Options, folder: Path, task: Task, settings: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    """Trains every model that is not trained yet, and writes the report."""
+    # Imported late: --help and bad input need not wait for JAX and Flax.
+    from experiments.harness import (
+        comparison,
+        figure,
+        models,
+        optimisers,
+        programs,
+        progress,
+        trials,
+    )
+
+    schedule = Schedule(
+        config.steps, config.batch, config.accumulate, config.steps_between_evaluations
+    )
+    optimiser = optimisers.make_optimiser(
+        config.optimiser, config.steps, config.warmup, config.clip, config.weight_decay
+    )
+
+    @functools.cache
+    def compile_once(mechanism: str) -> programs.Programs:
+        build = models.builder(mechanism, config, task)
+        return programs.Programs(build, optimiser, schedule, task, config.precision, config.redraw)
+
+    compiling = threading.Lock()
+
+    def compile_mechanism(mechanism: str) -> programs.Programs:
+        with compiling:  # two runs of a mechanism may start at the same time
+            return compile_once(mechanism)
+
+    runs = comparison.planned_runs(len(config.mechanisms), len(config.rates), len(config.seeds))
+    at_once = min(runs, config.at_once or machine.runs_at_once())
+    known = {trials.key_of(run): run for run in report.earlier_runs(folder)}
+    with progress.Progress(runs, config.steps) as shown:
+        one = trials.Trials(
+            folder,
+            folders.fingerprint(settings),
+            schedule,
+            task,
+            compile_mechanism,
+            shown,
+            known,
+        )
+        compared = comparison.compare(
+            config.mechanisms,
+            config.rates,
+            config.seeds,
+            one.run,
+            trials.better(task),
+            shown,
+            at_once,
+        )
+    report.write_report(folder, compared, asked, task)
+    figure.write_figures(folder, compared.runs, task)
+    report.finish(folder)

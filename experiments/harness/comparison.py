@@ -1,0 +1,91 @@
+"""Runs of a comparison: every mechanism with every seed, at the mechanism's best learning rate."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from experiments.harness import side_by_side
+from experiments.harness.errors import Diverged
+from experiments.harness.progress import Progress
+
+Result = dict[str, Any]
+Planned = tuple[str, float, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Results of a comparison.
+
+    Attributes:
+      runs: one result per mechanism and seed, at the mechanism's learning rate.
+      sweep: one result per mechanism and learning rate tried, with the first seed.
+      at_once: number of simultaneous runs.
+    """
+
+    runs: list[Result]
+    sweep: list[Result]
+    at_once: int = 1
+
+
+def planned_runs(mechanisms: int, rates: int, seeds: int) -> int:
+    """Returns the number of runs of `compare`; the best run of a sweep counts for its seed."""
+    return mechanisms * (rates + seeds - 1)
+
+
+def compare(
+    mechanisms: Sequence[str],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    run: Callable[[str, float, int], Result],
+    cost: Callable[[Result], tuple[float, ...]],
+    progress: Progress,
+    at_once: int = 1,
+) -> Comparison:
+    """Runs every mechanism with every seed, at the learning rate that is best for the first seed.
+
+    Args:
+      mechanisms: names, in order.
+      rates: learning rates to choose from.
+      seeds: seeds of the parameters and of the order of the data.
+      run: `(mechanism, rate, seed) -> result`, with the key "learning_rate".
+      cost: key by which results are compared; the least is the best.
+      progress: progress display, which also stops the other runs if one fails.
+      at_once: number of simultaneous runs.
+
+    Raises:
+      Diverged: a model diverged at the only rate, or at every rate of a sweep.
+    """
+
+    def run_all(planned: list[Planned], function=run) -> dict[Planned, Any]:
+        results = side_by_side.call(lambda p: function(*p), planned, at_once, progress.stop)
+        return dict(zip(planned, results, strict=True))
+
+    def attempt(*planned: Any) -> Result | Diverged:
+        try:
+            return run(*planned)
+        except Diverged as error:
+            progress.say(f"left out of the sweep: {error}")
+            return error
+
+    rate_of = dict.fromkeys(mechanisms, rates[0])
+    tried: dict[Planned, Result | Diverged] = {}
+    if len(rates) > 1:
+        tried = run_all([(m, rate, seeds[0]) for m in mechanisms for rate in rates], attempt)
+        for mechanism in mechanisms:
+            rate_of[mechanism] = rate = _best([tried[mechanism, r, seeds[0]] for r in rates], cost)
+            progress.say(f"{mechanism}: the best learning rate is {rate:g}")
+    planned = [(m, rate_of[m], seed) for m in mechanisms for seed in seeds]
+    results = tried | run_all([p for p in planned if p not in tried])
+    sweep = [result for result in tried.values() if not isinstance(result, Diverged)]
+    return Comparison([results[p] for p in planned], sweep, at_once)
+
+
+def _best(tried: Sequence[Result | Diverged], cost: Callable[[Result], tuple[float, ...]]) -> float:
+    """Returns the learning rate of the best result."""
+    trained = []
+    for result in tried:
+        if not isinstance(result, Diverged):
+            trained.append(result)
+        elif result is tried[-1] and not trained:
+            raise result
+    return min(trained, key=cost)["learning_rate"]

@@ -1,0 +1,205 @@
+"""Figures of a comparison: curves of a measure, or a ranking of many mechanisms."""
+
+import dataclasses
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+
+matplotlib.use("agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from effattn.analysis.style import COLOURS, MARKERS
+from experiments.harness.report import SHARES
+
+if TYPE_CHECKING:
+    from experiments.tasks.task import Task
+
+# Each curve needs a colour of its own.
+MOST_CURVES = len(COLOURS)
+
+# Maximum number of letters in a line of the legend and of an axis.
+LEGEND_LETTERS, TICK_LETTERS = 100, 50
+
+
+def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") -> None:
+    """Draws `results.png`: curves of few mechanisms, or a ranking of many.
+
+    With several mechanisms that decode, and a measure of which more is better, it also draws
+    `states.png`: that measure against the size of the decode state.
+
+    Args:
+      folder: run folder.
+      runs: results.
+      task: task, which names the measure.
+    """
+    seeds: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        seeds.setdefault(run["mechanism"], []).append(run)
+    measure = Measure.of(task)
+    draw = _ranking if len(seeds) > MOST_CURVES else _curves
+    _save(draw(seeds, measure), folder / "results.png")
+    decoding = {m: of for m, of in seeds.items() if of[0]["state_bytes"]}
+    if measure.more_is_better and len({of[0]["state_bytes"] for of in decoding.values()}) > 2:
+        _save(_states(decoding, measure), folder / "states.png")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """Measure of a figure: its key in results, its name, its unit and which values are better."""
+
+    key: str
+    name: str
+    unit: float
+    more_is_better: bool
+
+    @classmethod
+    def of(cls, task: "Task") -> "Measure":
+        """Returns the headline of a task."""
+        name = next(h for h, key in task.columns.items() if key == task.headline)
+        is_share = task.headline in SHARES
+        name, unit = (f"{name} (%)", 0.01) if is_share else (name, 1.0)
+        return cls(task.headline, name, unit, task.more_is_better)
+
+    def in_set(self, run: Mapping[str, Any], name: str) -> float:
+        """Returns the measure of a run on a held-out set."""
+        return run["held_out"][name][self.key] / self.unit
+
+
+def _save(figure: Figure, path: Path) -> None:
+    partial = path.with_name(f"partial-{path.name}")
+    figure.savefig(partial, dpi=150)
+    plt.close(figure)
+    partial.replace(path)
+
+
+def _curves(seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure) -> Figure:
+    """Draws the measure against tokens, and by held-out set or against seconds.
+
+    Lines are means over the seeds, and bands their range.
+    """
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
+    first = next(iter(seeds.values()))
+    sets = list(first[0]["held_out"])
+    for index, (mechanism, runs) in enumerate(seeds.items()):
+        style = {"color": COLOURS[index], "marker": MARKERS[index], "label": mechanism}
+        curves = [run["curve"] for run in runs]
+        values = _array(curves, measure.key) / measure.unit
+        panels: list[tuple[Any, Any]] = [(_array(curves, "tokens").mean(0) / 1e6, values)]
+        if len(sets) > 1:
+            by_set = np.array([[measure.in_set(run, name) for name in sets] for run in runs])
+            panels.append((np.arange(len(sets)), by_set))
+        else:
+            panels.append((_array(curves, "seconds").mean(0), values))
+        for axis, (x, y) in zip(axes, panels, strict=True):
+            axis.plot(x, y.mean(0), linewidth=1.6, markersize=4, **style)
+            axis.fill_between(x, y.min(0), y.max(0), color=style["color"], alpha=0.2, linewidth=0)
+    axes[0].set(xlabel="training tokens (millions)", ylabel=f"validation: {measure.name}")
+    if len(sets) > 1:
+        axes[1].set_xticks(range(len(sets)), [_wrapped(name, 10) for name in sets], fontsize=8)
+        axes[1].set(xlabel="held-out set, at the end")
+    else:
+        axes[1].set(xlabel="training time (s)")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    legend = "mechanism" if len(first) == 1 else f"mean of {len(first)} seeds; band: their range"
+    legend_below(figure, axes[1].get_lines(), legend)
+    return figure
+
+
+def legend_below(figure: Figure, lines: Sequence[Any], title: str) -> None:
+    """Adds a legend below the axes, in up to four columns, as the figure has room.
+
+    A legend inside the axes would hide curves of some comparisons.
+    """
+    labels = [_wrapped(line.get_label(), LEGEND_LETTERS) for line in lines]
+    for columns in range(min(4, len(lines)), 0, -1):
+        legend = figure.legend(
+            lines, labels, title=title, loc="outside lower center", ncols=columns
+        )
+        if columns == 1 or legend.get_window_extent().width < 0.98 * figure.bbox.width:
+            return
+        legend.remove()
+
+
+def _wrapped(name: str, letters: int) -> str:
+    """Breaks a long name of a mechanism into lines, preferably after `,`, `/` or `+`."""
+    lines = [""]
+    for part in re.split(r"(?<=[,/+])", name):
+        for piece in textwrap.wrap(part, letters):
+            if lines[-1] and len(lines[-1]) + len(piece) > letters:
+                lines.append("")
+            lines[-1] += piece
+    return "\n".join(lines)
+
+
+def _ranking(seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure) -> Figure:
+    """Draws the measure, best first: on the validation set, on the last set, and the speeds."""
+    sets = list(next(iter(seeds.values()))[0]["held_out"])
+    sign = -1 if measure.more_is_better else 1
+    columns = [
+        (f"{name}: {measure.name}" if len(sets) > 1 else f"validation: {measure.name}", name)
+        for name in dict.fromkeys((sets[0], sets[-1]))
+    ]
+
+    def values(mechanism: str, name: str | None) -> np.ndarray:
+        if name is None:
+            return np.array([run["tokens_per_second"] / 1e3 for run in seeds[mechanism]])
+        return np.array([measure.in_set(run, name) for run in seeds[mechanism]])
+
+    ranked = sorted(seeds, key=lambda mechanism: sign * values(mechanism, sets[0]).mean())
+    names = [_wrapped(mechanism, TICK_LETTERS) for mechanism in ranked]
+    lines, longest = max(n.count("\n") + 1 for n in names), max(map(len, "\n".join(names).split()))
+    size = (
+        4 + 3 * (len(columns) + 1) + 0.08 * max(0, longest - 25),
+        1.2 + (0.07 + 0.15 * lines) * len(ranked),
+    )
+    figure, axes = plt.subplots(
+        1, len(columns) + 1, figsize=size, sharey=True, layout="constrained"
+    )
+    panels = [*columns, ("training speed (thousand tokens/s)", None)]
+    for axis, colour, (label, name) in zip(axes, COLOURS, panels, strict=False):
+        for row, mechanism in enumerate(ranked):
+            x = values(mechanism, name)
+            axis.hlines(row, x.min(), x.max(), color=colour, alpha=0.4, linewidth=4)
+            axis.plot(x.mean(), row, "o", color=colour, markersize=4.5)
+        axis.grid(alpha=0.3)
+        axis.set(xlabel=label)
+    axes[0].set_yticks(range(len(ranked)), names, fontsize=8)
+    axes[0].set_ylim(len(ranked) - 0.5, -0.5)
+    axes[-1].set(xlim=(0, None))
+    better = "more is better" if measure.more_is_better else "less is better"
+    count = len(next(iter(seeds.values())))
+    spread = f"dots: means of {count} seeds; bars: their range; " if count > 1 else ""
+    figure.suptitle(f"{spread}{measure.name.partition(' (')[0]}: {better}", fontsize=10)
+    return figure
+
+
+def _states(seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure) -> Figure:
+    """Draws the mean of the measure over all held-out sets against the size of the state."""
+    figure, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")
+    for index, (mechanism, runs) in enumerate(seeds.items()):
+        each = [np.mean([measure.in_set(run, name) for name in run["held_out"]]) for run in runs]
+        axis.plot(
+            runs[0]["state_bytes"] / 1e3,
+            np.mean(each),
+            marker=MARKERS[index % len(MARKERS)],
+            color=COLOURS[index % len(COLOURS)],
+            linestyle="none",
+            label=mechanism,
+        )
+    axis.set_xscale("log")
+    axis.set(xlabel="decode state (kB)", ylabel=f"mean of all held-out sets: {measure.name}")
+    axis.grid(alpha=0.3)
+    legend_below(figure, axis.get_lines(), "mechanism")
+    return figure
+
+
+def _array(seeds: Sequence[Sequence[dict[str, Any]]], key: str) -> np.ndarray:
+    return np.array([[record[key] for record in records] for records in seeds])

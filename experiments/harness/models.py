@@ -1,0 +1,133 @@
+"""Models of the experiments, equal except for the mechanism."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from effattn.nn import EncoderDecoder, EncoderDecoderConfig, TransformerConfig, TransformerLM
+from experiments.harness import mechanisms
+from experiments.harness.classifier import Classifier
+from experiments.harness.options import Options
+from experiments.tasks.task import Task
+
+REFERENCE = "softmax"  # all models get as many parameters as the model of this mechanism
+
+Build = Callable[[nnx.Rngs], nnx.Module]
+
+
+def builder(mechanism: str, options: Options, task: Task) -> Build:
+    """Returns a function that builds the model with this mechanism.
+
+    Args:
+      mechanism: text for `experiments.harness.mechanisms.parse`.
+      options: sizes of the model.
+      task: task, which names the kind of model. In a translator, `options.side` has the mechanism.
+
+    With `equal_parameters`, the width of the feed-forward layers gives all models the same number
+    of parameters, to within half of the parameters of one hidden feature.
+
+    Raises:
+      ValueError: as in `experiments.harness.mechanisms.parse`, or the mechanism has so many
+        parameters that none are left for the feed-forward layers.
+    """
+
+    def of(mechanism: str, hidden: int | None = None) -> Build:
+        return _KINDS[task.model](mechanism, options, task, hidden)
+
+    if not options.equal_parameters:
+        return of(mechanism)
+    needed = count_parameters(of(REFERENCE))
+    least, more = (count_parameters(of(mechanism, hidden)) for hidden in (1, 2))
+    hidden = 1 + round((needed - least) / (more - least))
+    if hidden < 1:
+        raise ValueError(
+            f"the model of {mechanism!r} has {2 * least - more:,} parameters without feed-forward "
+            f"layers, too many to equal the {needed:,} of the model of {REFERENCE!r}; give the "
+            "mechanism options that make it smaller, or pass --no-equal-parameters"
+        )
+    return of(mechanism, hidden)
+
+
+def count_parameters(build: Build) -> int:
+    """Returns the number of trained parameters, without building the model."""
+    model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def check_call(mechanism: str, build: Build, task: Task) -> None:
+    """Raises the error of building the model, or of calling it with a batch of the task."""
+    (validation, *_) = task.held_out().values()
+    shapes = [jax.ShapeDtypeStruct((1, *x.shape[1:]), jnp.int32) for x in validation.inputs]
+    traced = jax.jit(lambda *inputs: build(nnx.Rngs(0))(*inputs)).trace(*shapes)
+    if "implementation" in mechanism:
+        # A named implementation checks the platform when the call is lowered.
+        traced.lower()
+
+
+def _config(
+    mechanism: str, options: Options, task: Task, hidden: int | None, is_causal: bool
+) -> TransformerConfig:
+    parse = functools.partial(mechanisms.parse, length=task.length, is_causal=is_causal)
+    return TransformerConfig(
+        vocab_size=max(task.vocab_size, task.num_classes),
+        num_layers=options.layers,
+        features=options.width,
+        num_heads=options.heads,
+        num_kv_heads=options.key_heads,
+        mixer=parse(mechanism, options.layers, options.heads, options.window),
+        hidden_features=hidden,
+        positions=options.positions,
+        norm=options.norm,
+        feed_forward=options.feed_forward,
+        dtype=options.precision,
+        max_length=task.length,
+        remat=options.remat,
+        is_causal=is_causal,
+    )
+
+
+def _language_model(mechanism: str, options: Options, task: Task, hidden: int | None) -> Build:
+    config = _config(mechanism, options, task, hidden, task.is_causal)
+    return lambda rngs: TransformerLM(config, rngs=rngs)
+
+
+def _classifier(mechanism: str, options: Options, task: Task, hidden: int | None) -> Build:
+    config = _config(mechanism, options, task, hidden, task.is_causal)
+    return lambda rngs: Classifier(config, task.num_classes, rngs=rngs)
+
+
+def _translator(mechanism: str, options: Options, task: Task, hidden: int | None) -> Build:
+    sides = {**options.sides(), options.side: mechanism}  # type: ignore[attr-defined]
+    encoder = _config(sides["encoder"], options, task, hidden, is_causal=False)
+    decoder = _config(sides["decoder"], options, task, hidden, is_causal=True)
+    sizes = (1, options.heads, options.window, task.length)
+    (cross,) = mechanisms.parse(sides["cross_attention"], *sizes, is_causal=False)
+    config = EncoderDecoderConfig(encoder=encoder, decoder=decoder, cross_attention=cross)
+    return lambda rngs: Translator(config, rngs=rngs)
+
+
+class Translator(EncoderDecoder):
+    """Encoder-decoder that is called with the inputs of a task."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        source: jax.Array,
+        target: jax.Array,
+        source_lengths: jax.Array,
+        target_lengths: jax.Array,
+    ) -> jax.Array:
+        return super().__call__(
+            source, target, source_lengths=source_lengths, target_lengths=target_lengths
+        )
+
+
+_KINDS: dict[str, Callable[[str, Options, Task, int | None], Any]] = {
+    "language_model": _language_model,
+    "classifier": _classifier,
+    "translator": _translator,
+}

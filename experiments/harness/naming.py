@@ -1,0 +1,40 @@
+"""Names with options, as on the command line, and as names of folders."""
+
+import ast
+import hashlib
+import re
+from typing import Any
+
+# Folder names have at most 255 bytes; learning rate and seed follow the mechanism's name.
+LONGEST_NAME = 160
+
+
+def options_of(text: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the options of NAME,OPTION=VALUE,...; values are Python literals.
+
+    Raises:
+      ValueError: an option is given twice, or its value is no literal.
+    """
+    # Commas between brackets are part of a value.
+    name, *given = re.split(r",(?![^()\[\]]*[)\]])", text)
+    options: dict[str, Any] = {}
+    for option in given:
+        key, _, value = option.partition("=")
+        if key in options:
+            raise ValueError(f"{text!r} gives {key} twice; give it once")
+        # All errors that the documentation of `literal_eval` names.
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            raise ValueError(
+                f"option {key} must be a number, a word in quotes or a pair, got {value!r}"
+            ) from None
+    return name, options
+
+
+def folder_name(text: str) -> str:
+    """Returns a folder name for the text; a long name is cut and ends in a hash."""
+    name = text.replace("/", "--").replace("*", "x")
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

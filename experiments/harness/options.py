@@ -1,0 +1,119 @@
+"""Options that all experiments share."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from experiments.harness import checks, user_modules
+
+if TYPE_CHECKING:
+    from experiments.tasks.task import Task
+
+# Options that choose which models of a comparison are trained and how they are shown. A run
+# folder may be used with any values of them; all other options are the same for all its runs.
+OF_RUNS = frozenset(
+    {"mechanisms", "seeds", "learning_rate", "sweep", "imports", "at_once", "output"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(abc.ABC):
+    """Options of an experiment; each experiment has its own defaults."""
+
+    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every registered mechanism.
+    mechanisms: tuple[str, ...] = ("softmax",)
+    imports: user_modules.Modules = ()  # Python modules that register mechanisms of their own
+    window: int | None = None  # tokens in windows, the present one included; default length / 4
+    layers: int = 2  # Transformer layers
+    width: int = 64  # features per token
+    heads: int = 4  # query heads, a divisor of width
+    key_heads: int | None = None  # key heads, a divisor of heads; 1 is multi-query attention
+    positions: Literal["rotary", "learned", "alibi", "none"] | None = None  # default by mechanism
+    norm: Literal["rms", "layer"] = "rms"  # normalisation before each sublayer
+    feed_forward: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"  # feed-forward layer
+    equal_parameters: bool = True  # all models, by the width of feed-forward layers
+    batch: int = 16  # examples per step
+    accumulate: int = 1  # microbatches whose gradients are accumulated, to save memory
+    remat: bool = False  # recompute activations in the backward pass, to save memory
+    steps: int = 1000  # training steps
+    seeds: tuple[int, ...] = (0, 1, 2)  # seeds of parameters and order of the data
+    optimiser: Literal["muon", "adamw"] = "muon"  # muon is for matrices, with Adam for others
+    learning_rate: float | None = None  # peak learning rate; default 0.03 for muon, 0.003 for adamw
+    sweep: tuple[float, ...] = ()  # learning rates to try; the best is used, by mechanism
+    warmup: float = 0.1  # fraction of the steps in which the learning rate rises; then it decays
+    weight_decay: float = 0.0  # decoupled weight decay of matrices
+    clip: float = 1.0  # largest gradient norm
+    redraw: int = 0  # steps between new random features of Performer and others; 0 for never
+    # Computation; parameters are always float32. float16 scales the loss.
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    evaluate_every: int | None = (
+        None  # steps between evaluations and checkpoints; default steps / 8
+    )
+    at_once: int | None = None  # simultaneous runs; default 3 on several CPU cores, else 1
+    output: Path | None = None  # run folder; default runs/EXPERIMENT-HASH, by the options
+
+    default_rates: ClassVar[Mapping[str, float]] = {"muon": 0.03, "adamw": 0.003}
+
+    @property
+    @abc.abstractmethod
+    def label(self) -> str:
+        """Words for the name of the run folder, such as task and preset."""
+
+    @property
+    @abc.abstractmethod
+    def is_causal(self) -> bool:
+        """Whether the compared mechanisms are causal."""
+
+    def with_all(self) -> Self:
+        """Returns the options with "all" replaced by the names of all mechanisms."""
+        if "all" not in self.mechanisms:
+            return self
+        from effattn import registry
+
+        names = registry.names("causal" if self.is_causal else "bidirectional")
+        named = [name for m in self.mechanisms for name in (names if m == "all" else (m,))]
+        return dataclasses.replace(self, mechanisms=tuple(dict.fromkeys(named)))
+
+    def prepare(self) -> dict[str, Any]:
+        """Reads what the task needs, and returns further settings that the results depend on."""
+        return {}
+
+    @abc.abstractmethod
+    def make_task(self, folder: Path) -> "Task":
+        """Returns the task, after `prepare`; reads the run folder, but does not write there."""
+
+    def save(self, task: "Task", folder: Path) -> None:
+        """Writes what `make_task` would otherwise make again, such as a trained tokenizer."""
+        return
+
+    def check(self) -> None:
+        """Raises `UserError` if the options do not fit together."""
+        checks.check_training(self)
+
+    def check_output(self, folder: Path) -> None:
+        """Raises `UserError` if the task reads files of this run folder."""
+        return
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Learning rates to train with; each mechanism gets the best of them."""
+        return self.sweep or (self.learning_rate or self.default_rates[self.optimiser],)
+
+    @property
+    def steps_between_evaluations(self) -> int:
+        return self.evaluate_every or max(1, self.steps // 8)
+
+    def of_folder(self) -> dict[str, Any]:
+        """Returns the options that are the same for all runs of a folder."""
+        given = dataclasses.asdict(self)
+        evaluate_every = self.steps_between_evaluations
+        return {k: v for k, v in given.items() if k not in OF_RUNS} | {
+            "evaluate_every": evaluate_every
+        }
+
+    def of_runs(self) -> dict[str, Any]:
+        """Returns the options that choose the runs of a report."""
+        chosen = {"mechanisms": self.mechanisms, "seeds": self.seeds, "learning_rate": self.rates}
+        return chosen | ({"imports": self.imports} if self.imports else {})

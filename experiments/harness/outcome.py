@@ -1,0 +1,70 @@
+"""End of a command: exit status, and one sentence about an error."""
+
+import contextlib
+import io
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from experiments.harness.errors import UserError
+
+
+def exit_status(work: Callable[[], None], stopped: str) -> int:
+    """Runs the work of a command and returns the exit status.
+
+    Errors of the user, of the system and of memory are printed as one sentence; other errors are
+    raised.
+
+    Args:
+      work: function to run.
+      stopped: sentence to print after Ctrl-C.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
+    try:
+        with _second_interrupt_kills():
+            work()
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        reason = _out_of_memory(error)
+        if reason is None:
+            raise
+        print(f"error: {reason}; choose smaller sizes", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(stopped, file=sys.stderr)
+        return 130
+    return 0
+
+
+def _out_of_memory(error: MemoryError | RuntimeError) -> str | None:
+    """Returns the reason if the error is a lack of memory, which JAX raises as a `RuntimeError`."""
+    if isinstance(error, MemoryError):
+        return f"out of memory ({error})"
+    # JAX raises the second message for arrays with more than 2**63 elements.
+    pattern = r"out of memory[^.;\n]*|overflow in static extent product"
+    found = re.search(pattern, str(error), re.IGNORECASE)
+    return found and found[0].lower()
+
+
+@contextlib.contextmanager
+def _second_interrupt_kills() -> Iterator[None]:
+    """Lets a first Ctrl-C end the work in order, and a second one at once; both are safe."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

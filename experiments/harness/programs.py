@@ -1,0 +1,207 @@
+"""Compiled programs of one model: initialisation, training step and evaluation."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from effattn.nn import Centroids
+from experiments.harness.loss_scale import LossScale
+from experiments.harness.schedules import Schedule
+from experiments.tasks.task import NOTHING, Batch, Scores, Task
+
+# Arrays of a model: "trained" parameters; "moved" centroids, which training steps update; "fixed"
+# variables such as random features, which are the same for all seeds, and which `redraw` replaces.
+Params = dict[str, Any]
+
+
+class ByShape:
+    """A function that is compiled once for each shape of its last argument.
+
+    Args:
+      function: function of arrays.
+      **options: of `jax.jit`.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any):
+        self._jitted = jax.jit(function, **options)
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._lock = threading.Lock()
+
+    def knows(self, last: Any) -> bool:
+        """Returns whether the function is compiled for this shape."""
+        return _shapes(last) in self._compiled
+
+    def warm_up(self, *arguments: Any) -> None:
+        """Compiles the function for these shapes, and calls it once, as a first call is slower."""
+        zeros = jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), arguments)
+        jax.block_until_ready(self(*zeros))
+
+    def __call__(self, *arguments: Any) -> Any:
+        key = _shapes(arguments[-1])
+        with self._lock:
+            if key not in self._compiled:
+                self._compiled[key] = self._jitted.lower(*arguments).compile()
+        return self._compiled[key](*arguments)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Largest memory of the compiled programs, without arguments and results."""
+        memories = [program.memory_analysis() for program in self._compiled.values()]
+        # CPUs, GPUs and TPUs report it.
+        return max((memory.temp_size_in_bytes for memory in memories if memory), default=0)
+
+
+def _shapes(tree: Any) -> tuple[Any, ...]:
+    return tuple((np.shape(leaf), np.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(tree))
+
+
+class Programs:
+    """Compiled programs of one model, for any seed and learning rate.
+
+    Args:
+      build: builds a model that maps the inputs of a batch to logits.
+      optimiser: optimiser for a peak learning rate of 1.
+      schedule: number and size of the training steps.
+      task: task that the model learns.
+      precision: computation dtype; "float16" scales the loss.
+      redraw: steps between new random features; 0 for never.
+
+    Attributes:
+      init: `seed () int -> (params, optimiser_state)`.
+      step: `(params, optimiser_state, learning_rate (), batch) -> (params, optimiser_state, loss)`.
+        The arrays of the batch are `(A, B, ...)`: gradients are averaged over the A microbatches.
+        The program reuses the memory of `params` and `optimiser_state`.
+      evaluate: `(params, batch) -> scores`; the arrays of batch and scores are `(n, B, ...)`.
+      parameters: number of trained parameters.
+      state_bytes: size of one row's decode state at the length of the validation set; None if the
+        model does not decode.
+      redraw: as the argument.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[nnx.Rngs], nnx.Module],
+        optimiser: optax.GradientTransformation,
+        schedule: Schedule,
+        task: Task,
+        precision: str = "float32",
+        redraw: int = 0,
+    ):
+        self._build, self._optimiser = build, optimiser
+        self._scale = LossScale(dynamic=precision == "float16")
+        self._graph = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), *_GROUPS)[0]
+        self.redraw = redraw
+        self.init = jax.jit(self._init)
+        self.step = ByShape(self._step, donate_argnums=(0, 1))
+        self.evaluate = ByShape(self._evaluate)
+        self.draw = jax.jit(self._draw)
+        params, _ = jax.eval_shape(self._init, 0)
+        self.parameters = _total(params["trained"], lambda leaf: leaf.size)
+        self.state_bytes = None
+        if task.model == "language_model" and task.is_causal:
+            (validation, *_) = task.held_out().values()
+            self.state_bytes = self._state_bytes(params, validation.targets.shape[1])
+
+    def model(self, params: Params) -> Any:
+        """Returns the module with these parameters."""
+        return nnx.merge(self._graph, params["trained"], params["moved"], params["fixed"])
+
+    def _init(self, seed: jax.Array) -> tuple[Params, Any]:
+        params = _params_of(self._build(nnx.Rngs(jax.random.key(seed))))
+        params["fixed"] = _params_of(self._build(nnx.Rngs(0)))["fixed"]
+        return params, (self._optimiser.init(params["trained"]), self._scale.init())
+
+    def _draw(self, params: Params, number: jax.Array) -> Params:
+        """Returns the parameters with new random features; `number` is the seed of the draw."""
+        model = self.model(params)
+        rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(0), number))
+        for _, module in model.iter_modules():
+            if hasattr(module, "redraw"):
+                module.redraw(rngs)
+        return {**params, "fixed": _params_of(model)["fixed"]}
+
+    def _scores(self, params: Params, batch: Batch) -> Scores:
+        logits = self.model(params)(*batch.inputs)
+        counts = batch.targets != NOTHING
+        targets = jnp.maximum(batch.targets, 0)
+        nats = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), targets
+        )
+        right = (logits.argmax(-1) == targets) & counts
+        return Scores(jnp.where(counts, nats, 0), right)
+
+    def _step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
+        trained, (state, scale) = params["trained"], state
+
+        def scaled_mean(trained, microbatch):
+            nats = self._scores({**params, "trained": trained}, microbatch).nats
+            mean = nats.sum() / (microbatch.targets != NOTHING).sum()
+            return self._scale.up(mean, scale), mean
+
+        def add(total, microbatch):
+            (_, mean), gradients = jax.value_and_grad(scaled_mean, has_aux=True)(
+                trained, microbatch
+            )
+            return jax.tree.map(jnp.add, total, (mean, gradients)), None
+
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, trained))
+        total, _ = jax.lax.scan(add, zero, batch)
+        loss, gradients = jax.tree.map(lambda x: x / len(batch.targets), total)
+
+        def update(gradients, state):
+            updates, state = self._optimiser.update(gradients, state, trained)
+            updates = jax.tree.map(lambda update: learning_rate * update, updates)
+            return optax.apply_updates(trained, updates), state
+
+        (trained, state), scale = self._scale.update(update, gradients, (trained, state), scale)
+        tokens = batch.inputs[0]
+        params = self._move({**params, "trained": trained}, tokens.reshape(-1, tokens.shape[-1]))
+        return params, (state, scale), loss
+
+    def _move(self, params: Params, tokens: jax.Array) -> Params:
+        if not params["moved"]:
+            return params
+        moving = self.model(params)
+        for _, module in moving.iter_modules():
+            if hasattr(module, "update_centroids") and hasattr(module, "blocks"):
+                module.update_centroids(tokens)
+        return {**params, "moved": _params_of(moving)["moved"]}
+
+    def _evaluate(self, params: Params, batch: Batch) -> Scores:
+        return jax.lax.map(lambda part: self._scores(params, part), batch)
+
+    def _state_bytes(self, params: Params, length: int) -> int | None:
+        try:
+            state = jax.eval_shape(lambda params: self.model(params).init_state(1, length), params)
+        except NotImplementedError:
+            return None
+        return _total(state, lambda leaf: leaf.size * np.dtype(leaf.dtype).itemsize)
+
+
+_GROUPS: tuple[Any, ...] = (nnx.Param, Centroids, ...)
+
+
+def _params_of(model: nnx.Module) -> Params:
+    _, *groups = nnx.split(model, *_GROUPS)
+    return dict(zip(("trained", "moved", "fixed"), map(nnx.to_pure_dict, groups), strict=True))
+
+
+def _total(tree: Any, measure: Callable[[Any], int]) -> int:
+    return sum(measure(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def in_parts(batch: Batch, size: int) -> Batch:
+    """Returns the batch as `(n, size, ...)`; the last part is filled up with the first examples."""
+
+    def parts(x: np.ndarray) -> np.ndarray:
+        count = len(x)
+        filled = np.take(x, np.arange(count + -count % size), axis=0, mode="wrap")
+        return filled.reshape(-1, size, *x.shape[1:])
+
+    return jax.tree.map(parts, batch)

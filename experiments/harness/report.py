@@ -1,0 +1,288 @@
+"""Report of a comparison: `summary.json`, `summary.md` and the text on the screen."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.harness import machine
+from experiments.harness.comparison import Comparison
+from experiments.harness.errors import UserError
+from experiments.harness.metrics import read_json, write_atomically
+
+if TYPE_CHECKING:
+    from experiments.tasks.task import Task
+
+Row = dict[str, Any]
+
+# Version of the keys of `summary.json`.
+SCHEMA = 2
+
+# These measures are shown as percentages.
+SHARES = frozenset({"accuracy", "exact"})
+
+
+def summarise(comparison: Comparison, columns: Mapping[str, str], headline: str) -> list[Row]:
+    """Returns one row per mechanism, with means and standard deviations over the seeds.
+
+    A mean is None if the value of any seed is None, as is a perplexity that overflows a float.
+
+    Args:
+      comparison: results.
+      columns: keys of the measures in the table, by heading.
+      headline: key of the measure that is also shown for every held-out set.
+    """
+    rows: dict[str, Row] = {}
+    for mechanism in dict.fromkeys(run["mechanism"] for run in comparison.runs):
+        runs = [run for run in comparison.runs if run["mechanism"] == mechanism]
+        row: Row = {"mechanism": mechanism}
+        for key in columns.values():
+            row[key], row[f"{key}_std"] = _spread_of([run[key] for run in runs])
+        row["held_out"] = {
+            name: _spread_of([run["held_out"][name][headline] for run in runs])
+            for name in runs[0]["held_out"]
+        }
+        row["tokens_per_second"] = statistics.fmean(run["tokens_per_second"] for run in runs)
+        row["seeds"] = [run["seed"] for run in runs]
+        for key in ("parameters", "temporary_bytes", "state_bytes", "learning_rate", "tokens"):
+            row[key] = runs[0][key]
+        rows[mechanism] = row
+    return list(rows.values())
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """Returns the rows of a summary as a Markdown table with aligned columns."""
+    rows = summary["mechanisms"]
+    measures = {
+        heading: key
+        for heading, key in summary["columns"].items()
+        if any(row[key] is not None for row in rows) or key == summary["headline"]
+    }
+
+    def measured(row: Row) -> list[str]:
+        return [
+            _spread(key, row[key], row[f"{key}_std"], digits=1 if "word" in key else 3)
+            for key in measures.values()
+        ]
+
+    columns = {
+        "parameters": lambda row: f"{row['parameters']:,}",
+        "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "step temporaries": lambda row: f"{row['temporary_bytes'] / 1e6:,.1f} MB",
+        "decode state": lambda row: (
+            "-" if row["state_bytes"] is None else f"{row['state_bytes'] / 1e3:,.1f} kB"
+        ),
+        "learning rate": lambda row: f"{row['learning_rate']:g}",
+    }
+    if all(row["state_bytes"] is None for row in rows):
+        del columns["decode state"]
+    cells = [
+        [row["mechanism"], *measured(row), *(cell(row) for cell in columns.values())]
+        for row in rows
+    ]
+    return markdown_table(["mechanism", *measures, *columns], cells)
+
+
+def sets_table(summary: Mapping[str, Any]) -> str | None:
+    """Returns the headline on every held-out set as a Markdown table; None for one set alone."""
+    rows, headline = summary["mechanisms"], summary["headline"]
+    names = list(rows[0]["held_out"])
+    if len(names) == 1:
+        return None
+    cells = [
+        [row["mechanism"], *(_spread(headline, *row["held_out"][name]) for name in names)]
+        for row in rows
+    ]
+    return markdown_table(["mechanism", *names], cells)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a Markdown table in aligned columns; all but the first are aligned right."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = [
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "| " + " | ".join([first, *rest]) + " |"
+
+    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
+    return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def write_report(
+    folder: Path, comparison: Comparison, settings: dict[str, Any], task: "Task"
+) -> None:
+    """Writes `summary.json` into the run folder."""
+    summary = {
+        "schema": SCHEMA,
+        "title": task.title or f"{type(task).__name__}: mechanisms compared",
+        "reference": task.reference,
+        "explained": task.explained,
+        "columns": dict(task.columns),
+        "headline": task.headline,
+        "more_is_better": task.more_is_better,
+        "prompted": getattr(task, "prompted", None),
+        "answered": getattr(task, "answered", None),
+        "config": settings,
+        "environment": machine.environment(),
+        "at_once": comparison.at_once,
+        "mechanisms": summarise(comparison, task.columns, task.headline),
+        "runs": comparison.runs,
+        "sweep": comparison.sweep,
+    }
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def finish(folder: Path) -> None:
+    """Writes `summary.md`, last of all, from `summary.json`."""
+    write_atomically(folder / "summary.md", _markdown(_read_summary(folder)))
+
+
+def finished(folder: Path, settings: dict[str, Any]) -> bool:
+    """Returns whether the report of these settings was written.
+
+    A report of other mechanisms, seeds or learning rates does not count; runs that it shares with
+    these settings are not trained again.
+    """
+    if not (folder / "summary.md").is_file():
+        return False
+    return _read_summary(folder)["config"] == json.loads(json.dumps(settings))
+
+
+def earlier_runs(folder: Path) -> list[Row]:
+    """Returns all results of an earlier report in the folder."""
+    if not (folder / "summary.json").is_file():
+        return []
+    summary = _read_summary(folder)
+    return [*summary["sweep"], *summary["runs"]]
+
+
+def read_report(folder: Path) -> str:
+    """Returns the text to print for a finished run: tables, and one sample per mechanism."""
+    summary = _read_summary(folder)
+    runs = summary["runs"]
+    parts = []
+    if "sample" in runs[0]:
+        parts.append(f"{summary['prompted']}:\n{_quoted(runs[0]['prompt'])}")
+        for run in runs:
+            if run["seed"] == runs[0]["seed"]:
+                parts.append(f"{run['mechanism']} {summary['answered']}:\n{_sample(run)}")
+    shown = filter(None, (table(summary), sets_table(summary)))
+    files = f"In {folder}: summary.md, summary.json, figures, config.json and one folder per run."
+    return "\n\n".join([*parts, *shown, *_on_speeds(summary), files])
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    path, markdown = folder / "summary.json", folder / "summary.md"
+    remedy = f"delete {markdown}, and the same command writes both again"
+    if not path.is_file():
+        raise UserError(f"{path} is gone; {remedy}")
+    keys = ("schema", "mechanisms", "runs", "sweep", "config", "headline")
+    found = read_json(path, keys, f"delete it and {markdown}; the same command writes both again")
+    if found["schema"] != SCHEMA:
+        raise UserError(
+            f"{path} has version {found['schema']} of the results, and this program reads version "
+            f"{SCHEMA}; choose another --output, or delete {folder} to start over"
+        )
+    return found
+
+
+def _on_speeds(summary: dict[str, Any]) -> list[str]:
+    at_once = summary["at_once"]
+    if at_once == 1:
+        return []
+    return [
+        f"Up to {at_once} runs shared the machine at a time; each speed is that of one run among"
+        " them."
+    ]
+
+
+def _spread_of(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """Returns the mean and the standard deviation; None where they are unknown."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None, None
+    # `statistics.mean` sums in fractions: a sum of floats may overflow.
+    return statistics.mean(known), statistics.stdev(known) if len(known) > 1 else None
+
+
+def _spread(key: str, mean: float | None, deviation: float | None, digits: int = 3) -> str:
+    if key in SHARES and mean is not None:
+        share = f"{100 * mean:.1f}"
+        return f"{share} %" if deviation is None else f"{share} ± {100 * deviation:.1f} %"
+    if deviation is None:
+        return _number(mean, digits)
+    return f"{_number(mean, digits)} ± {_number(deviation, digits)}"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    """Returns the value as text with `digits` decimals; large values are in scientific notation."""
+    if value is None:
+        return "infinite"
+    return f"{value:.{digits}f}" if value < 1e6 else f"{value:.{digits}e}"
+
+
+def _markdown(summary: dict[str, Any]) -> str:
+    rows, runs = summary["mechanisms"], summary["runs"]
+    config = ", ".join(f"{key} {_plain(value)}" for key, value in summary["config"].items())
+    machine = ", ".join(f"{key} {value}" for key, value in summary["environment"].items())
+    parts = [
+        f"# {summary['title']}",
+        table(summary),
+        f"Means over {len(rows[0]['seeds'])} seed(s), ± the standard deviation between them, after "
+        f"{rows[0]['tokens']:,} tokens in the same order. {summary['explained']} Step temporaries "
+        "are the memory of the compiled training step without its arguments and results, as XLA "
+        "reports.",
+        *_on_speeds(summary),
+    ]
+    if any(row["state_bytes"] for row in rows):
+        parts.append("The decode state is that of one row at the length of the validation set.")
+    counts = [row["parameters"] for row in rows]
+    if max(counts) > 1.01 * min(counts):
+        parts.append("**The models differ in their numbers of parameters.**")
+    elif len(rows) > 1 and summary["config"]["equal_parameters"]:
+        parts.append("Feed-forward widths give all models the same number of parameters.")
+    by_set = sets_table(summary)
+    if by_set is not None:
+        heading = summary["headline"].replace("_", " ")
+        parts += [f"## Held-out sets: {heading}", by_set]
+    parts.append("![Results](results.png)")
+    if summary["sweep"]:
+        swept = [
+            [
+                run["mechanism"],
+                f"{run['learning_rate']:g}",
+                _spread(summary["headline"], run[summary["headline"]], None),
+            ]
+            for run in summary["sweep"]
+        ]
+        heading = next(h for h, key in summary["columns"].items() if key == summary["headline"])
+        parts += [
+            "## Learning rates tried",
+            markdown_table(["mechanism", "learning rate", heading], swept),
+            "Each mechanism's best rate was chosen on the validation set, with the first seed.",
+        ]
+    parts += ["## Task", summary["reference"], "## Configuration", config + ".", machine + "."]
+    if "sample" in runs[0]:
+        parts.append(f"## Samples\n\n{summary['prompted']}:\n\n{_quoted(runs[0]['prompt'])}")
+        for run in runs:
+            parts.append(f"### {run['mechanism']}, seed {run['seed']}\n\n{_sample(run)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _sample(run: Row) -> str:
+    return "(none: the model does not decode)" if run["sample"] is None else _quoted(run["sample"])
+
+
+def _quoted(text: str) -> str:
+    # A model that has hardly learnt writes control characters, which must not reach a terminal.
+    lines = ["".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n")]
+    return "\n".join("    " + line for line in lines)

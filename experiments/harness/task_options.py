@@ -1,0 +1,93 @@
+"""Options of the experiments on generated tasks, and their command lines."""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import tyro
+
+from experiments.harness import checks, command, naming
+from experiments.harness.errors import UserError
+from experiments.harness.options import Options
+from experiments.tasks.task import Task
+
+# Sizes of each task, by task and preset.
+Tasks = Mapping[str, Mapping[str, Task]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskOptions(Options):
+    """Options of an experiment on tasks by name."""
+
+    preset: Literal["small", "published"] = "small"  # defaults of the other options
+    task: str = ""  # NAME, or NAME,OPTION=VALUE with sizes of the task
+
+    tasks: ClassVar[Tasks] = {}
+
+    @property
+    def label(self) -> str:
+        return f"{self.preset}-{naming.folder_name(self.task)}"
+
+    def check(self) -> None:
+        super().check()
+        checks.require(bool(self._task), self, "task", "is needed")
+
+    @functools.cached_property
+    def _task(self) -> Task:
+        try:
+            name, given = naming.options_of(self.task)
+        except ValueError as error:
+            raise UserError(f"--task: {error}") from None
+        if name not in self.tasks:
+            raise UserError(f"--task must be one of {', '.join(self.tasks)}, got {name!r}")
+        task = self.tasks[name][self.preset]
+        known = [field.name for field in dataclasses.fields(task) if field.init]
+        for option in given.keys() - set(known):
+            raise UserError(
+                f"--task {name} has no option {option!r}; its options are {', '.join(known)}"
+            )
+        try:
+            return dataclasses.replace(task, **given)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"--task {self.task}: {error}") from None
+
+    @property
+    def is_causal(self) -> bool:
+        return self._task.is_causal
+
+    def prepare(self) -> dict[str, Any]:
+        return {"task_sizes": self._task.settings()}
+
+    def make_task(self, folder: Path) -> Task:
+        return self._task
+
+
+Config = TypeVar("Config", bound=TaskOptions)
+Defaults = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+def main(
+    experiment: str, options: type[Config], defaults: Defaults, argv: Sequence[str] | None
+) -> int:
+    """Runs the command of an experiment; returns the exit status.
+
+    Args:
+      experiment: name of the experiment.
+      options: class of its options.
+      defaults: options that differ from those of the class, by task and preset.
+      argv: arguments of the command line.
+    """
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--preset", nargs="?")
+    given.add_argument("--task", nargs="?")
+    known = given.parse_known_args(argv)[0]
+    task = known.task or next(iter(options.tasks))
+    preset = known.preset if known.preset == "published" else "small"
+    of_task = defaults.get(task.partition(",")[0], {}).get(preset, {})
+    default = options(**{"task": task, "preset": preset, **of_task})
+    program = f"python -m experiments.{experiment}"
+    config = tyro.cli(options, prog=program, args=argv, default=default)
+    return command.run(experiment, config)

@@ -1,0 +1,173 @@
+"""Training of one model, with checkpoints, resumption and a check for divergence."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.harness.checkpoints import Checkpoints
+from experiments.harness.errors import Diverged
+from experiments.harness.metrics import Metrics
+from experiments.harness.programs import Params, Programs, in_parts
+from experiments.harness.progress import Progress
+from experiments.harness.schedules import Schedule
+from experiments.tasks.task import Batch, Scores, Task
+
+# Longer runs log the loss of evenly spaced steps.
+MAX_LOGGED_LOSSES = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Training run of one model.
+
+    Attributes:
+      name: name in progress lines and errors.
+      folder: folder of checkpoints and metrics.
+      identity: text that identifies everything the parameters depend on.
+      seed: seed of the initial parameters and of the training examples.
+      learning_rate: peak learning rate.
+    """
+
+    name: str
+    folder: Path
+    identity: str
+    seed: int
+    learning_rate: float
+
+
+def train(
+    run: Run, schedule: Schedule, programs: Programs, task: Task, progress: Progress
+) -> tuple[Params, dict[str, Any]]:
+    """Trains a model from the last checkpoint, or from the start.
+
+    The loss of a step is read while the next step runs, so that the device never waits for the
+    host.
+
+    Returns:
+      `(params, record)`: the final parameters, and the record of the last evaluation, on the
+      validation set of the task.
+
+    Raises:
+      Diverged: the loss became NaN or infinite; the checkpoint of the last evaluation is kept.
+      Stopped: `progress.stop` was called.
+    """
+    params, optimiser_state = programs.init(run.seed)
+    name, validation = next(iter(task.held_out().items()))
+    log_every = math.ceil(schedule.steps / MAX_LOGGED_LOSSES)
+    step = tokens = temporary_bytes = 0
+    seconds = 0.0
+    record: dict[str, Any] = {}
+    unread: list[tuple[int, int, jax.Array]] = []
+
+    def diverged(step: int) -> Diverged:
+        kept = "no checkpoint had been written yet"
+        if checkpoints.latest is not None:
+            kept = f"the checkpoint of step {checkpoints.latest} is kept"
+        advice = "try a lower --learning-rate, more --warmup or a lower --clip"
+        return Diverged(run.name, step, f"{kept}; {advice}")
+
+    def log(step: int, tokens: int, loss: jax.Array) -> None:
+        train_loss = float(loss)
+        if not math.isfinite(train_loss):
+            raise diverged(step)
+        elapsed = time.perf_counter() - started
+        shown.step(step, train_loss, tokens / elapsed)
+        if step % log_every == 0:
+            at = {"step": step, "tokens": tokens, "seconds": elapsed}
+            metrics.write({**at, "train_loss": train_loss})
+
+    with Checkpoints(run.folder / "checkpoints", run.identity) as checkpoints:
+        if checkpoints.latest is not None:
+            (params, optimiser_state), at = checkpoints.restore(
+                (params, optimiser_state), ("record",)
+            )
+            step, record = checkpoints.latest, at["record"]
+            seconds, tokens = record["seconds"], record["tokens"]
+            temporary_bytes = record["temporary_bytes"]
+        with (
+            progress.begin(run.name, step) as shown,
+            Metrics(run.folder / "metrics.jsonl", step) as metrics,
+        ):
+            while step < schedule.steps:
+                until = min(
+                    step - step % schedule.evaluate_every + schedule.evaluate_every, schedule.steps
+                )
+                # Evaluations, checkpoints and compilation do not count as training time.
+                started = time.perf_counter() - seconds
+                while step < until:
+                    batch = task.training(schedule.batch, run.seed, step)
+                    tokens += batch.inputs[0].size
+                    batch = in_parts(batch, schedule.batch // schedule.accumulate)
+                    if programs.redraw and step and step % programs.redraw == 0:
+                        params = programs.draw(params, step // programs.redraw)
+                    arguments = (params, optimiser_state, np.float32(run.learning_rate), batch)
+                    if not programs.step.knows(batch):
+                        while unread:
+                            log(*unread.pop(0))
+                        paused = time.perf_counter()
+                        programs.step.warm_up(*arguments)
+                        started += time.perf_counter() - paused
+                    params, optimiser_state, loss = programs.step(*arguments)
+                    step += 1
+                    unread.append((step, tokens, loss))
+                    if len(unread) > 1:
+                        log(*unread.pop(0))
+                while unread:
+                    log(*unread.pop(0))
+                seconds = time.perf_counter() - started
+
+                scores = evaluate(programs, params, validation, schedule, validation)
+                # Parameters that diverged must not replace the last good checkpoint.
+                if not math.isfinite(scores.nats.sum()):
+                    raise diverged(step)
+                temporary_bytes = max(temporary_bytes, programs.step.temporary_bytes)
+                record = {
+                    "step": step,
+                    "tokens": tokens,
+                    "seconds": seconds,
+                    "temporary_bytes": temporary_bytes,
+                    **task.measure(name, validation, scores),
+                }
+                metrics.write(record)
+                metrics.flush()
+                checkpoints.save(step, (params, optimiser_state), {"record": record})
+                shown.evaluated(task.headline, record)
+    return params, record
+
+
+def evaluate(
+    programs: Programs, params: Params, batch: Batch, schedule: Schedule, validation: Batch
+) -> Scores:
+    """Returns the scores of all examples of a batch.
+
+    Parts of the validation set are as large as a microbatch of the training; parts of longer
+    examples have as many tokens.
+    """
+    size = schedule.batch // schedule.accumulate
+    of_validation, of_batch = (np.shape(b.inputs[0])[1] for b in (validation, batch))
+    parts = in_parts(batch, max(1, min(size, size * of_validation // of_batch)))
+    count = len(batch.targets)
+
+    def whole(scores: jax.Array) -> np.ndarray:
+        x = np.asarray(scores)
+        return x.reshape(-1, *x.shape[2:])[:count]
+
+    return jax.tree.map(whole, programs.evaluate(params, parts))
+
+
+def held_out(
+    programs: Programs, params: Params, task: Task, schedule: Schedule
+) -> Mapping[str, dict[str, Any]]:
+    """Returns the measures of every held-out set, by its name."""
+    sets = task.held_out()
+    validation = next(iter(sets.values()))
+    return {
+        name: task.measure(name, batch, evaluate(programs, params, batch, schedule, validation))
+        for name, batch in sets.items()
+    }

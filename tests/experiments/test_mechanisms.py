@@ -1,0 +1,107 @@
+"""Parser of `--mechanisms`."""
+
+import pytest
+
+from effattn import registry
+from effattn.nn import TransformerConfig
+from experiments.harness.mechanisms import folder_name, parse
+
+
+def mixers(text, layers=3, heads=4, window=16, is_causal=True, context=64):
+    return parse(text, layers, heads, window, context, is_causal)
+
+
+def test_every_causal_mechanism_by_its_name():
+    for name in registry.names("causal"):
+        found = mixers(name)
+        TransformerConfig(vocab_size=9, num_layers=3, features=16, num_heads=4, mixer=found)
+        windowed = registry.get(name).options.get("local_window_size") is not None
+        assert (
+            found == ({"name": name, **({"local_window_size": (15, 0)} if windowed else {})},) * 3
+        )
+
+
+def test_options_turns_and_shares():
+    (mixer,) = set(map(str, mixers("bigbird,block_size=8,num_global_blocks=(1, 1),seed=3")))
+    assert mixer == str(
+        {"name": "bigbird", "block_size": 8, "num_global_blocks": (1, 1), "seed": 3}
+    )
+    (mixer,) = set(map(str, mixers("block_linformer,block_size=16,sharing='none'")))
+    assert mixer == str({"name": "block_linformer", "block_size": 16, "sharing": "none"})
+    assert [m["name"] for m in mixers("softmax/linear")] == ["softmax", "linear", "softmax"]
+    first, second, _ = mixers("softmax+linear/softmax")
+    assert [g["name"] for g in first["heads"]] == ["softmax", "linear"]
+    assert [g["num_heads"] for g in first["heads"]] == [2, 2]
+    assert second == {"name": "softmax"}
+    assert [m["name"] for m in mixers("convolution*2/softmax")] == [*["convolution"] * 2, "softmax"]
+    assert not {"/", "*"} & set(folder_name("softmax*2/linear"))
+
+
+def test_a_long_name_of_a_folder_is_cut_and_stays_its_own(tmp_path):
+    windows = [f"sliding_window,local_window_size=({2**n - 1},0)" for n in range(12)]
+    long, other = "/".join(windows), "/".join([*windows[:-1], "softmax"])
+    assert folder_name(long) != folder_name(other)
+    for text in (long, other):
+        (tmp_path / f"{folder_name(text)}-rate0.0006180339887498949-seed2147483647").mkdir()
+
+
+@pytest.mark.parametrize("name", registry.names("bidirectional"))
+def test_windows_of_bidirectional_ones_are_half_on_each_side(name):
+    (found,) = mixers(name, layers=1, is_causal=False)
+    windowed = registry.get(name).options.get("local_window_size") is not None
+    assert found == {"name": name, **({"local_window_size": (8, 7)} if windowed else {})}
+
+
+def test_windows_are_no_longer_than_the_context():
+    for window in (64, 65, 10**12):
+        assert mixers("sliding_window", window=window)[0]["local_window_size"] == (63, 0)
+    (found,) = mixers("sliding_window", layers=1, window=10**12, is_causal=False)
+    assert found["local_window_size"] == (63, 63)
+
+
+def test_the_plus_of_an_exponent_belongs_to_its_number():
+    assert mixers("softmax,scale=1e+3")[0] == {"name": "softmax", "scale": 1000.0}
+    (first, *_) = mixers("softmax,scale=1.E+3+linear")
+    assert [group["name"] for group in first["heads"]] == ["softmax", "linear"]
+
+
+def test_options_of_a_mixer_of_its_own():
+    (found,) = mixers("linformer,num_projected=4,method='mean'", layers=1, is_causal=False)
+    assert found == {"name": "linformer", "num_projected": 4, "method": "mean"}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_causal", "message"),
+    [
+        ("nystrom", True, "'nystrom' lacks 'causal'.* that have it: softmax, "),
+        ("sparse_transformer", False, "'sparse_transformer' lacks 'bidirectional'.* have it: s"),
+        ("sotfmax", False, "unknown mechanism 'sotfmax'; bidirectional mechanisms are softmax, "),
+    ],
+)
+def test_the_wrong_direction_gets_the_advice_of_the_registry(text, is_causal, message):
+    with pytest.raises(ValueError, match=message):
+        mixers(text, is_causal=is_causal)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("sotfmax", "unknown mechanism 'sotfmax'; causal mechanisms are softmax, "),
+        ("softmax/", "unknown mechanism ''"),
+        ("bigbird,blocksize=8", "'bigbird' has no option blocksize; its options are block_size, "),
+        ("lstm,hidden=8", "'lstm' has no option hidden; its options are none"),
+        ("bigbird,block_size=", "option block_size must be a number, .* got ''"),
+        ("bigbird,block_size=eight", "option block_size must be a number, .* got 'eight'"),
+        ("softmax/linear/softmax/linear", "names 4 layers, but --layers is 3"),
+        ("softmax*0/linear", r"'softmax\*0' must have a number of layers after the \*, 1 or more"),
+        ("softmax*two", "must have a number of layers after the"),
+        ("softmax*99999999999", "names 99999999999 layers, but --layers is 3"),
+        ("softmax,name='linear'", "'softmax' has no option name; its options are"),
+        ("bigbird,block_size=8,block_size=16", "gives block_size twice; give it once"),
+        ("bigbird,block_size={[]:1}", "must be a number, a word in quotes or a pair"),
+        ("softmax+linear+softmax", "number of mechanisms in .* must divide --heads 4, got 3"),
+    ],
+)
+def test_what_it_cannot_read_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        mixers(text)
