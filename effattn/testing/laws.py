@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -291,8 +292,8 @@ def an_example_does_not_depend_on_the_others(subject: Subject) -> None:
         kept = np.arange(subject.rows) == row
         alone = {name: _filled(kept, arrays[name], np.nan) for name in subject.tokens}
         got = run({**arrays, **alone})
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(a[row], b[row])
+        of_row = [jax.tree.map(lambda x: x[row], tree) for tree in (got, expected)]  # noqa: B023
+        chex.assert_trees_all_equal(*of_row)
 
 
 @law(lambda subject: isinstance(subject, OfFunction) and not subject.case.mixes_queries)

@@ -1,5 +1,6 @@
 """The delta rule: its limits, its published form, and refused arguments."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -41,9 +42,7 @@ def linear(query, key, value):
 
 
 def close(actual, expected, atol=1e-6):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol), actual, expected
-    )
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=atol)
 
 
 def test_strength_0_writes_nothing():

@@ -3,6 +3,7 @@
 import functools
 import pathlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,11 +95,6 @@ def renamed(parameters, prefix):
     return {prefix + name: array for name, array in parameters.items()}
 
 
-def assert_same_parameters(ours, theirs):
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_one_layer_of_a_whole_model():
     parameters = golden("longformer")["parameter"]
     first, second = "encoder.layer.0.attention.", "encoder.layer.1.attention."
@@ -107,7 +103,7 @@ def test_one_layer_of_a_whole_model():
         **renamed(parameters, first),
         **renamed({name: -array for name, array in parameters.items()}, second),
     }
-    assert_same_parameters(load_longformer(model, prefix=first), load_longformer())
+    chex.assert_trees_all_equal(load_longformer(model, prefix=first), load_longformer())
     with pytest.raises(ValueError, match=f"under the prefixes '{first}', '{second}'$"):
         load_longformer(model)
 
@@ -126,7 +122,7 @@ def test_self_attention_alone_gives_the_heads_side_by_side():
 
 def test_arrays_of_other_libraries_and_dtypes():
     parameters = golden("longformer")["parameter"]
-    assert_same_parameters(
+    chex.assert_trees_all_equal(
         load_longformer({name: jnp.asarray(array) for name, array in parameters.items()}),
         load_longformer(),
     )
@@ -134,9 +130,9 @@ def test_arrays_of_other_libraries_and_dtypes():
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(half))
     torch = pytest.importorskip("torch")
     tensors = {n: torch.nn.Parameter(torch.from_numpy(a)) for n, a in parameters.items()}
-    assert_same_parameters(load_longformer(tensors), load_longformer())
+    chex.assert_trees_all_equal(load_longformer(tensors), load_longformer())
     halves = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-    assert_same_parameters(load_longformer(halves, param_dtype=jnp.bfloat16), half)
+    chex.assert_trees_all_equal(load_longformer(halves, param_dtype=jnp.bfloat16), half)
 
 
 @pytest.mark.parametrize(

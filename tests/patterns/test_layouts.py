@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,8 +54,7 @@ def test_a_layout_is_its_mask_and_its_transpose_the_masks(pair):
     np.testing.assert_array_equal(back.block_mask(), np.swapaxes(blocks, -1, -2))
     np.testing.assert_array_equal(back._mask("full"), np.swapaxes(full, -1, -2))
     named(back.partial_counts, back.partial_indices)
-    for a, b in zip(jax.tree.leaves(layout), jax.tree.leaves(back.transpose()), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(layout, back.transpose())
 
 
 @settings(max_examples=6)
