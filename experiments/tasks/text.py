@@ -4,20 +4,21 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import grain
 import numpy as np
 
 from experiments.harness.errors import UserError
+from experiments.tasks import probes
 from experiments.tasks.corpora import Corpus
 from experiments.tasks.task import NOTHING, Batch, Scores, Task
 from experiments.tasks.tokenizers import Tokenizer
 from experiments.tasks.windows import Windows, batches
 
 SAMPLE_TEMPERATURE = 0.8
-MAX_SAMPLE_TOKENS = 256
+MAX_PROMPT_TOKENS = MAX_SAMPLE_TOKENS = 256
 
 # BERT (Devlin et al. 2019): share of the tokens that are targets; shares of the targets that are
 # replaced by the mask token and by random tokens.
@@ -54,19 +55,41 @@ class Text(Task):
 
     @classmethod
     def of(
-        cls, corpus: Corpus, tokenizer: Tokenizer, context: int, batch: int, eval_windows: int
+        cls,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        context: int,
+        batch: int,
+        eval_windows: int,
+        whole_documents: bool = False,
+        **options: Any,
     ) -> Self:
-        """Returns the task on a corpus, with `eval_windows` validation windows.
+        """Returns the task on a corpus.
+
+        Args:
+          corpus: training and validation documents.
+          tokenizer: tokenizer of the text.
+          context: T, tokens per window.
+          batch: windows per training step.
+          eval_windows: number of validation windows.
+          whole_documents: whether each window is part of one document.
+          **options: other fields of the task.
 
         Raises:
           UserError: the text is shorter than one batch, or than one validation window.
         """
-        train = Windows(tokenizer.encode(corpus.train), context)
-        held_out = Windows(tokenizer.encode(corpus.valid), context)
-        for part, windows, needed in (("training", train, batch), ("validation", held_out, 1)):
-            if len(windows) < needed:
+
+        def windows(documents: Sequence[bytes]) -> Windows:
+            if not whole_documents:
+                return Windows(tokenizer.encode(documents), context)
+            each = [tokenizer.encode([document]) for document in documents]
+            return Windows(np.concatenate(each), context, np.cumsum([len(part) for part in each]))
+
+        train, held_out = windows(corpus.train), windows(corpus.valid)
+        for part, of_part, needed in (("training", train, batch), ("validation", held_out, 1)):
+            if len(of_part) < needed:
                 raise UserError(
-                    f"the corpus is too short: its {part} part has {len(windows.stream)} tokens, "
+                    f"the corpus is too short: its {part} part has {len(of_part.stream)} tokens, "
                     f"and {needed} window{'s' * (needed > 1)} of {context} need "
                     f"{needed * context + 1}; give more text, or a smaller --context or --batch"
                 )
@@ -75,6 +98,7 @@ class Text(Task):
             valid=held_out.spread(eval_windows),
             tokenizer=tokenizer,
             bytes_per_word=corpus.bytes_per_word,
+            **options,
         )
 
     @property
@@ -84,11 +108,6 @@ class Text(Task):
     @property
     def length(self) -> int:
         return self.windows.context
-
-    @functools.cached_property
-    def valid_bytes(self) -> int:
-        """Number of bytes of text in the targets of the validation windows."""
-        return int(self.tokenizer.token_bytes[self.valid[:, 1:]].sum())
 
     def training(self, size: int, seed: int, step: int) -> Batch:
         return self._examples(self._order(size, seed)[step], seed, step)
@@ -107,9 +126,11 @@ class Text(Task):
         Perplexities are exp(nats per token), and per word if the corpus defines words. A perplexity
         that overflows a float is None.
         """
+        counts = batch.targets != NOTHING
         nats = scores.nats.sum(dtype=np.float64)
-        loss = nats / self.valid[:, 1:].size
-        bits_per_byte = nats / math.log(2) / self.valid_bytes
+        loss = nats / counts.sum()
+        text_bytes = self.tokenizer.token_bytes[batch.targets[counts]].sum()
+        bits_per_byte = nats / math.log(2) / text_bytes
         words = None
         if self.bytes_per_word is not None:
             words = _power(math.exp2, bits_per_byte * self.bytes_per_word)
@@ -123,7 +144,13 @@ class Text(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class NextToken(Text):
-    """Prediction of each token from the tokens before it."""
+    """Prediction of each token from the tokens before it.
+
+    Attributes:
+      probes: whether the probes of `experiments.tasks.probes` are further held-out sets.
+    """
+
+    probes: bool = False
 
     reference: ClassVar[str] = "Bengio et al. 2003, A neural probabilistic language model"
     title: ClassVar[str] = "Language models compared"
@@ -135,14 +162,30 @@ class NextToken(Text):
     answered: ClassVar[str] = "writes"
 
     def held_out(self) -> Mapping[str, Batch]:
-        return {"validation": self._examples(self.valid, 0, 0)}
+        found: dict[str, Batch] = {"validation": self._examples(self.valid, 0, 0)}
+        return {**found, **probes.probes(self.valid)} if self.probes else found
+
+    def measure(self, name: str, batch: Batch, scores: Scores) -> dict[str, Any]:
+        """Returns the measures of `Text`, and bits per token by the number of tokens before it.
+
+        The numbers are powers of two: the value at 64 is the mean for 64 to 127 tokens before.
+        """
+        measures = super().measure(name, batch, scores)
+        if name == "validation":
+            edges = 2 ** np.arange(int(math.log2(self.length)) + 1)
+            of_place = scores.nats.mean(0, dtype=np.float64) / math.log(2)
+            parts = np.split(of_place, edges[:-1] if edges[-1] == self.length else edges)[1:]
+            measures["bits_by_position"] = {
+                str(edge): float(part.mean()) for edge, part in zip(edges, parts, strict=False)
+            }
+        return measures
 
     def _examples(self, windows: np.ndarray, seed: int, step: int) -> Batch:
         tokens = windows.astype(np.int32)
         return Batch((tokens[:, :-1],), tokens[:, 1:])
 
     def sample(self, model: Any, seed: int) -> dict[str, str | None]:
-        """Returns the first quarter of a held-out window, and a model's continuation.
+        """Returns the beginning of a held-out window, and a model's continuation.
 
         The sample is None if the model does not decode.
         """
@@ -152,7 +195,7 @@ class NextToken(Text):
         from effattn.decode import generate
 
         window = self.valid[0]
-        prompt = window[: (len(window) - 1) // 4]
+        prompt = window[: min((len(window) - 1) // 4, MAX_PROMPT_TOKENS)]
         more = min(len(window) - 1 - len(prompt), MAX_SAMPLE_TOKENS)
         try:
             tokens = generate(

@@ -1,23 +1,42 @@
 """Windows of a stream of tokens, in a seeded order with random access."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import grain
 import numpy as np
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Windows:
-    """Token stream in windows of `context + 1` tokens; each token is a target at most once."""
+    """Token stream in windows of `context + 1` tokens; each token is a target at most once.
+
+    Attributes:
+      stream: `(n,)`, all tokens.
+      context: T, number of targets of a window.
+      ends: ends of documents in the stream, in order: no window extends over one. Default: windows
+        follow each other through the whole stream.
+    """
 
     stream: np.ndarray
     context: int
+    ends: Sequence[int] | None = None
+
+    @functools.cached_property
+    def starts(self) -> np.ndarray:
+        """Place of the first token of each window."""
+        ends = np.array([len(self.stream)] if self.ends is None else self.ends)
+        begins = np.concatenate([[0], ends[:-1]])
+        counts = np.maximum(0, ends - begins - 1) // self.context
+        each = [b + self.context * np.arange(n) for b, n in zip(begins, counts, strict=True)]
+        return np.concatenate(each)
 
     def __len__(self) -> int:
-        return max(0, len(self.stream) - 1) // self.context
+        return len(self.starts)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        start = index * self.context
+        start = self.starts[index]
         return self.stream[start : start + self.context + 1]
 
     def spread(self, count: int) -> np.ndarray:
