@@ -53,13 +53,13 @@ def run(experiment: str, options: Options) -> int:
             print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
             with folders.claimed(folder, settings):
                 config.save(task, folder)
-                _train_all(config, folder, task, settings, asked)
+                train_all(config, folder, task, settings, asked)
         print(report.read_report(folder))
 
     return outcome.exit_status(work, "stopped; the same command resumes from the last checkpoint")
 
 
-def _train_all(
+def train_all(
     config: Options, folder: Path, task: Task, settings: dict[str, Any], asked: dict[str, Any]
 ) -> None:
     """Trains every model that is not trained yet, and writes the report."""

@@ -98,7 +98,7 @@ class Programs:
         self._graph = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), *_GROUPS)[0]
         self.redraw = redraw
         self.init = jax.jit(self._init)
-        self.step = ByShape(self._step, donate_argnums=(0, 1))
+        self.step = ByShape(self.one_step, donate_argnums=(0, 1))
         self.evaluate = ByShape(self._evaluate)
         self.draw = jax.jit(self._draw)
         params, _ = jax.eval_shape(self._init, 0)
@@ -136,7 +136,7 @@ class Programs:
         right = (logits.argmax(-1) == targets) & counts
         return Scores(jnp.where(counts, nats, 0), right)
 
-    def _step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
+    def one_step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
         trained, (state, scale) = params["trained"], state
 
         def scaled_mean(trained, microbatch):

@@ -1,0 +1,147 @@
+"""Power laws of the loss against parameters, tokens and compute, with bootstrap intervals."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from scipy import optimize, special
+
+HUBER = 1e-3
+RESAMPLES = 100
+INTERVAL = (2.5, 97.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """A form of L(N, D) for N parameters and D tokens.
+
+    Attributes:
+      reference: the publication.
+      names: names of the fitted values.
+      log_loss: `(values, log N, log D) -> log L`.
+      starts: values from which the fits begin.
+    """
+
+    reference: str
+    names: tuple[str, ...]
+    log_loss: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+    starts: tuple[tuple[float, ...], ...]
+
+
+def _chinchilla(values: np.ndarray, log_n: np.ndarray, log_d: np.ndarray) -> np.ndarray:
+    log_e, log_a, alpha, log_b, beta = values
+    terms = np.stack([np.full_like(log_n, log_e), log_a - alpha * log_n, log_b - beta * log_d])
+    return special.logsumexp(terms, axis=0)
+
+
+def _kaplan(values: np.ndarray, log_n: np.ndarray, log_d: np.ndarray) -> np.ndarray:
+    log_nc, alpha, log_dc, beta = values
+    return beta * np.logaddexp(alpha / beta * (log_nc - log_n), log_dc - log_d)
+
+
+LAWS: Mapping[str, Law] = {
+    "chinchilla": Law(
+        "Hoffmann et al. 2022, approach 3: L = E + A / N^alpha + B / D^beta",
+        ("log E", "log A", "alpha", "log B", "beta"),
+        _chinchilla,
+        tuple(
+            (np.log(e), a, alpha, b, beta)
+            for e in (0.3, 0.8)
+            for a, alpha in ((3.0, 0.3), (6.0, 0.6))
+            for b, beta in ((4.0, 0.3), (8.0, 0.6))
+        ),
+    ),
+    "kaplan": Law(
+        "Kaplan et al. 2020, equation 1.5: L = ((Nc / N)^(alpha / beta) + Dc / D)^beta",
+        ("log Nc", "alpha", "log Dc", "beta"),
+        _kaplan,
+        tuple(
+            (n, alpha, d, beta)
+            for n in (5.0, 15.0)
+            for d in (10.0, 20.0)
+            for alpha, beta in ((0.1, 0.1), (0.3, 0.3))
+        ),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Fitted values of a law by name, and their 95 % bootstrap intervals.
+
+    Attributes:
+      values: least Huber loss of log L, as in Hoffmann et al. 2022.
+      intervals: percentiles over resampled points.
+      resampled: values of each resample, `(R,)` by name.
+      residual: root mean square of the error of log L.
+    """
+
+    values: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]]
+    resampled: Mapping[str, np.ndarray]
+    residual: float
+
+
+def fit(
+    law: Law,
+    parameters: Sequence[float],
+    tokens: Sequence[float],
+    loss: Sequence[float],
+    seed: int = 0,
+) -> Fit:
+    """Fits a law to the losses of models of several sizes and numbers of training tokens.
+
+    Raises:
+      ValueError: fewer points than values.
+    """
+    log_n, log_d, log_l = (np.log(np.asarray(x, float)) for x in (parameters, tokens, loss))
+    if len(log_l) <= len(law.names):
+        raise ValueError(
+            f"a fit of {len(law.names)} values needs more points than that, got {len(log_l)}"
+        )
+    found = _least(law, law.starts, log_n, log_d, log_l)
+    rng = np.random.default_rng(seed)
+    again = []
+    for _ in range(RESAMPLES):
+        at = rng.integers(len(log_l), size=len(log_l))
+        again.append(_least(law, (tuple(found),), log_n[at], log_d[at], log_l[at]))
+    columns = dict(zip(law.names, np.array(again).T, strict=True))
+    low_high = {n: tuple(map(float, np.percentile(c, INTERVAL))) for n, c in columns.items()}
+    error = law.log_loss(found, log_n, log_d) - log_l
+    return Fit(
+        dict(zip(law.names, map(float, found), strict=True)),
+        low_high,  # type: ignore[arg-type]
+        columns,
+        float(np.sqrt(np.mean(error**2))),
+    )
+
+
+def _least(
+    law: Law,
+    starts: Sequence[Sequence[float]],
+    log_n: np.ndarray,
+    log_d: np.ndarray,
+    log_l: np.ndarray,
+) -> np.ndarray:
+    def objective(values: np.ndarray) -> float:
+        return float(special.huber(HUBER, law.log_loss(values, log_n, log_d) - log_l).sum())
+
+    bounds = [(0.01, 3.0) if n in ("alpha", "beta") else (-10.0, 60.0) for n in law.names]
+    each = [
+        optimize.minimize(objective, start, method="L-BFGS-B", bounds=bounds) for start in starts
+    ]
+    return min(each, key=lambda result: result.fun).x
+
+
+def frontier(compute: Sequence[float], loss: Sequence[float]) -> list[int]:
+    """Returns the indices of the points that no point with less compute beats, by compute."""
+    kept: list[int] = []
+    for index in np.argsort(compute):
+        if not kept or loss[index] < loss[kept[-1]]:
+            kept.append(int(index))
+    return kept
+
+
+def power(x: Sequence[float], y: Sequence[float]) -> float:
+    """Returns the exponent b of y = a x^b, by least squares of the logarithms."""
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])

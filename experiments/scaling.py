@@ -1,0 +1,292 @@
+"""Loss against parameters, training tokens and compute, for any set of mechanisms.
+
+`python -m experiments.scaling` trains a grid of small language models and fits power laws; `--help`
+lists the options.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as `python experiments/scaling.py`
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experiments.harness import checks, command, folders, machine, outcome, user_modules
+from experiments.harness.metrics import read_json, write_atomically
+from experiments.harness.report import markdown_table
+from experiments.harness.text_options import TextOptions, presets
+
+COMPARED = ("softmax", "sliding_window", "linear")
+
+Point = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(TextOptions):
+    """Trains language models of several widths for several numbers of steps, and fits power laws.
+
+    Every model of the grid is trained on its own, with a learning rate that decays to 0 at its last
+    step. A stopped run resumes when the same command is given again.
+    """
+
+    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every registered mechanism.
+    mechanisms: tuple[str, ...] = COMPARED
+    widths: tuple[int, ...] = (32, 48, 64, 96)  # features per token, one model each
+    all_steps: tuple[int, ...] = (125, 250, 500, 1000)  # training steps, one model each
+    seeds: tuple[int, ...] = (0,)  # seeds of parameters and order of the data
+
+    def check(self) -> None:
+        for name in ("widths", "all_steps"):
+            values = getattr(self, name)
+            checks.require(len(values) > 0, self, name, "needs at least one value")
+            checks.require(len(set(values)) == len(values), self, name, "must not repeat a value")
+        enough = len(self.widths) * len(self.all_steps) * len(self.seeds) > 5
+        checks.require(enough, self, "widths", "and --all-steps must give more than 5 models")
+        for cell in self.cells().values():
+            TextOptions.check(cell)
+
+    def cells(self) -> dict[str, "Config"]:
+        """Returns the options of each model size and number of steps, by the name of its folder."""
+        return {
+            f"width{width}-steps{steps}": dataclasses.replace(
+                self, width=width, steps=steps, evaluate_every=steps
+            )
+            for width in self.widths
+            for steps in self.all_steps
+        }
+
+
+PRESETS = presets(Config)
+
+
+def points_of(folder: Path, mechanisms: Sequence[str]) -> list[Point]:
+    """Returns the results of a cell of the grid, one per mechanism and seed."""
+    path = folder / "summary.json"
+    runs = read_json(path, ("runs",), f"delete {folder} to train it again")["runs"]
+    keys = ("mechanism", "seed", "parameters", "tokens", "loss", "bits_per_byte", "learning_rate")
+    return [{key: run[key] for key in keys} for run in runs if run["mechanism"] in mechanisms]
+
+
+def compute(config: Config, task: Any, mechanism: str) -> int:
+    """Returns the operations of a training step, from its jaxpr."""
+    import jax
+    import numpy as np
+
+    from effattn.analysis import cost
+    from experiments.harness import models, optimisers, programs
+    from experiments.harness.schedules import Schedule
+
+    schedule = Schedule(config.steps, config.batch, 1, config.steps)
+    optimiser = optimisers.make_optimiser(config.optimiser, config.steps, 0.1, 1.0, 0.0)
+    build = models.builder(mechanism, config, task)
+    of = programs.Programs(build, optimiser, schedule, task)
+    params, state = jax.eval_shape(of.init, 0)
+    batch = programs.in_parts(task.training(config.batch, 0, 0), config.batch)
+    return cost.operations(jax.make_jaxpr(of.one_step)(params, state, np.float32(1), batch))
+
+
+def fits_of(points: Sequence[Point]) -> dict[str, Any]:
+    """Returns both laws and the compute-optimal frontier of one mechanism's points."""
+    from experiments.harness import fits
+
+    columns = {key: [p[key] for p in points] for key in ("parameters", "tokens", "loss", "compute")}
+    found: dict[str, Any] = {}
+    for name, law in fits.LAWS.items():
+        fit = fits.fit(law, columns["parameters"], columns["tokens"], columns["loss"])
+        found[name] = {
+            "values": fit.values,
+            "intervals": fit.intervals,
+            "residual": fit.residual,
+        }
+        if name == "chinchilla":
+            # Parameters for the least loss grow as compute to this power.
+            alpha, beta = fit.resampled["alpha"], fit.resampled["beta"]
+            share = beta / (alpha + beta)
+            values = fit.values
+            found["optimal_parameters"] = {
+                "value": values["beta"] / (values["alpha"] + values["beta"]),
+                "interval": interval(share),
+            }
+    kept = fits.frontier(columns["compute"], columns["loss"])
+    found["frontier"] = {
+        "points": kept,
+        "exponent": fits.power(
+            [columns["compute"][i] for i in kept], [columns["loss"][i] for i in kept]
+        )
+        if len(kept) > 1
+        else None,
+    }
+    return found
+
+
+def interval(values: Any) -> tuple[float, float]:
+    """Returns the 95 % interval of resampled values."""
+    import numpy as np
+
+    low, high = np.percentile(values, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def markdown(summary: Mapping[str, Any]) -> str:
+    """Returns the Markdown report."""
+
+    def spread(value: float, interval: Sequence[float]) -> str:
+        return f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
+
+    rows, kaplan = [], []
+    for mechanism, fit in summary["fits"].items():
+        law, share, front = fit["chinchilla"], fit["optimal_parameters"], fit["frontier"]
+        rows.append(
+            [
+                mechanism,
+                *(spread(law["values"][n], law["intervals"][n]) for n in ("alpha", "beta")),
+                f"{2.718281828 ** law['values']['log E']:.3f}",
+                spread(share["value"], share["interval"]),
+                "-" if front["exponent"] is None else f"{front['exponent']:.3f}",
+                f"{law['residual']:.4f}",
+            ]
+        )
+        law = fit["kaplan"]
+        values = (spread(law["values"][n], law["intervals"][n]) for n in ("alpha", "beta"))
+        kaplan.append([mechanism, *values, f"{law['residual']:.4f}"])
+    points = [
+        [
+            p["mechanism"],
+            f"{p['width']}",
+            f"{p['parameters']:,}",
+            f"{p['tokens']:,}",
+            f"{p['compute']:.2e}",
+            f"{p['bits_per_byte']:.3f}",
+        ]
+        for p in summary["points"]
+    ]
+    config = ", ".join(f"{key} {value}" for key, value in summary["config"].items())
+    environment = ", ".join(f"{key} {value}" for key, value in summary["environment"].items())
+    header = ["mechanism", "alpha", "beta", "E (nats)", "parameters ~ compute^", "frontier slope"]
+    return "\n\n".join(
+        [
+            "# Scaling laws",
+            "![Loss against compute, and fits](scaling.png)",
+            "## L = E + A / N^alpha + B / D^beta",
+            markdown_table([*header, "residual"], rows),
+            "N counts all parameters, D the training tokens; the loss L is in nats per token. In "
+            "brackets: 95 % intervals over resampled points. The column of parameters is "
+            "beta / (alpha + beta), the power of compute with which the best number of parameters "
+            "grows (Hoffmann et al. 2022, approach 3). The slope is that of log loss against log "
+            "compute on the frontier: the points that no cheaper point beats. The residual is the "
+            "root mean square of the error of log L.",
+            "## L = ((Nc / N)^(alpha / beta) + Dc / D)^beta",
+            markdown_table(["mechanism", "alpha", "beta", "residual"], kaplan),
+            "Kaplan et al. 2020, equation 1.5.",
+            "## Models",
+            markdown_table(
+                ["mechanism", "width", "parameters", "tokens", "operations", "bits/byte"], points
+            ),
+            "Operations are those of all training steps, counted from the program.",
+            "## Configuration",
+            f"{config}.",
+            f"{environment}.\n",
+        ]
+    )
+
+
+def draw(path: Path, summary: Mapping[str, Any]) -> None:
+    """Draws the loss against compute, with the frontier, and the fits against parameters."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    from effattn.analysis.style import COLOURS, MARKERS
+    from experiments.harness import fits
+    from experiments.harness.figure import legend_below
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained", sharey=True)
+    for index, (mechanism, fit) in enumerate(summary["fits"].items()):
+        points = [p for p in summary["points"] if p["mechanism"] == mechanism]
+        style = {"color": COLOURS[index % len(COLOURS)]}
+        mark = {**style, "marker": MARKERS[index % len(MARKERS)], "linestyle": "none"}
+        axes[0].plot(
+            [p["compute"] for p in points], [p["loss"] for p in points], **mark, label=mechanism
+        )
+        kept = [points[i] for i in fit["frontier"]["points"]]
+        axes[0].plot([p["compute"] for p in kept], [p["loss"] for p in kept], **style, alpha=0.6)
+        law = fits.LAWS["chinchilla"]
+        values = np.array([fit["chinchilla"]["values"][name] for name in law.names])
+        sizes = np.geomspace(*(f(p["parameters"] for p in points) for f in (min, max)), 50)
+        for tokens in sorted({p["tokens"] for p in points}):
+            of = [p for p in points if p["tokens"] == tokens]
+            axes[1].plot([p["parameters"] for p in of], [p["loss"] for p in of], **mark)
+            fitted = law.log_loss(values, np.log(sizes), np.full(50, np.log(tokens)))
+            axes[1].plot(sizes, np.exp(fitted), **style, alpha=0.6, linewidth=1)
+    for axis in axes:
+        axis.set(xscale="log", yscale="log")
+        axis.grid(alpha=0.3, which="both")
+    axes[0].set(xlabel="training operations", ylabel="validation loss (nats per token)")
+    axes[1].set(xlabel="parameters; a line for each number of tokens")
+    legend_below(figure, list(axes[0].get_lines()[::2]), "mechanism")
+    partial = path.with_name(f"partial-{path.name}")
+    figure.savefig(partial, dpi=150)
+    plt.close(figure)
+    partial.replace(path)
+
+
+def run(options: Config) -> None:
+    """Trains the grid and writes the report."""
+    user_modules.load(options.imports)
+    options.check()
+    config = options.with_all()
+    prepared = config.prepare()
+    settings = {"experiment": "scaling", **config.of_folder(), **prepared}
+    for varied in ("width", "steps", "evaluate_every", "widths", "all_steps"):
+        settings.pop(varied)
+    folder = folders.path_of(
+        config.output, f"scaling-{config.label}-{folders.fingerprint(settings)}"
+    )
+    config.check_output(folder)
+    folders.check_folder(folder, settings)
+    points = []
+    with folders.claimed(folder, settings):
+        for name, cell in config.cells().items():
+            inner = folder / name
+            task = cell.make_task(inner)
+            checks.check_mechanisms(cell, task)
+            of_cell = {"experiment": "scaling", **cell.of_folder(), **prepared}
+            folders.check_folder(inner, of_cell)
+            asked = {**of_cell, **cell.of_runs()}
+            with folders.claimed(inner, of_cell):
+                if not command.report.finished(inner, asked):
+                    print(f"{name}:", flush=True)
+                    cell.save(task, inner)
+                    command.train_all(cell, inner, task, of_cell, asked)
+            each = {m: cell.steps * compute(cell, task, m) for m in cell.mechanisms}
+            points += [
+                {**point, "width": cell.width, "compute": each[point["mechanism"]]}
+                for point in points_of(inner, cell.mechanisms)
+            ]
+    summary = {
+        "config": {**settings, "widths": config.widths, "all_steps": config.all_steps},
+        "environment": machine.environment(),
+        "points": points,
+        "fits": {m: fits_of([p for p in points if p["mechanism"] == m]) for m in config.mechanisms},
+    }
+    draw(folder / "scaling.png", summary)
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_atomically(folder / "summary.md", markdown(summary))
+    print((folder / "summary.md").read_text(encoding="utf-8"))
+    print(f"In {folder}: summary.md, summary.json, scaling.png and a folder for each cell.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    config = command.parse("scaling", PRESETS, argv)
+    stopped = "stopped; the same command resumes from the last checkpoint"
+    return outcome.exit_status(lambda: run(config), stopped)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
