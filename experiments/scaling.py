@@ -226,6 +226,9 @@ def draw(path: Path, summary: Mapping[str, Any]) -> None:
     for axis in axes:
         axis.set(xscale="log", yscale="log")
         axis.grid(alpha=0.3, which="both")
+    # A factor of two or less needs no powers of ten.
+    axes[0].yaxis.set_major_formatter("{x:g}")
+    axes[0].yaxis.set_minor_formatter("{x:g}")
     axes[0].set(xlabel="training operations", ylabel="validation loss (nats per token)")
     axes[1].set(xlabel="parameters; a line for each number of tokens")
     legend_below(figure, list(axes[0].get_lines()[::2]), "mechanism")

@@ -184,7 +184,7 @@ def _plan(called, wanted: tuple[bool, ...]) -> _Plan:
     need(jaxpr.outvars, wanted)
     for eqn in reversed(jaxpr.eqns):
         outputs = tuple(v in needed for v in eqn.outvars)
-        if _holds_jaxprs(eqn):
+        if _runs_jaxprs(eqn):
             steps.append((eqn, outputs))
             need(eqn.invars, _inputs(eqn, outputs))
         elif any(outputs):
@@ -261,12 +261,13 @@ def _callee(eqn):
 
 
 @functools.cache
-def _holds_jaxprs(eqn) -> bool:
-    return any(True for _ in _inner(eqn))
+def _runs_jaxprs(eqn) -> bool:
+    # A scatter also has a jaxpr, that of adding two numbers.
+    return bool({"jaxpr", "call_jaxpr", "branches", "body_jaxpr"} & eqn.params.keys())
 
 
 def _equation(eqn, inputs, counter, outputs):
-    if _holds_jaxprs(eqn):
+    if _runs_jaxprs(eqn):
         needed = _inputs(eqn, outputs)
         given = [_frozen(x) if n else None for x, n in zip(inputs, needed, strict=True)]
         work, found = _inside(eqn, outputs, tuple(given))
