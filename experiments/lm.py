@@ -51,7 +51,8 @@ def parse(argv: Sequence[str] | None) -> Config:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    return command.run("lm", parse(argv))
+    config = parse(argv)
+    return command.run("lm", config, PRESETS[config.preset])
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def parse(argv: Sequence[str] | None) -> Config:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    return command.run("mlm", parse(argv))
+    config = parse(argv)
+    return command.run("mlm", config, PRESETS[config.preset])
 
 
 if __name__ == "__main__":

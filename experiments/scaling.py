@@ -16,6 +16,7 @@ if not __package__:  # run as `python experiments/scaling.py`
 
 from experiments.harness import checks, command, folders, machine, outcome, user_modules
 from experiments.harness.metrics import read_json, write_atomically
+from experiments.harness.options import command_of
 from experiments.harness.report import markdown_table
 from experiments.harness.text_options import TextOptions, presets
 
@@ -187,6 +188,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
             ),
             "Operations are those of all training steps, counted from the program.",
             "## Configuration",
+            f"`{summary['command']}`",
             f"{config}.",
             f"{environment}.\n",
         ]
@@ -243,6 +245,7 @@ def run(options: Config) -> None:
     user_modules.load(options.imports)
     options.check()
     config = options.with_all()
+    made_by = command_of("scaling", options, PRESETS[options.preset])
     prepared = config.prepare()
     settings = {"experiment": "scaling", **config.of_folder(), **prepared}
     for varied in ("width", "steps", "evaluate_every", "widths", "all_steps"):
@@ -265,13 +268,14 @@ def run(options: Config) -> None:
                 if not command.report.finished(inner, asked):
                     print(f"{name}:", flush=True)
                     cell.save(task, inner)
-                    command.train_all(cell, inner, task, of_cell, asked)
+                    command.train_all(cell, inner, task, of_cell, asked, made_by)
             each = {m: cell.steps * compute(cell, task, m) for m in cell.mechanisms}
             points += [
                 {**point, "width": cell.width, "compute": each[point["mechanism"]]}
                 for point in points_of(inner, cell.mechanisms)
             ]
     summary = {
+        "command": made_by,
         "config": {**settings, "widths": config.widths, "all_steps": config.all_steps},
         "environment": machine.environment(),
         "points": points,

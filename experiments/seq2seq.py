@@ -79,7 +79,7 @@ class Config(Options):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     config = tyro.cli(Config, prog="python -m experiments.seq2seq", args=argv)
-    return command.run("seq2seq", config)
+    return command.run("seq2seq", config, Config())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import tyro
 
 from experiments.harness import checks, folders, machine, outcome, report, user_modules
-from experiments.harness.options import Options
+from experiments.harness.options import Options, command_of
 from experiments.harness.schedules import Schedule
 from experiments.tasks.task import Task
 
@@ -26,18 +26,19 @@ def parse(experiment: str, known: Mapping[str, Config], argv: Sequence[str] | No
     return tyro.cli(type(default), prog=program, args=argv, default=default)
 
 
-def run(experiment: str, options: Options) -> int:
+def run(experiment: str, options: Options, default: Options) -> int:
     """Runs an experiment and prints its table; returns the exit status.
 
     Args:
       experiment: name; run folders begin with this name.
       options: options of the experiment.
+      default: options of the same preset, to write down the command.
     """
 
     def work() -> None:
         user_modules.load(options.imports)
         options.check()
-        config = options.with_all()
+        config, made_by = options.with_all(), command_of(experiment, options, default)
         prepared = config.prepare()
         settings = {"experiment": experiment, **config.of_folder(), **prepared}
         name = f"{experiment}-{config.label}-{folders.fingerprint(settings)}"
@@ -53,16 +54,30 @@ def run(experiment: str, options: Options) -> int:
             print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
             with folders.claimed(folder, settings):
                 config.save(task, folder)
-                train_all(config, folder, task, settings, asked)
+                train_all(config, folder, task, settings, asked, made_by)
         print(report.read_report(folder))
 
     return outcome.exit_status(work, "stopped; the same command resumes from the last checkpoint")
 
 
 def train_all(
-    config: Options, folder: Path, task: Task, settings: dict[str, Any], asked: dict[str, Any]
+    config: Options,
+    folder: Path,
+    task: Task,
+    settings: dict[str, Any],
+    asked: dict[str, Any],
+    made_by: str,
 ) -> None:
-    """Trains every model that is not trained yet, and writes the report."""
+    """Trains every model that is not trained yet, and writes the report.
+
+    Args:
+      config: options of the experiment.
+      folder: run folder.
+      task: task to learn.
+      settings: settings that are the same for all runs of the folder.
+      asked: settings of the report.
+      made_by: command line of the report.
+    """
     # Imported late: --help and bad input need not wait for JAX and Flax.
     from experiments.harness import (
         comparison,
@@ -114,6 +129,6 @@ def train_all(
             shown,
             at_once,
         )
-    report.write_report(folder, compared, asked, task)
+    report.write_report(folder, compared, asked, task, made_by)
     figure.write_figures(folder, compared.runs, task)
     report.finish(folder)

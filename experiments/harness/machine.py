@@ -1,5 +1,6 @@
 """Machine that an experiment runs on."""
 
+import importlib.metadata
 import os
 import platform
 
@@ -9,6 +10,7 @@ def environment() -> dict[str, str]:
     import jax
 
     return {
+        "effattn": importlib.metadata.version("effattn"),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
         "cores": str(cores()),

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -117,3 +118,28 @@ class Options(abc.ABC):
         """Returns the options that choose the runs of a report."""
         chosen = {"mechanisms": self.mechanisms, "seeds": self.seeds, "learning_rate": self.rates}
         return chosen | ({"imports": self.imports} if self.imports else {})
+
+
+def command_of(experiment: str, options: Options, default: Options) -> str:
+    """Returns the command line that gives these options.
+
+    Args:
+      experiment: name of the experiment.
+      options: its options.
+      default: the options without arguments, but for those that choose the preset and the task.
+    """
+    parts = [f"python -m experiments.{experiment}"]
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        name = "import" if field.name == "imports" else field.name.replace("_", "-")
+        chooses = field.name in ("preset", "task") and value != field.default
+        if field.name in ("output", "at_once") or not (
+            chooses or value != getattr(default, field.name)
+        ):
+            continue
+        if isinstance(value, bool):
+            parts.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            parts.append(f"--{name} {shlex.join(map(str, values))}")
+    return " ".join(parts)

@@ -114,12 +114,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_report(
-    folder: Path, comparison: Comparison, settings: dict[str, Any], task: "Task"
+    folder: Path, comparison: Comparison, settings: dict[str, Any], task: "Task", command: str
 ) -> None:
     """Writes `summary.json` into the run folder."""
     summary = {
         "schema": SCHEMA,
         "title": task.title or f"{type(task).__name__}: mechanisms compared",
+        "command": command,
+        "is_causal": settings.get("side") != "encoder" and task.is_causal,
         "reference": task.reference,
         "explained": task.explained,
         "columns": dict(task.columns),
@@ -266,7 +268,8 @@ def _markdown(summary: dict[str, Any]) -> str:
             markdown_table(["mechanism", "learning rate", heading], swept),
             "Each mechanism's best rate was chosen on the validation set, with the first seed.",
         ]
-    parts += ["## Task", summary["reference"], "## Configuration", config + ".", machine + "."]
+    parts += ["## Task", summary["reference"], "## Configuration", f"`{summary['command']}`"]
+    parts += [config + ".", machine + "."]
     if "sample" in runs[0]:
         parts.append(f"## Samples\n\n{summary['prompted']}:\n\n{_quoted(runs[0]['prompt'])}")
         for run in runs:

@@ -90,4 +90,4 @@ def main(
     default = options(**{"task": task, "preset": preset, **of_task})
     program = f"python -m experiments.{experiment}"
     config = tyro.cli(options, prog=program, args=argv, default=default)
-    return command.run(experiment, config)
+    return command.run(experiment, config, default)
