@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import effattn
 from effattn import patterns, registry
+from effattn.analysis import cost
 from effattn.decode import GatheredDecoder, gathered
 from effattn.patterns.blocks import BlockLists
 from effattn.testing import functions
-from tests.laws import cost
 from tests.laws.sharding import collectives, mesh
 from tests.marks import slow
 

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from effattn import additive_attention, dot_product_attention
+from effattn.analysis import cost
 from effattn.nn import AdditiveCrossAttention, AdditiveSelfAttention
-from tests.laws import cost
 
 
 def weights(heads=2, size=4, hidden=8, scale=1.0):

@@ -10,11 +10,11 @@ from flax import nnx
 
 import effattn
 from effattn import dot_product_attention
+from effattn.analysis import cost
 from effattn.functional.hierarchical import hierarchical_attention
 from effattn.nn import SelfAttention
 from effattn.testing.functions import assert_close
 from tests.dense import draw, with_gradients
-from tests.laws import cost
 from tests.marks import slow
 
 LENGTH = 23

@@ -9,11 +9,11 @@ import pytest
 
 import effattn
 from effattn import linformer_attention, sliding_window_attention
+from effattn.analysis import cost
 from effattn.arrays.combine import combine
 from effattn.functional.long_short import long_short_attention
 from effattn.testing.functions import assert_close
 from tests.dense import draw, with_gradients
-from tests.laws import cost
 from tests.marks import slow
 
 LENGTH = 14

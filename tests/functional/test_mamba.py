@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from effattn import selective_scan, state_space_duality
-from tests.laws import cost
+from effattn.analysis import cost
 
 
 def arrays(length=20, features=3, values=4):

@@ -10,13 +10,13 @@ import pytest
 from flax import nnx
 
 from effattn import dot_product_attention
+from effattn.analysis import cost
 from effattn.cores.segment_means import segment_means
 from effattn.functional.nystrom import nystrom_attention, pseudo_inverse
 from effattn.nn import SelfAttention
 from effattn.testing.functions import assert_close
 from effattn.xla.depthwise_convolution import convolve
 from tests.dense import draw
-from tests.laws import cost
 from tests.marks import slow
 
 LENGTH = 13

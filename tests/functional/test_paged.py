@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import effattn
+from effattn.analysis import cost
 from effattn.testing.functions import assert_close
 from effattn.xla import paged_attention as xla
 from tests.dense import dense_with_gradients
-from tests.laws import cost
 from tests.laws.sharding import BY_HEAD, BY_ROW, mesh, shard
 from tests.marks import slow
 

@@ -9,9 +9,9 @@ import pytest
 
 import effattn
 from effattn import performer_attention, performer_features
+from effattn.analysis import cost
 from effattn.functional.performer import PerformerState, exponents
 from effattn.xla.linear_recurrence import BLOCK
-from tests.laws import cost
 from tests.marks import slow
 
 DRAWS = 200

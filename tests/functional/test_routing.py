@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import effattn
+from effattn.analysis import cost
 from effattn.functional.routing import normalise
-from tests.laws import cost
 from tests.marks import slow
 
 CENTROIDS = np.random.default_rng(3).normal(size=(4, 3, 8)).astype(np.float32)

@@ -10,10 +10,10 @@ import pytest
 
 import effattn
 from effattn import dot_product_attention, sliding_window_attention
+from effattn.analysis import cost
 from effattn.testing.functions import assert_close
 from effattn.xla import walks
 from tests.dense import cotangents, dense_with_gradients, draw, with_gradients
-from tests.laws import cost
 from tests.marks import slow, slow_but_for
 
 TILE = (4, 5)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import effattn
-from tests.laws import cost
+from effattn.analysis import cost
 
 FUNCTIONS = [effattn.sigmoid_attention, effattn.squared_relu_attention]
 X = np.random.default_rng(0).normal(size=(1, 9, 2, 4)).astype(np.float32)

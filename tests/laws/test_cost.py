@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from effattn.analysis import cost
 from effattn.testing import functions
 from effattn.testing.functions import Sizes
-from tests.laws import cost
 from tests.laws.battery import ALSO_OF_CORES, FIRST_OF_FAMILY, MECHANISMS
 
 

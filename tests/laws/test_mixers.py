@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from effattn.analysis import cost
 from effattn.nn import SelfAttention
 from effattn.testing import mixers
 from effattn.testing.functions import assert_close, to_numpy
 from effattn.testing.mixers import FEATURES, LENGTH, ROWS
 from tests.cases import COST, TRANSFORMS
-from tests.laws import cost
 from tests.laws.battery import FIRST_MIXER_OF_FAMILY, FIRST_MIXERS, LAYERS, MIXERS_WITH_CORES
 from tests.laws.sharding import collectives, mesh
 from tests.marks import slow_but_for

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from effattn.analysis import cost
 from effattn.nn import AFTConv, AFTFull, AFTLocal
-from tests.laws import cost
 from tests.nn.build import filled, floats
 
 BIASED = {

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from effattn.analysis import cost
 from effattn.nn import ChunkedFeedForward, SwiGLU
 from effattn.nn.dropout import dropout
-from tests.laws import cost
 from tests.marks import slow
 from tests.nn.build import filled, floats
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from effattn.analysis import cost
 from effattn.nn import (
     LSHSelfAttention,
     RetNet,
@@ -16,7 +17,6 @@ from effattn.nn import (
     SwiGLU,
 )
 from effattn.nn.dropout import dropout
-from tests.laws import cost
 from tests.marks import slow
 from tests.nn.build import filled, floats
 

@@ -11,12 +11,12 @@ from jax.sharding import AxisType, PartitionSpec
 
 import effattn
 from effattn import dispatch
+from effattn.analysis import cost
 from effattn.interfaces.block_attention import Config, Inputs
 from effattn.nn.alibi import Alibi
 from effattn.pallas import block_tiles
 from effattn.testing.functions import as_float64, assert_close
 from tests.dense import cotangents, draw, with_gradients
-from tests.laws import cost
 from tests.marks import slow, slow_but_for
 from tests.pallas import block_cases
 from tests.pallas.block_cases import CASES, QUICK, Case, square

@@ -9,6 +9,7 @@ layout skip cost nothing, as when the program runs.
 import collections
 import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min argmax argmin reduce_and reduce_or".split()
 )
 
-_EVALUATED = {
+_EVALUATED: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -50,7 +51,7 @@ _EVALUATED = {
     "copy": lambda a: a,
     "pvary": lambda a: a,
 }
-_MOVED = {
+_MOVED: Mapping[str, Callable[..., Any]] = {
     "convert_element_type": lambda a, params, shape: a.astype(params["new_dtype"]),
     "squeeze": lambda a, params, shape: a.reshape(shape),
     "reshape": lambda a, params, shape: a.reshape(shape),
@@ -58,34 +59,41 @@ _MOVED = {
     "reduce_max": lambda a, params, shape: a.max(tuple(params["axes"])),
     "reduce_min": lambda a, params, shape: a.min(tuple(params["axes"])),
 }
-_UNKNOWN = object()
+_UNKNOWN: Any = object()
 
 
-def operations(closed) -> int:
-    """Multiplications and additions of matrix products, and arithmetic on single entries."""
+def operations(closed: Any) -> int:
+    """Counts the arithmetic of a program: matrix products, and operations on single entries.
+
+    Args:
+      closed: jaxpr of the program, such as `jax.make_jaxpr(function)(*args)`.
+
+    Raises:
+      NotImplementedError: the trip count of a loop depends on floating-point data.
+    """
     counter: collections.Counter = collections.Counter()
     unknown = [_UNKNOWN] * len(closed.jaxpr.invars)
     _run(closed, unknown, counter, (False,) * len(closed.jaxpr.outvars))
     return counter.total()
 
 
-def temporary_bytes(traced) -> int:
-    """Bytes of temporary buffers of the compiled program."""
+def temporary_bytes(traced: Any) -> int:
+    """Returns the bytes of temporary buffers of the compiled program, `jax.jit(f).trace(...)`."""
     return traced.lower().compile().memory_analysis().temp_size_in_bytes
 
 
-def largest(closed) -> int:
-    """Entries of the largest array that is computed anywhere in the jaxpr."""
+def largest(closed: Any) -> int:
+    """Returns the number of entries of the largest array that the jaxpr computes anywhere."""
     return max(math.prod(v.aval.shape) for eqn in _equations(closed.jaxpr) for v in eqn.outvars)
 
 
-def equations(closed) -> int:
-    """Number of equations in the whole jaxpr, as a measure of the work to compile it."""
+def equations(closed: Any) -> int:
+    """Returns the number of equations in the whole jaxpr, a measure of the work to compile it."""
     return sum(1 for _ in _equations(closed.jaxpr))
 
 
-def exponent(lengths, costs) -> float:
-    """The power of the length with which the costs grow."""
+def exponent(lengths: Sequence[float], costs: Sequence[float]) -> float:
+    """Returns the power of the length with which the costs grow, by least squares."""
     return float(np.polyfit(np.log(lengths), np.log(costs), 1)[0])
 
 
@@ -167,7 +175,8 @@ def _plan(called, wanted: tuple[bool, ...]) -> _Plan:
     closed = isinstance(called, jex_core.ClosedJaxpr)
     jaxpr, consts = (called.jaxpr, called.consts) if closed else (called, ())
     work: collections.Counter = collections.Counter()
-    steps, needed = [], set()
+    steps: list[tuple[Any, tuple[bool, ...]]] = []
+    needed: set[Any] = set()
 
     def need(atoms, which):
         needed.update(a for a, w in zip(atoms, which, strict=True) if w and _may_be_known(a))
@@ -380,7 +389,7 @@ def _cond(params, inputs, counter, outputs):
     branches = params["branches"]
     if which is not _UNKNOWN:
         branches = [branches[int(np.clip(which, 0, len(branches) - 1))]]
-    counts = []
+    counts: list[collections.Counter] = []
     for branch in branches:
         counts.append(collections.Counter())
         _run(branch, operands, counts[-1], outputs)
