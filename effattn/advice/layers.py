@@ -16,8 +16,9 @@ from effattn.analysis import cost
 from effattn.nn import RotaryEmbedding
 from effattn.registry import Mechanism
 
-# Counting takes longer for longer sequences; above this length, counts are extrapolated.
-COUNTED = 8192
+# Counting takes longer for longer sequences; above this length, counts are extrapolated. It is a
+# power of 4, because strides and segments are often the square root of the length.
+COUNTED = 16384
 # Global tokens of mechanisms that have them: the first tokens of the sequence.
 GLOBAL = 16
 _ROUNDS = 5
@@ -75,10 +76,10 @@ class Layer:
         """
         if length <= COUNTED:
             return cost.operations(self._traced(length).jaxpr)
-        short, long = (cost.operations(self._traced(n).jaxpr) for n in (COUNTED // 2, COUNTED))
+        short, long = (self.operations(n) for n in (COUNTED // 4, COUNTED))
         power = self.entry.time_exponent if self.entry.time_exponent > 1 else 0.0
         # With u = N / COUNTED, counts are a u^p + b u.
-        a = (long - 2 * short) / (1 - 2 * 0.5**power)
+        a = (long - 4 * short) / (1 - 4 * 0.25**power)
         ratio = length / COUNTED
         return round(a * ratio**power + (long - a) * ratio)
 

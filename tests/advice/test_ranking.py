@@ -152,9 +152,9 @@ def test_another_schema_of_quality_is_refused(content, tmp_path):
 @pytest.mark.parametrize("name", ["softmax", "sliding_window", "sparse_transformer"])
 def test_counts_of_long_sequences_are_extrapolated(name, monkeypatch):
     layer = Layer(registry.get(name), {}, 1, 16, True)
-    estimate = layer.operations(16384)
-    monkeypatch.setattr(layers, "COUNTED", 16384)
-    assert layer.operations(16384) == pytest.approx(estimate, rel=0.02)
+    estimate = layer.operations(65536)
+    monkeypatch.setattr(layers, "COUNTED", 65536)
+    assert layer.operations(65536) == pytest.approx(estimate, rel=0.02)
 
 
 def test_default_options_that_do_not_suit_the_length_leave_a_mechanism_out():
