@@ -105,7 +105,7 @@ class Layer:
         try:
             for _ in range(_ROUNDS + 1):  # the first call is slower
                 start = time.perf_counter()
-                jax.block_until_ready(program(*arguments, x))
+                jax.block_until_ready(program(*arguments, x, self._keywords(length)))
                 seconds.append(time.perf_counter() - start)
         except jax.errors.JaxRuntimeError:  # out of memory
             return size, None
@@ -154,7 +154,7 @@ class Layer:
         split: tuple[Any, ...] = nnx.split(abstract, nnx.Param, ...)
         graph, parameters, others = split
 
-        def both(parameters, others, x):
+        def both(parameters, others, x, keywords):
             def forward(parameters, x):
                 return nnx.merge(graph, parameters, others)(x, **keywords)
 
@@ -162,10 +162,13 @@ class Layer:
             return y, pull_back(y)
 
         x = jax.ShapeDtypeStruct((1, length, self.features), jnp.float32)
-        keywords = {}
-        if "max_global" in self.options(length):
-            keywords["global_mask"] = np.arange(length)[None] < GLOBAL
-        return jax.jit(both).trace(parameters, others, x)
+        return jax.jit(both).trace(parameters, others, x, self._keywords(length))
+
+    def _keywords(self, length: int) -> dict[str, Any]:
+        """Arguments of a call of the layer, in addition to the tokens."""
+        if "max_global" not in self.options(length):
+            return {}
+        return {"global_mask": np.arange(length)[None] < GLOBAL}
 
 
 def _free_bytes() -> float:

@@ -142,7 +142,8 @@ def advise(
     others = [o for o in ranked if not any(o is each for each in shown)]
     shown = [_compiled(option, case, measure) for option in shown]
     if measure:
-        reference = _compiled(reference, case, measure)
+        measured = [o for o in shown if o.name == REFERENCE and not o.layer.given]
+        reference = measured[0] if measured else _compiled(reference, case, measure)
     return Advice(
         case=words,
         options=(*_ranked(shown, reference), *others),
