@@ -2,7 +2,7 @@
 
 The functions are here; `effattn.patterns` holds the pairs that may attend, `effattn.nn` the Flax
 modules, `effattn.decode` the states of decoding and `effattn.analysis` pictures of it all. They
-are imported on first use.
+are imported on first use. `effattn.advise` and `python -m effattn` help to choose a mechanism.
 """
 
 import importlib
@@ -83,6 +83,7 @@ from effattn.patterns.layouts import BlockLayout
 
 if TYPE_CHECKING:
     from effattn import analysis, decode, naive, nn, patterns, testing
+    from effattn.advice.ranking import advise
 
 __version__ = "0.1.0"
 
@@ -90,6 +91,7 @@ __all__ = [
     "BlockLayout",
     "PerformerState",
     "additive_attention",
+    "advise",
     "analysis",
     "attention_free",
     "based_attention",
@@ -154,8 +156,10 @@ if not TYPE_CHECKING:  # where every name that it does not know would be one of 
     def __getattr__(name: str):
         if name in _LAZY:
             return importlib.import_module(f"effattn.{name}")
+        if name == "advise":
+            return registry.load("effattn.advice.ranking:advise")
         raise AttributeError(f"module 'effattn' has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), "advise", *_LAZY])

@@ -11,6 +11,7 @@
 Pictures of a mechanism come from calls of its function, not from a separate mask. Pictures use
 dense matrices, O(N^2) in the number of tokens, and take up to `LONGEST` tokens;
 `approximation_error`, and `singular_values` with a `count`, take more tokens in linear memory.
+`effattn.analysis.cost` counts the operations and the memory of any program.
 Figures need matplotlib (the extra `analysis`); numbers and `text` do not.
 """
 

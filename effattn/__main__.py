@@ -1,0 +1,114 @@
+"""Command line: lists mechanisms, shows one, and advises which to use.
+
+python -m effattn list --causal --decode
+python -m effattn show bigbird
+python -m effattn advise --length 16384 --causal --decode
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from effattn.advice import facts, pages
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns the exit status: 0, or 2 for an error in the arguments."""
+    given = _parser().parse_args(arguments)
+    try:
+        text = given.run(given)
+    except (ValueError, OSError) as error:
+        print(f"python -m effattn: {error}", file=sys.stderr)
+        return 2
+    with contextlib.suppress(BrokenPipeError):  # the reader has seen enough
+        print(text, flush=True)
+        return 0
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    return 1
+
+
+def _list(given: argparse.Namespace) -> str:
+    needs = [name for name in ("causal", "bidirectional", "decode") if getattr(given, name)]
+    kind = facts.EXACT if given.exact else None
+    return pages.catalogue((*needs, *given.needs), kind, given.family)
+
+
+def _show(given: argparse.Namespace) -> str:
+    return pages.page(given.name)
+
+
+def _advise(given: argparse.Namespace) -> str:
+    from effattn.advice.ranking import advise  # imports Flax, which the other commands may not need
+
+    return str(
+        advise(
+            given.length,
+            causal=given.causal,
+            decode=given.decode,
+            exact=True if given.exact else None,
+            needs=given.needs,
+            heads=given.heads,
+            head_dim=given.head_dim,
+            device=given.device,
+            measure=given.measure,
+            sample=None if given.sample is None else _arrays(given.sample),
+            mechanisms=given.mechanisms,
+        )
+    )
+
+
+def _arrays(path: str) -> tuple:
+    import numpy as np
+
+    names = "query", "key", "value"
+    try:
+        with np.load(path) as file:
+            return tuple(file[name] for name in names)
+    except (KeyError, ValueError, TypeError, AttributeError, EOFError):
+        raise ValueError(
+            f"--sample must be an .npz file with the arrays {', '.join(names)}, got {path!r}"
+        ) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m effattn",
+        description="Lists mechanisms of attention, shows one, and advises which to use.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="list | show | advise")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--decode", action="store_true", help="that decode token by token")
+    shared.add_argument("--exact", action="store_true", help="that weigh every pair of tokens")
+    shared.add_argument(
+        "--needs", nargs="+", default=[], metavar="CAPABILITY", help="such as segments or dropout"
+    )
+
+    listing = commands.add_parser("list", parents=[shared], help="list mechanisms by family")
+    listing.add_argument("--causal", action="store_true", help="that can be causal")
+    listing.add_argument("--bidirectional", action="store_true", help="that can be bidirectional")
+    listing.add_argument("--family", help="of one family, such as sparse")
+    listing.set_defaults(run=_list)
+
+    showing = commands.add_parser("show", help="show a mechanism: formula, options, support")
+    showing.add_argument("name", help="name of the mechanism")
+    showing.set_defaults(run=_show)
+
+    advising = commands.add_parser("advise", parents=[shared], help="rank mechanisms for a case")
+    direction = advising.add_mutually_exclusive_group(required=True)
+    direction.add_argument("--causal", action="store_true", help="tokens read the past only")
+    direction.add_argument("--bidirectional", action="store_true", help="tokens read all tokens")
+    advising.add_argument("--length", type=int, help="tokens of a sequence")
+    advising.add_argument("--heads", type=int, default=8, help="heads of the layer (default 8)")
+    advising.add_argument("--head-dim", type=int, default=64, help="size of a head (default 64)")
+    advising.add_argument("--device", help="cpu, gpu or tpu (default: this device)")
+    advising.add_argument("--measure", action="store_true", help="measure seconds on this device")
+    advising.add_argument("--sample", metavar="FILE", help=".npz with query, key and value")
+    advising.add_argument("--mechanisms", nargs="+", metavar="NAME", help="compare only these")
+    advising.set_defaults(run=_advise)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

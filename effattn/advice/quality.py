@@ -1,0 +1,77 @@
+"""Measured quality of mechanisms, from the results that are packaged with effattn.
+
+The file `quality.json` beside this module is optional. Its schema:
+
+    {
+      "schema": 1,
+      "results": [
+        {
+          "mechanism": "linear",       name in the registry
+          "task": "recall",            name of the task
+          "is_causal": true,           direction of the measured models
+          "relative": 0.41,            score relative to softmax attention on the same task
+          "source": "experiments/results/recall (seeds 0 to 2, effattn 0.1.0)"
+        },
+        ...
+      ]
+    }
+
+`relative` is 1 for softmax attention, and larger is better: for a measure of which less is better,
+it is the value of softmax attention divided by that of the mechanism.
+"""
+
+import json
+import numbers
+import pathlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+SCHEMA = 1
+PATH = pathlib.Path(__file__).with_name("quality.json")
+
+
+class Result(NamedTuple):
+    """Score of a mechanism on a task; the fields are those of the file."""
+
+    mechanism: str
+    task: str
+    is_causal: bool
+    relative: float
+    source: str
+
+
+_TYPES: Mapping[str, type] = {
+    "mechanism": str,
+    "task": str,
+    "is_causal": bool,
+    "relative": numbers.Real,
+    "source": str,
+}
+
+
+def read(path: pathlib.Path | None = None) -> tuple[Result, ...]:
+    """Returns all results in the order of the file; none if the file does not exist.
+
+    Raises:
+      ValueError: the file has another schema.
+    """
+    path = PATH if path is None else path
+    if not path.exists():
+        return ()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON ({error})") from None
+    found = content.get("schema") if isinstance(content, dict) else None
+    if found != SCHEMA or not isinstance(content.get("results"), list):
+        raise ValueError(f"{path} must have schema {SCHEMA} and a list of results, got {found!r}")
+    return tuple(_result(path, row) for row in content["results"])
+
+
+def _result(path: pathlib.Path, row: object) -> Result:
+    if not isinstance(row, dict) or row.keys() != _TYPES.keys():
+        raise ValueError(f"each result in {path} must have {', '.join(_TYPES)}, got {row!r}")
+    for name, needed in _TYPES.items():
+        if not isinstance(row[name], needed):
+            raise ValueError(f"{name} in {path} must be {needed.__name__}, got {row[name]!r}")
+    return Result(**row)
