@@ -1,0 +1,97 @@
+"""ListOps: expressions, values and sizes, by a parser that the generator does not use."""
+
+import dataclasses
+import statistics
+
+import numpy as np
+import pytest
+
+from experiments.tasks.listops import NAMES, TASKS, ListOps
+
+EVALUATE = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(statistics.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+SIZES = {
+    "small": dataclasses.replace(TASKS["listops"]["small"], train=300, held=50),
+    "published": ListOps(train=200, held=50),
+}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def task(request):
+    return SIZES[request.param]
+
+
+def expressions(task, part="train"):
+    """Yields the words and the class of each example, and checks its padding."""
+    examples = task.sets[part]
+    for row, length, label in zip(*examples, strict=True):
+        assert not row[length:].any()
+        yield [NAMES[token] for token in row[:length]], label
+
+
+def parse(words):
+    """Returns (value, levels, largest number of arguments, number of operations) of a list."""
+    word = words.pop(0)
+    if word.isdigit():
+        return int(word), 1, 0, 0
+    arguments = []
+    while words[0] != "]":
+        arguments.append(parse(words))
+    words.pop(0)
+    values, levels, most, operations = zip(*arguments, strict=True)
+    assert len(values) >= 2
+    value = EVALUATE[word](values)
+    return value, 1 + max(levels), max(len(values), *most), 1 + sum(operations)
+
+
+def test_each_expression_has_its_value(task):
+    for words, label in expressions(task):
+        value, *_ = parse(words)
+        assert not words, "an expression ends with its first operation"
+        assert value == label
+
+
+def test_sizes_are_those_of_the_specification(task):
+    parsed = []
+    for words, _ in expressions(task):
+        assert task.min_length < len(words) < task.max_length
+        parsed.append(parse(words))
+    _, levels, arguments, _ = zip(*parsed, strict=True)
+    assert max(levels) == task.depth
+    assert max(arguments) == task.arguments
+
+
+def test_the_published_sizes():
+    task = TASKS["listops"]["published"]
+    assert (task.depth, task.arguments, task.min_length, task.max_length) == (10, 10, 500, 2000)
+    assert (task.train, task.held) == (96_000, 2000)
+    assert (task.num_classes, task.vocab_size) == (10, 15)
+
+
+def test_operations_and_digits_are_equally_frequent(task):
+    words = [word for words, _ in expressions(task) for word in words]
+    for names in (NAMES[:10], NAMES[10:14]):
+        counts = np.array([words.count(name) for name in names])
+        share = counts / counts.sum()
+        deviation = np.sqrt((1 - 1 / len(names)) / len(names) / counts.sum())
+        np.testing.assert_allclose(share, 1 / len(names), atol=5 * deviation)
+
+
+def test_no_expression_occurs_twice(task):
+    rows = [row.tobytes() for part in task.sets.values() for row in part.tokens]
+    assert len(set(rows)) == len(rows) == task.train + 2 * task.held
+
+
+def test_every_class_occurs(task):
+    counts = np.bincount(task.sets["train"].labels, minlength=10)
+    assert counts.min() > 0
+    assert counts.max() < 0.3 * counts.sum()
+
+
+def test_a_known_expression():
+    words = "[MAX 2 9 [SM 4 7 ] [MED 3 8 4 4 ] [MIN 1 5 ] ]".split()
+    assert parse(words)[0] == 9
