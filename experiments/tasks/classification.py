@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -92,3 +92,8 @@ def padded(sequences: list[np.ndarray], labels: np.ndarray, length: int) -> Exam
         row[: len(sequence)] = sequence
     lengths = np.array([len(sequence) for sequence in kept], np.int32)
     return Examples(tokens, lengths, np.asarray(labels, np.int32))
+
+
+def joined(parts: Sequence[Examples]) -> Examples:
+    """Returns the examples of all parts in order."""
+    return Examples(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
