@@ -72,7 +72,7 @@ class Pathfinder(Classification):
     distracting: int = 20
     dash: float = 2
     thickness: float = 0.5
-    margins: tuple[int, ...] = (1,)
+    margins: tuple[float, ...] = (1,)
     continuity: float = 1
     seed_distance: float = 7
     radius: float = 1.5

