@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from experiments.common.errors import UserError
+from experiments.harness.errors import UserError
 from experiments.tasks.task import Batch, Task, generator
 
 

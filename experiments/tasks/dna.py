@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from experiments.common.errors import UserError
+from experiments.harness.errors import UserError
 from experiments.tasks.sources import packaged
 from experiments.tasks.task import Batch, Scores, Task, generator
 
@@ -74,8 +74,8 @@ class NextBase(Task):
         windows = bases[starts[:, None] + np.arange(self.length + 1)].astype(np.int32)
         return Batch((windows[:, :-1],), windows[:, 1:])
 
-    def measure(self, batch: Batch, scores: Scores) -> dict[str, Any]:
-        measures = super().measure(batch, scores)
+    def measure(self, name: str, batch: Batch, scores: Scores) -> dict[str, Any]:
+        measures = super().measure(name, batch, scores)
         return {**measures, "bits_per_base": measures["loss"] / math.log(2)}
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.common.errors import UserError
+from experiments.harness.errors import UserError
 from experiments.tasks.classification import Classification, Examples, padded
 from experiments.tasks.sources import folder_at, packaged
 from experiments.tasks.task import generator

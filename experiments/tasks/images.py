@@ -1,6 +1,7 @@
 """Images as sequences of grey pixels: classification, and prediction of the next pixel."""
 
 import dataclasses
+import functools
 import gzip
 import json
 import math
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from experiments.common.errors import UserError
+from experiments.harness.errors import UserError
 from experiments.tasks.classification import Classification, Examples, split
 from experiments.tasks.sources import folder_at, packaged
 from experiments.tasks.task import Batch, Scores, Task
@@ -173,9 +174,11 @@ class NextPixel(Task):
 
     Attributes:
       images: the images.
+      path: folder of their data, if they are not in a package.
     """
 
     images: Images
+    path: str = ""
 
     reference: ClassVar[str] = "van den Oord et al. 2016, Pixel recurrent neural networks"
     title: ClassVar[str] = "Models of images compared"
@@ -193,18 +196,22 @@ class NextPixel(Task):
         return self.images.length
 
     def training(self, size: int, seed: int, step: int) -> Batch:
-        return self._shifted(self.images.training(size, seed, step))
+        return self._shifted(self._read.training(size, seed, step))
 
     def held_out(self) -> Mapping[str, Batch]:
-        return {name: self._shifted(batch) for name, batch in self.images.held_out().items()}
+        return {name: self._shifted(batch) for name, batch in self._read.held_out().items()}
+
+    @functools.cached_property
+    def _read(self) -> Images:
+        return dataclasses.replace(self.images, path=self.path)
 
     def _shifted(self, batch: Batch) -> Batch:
         pixels = batch.inputs[0]
         start = np.full((len(pixels), 1), self.images.vocab_size, np.int32)
         return Batch((np.concatenate([start, pixels[:, :-1]], 1),), pixels)
 
-    def measure(self, batch: Batch, scores: Scores) -> dict[str, Any]:
-        measures = super().measure(batch, scores)
+    def measure(self, name: str, batch: Batch, scores: Scores) -> dict[str, Any]:
+        measures = super().measure(name, batch, scores)
         return {**measures, "bits_per_dimension": measures["loss"] / math.log(2)}
 
 

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from experiments.common.errors import UserError
+from experiments.harness.errors import UserError
 
 
 def packaged(task: str, package: str, install: str, file: str) -> Path:

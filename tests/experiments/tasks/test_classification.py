@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from experiments.common.errors import UserError
+from experiments.harness.errors import UserError
 from experiments.tasks.classification import Classification, Examples, padded, split
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.common.errors import UserError
+from experiments.harness.errors import UserError
 from experiments.tasks.dna import TASKS, NextBase
 from experiments.tasks.task import Scores
 
@@ -52,7 +52,7 @@ def test_bits_per_base_of_the_uniform_model(genome):
     task = NextBase(length=30, path=genome[0])
     batch = task.held_out()["validation"]
     scores = Scores(np.full(batch.targets.shape, math.log(4)), np.zeros(batch.targets.shape, bool))
-    assert task.measure(batch, scores)[task.headline] == pytest.approx(2)
+    assert task.measure("validation", batch, scores)[task.headline] == pytest.approx(2)
 
 
 def test_files_in_the_wrong_form(tmp_path):

@@ -5,7 +5,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from experiments.common.errors import UserError
+from experiments.harness.errors import UserError
 from experiments.tasks.documents import (
     SEPARATOR,
     Addresses,

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.common.errors import UserError
+from experiments.harness.errors import UserError
 from experiments.tasks.classification import Examples
 from experiments.tasks.images import CIFAR, MNIST, Digits, Images, NextPixel
 from experiments.tasks.task import Scores
@@ -115,4 +115,4 @@ def test_bits_per_dimension_of_the_uniform_model():
     task = NextPixel(images=Noise())
     batch = task.held_out()["validation"]
     scores = Scores(np.full(batch.targets.shape, math.log(5)), np.zeros(batch.targets.shape, bool))
-    assert task.measure(batch, scores)[task.headline] == pytest.approx(math.log2(5))
+    assert task.measure("validation", batch, scores)[task.headline] == pytest.approx(math.log2(5))
