@@ -6,11 +6,17 @@ from jax import lax
 
 from effattn import registry
 from effattn.naive import over_examples
+from effattn.naive.cells import in_directions
 
 
 def naive(mixer, x):
+    """Tokens x `(T, D)`."""
+    return in_directions(mixer, x, recurrence)
+
+
+def recurrence(cell, x):
     """Tokens x `(T, D)`; the weights of i, f, g and o stand side by side."""
-    of_token, of_output = mixer.cell.dense_i, mixer.cell.dense_h
+    of_token, of_output = cell.dense_i, cell.dense_h
 
     def step(carry, token):
         c, h = carry
@@ -32,7 +38,7 @@ registry.register(
         function=None,
         naive=over_examples(naive),
         takes_heads=False,
-        capabilities=frozenset({"causal", "lengths", "segments", "decode"}),
+        capabilities=frozenset({"bidirectional", "causal", "lengths", "segments", "decode"}),
         builder="effattn.nn.lstm:LSTM",
         complexity="O(N D^2)",
         time_exponent=1.0,

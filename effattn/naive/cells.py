@@ -1,5 +1,6 @@
-"""Cells that the naive forms of several mechanisms share."""
+"""Recurrent networks in the naive forms of several mechanisms."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,3 +22,18 @@ def gated_unit(cell: Any, h: jax.Array, x: jax.Array) -> jax.Array:
     (r, z, n), (r_state, z_state, n_state) = (jnp.split(y, 3, -1) for y in (of_input, of_state))
     r, z = jax.nn.sigmoid(r + r_state), jax.nn.sigmoid(z + z_state)
     return (1 - z) * jnp.tanh(n + r * n_state) + z * h
+
+
+def in_directions(mixer: Any, x: jax.Array, recurrence: Callable[..., Any]) -> jax.Array:
+    """Returns the outputs of a recurrent mixer, causal or bidirectional, on tokens x `(T, D)`.
+
+    Args:
+      mixer: has `cell`; if it is bidirectional also the cell `backward` and the projection `out`.
+      x: tokens.
+      recurrence: `(cell, x) -> (T, D)`, the states of a cell that reads x from the start.
+    """
+    forward = recurrence(mixer.cell, x)
+    if mixer.is_causal:
+        return forward
+    backward = recurrence(mixer.backward, x[::-1])[::-1]
+    return jnp.concatenate([forward, backward], -1) @ mixer.out.kernel[...]

@@ -29,7 +29,11 @@ def cell(make: Callable[..., Any], features: int, **options: Any) -> Any:
 
 
 class CellMixer(RecurrentMixer):
-    """Base class of `LSTM` and `GRU`: carry, h_t = cell(carry, x_t), with a zero initial carry."""
+    """Base class of `LSTM` and `GRU`: carry, h_t = cell(carry, x_t), with a zero initial carry.
+
+    With `is_causal=False` a second cell reads the tokens from the last to the first, and the output
+    is `[h_t, h'_t] W_out`.
+    """
 
     _cell: Callable[..., Any]
 
@@ -43,12 +47,26 @@ class CellMixer(RecurrentMixer):
         super().__init__(in_features, **options)
         size, numbers = self.in_features, Layers(**options).numbers
         self.cell = cell(type(self)._cell, size, kernel_init=kernel_init, **numbers)
+        if not self.is_causal:
+            self.backward = cell(type(self)._cell, size, kernel_init=kernel_init, **numbers)
+            self.out = Layers(kernel_init=kernel_init, **options).out(2 * size, size)
+
+    def _mix_all(self, x, lengths, segment_ids):
+        forward = super()._mix_all(x, lengths, segment_ids)
+        if self.is_causal:
+            return forward
+        backward, _ = self._scan(self.backward, x, None, lengths, segment_ids, reverse=True)
+        return self.out(jnp.concatenate([forward, backward], -1))
 
     def _mix(self, x, state, lengths, segment_ids):
+        return self._scan(self.cell, x, state, lengths, segment_ids)
+
+    def _scan(self, cell, x, state, lengths, segment_ids, *, reverse=False):
+        """Runs a cell over time; padding leaves its carry as it is."""
         batch, time = x.shape[:2]
         dtype = self._computed_in(x)
         # The cell computes in the dtype of its parameters, which the user may have cast.
-        own = jax.tree.leaves(self.cell) if self.dtype is None else ()
+        own = jax.tree.leaves(cell) if self.dtype is None else ()
         zeros = self._carry(batch, dtypes.wide(dtype, *own))
         start = zeros
         if state is not None:
@@ -57,7 +75,8 @@ class CellMixer(RecurrentMixer):
         if segment_ids is not None:
             ids = jnp.asarray(segment_ids)
             begins = jnp.ones_like(ids[:, :1], bool)
-            new = jnp.concatenate([begins, ids[:, 1:] != ids[:, :-1]], 1).T
+            changes = ids[:, 1:] != ids[:, :-1]
+            new = jnp.concatenate([changes, begins] if reverse else [begins, changes], 1).T
         if lengths is not None:
             valid = within(jnp.asarray(lengths), time).T
 
@@ -68,11 +87,11 @@ class CellMixer(RecurrentMixer):
             token, new, valid = of_token
             if new is not None:
                 carry = where(new, zeros, carry)
-            after, y = self.cell(carry, token)
+            after, y = cell(carry, token)
             return (after if valid is None else where(valid, after, carry)), y
 
         by_time = jnp.moveaxis(x.astype(dtype), 1, 0), new, valid
-        carry, y = lax.scan(step, start, by_time)
+        carry, y = lax.scan(step, start, by_time, reverse=reverse)
         return jnp.moveaxis(y, 0, 1).astype(dtype), carry
 
     def _carry(self, batch, dtype):

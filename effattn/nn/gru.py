@@ -15,8 +15,11 @@ class GRU(CellMixer):
     Each of r, z and n has separate W, R and b. The cell is `flax.nnx.GRUCell`, and the output
     equals that of `flax.nnx.RNN`. Time is O(T D^2), sequential over tokens.
 
+    With `is_causal=False` a second recurrence reads each row, or each packed document, from its end
+    (Schuster and Paliwal 1997), and the output is `[h_t, h'_t] W_out`.
+
     Args:
-      kernel_init: initializer of the input matrices W; the recurrent matrices R start orthogonal.
+      kernel_init: initializer of W and W_out; the recurrent matrices R start orthogonal.
       **options: see `effattn.nn.options.Mixing`.
     """
 

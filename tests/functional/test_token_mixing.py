@@ -308,6 +308,19 @@ def test_baselines_are_those_of_flax(layer):
     ) else np.testing.assert_array_equal(state.state, carry)
 
 
+@pytest.mark.parametrize("layer", [LSTM, GRU])
+def test_bidirectional_baselines_are_those_of_flax(layer):
+    mixer = layer(D, is_causal=False, rngs=nnx.Rngs(0))
+    lengths = np.array([len(X[0]), 3])
+    both = nnx.Bidirectional(
+        nnx.RNN(mixer.cell), nnx.RNN(mixer.backward, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)
+    )
+    expected = mixer.out(both(jnp.asarray(X), seq_lengths=jnp.asarray(lengths)))
+    found = mixer(X, lengths=lengths)
+    for row, length in enumerate(lengths):
+        close(found[row, :length], expected[row, :length])
+
+
 def test_the_classifier_reads_the_text_alone():
     model = filled(lambda: ConvolutionalClassifier(11, 3, features=4, filters=5, rngs=nnx.Rngs(0)))
     run = nnx.jit(lambda model, tokens, **given: model(tokens, **given))
