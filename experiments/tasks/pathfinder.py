@@ -181,6 +181,8 @@ class Pathfinder(Classification):
         drawn, failures = np.zeros((2, len(margin)), int)
         for _ in range(TRIALS * dashes):
             rows = np.flatnonzero(drawn < dashes)
+            if not len(rows):
+                break
             at, near = drawn[rows], margin[rows]
             # The first dash has no previous one; what is read in its place is not used.
             before = heading[rows, at - 1]
@@ -208,10 +210,15 @@ class Pathfinder(Classification):
 
     def _fits(self, dash: np.ndarray, others: np.ndarray, margin: np.ndarray) -> np.ndarray:
         """Returns whether dashes `(k, 2, 2)` are in the image, and clear of `(k, m, 2, 2)`."""
-        inside = ((dash >= EDGE) & (dash <= self.size - 1 - EDGE)).all((1, 2))
-        gap = _points(dash[:, None])[:, :, None] - _points(others)[:, None]
-        clearance = self._clearance(margin)[:, None, None]
-        return inside & ~((gap**2).sum(-1) < clearance**2).any((1, 2))
+        corners = dash.reshape(len(dash), 4)
+        inside = (corners.min(1) >= EDGE) & (corners.max(1) <= self.size - 1 - EDGE)
+        # Sums over an axis of two are slow.
+        (y, x), (other_y, other_x) = (
+            np.moveaxis(_points(dashes), -1, 0) for dashes in (dash[:, None], others)
+        )
+        square = (y[:, :, None] - other_y[:, None]) ** 2 + (x[:, :, None] - other_x[:, None]) ** 2
+        near = square.reshape(len(dash), -1) < self._clearance(margin)[:, None] ** 2
+        return inside & ~near.any(1)
 
     def _clearance(self, margin: np.ndarray) -> np.ndarray:
         """Returns the distance that dashes keep from all others but their neighbours in a path."""
@@ -303,10 +310,10 @@ def _points(dashes: np.ndarray) -> np.ndarray:
 def _any_taken(taken: np.ndarray, rows: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Returns whether any of the points `(*rows.shape, m, 2)` is taken, or outside."""
     with np.errstate(invalid="ignore"):
-        cell = np.round(GRID * points).astype(int)
-    outside = (cell < 0) | (cell >= taken.shape[1])
-    y, x = np.moveaxis(np.where(outside, 0, cell), -1, 0)
-    return (taken[rows[..., None], y, x] | outside.any(-1)).any(-1)
+        y, x = np.moveaxis(np.round(GRID * points).astype(int), -1, 0)
+    outside = (np.minimum(y, x) < 0) | (np.maximum(y, x) >= taken.shape[1])
+    y[outside] = x[outside] = 0
+    return (taken[rows[..., None], y, x] | outside).any(-1)
 
 
 def _any_angle(rng: np.random.Generator, rows: np.ndarray) -> np.ndarray:
@@ -323,8 +330,8 @@ TASKS = {
             size=16,
             dashes=6,
             distracting=4,
-            dash=1.5,
-            margins=(0.75,),
+            dash=1.25,
+            margins=(0.65,),
             seed_distance=4,
             train=5000,
             held=500,
@@ -347,6 +354,7 @@ TASKS = {
     "pathx": {
         "small": Pathfinder(
             size=48,
+            dashes=9,
             dash=3,
             thickness=1,
             continuity=1.8,
