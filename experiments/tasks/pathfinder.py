@@ -361,8 +361,8 @@ TASKS = {
             seed_distance=9,
             radius=2,
             contrast=0.8,
-            train=5000,
-            held=500,
+            train=2000,
+            held=200,
         ),
         "published": Pathfinder(
             size=128,
