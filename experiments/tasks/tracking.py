@@ -1,4 +1,4 @@
-"""Base of the state-tracking tasks, which train on short sequences and test on long sequences."""
+"""State tracking: sequences to read to the end, short in training and longer in the tests."""
 
 import abc
 import dataclasses
