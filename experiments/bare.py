@@ -103,7 +103,7 @@ def train(config: argparse.Namespace, task: Task, model: TransformerLM) -> Trans
     return nnx.merge(graph, parameters, *rest)
 
 
-def evaluate(task: Task, model: TransformerLM, size: int) -> dict[str, dict[str, float]]:
+def evaluate(task: Task, model: TransformerLM, size: int) -> dict[str, dict[str, Any]]:
     """Returns the measures of a model on each held-out set, computed in batches of `size`."""
     graph, state = nnx.split(model)
     scored = jax.jit(lambda batch: score(nnx.merge(graph, state), batch))
@@ -113,7 +113,7 @@ def evaluate(task: Task, model: TransformerLM, size: int) -> dict[str, dict[str,
         starts = range(0, len(targets), size)
         parts = [scored(Batch((inputs[i : i + size],), targets[i : i + size])) for i in starts]
         nats, right = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        measures[name] = task.measure(batch, Scores(nats, right))
+        measures[name] = task.measure(name, batch, Scores(nats, right))
     return measures
 
 

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +23,13 @@ class StateTracking(Task):
       held_out_size: number of examples per held-out set.
     """
 
+    columns: ClassVar[Mapping[str, str]] = {
+        "accuracy": "accuracy",
+        "scaled accuracy": "scaled_accuracy",
+    }
+    explained: ClassVar[str] = (
+        f"{Task.explained} Scaled accuracy is 0 for random guesses and 1 for right answers."
+    )
     trained: tuple[int, int]
     tested: tuple[tuple[int, int], ...]
     held_out_size: int
@@ -40,9 +48,8 @@ class StateTracking(Task):
             for number, lengths in enumerate((self.trained, *self.tested), start=1)
         }
 
-    def measure(self, batch: Batch, scores: Scores) -> dict[str, float]:
-        """Also returns the scaled accuracy of the papers: 0 for random guesses, at most 1."""
-        measures, chance = super().measure(batch, scores), 1 / self.num_classes
+    def measure(self, name: str, batch: Batch, scores: Scores) -> dict[str, Any]:
+        measures, chance = super().measure(name, batch, scores), 1 / self.num_classes
         return {**measures, "scaled_accuracy": (measures["accuracy"] - chance) / (1 - chance)}
 
     def _drawn(self, rng: np.random.Generator, size: int, lengths: tuple[int, int]) -> Batch:
