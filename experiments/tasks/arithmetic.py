@@ -32,6 +32,7 @@ class Arithmetic(FinalAnswer):
         "2025, Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues, without the "
         "answer, which they count as one more token"
     )
+    fewest: ClassVar[int] = 2
 
     @property
     def vocab_size(self) -> int:
@@ -117,7 +118,7 @@ TASKS: dict[str, dict[str, Task]] = {
             trained=(4, 40), tested=((40, 256),), held_out_size=8192, intermediate=False
         ),
     },
-    "bracket_arithmetic": {
+    "bracket-arithmetic": {
         "small": BracketArithmetic(
             trained=(3, 40), tested=((40, 256),), held_out_size=1024, intermediate=True
         ),

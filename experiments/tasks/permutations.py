@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 from typing import ClassVar
 
 import numpy as np
@@ -23,7 +24,8 @@ class WordProblem(StateTracking):
         targets  1  3  2  2
 
     Attributes:
-      group: "S" (all permutations) or "A" (even permutations) and the number of permuted items.
+      group: "S" (all permutations) or "A" (even permutations) and the number of permuted items, up
+        to 6.
     """
 
     reference: ClassVar[str] = (
@@ -31,6 +33,11 @@ class WordProblem(StateTracking):
         "2025, DeltaProduct"
     )
     group: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not re.fullmatch("S[2-6]|A[3-6]", self.group):
+            raise ValueError(f"group must be one of S2 to S6 and A3 to A6, got {self.group!r}")
 
     @property
     def vocab_size(self) -> int:

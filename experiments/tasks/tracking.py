@@ -21,6 +21,9 @@ class StateTracking(Task):
       trained: shortest and longest length of training and validation.
       tested: shortest and longest length of each test set.
       held_out_size: number of examples per held-out set.
+
+    Class attributes:
+      fewest: smallest length that a sequence may have.
     """
 
     columns: ClassVar[Mapping[str, str]] = {
@@ -30,9 +33,20 @@ class StateTracking(Task):
     explained: ClassVar[str] = (
         f"{Task.explained} Scaled accuracy is 0 for random guesses and 1 for right answers."
     )
+    fewest: ClassVar[int] = 1
     trained: tuple[int, int]
     tested: tuple[tuple[int, int], ...]
     held_out_size: int
+
+    def __post_init__(self) -> None:
+        for shortest, longest in (self.trained, *self.tested):
+            if not self.fewest <= shortest <= longest:
+                raise ValueError(
+                    f"trained and tested must be pairs (shortest, longest) of lengths from "
+                    f"{self.fewest} on, got ({shortest}, {longest})"
+                )
+        if self.held_out_size < 1:
+            raise ValueError(f"held_out_size must be at least 1, got {self.held_out_size}")
 
     @property
     def length(self) -> int:

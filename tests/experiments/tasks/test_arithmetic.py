@@ -58,7 +58,7 @@ def subexpressions(text: str) -> dict[int, int]:
 
 
 def test_intermediate_results_with_brackets_are_the_values_of_subexpressions():
-    batch = TASKS["bracket_arithmetic"]["small"].training(64, 0, 0)
+    batch = TASKS["bracket-arithmetic"]["small"].training(64, 0, 0)
     for text, targets in zip(texts(batch), batch.targets, strict=True):
         expected = subexpressions(text[:-1]) | {len(text) - 1: modulo(text[:-1])}
         assert results(targets) == expected
@@ -68,7 +68,7 @@ def test_the_forms_of_expressions_are_those_of_the_papers():
     plain = texts(TASKS["arithmetic"]["published"].training(500, 0, 0))
     assert all(re.fullmatch(r"[0-4]([-+*][0-4])*=", text) for text in plain)
     shrink = re.compile(r"\(x[-+]x\)|\(-?[0-4]\)|(?<=[(+-])-[0-4]|^-[0-4]|(?<![)x])[0-4]")
-    for text in texts(TASKS["bracket_arithmetic"]["published"].training(500, 0, 0)):
+    for text in texts(TASKS["bracket-arithmetic"]["published"].training(500, 0, 0)):
         text = text[:-1]
         while text != "x":
             text, count = shrink.subn("x", text)

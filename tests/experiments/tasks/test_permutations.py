@@ -1,5 +1,6 @@
 """Word problems against the composition of permutations."""
 
+import dataclasses
 import itertools
 import math
 
@@ -49,3 +50,8 @@ def test_elements_and_products_are_uniform(group):
         count = tokens.size / size
         found = np.bincount(tokens.ravel(), minlength=size)
         assert (np.abs(found - count) < 5 * count**0.5).all()
+
+
+def test_other_groups_are_refused():
+    with pytest.raises(ValueError, match="S2 to S6 and A3 to A6, got 'A2'"):
+        dataclasses.replace(TASKS["S3"]["small"], group="A2")

@@ -59,6 +59,19 @@ def test_tokens_and_targets_are_in_their_ranges(name, sizes):
         assert counts.any(1).all()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"trained": (0, 4)}, "from [12] on, got"),
+        ({"tested": ((9, 8),)}, "pairs"),
+        ({"held_out_size": 0}, "held_out_size must be at least 1, got 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(task, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(task, **sizes)
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_lengths_are_uniform_and_the_answer_is_at_the_end(name):
     task = dataclasses.replace(TASKS[name]["published"], held_out_size=2000)
