@@ -112,7 +112,7 @@ class BracketArithmetic(Arithmetic):
 TASKS: dict[str, dict[str, Task]] = {
     "arithmetic": {
         "small": Arithmetic(
-            trained=(4, 40), tested=((40, 256),), held_out_size=1024, intermediate=True
+            trained=(4, 16), tested=((16, 64),), held_out_size=1024, intermediate=True
         ),
         "published": Arithmetic(
             trained=(4, 40), tested=((40, 256),), held_out_size=8192, intermediate=False
@@ -120,7 +120,7 @@ TASKS: dict[str, dict[str, Task]] = {
     },
     "bracket-arithmetic": {
         "small": BracketArithmetic(
-            trained=(3, 40), tested=((40, 256),), held_out_size=1024, intermediate=True
+            trained=(3, 16), tested=((16, 64),), held_out_size=1024, intermediate=True
         ),
         "published": BracketArithmetic(
             trained=(3, 40), tested=((40, 256),), held_out_size=8192, intermediate=False

@@ -67,7 +67,7 @@ def products(group: str) -> np.ndarray:
 def _sizes(group: str) -> dict[str, Task]:
     return {
         "small": WordProblem(
-            group=group, trained=(32, 32), tested=((64, 64), (256, 256)), held_out_size=256
+            group=group, trained=(16, 16), tested=((32, 32), (128, 128)), held_out_size=256
         ),
         "published": WordProblem(
             group=group, trained=(128, 128), tested=((256, 256), (512, 512)), held_out_size=4096
