@@ -1,8 +1,8 @@
 """A complete trainer in one file, to read in one sitting: a task, a model, a loop, a table.
 
-    python -m experiments.bare lstm
-    python -m experiments.bare delta_net allow_negative_eigenvalues=True --task parity
-    python -m experiments.bare softmax --task S3 --steps 1000 --rate 0.001
+    python -m experiments.bare lstm --steps 600
+    python -m experiments.bare delta_net allow_negative_eigenvalues=True --steps 200 --rate 0.01
+    python -m experiments.bare softmax --task S3 --batch 256
 
 The model is a causal Transformer whose attention is replaced by the mechanism. It learns a task
 from batches that are generated as it trains, and is tested on longer examples.
