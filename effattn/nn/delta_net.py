@@ -46,6 +46,10 @@ class DeltaNet(SelfAttention):
 
     Args:
       convolution_width: width of the short convolutions, in tokens.
+      allow_negative_eigenvalues: beta = 2 sigmoid(x Wb), up to 2 instead of 1. The transition
+        I - beta k k^T then has eigenvalues down to -1, with which the mixer can track states such
+        as parity (Grazzi et al. 2025, "Unlocking State-Tracking in Linear RNNs Through Negative
+        Eigenvalues").
       **options: as in `SelfAttention` (Wb has no bias), and options of
         `effattn.delta_rule_attention`. `rotary` and `qk_norm` (not in the paper) are applied after
         the convolutions and before queries and keys get unit length.
@@ -59,6 +63,7 @@ class DeltaNet(SelfAttention):
         num_heads: int,
         *,
         convolution_width: int = 4,
+        allow_negative_eigenvalues: bool = False,
         **options: SelfAttentionOptions,
     ):
         advice = "it computes the gates of its formula from the tokens"
@@ -70,6 +75,7 @@ class DeltaNet(SelfAttention):
         self.key_convolution = make.convolution(of_keys * self.head_dim, width)
         self.value_convolution = make.convolution(of_keys * self.value_dim, width)
         self.strength = make.linear(in_features, of_keys)
+        self.max_strength = 2 if allow_negative_eigenvalues else 1
         self.norm = make.rms_norm(self.value_dim, epsilon=EPSILON)
 
     def _heads(self, x, positions, *, lengths=None, segment_ids=None):
@@ -121,7 +127,7 @@ class DeltaNet(SelfAttention):
         return unit(query), unit(key), value
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
-        return {"beta": jax.nn.sigmoid(wide(self.strength(x)))}
+        return {"beta": self.max_strength * jax.nn.sigmoid(wide(self.strength(x)))}
 
     def _finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
         return self.out(self.norm(out))

@@ -24,6 +24,8 @@ class GatedDeltaNet(GatedOutput, DeltaNet):
       head_dim: H, head dimension of queries and keys; default D / N.
       value_dim: Hv, head dimension of values; default 2 H. With H = 0.75 D / N the layer has 6 D^2
         parameters, as in the paper.
+      convolution_width: as in `DeltaNet`.
+      allow_negative_eigenvalues: as in `DeltaNet`.
       **options: as in `DeltaNet`; `use_bias` is also for Wg.
     """
 
@@ -36,12 +38,20 @@ class GatedDeltaNet(GatedOutput, DeltaNet):
         *,
         head_dim: int | None = None,
         value_dim: int | None = None,
+        convolution_width: int = 4,
+        allow_negative_eigenvalues: bool = False,
         **options: SelfAttentionOptions,
     ):
         if value_dim is None:
             value_dim = 2 * head_size(in_features, num_heads, head_dim)
         options.update(head_dim=head_dim, value_dim=value_dim)
-        super().__init__(in_features, num_heads, **options)
+        super().__init__(
+            in_features,
+            num_heads,
+            convolution_width=convolution_width,
+            allow_negative_eigenvalues=allow_negative_eigenvalues,
+            **options,
+        )
         make, of_keys = Layers(**options), self.num_kv_heads
         self.step_size = make.linear(in_features, of_keys)
         self.log_rate = make.drawn(initializers.log_rate_init, of_keys)

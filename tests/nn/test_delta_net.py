@@ -85,7 +85,7 @@ def by_hand(mixer, x):
     k = convolved(mixer.key, mixer.key_convolution)
     v = convolved(mixer.value, mixer.value_convolution)
     q, k = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
-    beta = sigmoid(x @ of(mixer.strength.kernel))
+    beta = mixer.max_strength * sigmoid(x @ of(mixer.strength.kernel))
     gate, alpha = 1, np.ones_like(beta)
     if isinstance(mixer, GatedDeltaNet):
         gate = silu(np.einsum("td,dnh->tnh", x, of(mixer.gate.kernel)))
@@ -106,6 +106,15 @@ def by_hand(mixer, x):
 
 @pytest.mark.parametrize("layer", [slow(DeltaNet), GatedDeltaNet])
 def test_it_is_the_layer_of_its_paper(mixer):
+    y = call(mixer, X, np.full(2, LENGTH), ONE_DOCUMENT)
+    for row in range(2):
+        close(y[row], by_hand(mixer, X[row]))
+
+
+def test_with_negative_eigenvalues_the_strength_reaches_two(layer):
+    mixer = made(layer, allow_negative_eigenvalues=True)
+    large = np.full_like(X, 1e3) * np.sign(mixer.strength.kernel[:, 0])
+    assert mixer._per_token(large)["beta"][..., 0].min() == 2
     y = call(mixer, X, np.full(2, LENGTH), ONE_DOCUMENT)
     for row in range(2):
         close(y[row], by_hand(mixer, X[row]))
