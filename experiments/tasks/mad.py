@@ -1,0 +1,245 @@
+"""The six tasks of mechanistic architecture design (MAD), in their baseline sizes.
+
+The publication trains on 12,800 examples of each task (256 for memorisation), and averages over
+harder sizes too; all tasks here draw new examples at each step.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from experiments.tasks import copying
+from experiments.tasks.synthetic import Synthetic
+from experiments.tasks.task import NOTHING, Batch, generator
+
+PUBLICATION = "Poli et al. 2024, Mechanistic design and scaling of hybrid architectures (arXiv "
+PUBLICATION += "2403.17844). Differs: new examples at each step"
+
+
+def motifs(tokens: np.ndarray, shortest: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the arrangements of different tokens, and the probability of each.
+
+    All lengths are equally likely, and all arrangements of a length.
+
+    Returns:
+      `(M, longest)`, the arrangements, -1 after their end; `(M,)`, their probabilities.
+    """
+    arranged, chances = [], []
+    for length in range(shortest, longest + 1):
+        found = np.array(list(itertools.permutations(tokens, length)))
+        arranged.append(np.pad(found, ((0, 0), (0, longest - length)), constant_values=-1))
+        chances.append(np.full(len(found), 1 / len(found) / (longest - shortest + 1)))
+    return np.concatenate(arranged), np.concatenate(chances)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InContextRecall(Synthetic):
+    """The sequence is pairs of a key and a value; a key that returns has the same value again.
+
+    Held-out targets are the values of keys that were seen before; in training, every next token is
+    a target. With keys a and b, values x and y, and `.` for a position without a target:
+
+        tokens            a x b y b y a x
+        held-out targets  . . . . y . x .
+        training targets  x b y b y a x .
+
+    In the fuzzy task, keys and values are motifs of several tokens, and held-out keys are the
+    longest. In the noisy task, some pairs are replaced by random tokens of a third kind. The last
+    pair always has a key that was seen before. The sizes of an example are its number of tokens
+    and the number of tokens of the shortest keys.
+
+    Attributes:
+      motif: largest number of tokens of keys and values.
+      noise_vocabulary: number of tokens of the vocabulary that are noise.
+      noise: share of the pairs that are replaced by noise.
+    """
+
+    motif: int = 1
+    noise_vocabulary: int = 0
+    noise: float = 0.0
+
+    reference = f"{PUBLICATION}."
+    title = "In-context recall"
+    explained = "Accuracy is over the values of keys that were seen before."
+
+    def training(self, size: int, seed: int, step: int) -> Batch:
+        tokens, _ = self._sequences(generator(seed, step), size, *self.trained[0], shortest=1)
+        return Batch((tokens,), _shifted(tokens))
+
+    def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
+        tokens, answers = self._sequences(rng, size, *sizes, shortest=self.motif)
+        return Batch((tokens,), _shifted(answers))
+
+    def _sequences(
+        self, rng: np.random.Generator, size: int, length: int, *, shortest: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns tokens, and those that belong to values of known keys, else `NOTHING`.
+
+        The keys have `shortest` or more tokens.
+        """
+        # Keys, values, noise; and padding on the left where motifs do not fill the sequence.
+        content = self.vocabulary - self.noise_vocabulary - (self.motif > 1)
+        keys, key_chances = motifs(np.arange(content // 2), shortest, self.motif)
+        values, value_chances = motifs(np.arange(content // 2, content), 1, self.motif)
+        value_of = rng.choice(len(values), p=value_chances, size=(size, len(keys)))
+
+        longest, most, rows = 2 * self.motif, length // 2, np.arange(size)[:, None]
+        key = rng.choice(len(keys), p=key_chances, size=(size, most))
+        tokens = np.concatenate([keys[key], values[value_of[rows, key]]], axis=-1)
+        ends = (tokens >= 0).sum(-1).cumsum(1)
+        # The number of pairs before the last one, for which there is room in any case.
+        before = (ends <= length - longest).sum(1, keepdims=True)
+        pair = np.arange(most)
+        noisy = rng.random((size, most)) < self.noise
+        np.put_along_axis(noisy, rng.integers(before), False, axis=1)
+        noise = rng.integers(content, content + max(1, self.noise_vocabulary), tokens.shape)
+        tokens = np.where(noisy[:, :, None] & (tokens >= 0), noise, tokens)
+
+        # The last pair is that of a random key.
+        seen = (pair < before) & ~noisy
+        chosen = np.where(seen, rng.random((size, len(keys)))[rows, key], -1).argmax(1)[:, None]
+        for array in (key, tokens):
+            array[rows, before] = array[rows, chosen]
+        tokens[pair > before] = -1
+
+        first = np.full((size, len(keys)), most)
+        np.minimum.at(first, (rows, key), np.where(seen, pair, most))
+        known = (first[rows, key] < pair) & (seen | (pair == before))
+        is_target = known[:, :, None] & (np.arange(longest) >= self.motif)
+        filled = tokens >= 0
+        place = np.arange(length) >= length - filled.sum((1, 2))[:, None]
+        stream, answers = np.full((2, size, length), self.vocabulary - 1, np.int32)
+        answers[:] = NOTHING
+        stream[place] = tokens[filled]
+        answers[place] = np.where(is_target, tokens, NOTHING)[filled]
+        return stream, answers
+
+
+def _shifted(tokens: np.ndarray) -> np.ndarray:
+    """Returns the next token at each position, `NOTHING` at the last."""
+    return np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=NOTHING)
+
+
+class SelectiveCopying(copying.SelectiveCopying):
+    """Some tokens are scattered over noise, and then asked for in their order.
+
+    A marker comes first, and then noise at the places of the targets. With the noise 0, the marker
+    9, three tokens to copy, and `.` for a position without a target:
+
+        tokens   0 5 0 0 2 0 7 9 0 0 0
+        targets  . . . . . . . . 5 2 7
+    """
+
+    reference = f"{PUBLICATION}; the tokens to copy are at uniformly random places."
+
+    def question(self) -> list[int]:
+        return [self.marker] + [copying.NOISE] * self.copied
+
+
+class Memorisation(Synthetic):
+    """The sequence is keys, each followed by a blank at which its value is the target.
+
+    The values of the keys never change, and the sequence does not show them: a model keeps them in
+    its parameters. With keys a and b, values x and y, and `.` for a position without a target:
+
+        tokens   b _ a _ b _
+        targets  . y . x . y
+    """
+
+    reference = f"{PUBLICATION}."
+    title = "Memorisation"
+
+    @property
+    def value_of(self) -> np.ndarray:
+        """Value of each key."""
+        blank = self.vocabulary - 1
+        half = blank // 2
+        return half + generator(0, 0, 0, 1).permutation(blank - half)[:half]
+
+    def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
+        (length,) = sizes
+        value_of = self.value_of
+        keys = rng.integers(len(value_of), size=(size, length // 2))
+        tokens = np.full((size, length), self.vocabulary - 1, np.int32)
+        tokens[:, ::2] = keys
+        targets = np.full_like(tokens, NOTHING)
+        targets[:, 1::2] = value_of[keys]
+        return Batch((tokens,), targets)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compression(Synthetic):
+    """Random tokens and an end token are followed by the numbers of all places in turn.
+
+    The target at the number of a place is the token there. With the end token e, numbers in
+    brackets, and `.` for a position without a target:
+
+        tokens   5 2 7 e [0] [1] [2] [3]
+        targets  . . . .  5   2   7   e
+    """
+
+    reference = (
+        f"{PUBLICATION}; a language model answers, where the publication decodes each token by a "
+        "multilayer perceptron from the features of the end token. Recurrences answer from their "
+        "state all the same, but attention can look the tokens up: its score is no measure of "
+        "compression."
+    )
+    title = "Compression"
+
+    @property
+    def vocab_size(self) -> int:
+        return self.vocabulary + self.length // 2
+
+    def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
+        (length,) = sizes
+        half, end = length // 2, self.vocabulary - 1
+        tokens = np.empty((size, length), np.int32)
+        tokens[:, :half] = rng.integers(end, size=(size, half))
+        tokens[:, half - 1] = end
+        tokens[:, half:] = self.vocabulary + np.arange(half)
+        targets = np.full_like(tokens, NOTHING)
+        targets[:, half:] = tokens[:, :half]
+        return Batch((tokens,), targets)
+
+
+SMALL = 2**16
+
+TASKS: dict[str, dict[str, Synthetic]] = {
+    "in-context recall": {
+        "small": InContextRecall(vocabulary=16, trained=((64,),), held_out_tokens=SMALL),
+        "published": InContextRecall(vocabulary=16, trained=((128,),)),
+    },
+    "fuzzy recall": {
+        "small": InContextRecall(
+            vocabulary=12, motif=2, trained=((64,),), held_out_tokens=SMALL
+        ),
+        "published": InContextRecall(
+            vocabulary=16, motif=3, trained=((128,),)
+        ),
+    },
+    "noisy recall": {
+        "small": InContextRecall(
+            vocabulary=32,
+            noise_vocabulary=16,
+            noise=0.2,
+            trained=((64,),),
+            held_out_tokens=SMALL,
+        ),
+        "published": InContextRecall(
+            vocabulary=32, noise_vocabulary=16, noise=0.2, trained=((128,),)
+        ),
+    },
+    "selective copying": {
+        "small": SelectiveCopying(vocabulary=16, copied=8, trained=((64,),), held_out_tokens=SMALL),
+        "published": SelectiveCopying(vocabulary=16, copied=16, trained=((256,),)),
+    },
+    "compression": {
+        "small": Compression(vocabulary=16, trained=((32,),), held_out_tokens=SMALL),
+        "published": Compression(vocabulary=16, trained=((64,),)),
+    },
+    "memorisation": {
+        "small": Memorisation(vocabulary=256, trained=((32,),), held_out_tokens=SMALL),
+        "published": Memorisation(vocabulary=256, trained=((32,),)),
+    },
+}
