@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from experiments.tasks.synthetic import Synthetic
+from experiments.tasks.synthetic import Synthetic, require
 from experiments.tasks.task import NOTHING, Batch
 
 NOISE = 0
@@ -40,6 +40,15 @@ class SelectiveCopying(Synthetic):
         """Returns the end of the sequence; its last places are those of the targets."""
         return [self.marker] * self.copied
 
+    def check(self, *sizes: int) -> None:
+        (length,) = sizes
+        require(self.vocabulary >= 3, "vocabulary must be at least 3: noise, marker and a token")
+        needed = self.copied + len(self.question())
+        require(
+            1 <= self.copied and needed <= length,
+            f"copied must be at least 1, and {self.copied} needs a length of {needed} or more",
+        )
+
     def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
         (length,) = sizes
         copied = rng.integers(1, self.marker, size=(size, self.copied), dtype=np.int32)
@@ -71,6 +80,11 @@ class InductionHeads(Synthetic):
     )
     title = "Induction heads"
 
+    def check(self, *sizes: int) -> None:
+        (length,) = sizes
+        require(length >= 3, "the length must be at least 3")
+        require(self.vocabulary >= 2, "vocabulary must be at least 2")
+
     def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
         (length,) = sizes
         special = self.vocabulary - 1
@@ -83,7 +97,7 @@ class InductionHeads(Synthetic):
 
 
 TASKS: dict[str, dict[str, Synthetic]] = {
-    "selective copying": {
+    "selective-copying": {
         "small": SelectiveCopying(
             vocabulary=16, copied=8, trained=((128,),), held_out_tokens=2**16
         ),

@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 
 from experiments.tasks import copying
-from experiments.tasks.synthetic import Synthetic
+from experiments.tasks.synthetic import Synthetic, require
 from experiments.tasks.task import NOTHING, Batch, generator
 
 PUBLICATION = "Poli et al. 2024, Mechanistic design and scaling of hybrid architectures (arXiv "
@@ -63,6 +63,28 @@ class InContextRecall(Synthetic):
     title = "In-context recall"
     explained = "Accuracy is over the values of keys that were seen before."
 
+    @property
+    def content(self) -> int:
+        """Number of tokens of keys and values, which precede noise and padding."""
+        return self.vocabulary - self.noise_vocabulary - (self.motif > 1)
+
+    def check(self, *sizes: int) -> None:
+        (length,) = sizes
+        require(self.motif >= 1, "motif must be at least 1")
+        require(
+            self.content >= 2 * self.motif,
+            f"vocabulary leaves {self.content} tokens for keys and values, which need "
+            f"{2 * self.motif} or more",
+        )
+        require(
+            length % 2 == 0 and length >= 4 * self.motif,
+            f"the length must be even, and {4 * self.motif} or more",
+        )
+        require(
+            0 <= self.noise < 1 and (self.noise_vocabulary > 0 or self.noise == 0),
+            "noise must be at least 0 and below 1, and needs a noise_vocabulary",
+        )
+
     def training(self, size: int, seed: int, step: int) -> Batch:
         tokens, _ = self._sequences(generator(seed, step), size, *self.trained[0], shortest=1)
         return Batch((tokens,), _shifted(tokens))
@@ -78,8 +100,7 @@ class InContextRecall(Synthetic):
 
         The keys have `shortest` or more tokens.
         """
-        # Keys, values, noise; and padding on the left where motifs do not fill the sequence.
-        content = self.vocabulary - self.noise_vocabulary - (self.motif > 1)
+        content = self.content
         keys, key_chances = motifs(np.arange(content // 2), shortest, self.motif)
         values, value_chances = motifs(np.arange(content // 2, content), 1, self.motif)
         value_of = rng.choice(len(values), p=value_chances, size=(size, len(keys)))
@@ -116,6 +137,18 @@ class InContextRecall(Synthetic):
         return stream, answers
 
 
+class FuzzyRecall(InContextRecall):
+    """In-context recall in which keys and values are motifs of several tokens."""
+
+    title = "Fuzzy in-context recall"
+
+
+class NoisyRecall(InContextRecall):
+    """In-context recall in which some pairs are replaced by random tokens of a third kind."""
+
+    title = "Noisy in-context recall"
+
+
 def _shifted(tokens: np.ndarray) -> np.ndarray:
     """Returns the next token at each position, `NOTHING` at the last."""
     return np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=NOTHING)
@@ -149,6 +182,11 @@ class Memorisation(Synthetic):
 
     reference = f"{PUBLICATION}."
     title = "Memorisation"
+
+    def check(self, *sizes: int) -> None:
+        (length,) = sizes
+        require(length >= 2 and length % 2 == 0, "the length must be even, and 2 or more")
+        require(self.vocabulary >= 3, "vocabulary must be at least 3: key, value and blank")
 
     @property
     def value_of(self) -> np.ndarray:
@@ -191,6 +229,11 @@ class Compression(Synthetic):
     def vocab_size(self) -> int:
         return self.vocabulary + self.length // 2
 
+    def check(self, *sizes: int) -> None:
+        (length,) = sizes
+        require(length >= 4 and length % 2 == 0, "the length must be even, and 4 or more")
+        require(self.vocabulary >= 2, "vocabulary must be at least 2")
+
     def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
         (length,) = sizes
         half, end = length // 2, self.vocabulary - 1
@@ -206,39 +249,33 @@ class Compression(Synthetic):
 SMALL = 2**16
 
 TASKS: dict[str, dict[str, Synthetic]] = {
-    "in-context recall": {
+    "mad-recall": {
         "small": InContextRecall(vocabulary=16, trained=((64,),), held_out_tokens=SMALL),
         "published": InContextRecall(vocabulary=16, trained=((128,),)),
     },
-    "fuzzy recall": {
-        "small": InContextRecall(
-            vocabulary=12, motif=2, trained=((64,),), held_out_tokens=SMALL
-        ),
-        "published": InContextRecall(
-            vocabulary=16, motif=3, trained=((128,),)
-        ),
+    "mad-fuzzy-recall": {
+        "small": FuzzyRecall(vocabulary=12, motif=2, trained=((64,),), held_out_tokens=SMALL),
+        "published": FuzzyRecall(vocabulary=16, motif=3, trained=((128,),)),
     },
-    "noisy recall": {
-        "small": InContextRecall(
+    "mad-noisy-recall": {
+        "small": NoisyRecall(
             vocabulary=32,
             noise_vocabulary=16,
             noise=0.2,
             trained=((64,),),
             held_out_tokens=SMALL,
         ),
-        "published": InContextRecall(
-            vocabulary=32, noise_vocabulary=16, noise=0.2, trained=((128,),)
-        ),
+        "published": NoisyRecall(vocabulary=32, noise_vocabulary=16, noise=0.2, trained=((128,),)),
     },
-    "selective copying": {
+    "mad-selective-copying": {
         "small": SelectiveCopying(vocabulary=16, copied=8, trained=((64,),), held_out_tokens=SMALL),
         "published": SelectiveCopying(vocabulary=16, copied=16, trained=((256,),)),
     },
-    "compression": {
+    "mad-compression": {
         "small": Compression(vocabulary=16, trained=((32,),), held_out_tokens=SMALL),
         "published": Compression(vocabulary=16, trained=((64,),)),
     },
-    "memorisation": {
+    "mad-memorisation": {
         "small": Memorisation(vocabulary=256, trained=((32,),), held_out_tokens=SMALL),
         "published": Memorisation(vocabulary=256, trained=((32,),)),
     },

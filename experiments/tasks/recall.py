@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from experiments.tasks.synthetic import Synthetic
+from experiments.tasks.synthetic import Synthetic, require
 from experiments.tasks.task import NOTHING, Batch, generator
 
 POWER = 0.01
@@ -47,6 +47,17 @@ class MultiQueryRecall(Synthetic):
     title = "Multi-query associative recall"
     explained = "Accuracy is the share of keys whose value is the likeliest token."
     held_out_name = "{} tokens, {} pairs"
+
+    def check(self, *sizes: int) -> None:
+        length, pairs = sizes
+        require(
+            1 <= pairs < self.vocabulary // 2,
+            f"{pairs} pairs need a vocabulary of {2 * pairs + 2} or more",
+        )
+        require(
+            length % 2 == 0 and 4 * pairs <= length,
+            f"{pairs} pairs need an even length of {4 * pairs} or more, got {length}",
+        )
 
     def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
         length, pairs = sizes
@@ -91,6 +102,13 @@ class AssociativeRecall(Synthetic):
     def vocab_size(self) -> int:
         return FIRST + self.vocabulary
 
+    def check(self, *sizes: int) -> None:
+        (length,) = sizes
+        require(
+            length % 2 == 1 and 5 <= length <= 3 + self.vocabulary // 2 * 2,
+            "the length must be odd, 5 or more, and at most the vocabulary and 3",
+        )
+
     def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
         (length,) = sizes
         pairs, half = (length - 3) // 2, FIRST + self.vocabulary // 2
@@ -133,9 +151,7 @@ def grammar(terminals: int, nonterminals: int, rules: int, width: int, depth: in
     sides = np.full((nonterminals, rules, width), -1)
     chances = np.zeros((nonterminals, rules))
     for lhs in range(nonterminals):
-        symbols = np.append(
-            np.arange(terminals), terminals + np.flatnonzero(level > level[lhs])
-        )
+        symbols = np.append(np.arange(terminals), terminals + np.flatnonzero(level > level[lhs]))
         count = rng.integers(1, rules + 1)
         chances[lhs, :count] = rng.dirichlet(np.ones(count))
         for rule in range(count):
@@ -239,6 +255,12 @@ class TreeRecall(Synthetic):
     def vocab_size(self) -> int:
         return FIRST + self.vocabulary
 
+    def check(self, *sizes: int) -> None:
+        (length,) = sizes
+        require(length >= 3 + MIN_WORDS, f"the length must be at least {3 + MIN_WORDS}")
+        for field in ("vocabulary", "nonterminals", "rules", "width", "depth"):
+            require(getattr(self, field) >= 1, f"{field} must be at least 1")
+
     def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
         (length,) = sizes
         tokens, targets = np.empty((2, 0, length), np.int32)
@@ -251,9 +273,7 @@ class TreeRecall(Synthetic):
         self, rng: np.random.Generator, count: int, length: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns tokens and targets of those of `count` sentences that have a question."""
-        rules = grammar(
-            self.vocabulary, self.nonterminals, self.rules, self.width, self.depth
-        )
+        rules = grammar(self.vocabulary, self.nonterminals, self.rules, self.width, self.depth)
         terminal, sentence, head = sentences(rules, rng, count, length - 3)
         words = np.bincount(sentence, minlength=count)
         place = np.arange(len(sentence)) - (words.cumsum() - words)[sentence]

@@ -12,6 +12,12 @@ from experiments.tasks.task import Batch, Task, generator
 MIN_EXAMPLES = 16
 
 
+def require(condition: bool, message: str) -> None:
+    """Raises `ValueError` with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Synthetic(Task):
     """Base of the tasks whose examples are drawn at random.
@@ -33,6 +39,12 @@ class Synthetic(Task):
 
     held_out_name: ClassVar[str] = "{} tokens"
 
+    def __post_init__(self):
+        require(bool(self.trained), "trained must have at least one size")
+        require(self.held_out_tokens >= 1, "held_out_tokens must be at least 1")
+        for sizes in self.trained + self.tested:
+            self.check(*sizes)
+
     @property
     def vocab_size(self) -> int:
         return self.vocabulary
@@ -40,6 +52,10 @@ class Synthetic(Task):
     @property
     def length(self) -> int:
         return max(length for length, *_ in self.trained + self.tested)
+
+    @abc.abstractmethod
+    def check(self, *sizes: int) -> None:
+        """Raises `ValueError` if there are no examples of the given sizes."""
 
     @abc.abstractmethod
     def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:

@@ -6,7 +6,7 @@ import pytest
 from experiments.tasks.copying import TASKS
 from experiments.tasks.task import NOTHING
 
-SELECTIVE = TASKS["selective copying"]
+SELECTIVE = TASKS["selective-copying"]
 INDUCTION = TASKS["induction"]
 
 

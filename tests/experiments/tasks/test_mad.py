@@ -10,7 +10,7 @@ from experiments.tasks.task import NOTHING
 
 RECALL = {
     f"{name}, {preset}": task
-    for name in ("in-context recall", "fuzzy recall", "noisy recall")
+    for name in ("mad-recall", "mad-fuzzy-recall", "mad-noisy-recall")
     for preset, task in TASKS[name].items()
 }
 each_recall = pytest.mark.parametrize("task", RECALL.values(), ids=RECALL)
@@ -57,17 +57,17 @@ def test_sizes_are_those_of_the_baseline():
         for name, presets in TASKS.items()
     }
     assert sizes == {
-        "in-context recall": (16, 128),
-        "fuzzy recall": (16, 128),
-        "noisy recall": (32, 128),
-        "selective copying": (16, 256),
-        "compression": (16, 64),  # 32 tokens and their places
-        "memorisation": (256, 32),
+        "mad-recall": (16, 128),
+        "mad-fuzzy-recall": (16, 128),
+        "mad-noisy-recall": (32, 128),
+        "mad-selective-copying": (16, 256),
+        "mad-compression": (16, 64),  # 32 tokens and their places
+        "mad-memorisation": (256, 32),
     }
-    assert TASKS["fuzzy recall"]["published"].motif == 3
-    assert TASKS["noisy recall"]["published"].noise == 0.2
-    assert TASKS["noisy recall"]["published"].noise_vocabulary == 16
-    assert TASKS["selective copying"]["published"].copied == 16
+    assert TASKS["mad-fuzzy-recall"]["published"].motif == 3
+    assert TASKS["mad-noisy-recall"]["published"].noise == 0.2
+    assert TASKS["mad-noisy-recall"]["published"].noise_vocabulary == 16
+    assert TASKS["mad-selective-copying"]["published"].copied == 16
 
 
 @each_recall
@@ -113,7 +113,7 @@ def test_held_out_keys_are_the_longest_and_other_lengths_are_equally_likely(task
 
 @pytest.mark.parametrize("preset", ["small", "published"])
 def test_a_fifth_of_the_pairs_is_noise(preset):
-    task = TASKS["noisy recall"][preset]
+    task = TASKS["mad-noisy-recall"][preset]
     (tokens,), _ = draw(task, 500)
     # Pairs are noise as a whole; the last never is.
     pairs = (tokens.reshape(500, -1, 2) >= 16).all(-1)
@@ -127,7 +127,7 @@ def test_a_fifth_of_the_pairs_is_noise(preset):
 
 
 def test_padding_is_on_the_left():
-    for preset, task in TASKS["fuzzy recall"].items():
+    for preset, task in TASKS["mad-fuzzy-recall"].items():
         (tokens,), _ = draw(task, 200)
         padding = tokens == task.vocabulary - 1
         np.testing.assert_array_equal(padding, np.minimum.accumulate(padding, axis=1)), preset
@@ -136,7 +136,7 @@ def test_padding_is_on_the_left():
 
 @pytest.mark.parametrize("preset", ["small", "published"])
 def test_a_reader_copies_all_tokens_but_noise_after_the_marker(preset):
-    task = TASKS["selective copying"][preset]
+    task = TASKS["mad-selective-copying"][preset]
     for tokens, targets in rows(draw(task, 50)):
         marker = tokens.index(15)
         assert tokens[marker + 1 :] == [0] * task.copied
@@ -146,7 +146,7 @@ def test_a_reader_copies_all_tokens_but_noise_after_the_marker(preset):
 
 @pytest.mark.parametrize("preset", ["small", "published"])
 def test_all_tokens_are_asked_for_by_their_places(preset):
-    task = TASKS["compression"][preset]
+    task = TASKS["mad-compression"][preset]
     for tokens, targets in rows(draw(task, 50)):
         half = len(tokens) // 2
         assert tokens[half - 1] == 15 and max(tokens[: half - 1]) < 15
@@ -160,7 +160,7 @@ def test_all_tokens_are_asked_for_by_their_places(preset):
 
 @pytest.mark.parametrize("preset", ["small", "published"])
 def test_values_to_memorise_never_change(preset):
-    task = TASKS["memorisation"][preset]
+    task = TASKS["mad-memorisation"][preset]
     value_of = {}
     for batch in (task.training(200, 0, 0), task.training(200, 5, 9), *task.held_out().values()):
         for tokens, targets in rows(batch):

@@ -1,5 +1,6 @@
 """Statements about all tasks whose examples are drawn at random."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -22,9 +23,7 @@ each_small = pytest.mark.parametrize("task", SMALL.values(), ids=SMALL)
 def same(left, right):
     (left_tokens,), left_targets = left
     (right_tokens,), right_targets = right
-    return np.array_equal(left_tokens, right_tokens) and np.array_equal(
-        left_targets, right_targets
-    )
+    return np.array_equal(left_tokens, right_tokens) and np.array_equal(left_targets, right_targets)
 
 
 def examples(batch):
@@ -82,7 +81,9 @@ def test_no_training_step_has_the_random_numbers_of_a_held_out_set(task):
     # With the same number of examples, the first step would equal a set of its random numbers.
     for batch in sets.values():
         size = len(batch.targets)
-        assert not any(same(batch, task.training(size, seed, step)) for seed, step in [(0, 0), (0, 1)])
+        assert not any(
+            same(batch, task.training(size, seed, step)) for seed, step in [(0, 0), (0, 1)]
+        )
 
 
 @each_small
@@ -101,14 +102,63 @@ def test_sizes_that_are_listed_more_often_are_drawn_more_often():
     assert share == pytest.approx({64: 5 / 9, 128: 1 / 9, 256: 3 / 9}, abs=0.05)
 
 
-def test_measures_are_of_the_positions_that_count():
-    task = copying.TASKS["selective copying"]["small"]
-    batch = task.held_out()["128 tokens"]
-    right = np.ones(batch.targets.shape, bool)
-    right[0, -1] = False
-    counts = batch.targets != NOTHING
-    scores = np.where(counts, 2.0, 0.0), right
-    measures = task.measure("128 tokens", batch, type("Scores", (), dict(zip(("nats", "right"), scores))))
-    assert measures["loss"] == 2
-    assert measures["accuracy"] == pytest.approx(1 - 1 / (8 * 512))
-    assert measures["exact"] == pytest.approx(1 - 1 / 512)
+def test_names_of_tasks_are_different():
+    assert len(recall.TASKS | copying.TASKS | mad.TASKS) * 2 == len(TASKS)
+
+
+@pytest.mark.parametrize(
+    "task, sizes, message",
+    [
+        ("multi-query", {"vocabulary": 32}, "16 pairs need a vocabulary of 34"),
+        ("multi-query", {"trained": ((64, 17),)}, "an even length of 68 or more, got 64"),
+        ("multi-query", {"trained": ()}, "at least one size"),
+        ("multi-query", {"held_out_tokens": 0}, "held_out_tokens"),
+        ("associative", {"vocabulary": 30}, "at most the vocabulary and 3"),
+        ("associative", {"trained": ((36,),)}, "odd"),
+        ("tree", {"trained": ((5,),)}, "at least 6"),
+        ("tree", {"depth": 0}, "depth must be"),
+        ("selective-copying", {"copied": 65}, "needs a length of 130"),
+        ("selective-copying", {"copied": 0}, "at least 1"),
+        ("selective-copying", {"vocabulary": 2}, "at least 3"),
+        ("induction", {"trained": ((2,),)}, "at least 3"),
+        ("induction", {"vocabulary": 1}, "at least 2"),
+        ("mad-recall", {"vocabulary": 1}, "leaves 1 tokens"),
+        ("mad-recall", {"motif": 0}, "motif"),
+        ("mad-recall", {"noise": 0.5}, "needs a noise_vocabulary"),
+        ("mad-fuzzy-recall", {"trained": ((6,),)}, "8 or more"),
+        ("mad-noisy-recall", {"noise": 1.0}, "below 1"),
+        ("mad-selective-copying", {"copied": 32}, "needs a length of 65"),
+        ("mad-compression", {"trained": ((33,),)}, "even"),
+        ("mad-compression", {"vocabulary": 1}, "at least 2"),
+        ("mad-memorisation", {"trained": ((31,),)}, "even"),
+        ("mad-memorisation", {"vocabulary": 2}, "at least 3"),
+    ],
+)
+def test_sizes_without_examples_are_refused(task, sizes, message):
+    presets = (recall.TASKS | copying.TASKS | mad.TASKS)[task]
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(presets["small"], **sizes)
+
+
+@pytest.mark.parametrize(
+    "task, sizes",
+    [
+        ("multi-query", {"vocabulary": 10, "trained": ((16, 4),), "tested": ()}),
+        ("associative", {"vocabulary": 2, "trained": ((5,),)}),
+        ("tree", {"trained": ((6,),)}),
+        ("selective-copying", {"vocabulary": 3, "copied": 64}),
+        ("induction", {"vocabulary": 2, "trained": ((3,),), "tested": ()}),
+        ("mad-recall", {"vocabulary": 2, "trained": ((4,),)}),
+        ("mad-fuzzy-recall", {"vocabulary": 5, "trained": ((8,),)}),
+        ("mad-noisy-recall", {"noise": 0.99, "trained": ((4,),)}),
+        ("mad-selective-copying", {"vocabulary": 3, "copied": 31}),
+        ("mad-compression", {"vocabulary": 2, "trained": ((4,),)}),
+        ("mad-memorisation", {"vocabulary": 3, "trained": ((2,),)}),
+    ],
+)
+def test_smallest_sizes_have_examples(task, sizes):
+    presets = (recall.TASKS | copying.TASKS | mad.TASKS)[task]
+    task = dataclasses.replace(presets["small"], **sizes)
+    (tokens,), targets = task.training(50, 0, 0)
+    assert 0 <= tokens.min() and max(tokens.max(), targets.max()) < task.vocab_size
+    assert all((batch.targets != NOTHING).any(1).all() for batch in task.held_out().values())
