@@ -1,8 +1,4 @@
-"""The six tasks of mechanistic architecture design (MAD), in their baseline sizes.
-
-The publication trains on 12,800 examples of each task (256 for memorisation), and averages over
-harder sizes too; all tasks here draw new examples at each step.
-"""
+"""The six tasks of mechanistic architecture design (MAD), in their baseline sizes."""
 
 import dataclasses
 import itertools
@@ -13,8 +9,11 @@ from experiments.tasks import copying
 from experiments.tasks.synthetic import Synthetic, require
 from experiments.tasks.task import NOTHING, Batch, generator
 
-PUBLICATION = "Poli et al. 2024, Mechanistic design and scaling of hybrid architectures (arXiv "
-PUBLICATION += "2403.17844). Differs: new examples at each step"
+PUBLICATION = (
+    "Poli et al. 2024, Mechanistic design and scaling of hybrid architectures (arXiv 2403.17844). "
+    "Differs: the baseline sizes alone; new examples at each step, where the publication repeats "
+    "12,800 (memorisation: 256)"
+)
 
 
 def motifs(tokens: np.ndarray, shortest: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
@@ -44,13 +43,12 @@ class InContextRecall(Synthetic):
         held-out targets  . . . . y . x .
         training targets  x b y b y a x .
 
-    In the fuzzy task, keys and values are motifs of several tokens, and held-out keys are the
-    longest. In the noisy task, some pairs are replaced by random tokens of a third kind. The last
-    pair always has a key that was seen before. The sizes of an example are its number of tokens
-    and the number of tokens of the shortest keys.
+    The last pair always has a key that was seen before.
 
     Attributes:
-      motif: largest number of tokens of keys and values.
+      motif: largest number of tokens of a key or a value. In held-out sets, all keys have this
+        number; otherwise all numbers are equally likely. If motifs do not fill a sequence, it
+        begins with padding.
       noise_vocabulary: number of tokens of the vocabulary that are noise.
       noise: share of the pairs that are replaced by noise.
     """
@@ -85,8 +83,8 @@ class InContextRecall(Synthetic):
             "noise must be at least 0 and below 1, and needs a noise_vocabulary",
         )
 
-    def training(self, size: int, seed: int, step: int) -> Batch:
-        tokens, _ = self._sequences(generator(seed, step), size, *self.trained[0], shortest=1)
+    def draw_training(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
+        tokens, _ = self._sequences(rng, size, *sizes, shortest=1)
         return Batch((tokens,), _shifted(tokens))
 
     def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
@@ -105,34 +103,35 @@ class InContextRecall(Synthetic):
         values, value_chances = motifs(np.arange(content // 2, content), 1, self.motif)
         value_of = rng.choice(len(values), p=value_chances, size=(size, len(keys)))
 
-        longest, most, rows = 2 * self.motif, length // 2, np.arange(size)[:, None]
+        # Pairs, with -1 where motifs are shorter: (size, most, width).
+        most, width, rows = length // 2, 2 * self.motif, np.arange(size)[:, None]
         key = rng.choice(len(keys), p=key_chances, size=(size, most))
         tokens = np.concatenate([keys[key], values[value_of[rows, key]]], axis=-1)
-        ends = (tokens >= 0).sum(-1).cumsum(1)
-        # The number of pairs before the last one, for which there is room in any case.
-        before = (ends <= length - longest).sum(1, keepdims=True)
+        # The last pair has this number; there is room for it, whichever it is.
+        last = ((tokens >= 0).sum(-1).cumsum(1) <= length - width).sum(1, keepdims=True)
         pair = np.arange(most)
+
         noisy = rng.random((size, most)) < self.noise
-        np.put_along_axis(noisy, rng.integers(before), False, axis=1)
+        np.put_along_axis(noisy, rng.integers(last), False, axis=1)
         noise = rng.integers(content, content + max(1, self.noise_vocabulary), tokens.shape)
         tokens = np.where(noisy[:, :, None] & (tokens >= 0), noise, tokens)
 
-        # The last pair is that of a random key.
-        seen = (pair < before) & ~noisy
-        chosen = np.where(seen, rng.random((size, len(keys)))[rows, key], -1).argmax(1)[:, None]
+        # The last pair is one of those before it, by a random choice among their keys.
+        shown = (pair < last) & ~noisy
+        chosen = np.where(shown, rng.random(value_of.shape)[rows, key], -1).argmax(1)[:, None]
         for array in (key, tokens):
-            array[rows, before] = array[rows, chosen]
-        tokens[pair > before] = -1
+            array[rows, last] = array[rows, chosen]
+        tokens[pair > last] = -1
 
-        first = np.full((size, len(keys)), most)
-        np.minimum.at(first, (rows, key), np.where(seen, pair, most))
-        known = (first[rows, key] < pair) & (seen | (pair == before))
-        is_target = known[:, :, None] & (np.arange(longest) >= self.motif)
+        first = np.full(value_of.shape, most)
+        np.minimum.at(first, (rows, key), np.where(shown, pair, most))
+        is_known = (first[rows, key] < pair) & (shown | (pair == last))
+        is_target = is_known[:, :, None] & (np.arange(width) >= self.motif)
         filled = tokens >= 0
         place = np.arange(length) >= length - filled.sum((1, 2))[:, None]
-        stream, answers = np.full((2, size, length), self.vocabulary - 1, np.int32)
-        answers[:] = NOTHING
+        stream = np.full((size, length), self.vocabulary - 1, np.int32)
         stream[place] = tokens[filled]
+        answers = np.full_like(stream, NOTHING)
         answers[place] = np.where(is_target, tokens, NOTHING)[filled]
         return stream, answers
 

@@ -61,9 +61,13 @@ class Synthetic(Task):
     def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
         """Returns `size` examples of the given sizes."""
 
+    def draw_training(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
+        """Returns training examples, where they differ from held-out examples."""
+        return self.draw(rng, size, *sizes)
+
     def training(self, size: int, seed: int, step: int) -> Batch:
         rng = generator(seed, step)
-        return self.draw(rng, size, *self.trained[rng.integers(len(self.trained))])
+        return self.draw_training(rng, size, *self.trained[rng.integers(len(self.trained))])
 
     def held_out(self) -> Mapping[str, Batch]:
         # Keys of three numbers: no training step has these random numbers.

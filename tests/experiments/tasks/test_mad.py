@@ -127,10 +127,10 @@ def test_a_fifth_of_the_pairs_is_noise(preset):
 
 
 def test_padding_is_on_the_left():
-    for preset, task in TASKS["mad-fuzzy-recall"].items():
+    for task in TASKS["mad-fuzzy-recall"].values():
         (tokens,), _ = draw(task, 200)
         padding = tokens == task.vocabulary - 1
-        np.testing.assert_array_equal(padding, np.minimum.accumulate(padding, axis=1)), preset
+        np.testing.assert_array_equal(padding, np.minimum.accumulate(padding, axis=1))
         assert padding.sum(1).max() < 2 * 2 * task.motif
 
 
