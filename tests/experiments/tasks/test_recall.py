@@ -5,17 +5,8 @@ import functools
 import numpy as np
 import pytest
 
-from experiments.tasks.recall import (
-    BEGIN,
-    END,
-    FIRST,
-    PAD,
-    TASKS,
-    choose,
-    different,
-    grammar,
-    sentences,
-)
+from experiments.tasks.grammars import choose, grammar, sentences
+from experiments.tasks.recall import BEGIN, END, FIRST, PAD, TASKS, different
 from experiments.tasks.task import NOTHING
 
 MULTI_QUERY = TASKS["multi-query"]

@@ -117,6 +117,7 @@ def test_names_of_tasks_are_different():
         ("associative", {"trained": ((36,),)}, "odd"),
         ("tree", {"trained": ((5,),)}, "at least 6"),
         ("tree", {"depth": 0}, "depth must be"),
+        ("tree", {"depth": 1, "width": 1}, "no sentences of 3 words"),
         ("selective-copying", {"copied": 65}, "needs a length of 130"),
         ("selective-copying", {"copied": 0}, "at least 1"),
         ("selective-copying", {"vocabulary": 2}, "at least 3"),
