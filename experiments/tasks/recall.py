@@ -26,22 +26,29 @@ def different(rng: np.random.Generator, size: int, low: int, high: int, count: i
     return drawn
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiQueryRecall(Synthetic):
     """The sequence shows pairs of a key and a value, and later asks for the value of each key.
 
-    All keys are asked for once, at places that a power law draws towards the pairs; the other
-    tokens are random. With two pairs and vocabulary 12, `.` for a position without a target:
+    All keys are asked for once, at places that a power law draws towards the pairs; fillers are
+    between them. With two pairs and vocabulary 12, `.` for a position without a target:
 
         tokens   2 8 4 7 9 1 4 0 5 5 2 3
         targets  . . . . . . 7 . . . 8 .
 
     The sizes of an example are its numbers of tokens and of pairs.
+
+    Attributes:
+      fillers: number of different fillers: 1 for a blank, which is no key; or more tokens of the
+        vocabulary at random.
     """
 
+    fillers: int
+
     reference = (
-        "Arora et al. 2023, Zoology (arXiv 2312.04927); the lengths and pairs are those of figure "
-        "2 of Arora et al. 2024, Based (arXiv 2402.18668). Differs: new examples at each step, "
-        "where the publication repeats 180,000."
+        "Arora et al. 2023, Zoology (arXiv 2312.04927), where fillers are blank; random fillers, "
+        "lengths and pairs are those of figure 2 of Arora et al. 2024, Based (arXiv 2402.18668). "
+        "Differs: new examples at each step, where the publication repeats 180,000."
     )
     title = "Multi-query associative recall"
     explained = "Accuracy is the share of keys whose value is the likeliest token."
@@ -57,6 +64,10 @@ class MultiQueryRecall(Synthetic):
             length % 2 == 0 and 4 * pairs <= length,
             f"{pairs} pairs need an even length of {4 * pairs} or more, got {length}",
         )
+        require(
+            1 <= self.fillers <= self.vocabulary,
+            f"fillers must be 1 to {self.vocabulary}, got {self.fillers}",
+        )
 
     def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
         length, pairs = sizes
@@ -69,7 +80,7 @@ class MultiQueryRecall(Synthetic):
         log_weights = (POWER - 1) * np.log(np.arange(1, length // 2 - pairs + 1))
         noisy = log_weights + rng.gumbel(size=(size, len(log_weights)))
         places = 2 * pairs + 2 * np.argsort(-noisy, axis=1)[:, :pairs]
-        tokens = rng.integers(self.vocabulary, size=(size, length), dtype=np.int32)
+        tokens = rng.integers(self.fillers, size=(size, length), dtype=np.int32)
         tokens[:, 0 : 2 * pairs : 2] = keys
         tokens[:, 1 : 2 * pairs : 2] = values
         np.put_along_axis(tokens, places, keys, axis=1)
@@ -208,12 +219,14 @@ TASKS: dict[str, dict[str, Synthetic]] = {
     "multi-query": {
         "small": MultiQueryRecall(
             vocabulary=256,
+            fillers=1,
             trained=((64, 4), (64, 8), (64, 16)),
             tested=((64, 16), (64, 8), (64, 4), (128, 32)),
             held_out_tokens=2**16,
         ),
         "published": MultiQueryRecall(
             vocabulary=8192,
+            fillers=8192,
             # The publication has 100,000 examples of the first size and 20,000 of each other.
             trained=5 * ((64, 4),) + ((128, 8), (256, 16), (256, 32), (256, 64)),
             # Validation has the longest examples of the training.

@@ -1,5 +1,6 @@
 """Recall of values by their keys, against readers that see a sequence from the left."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -37,7 +38,7 @@ def test_different_integers_are_uniform_and_never_repeat():
 
 def test_multi_query_sizes_are_published():
     task = MULTI_QUERY["published"]
-    assert task.vocabulary == task.vocab_size == 8192
+    assert task.vocabulary == task.vocab_size == task.fillers == 8192
     assert task.trained.count((64, 4)) == 5
     assert set(task.trained) == {(64, 4), (128, 8), (256, 16), (256, 32), (256, 64)}
     assert set(task.tested) == {
@@ -94,12 +95,13 @@ def test_places_of_queries_follow_the_power_law():
         np.testing.assert_allclose(found, expected, atol=4 * (0.25 / size) ** 0.5)
 
 
-def test_tokens_without_a_role_are_random():
-    (tokens,), targets = draw(MULTI_QUERY["small"], 2000, 64, 4)
-    others = tokens[:, 8:][targets[:, 8:] == NOTHING]
-    counts = np.bincount(others, minlength=256)
-    assert len(counts) == 256
-    assert abs(counts - counts.mean()).max() < 5 * counts.mean() ** 0.5
+def test_fillers_are_blank_or_random():
+    for fillers in (1, 256):
+        task = dataclasses.replace(MULTI_QUERY["small"], fillers=fillers)
+        (tokens,), targets = draw(task, 2000, 64, 4)
+        counts = np.bincount(tokens[:, 8:][targets[:, 8:] == NOTHING])
+        assert len(counts) == fillers
+        assert abs(counts - counts.mean()).max() < 5 * counts.mean() ** 0.5
 
 
 # Associative recall.
