@@ -98,7 +98,8 @@ class AssociativeRecall(Synthetic):
         tokens   <begin> b x a z c y <end> a
         targets  .       . . . . . . .     z
 
-    Half of the vocabulary are keys; there are 3 tokens more than pairs have.
+    Half of the vocabulary are keys, and half are values. Padding, `<begin>` and `<end>` are three
+    tokens more.
     """
 
     reference = (
