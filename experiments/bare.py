@@ -21,10 +21,16 @@ import optax
 from flax import nnx
 
 from effattn.nn import TransformerConfig, TransformerLM
-from experiments.tasks import arithmetic, chess_games, parity, permutations
+from experiments.tasks import arithmetic, chess_games, parity, permutations, recall
 from experiments.tasks.task import NOTHING, Batch, Scores, Task
 
-TASKS = {**parity.TASKS, **arithmetic.TASKS, **permutations.TASKS, **chess_games.TASKS}
+TASKS: dict[str, Any] = {
+    **parity.TASKS,
+    **arithmetic.TASKS,
+    **permutations.TASKS,
+    **chess_games.TASKS,
+    **recall.TASKS,
+}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -5,16 +5,18 @@ options.
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 if not __package__:  # run as `python experiments/lm.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.harness import checks, command
 from experiments.harness.text_options import TextOptions, presets
+from experiments.tasks.task import Task
 
 COMPARED = ("softmax", "sliding_window", "linear")
 
@@ -23,6 +25,9 @@ COMPARED = ("softmax", "sliding_window", "linear")
 class Config(TextOptions):
     """Trains a small causal language model for each mechanism and compares their perplexities.
 
+    `--corpus digits` (images, in bits per dimension) and `--corpus dna` (in bits per base) need no
+    text.
+
     A stopped run resumes when the same command is given again. A finished run prints its table.
     """
 
@@ -30,6 +35,33 @@ class Config(TextOptions):
     mechanisms: tuple[str, ...] = COMPARED
     # Further held-out sets of needles and phone books, for bytes; see `experiments.tasks.probes`.
     probes: bool = False
+
+    # Tasks that are no text: each pixel of a digit from those before it, and each base of a genome.
+    generated: ClassVar[tuple[str, ...]] = ("digits", "dna")
+
+    def prepare(self) -> dict[str, Any]:
+        if self.corpus not in self.generated:
+            return super().prepare()
+        return {"task_sizes": self._generated.settings()}
+
+    def make_task(self, folder: Path) -> Task:
+        return super().make_task(folder) if self.corpus not in self.generated else self._generated
+
+    def save(self, task: Task, folder: Path) -> None:
+        if self.corpus not in self.generated:
+            super().save(task, folder)
+
+    def check_output(self, folder: Path) -> None:
+        if self.corpus not in self.generated:
+            super().check_output(folder)
+
+    @functools.cached_property
+    def _generated(self) -> Task:
+        from experiments.tasks import dna, images
+
+        if self.corpus == "dna":
+            return dna.NextBase(length=self.context)
+        return images.TASKS["digit_pixels"]["small"]
 
     def check(self) -> None:
         super().check()

@@ -219,7 +219,8 @@ def draw(path: Path, summary: Mapping[str, Any]) -> None:
         axes[0].plot([p["compute"] for p in kept], [p["loss"] for p in kept], **style, alpha=0.6)
         law = fits.LAWS["chinchilla"]
         values = np.array([fit["chinchilla"]["values"][name] for name in law.names])
-        sizes = np.geomspace(*(f(p["parameters"] for p in points) for f in (min, max)), 50)
+        parameters = [p["parameters"] for p in points]
+        sizes = np.geomspace(min(parameters), max(parameters), 50)
         for tokens in sorted({p["tokens"] for p in points}):
             of = [p for p in points if p["tokens"] == tokens]
             axes[1].plot([p["parameters"] for p in of], [p["loss"] for p in of], **mark)

@@ -16,7 +16,7 @@ if not __package__:  # run as `python experiments/states.py`
 from experiments.harness import task_options
 from experiments.tasks import arithmetic, chess_games, parity, permutations
 
-COMPARED = ("softmax", "lstm", "gated_delta_net", "gated_delta_net,negative_eigenvalues=True")
+COMPARED = ("softmax", "lstm", "gated_delta_net", "gated_delta_net,allow_negative_eigenvalues=True")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,18 +1,22 @@
-"""Parser of `--mechanisms`: registered names, options and combinations.
+"""Parser of `--mechanisms`: registered names, patterns of images, options and combinations.
 
 bigbird,block_size=8           a mechanism with options, written as Python literals
 sliding_window/softmax         layers take turns
 convolution*2/bigbird*2        two layers of convolution below two layers of BigBird
 softmax+sliding_window         each mechanism has an equal share of the heads
+axial                          softmax attention within rows and columns of a square image
+grid,window=2                  softmax attention to pixels at most 2 rows and columns away
 """
 
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from effattn import registry
+from effattn import registry, sparse_attention
 from effattn.nn.binding import Binding, bind
+from effattn.patterns import Axial, Grid, Pattern
 from experiments.harness.naming import options_of
 
 # Options by mechanism.
@@ -106,8 +110,28 @@ def _layer(text: str, heads: int, of_length: OfLength, is_causal: bool) -> dict[
     return {"heads": tuple({**group, "num_heads": share} for group in groups)}
 
 
+def _of_image(name: str, options: dict[str, Any], length: int) -> dict[str, Any]:
+    """Returns the mixer of a pattern of images, by default square."""
+    side = math.isqrt(length)
+    sizes = {"height": side, "width": side} | ({"window": 1} if name == "grid" else {})
+    unknown = options.keys() - sizes.keys()
+    if unknown:
+        raise ValueError(
+            f"{name!r} has no option {', '.join(unknown)}; its options are {', '.join(sizes)}"
+        )
+    if side**2 != length and not {"height", "width"} <= options.keys():
+        raise ValueError(f"{name!r} needs height and width, as {length} is no square number")
+    pattern = _IMAGES[name](**(sizes | options))
+    return {"name": functools.partial(sparse_attention, pattern=pattern)}
+
+
+_IMAGES: Mapping[str, Callable[..., Pattern]] = {"axial": Axial, "grid": Grid}
+
+
 def _mechanism(text: str, of_length: OfLength, is_causal: bool) -> dict[str, Any]:
     name, options = options_of(text)
+    if name in _IMAGES:
+        return _of_image(name, options, of_length["cosformer"]["max_length"])
     direction = "causal" if is_causal else "bidirectional"
     if name not in registry.names():
         known = ", ".join(registry.names(direction))

@@ -9,12 +9,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn.nn import EncoderDecoder, EncoderDecoderConfig, TransformerConfig, TransformerLM
+from effattn.nn import (
+    ConvolutionalClassifier,
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    TransformerConfig,
+    TransformerLM,
+)
 from experiments.harness import mechanisms
 from experiments.harness.classifier import Classifier
+from experiments.harness.naming import options_of
 from experiments.harness.options import Options
 from experiments.tasks.task import Task
 
+CONVOLUTIONAL = "convolutional_classifier"  # Kim 2014, a whole classifier
 REFERENCE = "softmax"  # all models get as many parameters as the model of this mechanism
 
 Build = Callable[[nnx.Rngs], nnx.Module]
@@ -97,6 +105,13 @@ def _language_model(mechanism: str, options: Options, task: Task, hidden: int | 
 
 
 def _classifier(mechanism: str, options: Options, task: Task, hidden: int | None) -> Build:
+    name, own = options_of(mechanism)
+    if name == CONVOLUTIONAL:
+        sizes = {"features": options.width, "filters": hidden or options.width} | own
+        vocab_size = max(task.vocab_size, task.num_classes)
+        return lambda rngs: ConvolutionalClassifier(
+            vocab_size, task.num_classes, **sizes, dtype=options.precision, rngs=rngs
+        )
     config = _config(mechanism, options, task, hidden, task.is_causal)
     return lambda rngs: Classifier(config, task.num_classes, rngs=rngs)
 

@@ -102,4 +102,6 @@ def _bases(path: str) -> np.ndarray:
     return np.frombuffer(letters.translate(bytes.maketrans(BASES, bytes(range(4)))), np.uint8)
 
 
-TASKS = {"dna": {"small": NextBase(length=1024), "published": NextBase()}}
+TASKS: Mapping[str, Mapping[str, Task]] = {
+    "dna": {"small": NextBase(length=1024), "published": NextBase()}
+}

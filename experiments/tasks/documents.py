@@ -15,7 +15,7 @@ import numpy as np
 from experiments.harness.errors import UserError
 from experiments.tasks.classification import Classification, Examples, padded
 from experiments.tasks.sources import folder_at, packaged
-from experiments.tasks.task import generator
+from experiments.tasks.task import Task, generator
 
 # Token between the two documents of a pair.
 SEPARATOR = 256
@@ -330,7 +330,7 @@ def _lines(file: Path) -> Iterable[tuple[bytes, bytes, int]]:
             ) from None
 
 
-TASKS = {
+TASKS: Mapping[str, Mapping[str, Task]] = {
     "reviews": {"small": Reviews(), "published": Reviews(length=1024)},
     "emails": {"small": Emails(length=1024), "published": Emails()},
     "addresses": {"small": Addresses(length=512), "published": Addresses(length=4096)},

@@ -215,7 +215,7 @@ class NextPixel(Task):
         return {**measures, "bits_per_dimension": measures["loss"] / math.log(2)}
 
 
-TASKS = {
+TASKS: Mapping[str, Mapping[str, Task]] = {
     "digits": {"small": Digits(), "published": Digits()},
     "mnist": {"small": MNIST(), "published": MNIST()},
     "cifar": {"small": CIFAR(), "published": CIFAR()},

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from experiments.tasks.classification import Classification, Examples, split
-from experiments.tasks.task import generator
+from experiments.tasks.task import Task, generator
 
 # Tokens 0 to 9 are the digits.
 MIN, MAX, MED, SM, CLOSE = range(10, 15)
@@ -159,7 +159,7 @@ def _write(
     return tokens
 
 
-TASKS = {
+TASKS: Mapping[str, Mapping[str, Task]] = {
     "listops": {
         "small": ListOps(depth=6, arguments=5, min_length=64, max_length=160, train=20_000),
         "published": ListOps(),

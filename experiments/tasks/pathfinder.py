@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from experiments.tasks.classification import Classification, Examples, joined
-from experiments.tasks.task import generator
+from experiments.tasks.task import Task, generator
 
 # A dash that fits in none of so many directions is given up, with some dashes before it. A path is
 # given up after TRIALS directions per dash.
@@ -324,7 +324,7 @@ def _unit(angle: np.ndarray) -> np.ndarray:
     return np.stack([np.sin(angle), np.cos(angle)], -1)
 
 
-TASKS = {
+TASKS: Mapping[str, Mapping[str, Task]] = {
     "pathfinder": {
         "small": Pathfinder(
             size=16,

@@ -83,7 +83,8 @@ class Text(Task):
             if not whole_documents:
                 return Windows(tokenizer.encode(documents), context)
             each = [tokenizer.encode([document]) for document in documents]
-            return Windows(np.concatenate(each), context, np.cumsum([len(part) for part in each]))
+            ends = np.cumsum([len(part) for part in each]).tolist()
+            return Windows(np.concatenate(each), context, ends)
 
         train, held_out = windows(corpus.train), windows(corpus.valid)
         for part, of_part, needed in (("training", train, batch), ("validation", held_out, 1)):
