@@ -97,15 +97,15 @@ def performer_features(orthogonal: bool):
 
 
 def trigonometric_features(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
-    """Returns the vectors of random feature attention; each gives a sine and a cosine.
+    """Returns vectors of deviation 1 for random feature attention, as before its training.
 
-    The mechanism normalises queries and keys. The deviation H**(1/4) of the vectors gives the
-    kernel exp(q . k / sqrt(H)) of vectors with the norm sqrt(H) of normal queries and keys.
+    Each vector gives a sine and a cosine. Queries and keys are normalised, so the weights are those
+    of exp(q . k) for unit vectors, which are nearly equal. Larger deviations would give sharper
+    weights, but then sums of features of both signs vanish.
     """
     import effattn
 
-    vectors = effattn.performer_features(rng, (size + 1) // 2, head_dim)
-    return {"projection": head_dim**0.25 * vectors}
+    return {"projection": effattn.performer_features(rng, (size + 1) // 2, head_dim)}
 
 
 def window(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
@@ -126,7 +126,15 @@ def asymmetric_hashes(size: int, length: int, head_dim: int, rng: Any) -> Mappin
     return {"vectors": vectors, "cluster_size": (size + 1) // 2}
 
 
-def hashed(query: Any, key: Any, value: Any, *, vectors: Any, cluster_size: int) -> Any:
+def hashed(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    vectors: Any,
+    cluster_size: int,
+    key_value_seq_lengths: Any = None,
+) -> Any:
     """Attends within clusters of equal size of locality-sensitive hashes (LSH).
 
     The mechanism "lsh" shares queries and keys, so that it cannot approximate other attention. This
@@ -145,11 +153,16 @@ def hashed(query: Any, key: Any, value: Any, *, vectors: Any, cluster_size: int)
       value: `(*B, T, N, Hv)`.
       vectors: `(rounds, H + 2)`.
       cluster_size: keys in a cluster.
+      key_value_seq_lengths: `(*B)` int, valid tokens, as queries and as keys.
     """
     import jax.numpy as jnp
 
     import effattn
 
+    length = query.shape[-3]
+    lengths = length if key_value_seq_lengths is None else key_value_seq_lengths[..., None]
+    valid = jnp.arange(length) < lengths  # (*B, T)
+    query, key = (jnp.where(valid[..., None, None], x, 0) for x in (query, key))
     squares = [(x**2).sum(-1, keepdims=True) for x in (query, key)]
     total = sum(square.max(-3, keepdims=True) for square in squares)
     of_query, of_key = (jnp.sqrt(jnp.maximum(total - square, 0)) for square in squares)
@@ -158,11 +171,14 @@ def hashed(query: Any, key: Any, value: Any, *, vectors: Any, cluster_size: int)
 
     def clusters(parts):  # (*B, N, rounds, T)
         products = jnp.einsum("...tnh,rh->...nrt", jnp.concatenate(parts, -1), vectors)
+        products = jnp.where(valid[..., None, None, :], products, jnp.inf)
         return products.argsort(-1).argsort(-1) // cluster_size
 
     of_query, of_key = map(clusters, points)
     mask = (of_query[..., :, None] == of_key[..., None, :]).any(-3)
-    return effattn.dot_product_attention(query, key, value, mask=mask)
+    return effattn.dot_product_attention(
+        query, key, value, mask=mask, key_value_seq_lengths=key_value_seq_lengths
+    )
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -343,26 +359,33 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
     partial.replace(path)
 
 
+def look(family: str) -> dict[str, Any]:
+    """Returns the colour, marker and line of a family; the lines of no two families are alike."""
+    from effattn.analysis.style import COLOURS, MARKERS
+
+    turn, index = divmod(list(FAMILIES).index(family), len(COLOURS))
+    style = ("-", ":", "-.")[turn]
+    return {"color": COLOURS[index], "marker": MARKERS[index - turn], "linestyle": style}
+
+
 def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
     """Draws one measure of one source of queries and keys."""
     import numpy as np
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    from effattn.analysis.style import COLOURS, MARKERS
-
-    for index, family in enumerate([*FAMILIES, BEST]):
+    for family in [*FAMILIES, BEST]:
         of_family = [r for r in records if r["family"] == family and r[measure] is not None]
         if not of_family:
             continue
         sizes = [record["size"] for record in of_family]
         errors = np.array([record[measure] for record in of_family])
-        look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         if family == BEST:
-            look = {"color": "black", "linestyle": "--"}
+            line = {"color": "black", "linestyle": "--"}
         else:
-            band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+            line = look(family)
+            band = {"color": line["color"], "alpha": 0.15, "linewidth": 0}
             ax.fill_between(sizes, errors.min(1), errors.max(1), **band)
-        ax.plot(sizes, errors.mean(1), linewidth=1.6, markersize=5, label=family, **look)
+        ax.plot(sizes, errors.mean(1), linewidth=1.6, markersize=5, label=family, **line)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
