@@ -359,11 +359,11 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
     partial.replace(path)
 
 
-def look(family: str) -> dict[str, Any]:
-    """Returns the colour, marker and line of a family; the lines of no two families are alike."""
+def look(index: int) -> dict[str, Any]:
+    """Returns the colour, marker and line of a family; up to 21 families differ."""
     from effattn.analysis.style import COLOURS, MARKERS
 
-    turn, index = divmod(list(FAMILIES).index(family), len(COLOURS))
+    turn, index = divmod(index, len(COLOURS))
     style = ("-", ":", "-.")[turn]
     return {"color": COLOURS[index], "marker": MARKERS[index - turn], "linestyle": style}
 
@@ -373,7 +373,7 @@ def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
     import numpy as np
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    for family in [*FAMILIES, BEST]:
+    for index, family in enumerate([*FAMILIES, BEST]):
         of_family = [r for r in records if r["family"] == family and r[measure] is not None]
         if not of_family:
             continue
@@ -382,7 +382,7 @@ def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
         if family == BEST:
             line = {"color": "black", "linestyle": "--"}
         else:
-            line = look(family)
+            line = look(index)
             band = {"color": line["color"], "alpha": 0.15, "linewidth": 0}
             ax.fill_between(sizes, errors.min(1), errors.max(1), **band)
         ax.plot(sizes, errors.mean(1), linewidth=1.6, markersize=5, label=family, **line)
