@@ -1,8 +1,8 @@
 """Errors of approximations of softmax attention against their sizes.
 
 The experiment measures the errors of the attention matrix and of the output against the number of
-landmarks, projected rows or features, for Gaussian queries and keys and for the queries and keys of
-a pretrained encoder on real text. `python -m experiments.approximation` takes a minute on two
+landmarks, features, keys and so on, for Gaussian queries and keys and for the queries and keys of a
+pretrained encoder on real text. `python -m experiments.approximation` takes two minutes on two
 cores; `--help` lists the options.
 """
 
@@ -37,7 +37,7 @@ class Config:
     A finished run prints its tables again.
     """
 
-    sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # landmarks, projected rows or features
+    sizes: tuple[int, ...] = (8, 16, 32, 64, 128)  # landmarks, features, keys of a query, ...
     length: int = 256  # tokens; the pretrained encoder takes at most 512 and was made for 256
     texts: int = 4  # sequences to average over
     seed: int = 0  # seed of the Gaussian queries, keys and values and of random projections
@@ -54,14 +54,16 @@ class Family:
     """Family of approximations of different sizes.
 
     Attributes:
-      mechanism: registered name.
+      mechanism: registered name, or a function of query, key and value.
       size: name of the quantity that the size counts.
       options: `(size, length, head_dim, rng) -> options` of the mechanism's function.
+      of_head_dim: whether the head dimension is the only size.
     """
 
-    mechanism: str
+    mechanism: str | Callable[..., Any]
     size: str
     options: Callable[[int, int, int, Any], Mapping[str, Any]]
+    of_head_dim: bool = False
 
 
 def mean_pooling(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
@@ -82,7 +84,7 @@ def random_projections(size: int, length: int, head_dim: int, rng: Any) -> Mappi
     return {"key_projection": of_keys, "value_projection": of_values}
 
 
-def random_features(orthogonal: bool):
+def performer_features(orthogonal: bool):
     """Returns the options of Performer with orthogonal or independent random features."""
 
     def options(size, length, head_dim, rng):
@@ -94,19 +96,109 @@ def random_features(orthogonal: bool):
     return options
 
 
+def trigonometric_features(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
+    """Returns vectors of deviation 1 for random feature attention, as before its training.
+
+    Each vector gives a sine and a cosine. Queries and keys are normalised, so the weights are those
+    of exp(q . k) for unit vectors, which are nearly equal. Larger deviations would give sharper
+    weights, but then sums of features of both signs vanish.
+    """
+    import effattn
+
+    return {"projection": effattn.performer_features(rng, (size + 1) // 2, head_dim)}
+
+
+def window(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
+    """Returns a window of `size` tokens around each query."""
+    return {"local_window_size": ((size - 1) // 2, size // 2)}
+
+
+def segments(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
+    """Returns segments of `size` tokens; a query reads means of all farther tokens."""
+    return {"segment_size": size, "num_levels": 16, "num_summaries": 1}
+
+
+def asymmetric_hashes(size: int, length: int, head_dim: int, rng: Any) -> Mapping[str, Any]:
+    """Returns the options of `hashed` with two rounds of `size / 2` keys."""
+    import jax
+
+    vectors = jax.random.normal(rng, (2, head_dim + 2))
+    return {"vectors": vectors, "cluster_size": (size + 1) // 2}
+
+
+def hashed(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    vectors: Any,
+    cluster_size: int,
+    key_value_seq_lengths: Any = None,
+) -> Any:
+    """Attends within clusters of equal size of locality-sensitive hashes (LSH).
+
+    The mechanism "lsh" shares queries and keys, so that it cannot approximate other attention. This
+    function hashes queries and keys apart (Daras et al. 2020, "SMYRF: Efficient Attention using
+    Asymmetric Clustering"): with the largest norms M and M' of queries and keys, the distance of
+
+        [q ; 0 ; sqrt(M^2 + M'^2 - |q|^2)]  and  [k ; sqrt(M^2 + M'^2 - |k|^2) ; 0]
+
+    falls with q . k. In each round, queries and keys are sorted by their products with a random
+    vector and cut in clusters; a query attends to the keys in the cluster of the same index, and
+    to each key once. All pairs are masked, so the function shows errors and no cost.
+
+    Args:
+      query: `(*B, T, N, H)`.
+      key: `(*B, T, N, H)`.
+      value: `(*B, T, N, Hv)`.
+      vectors: `(rounds, H + 2)`.
+      cluster_size: keys in a cluster.
+      key_value_seq_lengths: `(*B)` int, valid tokens, as queries and as keys.
+    """
+    import jax.numpy as jnp
+
+    import effattn
+
+    length = query.shape[-3]
+    lengths = length if key_value_seq_lengths is None else key_value_seq_lengths[..., None]
+    valid = jnp.arange(length) < lengths  # (*B, T)
+    query, key = (jnp.where(valid[..., None, None], x, 0) for x in (query, key))
+    squares = [(x**2).sum(-1, keepdims=True) for x in (query, key)]
+    total = sum(square.max(-3, keepdims=True) for square in squares)
+    of_query, of_key = (jnp.sqrt(jnp.maximum(total - square, 0)) for square in squares)
+    zero = jnp.zeros_like(of_query)
+    points = ([query, zero, of_query], [key, of_key, zero])
+
+    def clusters(parts):  # (*B, N, rounds, T)
+        products = jnp.einsum("...tnh,rh->...nrt", jnp.concatenate(parts, -1), vectors)
+        products = jnp.where(valid[..., None, None, :], products, jnp.inf)
+        return products.argsort(-1).argsort(-1) // cluster_size
+
+    of_query, of_key = map(clusters, points)
+    mask = (of_query[..., :, None] == of_key[..., None, :]).any(-3)
+    return effattn.dot_product_attention(
+        query, key, value, mask=mask, key_value_seq_lengths=key_value_seq_lengths
+    )
+
+
 FAMILIES: Mapping[str, Family] = {
     "nystrom": Family(
         "nystrom", "landmarks", lambda m, length, head_dim, rng: {"num_landmarks": m}
     ),
     "linformer, means": Family("linformer", "projected rows", mean_pooling),
     "linformer, random": Family("linformer", "projected rows", random_projections),
-    "performer, orthogonal": Family("performer", "features", random_features(True)),
-    "performer, independent": Family("performer", "features", random_features(False)),
+    "performer, orthogonal": Family("performer", "features", performer_features(True)),
+    "performer, independent": Family("performer", "features", performer_features(False)),
+    "random features": Family("random_features", "features", trigonometric_features),
+    "linear": Family("linear", "features", lambda *_: {}, of_head_dim=True),
+    "window": Family("sliding_window", "keys of a query", window),
+    "LSH, asymmetric": Family(hashed, "keys of a query", asymmetric_hashes),
+    "hierarchical": Family("hierarchical", "tokens of a segment", segments),
 }
 
 
 def counted() -> str:
-    """Returns the names of all sizes: "landmarks, projected rows or features"."""
+    """Returns the names of all sizes: "landmarks, ..., keys of a query or tokens of a segment"."""
     sizes = list(dict.fromkeys(family.size for family in FAMILIES.values()))
     return " or ".join([", ".join(sizes[:-1]), *sizes[-1:]])
 
@@ -196,7 +288,7 @@ def measure(
         left_out = energy[..., size:].sum(-1) / energy.sum(-1)
         add(BEST, size, matrix=by_layer(jnp.sqrt(left_out)), output=None)
     for name, family in FAMILIES.items():
-        for size in config.sizes:
+        for size in (head_dim,) if family.of_head_dim else config.sizes:
             rng = jax.random.fold_in(jax.random.key(config.seed), size)
             options = family.options(size, length, head_dim, rng)
             error = analysis.approximation_error(family.mechanism, *heads, **options)
@@ -256,14 +348,24 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
         row[0].set_ylabel(f"relative {MEASURES[name]}")
     for source, top, bottom in zip(sources, grid[0], grid[-1], strict=True):
         top.set_title(f"queries and keys: {source}")
-        bottom.set_xlabel(counted())
+        bottom.set_xlabel("size")
     lines, _ = grid[0, 0].get_legend_handles_labels()
-    title = "mean over heads and layers; band: range over layers"
-    legend_below(figure, lines, title if PRETRAINED in sources else "mean over heads")
+    mean = "mean over heads and layers; band: range over layers"
+    mean = mean if PRETRAINED in sources else "mean over heads"
+    legend_below(figure, lines, f"size: {counted()}\n{mean}")
     partial = path.with_name(f"partial-{path.name}")
     figure.savefig(partial, dpi=150)
     plt.close(figure)
     partial.replace(path)
+
+
+def look(index: int) -> dict[str, Any]:
+    """Returns the colour, marker and line of a family; up to 21 families differ."""
+    from effattn.analysis.style import COLOURS, MARKERS
+
+    turn, index = divmod(index, len(COLOURS))
+    style = ("-", ":", "-.")[turn]
+    return {"color": COLOURS[index], "marker": MARKERS[index - turn], "linestyle": style}
 
 
 def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
@@ -271,21 +373,19 @@ def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
     import numpy as np
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    from effattn.analysis.style import COLOURS, MARKERS
-
     for index, family in enumerate([*FAMILIES, BEST]):
         of_family = [r for r in records if r["family"] == family and r[measure] is not None]
         if not of_family:
             continue
         sizes = [record["size"] for record in of_family]
         errors = np.array([record[measure] for record in of_family])
-        look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         if family == BEST:
-            look = {"color": "black", "linestyle": "--"}
+            line = {"color": "black", "linestyle": "--"}
         else:
-            band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+            line = look(index)
+            band = {"color": line["color"], "alpha": 0.15, "linewidth": 0}
             ax.fill_between(sizes, errors.min(1), errors.max(1), **band)
-        ax.plot(sizes, errors.mean(1), linewidth=1.6, markersize=5, label=family, **look)
+        ax.plot(sizes, errors.mean(1), linewidth=1.6, markersize=5, label=family, **line)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

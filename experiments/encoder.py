@@ -1,13 +1,13 @@
-"""Pretrained text encoder in JAX, which returns the queries, keys and values of its layers.
+"""Pretrained encoders in JAX with any attention, which return the heads of their layers.
 
-The encoder is all-MiniLM-L6-v2 (Wang et al. 2020, "MiniLM"; Reimers and Gurevych 2019,
-"Sentence-BERT"), a BERT model; a Python package contains its parameters.
+`load` returns all-MiniLM-L6-v2 (Wang et al. 2020, "MiniLM"; Reimers and Gurevych 2019,
+"Sentence-BERT"), a BERT model of text; a Python package contains its parameters.
 """
 
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +34,42 @@ class Encoder:
     """BERT: post-norm Transformer layers on word and position embeddings (Devlin et al. 2019).
 
     Attributes:
-      parameters: arrays by their names in Hugging Face's `transformers`.
+      parameters: arrays by their names in the BERT of Hugging Face's `transformers`. Smaller
+        embeddings have a projection, "embeddings.projection", as in ALBERT.
       num_heads: N.
+      repeats: number of times that the layers are applied one after another. In ALBERT (Lan et al.
+        2020), one layer is applied many times.
     """
 
     parameters: Mapping[str, Any]
     num_heads: int = dataclasses.field(metadata={"static": True})
+    repeats: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def num_layers(self) -> int:
+        """Number of layers with parameters of their own."""
         return len([n for n in self.parameters if n.endswith("attention.self.query.weight")])
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        return len(self.parameters["encoder.layer.0.attention.self.query.bias"]) // self.num_heads
 
     @property
     def max_length(self) -> int:
         """Maximum number of tokens."""
         return len(self.parameters["embeddings.position_embeddings.weight"])
 
-    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, list[Heads]]:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        attention: Callable[..., jax.Array] = effattn.dot_product_attention,
+    ) -> tuple[jax.Array, list[Heads]]:
         """Runs the encoder on whole sequences.
 
         Args:
-          tokens: `(B, T)` int, without padding.
+          tokens: `(B, T)` int.
+          attention: function of queries, keys and values in all layers.
 
         Returns:
           `(hidden, heads)`: the last hidden states `(B, T, D)`, and for each layer its queries,
@@ -64,19 +79,27 @@ class Encoder:
         x = named["embeddings.word_embeddings.weight"][tokens]
         x = x + named["embeddings.position_embeddings.weight"][: tokens.shape[1]]
         x = self._norm("embeddings", x + named["embeddings.token_type_embeddings.weight"][0])
-        every = []
-        for layer in range(self.num_layers):
-            at = f"encoder.layer.{layer}."
-            parts = (f"{at}attention.self.{part}" for part in ("query", "key", "value"))
-            heads = tuple(self._heads(self._linear(part, x)) for part in parts)
-            every.append(heads)
-            mixed = effattn.dot_product_attention(*heads).reshape(x.shape)
-            x = self._norm(
-                f"{at}attention.output", x + self._linear(f"{at}attention.output.dense", mixed)
-            )
-            hidden = jax.nn.gelu(self._linear(f"{at}intermediate.dense", x), approximate=False)
-            x = self._norm(f"{at}output", x + self._linear(f"{at}output.dense", hidden))
-        return x, every
+        if "embeddings.projection.weight" in named:
+            x = self._linear("embeddings.projection", x)
+
+        def layers(x, _):
+            every = []
+            for layer in range(self.num_layers):
+                x, heads = self._layer(f"encoder.layer.{layer}.", x, attention)
+                every.append(heads)
+            return x, every
+
+        x, every = jax.lax.scan(layers, x, length=self.repeats)
+        count = range(self.repeats)
+        return x, [tuple(part[n] for part in heads) for n in count for heads in every]
+
+    def _layer(self, at, x, attention):
+        parts = (f"{at}attention.self.{part}" for part in ("query", "key", "value"))
+        heads = tuple(self._heads(self._linear(part, x)) for part in parts)
+        mixed = self._linear(f"{at}attention.output.dense", attention(*heads).reshape(x.shape))
+        x = self._norm(f"{at}attention.output", x + mixed)
+        hidden = jax.nn.gelu(self._linear(f"{at}intermediate.dense", x), approximate=False)
+        return self._norm(f"{at}output", x + self._linear(f"{at}output.dense", hidden)), heads
 
     def _heads(self, x):
         return x.reshape(*x.shape[:-1], self.num_heads, -1)

@@ -12,6 +12,7 @@ from effattn.nn.based import BasedSelfAttention
 from effattn.nn.block import Block
 from effattn.nn.block_linformer import BlockLinformerSelfAttention
 from effattn.nn.configuration import TransformerConfig
+from effattn.nn.convert import Conversion, conversion, convert
 from effattn.nn.convolution import DilatedConvolution
 from effattn.nn.convolution_attention import ConvolutionAttention
 from effattn.nn.convolutional_classifier import ConvolutionalClassifier
@@ -71,6 +72,7 @@ __all__ = [
     "BlockLinformerSelfAttention",
     "Centroids",
     "ChunkedFeedForward",
+    "Conversion",
     "ConvolutionAttention",
     "ConvolutionalClassifier",
     "CrossAttention",
@@ -123,6 +125,8 @@ __all__ = [
     "alibi_slopes",
     "as_attention_fn",
     "bigbird_from_transformers",
+    "conversion",
+    "convert",
     "generate",
     "longformer_from_transformers",
 ]

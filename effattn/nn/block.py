@@ -33,7 +33,7 @@ class Layer(Module):
     def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
         dtypes = dtypes_of(config)
         residual_init = initializers.residual_init(config.num_layers)
-        self.mixer = _build_mixer(config, layer, out_kernel_init=residual_init, rngs=rngs, **dtypes)
+        self.mixer = build_mixer(config, layer, out_kernel_init=residual_init, rngs=rngs, **dtypes)
         hidden_features, kind = config.hidden_features, FEED_FORWARDS[config.feed_forward]
         if hidden_features is None:
             gated = -(-config.features * 8 // 3 // 8) * 8
@@ -108,7 +108,8 @@ class Block(Layer):
         )
 
 
-def _build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
+def build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:
+    """The mixer of a layer; `common` are the random streams, dtypes and initializers."""
     groups = config.layer_mixer(layer)
     positions: dict[str, Any] = {}
     kind = config.position_kind()

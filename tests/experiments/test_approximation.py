@@ -9,8 +9,7 @@ import pytest
 
 from effattn import registry
 from effattn.analysis import approximation_error
-from experiments import approximation
-from experiments.harness import encoder
+from experiments import approximation, encoder
 from experiments.tasks.corpora import Corpus
 from tests.experiments.test_encoder import needs_package, small  # noqa: F401
 
@@ -99,10 +98,34 @@ def test_interrupted_it_says_so(tmp_path, folder_of_text, without_package, monke
 @pytest.mark.parametrize("name", approximation.FAMILIES)
 def test_every_family_is_of_the_registry_and_of_its_size(name):
     family = approximation.FAMILIES[name]
-    assert family.mechanism in registry.names("bidirectional")
+    assert callable(family.mechanism) or family.mechanism in registry.names("bidirectional")
     heads = np.random.default_rng(0).normal(size=(3, 10, 1, 4)).astype(np.float32)
     options = family.options(3, 10, 4, jax.random.key(1))
     assert np.isfinite(approximation_error(family.mechanism, *heads, **options).matrix).all()
+
+
+@pytest.mark.parametrize("name", ["window", "LSH, asymmetric", "hierarchical"])
+def test_these_families_are_exact_at_the_largest_size(name):
+    family = approximation.FAMILIES[name]
+    heads = np.random.default_rng(0).normal(size=(3, 12, 2, 4)).astype(np.float32)
+    size = {"hierarchical": 12}.get(name, 24)
+    options = family.options(size, 12, 4, jax.random.key(1))
+    assert approximation_error(family.mechanism, *heads, **options).matrix.max() < 1e-5
+
+
+def test_a_window_of_a_size_has_as_many_keys():
+    for size in range(1, 6):
+        left, right = approximation.window(size, 10, 4, None)["local_window_size"]
+        assert left + 1 + right == size
+
+
+def test_asymmetric_hashes_find_keys_that_a_window_does_not():
+    query = 4 * np.random.default_rng(0).normal(size=(64, 1, 8)).astype(np.float32)
+    heads = query, query[::-1], query
+    hashes = approximation.asymmetric_hashes(16, 64, 8, jax.random.key(0))
+    error = approximation_error(approximation.hashed, *heads, **hashes).matrix.item()
+    near = approximation.window(16, 64, 8, None)
+    assert error < 0.9 * approximation_error("sliding_window", *heads, **near).matrix.item()
 
 
 def test_mean_pooling_is_of_all_tokens_once():
