@@ -1,7 +1,7 @@
 """Compiled programs of one model: initialisation, training step and evaluation."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,8 @@ class ByShape:
     @property
     def temporary_bytes(self) -> int:
         """Largest memory of the compiled programs, without arguments and results."""
-        memories = [program.memory_analysis() for program in self._compiled.values()]
+        with self._lock:
+            memories = [program.memory_analysis() for program in self._compiled.values()]
         # CPUs, GPUs and TPUs report it.
         return max((memory.temp_size_in_bytes for memory in memories if memory), default=0)
 
@@ -160,17 +161,15 @@ class Programs:
             return optax.apply_updates(trained, updates), state
 
         (trained, state), scale = self._scale.update(update, gradients, (trained, state), scale)
-        tokens = batch.inputs[0]
-        params = self._move({**params, "trained": trained}, tokens.reshape(-1, tokens.shape[-1]))
+        inputs = [x.reshape(-1, *x.shape[2:]) for x in batch.inputs]
+        params = self._move({**params, "trained": trained}, inputs)
         return params, (state, scale), loss
 
-    def _move(self, params: Params, tokens: jax.Array) -> Params:
+    def _move(self, params: Params, inputs: Sequence[jax.Array]) -> Params:
         if not params["moved"]:
             return params
         moving = self.model(params)
-        for _, module in moving.iter_modules():
-            if hasattr(module, "update_centroids") and hasattr(module, "blocks"):
-                module.update_centroids(tokens)
+        moving.update_centroids(*inputs)
         return {**params, "moved": _params_of(moving)["moved"]}
 
     def _evaluate(self, params: Params, batch: Batch) -> Scores:
