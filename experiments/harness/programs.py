@@ -76,7 +76,8 @@ class Programs:
     Attributes:
       init: `seed () int -> (params, optimiser_state)`.
       step: `(params, optimiser_state, learning_rate (), batch) -> (params, optimiser_state, loss)`.
-        The arrays of the batch are `(A, B, ...)`: gradients are averaged over the A microbatches.
+        The arrays of the batch are `(A, B, ...)`: gradients of the A microbatches are added. The
+        loss is the mean over all targets.
         The program reuses the memory of `params` and `optimiser_state`.
       evaluate: `(params, batch) -> scores`; the arrays of batch and scores are `(n, B, ...)`.
       parameters: number of trained parameters.
@@ -139,21 +140,21 @@ class Programs:
 
     def one_step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
         trained, (state, scale) = params["trained"], state
+        count = (batch.targets != NOTHING).sum()
 
-        def scaled_mean(trained, microbatch):
+        def scaled_loss(trained, microbatch):
             nats = self._scores({**params, "trained": trained}, microbatch).nats
-            mean = nats.sum() / (microbatch.targets != NOTHING).sum()
-            return self._scale.up(mean, scale), mean
+            loss = nats.sum() / count
+            return self._scale.up(loss, scale), loss
 
         def add(total, microbatch):
-            (_, mean), gradients = jax.value_and_grad(scaled_mean, has_aux=True)(
+            (_, loss), gradients = jax.value_and_grad(scaled_loss, has_aux=True)(
                 trained, microbatch
             )
-            return jax.tree.map(jnp.add, total, (mean, gradients)), None
+            return jax.tree.map(jnp.add, total, (loss, gradients)), None
 
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, trained))
-        total, _ = jax.lax.scan(add, zero, batch)
-        loss, gradients = jax.tree.map(lambda x: x / len(batch.targets), total)
+        (loss, gradients), _ = jax.lax.scan(add, zero, batch)
 
         def update(gradients, state):
             updates, state = self._optimiser.update(gradients, state, trained)
