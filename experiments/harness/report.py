@@ -116,7 +116,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def write_report(
     folder: Path, comparison: Comparison, settings: dict[str, Any], task: "Task", command: str
 ) -> None:
-    """Writes `summary.json` into the run folder."""
+    """Writes `summary.json` into the run folder.
+
+    It removes an earlier `summary.md`, so that the report is unfinished until `finish`.
+    """
+    (folder / "summary.md").unlink(missing_ok=True)
     summary = {
         "schema": SCHEMA,
         "title": task.title or f"{type(task).__name__}: mechanisms compared",
