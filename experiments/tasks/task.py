@@ -37,7 +37,7 @@ class Scores(NamedTuple):
     right: Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Task(abc.ABC):
     """Base of the tasks, which are frozen dataclasses of their sizes.
 
