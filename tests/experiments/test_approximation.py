@@ -9,8 +9,7 @@ import pytest
 
 from effattn import registry
 from effattn.analysis import approximation_error
-from experiments import approximation
-from experiments.harness import encoder
+from experiments import approximation, encoder
 from experiments.tasks.corpora import Corpus
 from tests.experiments.test_encoder import needs_package, small  # noqa: F401
 

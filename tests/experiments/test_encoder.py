@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import effattn
-from experiments.harness import encoder
+from experiments import encoder
 from experiments.harness.errors import UserError
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
