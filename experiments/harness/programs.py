@@ -123,7 +123,7 @@ class Programs:
         """Returns the parameters with new random features; `number` is the seed of the draw."""
         model = self.model(params)
         rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(0), number))
-        for _, module in model.iter_modules():
+        for _, module in nnx.iter_modules(model):
             if hasattr(module, "redraw"):
                 module.redraw(rngs)
         return {**params, "fixed": _params_of(model)["fixed"]}
