@@ -1,4 +1,4 @@
-"""A task that a model without attention learns."""
+"""Tasks that small models learn, and their options."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from experiments.harness.task_options import TaskOptions, Tasks
 from experiments.tasks.task import NOTHING, Batch, Task, generator
 
 
@@ -56,3 +57,32 @@ class Counting(Task):
         counts = rng.integers(1, length, size=(size, 1)) if self.is_ragged else length
         targets = np.where(np.arange(length) < counts, tokens[:, 1:], NOTHING)
         return Batch((tokens[:, :-1],), targets)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Last(Counting):
+    """Classification of right-padded examples by whether the last number is odd."""
+
+    model: ClassVar[str] = "classifier"
+    is_causal: ClassVar[bool] = False
+    headline: ClassVar[str] = "accuracy"
+    more_is_better: ClassVar[bool] = True
+
+    @property
+    def num_classes(self) -> int:
+        return 2
+
+    def _examples(self, size, length, key):
+        tokens = super()._examples(size, length, key).inputs[0]
+        lengths = generator(*key, 1).integers(1, length, size=size, dtype=np.int32)
+        return Batch((tokens, lengths), tokens[np.arange(size), lengths - 1] % 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(TaskOptions):
+    """Trains a small model for each mechanism on numbers."""
+
+    tasks: ClassVar[Tasks] = {
+        "counting": {"small": Counting(), "published": Counting(numbers=64)},
+        "last": {"small": Last(), "published": Last(numbers=64)},
+    }

@@ -303,6 +303,23 @@ def test_accuracy_is_shown_against_the_state_of_three_mechanisms_that_decode(tmp
     assert len({line.get_marker() for line in axis.lines}) == 3
 
 
+@pytest.mark.parametrize("places", [7, 8])
+def test_losses_by_position_are_drawn_for_long_windows(tmp_path, drawn, places):
+    by_position = {str(2**place): 8.0 - place for place in range(places)}
+    runs = [result(m, s, 2.0) for m in ("softmax", "linear") for s in range(2)]
+    for run, more in zip(runs, (0, 1, 0, 0), strict=True):
+        values = {place: bits + more for place, bits in by_position.items()}
+        run["held_out"] = {"validation": {"bits_per_byte": 2.0, "bits_by_position": values}}
+    figure.write_figures(tmp_path, runs, TEXT)
+    assert (tmp_path / "positions.png").exists() == (places == 8)
+    if places == 8:
+        (axis,) = drawn[1].axes
+        softmax, linear = axis.lines
+        assert softmax.get_xdata().tolist() == [1, 2, 4, 8, 16, 32, 64, 128]
+        assert softmax.get_ydata() == pytest.approx(linear.get_ydata() + 0.5)
+        assert linear.get_ydata() == pytest.approx(list(by_position.values()))
+
+
 @pytest.mark.parametrize(
     ("states", "task"), [((1, 2, 2), Accurate()), ((1, 2, None), Accurate()), ((1, 2, 3), TEXT)]
 )

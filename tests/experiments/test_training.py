@@ -236,7 +236,7 @@ def test_compilation_and_evaluation_do_not_count_as_training_time(run, monkeypat
 
     programs.draw = draw
     programs.evaluate = slow(programs.evaluate, 1000.0)
-    programs.step = ByShape(programs._step)
+    programs.step = ByShape(programs.one_step)
     programs.step.warm_up = slow(programs.step.warm_up, 1000.0)
     monkeypatch.setattr(ByShape, "__call__", slow(ByShape.__call__, 1.0))
     train(run, SCHEDULE, programs, TWO_LENGTHS, Lines())

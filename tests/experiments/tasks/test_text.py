@@ -152,8 +152,27 @@ def test_bits_are_those_of_bytes_not_of_tokens(documents):
     validation = task.held_out()["validation"]
     measures = task.measure("validation", validation, scores(np.ones((5, 16))))
     assert measures["loss"] == 1.0
+    text = "".join(tokenizer.decode(window[1:]) for window in task.valid)
+    assert len(text.encode()) > 2 * 5 * 16
     bits = 5 * 16 / math.log(2)
-    assert measures["bits_per_byte"] == pytest.approx(bits / task.valid_bytes)
+    assert measures["bits_per_byte"] == pytest.approx(bits / len(text.encode()))
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (8, {"1": 1, "2": 2.5, "4": 6}),
+        (9, {"1": 1, "2": 2.5, "4": 5.5, "8": 8.5}),
+        (15, {"1": 1, "2": 2.5, "4": 5.5, "8": 11.5}),
+    ],
+)
+def test_losses_by_position_are_means_over_the_tokens_before(length, expected):
+    task = of(NextToken, WINDOWS[:2, : length + 1])
+    # Each target costs as many bits as it has tokens before it.
+    bits = np.tile(np.arange(1, length + 1), (2, 1))
+    validation = task.held_out()["validation"]
+    measures = task.measure("validation", validation, scores(bits * math.log(2)))
+    assert measures["bits_by_position"] == pytest.approx(expected, rel=1e-6)
 
 
 def spelled(tokens):

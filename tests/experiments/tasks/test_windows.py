@@ -4,7 +4,7 @@ import pytest
 from experiments.harness.errors import UserError
 from experiments.tasks.corpora import Corpus
 from experiments.tasks.text import NextToken
-from experiments.tasks.tokenizers import BytePairTokenizer, ByteTokenizer
+from experiments.tasks.tokenizers import ByteTokenizer
 from experiments.tasks.windows import Windows, batches
 
 
@@ -51,7 +51,7 @@ def test_validation_windows_are_fixed_and_spread_over_the_held_out_text(document
     starts = [stream.index(window.tobytes()) for window in task.valid]
     assert starts[0] == 0 and starts[-1] > len(stream) - 64
     assert len(set(np.diff(starts) // 64)) <= 2
-    assert task.valid_bytes == task.held_out()["validation"].targets.size == 5 * 16
+    assert task.held_out()["validation"].targets.shape == (5, 16)
 
 
 def test_fewer_windows_than_asked_for_are_all_used(documents):
@@ -60,12 +60,19 @@ def test_fewer_windows_than_asked_for_are_all_used(documents):
     assert task.valid.shape == (3, 17)
 
 
-def test_the_bytes_of_validation_targets_are_counted_not_their_tokens(documents):
+def test_windows_of_whole_documents_extend_over_no_end():
+    windows = Windows(np.arange(100), context=9, ends=[40, 49, 100])
+    assert [window[0] for window in windows] == [0, 9, 18, 27, 49, 58, 67, 76, 85]
+    assert {len(windows[i]) for i in range(len(windows))} == {10}
+
+
+def test_whole_documents_are_those_of_the_corpus(documents):
     corpus = Corpus(tuple(documents[:15]), tuple(documents[15:]))
-    tokenizer = BytePairTokenizer.train(corpus.train, 300)
-    task = NextToken.of(corpus, tokenizer, context=16, batch=2, eval_windows=5)
-    text = "".join(tokenizer.decode(window[1:]) for window in task.valid)
-    assert task.valid_bytes == len(text.encode()) > 2 * 5 * 16
+    sizes = {"context": 100, "batch": 2, "eval_windows": 100}
+    task = NextToken.of(corpus, ByteTokenizer(), whole_documents=True, **sizes)
+    assert len(task.valid) == sum((len(document) - 1) // 100 for document in documents[15:])
+    for window in task.valid:
+        assert sum(window.tobytes() in document for document in documents[15:]) == 1
 
 
 @pytest.mark.parametrize(
