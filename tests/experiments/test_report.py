@@ -63,6 +63,7 @@ RUNS = [result("softmax", s, b) for s, b in enumerate((2.0, 2.2))]
 RUNS += [result("linear", s, b, tokens_per_second=3000.0) for s, b in enumerate((2.4, 2.5))]
 SHARES = [share("softmax", s, a, a / 2) for s, a in enumerate((0.5, 0.6))]
 SHARES += [share("linear", s, 1.0, 0.125 * s, state_bytes=None) for s in range(2)]
+COMMAND = "python -m experiments.lm --steps 3"
 SETTINGS = {"steps": 3, "seeds": [0, 1], "equal_parameters": True}
 
 
@@ -80,7 +81,7 @@ def table_of(runs, task=TEXT):
 
 
 def write(folder, runs, settings=SETTINGS, task=TEXT, sweep=()):
-    report.write_report(folder, Comparison(runs, list(sweep)), settings, task)
+    report.write_report(folder, Comparison(runs, list(sweep)), settings, task, COMMAND)
     report.finish(folder)
 
 
@@ -157,7 +158,7 @@ def test_the_report_is_written_and_read_back(tmp_path):
     assert "# Language models compared\n" in markdown and TEXT.reference in markdown
     assert "| softmax   |           0.5 |     2.700 |" in markdown
     assert "best rate was chosen on the validation set, with the first seed" in markdown
-    assert "steps 3, seeds 0 1" in markdown
+    assert f"`{COMMAND}`\n\nsteps 3, seeds 0 1" in markdown
     assert markdown.count("    to be\n") == 4
     assert "Continuing this held-out text:\n    To be\n" in read and "linear writes:" in read
     assert read.count("to be") == 2
@@ -188,7 +189,7 @@ def test_a_report_is_finished_for_the_same_runs_alone(tmp_path, changes):
 def test_a_report_that_a_kill_left_half_written_is_not_finished(tmp_path):
     write(tmp_path, RUNS)
     others = {**SETTINGS, "seeds": [0]}
-    report.write_report(tmp_path, Comparison(RUNS[::2], []), others, TEXT)
+    report.write_report(tmp_path, Comparison(RUNS[::2], []), others, TEXT, COMMAND)
     assert not report.finished(tmp_path, others) and not report.finished(tmp_path, SETTINGS)
 
 

@@ -19,7 +19,9 @@ TINY = "--layers 1 --width 8 --heads 2 --batch 4 --steps 2 --optimiser adamw --s
 def asked(monkeypatch):
     """Options that the command was run with, in order."""
     found = []
-    monkeypatch.setattr(command, "run", lambda experiment, options: found.append(options) or 0)
+    monkeypatch.setattr(
+        command, "run", lambda experiment, options, default: found.append(options) or 0
+    )
     return found
 
 
@@ -58,7 +60,7 @@ def test_defaults_are_those_of_the_task_and_the_preset(asked):
     [
         ("", "--task must be one of counting, last, got ''"),
         ("cuonting", "--task must be one of counting, last, got 'cuonting'"),
-        ("counting,size=4", "--task counting has no option 'size'; its options are numbers, lengt"),
+        ("counting,size=4", "--task counting has no option 'size'; its options are numbers, "),
         ("counting,numbers=", "--task: option numbers must be a number, .* got ''"),
         ("counting,numbers=4,numbers=5", "--task: 'counting,.*' gives numbers twice; give it once"),
         ("counting,numbers=1", "--task counting,numbers=1: numbers must be at least 2, got 1"),
