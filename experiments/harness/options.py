@@ -65,7 +65,7 @@ class Options(abc.ABC):
     @property
     @abc.abstractmethod
     def is_causal(self) -> bool:
-        """Whether the compared mechanisms are causal."""
+        """True if the compared mechanisms are causal."""
 
     def fits(self, capabilities: frozenset[str]) -> bool:
         """Returns whether a mechanism with these capabilities can be compared."""
