@@ -125,7 +125,7 @@ def write_report(
         "schema": SCHEMA,
         "title": task.title or f"{type(task).__name__}: mechanisms compared",
         "command": command,
-        "is_causal": settings.get("side") != "encoder" and task.is_causal,
+        "is_causal": settings.get("side", "decoder") == "decoder" and task.is_causal,
         "reference": task.reference,
         "explained": task.explained,
         "columns": dict(task.columns),

@@ -164,6 +164,21 @@ def test_the_report_is_written_and_read_back(tmp_path):
     assert read.count("to be") == 2
 
 
+@pytest.mark.parametrize(
+    ("side", "task", "is_causal"),
+    [
+        (None, TEXT, True),
+        (None, MASKED, False),
+        ("encoder", TEXT, False),
+        ("decoder", TEXT, True),
+        ("cross_attention", TEXT, False),
+    ],
+)
+def test_the_direction_of_the_compared_mechanisms_is_recorded(tmp_path, side, task, is_causal):
+    write(tmp_path, RUNS, SETTINGS if side is None else {**SETTINGS, "side": side}, task)
+    assert json.loads((tmp_path / "summary.json").read_text())["is_causal"] == is_causal
+
+
 def test_a_report_of_several_sets_has_both_tables(tmp_path):
     write(tmp_path, SHARES, task=Accurate())
     summary = json.loads((tmp_path / "summary.json").read_text())
