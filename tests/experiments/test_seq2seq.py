@@ -42,7 +42,7 @@ def test_a_run_folder_holds_a_table_a_figure_and_the_numbers(finished):
     softmax, linear = summary["mechanisms"]
     assert softmax["parameters"] == linear["parameters"]
     text = (folder / "summary.md").read_text()
-    assert "| softmax " in text and "'0 ist'" in text and "| BLEU |" in text
+    assert "| softmax " in text and "'0 ist'" in text and "BLEU |" in text
 
 
 @pytest.mark.slow
