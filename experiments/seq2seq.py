@@ -56,6 +56,11 @@ class Config(Options):
     def is_causal(self) -> bool:
         return self.side == "decoder"
 
+    def fits(self, capabilities: frozenset[str]) -> bool:
+        if self.side == "cross_attention":
+            return "cross" in capabilities and bool({"offset", "state"} & capabilities)
+        return super().fits(capabilities) and "lengths" in capabilities
+
     def sides(self) -> dict[str, str]:
         """Returns the mechanism of each side that is not compared."""
         names = ("encoder", "decoder", "cross_attention")

@@ -26,3 +26,7 @@ class Classifier(nnx.Module):
         is_token = jnp.arange(tokens.shape[1]) < lengths[:, None]
         total = jnp.where(is_token[..., None], features, 0).sum(1, dtype=jnp.float32)
         return self.head(total / jnp.maximum(lengths, 1)[:, None])
+
+    def update_centroids(self, tokens: jax.Array, lengths: jax.Array) -> None:
+        """Updates centroids as `Transformer.update_centroids`."""
+        self.transformer.update_centroids(tokens, lengths=lengths)

@@ -52,7 +52,7 @@ def sizes(length: int, window: int | None, is_causal: bool) -> dict[str, dict[st
         "block_sparse": {"block_size": root},
         "bigbird": {"block_size": root},
         "random": {"block_size": root},
-        "hierarchical": {"segment_size": root},
+        "hierarchical": {"segment_size": root, "num_summaries": max(1, root // 4)},
         "cosformer": {"max_length": length},
         "linformer": {"num_projected": quarter},
         "block_linformer": {"block_size": root, "num_projected": max(1, root // 4)},

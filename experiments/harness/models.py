@@ -140,6 +140,16 @@ class Translator(EncoderDecoder):
             source, target, source_lengths=source_lengths, target_lengths=target_lengths
         )
 
+    def update_centroids(
+        self,
+        source: jax.Array,
+        target: jax.Array,
+        source_lengths: jax.Array,
+        target_lengths: jax.Array,
+    ) -> None:
+        """Updates the encoder's centroids; those of the decoder stay as they were drawn."""
+        self.encoder.update_centroids(source, lengths=source_lengths)
+
 
 _KINDS: dict[str, Callable[[str, Options, Task, int | None], Any]] = {
     "language_model": _language_model,

@@ -65,15 +65,19 @@ class Options(abc.ABC):
     @property
     @abc.abstractmethod
     def is_causal(self) -> bool:
-        """Whether the compared mechanisms are causal."""
+        """True if the compared mechanisms are causal."""
+
+    def fits(self, capabilities: frozenset[str]) -> bool:
+        """Returns whether a mechanism with these capabilities can be compared."""
+        return ("causal" if self.is_causal else "bidirectional") in capabilities
 
     def with_all(self) -> Self:
-        """Returns the options with "all" replaced by the names of all mechanisms."""
+        """Returns the options with "all" replaced by the names of all mechanisms that fit."""
         if "all" not in self.mechanisms:
             return self
         from effattn import registry
 
-        names = registry.names("causal" if self.is_causal else "bidirectional")
+        names = [name for name in registry.names() if self.fits(registry.get(name).capabilities)]
         named = [name for m in self.mechanisms for name in (names if m == "all" else (m,))]
         return dataclasses.replace(self, mechanisms=tuple(dict.fromkeys(named)))
 

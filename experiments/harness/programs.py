@@ -1,7 +1,7 @@
 """Compiled programs of one model: initialisation, training step and evaluation."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,8 @@ class ByShape:
     @property
     def temporary_bytes(self) -> int:
         """Largest memory of the compiled programs, without arguments and results."""
-        memories = [program.memory_analysis() for program in self._compiled.values()]
+        with self._lock:
+            memories = [program.memory_analysis() for program in self._compiled.values()]
         # CPUs, GPUs and TPUs report it.
         return max((memory.temp_size_in_bytes for memory in memories if memory), default=0)
 
@@ -75,7 +76,8 @@ class Programs:
     Attributes:
       init: `seed () int -> (params, optimiser_state)`.
       step: `(params, optimiser_state, learning_rate (), batch) -> (params, optimiser_state, loss)`.
-        The arrays of the batch are `(A, B, ...)`: gradients are averaged over the A microbatches.
+        The arrays of the batch are `(A, B, ...)`: gradients of the A microbatches are added. The
+        loss is the mean over all targets.
         The program reuses the memory of `params` and `optimiser_state`.
       evaluate: `(params, batch) -> scores`; the arrays of batch and scores are `(n, B, ...)`.
       parameters: number of trained parameters.
@@ -121,7 +123,7 @@ class Programs:
         """Returns the parameters with new random features; `number` is the seed of the draw."""
         model = self.model(params)
         rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(0), number))
-        for _, module in model.iter_modules():
+        for _, module in nnx.iter_modules(model):
             if hasattr(module, "redraw"):
                 module.redraw(rngs)
         return {**params, "fixed": _params_of(model)["fixed"]}
@@ -138,21 +140,21 @@ class Programs:
 
     def one_step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
         trained, (state, scale) = params["trained"], state
+        count = (batch.targets != NOTHING).sum()
 
-        def scaled_mean(trained, microbatch):
+        def scaled_loss(trained, microbatch):
             nats = self._scores({**params, "trained": trained}, microbatch).nats
-            mean = nats.sum() / (microbatch.targets != NOTHING).sum()
-            return self._scale.up(mean, scale), mean
+            loss = nats.sum() / count
+            return self._scale.up(loss, scale), loss
 
         def add(total, microbatch):
-            (_, mean), gradients = jax.value_and_grad(scaled_mean, has_aux=True)(
+            (_, loss), gradients = jax.value_and_grad(scaled_loss, has_aux=True)(
                 trained, microbatch
             )
-            return jax.tree.map(jnp.add, total, (mean, gradients)), None
+            return jax.tree.map(jnp.add, total, (loss, gradients)), None
 
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, trained))
-        total, _ = jax.lax.scan(add, zero, batch)
-        loss, gradients = jax.tree.map(lambda x: x / len(batch.targets), total)
+        (loss, gradients), _ = jax.lax.scan(add, zero, batch)
 
         def update(gradients, state):
             updates, state = self._optimiser.update(gradients, state, trained)
@@ -160,17 +162,15 @@ class Programs:
             return optax.apply_updates(trained, updates), state
 
         (trained, state), scale = self._scale.update(update, gradients, (trained, state), scale)
-        tokens = batch.inputs[0]
-        params = self._move({**params, "trained": trained}, tokens.reshape(-1, tokens.shape[-1]))
+        inputs = [x.reshape(-1, *x.shape[2:]) for x in batch.inputs]
+        params = self._move({**params, "trained": trained}, inputs)
         return params, (state, scale), loss
 
-    def _move(self, params: Params, tokens: jax.Array) -> Params:
+    def _move(self, params: Params, inputs: Sequence[jax.Array]) -> Params:
         if not params["moved"]:
             return params
         moving = self.model(params)
-        for _, module in moving.iter_modules():
-            if hasattr(module, "update_centroids") and hasattr(module, "blocks"):
-                module.update_centroids(tokens)
+        moving.update_centroids(*inputs)
         return {**params, "moved": _params_of(moving)["moved"]}
 
     def _evaluate(self, params: Params, batch: Batch) -> Scores:

@@ -116,12 +116,16 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def write_report(
     folder: Path, comparison: Comparison, settings: dict[str, Any], task: "Task", command: str
 ) -> None:
-    """Writes `summary.json` into the run folder."""
+    """Writes `summary.json` into the run folder.
+
+    It removes an earlier `summary.md`, so that the report is unfinished until `finish`.
+    """
+    (folder / "summary.md").unlink(missing_ok=True)
     summary = {
         "schema": SCHEMA,
         "title": task.title or f"{type(task).__name__}: mechanisms compared",
         "command": command,
-        "is_causal": settings.get("side") != "encoder" and task.is_causal,
+        "is_causal": settings.get("side", "decoder") == "decoder" and task.is_causal,
         "reference": task.reference,
         "explained": task.explained,
         "columns": dict(task.columns),

@@ -58,6 +58,10 @@ class TaskOptions(Options):
     def is_causal(self) -> bool:
         return self._task.is_causal
 
+    def fits(self, capabilities: frozenset[str]) -> bool:
+        is_padded = self._task.model != "language_model"
+        return super().fits(capabilities) and ("lengths" in capabilities or not is_padded)
+
     def prepare(self) -> dict[str, Any]:
         return {"task_sizes": self._task.settings()}
 

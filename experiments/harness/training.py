@@ -112,6 +112,8 @@ def train(
                             log(*unread.pop(0))
                         paused = time.perf_counter()
                         programs.step.warm_up(*arguments)
+                        if programs.redraw:
+                            programs.draw(params, 0)
                         started += time.perf_counter() - paused
                     params, optimiser_state, loss = programs.step(*arguments)
                     step += 1

@@ -1,4 +1,4 @@
-"""What a task is: examples by seed and step, held-out sets by name, and measures of a model."""
+"""Contract of a task: examples by seed and step, held-out sets by name, and measures of a model."""
 
 import abc
 import dataclasses
@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a model made of a batch, as NumPy or JAX arrays in the shape of its targets.
+    """Scores of a model on a batch, as NumPy or JAX arrays in the shape of its targets.
 
     Attributes:
       nats: float, minus the log of the probability of the target; 0 at positions without a target.
@@ -37,7 +37,7 @@ class Scores(NamedTuple):
     right: Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Task(abc.ABC):
     """Base of the tasks, which are frozen dataclasses of their sizes.
 

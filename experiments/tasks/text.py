@@ -173,11 +173,11 @@ class NextToken(Text):
         """
         measures = super().measure(name, batch, scores)
         if name == "validation":
-            edges = 2 ** np.arange(int(math.log2(self.length)) + 1)
+            edges = 2 ** np.arange(math.ceil(math.log2(self.length)))
             of_place = scores.nats.mean(0, dtype=np.float64) / math.log(2)
-            parts = np.split(of_place, edges[:-1] if edges[-1] == self.length else edges)[1:]
+            parts = np.split(of_place, edges - 1)[1:]  # the first target has one token before it
             measures["bits_by_position"] = {
-                str(edge): float(part.mean()) for edge, part in zip(edges, parts, strict=False)
+                str(edge): float(part.mean()) for edge, part in zip(edges, parts, strict=True)
             }
         return measures
 

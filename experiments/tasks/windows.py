@@ -21,7 +21,7 @@ class Windows:
 
     stream: np.ndarray
     context: int
-    ends: Sequence[int] | None = None
+    ends: Sequence[int] | np.ndarray | None = None
 
     @functools.cached_property
     def starts(self) -> np.ndarray:

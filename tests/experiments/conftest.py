@@ -44,8 +44,8 @@ class Lines:
         self.steps.append(step)
         self.losses.append(loss)
 
-    def evaluated(self, record):
-        self.evaluations.append(record)
+    def evaluated(self, headline, record):
+        self.evaluations.append((headline, record))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ class Runner:
         if rate > self.limit:
             raise Diverged("run", 3, "try less")
         run = {"mechanism": mechanism, "learning_rate": rate, "seed": seed}
-        return {**run, "valid_loss": LOSSES[rate]}
+        return {**run, "loss": LOSSES[rate]}
 
     def say(self, text):
         self.said.append(text)
@@ -34,10 +34,18 @@ def of(run):
     return run["mechanism"], run["learning_rate"], run["seed"]
 
 
+def by_loss(result):
+    return (result["loss"],)
+
+
+def compare_of(runner, mechanisms, rates, seeds, at_once=1, cost=by_loss):
+    return compare(mechanisms, rates, seeds, runner.run, cost, runner, at_once)
+
+
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_every_mechanism_runs_with_every_seed(at_once):
     runner = Runner()
-    comparison = compare("ab", [0.1], [5, 6], runner.run, runner, at_once)
+    comparison = compare_of(runner, "ab", [0.1], [5, 6], at_once)
     expected = [("a", 0.1, 5), ("a", 0.1, 6), ("b", 0.1, 5), ("b", 0.1, 6)]
     assert sorted(runner.asked) == expected
     assert [of(run) for run in comparison.runs] == expected
@@ -49,7 +57,7 @@ def test_every_mechanism_runs_with_every_seed(at_once):
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_a_sweep_finds_the_best_rate_of_each_mechanism_with_the_first_seed(at_once):
     runner = Runner()
-    comparison = compare("ab", [0.1, 0.2, 0.4], [5, 6], runner.run, runner, at_once)
+    comparison = compare_of(runner, "ab", [0.1, 0.2, 0.4], [5, 6], at_once)
     tried = [("a", 0.1, 5), ("a", 0.2, 5), ("a", 0.4, 5)]
     assert set(runner.asked[:6]) == {*tried, ("b", 0.1, 5), ("b", 0.2, 5), ("b", 0.4, 5)}
     assert len(runner.asked) == planned_runs(2, 3, 2) == 8
@@ -60,9 +68,17 @@ def test_a_sweep_finds_the_best_rate_of_each_mechanism_with_the_first_seed(at_on
     assert runner.said == ["a: the best learning rate is 0.2", "b: the best learning rate is 0.2"]
 
 
+def test_the_best_is_that_of_least_cost():
+    runner = Runner()
+    worst = compare_of(runner, "a", [0.1, 0.2, 0.4], [5], cost=lambda run: (-run["loss"],))
+    assert [run["learning_rate"] for run in worst.runs] == [0.4]
+    tied = compare_of(runner, "a", [0.1, 0.4], [5], cost=lambda run: (0, -run["loss"]))
+    assert [run["learning_rate"] for run in tied.runs] == [0.4]
+
+
 def test_a_rate_that_diverges_is_left_out_of_the_sweep():
     runner = Runner(limit=0.15)
-    comparison = compare("a", [0.1, 0.2], [5], runner.run, runner)
+    comparison = compare_of(runner, "a", [0.1, 0.2], [5])
     assert [run["learning_rate"] for run in comparison.runs] == [0.1]
     assert [run["learning_rate"] for run in comparison.sweep] == [0.1]
     assert "left out of the sweep" in runner.said[0]
@@ -73,7 +89,7 @@ def test_a_rate_that_diverges_is_left_out_of_the_sweep():
 def test_if_every_rate_diverges_so_does_the_comparison(rates, at_once):
     runner = Runner(limit=0.0)
     with pytest.raises(Diverged):
-        compare("a", rates, [5], runner.run, runner, at_once)
+        compare_of(runner, "a", rates, [5], at_once)
 
 
 def test_calls_go_on_beside_each_other_and_keep_their_order():

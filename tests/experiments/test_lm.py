@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from experiments import lm
-from experiments.harness import corpora, folders, metrics, outcome, report, training
+from experiments.harness import folders, metrics, outcome
 from experiments.harness.errors import UserError
+from experiments.tasks import corpora
 from experiments.tasks.text import NextToken
-from experiments.tasks.windows import batches
 from tests.marks import slow_but_for
 
 ROOT = Path(lm.__file__).resolve().parents[1]
@@ -48,12 +49,12 @@ def files_of(folder):
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """Finished comparison: command line, corpus, run folder, and tokens of the runs by seed."""
+    """Finished comparison: command line, corpus, run folder, and batches of the runs by seed."""
 
     command: list[str]
     corpus: Path
     output: Path
-    tokens: dict[int, list[list[np.ndarray]]]
+    batches: dict[int, list[list[np.ndarray]]]
 
 
 @pytest.fixture(scope="module")
@@ -63,31 +64,24 @@ def finished(tmp_path_factory, documents):
     for index, document in enumerate(documents):
         (corpus / f"{index:02d}.txt").write_bytes(document)
     command = arguments(corpus, tmp_path_factory.mktemp("runs") / "all", *SCHEDULE)
-    tokens = {0: [], 7: []}
+    batches = {0: [[] for _ in range(6)], 7: [[] for _ in range(6)]}
+    training = NextToken.training
 
-    def recorded(windows, batch, seed):
-        order, seen = batches(windows, batch, seed), []
-        tokens[seed].append(seen)
-
-        class Recorder:
-            get_state = order.get_state
-
-            def __next__(self):
-                seen.append(next(order))
-                return seen[-1]
-
-        return Recorder()
+    def recorded(task, size, seed, step):
+        batch = training(task, size, seed, step)
+        batches[seed][step].append(np.stack([*batch.inputs, batch.targets]))
+        return batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "batches", recorded)
+        patch.setattr(NextToken, "training", recorded)
         assert lm.main(command) == 0
-    return Finished(command, corpus, Path(command[-len(SCHEDULE) - 1]), tokens)
+    return Finished(command, corpus, Path(command[-len(SCHEDULE) - 1]), batches)
 
 
 def test_a_run_folder_holds_all_that_was_promised(finished):
     output = finished.output
     names = {path.name for path in output.iterdir() if path.is_file()}
-    assert names == {"config.json", "summary.json", "summary.md", "loss.png"}
+    assert names == {"config.json", "summary.json", "summary.md", "results.png"}
     summary = json.loads((output / "summary.json").read_text())
     assert [row["mechanism"] for row in summary["mechanisms"]] == list(lm.Config.mechanisms)
     for row in summary["mechanisms"]:
@@ -110,11 +104,12 @@ def test_mechanisms_differ_in_nothing_but_themselves(finished):
 
 
 def test_every_mechanism_sees_the_same_data_in_the_same_order(finished):
-    for softmax, window, linear in finished.tokens.values():
-        assert len(softmax) == 6
-        np.testing.assert_array_equal(softmax, window)
-        np.testing.assert_array_equal(softmax, linear)
-    assert not np.array_equal(finished.tokens[0][0], finished.tokens[7][0])
+    for steps in finished.batches.values():
+        for softmax, window, linear in steps:
+            np.testing.assert_array_equal(softmax, window)
+            np.testing.assert_array_equal(softmax, linear)
+    assert not np.array_equal(finished.batches[0], finished.batches[7])
+    assert not np.array_equal(finished.batches[0][0], finished.batches[0][1])
 
 
 def test_a_finished_comparison_only_prints_its_table_again(finished, capsys):
@@ -137,11 +132,65 @@ def test_finished_runs_are_not_trained_again(finished, capsys):
     assert (output / "summary.md").is_file()
 
 
+@pytest.fixture
+def copied(finished, tmp_path):
+    """Command line and run folder of a copy of the finished comparison."""
+    output = shutil.copytree(finished.output, tmp_path / "copy")
+    return [str(output) if part == str(finished.output) else part for part in finished.command]
+
+
+def trained(output, before):
+    """Returns the names of the runs whose checkpoints are newer than `before`."""
+    return {
+        path.parents[1].name
+        for path in output.glob("*/checkpoints/*")
+        if path.stat().st_mtime_ns > before
+    }
+
+
+@pytest.mark.slow
+def test_a_folder_trains_only_the_runs_that_it_lacks(copied, capsys):
+    output, before = Path(copied[-len(SCHEDULE) - 1]), time.time_ns()
+    others = ["--mechanisms", "retention", "linear"]
+    assert lm.main([*copied, *others]) == 0
+    assert trained(output, before) == {f"retention-rate0.003-seed{seed}" for seed in (0, 7)}
+    out = capsys.readouterr().out
+    assert "| retention " in out and "| linear " in out and "| softmax " not in out
+
+    before = time.time_ns()
+    assert lm.main([*copied, *others, "--seeds", "0", "3"]) == 0
+    assert trained(output, before) == {f"{m}-rate0.003-seed3" for m in ("retention", "linear")}
+    summary = json.loads((output / "summary.json").read_text())
+    assert [row["seeds"] for row in summary["mechanisms"]] == [[0, 3], [0, 3]]
+
+    before = time.time_ns()
+    again = ["--mechanisms", "linear", "--seeds", "0", "--learning-rate", "0.5"]
+    assert lm.main([*copied, *again]) == 0
+    assert trained(output, before) == {"linear-rate0.5-seed0"}
+
+    # The first comparison is reported again without training.
+    before = time.time_ns()
+    assert lm.main(copied) == 0
+    assert trained(output, before) == set()
+    assert "| softmax " in (output / "summary.md").read_text()
+
+
+def test_runs_of_a_report_are_known_without_their_folders(copied, capsys):
+    output = Path(copied[-len(SCHEDULE) - 1])
+    for path in output.glob("*/"):
+        shutil.rmtree(path)
+    assert lm.main([*copied, "--mechanisms", "linear", "softmax", "--seeds", "7"]) == 0
+    assert not list(output.glob("*/"))
+    rows = json.loads((output / "summary.json").read_text())["mechanisms"]
+    assert [(row["mechanism"], row["seeds"]) for row in rows] == [("linear", [7]), ("softmax", [7])]
+
+
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
         (["--steps", "5"], "steps was 6, now 5"),
-        (["--learning-rate", "0.5"], r"learning_rate was \[0.003\], now \[0.5\]"),
+        (["--width", "16"], "width was 8, now 16"),
+        (["--redraw", "3"], "redraw was 0, now 3"),
     ],
 )
 def test_a_folder_of_another_configuration_is_left_alone(finished, capsys, more, reason):
@@ -214,14 +263,6 @@ def test_a_damaged_record_of_a_folder_is_one_sentence(tmp_path, folder_of_text, 
     (tmp_path / "run" / "config.json").write_text(content, encoding="latin1")
     command = arguments(folder_of_text, tmp_path / "run")
     assert_refused(command, capsys, r"config\.json is damaged; .* choose another --output")
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", "", '{"runs'])
-def test_damaged_results_are_one_sentence_that_says_what_to_delete(tmp_path, content):
-    path = tmp_path / "summary.json"
-    path.write_text(content)
-    with pytest.raises(UserError, match=r"summary\.json is damaged; delete .*summary\.md"):
-        report.read_report(tmp_path, NextToken.words)
 
 
 def test_an_output_within_the_corpus_is_refused(folder_of_text, capsys):
@@ -338,6 +379,14 @@ def test_a_folder_without_permission_is_refused(tmp_path, folder_of_text, capsys
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--context", "2"], "--context must be at least 4, got 2"),
         (["--window", "0"], "--window must be at least 1, got 0"),
+        (["--key-heads", "3"], "--key-heads must divide --heads 2, got 3"),
+        (["--key-heads", "0"], "--key-heads must be at least 1, got 0"),
+        (
+            ["--key-heads", "1", "--mechanisms", "lsh"],
+            "'lsh' has no option num_kv_heads",
+        ),
+        (["--redraw", "-1"], "--redraw must be at least 1, got -1"),
+        (["--probes", "--tokenizer", "bpe"], "--probes needs --tokenizer bytes, got True"),
         (["--at-once", "0"], "--at-once must be at least 1, got 0"),
         (["--seeds"], "--seeds needs at least one value, got none"),
         (["--seeds", "-1"], "--seeds must not be negative, got -1"),
@@ -389,7 +438,7 @@ def test_options_override_their_preset():
 @pytest.mark.parametrize("name", slow_but_for(["small"], lm.PRESETS))
 def test_presets_are_named_as_they_are_asked_for_and_fit_together(name):
     assert lm.PRESETS[name].preset == name
-    lm.command.checks.check(lm.parse(["--preset", name]))
+    lm.parse(["--preset", name]).check()
 
 
 @pytest.mark.slow
@@ -411,12 +460,12 @@ def test_byte_pairs_learning_rates_and_accumulation_together(tmp_path, folder_of
     assert lm.main(command) == 0
     assert (output / "tokenizer.json").is_file()
     summary = json.loads((output / "summary.json").read_text())
-    losses = {run["learning_rate"]: run["valid_loss"] for run in summary["sweep"]}
-    assert set(losses) == {0.001, 0.01}
-    assert summary["mechanisms"][0]["learning_rate"] == min(losses, key=losses.get)
+    bits = {run["learning_rate"]: run["bits_per_byte"] for run in summary["sweep"]}
+    assert set(bits) == {0.001, 0.01}
+    assert summary["mechanisms"][0]["learning_rate"] == min(bits, key=bits.get)
     (run,) = summary["runs"]
     # The mean token stands for more than one byte.
-    assert run["bits_per_byte"] < 0.7 * run["valid_loss"] / np.log(2)
+    assert run["bits_per_byte"] < 0.7 * run["loss"] / np.log(2)
     assert "Learning rates tried" in (output / "summary.md").read_text()
 
 

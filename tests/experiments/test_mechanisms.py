@@ -4,11 +4,12 @@ import pytest
 
 from effattn import registry
 from effattn.nn import TransformerConfig
-from experiments.harness.mechanisms import folder_name, parse
+from experiments.harness.mechanisms import parse, sizes
+from experiments.harness.naming import folder_name
 
 
-def mixers(text, layers=3, heads=4, window=16, is_causal=True, context=64):
-    return parse(text, layers, heads, window, context, is_causal)
+def mixers(text, layers=3, heads=4, window=16, is_causal=True, length=64):
+    return parse(text, layers, heads, window, length, is_causal)
 
 
 def test_every_causal_mechanism_by_its_name():
@@ -16,9 +17,59 @@ def test_every_causal_mechanism_by_its_name():
         found = mixers(name)
         TransformerConfig(vocab_size=9, num_layers=3, features=16, num_heads=4, mixer=found)
         windowed = registry.get(name).options.get("local_window_size") is not None
-        assert (
-            found == ({"name": name, **({"local_window_size": (15, 0)} if windowed else {})},) * 3
-        )
+        expected = {"local_window_size": (15, 0)} if windowed else of_length(64).get(name, {})
+        assert found == ({"name": name, **expected},) * 3
+
+
+def of_length(length, window=16, is_causal=True):
+    return sizes(length, window, is_causal)
+
+
+def test_options_that_are_not_given_follow_the_length():
+    short, long = of_length(64, None), of_length(4096, None)
+    assert short["sliding_window"] == {"local_window_size": (15, 0)}
+    assert long["sliding_window"] == {"local_window_size": (1023, 0)}
+    assert of_length(4096, None, is_causal=False)["longformer"] == {"local_window_size": (512, 511)}
+    for name, option in (
+        ("sparse_transformer", "stride"),
+        ("block_sparse", "block_size"),
+        ("bigbird", "block_size"),
+        ("hierarchical", "segment_size"),
+        ("block_linformer", "block_size"),
+        ("long_short", "window_size"),
+        ("lsh", "chunk_length"),
+        ("routing", "num_clusters"),
+    ):
+        assert (short[name][option], long[name][option]) == (8, 64)
+    for name, option in (
+        ("linformer", "num_projected"),
+        ("nystrom", "num_landmarks"),
+        ("recurrent_memory", "segment_size"),
+    ):
+        assert (short[name][option], long[name][option]) == (16, 1024)
+    for length in (64, 4096):
+        found = of_length(length)
+        assert found["routing"]["num_clusters"] * found["routing"]["cluster_size"] == length
+        assert found["cosformer"]["max_length"] == length
+        assert found["hierarchical"]["segment_size"] > found["hierarchical"]["num_summaries"]
+
+
+def test_options_that_are_given_replace_those_of_the_length():
+    assert mixers("lsh,num_buckets=2")[0] == {"name": "lsh", "num_buckets": 2, "chunk_length": 8}
+    assert mixers("sliding_window,local_window_size=(3,0)", window=None)[0] == {
+        "name": "sliding_window",
+        "local_window_size": (3, 0),
+    }
+    (group, _) = mixers("lsh+softmax")[0]["heads"]
+    assert group == {"name": "lsh", "num_buckets": 8, "chunk_length": 8, "num_heads": 2}
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 5, 16, 100, 1000])
+def test_options_of_any_length_are_positive(length, is_causal):
+    for options in of_length(length, None, is_causal).values():
+        for name, value in options.items():
+            assert min(value) >= 0 if name == "local_window_size" else value >= 1
 
 
 def test_options_turns_and_shares():
@@ -27,7 +78,8 @@ def test_options_turns_and_shares():
         {"name": "bigbird", "block_size": 8, "num_global_blocks": (1, 1), "seed": 3}
     )
     (mixer,) = set(map(str, mixers("block_linformer,block_size=16,sharing='none'")))
-    assert mixer == str({"name": "block_linformer", "block_size": 16, "sharing": "none"})
+    own = {"block_size": 16, "num_projected": 2, "sharing": "none"}
+    assert mixer == str({"name": "block_linformer", **own})
     assert [m["name"] for m in mixers("softmax/linear")] == ["softmax", "linear", "softmax"]
     first, second, _ = mixers("softmax+linear/softmax")
     assert [g["name"] for g in first["heads"]] == ["softmax", "linear"]
@@ -49,7 +101,9 @@ def test_a_long_name_of_a_folder_is_cut_and_stays_its_own(tmp_path):
 def test_windows_of_bidirectional_ones_are_half_on_each_side(name):
     (found,) = mixers(name, layers=1, is_causal=False)
     windowed = registry.get(name).options.get("local_window_size") is not None
-    assert found == {"name": name, **({"local_window_size": (8, 7)} if windowed else {})}
+    expected = of_length(64, is_causal=False).get(name, {})
+    assert found == {"name": name, **expected}
+    assert not windowed or expected == {"local_window_size": (8, 7)}
 
 
 def test_windows_are_no_longer_than_the_context():

@@ -1,6 +1,6 @@
 """The command `experiments.mlm`; `test_lm` tests the parts that it shares with `experiments.lm`."""
 
-import dataclasses
+import copy
 import json
 
 import numpy as np
@@ -9,7 +9,8 @@ import pytest
 from experiments import lm, mlm
 from experiments.harness import checks, training
 from experiments.harness.training import train
-from experiments.tasks.text import NOTHING, PARTS
+from experiments.tasks.task import NOTHING
+from experiments.tasks.text import PARTS
 from tests.experiments.test_lm import arguments, assert_refused, parameters, untimed
 
 MECHANISMS = ["softmax", "linformer,num_projected=4"]
@@ -17,9 +18,23 @@ SCHEDULE = ["--steps", "4", "--evaluate-every", "2", "--seeds", "0", "--no-equal
 SCHEDULE += ["--mechanisms", *MECHANISMS]
 
 
+class Watched:
+    """Replacement of a compiled function that records its batches."""
+
+    def __init__(self, function, batches):
+        self._function, self._batches = function, batches
+
+    def __getattr__(self, name):
+        return getattr(self._function, name)
+
+    def __call__(self, *arguments):
+        self._batches.append(arguments[-1])
+        return self._function(*arguments)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, documents):
-    """Finished comparison: command line, run folder, and inputs of each run."""
+    """Finished comparison: command line, run folder, and batches of each run."""
     corpus = tmp_path_factory.mktemp("corpus")
     for index, document in enumerate(documents):
         (corpus / f"{index:02d}.txt").write_bytes(document)
@@ -27,16 +42,10 @@ def finished(tmp_path_factory, documents):
     command, seen = arguments(corpus, output, *SCHEDULE), []
 
     def recorded(run, schedule, programs, *others):
-        def step(params, state, rate, examples):
-            seen[-1].append(examples)
-            return programs.step(params, state, rate, examples)
-
-        def evaluate(params, examples):
-            seen[-1].append(examples)
-            return programs.evaluate(params, examples)
-
-        seen.append([])
-        watched = dataclasses.replace(programs, step=step, evaluate=evaluate)
+        batches, watched = [], copy.copy(programs)
+        seen.append(batches)
+        watched.step = Watched(programs.step, batches)
+        watched.evaluate = Watched(programs.evaluate, batches)
         return train(run, schedule, watched, *others)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -45,16 +54,20 @@ def finished(tmp_path_factory, documents):
     return command, output, seen
 
 
-def test_the_window_is_of_mechanisms_that_have_one_by_themselves():
+def test_the_window_is_of_mechanisms_that_have_one_by_themselves(folder_of_text):
     # Based takes one in causal calls alone.
-    checks.check(mlm.parse(["--mechanisms", "based", "longformer"]), is_causal=False)
+    config = mlm.parse(
+        ["--mechanisms", "based", "longformer", "--corpus", str(folder_of_text), "--batch", "4"]
+    )
+    config.check()
+    checks.check_mechanisms(config, config.make_task(folder_of_text))
 
 
 @pytest.mark.slow
 def test_a_run_folder_holds_a_table_a_figure_and_the_numbers(finished, capsys):
     command, output, _ = finished
     names = {path.name for path in output.iterdir() if path.is_file()}
-    assert names == {"config.json", "summary.json", "summary.md", "loss.png"}
+    assert names == {"config.json", "summary.json", "summary.md", "results.png"}
     summary = json.loads((output / "summary.json").read_text())
     assert [row["mechanism"] for row in summary["mechanisms"]] == MECHANISMS
     softmax, linformer = summary["mechanisms"]
@@ -64,8 +77,8 @@ def test_a_run_folder_holds_a_table_a_figure_and_the_numbers(finished, capsys):
     assert len(arrays["[0]['trained']['embed']['embedding']"]) == (256 + 1) * 8 * 4
     for run in summary["runs"]:
         assert run["state_bytes"] is None
-        assert run["perplexity"] == pytest.approx(np.exp(run["valid_loss"]))
-        assert run["bits_per_byte"] == pytest.approx(run["valid_loss"] / np.log(2))
+        assert run["perplexity"] == pytest.approx(np.exp(run["loss"]))
+        assert run["bits_per_byte"] == pytest.approx(run["loss"] / np.log(2))
         assert run["prompt"].count("_") == 3 and run["sample"]
     assert mlm.main(command) == 0
     out = capsys.readouterr().out
@@ -78,12 +91,12 @@ def test_every_mechanism_sees_the_same_masks(finished):
     softmax, linformer = finished[2]
     assert len(softmax) == 4 + 2
     for left, right in zip(softmax, linformer, strict=True):
-        np.testing.assert_array_equal(left.inputs, right.inputs)
+        np.testing.assert_array_equal(left.inputs[0], right.inputs[0])
         np.testing.assert_array_equal(left.targets, right.targets)
     steps = [softmax[i] for i in (0, 1, 3, 4)]
     assert len({(step.targets != NOTHING).tobytes() for step in steps}) == 4
     for evaluation in (softmax[2], softmax[5]):
-        assert evaluation.inputs.shape == (PARTS, 4, 16)
+        assert evaluation.inputs[0].shape == (PARTS, 4, 16)
         assert (evaluation.targets != NOTHING).sum() == 4 * 16
 
 
@@ -113,9 +126,8 @@ def test_killed_and_started_again_it_ends_with_the_same_parameters(finished, tmp
 
 
 @pytest.mark.slow
-def test_a_folder_of_the_other_experiment_is_left_alone(finished, capsys, monkeypatch):
+def test_a_folder_of_the_other_experiment_is_left_alone(finished, capsys):
     command = finished[0]
-    monkeypatch.setattr(lm.command.checks, "check", lambda *arguments: None)
     capsys.readouterr()
     assert lm.main(command) == 1
     assert "experiment was mlm, now lm" in capsys.readouterr().err
@@ -128,7 +140,7 @@ def test_a_folder_of_the_other_experiment_is_left_alone(finished, capsys, monkey
         ("softmaxx", "unknown mechanism 'softmaxx'; bidirectional mechanisms are softmax, "),
         ("linformer,method='max'", "method must be one of linear, convolution, mean, got 'max'"),
         ("linformer,max_length=3,num_projected=2", "is for at most 3 tokens, got 16"),
-        ("linformer,max_length=3", "num_projected must be at most max_length 3, got 128"),
+        ("linformer,max_length=3", "num_projected must be at most max_length 3, got 4"),
         (
             "nystrom,num_landmarks=17",
             "num_landmarks must be at most 16, the number of tokens, got 17",
@@ -150,4 +162,4 @@ def test_what_a_mechanism_refuses_is_one_line(
 def test_the_options_that_are_there_without_a_command_line_fit_together():
     config = mlm.parse([])
     assert config == mlm.PRESETS["small"]
-    mlm.command.checks.check(config, is_causal=False)
+    config.check()

@@ -14,10 +14,10 @@ def test_a_line_says_which_run_stands_where(capsys):
     with Progress(runs=2, steps=4) as progress, progress.begin("softmax", 0) as run:
         run.step(1, 2.5, 1234.5)
         run.step(2, 2.25, 1234.5)
-        run.evaluated({"bits_per_byte": 3.0})
+        run.evaluated("bits_per_byte", {"bits_per_byte": 3.0, "loss": 2.0})
     (line,) = lines_of(capsys)
     assert line.startswith("softmax (1 of 2)  step 2/4  loss 2.250  1,234 tokens/s  ")
-    assert "validation 3.000 bits/byte" in line and line.endswith(" left")
+    assert "validation bits per byte 3.000  " in line and line.endswith(" left")
 
 
 def test_time_left_counts_what_runs_beside_each_other_still_have_to_do(monkeypatch):

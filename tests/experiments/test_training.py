@@ -1,9 +1,11 @@
-"""Training loop, on a bigram model, because the loop does not depend on attention."""
+"""Training loop, on models without attention, because the loop does not depend on attention."""
 
+import copy
 import dataclasses
 import functools
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +14,28 @@ import pytest
 from flax import nnx
 
 from effattn.nn import Centroids, TransformerConfig, TransformerLM
-from experiments.harness import metrics
+from experiments.harness import loss_scale, metrics, training
 from experiments.harness.errors import Diverged, UserError
 from experiments.harness.optimisers import make_optimiser
-from experiments.harness.programs import compile_programs
+from experiments.harness.programs import ByShape, Programs, in_parts
 from experiments.harness.schedules import Schedule
-from experiments.harness.training import Run, train
-from experiments.tasks.corpora import Corpus
-from experiments.tasks.text import NOTHING, Examples, MaskedTokens
-from experiments.tasks.tokenizers import ByteTokenizer
-from experiments.tasks.windows import prepare
+from experiments.harness.training import Run, held_out, train
+from experiments.tasks.task import NOTHING, Batch
 from tests.experiments.conftest import Lines
+from tests.experiments.counting import Counting
 
-CONTEXT = 16
+TASK = Counting()
+TWO_LENGTHS = Counting(lengths=(12, 8))
 SCHEDULE = Schedule(steps=7, batch=4, accumulate=1, evaluate_every=3)
+LENGTH = 12  # of validation examples
 
 
 class Bigram(nnx.Module):
     """Bigram model: logits of the next token from the present token."""
 
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(256, 8, rngs=rngs)
-        self.head = nnx.Linear(8, 256, rngs=rngs)
+    def __init__(self, rngs, dtype=jnp.float32):
+        self.embed = nnx.Embed(16, 8, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(8, 16, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens):
         return self.head(self.embed(tokens))
@@ -42,10 +44,18 @@ class Bigram(nnx.Module):
         return jnp.zeros((batch, max_length), jnp.float32)
 
 
-@pytest.fixture(scope="module")
-def data(documents):
-    corpus = Corpus(tuple(documents[:15]), tuple(documents[15:]))
-    return prepare(corpus, ByteTokenizer(), CONTEXT, batch=4, eval_windows=6)
+class Projected(Bigram):
+    """Bigram model whose features are projected by random features."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.features = nnx.Variable(rngs.normal((8, 8)))
+
+    def redraw(self, rngs):
+        self.features[...] = rngs.normal((8, 8))
+
+    def __call__(self, tokens):
+        return self.head(self.embed(tokens) @ self.features[...])
 
 
 @functools.cache
@@ -53,9 +63,14 @@ def optimiser():
     return make_optimiser("adamw", steps=7, warmup=0.2, clip=1.0, weight_decay=0.01)
 
 
+@functools.cache
+def programs_of(build=Bigram, task=TASK, schedule=SCHEDULE, precision="float32", redraw=0):
+    return Programs(build, optimiser(), schedule, task, precision, redraw)
+
+
 @pytest.fixture(scope="module")
-def programs(data):
-    return compile_programs(Bigram, optimiser(), SCHEDULE, data)
+def programs():
+    return programs_of()
 
 
 @pytest.fixture
@@ -69,34 +84,87 @@ def assert_identical(left, right):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+def assert_close(left, right):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), left, right)
+
+
 def untimed(path):
     return [{k: v for k, v in r.items() if k != "seconds"} for r in metrics.read(path)]
 
 
-def test_the_loss_falls_and_every_measurement_is_written(run, data, programs, lines):
-    _, record = train(run, SCHEDULE, programs, data, lines)
+def test_the_loss_falls_and_every_measurement_is_written(run, programs, lines):
+    _, record = train(run, SCHEDULE, programs, TASK, lines)
     assert lines.steps == [1, 2, 3, 4, 5, 6, 7]
     records = metrics.read(run.folder / "metrics.jsonl")
     assert [r["step"] for r in records if "train_loss" in r] == [1, 2, 3, 4, 5, 6, 7]
-    evaluations = [r for r in records if "valid_loss" in r]
-    assert evaluations == lines.evaluations
+    evaluations = [r for r in records if "loss" in r]
+    assert [("loss", record) for record in evaluations] == lines.evaluations
     assert [r["step"] for r in evaluations] == [3, 6, 7]
     assert record == evaluations[-1]
-    assert record["valid_loss"] < evaluations[0]["valid_loss"] < math.log(256) + 0.2
-    assert record["bits_per_byte"] == pytest.approx(record["valid_loss"] / math.log(2))
-    assert [r["tokens"] for r in records] == [r["step"] * 4 * CONTEXT for r in records]
+    assert record["loss"] < evaluations[0]["loss"] < math.log(16) + 0.5
+    assert [r["tokens"] for r in records] == [r["step"] * 4 * LENGTH for r in records]
+    assert {r["temporary_bytes"] for r in evaluations} == {programs.step.temporary_bytes}
 
 
-def test_the_validation_loss_is_the_mean_over_all_validation_targets(run, data, programs, lines):
-    params, record = train(run, SCHEDULE, programs, data, lines)
-    logits = programs.model(params)(data.valid[:, :-1].astype(np.int32))
-    targets = data.valid[:, 1:, None].astype(np.int32)
-    nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=-1)
-    assert record["valid_loss"] == pytest.approx(float(nats.mean()), rel=1e-6)
+def losses(model, batch):
+    """Returns minus the log of the probability of each target; 0 where there is none."""
+    each = -jax.nn.log_softmax(model(*batch.inputs))
+    targets = np.maximum(batch.targets, 0)[..., None]
+    return jnp.where(batch.targets == NOTHING, 0, jnp.take_along_axis(each, targets, -1)[..., 0])
 
 
-@pytest.mark.parametrize("stopped_at", [2, 3, 4, 7])
-def test_a_killed_run_ends_with_the_same_parameters(run, data, programs, lines, stopped_at):
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_losses_are_means_over_all_targets_of_a_set(run, lines, is_ragged):
+    task = Counting(is_ragged=is_ragged)
+    programs = programs_of(task=task)
+    params, record = train(run, SCHEDULE, programs, task, lines)
+    measured = held_out(programs, params, task, SCHEDULE)
+    assert list(measured) == ["validation", "longer"]
+    # Six examples do not fill two batches, nor do three longer examples fill one.
+    for name, batch in task.held_out().items():
+        nats, counts = losses(programs.model(params), batch), batch.targets != NOTHING
+        assert measured[name]["loss"] == pytest.approx(float(nats.sum() / counts.sum()), rel=1e-6)
+        right = programs.model(params)(*batch.inputs).argmax(-1) == batch.targets
+        assert measured[name]["accuracy"] == pytest.approx(right.sum() / counts.sum())
+        assert measured[name]["exact"] == pytest.approx((right | ~counts).all(1).mean())
+    assert {key: record[key] for key in measured["validation"]} == measured["validation"]
+
+
+def test_parts_of_longer_examples_have_no_more_tokens():
+    programs, shapes = copy.copy(programs_of()), []
+
+    def evaluate(params, parts):
+        shapes.append(parts.targets.shape)
+        return programs_of().evaluate(params, parts)
+
+    programs.evaluate = evaluate
+    params, _ = programs.init(0)
+    held_out(programs, params, TASK, dataclasses.replace(SCHEDULE, accumulate=2))
+    assert shapes == [(3, 2, LENGTH), (3, 1, LENGTH + 4)]
+
+
+def test_the_last_part_is_filled_up_with_the_first_examples():
+    batch = Batch((np.arange(5), np.arange(10).reshape(5, 2)), np.arange(5))
+    (first, second), targets = in_parts(batch, 3)
+    np.testing.assert_array_equal(first, [[0, 1, 2], [3, 4, 0]])
+    np.testing.assert_array_equal(second[1], [[6, 7], [8, 9], [0, 1]])
+    np.testing.assert_array_equal(targets, first)
+    np.testing.assert_array_equal(in_parts(batch, 12).targets, [[*range(5), *range(5), 0, 1]])
+
+
+VARIANTS = {
+    "one length": {},
+    "two lengths": {"task": TWO_LENGTHS},
+    "random features": {"build": Projected, "redraw": 2},
+    "float16": {"build": functools.partial(Bigram, dtype=jnp.float16), "precision": "float16"},
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "stopped_at"),
+    [("one length", 2), ("one length", 3), *((each, 4) for each in VARIANTS), ("one length", 7)],
+)
+def test_a_killed_run_ends_with_the_same_parameters(run, lines, variant, stopped_at):
     class Killed(Exception):
         pass
 
@@ -105,94 +173,150 @@ def test_a_killed_run_ends_with_the_same_parameters(run, data, programs, lines, 
             if step == stopped_at:
                 raise Killed
 
+    programs = programs_of(**VARIANTS[variant])
+    task = VARIANTS[variant].get("task", TASK)
     whole = dataclasses.replace(run, folder=run.folder.with_name("whole"))
-    expected, _ = train(whole, SCHEDULE, programs, data, Lines())
+    expected, _ = train(whole, SCHEDULE, programs, task, Lines())
     with pytest.raises(Killed):
-        train(run, SCHEDULE, programs, data, Killer())
-    params, _ = train(run, SCHEDULE, programs, data, lines)
+        train(run, SCHEDULE, programs, task, Killer())
+    params, _ = train(run, SCHEDULE, programs, task, lines)
     assert_identical(params, expected)
     # The run resumed at the last evaluation, without gaps or duplicates.
     assert lines.steps[0] == 3 * ((stopped_at - 1) // 3) + 1
     assert untimed(run.folder / "metrics.jsonl") == untimed(whole.folder / "metrics.jsonl")
 
 
-def test_a_finished_run_is_read_not_trained(run, data, programs, lines):
-    expected, record = train(run, SCHEDULE, programs, data, Lines())
+def test_batches_of_two_shapes_are_trained_on_in_one_run(run, lines):
+    programs = programs_of(task=TWO_LENGTHS)
+    train(run, SCHEDULE, programs, TWO_LENGTHS, lines)
+    records = [r for r in metrics.read(run.folder / "metrics.jsonl") if "train_loss" in r]
+    assert np.diff([r["tokens"] for r in records]).tolist() == [32, 48] * 3
+    assert lines.losses[-1] < lines.losses[0]
+    for step in range(2):
+        assert programs.step.knows(in_parts(TWO_LENGTHS.training(4, 0, step), 4))
+
+
+def test_a_finished_run_is_read_not_trained(run, programs, lines):
+    expected, record = train(run, SCHEDULE, programs, TASK, Lines())
     before = (run.folder / "metrics.jsonl").read_text()
-    params, again = train(run, SCHEDULE, programs, data, lines)
+    params, again = train(run, SCHEDULE, programs, TASK, lines)
     assert_identical(params, expected)
     assert (again, lines.steps) == (record, [])
     assert (run.folder / "metrics.jsonl").read_text() == before
 
 
-def test_time_goes_on_where_it_stopped(run, data, programs):
+def test_time_goes_on_where_it_stopped(run, programs):
     stop = dataclasses.replace(SCHEDULE, steps=3)
-    train(run, stop, programs, data, Lines())
-    train(run, SCHEDULE, programs, data, Lines())
+    train(run, stop, programs, TASK, Lines())
+    train(run, SCHEDULE, programs, TASK, Lines())
     seconds = [r["seconds"] for r in metrics.read(run.folder / "metrics.jsonl")]
     assert seconds == sorted(seconds)
 
 
-def test_seeds_differ_in_parameters_and_order(run, data, programs):
+def test_compilation_and_evaluation_do_not_count_as_training_time(run, monkeypatch):
+    now = 0.0
+
+    def slow(function, seconds):
+        def call(*arguments):
+            nonlocal now
+            now += seconds
+            return function(*arguments)
+
+        return call
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr(training, "time", clock)
+    programs, draws = copy.copy(programs_of(Projected, redraw=2)), []
+
+    def draw(params, number):
+        nonlocal now
+        now += 0.0 if draws else 1000.0  # the first call compiles
+        draws.append(number)
+        return programs_of(Projected, redraw=2).draw(params, number)
+
+    programs.draw = draw
+    programs.evaluate = slow(programs.evaluate, 1000.0)
+    programs.step = ByShape(programs.one_step)
+    programs.step.warm_up = slow(programs.step.warm_up, 1000.0)
+    monkeypatch.setattr(ByShape, "__call__", slow(ByShape.__call__, 1.0))
+    train(run, SCHEDULE, programs, TWO_LENGTHS, Lines())
+    assert draws == [0, 0, 1, 2, 3]
+    records = metrics.read(run.folder / "metrics.jsonl")
+    assert [r["seconds"] for r in records if "loss" in r] == [3.0, 6.0, 7.0]
+
+
+def test_a_step_is_called_before_it_is_timed(monkeypatch):
+    called, call = [], jax.stages.Compiled.__call__
+
+    def record(*arguments):
+        called.append(jax.tree.map(np.asarray, arguments[1:]))
+        return call(*arguments)
+
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", record)
+    programs = Programs(Bigram, optimiser(), SCHEDULE, TASK)
+    batch = in_parts(TASK.training(4, 0, 0), 4)
+    params, state = programs.init(0)
+    assert not programs.step.knows(batch)
+    programs.step.warm_up(params, state, np.float32(1), batch)
+    assert programs.step.knows(batch)
+    assert len(called) == 1 and not any(leaf.any() for leaf in jax.tree.leaves(called))
+    # The memory of the arguments was not reused.
+    programs.step(params, state, np.float32(1), batch)
+
+
+def test_seeds_differ_in_parameters_and_order(run, programs):
     one, two = Lines(), Lines()
-    train(run, SCHEDULE, programs, data, one)
+    train(run, SCHEDULE, programs, TASK, one)
     other = dataclasses.replace(run, folder=run.folder.with_name("two"), seed=2)
-    train(other, SCHEDULE, programs, data, two)
+    train(other, SCHEDULE, programs, TASK, two)
     assert one.losses != two.losses
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch(run, data, programs):
-    expected, _ = train(run, SCHEDULE, programs, data, Lines())
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_accumulated_gradients_are_those_of_the_whole_batch(run, lines, is_ragged):
+    task, whole = Counting(is_ragged=is_ragged), Lines()
+    expected, _ = train(run, SCHEDULE, programs_of(task=task), task, whole)
     schedule = dataclasses.replace(SCHEDULE, accumulate=2)
-    halves = compile_programs(Bigram, optimiser(), schedule, data)
+    halves = programs_of(task=task, schedule=schedule)
     other = dataclasses.replace(run, folder=run.folder.with_name("halves"))
-    params, _ = train(other, schedule, halves, data, Lines())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), params, expected)
+    params, _ = train(other, schedule, halves, task, lines)
+    assert_close(params, expected)
+    assert lines.losses == pytest.approx(whole.losses, rel=1e-6)
 
 
-def test_so_are_those_of_masked_tokens(run, data, lines):
-    # UTF-8 texts have no byte 255, which therefore serves as the mask.
-    masked = dataclasses.replace(data, objective=MaskedTokens(255))
-    schedule = dataclasses.replace(SCHEDULE, steps=2, evaluate_every=2)
-    whole = compile_programs(Bigram, optimiser(), schedule, masked)
-    expected, record = train(run, schedule, whole, masked, lines)
-    assert whole.state_bytes is None
-    inputs, targets = masked.objective.validation(masked.valid)
-    nats = -jax.nn.log_softmax(whole.model(expected)(inputs))
-    of_targets = jnp.take_along_axis(nats, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-    mean = float(of_targets[targets != NOTHING].mean())
-    assert record["valid_loss"] == pytest.approx(mean, rel=1e-6)
-
-    schedule = dataclasses.replace(schedule, accumulate=2)
-    halves = compile_programs(Bigram, optimiser(), schedule, masked)
-    other = dataclasses.replace(run, folder=run.folder.with_name("halves"))
-    params, _ = train(other, schedule, halves, masked, lines)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), params, expected)
+def test_the_loss_of_a_step_is_the_mean_over_its_targets():
+    task = Counting(is_ragged=True)
+    programs = programs_of(task=task)
+    batch = task.training(4, 0, 0)
+    params, state = programs.init(0)
+    expected = losses(programs.model(params), batch).sum() / (batch.targets != NOTHING).sum()
+    *_, loss = programs.step(params, state, np.float32(0.1), in_parts(batch, 4))
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_the_learning_rate_is_no_constant_of_the_program(run, data, programs):
+def test_the_learning_rate_is_no_constant_of_the_program(run, programs):
     still = dataclasses.replace(run, learning_rate=0.0)
-    params, _ = train(still, SCHEDULE, programs, data, Lines())
+    params, _ = train(still, SCHEDULE, programs, TASK, Lines())
     assert_identical(params, programs.init(1)[0])
 
 
 @pytest.mark.slow
-def test_centroids_move_with_each_step_and_are_no_parameters(data):
+def test_centroids_move_with_each_step_and_are_no_parameters():
     mixer = {"name": "routing", "num_clusters": 2, "cluster_size": 4}
-    config = TransformerConfig(vocab_size=256, num_layers=1, features=8, num_heads=2, mixer=mixer)
+    config = TransformerConfig(vocab_size=16, num_layers=1, features=8, num_heads=2, mixer=mixer)
 
     def build(rngs):
         return TransformerLM(config, rngs=rngs)
 
-    routing = compile_programs(build, optimiser(), SCHEDULE, data)
+    routing = Programs(build, optimiser(), SCHEDULE, TASK)
     params, state = routing.init(1)
     before = jax.tree.map(jnp.copy, params["moved"])  # a step takes over the memory
-    tokens = data.valid[None, :4, 1:].astype(np.int32)
-    after, *_ = routing.step(params, state, 0.1, Examples(tokens, tokens))
+    batch = TASK.training(4, 0, 0)
+    after, *_ = routing.step(params, state, np.float32(0.1), in_parts(batch, 2))
 
     @jax.jit
     def centroids(model):
-        model.update_centroids(tokens[0])
+        model.update_centroids(*batch.inputs)
         return nnx.state(model, Centroids)
 
     expected = centroids(routing.model({**after, "moved": before}))
@@ -202,60 +326,122 @@ def test_centroids_move_with_each_step_and_are_no_parameters(data):
     assert routing.parameters == sum(x.size for x in jax.tree.leaves(after["trained"]))
 
 
-def test_a_step_is_called_before_it_is_timed(data, monkeypatch):
-    calls, call = [], jax.stages.Compiled.__call__
+def test_random_features_are_redrawn_by_step_and_alike_for_all_seeds(run):
+    programs = programs_of(Projected, redraw=2)
+    first, other = (programs.init(seed)[0] for seed in (0, 1))
+    assert_identical(first["fixed"], other["fixed"])
+    params, _ = train(run, SCHEDULE, programs, TASK, Lines())
+    # The last of seven steps is the first after the third draw.
+    assert_identical(params["fixed"], programs.draw(other, 3)["fixed"])
+    draws = [first["fixed"], *(programs.draw(first, n)["fixed"] for n in (1, 2, 3))]
+    assert len({np.asarray(draw["features"]).tobytes() for draw in draws}) == 4
+    assert_identical(programs.draw(first, 1)["trained"], first["trained"])
 
-    def record(*arguments):
-        calls.append(arguments[0])
-        return call(*arguments)
+    never = dataclasses.replace(run, folder=run.folder.with_name("never"))
+    params, _ = train(never, SCHEDULE, programs_of(Projected), TASK, Lines())
+    assert_identical(params["fixed"], first["fixed"])
 
-    monkeypatch.setattr(jax.stages.Compiled, "__call__", record)
-    programs = compile_programs(Bigram, optimiser(), SCHEDULE, data)
-    assert calls == [programs.step]
+
+HALF = VARIANTS["float16"]
+
+
+def test_float16_learns_as_float32_does(run, programs, lines):
+    half = programs_of(**HALF)
+    train(run, SCHEDULE, half, TASK, lines)
+    other, exact = dataclasses.replace(run, folder=run.folder.with_name("exact")), Lines()
+    train(other, SCHEDULE, programs, TASK, exact)
+    assert lines.losses == pytest.approx(exact.losses, rel=2e-3)
+    assert lines.losses != exact.losses
+    params, (_, scale) = half.init(0)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
+    assert [int(x) for x in scale] == [loss_scale.START, 0]
+
+
+def test_float16_skips_steps_whose_gradients_are_not_finite(monkeypatch):
+    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 2)
+    half = Programs(HALF["build"], optimiser(), SCHEDULE, TASK, HALF["precision"])
+    batch = in_parts(TASK.training(4, 0, 0), 4)
+
+    def step(factor, good):
+        params, (state, _) = half.init(0)
+        before = jax.tree.map(np.asarray, (params, state))
+        scale = (jnp.float32(factor), jnp.int32(good))
+        params, (state, scale), loss = half.step(params, (state, scale), np.float32(0.1), batch)
+        assert math.isfinite(loss)
+        return before, (params, state), tuple(map(float, scale))
+
+    before, after, scale = step(2.0**24, 1)  # gradients of logits overflow above 65504
+    assert_identical(after, before)
+    assert scale == (2.0**23, 0)
+    before, after, scale = step(2.0**10, 0)
+    assert jax.tree.leaves(after[0])[0].tolist() != jax.tree.leaves(before[0])[0].tolist()
+    assert scale == (2.0**10, 1)
+    _, larger, scale = step(2.0**10, 1)
+    assert scale == (2.0**11, 0)
+    assert_identical(larger, after)  # the factor of a step is of no consequence to its result
 
 
 def test_programs_know_their_sizes(programs):
-    assert programs.parameters == 256 * 8 + 8 * 256 + 256
-    assert programs.state_bytes == CONTEXT * 4
-    assert programs.temporary_bytes > 0
+    assert programs.parameters == 16 * 8 + 8 * 16 + 16
+    assert programs.state_bytes == LENGTH * 4
+    assert programs_of(HALF["build"], precision="float16").state_bytes == LENGTH * 4
+    bidirectional = type("Bidirectional", (Counting,), {"is_causal": False})()
+    assert Programs(Bigram, optimiser(), SCHEDULE, bidirectional).state_bytes is None
+
+
+class Changed:
+    """Replacement of a step of programs that changes its result."""
+
+    def __init__(self, step, change):
+        self._step, self._change = step, change
+
+    def __getattr__(self, name):
+        return getattr(self._step, name)
+
+    def __call__(self, *arguments):
+        return self._change(*self._step(*arguments))
+
+
+def changed(programs, change):
+    programs = copy.copy(programs)
+    programs.step = Changed(programs.step, change)
+    return programs
 
 
 def poisoned(programs, bad_step):
     """Returns programs whose loss is NaN at one step."""
     taken = 0
 
-    def step(*arguments):
+    def poison(params, state, loss):
         nonlocal taken
         taken += 1
-        params, state, loss = programs.step(*arguments)
         return params, state, loss * jnp.nan if taken == bad_step else loss
 
-    return dataclasses.replace(programs, step=step)
+    return changed(programs, poison)
 
 
 @pytest.mark.parametrize(
     ("bad_step", "kept"),
     [(2, "no checkpoint had been written"), (6, "step 3 is kept"), (7, "step 6 is kept")],
 )
-def test_a_loss_that_is_not_a_number_stops_the_run(run, data, programs, bad_step, kept):
+def test_a_loss_that_is_not_a_number_stops_the_run(run, programs, bad_step, kept):
     with pytest.raises(
         Diverged, match=f"bigram became NaN or infinite at step {bad_step}; .*{kept}"
     ):
-        train(run, SCHEDULE, poisoned(programs, bad_step), data, Lines())
+        train(run, SCHEDULE, poisoned(programs, bad_step), TASK, Lines())
     assert "NaN" not in (run.folder / "metrics.jsonl").read_text()
     # The checkpoint is good: training with the original programs resumes from it.
-    _, record = train(run, SCHEDULE, programs, data, Lines())
-    assert math.isfinite(record["valid_loss"])
+    _, record = train(run, SCHEDULE, programs, TASK, Lines())
+    assert math.isfinite(record["loss"])
 
 
-def test_parameters_that_are_no_numbers_are_never_saved(run, data, programs):
-    def step(*arguments):
-        params, state, loss = programs.step(*arguments)
+def test_parameters_that_are_no_numbers_are_never_saved(run, programs):
+    def spoil(params, state, loss):
         return jax.tree.map(lambda x: x * jnp.nan, params), state, loss
 
     schedule = dataclasses.replace(SCHEDULE, evaluate_every=1)
     with pytest.raises(Diverged, match="at step 1; no checkpoint"):
-        train(run, schedule, dataclasses.replace(programs, step=step), data, Lines())
+        train(run, schedule, changed(programs, spoil), TASK, Lines())
     assert not list((run.folder / "checkpoints").iterdir())
 
 
@@ -279,9 +465,9 @@ def test_a_damaged_line_of_metrics_is_one_sentence(tmp_path, line):
         metrics.read(path)
 
 
-def test_a_run_whose_metrics_are_gone_does_not_go_on_without_them(run, data, programs):
-    train(run, dataclasses.replace(SCHEDULE, steps=3), programs, data, Lines())
+def test_a_run_whose_metrics_are_gone_does_not_go_on_without_them(run, programs):
+    train(run, dataclasses.replace(SCHEDULE, steps=3), programs, TASK, Lines())
     (run.folder / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="ends at step 0, and the run went on to 3; delete"):
-        train(run, SCHEDULE, programs, data, Lines())
+        train(run, SCHEDULE, programs, TASK, Lines())
     assert not (run.folder / "metrics.jsonl").exists()

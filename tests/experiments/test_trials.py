@@ -1,59 +1,75 @@
 import json
+import types
 
-import numpy as np
 import pytest
 
 from experiments.harness import trials
 from experiments.harness.errors import UserError
-from experiments.harness.programs import Programs
 from experiments.harness.schedules import Schedule
-from experiments.harness.trials import Trials
-from experiments.tasks.tokenizers import ByteTokenizer
+from experiments.harness.trials import Trials, better, key_of
+from tests.experiments.counting import Counting
+
+PROGRAMS = types.SimpleNamespace(parameters=1, state_bytes=3, model=lambda params: None)
 
 
-class Objective:
-    """Objective with empty prompts and without samples."""
-
-    def prompt(self, window, tokenizer):
-        return ""
-
-    def sample(self, model, window, tokenizer, seed):
-        return None
-
-
-class Data:
-    valid = np.zeros((1, 5), np.uint8)
-    objective = Objective()
+class Sampled(Counting):
+    def sample(self, model, seed):
+        return {"sample": f"seed {seed}"}
 
 
 @pytest.fixture
 def one(tmp_path, monkeypatch, lines):
     """Returns trials whose final loss in nats equals the learning rate."""
 
-    def train(run, *_):
+    def train(run, schedule, programs, task, progress):
         run.folder.mkdir()
-        record = {"valid_loss": run.learning_rate, "bits_per_byte": run.learning_rate}
-        return {}, {**record, "tokens": 8, "seconds": 2.0}
+        trained.append(run)
+        record = {"step": 4, "tokens": 8, "seconds": 2.0, "loss": run.learning_rate}
+        (run.folder / "metrics.jsonl").write_text(
+            f'{{"step": 3, "train_loss": 9.0}}\n{json.dumps(record)}\n'
+        )
+        return run.learning_rate, record
 
+    trained = []
     monkeypatch.setattr(trials, "train", train)
-    programs = Programs(*[lambda *_: None] * 4, parameters=1, temporary_bytes=2, state_bytes=3)
-    tokenizer = ByteTokenizer()
-    return Trials(
-        tmp_path, "me", Schedule(4, 2, 1, 2), Data(), tokenizer, 5.0, lambda _: programs, lines
+    sets = {"validation": {"loss": 1.0}, "longer": {"loss": 2.0}}
+    monkeypatch.setattr(trials, "held_out", lambda programs, params, *_: {**sets, "at": params})
+    found = Trials(
+        tmp_path, "me", Schedule(4, 2, 1, 2), Sampled(), lambda _: PROGRAMS, lines, known={}
     )
+    return types.SimpleNamespace(trials=found, folder=tmp_path, trained=trained, run=found.run)
 
 
-def test_perplexities_are_exponentials_of_the_loss(one):
-    result = one.run("softmax", 2.0, 0)
-    assert result["perplexity"] == pytest.approx(np.e**2)
-    assert result["word_perplexity"] == 2.0**10
+def test_a_result_has_the_record_and_all_held_out_sets(one):
+    result = one.run("softmax", 2.0, 5)
+    record = {"step": 4, "tokens": 8, "seconds": 2.0, "loss": 2.0}
+    assert result == {
+        "mechanism": "softmax",
+        "seed": 5,
+        "learning_rate": 2.0,
+        "folder": "softmax-rate2.0-seed5",
+        **record,
+        "tokens_per_second": 4.0,
+        "parameters": 1,
+        "state_bytes": 3,
+        "held_out": {"validation": {"loss": 1.0}, "longer": {"loss": 2.0}, "at": 2.0},
+        "sample": "seed 5",
+        "curve": [record],
+    }
+    (run,) = one.trained
+    assert (run.folder, run.identity) == (one.folder / run.name, f"me {run.name}")
+    assert json.loads((run.folder / "result.json").read_text()) == result
+    assert key_of(result) == ("softmax", 2.0, 5)
 
 
-def test_a_perplexity_beyond_a_float_is_none_and_written_as_json_has_it(one):
-    result = one.run("softmax", 1e4, 0)
-    assert result["perplexity"] is None and result["word_perplexity"] is None
-    text = (one.folder / result["folder"] / "result.json").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == result
+def test_a_known_result_is_not_trained_again(one):
+    result = one.run("softmax", 2.0, 5)
+    assert one.run("softmax", 2.0, 5) == result and len(one.trained) == 1
+    one.run("softmax", 2.0, 6)
+    assert len(one.trained) == 2
+    # A result of an earlier report stands for a folder that is gone.
+    one.trials.known[("linear", 2.0, 5)] = {**result, "mechanism": "linear"}
+    assert one.run("linear", 2.0, 5)["mechanism"] == "linear" and len(one.trained) == 2
 
 
 @pytest.mark.parametrize("content", ["", "{}", "null", '{"mecha'])
@@ -62,3 +78,14 @@ def test_a_damaged_result_is_one_sentence(one, content):
     (one.folder / result["folder"] / "result.json").write_text(content)
     with pytest.raises(UserError, match=r"result\.json is damaged; delete .* measure that run"):
         one.run("softmax", 2.0, 0)
+
+
+def test_results_are_compared_by_the_headline_and_then_by_the_loss():
+    class Accurate(Counting):
+        headline, more_is_better = "accuracy", True
+
+    results = [
+        {"accuracy": a, "loss": b} for a, b in ((0.5, 1.0), (0.9, 2.0), (0.9, 1.5), (0.2, 0.1))
+    ]
+    assert min(results, key=better(Accurate())) == results[2]
+    assert min(results, key=better(Counting())) == results[3]

@@ -61,7 +61,7 @@ def here(tmp_path, monkeypatch):
     ("script", "options"),
     [
         (lm, "--context 16 --eval-windows 4 --optimiser adamw --corpus texts --mechanisms"),
-        pytest.param(seq2seq, "--examples 40 --held-out 4 --encoders", marks=pytest.mark.slow),
+        pytest.param(seq2seq, "--examples 40 --held-out 4 --mechanisms", marks=pytest.mark.slow),
     ],
     ids=["lm", "seq2seq"],
 )
@@ -69,8 +69,8 @@ def test_a_mechanism_of_ones_own_module_is_trained(here, folder_of_text, capsys,
     command = [*TINY, "--output", "run", *options.split(), "doubled"]
     assert script.main(command) == 0, capsys.readouterr().err
     assert "| doubled " in capsys.readouterr().out
-    config = json.loads((here / "run" / "config.json").read_text())
-    assert config["imports"] == ["their_mechanisms.doubled"]
+    summary = json.loads((here / "run" / "summary.json").read_text())
+    assert summary["config"]["imports"] == ["their_mechanisms.doubled"]
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_a_module_that_cannot_be_imported_is_named(here, capsys, script, name, s
 
 
 def test_without_imports_the_settings_are_as_before():
-    assert "imports" not in lm.Config().settings()
-    assert lm.Config(imports=("a",)).settings()["imports"] == ("a",)
+    assert "imports" not in lm.Config().of_runs() and "imports" not in lm.Config().of_folder()
+    assert lm.Config(imports=("a",)).of_runs()["imports"] == ("a",)

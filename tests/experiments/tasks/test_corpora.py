@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from experiments.harness import corpora
 from experiments.harness.errors import UserError
+from experiments.tasks import corpora
 
 
 def test_state_of_the_union_is_verified_and_split_by_document():

@@ -3,12 +3,13 @@ import pytest
 
 from experiments.harness.errors import UserError
 from experiments.tasks.corpora import Corpus
-from experiments.tasks.tokenizers import BytePairTokenizer, ByteTokenizer
-from experiments.tasks.windows import Windows, batches, prepare
+from experiments.tasks.text import NextToken
+from experiments.tasks.tokenizers import ByteTokenizer
+from experiments.tasks.windows import Windows, batches
 
 
-def take(order, count):
-    return np.stack([next(order) for _ in range(count)])
+def take(order, steps):
+    return np.stack([order[step] for step in steps])
 
 
 def test_windows_cover_the_stream_and_share_no_target():
@@ -21,62 +22,57 @@ def test_windows_cover_the_stream_and_share_no_target():
 
 def test_the_order_depends_on_the_seed_alone():
     windows = Windows(np.arange(1000), context=9)
-    first = take(batches(windows, 4, seed=3), 5)
+    first = take(batches(windows, 4, seed=3), range(5))
     assert first.shape == (5, 4, 10)
-    np.testing.assert_array_equal(first, take(batches(windows, 4, seed=3), 5))
-    assert not np.array_equal(first, take(batches(windows, 4, seed=4), 5))
+    np.testing.assert_array_equal(first, take(batches(windows, 4, seed=3), range(5)))
+    assert not np.array_equal(first, take(batches(windows, 4, seed=4), range(5)))
 
 
 def test_an_epoch_shows_every_window_once_and_the_next_is_ordered_anew():
     windows = Windows(np.arange(109), context=9)
-    order = batches(windows, 4, seed=0)
-    epochs = take(order, 6)[:, :, 0].reshape(2, 12)
+    epochs = take(batches(windows, 4, seed=0), range(6))[:, :, 0].reshape(2, 12)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), [np.arange(0, 108, 9)] * 2)
     assert not np.array_equal(*epochs)
 
 
-@pytest.mark.parametrize("position", [0, 2, 7])
-def test_the_order_goes_on_from_a_saved_position(position):
-    windows = Windows(np.arange(109), context=9)
-    order, resumed = batches(windows, 4, seed=0), batches(windows, 4, seed=0)
-    take(order, position) if position else None
-    resumed.set_state(order.get_state())
-    np.testing.assert_array_equal(take(order, 4), take(resumed, 4))
+def test_a_batch_is_the_same_whichever_were_read_before():
+    windows = Windows(np.arange(1000), context=9)
+    order, backwards = batches(windows, 4, seed=0), batches(windows, 4, seed=0)
+    steps = range(60)  # more than two epochs, of 27 batches and three windows each
+    np.testing.assert_array_equal(take(order, steps)[::-1], take(backwards, steps[::-1]))
 
 
 def test_validation_windows_are_fixed_and_spread_over_the_held_out_text(documents):
     corpus = Corpus(tuple(documents[:15]), tuple(documents[15:]))
-    data = prepare(corpus, ByteTokenizer(), context=16, batch=2, eval_windows=5)
-    again = prepare(corpus, ByteTokenizer(), context=16, batch=4, eval_windows=5)
-    np.testing.assert_array_equal(data.valid, again.valid)
+    task = NextToken.of(corpus, ByteTokenizer(), context=16, batch=2, eval_windows=5)
+    again = NextToken.of(corpus, ByteTokenizer(), context=16, batch=4, eval_windows=5)
+    np.testing.assert_array_equal(task.valid, again.valid)
     stream = b"\n\n".join(documents[15:])
-    starts = [stream.index(window.tobytes()) for window in data.valid]
+    starts = [stream.index(window.tobytes()) for window in task.valid]
     assert starts[0] == 0 and starts[-1] > len(stream) - 64
     assert len(set(np.diff(starts) // 64)) <= 2
-    assert data.valid_bytes == data.valid_tokens == 5 * 16
+    assert task.held_out()["validation"].targets.shape == (5, 16)
 
 
 def test_fewer_windows_than_asked_for_are_all_used(documents):
     corpus = Corpus(tuple(documents[:19]), (b"x" * 50,))
-    data = prepare(corpus, ByteTokenizer(), context=16, batch=2, eval_windows=100)
-    assert data.valid.shape == (3, 17)
+    task = NextToken.of(corpus, ByteTokenizer(), context=16, batch=2, eval_windows=100)
+    assert task.valid.shape == (3, 17)
 
 
-def test_the_bytes_of_validation_targets_are_counted_not_their_tokens(documents):
+def test_windows_of_whole_documents_extend_over_no_end():
+    windows = Windows(np.arange(100), context=9, ends=[40, 49, 100])
+    assert [window[0] for window in windows] == [0, 9, 18, 27, 49, 58, 67, 76, 85]
+    assert {len(windows[i]) for i in range(len(windows))} == {10}
+
+
+def test_whole_documents_are_those_of_the_corpus(documents):
     corpus = Corpus(tuple(documents[:15]), tuple(documents[15:]))
-    tokenizer = BytePairTokenizer.train(corpus.train, 300)
-    data = prepare(corpus, tokenizer, context=16, batch=2, eval_windows=5)
-    text = "".join(tokenizer.decode(window[1:]) for window in data.valid)
-    assert data.valid_bytes == len(text.encode()) > 2 * data.valid_tokens
-
-
-def test_validation_batches_are_filled_up(documents):
-    corpus = Corpus(tuple(documents[:15]), tuple(documents[15:]))
-    data = prepare(corpus, ByteTokenizer(), context=16, batch=2, eval_windows=5)
-    filled, count = data.valid_batches(4)
-    assert count == 5 and filled.inputs.shape == filled.targets.shape == (2, 4, 16)
-    np.testing.assert_array_equal(filled.inputs.reshape(8, 16)[:5], data.valid[:, :-1])
-    np.testing.assert_array_equal(filled.targets.reshape(8, 16)[:5], data.valid[:, 1:])
+    sizes = {"context": 100, "batch": 2, "eval_windows": 100}
+    task = NextToken.of(corpus, ByteTokenizer(), whole_documents=True, **sizes)
+    assert len(task.valid) == sum((len(document) - 1) // 100 for document in documents[15:])
+    for window in task.valid:
+        assert sum(window.tobytes() in document for document in documents[15:]) == 1
 
 
 @pytest.mark.parametrize(
@@ -89,4 +85,4 @@ def test_validation_batches_are_filled_up(documents):
 def test_too_little_text_is_refused_with_numbers(train, valid, sentence):
     corpus = Corpus((b"x" * train,), (b"x" * valid,))
     with pytest.raises(UserError, match=sentence):
-        prepare(corpus, ByteTokenizer(), context=16, batch=8, eval_windows=4)
+        NextToken.of(corpus, ByteTokenizer(), context=16, batch=8, eval_windows=4)
