@@ -23,7 +23,9 @@ from experiments.harness.naming import options_of
 OfLength = Mapping[str, Mapping[str, Any]]
 
 
-def sizes(length: int, window: int | None, is_causal: bool) -> dict[str, dict[str, Any]]:
+def sizes(
+    length: int, window: int | None, is_causal: bool, longest: int | None = None
+) -> dict[str, dict[str, Any]]:
     """Returns the options that follow from the length, by mechanism.
 
     Windows have a quarter of the tokens, as have the projections, landmarks and segments of
@@ -32,9 +34,10 @@ def sizes(length: int, window: int | None, is_causal: bool) -> dict[str, dict[st
     within and across them.
 
     Args:
-      length: T, the largest number of tokens.
+      length: T, the largest number of tokens in training.
       window: tokens in windows, the present token included; default T / 4.
       is_causal: whether windows are on one side; otherwise they are half on each side.
+      longest: largest number of tokens in tests; default T.
     """
     root = 2 ** (max(1, round(math.log2(length))) // 2)
     quarter = max(1, length // 4)
@@ -53,7 +56,7 @@ def sizes(length: int, window: int | None, is_causal: bool) -> dict[str, dict[st
         "bigbird": {"block_size": root},
         "random": {"block_size": root},
         "hierarchical": {"segment_size": root, "num_summaries": max(1, root // 4)},
-        "cosformer": {"max_length": length},
+        "cosformer": {"max_length": longest or length},
         "linformer": {"num_projected": quarter},
         "block_linformer": {"block_size": root, "num_projected": max(1, root // 4)},
         "long_short": {"window_size": root},
@@ -65,7 +68,13 @@ def sizes(length: int, window: int | None, is_causal: bool) -> dict[str, dict[st
 
 
 def parse(
-    text: str, layers: int, heads: int, window: int | None, length: int, is_causal: bool = True
+    text: str,
+    layers: int,
+    heads: int,
+    window: int | None,
+    length: int,
+    is_causal: bool = True,
+    longest: int | None = None,
 ) -> tuple[dict[str, Any], ...]:
     """Returns the mixer of each layer for `effattn.nn.TransformerConfig`.
 
@@ -76,13 +85,14 @@ def parse(
       window: as in `sizes`.
       length: T, the largest number of tokens; options that are not given follow it (see `sizes`).
       is_causal: whether the mechanisms are causal.
+      longest: as in `sizes`.
 
     Raises:
       ValueError: the text has another form; a mechanism is unknown or does not support the
         direction; an option is unknown or given twice; or there are more mechanisms than layers, or
         mechanisms that do not divide the heads.
     """
-    of_length = sizes(length, window, is_causal)
+    of_length = sizes(length, window, is_causal, longest)
     parts: list[tuple[dict[str, Any], int]] = []
     for part in text.split("/"):
         kind, _, times = part.partition("*")

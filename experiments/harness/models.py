@@ -1,6 +1,5 @@
 """Models of the experiments, equal except for the mechanism."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -80,14 +79,21 @@ def check_call(mechanism: str, build: Build, task: Task) -> None:
 def _config(
     mechanism: str, options: Options, task: Task, hidden: int | None, is_causal: bool
 ) -> TransformerConfig:
-    parse = functools.partial(mechanisms.parse, length=task.length, is_causal=is_causal)
+
+    def parse(text: str) -> tuple[Any, ...]:
+        sizes = (options.layers, options.heads, options.window, task.trained_length)
+        return mechanisms.parse(text, *sizes, is_causal=is_causal, longest=task.length)
+
+    mixer = parse(mechanism)
+    if options.first_layer:
+        mixer = (parse(options.first_layer)[0], *mixer[1:])
     return TransformerConfig(
         vocab_size=max(task.vocab_size, task.num_classes),
         num_layers=options.layers,
         features=options.width,
         num_heads=options.heads,
         num_kv_heads=options.key_heads,
-        mixer=parse(mechanism, options.layers, options.heads, options.window),
+        mixer=mixer,
         hidden_features=hidden,
         positions=options.positions,
         norm=options.norm,

@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import re
 from typing import Any
 
 # Folder names have at most 255 bytes; learning rate and seed follow the mechanism's name.
@@ -15,8 +14,7 @@ def options_of(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
       ValueError: an option is given twice, or its value is no literal.
     """
-    # Commas between brackets are part of a value.
-    name, *given = re.split(r",(?![^()\[\]]*[)\]])", text)
+    name, *given = _parts(text)
     options: dict[str, Any] = {}
     for option in given:
         key, _, value = option.partition("=")
@@ -38,3 +36,15 @@ def folder_name(text: str) -> str:
     if len(name) <= LONGEST_NAME:
         return name
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _parts(text: str) -> list[str]:
+    """Returns the parts between commas; commas between brackets are part of a value."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts

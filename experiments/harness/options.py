@@ -28,6 +28,7 @@ class Options(abc.ABC):
     imports: user_modules.Modules = ()  # Python modules that register mechanisms of their own
     window: int | None = None  # tokens in windows, the present one included; default length / 4
     layers: int = 2  # Transformer layers
+    first_layer: str = ""  # mechanism of the first layer, if not the compared one
     width: int = 64  # features per token
     heads: int = 4  # query heads, a divisor of width
     key_heads: int | None = None  # key heads, a divisor of heads; 1 is multi-query attention

@@ -53,6 +53,10 @@ class Synthetic(Task):
     def length(self) -> int:
         return max(length for length, *_ in self.trained + self.tested)
 
+    @property
+    def trained_length(self) -> int:
+        return max(length for length, *_ in self.trained)
+
     @abc.abstractmethod
     def check(self, *sizes: int) -> None:
         """Raises `ValueError` if there are no examples of the given sizes."""

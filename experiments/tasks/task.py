@@ -76,6 +76,11 @@ class Task(abc.ABC):
     def length(self) -> int:
         """Largest number of tokens in an example, of training and of all held-out sets."""
 
+    @property
+    def trained_length(self) -> int:
+        """Largest number of tokens in training; windows and blocks of mechanisms follow it."""
+        return self.length
+
     @abc.abstractmethod
     def training(self, size: int, seed: int, step: int) -> Batch:
         """Returns the `size` examples of a training step.

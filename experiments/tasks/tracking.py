@@ -52,6 +52,10 @@ class StateTracking(Task):
     def length(self) -> int:
         return max(longest for _, longest in (self.trained, *self.tested))
 
+    @property
+    def trained_length(self) -> int:
+        return self.trained[1]
+
     def training(self, size: int, seed: int, step: int) -> Batch:
         return self._drawn(generator(seed, step), size, self.trained)
 
