@@ -105,9 +105,9 @@ def _equations(jaxpr):
 
 
 def _inner(eqn):
-    for value in jax.tree.leaves(
-        list(eqn.params.values()), is_leaf=lambda x: isinstance(x, _JAXPRS)
-    ):
+    # A scatter applies its jaxpr to single entries, which `_work` counts.
+    params = [value for name, value in eqn.params.items() if name != "update_jaxpr"]
+    for value in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, _JAXPRS)):
         if isinstance(value, jex_core.ClosedJaxpr):
             yield value.jaxpr
         elif isinstance(value, jex_core.Jaxpr):
@@ -325,6 +325,8 @@ def _work(eqn) -> int:
         return math.prod(eqn.outvars[0].aval.shape)
     if name in _REDUCTIONS:
         return math.prod(eqn.invars[0].aval.shape)
+    if name == "scatter-add":
+        return math.prod(eqn.invars[2].aval.shape)
     if name == "fft":
         length = math.prod(eqn.params["fft_lengths"])
         return math.ceil(5 * math.prod(eqn.invars[0].aval.shape) * math.log2(length))
