@@ -102,6 +102,11 @@ def directions_of(mechanism: str) -> list[str]:
     return [each for each in DIRECTIONS if each in registry.get(mechanism).capabilities]
 
 
+def _split(mixer: Any) -> Any:
+    """Returns the graph, the parameters and all other variables."""
+    return nnx.split(mixer, nnx.Param, ...)
+
+
 _MADE: dict[Any, Any] = {}
 
 
@@ -111,7 +116,7 @@ def _made(layer: Layer, shapes: Any) -> Any:
     key = (layer.mechanism, layer.direction, layer.options, leaves)
     if key in _MADE:
         return _MADE[key]
-    _, *made = jax.jit(lambda: nnx.split(layer.build(), nnx.Param, ...))()
+    made = jax.jit(lambda: _split(layer.build())[1:])()
     if sum(math.prod(shape) for shape, _ in leaves) < MOST_KEPT:
         _MADE[key] = made
     return made
@@ -151,7 +156,7 @@ def compile_pass(layer: Layer, which: str, count: bool = True) -> Program:
     The gradients are those of parameters and tokens. The training step moves the outputs towards
     the tokens by AdamW, and reuses the memory of parameters and optimiser state.
     """
-    graph, params, fixed_shapes = nnx.split(nnx.eval_shape(layer.build), nnx.Param, ...)
+    graph, params, fixed_shapes = _split(nnx.eval_shape(layer.build))
     x = jax.ShapeDtypeStruct((1, layer.length, FEATURES), jnp.float32)
     optimiser = optax.adamw(1e-3)
 
