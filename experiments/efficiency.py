@@ -26,7 +26,7 @@ from experiments.common.errors import UserError
 
 LENGTHS = tuple(2**n for n in range(8, 21))
 QUICK_LENGTHS = (256, 1024, 4096, 16384)
-QUICK_MECHANISMS = ("softmax", "sliding_window", "linear", "gated_delta_net", "nystrom")
+QUICK_MECHANISMS = ("softmax", "sliding_window", "linear", "gated_delta_net")
 PLAIN_LENGTHS = (256, 1024, 4096, 16384)
 LEAST, MOST = 128, 2**26
 PREFIXES, QUICK_PREFIXES, DECODE_STEPS = (1024, 16384), (1024,), 30
@@ -44,14 +44,17 @@ class Config:
     """
 
     quick: bool = False  # few mechanisms and lengths, in under five minutes
-    mechanisms: tuple[str, ...] = ()  # registered names; default all, or five with --quick
+    mechanisms: tuple[str, ...] = ()  # registered names; default all, or four with --quick
     imports: user_modules.Modules = ()  # Python modules that register mechanisms of their own
-    directions: tuple[Literal["causal", "bidirectional"], ...] = ("causal", "bidirectional")
+    directions: tuple[Literal["causal", "bidirectional"], ...] = ()  # default both; quick: causal
     lengths: tuple[int, ...] = ()  # tokens, powers of two; default 256 to 1048576
     rounds: int = 5  # calls of each program
     seconds: float = 1.0  # for the rounds of a program; longer lengths of slower ones are skipped
     memory: float | None = None  # GB that the longest sequence must fit into; default the device's
     output: Path | None = None  # run folder; default runs/efficiency-HASH, by machine and budgets
+
+    def all_directions(self) -> tuple[str, ...]:
+        return self.directions or (("causal",) if self.quick else ("causal", "bidirectional"))
 
     def all_lengths(self) -> list[int]:
         return sorted(self.lengths or (QUICK_LENGTHS if self.quick else LENGTHS))
@@ -70,8 +73,6 @@ def check(config: Config) -> None:
         values = getattr(config, name)
         if len(set(values)) < len(values):
             raise UserError(f"--{name} must not repeat a value, got {' '.join(map(str, values))}")
-    if not config.directions:
-        raise UserError("--directions needs at least one value, causal or bidirectional")
 
 
 def chosen(config: Config) -> list[str]:
@@ -89,7 +90,7 @@ def chosen(config: Config) -> list[str]:
             raise UserError(
                 f"--mechanisms: unknown mechanism {name!r}; registered are {', '.join(known)}"
             )
-        if not set(directions_of(name)) & set(config.directions):
+        if not set(directions_of(name)) & set(config.all_directions()):
             only = " or ".join(directions_of(name))
             raise UserError(f"--mechanisms: {name} is {only} only; add it to --directions")
     names = config.mechanisms or (QUICK_MECHANISMS if config.quick else known)
@@ -118,7 +119,7 @@ def measure_layers(config: Config, names: Sequence[str], folder: Path) -> list[R
     records: dict[tuple[str, str, int], Record] = {}
     lengths = config.all_lengths()
     for length, shorter in zip(lengths, [None, *lengths], strict=False):
-        for direction in config.directions:
+        for direction in config.all_directions():
             for name in names:
                 if direction not in directions_of(name):
                     continue
@@ -145,7 +146,7 @@ def find_longest(
 
     memory, records = memory_of(config), []
     for name in names:
-        for direction in (d for d in config.directions if d in directions_of(name)):
+        for direction in (d for d in config.all_directions() if d in directions_of(name)):
 
             def make(name: str = name, direction: str = direction) -> Record:
                 print(f"longest sequence  {direction} {name}", flush=True)
@@ -292,7 +293,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             results = tables.Results(
                 layers,
                 find_longest(config, names, layers, folder),
-                measure_caches(config, names, folder) if "causal" in config.directions else [],
+                measure_caches(config, names, folder)
+                if "causal" in config.all_directions()
+                else [],
                 measure_plain(folder),
                 memory_of(config),
             )

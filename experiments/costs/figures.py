@@ -61,8 +61,6 @@ def draw_families(
         axes.remove()
     for axes in grid[:, 0]:
         axes.set_ylabel(quantity.label, fontsize=8)
-    for axes in grid.flat[max(0, len(families) - columns) : len(families)]:
-        axes.tick_params(labelbottom=True)
     _label_lengths(grid.flat[: len(families)])
     figure.suptitle(f"{title}; grey: {name}", fontsize=10)
     _save(figure, path)
@@ -95,10 +93,11 @@ def draw_side_by_side(
 
 def _draw_lines(axes: Any, quantity: Quantity, lines: Mapping[str, Line]) -> None:
     for index, (name, (lengths, values)) in enumerate(lines.items()):
+        # Later markers are smaller, so that they do not hide earlier ones at the same point.
         lap, colour = divmod(index, len(COLOURS))
         axes.plot(
             lengths, _in(quantity, values), label=name, color=COLOURS[colour],
-            marker=MARKERS[(colour + lap) % len(MARKERS)], markersize=3.2, linewidth=1.1,
+            marker=MARKERS[(colour + lap) % len(MARKERS)], markersize=max(3, 6 - index), linewidth=1.1,
             linestyle=LINE_STYLES[lap % len(LINE_STYLES)], zorder=2,
         )  # fmt: skip
 
@@ -117,7 +116,7 @@ def _label_lengths(every: Sequence[Any]) -> None:
         axes.xaxis.set_major_formatter(lambda length, _: short(round(length)))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter("{x:,g}")
-        axes.tick_params(labelsize=7.5)
+        axes.tick_params(labelsize=7.5, labelbottom=True)
         axes.grid(alpha=0.3)
         axes.set_xlabel("length (tokens)", fontsize=8)
 
