@@ -17,6 +17,9 @@ from effattn.analysis.style import COLOURS, MARKERS
 GREY = "#999999"
 LINE_STYLES = ("-", "--")  # after as many lines as there are colours, the next style
 
+# Longer names in a legend of two columns would make the panels narrow.
+LONGEST_IN_TWO_COLUMNS = 18
+
 # Points of a line: lengths and values.
 Line = tuple[Sequence[int], Sequence[float]]
 
@@ -53,8 +56,9 @@ def draw_families(
         _draw_lines(axes, quantity, {n: points for n, points in lines.items() if n != name})
         axes.set_title(family, fontsize=9)
         if len(lines) > (name in lines):
+            in_row = 2 if max(map(len, lines)) <= LONGEST_IN_TWO_COLUMNS else 1
             axes.legend(
-                fontsize=6.5, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2),
+                fontsize=6.5, ncols=in_row, loc="upper center", bbox_to_anchor=(0.5, -0.2),
                 frameon=False, handlelength=2.2, columnspacing=1, labelspacing=0.25,
             )  # fmt: skip
     for axes in grid.flat[len(families) :]:
@@ -97,8 +101,8 @@ def _draw_lines(axes: Any, quantity: Quantity, lines: Mapping[str, Line]) -> Non
         lap, colour = divmod(index, len(COLOURS))
         axes.plot(
             lengths, _in(quantity, values), label=name, color=COLOURS[colour],
-            marker=MARKERS[(colour + lap) % len(MARKERS)], markersize=max(3, 6 - index), linewidth=1.1,
-            linestyle=LINE_STYLES[lap % len(LINE_STYLES)], zorder=2,
+            marker=MARKERS[(colour + lap) % len(MARKERS)], markersize=max(3, 5 - index / 2),
+            linestyle=LINE_STYLES[lap % len(LINE_STYLES)], linewidth=1.1, zorder=2,
         )  # fmt: skip
 
 
@@ -111,7 +115,7 @@ def _label_lengths(every: Sequence[Any]) -> None:
     for axes in every:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.xaxis.set_major_locator(LogLocator(base=4, numticks=8))
+        axes.xaxis.set_major_locator(LogLocator(base=4, numticks=5))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda length, _: short(round(length)))
         axes.yaxis.set_minor_formatter(NullFormatter())
