@@ -24,7 +24,7 @@ PASSES = {"forward": "forward", "backward": "forward + backward", "step": "train
 MOST_COUNTED = 2**17
 MOST_KEPT = 2**22  # variables of a layer that later passes and lengths take again
 
-# Options by length. Those of `registry.Mechanism.options_at` are known already.
+# Options by length, in addition to the numbers in `registry.Mechanism.options_at`.
 OPTIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
     "lsh": lambda length: {"num_rounds": 4, "num_buckets": min(256, max(2, length // 64))},
     # The angles of cosFormer need a maximum length.

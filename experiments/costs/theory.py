@@ -14,7 +14,7 @@ from experiments.costs.layers import size
 
 
 class Steps(NamedTuple):
-    """Columns of table 1 of Vaswani et al. 2017 for a family, in big O.
+    """Columns of table 1 of Vaswani et al. 2017 for a family.
 
     Attributes:
       sequential: operations that must follow each other in a training pass.
@@ -26,17 +26,17 @@ class Steps(NamedTuple):
 
 
 STEPS: Mapping[str, Steps] = {
-    "exact": Steps("1", "1"),
-    "sparse": Steps("1", "N / w; 1 with global tokens"),
-    "linear": Steps("1; causal N / c", "1"),
-    "recurrent": Steps("N / c", "N"),
-    "state space": Steps("1; log N by a scan", "N"),
-    "low rank": Steps("1", "1"),
-    "clustered": Steps("1", "1 within a cluster"),
-    "attention-free": Steps("1; causal N / c", "1"),
-    "synthetic": Steps("1", "1"),
-    "hybrid": Steps("largest of its parts", "smallest of its parts"),
-    "baseline": Steps("N; convolution 1", "N; convolution N / w"),
+    "exact": Steps("O(1)", "O(1)"),
+    "sparse": Steps("O(1)", "O(N / w), with global tokens O(1)"),
+    "linear": Steps("O(1), causal O(N / c)", "O(1)"),
+    "recurrent": Steps("O(N / c)", "O(N)"),
+    "state space": Steps("O(1), by a scan O(log N)", "O(N)"),
+    "low rank": Steps("O(1)", "O(1)"),
+    "clustered": Steps("O(1)", "O(1) within a cluster"),
+    "attention-free": Steps("O(1), causal O(N / c)", "O(1)"),
+    "synthetic": Steps("O(1)", "O(1)"),
+    "hybrid": Steps("most of its parts", "shortest of its parts"),
+    "baseline": Steps("O(N), convolution O(1)", "O(N), convolution O(N / w)"),
 }
 
 
@@ -49,7 +49,7 @@ def complexities(mechanisms: Sequence[str]) -> list[list[str]]:
     order = list(dict.fromkeys(family for family, _ in groups))
     unknown = Steps("-", "-")
     return [
-        [family, complexity, ", ".join(names), *(f"O({s})" if s != "-" else s for s in steps)]
+        [family, complexity, ", ".join(names), *steps]
         for (family, complexity), names in sorted(
             groups.items(), key=lambda g: order.index(g[0][0])
         )
