@@ -1,0 +1,1 @@
+"""Costs of attention against length: time, operations and memory, measured and in theory."""

@@ -1,0 +1,84 @@
+"""Decode caches: bytes a token, and decode steps a second after a prefix."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.costs.layers import EXACT, FEATURES, HEADS, Layer
+
+PIECE = 4096  # tokens of a prefix that one call reads
+
+# Key heads of softmax attention by the name of the cache.
+SHARED = {"multi-head": HEADS, "grouped-query": HEADS // 2, "multi-query": 1}
+
+
+def cache_layers(mechanism: str, length: int) -> dict[str, Layer]:
+    """Returns the layers of a mechanism by the name of their cache; empty without decoding."""
+    layer = Layer(mechanism, "causal", length)
+    if layer.state_bytes() is None:
+        return {}
+    if mechanism != EXACT:
+        return {mechanism: layer}
+    return {
+        f"{mechanism}, {name}": Layer(mechanism, "causal", length, (("num_kv_heads", heads),))
+        for name, heads in SHARED.items()
+    }
+
+
+def bytes_by_token(layer: Layer) -> tuple[int, float]:
+    """Returns the bytes of a state that do not grow, and the bytes that each token adds.
+
+    Options that follow the length are those of `layer.length`.
+    """
+    mixer = layer.build()
+
+    def state_bytes(length: int) -> int:
+        state = jax.eval_shape(lambda: mixer.init_state(1, length, jnp.float32))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+    half, whole = state_bytes(layer.length // 2), state_bytes(layer.length)
+    each = (whole - half) / (layer.length // 2)
+    return round(whole - each * layer.length), each
+
+
+def step_seconds(layer: Layer, prefixes: Sequence[int], rounds: int) -> dict[int, float]:
+    """Returns the median seconds of a decode step after each prefix, measured in turns.
+
+    Args:
+      layer: causal layer with room for the longest prefix and `rounds` + 2 further tokens.
+      prefixes: numbers of tokens.
+      rounds: steps after each prefix.
+    """
+    mixer = layer.build()
+
+    def extend(mixer, x, state, start, lengths=None):
+        of_call = layer.arguments(start, x.shape[1])
+        return mixer.extend(x, state, lengths=lengths, **of_call)
+
+    prefill = jax.jit(lambda *args: extend(*args)[1], donate_argnums=2)
+    step = jax.jit(extend, donate_argnums=2)
+    token, piece = (
+        jax.random.normal(jax.random.key(seed), (1, tokens, FEATURES))
+        for seed, tokens in enumerate((1, min(PIECE, max(prefixes))))
+    )
+    states: dict[int, Any] = {}
+    for prefix in prefixes:
+        state = mixer.init_state(1, layer.length, jnp.float32)
+        for start in range(0, prefix, piece.shape[1]):
+            lengths = jnp.array([min(piece.shape[1], prefix - start)])
+            state = prefill(mixer, piece, state, start, lengths)
+        states[prefix] = state
+    times: dict[int, list[float]] = {prefix: [] for prefix in prefixes}
+    for n in range(rounds + 2):
+        for prefix in np.roll(prefixes, n).tolist():
+            begin = time.perf_counter()
+            y, states[prefix] = step(mixer, token, states[prefix], prefix + n)
+            jax.block_until_ready((y, states[prefix]))
+            if n >= 2:  # the first steps are slower
+                times[prefix].append(time.perf_counter() - begin)
+    return {prefix: statistics.median(each) for prefix, each in times.items()}

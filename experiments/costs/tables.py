@@ -1,0 +1,301 @@
+"""Tables of an efficiency run, in Markdown."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from effattn import registry
+from experiments.common.report import markdown_table
+from experiments.costs import theory
+from experiments.costs.figures import short
+from experiments.costs.layers import EXACT, FEATURES, HEADS, PASSES
+from experiments.costs.measuring import Record
+
+NONE = "-"
+MATRIX_LENGTHS = tuple(2**n for n in range(10, 21, 2))  # 1k to 1M
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Everything that a run has measured.
+
+    Attributes:
+      layers: records of `measuring.measure`.
+      longest: records with the longest lengths that fit, by mechanism and direction.
+      caches: records of decode caches.
+      plain: bytes of attention that stores its matrices, by length and pass.
+      memory: bytes that the longest lengths must fit into.
+    """
+
+    layers: Sequence[Record]
+    longest: Sequence[Record]
+    caches: Sequence[Record]
+    plain: Sequence[Record]
+    memory: int
+
+    def directions(self) -> list[str]:
+        return list(dict.fromkeys(record["direction"] for record in self.layers))
+
+    def mechanisms(self, direction: str) -> list[str]:
+        """Returns the mechanisms of a direction in the order of the registry."""
+        there = {r["mechanism"] for r in self.layers if r["direction"] == direction}
+        return [name for name in registry.names() if name in there]
+
+    def line(self, name: str, direction: str, which: str, key: str) -> dict[int, float]:
+        """Returns a quantity of a pass by length, in rising order, without unmeasured lengths."""
+        found = {
+            record["length"]: record["passes"][which].get(key)
+            for record in self.layers
+            if (record["mechanism"], record["direction"]) == (name, direction)
+        }
+        return {length: found[length] for length in sorted(found) if found[length] is not None}
+
+
+def all_tables(results: Results) -> list[str]:
+    """Returns the paragraphs, tables and headings of the summary."""
+    parts = []
+    for direction in results.directions():
+        parts += [f"## Crossover with exact attention, {direction}", crossovers(results, direction)]
+    parts.append(
+        "The length in tokens from which on a layer takes less time, or fewer bytes, than that of "
+        f"`{EXACT}`: interpolated between measured lengths; {NONE} if it is above at the longest "
+        "length measured of both. Times are compared round by round. Bytes are those of arguments, "
+        f"results and temporaries. The longest sequence is the largest power of two that fits into "
+        f"{results.memory / 1e9:.1f} GB, found by compilation alone."
+    )
+    for direction in results.directions():
+        parts += [f"## Growth with the length, {direction}", exponents(results, direction)]
+    parts.append(
+        "Exponents of the length in forward + backward, by least squares in logarithms over the "
+        "upper half of the lengths. FLOPs are counted in the XLA form, with loops as often as they "
+        "run. The claimed exponents are those of the registry, of FLOPs and temporary bytes, at "
+        "lengths above all windows, blocks and ranks."
+    )
+    for direction in results.directions():
+        length = _common_length(results, direction)
+        heading = f"## Costs at {short(length)} tokens, {direction}"
+        parts += [heading, costs(results, direction, length)]
+    parts += [
+        "Times are medians of rounds in turns with exact attention; the times as fast are medians "
+        "of the ratios in a round. The decode state has room for all tokens.",
+        "## Bytes moved, and the bound for exact attention",
+        moved(results),
+        "Bytes moved are arguments + results + 2 x temporaries of the forward pass: each array is "
+        "written once and read once. The bound is N^2 H^2 / M entries for each head (Dao et al. "
+        f"2022), with a fast memory of {fast_bytes() / 1024:,.0f} KiB, or the queries, keys, "
+        "values and outputs where these are more. The layer also moves its projections.",
+    ]
+    if results.caches:
+        parts += [
+            "## Decode caches",
+            caches(results.caches),
+            f"Bytes of one layer of {FEATURES} features and {HEADS} heads, float32, for one "
+            "sequence. A state without bytes per token does not grow with the length.",
+        ]
+    return [*parts, *classical(results)]
+
+
+def crossovers(results: Results, direction: str) -> str:
+    rows = []
+    longest = {r["mechanism"]: r for r in results.longest if r["direction"] == direction}
+    for name in results.mechanisms(direction):
+        cells = []
+        for which in PASSES:
+            ratios = results.line(name, direction, which, "ratio")
+            ours = [1 / ratio for ratio in ratios.values()]
+            cells.append(_crossing(list(ratios), ours, [1.0] * len(ours)))
+        own = results.line(name, direction, "step", "needed_bytes")
+        exact = results.line(EXACT, direction, "step", "needed_bytes")
+        shared = [length for length in own if length in exact]
+        of_both = ([line[length] for length in shared] for line in (own, exact))
+        cells.append(_crossing(shared, *of_both))
+        fits = longest.get(name, {})
+        cells += [short(fits[w]) if fits.get(w) else NONE for w in ("forward", "step")]
+        rows.append([f"`{name}`", *([NONE] * 4 if name == EXACT else cells[:4]), *cells[4:]])
+    header = [
+        *("mechanism", "forward", "forward + backward", "training step", "bytes of a step"),
+        *("longest, forward", "longest, step"),
+    ]
+    return markdown_table(header, rows)
+
+
+def exponents(results: Results, direction: str) -> str:
+    rows = []
+    for name in results.mechanisms(direction):
+        entry = registry.get(name)
+        fitted = []
+        for key in ("seconds", "operations", "temporary_bytes"):
+            line = results.line(name, direction, "backward", key)
+            exponent = theory.growth(list(line), list(line.values()))
+            fitted.append(NONE if exponent is None else f"{exponent:.2f}")
+        time, flops, size = fitted
+        claims = f"{entry.time_exponent:g}", f"{entry.memory_exponent:g}"
+        rows.append([f"`{name}`", time, flops, claims[0], size, claims[1], entry.complexity])
+    header = ["mechanism", "time", "FLOPs", "claimed", "bytes", "claimed", "complexity"]
+    return markdown_table(header, rows)
+
+
+def costs(results: Results, direction: str, length: int) -> str:
+    """Returns the costs at one length, fastest training step first."""
+    lines = []
+    for record in results.layers:
+        if (record["direction"], record["length"]) != (direction, length):
+            continue
+        passes = record["passes"]
+        times = [_scaled(passes[which].get("seconds"), 1e-3, 1) for which in PASSES]
+        step = passes["step"]
+        cells = [
+            *times,
+            _scaled(step.get("ratio"), 1, 2),
+            _scaled(passes["forward"].get("operations"), 1e9, 2),
+            _scaled(passes["forward"].get("temporary_bytes"), 1e6, 1),
+            _scaled(step.get("temporary_bytes"), 1e6, 1),
+            _scaled(record["state_bytes"], 1e3, 0),
+            f"{step['parameters']:,}" if "parameters" in step else NONE,
+        ]
+        lines.append((step.get("seconds") or float("inf"), [f"`{record['mechanism']}`", *cells]))
+    header = [
+        *("mechanism", "forward, ms", "forward + backward, ms", "step, ms"),
+        *("step, times as fast", "forward, GFLOP", "forward, MB", "step, MB"),
+        *("decode state, kB", "parameters"),
+    ]
+    return markdown_table(header, [cells for _, cells in sorted(lines, key=lambda line: line[0])])
+
+
+def moved(results: Results) -> str:
+    rows = []
+    for direction in results.directions():
+        keys = ("argument_bytes", "result_bytes", "temporary_bytes")
+        arguments, outputs, temporaries = (
+            results.line(EXACT, direction, "forward", key) for key in keys
+        )
+        for length in temporaries:
+            size = arguments[length] + outputs[length] + 2 * temporaries[length]
+            bound = theory.io_bound(length, FEATURES // HEADS, HEADS, fast_bytes())
+            cells = [f"{size / 1e6:,.1f}", f"{bound / 1e6:,.1f}", f"{size / bound:.2f}"]
+            rows.append([direction, short(length), *cells])
+    return markdown_table(["direction", "length", "moved, MB", "bound, MB", "ratio"], rows)
+
+
+def caches(records: Sequence[Record]) -> str:
+    prefixes = sorted({int(p) for record in records for p in record.get("seconds", ())})
+    rows = []
+    for record in records:
+        seconds = {int(p): s for p, s in record.get("seconds", {}).items()}
+        speeds = [f"{1 / seconds[p]:,.0f}" if p in seconds else NONE for p in prefixes]
+        fixed = f"{record['fixed_bytes'] / 1e3:,.1f}"
+        rows.append([record["cache"], f"{record['bytes_per_token']:,.0f}", fixed, *speeds])
+    speeds = [f"steps/s after {short(prefix)}" for prefix in prefixes]
+    return markdown_table(["cache", "bytes per token", "fixed, kB", *speeds], rows)
+
+
+def classical(results: Results) -> list[str]:
+    """Returns the classical tables, with what was measured beside them."""
+    matrices = [
+        [short(n), *(_bytes(theory.matrix_bytes(n, itemsize)) for itemsize in (4, 2))]
+        for n in MATRIX_LENGTHS
+    ]
+    optimisers = [
+        [
+            name,
+            str(each.weights),
+            str(each.gradients),
+            str(each.state),
+            f"{theory.state_bytes(each.make):.2f}",
+            NONE if isinstance(each.state, str) else str(
+                each.weights + each.gradients + each.state
+            ),
+        ]
+        for name, each in theory.optimisers().items()
+    ]  # fmt: skip
+    header = ["family", "time of a layer", "mechanisms", "sequential operations", "longest path"]
+    weights = ["optimiser", "weights", "gradient", "state", "state, measured", "sum"]
+    return [
+        "## Attention matrix of one head",
+        markdown_table(["length", "float32", "bfloat16"], matrices),
+        "## Memory of a layer that stores its attention matrices",
+        plain(results),
+        f"Temporary bytes of compiled programs with {HEADS} heads. In theory a forward pass that "
+        "stores the matrices holds the logits and the weights of all heads, 2 x 4 N^2 bytes a "
+        "head, unless the compiler merges them; a training step keeps the weights and makes two "
+        "gradients of that size.",
+        "## Time, sequential operations and path length by family",
+        markdown_table(header, theory.complexities(registry.names())),
+        "After table 1 of Vaswani et al. 2017. N tokens, w tokens in a window, c tokens in a "
+        "chunk: causal sums and recurrences run chunk by chunk. The time is the registry's.",
+        "## Training memory by optimiser, bytes per parameter",
+        markdown_table(weights, optimisers),
+        "Activations come on top: see the temporaries of the training step above.",
+    ]
+
+
+def plain(results: Results) -> str:
+    """Returns the table of attention with stored matrices beside tiled attention."""
+    rows = []
+    for record in results.plain:
+        length = record["length"]
+        cells = [_bytes(2 * HEADS * theory.matrix_bytes(length, 4))]
+        for which in ("forward", "step"):
+            tiled = results.line(EXACT, "causal", which, "temporary_bytes").get(length)
+            cells += [_bytes(record[which]), NONE if tiled is None else _bytes(tiled)]
+        rows.append([short(length), *cells])
+    header = [
+        *("length", "in theory", "forward, stored", "forward, tiled"),
+        *("step, stored", "step, tiled"),
+    ]
+    return markdown_table(header, rows)
+
+
+def not_timed(results: Results) -> list[str]:
+    """Returns a line for each mechanism and reason, with the lengths concerned."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for record in results.layers:
+        for which, found in record["passes"].items():
+            if found.get("skipped"):
+                key = (record["mechanism"], record["direction"], found["skipped"])
+                reasons.setdefault(key, []).append(f"{PASSES[which]} at {short(record['length'])}")
+    return [
+        f"- `{name}`, {direction}: {reason} ({', '.join(where)})"
+        for (name, direction, reason), where in reasons.items()
+    ]
+
+
+def fast_bytes() -> int:
+    """Returns the size of the fast memory M: the second-level cache of a CPU core.
+
+    On an accelerator, and where the system does not say, 256 KiB, the size of the shared memory of
+    a multiprocessor.
+    """
+    import jax
+
+    path = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+    if jax.default_backend() != "cpu" or not path.exists():
+        return 256 * 1024
+    return int(path.read_text().strip().removesuffix("K")) * 1024
+
+
+def _common_length(results: Results, direction: str) -> int:
+    """Returns the longest length at which the training step of exact attention was timed."""
+    timed = results.line(EXACT, direction, "step", "seconds")
+    return max(timed, default=min(record["length"] for record in results.layers))
+
+
+def _crossing(lengths: Sequence[int], ours: Sequence[float], exact: Sequence[float]) -> str:
+    found = theory.crossover(lengths, ours, exact)
+    if found is None:
+        return NONE
+    return f"<= {lengths[0]:,}" if found == lengths[0] else f"{found:,.0f}"
+
+
+def _scaled(value: Any, unit: float, digits: int) -> str:
+    return NONE if value is None else f"{value / unit:,.{digits}f}"
+
+
+def _bytes(count: float) -> str:
+    """Returns bytes in units of 1024: 4 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.4g} {unit}"
+        count /= 1024
+    return f"{count:,.4g} TiB"

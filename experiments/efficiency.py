@@ -1,0 +1,312 @@
+"""Costs of attention against length: time, FLOPs and memory of a layer of every mechanism.
+
+The experiment measures a forward pass, forward + backward and a training step of each mechanism,
+direction and length, and compiles programs that would not fit. The summary has the lengths at which
+each mechanism becomes cheaper than exact attention, fitted exponents beside the claimed ones, the
+longest sequence that fits, decode caches, and the classical tables of costs.
+`python -m experiments.efficiency --quick` takes under five minutes on two cores; `--help` lists the
+options.
+"""
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+if not __package__:  # run as `python experiments/efficiency.py`
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experiments.common import checks, folders, machine, metrics, outcome, user_modules
+from experiments.common.errors import UserError
+
+LENGTHS = tuple(2**n for n in range(8, 21))
+QUICK_LENGTHS = (256, 1024, 4096, 16384)
+QUICK_MECHANISMS = ("softmax", "sliding_window", "linear", "gated_delta_net")
+PLAIN_LENGTHS = (256, 1024, 4096, 16384)
+LEAST, MOST = 128, 2**26
+PREFIXES, QUICK_PREFIXES, DECODE_STEPS = (1024, 16384), (1024,), 30
+MOST_CACHE_BYTES = 1e9  # parameters of a layer that decodes; a table of N^2 has more
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Measures time, FLOPs and memory of a layer of every mechanism against the length.
+
+    A stopped run goes on when the same command is given again. Further mechanisms and lengths may
+    be added to a finished run: only what is missing is measured.
+    """
+
+    quick: bool = False  # few mechanisms and lengths, in under five minutes
+    mechanisms: tuple[str, ...] = ()  # registered names; default all, or four with --quick
+    imports: user_modules.Modules = ()  # Python modules that register mechanisms of their own
+    directions: tuple[Literal["causal", "bidirectional"], ...] = ()  # default both; quick: causal
+    lengths: tuple[int, ...] = ()  # tokens, powers of two; default 256 to 1048576
+    rounds: int = 5  # calls of each program
+    seconds: float = 1.0  # for the rounds of a program; longer lengths of slower ones are skipped
+    memory: float | None = None  # GB that the longest sequence must fit into; default the device's
+    output: Path | None = None  # run folder; default runs/efficiency-HASH, by machine and budgets
+
+    def all_directions(self) -> tuple[str, ...]:
+        return self.directions or (("causal",) if self.quick else ("causal", "bidirectional"))
+
+    def all_lengths(self) -> list[int]:
+        return sorted(self.lengths or (QUICK_LENGTHS if self.quick else LENGTHS))
+
+
+def check(config: Config) -> None:
+    """Raises `UserError` if the options do not fit together."""
+    checks.check_counts(config, "rounds")
+    checks.check_positive(config, "seconds")
+    if config.memory is not None:
+        checks.check_positive(config, "memory")
+    for length in config.lengths:
+        if not LEAST <= length <= MOST or length & (length - 1):
+            raise UserError(f"--lengths must be powers of two from {LEAST} to {MOST}, got {length}")
+    for name in ("mechanisms", "lengths", "directions"):
+        values = getattr(config, name)
+        if len(set(values)) < len(values):
+            raise UserError(f"--{name} must not repeat a value, got {' '.join(map(str, values))}")
+
+
+def chosen(config: Config) -> list[str]:
+    """Returns the mechanisms to measure, exact attention first.
+
+    Raises:
+      UserError: a name is not registered, or a mechanism has none of the directions.
+    """
+    from effattn import registry
+    from experiments.costs.layers import EXACT, directions_of
+
+    known = registry.names()
+    for name in config.mechanisms:
+        if name not in known:
+            raise UserError(
+                f"--mechanisms: unknown mechanism {name!r}; registered are {', '.join(known)}"
+            )
+        if not set(directions_of(name)) & set(config.all_directions()):
+            only = " or ".join(directions_of(name))
+            raise UserError(f"--mechanisms: {name} is {only} only; add it to --directions")
+    names = config.mechanisms or (QUICK_MECHANISMS if config.quick else known)
+    return list(dict.fromkeys((EXACT, *names)))
+
+
+def recall(path: Path, keys: tuple[str, ...], make: Callable[[], Record]) -> Record:
+    """Returns the record of a file; makes and writes it if it is missing."""
+    if path.exists():
+        return metrics.read_json(path, keys, "delete it, and the same command measures it again")
+    path.parent.mkdir(exist_ok=True)
+    record = make()
+    metrics.write_atomically(path, json.dumps(record, indent=1) + "\n")
+    # Integers are keys of text in JSON.
+    return json.loads(json.dumps(record))
+
+
+def measure_layers(config: Config, names: Sequence[str], folder: Path) -> list[Record]:
+    """Measures all layers, shortest length first; exact attention before all others."""
+    from experiments.costs import measuring
+    from experiments.costs.layers import EXACT, Layer, directions_of
+
+    # Half of the memory: the operating system, or another program, also needs some.
+    bytes_of_programs = memory_of(config) / 2
+    budget = measuring.Budget(config.rounds, config.seconds, bytes_of_programs)
+    records: dict[tuple[str, str, int], Record] = {}
+    lengths = config.all_lengths()
+    for length, shorter in zip(lengths, [None, *lengths], strict=False):
+        for direction in config.all_directions():
+            for name in names:
+                if direction not in directions_of(name):
+                    continue
+                layer = Layer(name, direction, length)
+                exact = None if name == EXACT else records[EXACT, direction, length]
+                before = records.get((name, direction, shorter or 0))
+
+                def make(layer: Any = layer, before: Any = before, exact: Any = exact) -> Record:
+                    print(f"{layer.length} tokens  {layer.direction} {layer.mechanism}", flush=True)
+                    return measuring.measure(layer, budget, before, exact)
+
+                path = folder / "layers" / f"{name}-{direction}-{length}.json"
+                records[name, direction, length] = recall(path, ("passes",), make)
+        measuring.forget()
+    return list(records.values())
+
+
+def find_longest(
+    config: Config, names: Sequence[str], layers: Sequence[Record], folder: Path
+) -> list[Record]:
+    """Finds the longest sequences that fit, from the sizes already known and by compilation."""
+    from experiments.costs import measuring
+    from experiments.costs.layers import Layer, directions_of
+
+    memory, records = memory_of(config), []
+    for name in names:
+        for direction in (d for d in config.all_directions() if d in directions_of(name)):
+
+            def make(name: str = name, direction: str = direction) -> Record:
+                print(f"longest sequence  {direction} {name}", flush=True)
+                record: Record = {"mechanism": name, "direction": direction, "memory": memory}
+                for which in ("forward", "step"):
+                    known = {
+                        r["length"]: r["passes"][which]["needed_bytes"]
+                        for r in layers
+                        if (r["mechanism"], r["direction"]) == (name, direction)
+                        and "needed_bytes" in r["passes"][which]
+                    }
+                    record[which] = measuring.longest(
+                        lambda length: Layer(name, direction, length), which, memory, known
+                    )
+                return record
+
+            path = folder / "longest" / f"{name}-{direction}.json"
+            records.append(recall(path, ("forward", "step"), make))
+    return records
+
+
+def measure_caches(config: Config, names: Sequence[str], folder: Path) -> list[Record]:
+    """Measures the decode caches of the mechanisms that decode."""
+    from experiments.costs import caches
+
+    prefixes, records = QUICK_PREFIXES if config.quick else PREFIXES, []
+    for name in names:
+        for cache, layer in caches.cache_layers(name, 2 * max(prefixes)).items():
+
+            def make(cache: str = cache, layer: Any = layer) -> Record:
+                print(f"cache  {cache}", flush=True)
+                fixed, each = caches.bytes_by_token(layer)
+                record = {"cache": cache, "fixed_bytes": fixed, "bytes_per_token": each}
+                if layer.parameter_bytes() > MOST_CACHE_BYTES:
+                    return record
+                return record | {"seconds": caches.step_seconds(layer, prefixes, DECODE_STEPS)}
+
+            path = folder / "caches" / f"{cache}-{max(prefixes)}.json"
+            records.append(recall(path, ("cache", "fixed_bytes", "bytes_per_token"), make))
+    return records
+
+
+def measure_plain(folder: Path) -> list[Record]:
+    """Compiles exact attention that stores its matrices, and returns its temporary bytes."""
+    from experiments.costs.layers import EXACT, Layer, compile_pass
+
+    records = []
+    for length in PLAIN_LENGTHS:
+
+        def make(length: int = length) -> Record:
+            layer = Layer(EXACT, "causal", length, (("implementation", "naive"),))
+            programs = {w: compile_pass(layer, w, count=False) for w in ("forward", "step")}
+            return {"length": length} | {w: p.temporary_bytes for w, p in programs.items()}
+
+        records.append(recall(folder / "plain" / f"{length}.json", ("forward", "step"), make))
+    return records
+
+
+def memory_of(config: Config) -> int:
+    """Returns the bytes that the longest sequence must fit into."""
+    from experiments.costs import measuring
+
+    return measuring.device_bytes() if config.memory is None else round(config.memory * 1e9)
+
+
+def draw_all(folder: Path, results: Any) -> list[str]:
+    """Draws time and memory against length for each direction; returns lines of Markdown."""
+    from effattn import registry
+    from experiments.costs import figures
+    from experiments.costs.layers import EXACT, PASSES
+
+    shown = []
+    for direction in results.directions():
+        for which, key, quantity in (
+            ("forward", "seconds", figures.SECONDS),
+            ("step", "seconds", figures.SECONDS),
+            ("step", "needed_bytes", figures.BYTES),
+        ):
+            families: dict[str, dict[str, figures.Line]] = {}
+            for name in results.mechanisms(direction):
+                line = results.line(name, direction, which, key)
+                if line:
+                    family = families.setdefault(registry.get(name).family, {})
+                    family[name] = (list(line), list(line.values()))
+            exact = families.get("exact", {}).get(EXACT, ([], []))
+            kind = "time" if key == "seconds" else "memory"
+            title = f"{kind.capitalize()} of a {PASSES[which]}".replace("forward", "forward pass")
+            path = folder / f"{kind}-{which}-{direction}.png"
+            figures.draw_families(path, f"{title}, {direction}", quantity, families, (EXACT, exact))
+            shown.append(f"![{title}, {direction}]({path.name})")
+    return shown
+
+
+def write_summary(
+    folder: Path, config: Config, settings: Mapping[str, Any], results: Any, command: str
+) -> None:
+    """Draws the figures and writes `summary.json` and `summary.md`."""
+    from experiments.costs import tables
+    from experiments.costs.layers import FEATURES, HEADS, WINDOW
+
+    figures = draw_all(folder, results)
+    summary = {"command": command, "config": settings, **dataclasses.asdict(results)}
+    metrics.write_atomically(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+    about = ", ".join(f"{key} {value}" for key, value in settings["environment"].items())
+    parts = [
+        "# Costs of attention against length",
+        f"One layer of {FEATURES} features and {HEADS} heads with its projections, batch 1, "
+        f"float32. Windows have {WINDOW} tokens; options follow the length where the registry's "
+        "complexity needs it.",
+        f"    {command}",
+        f"{about}. {config.rounds} rounds; after three rounds at most {config.seconds:g} s a "
+        "program.",
+        *figures,
+        *tables.all_tables(results),
+    ]
+    if skipped := tables.not_timed(results):
+        parts += ["## Not timed", "\n".join(skipped)]
+    metrics.write_atomically(folder / "summary.md", "\n\n".join(parts) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    config = tyro.cli(Config, prog="python -m experiments.efficiency", args=argv)
+
+    def work() -> None:
+        check(config)
+        user_modules.load(config.imports)
+        names = chosen(config)
+        import effattn
+        from experiments.costs import tables
+
+        environment = {"effattn": effattn.__version__, **machine.environment()}
+        settings = {
+            "experiment": "efficiency",
+            "rounds": config.rounds,
+            "seconds": config.seconds,
+            "memory": memory_of(config),
+            "environment": environment,
+        }
+        folder = folders.path_of(config.output, f"efficiency-{folders.fingerprint(settings)}")
+        with folders.claimed(folder, settings):
+            print(f"Writing to {folder}. If stopped, the same command goes on.", flush=True)
+            layers = measure_layers(config, names, folder)
+            results = tables.Results(
+                layers,
+                find_longest(config, names, layers, folder),
+                measure_caches(config, names, folder)
+                if "causal" in config.all_directions()
+                else [],
+                measure_plain(folder),
+                memory_of(config),
+            )
+            given = sys.argv[1:] if argv is None else argv
+            command = shlex.join(["python", "-m", "experiments.efficiency", *given])
+            write_summary(folder, config, settings, results, command)
+        print((folder / "summary.md").read_text(encoding="utf-8"))
+        print(f"In {folder}: summary.md, summary.json, figures, and a file for each measurement.")
+
+    return outcome.exit_status(work, "stopped; the same command goes on")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from effattn.analysis import cost
+
+
+def counted(function, *shapes):
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return cost.operations(jax.make_jaxpr(function)(*shapes))
+
+
+def test_a_product_counts_multiplications_and_additions():
+    assert counted(jnp.matmul, (3, 4), (4, 5)) == 2 * 3 * 4 * 5
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    def loop(x):
+        return jax.lax.fori_loop(0, x.shape[0], lambda i, y: y + x[i], jnp.zeros(x.shape[1]))
+
+    assert counted(loop, (7, 5)) == 7 * 5
+
+
+def test_tiles_that_a_branch_skips_cost_nothing():
+    def loop(x):
+        def body(i, y):
+            return jax.lax.cond(i < 3, lambda y: 2 * y, lambda y: y, y)
+
+        return jax.lax.fori_loop(0, 8, body, x)
+
+    assert counted(loop, (5,)) == 3 * 5
+
+
+def test_a_scatter_adds_each_update():
+    assert counted(lambda x, y: x.at[jnp.array([0, 2])].add(y), (4, 5), (2, 5)) >= 2 * 5
+
+
+def test_a_loop_that_depends_on_data_is_refused():
+    def loop(x):
+        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x)
+
+    with pytest.raises(NotImplementedError, match="trip count"):
+        counted(loop, (3,))
+
+
+def test_the_exponent_is_the_slope_in_logarithms():
+    assert cost.exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)

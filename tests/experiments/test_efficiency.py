@@ -1,0 +1,220 @@
+import json
+
+import pytest
+from flax import nnx
+
+from effattn import registry
+from experiments import efficiency
+from experiments.common.errors import UserError
+from experiments.costs import caches, curves, layers, measuring, tables, theory
+from experiments.costs.layers import Layer
+
+BUDGET = measuring.Budget(rounds=2, seconds=1.0, program_bytes=1e9)
+
+
+def test_a_run_measures_what_is_missing_and_writes_a_summary(tmp_path, monkeypatch, capsys):
+    """Other tests compile the programs of the longest sequences and of decoding."""
+    monkeypatch.setattr(efficiency, "PLAIN_LENGTHS", ())
+    monkeypatch.setattr(measuring, "longest", lambda *args: 4096)
+    monkeypatch.setattr(caches, "step_seconds", lambda *args: {1024: 0.01})
+    argv = ["--output", str(tmp_path), "--rounds", "2", "--memory", "0.1", "--lengths"]
+    few = ["128", "--directions", "causal", "--mechanisms"]
+    assert efficiency.main([*argv, *few, "aft_simple"]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {r["mechanism"] for r in summary["layers"]} == {"softmax", "aft_simple"}
+    exact, other = (r for r in summary["layers"] if r["length"] == 128)
+    for which in layers.PASSES:
+        assert exact["passes"][which]["ratio"] == 1
+        assert other["passes"][which]["ratio"] > 0 and other["passes"][which]["operations"] > 0
+    assert all(r["forward"] == r["step"] == 4096 for r in summary["longest"])
+    assert [r["cache"] for r in summary["caches"]][:2] == [
+        "softmax, multi-head",
+        "softmax, grouped-query",
+    ]
+    names = ("time-forward", "time-step", "memory-step")
+    assert all((tmp_path / f"{name}-causal.png").exists() for name in names)
+    text = (tmp_path / "summary.md").read_text()
+    assert "python -m experiments.efficiency" in text and text.count("| `aft_simple` |") == 3
+    assert "jax" in summary["config"]["environment"]
+
+    path = tmp_path / "layers" / "softmax-causal-128.json"
+    times = path.stat().st_mtime_ns, (tmp_path / "summary.md").stat().st_mtime_ns
+    (tmp_path / "layers" / "aft_simple-causal-128.json").unlink()
+    capsys.readouterr()
+    assert efficiency.main([*argv, *few, "aft_simple"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if " tokens  causal " in line]
+    assert lines == ["128 tokens  causal aft_simple"]
+    assert path.stat().st_mtime_ns == times[0]
+    assert (tmp_path / "summary.md").stat().st_mtime_ns > times[1]
+
+    path.write_text("{")
+    assert efficiency.main([*argv, *few, "aft_simple"]) == 1
+    assert f"{path} is damaged; delete it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--mechanisms", "sofmax"], "unknown mechanism 'sofmax'; registered are softmax, "),
+        (["--mechanisms", "linear", "linear"], "--mechanisms must not repeat a value"),
+        (["--mechanisms", "fnet", "--directions", "causal"], "fnet is bidirectional only"),
+        (["--lengths", "300"], "--lengths must be powers of two from 128 to 67108864, got 300"),
+        (["--lengths", "64"], "--lengths must be powers of two from 128 to 67108864, got 64"),
+        (["--seconds", "0"], "--seconds must be positive"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--memory", "-1"], "--memory must be positive"),
+        (["--import", "no_such_module"], "there is no module 'no_such_module'"),
+    ],
+)
+def test_bad_input_is_one_sentence(argv, message, tmp_path, capsys):
+    assert efficiency.main([*argv, "--output", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path, capsys):
+    (tmp_path / "notes.txt").touch()
+    assert efficiency.main(["--quick", "--output", str(tmp_path)]) == 1
+    assert "is not empty and holds no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_mechanism_has_a_layer_in_each_direction(name):
+    for direction in layers.directions_of(name):
+        nnx.eval_shape(Layer(name, direction, 512).build)
+
+
+def test_longformer_has_global_tokens():
+    """Without global tokens the layer is a sliding window."""
+    longformer, window = (
+        layers.compile_pass(Layer(name, "causal", 512), "forward")
+        for name in ("longformer", "sliding_window")
+    )
+    assert longformer.operations > window.operations
+
+
+def test_a_program_above_the_budget_is_compiled_and_not_run():
+    budget = measuring.Budget(1, 1.0, program_bytes=1e5)
+    record = measuring.measure(Layer("aft_simple", "causal", 128), budget, None, None)
+    for found in record["passes"].values():
+        assert found["skipped"] == "needs 0.0 GB" and found["needed_bytes"] > 1e5
+        assert "seconds" not in found
+
+
+def test_a_pass_that_was_slow_is_not_timed_at_longer_lengths():
+    slow = {"length": 128, "passes": {which: {"seconds": 9.0} for which in layers.PASSES}}
+    record = measuring.measure(Layer("aft_simple", "causal", 256), BUDGET, slow, None)
+    for found in record["passes"].values():
+        assert found["skipped"] == "a call at 128 tokens took 9.0 s"
+    longer = measuring.measure(Layer("aft_simple", "causal", 256), BUDGET, record, None)
+    assert longer["passes"]["step"]["skipped"] == "a call at 128 tokens took 9.0 s"
+
+
+def test_an_error_of_a_mechanism_is_the_reason_in_its_record(monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError("no such layer\nat all")
+
+    monkeypatch.setattr(measuring, "compile_pass", fail)
+    record = measuring.measure(Layer("aft_simple", "causal", 128), BUDGET, None, None)
+    assert record["passes"]["forward"] == {"skipped": "ValueError: no such layer"}
+
+
+def test_calls_take_turns():
+    order = []
+    budget = measuring.Budget(3, 1.0, 1e9)
+    times = measuring.in_turns([lambda: order.append(0), lambda: order.append(1)], budget)
+    assert order == [0, 1, 0, 1, 1, 0, 0, 1]
+    assert [len(each) for each in times] == [3, 3]
+
+
+@pytest.mark.parametrize("known", [{}, {256: 2560.0}, {256: 2560.0, 2**14: 163840.0}])
+def test_the_longest_sequence_is_found_by_bisection(known, monkeypatch):
+    """Programs of 10 bytes a token; the memory holds 5,000 tokens."""
+    compiled = []
+
+    def compile_pass(length, which, count):
+        compiled.append(length)
+        size = 10 * length
+        return layers.Program(lambda: None, None, 0, size, 0, 0)
+
+    monkeypatch.setattr(measuring, "compile_pass", compile_pass)
+    monkeypatch.setattr(measuring, "FEATURES", 0.5)
+    assert measuring.longest(lambda length: length, "step", 50_000.0, known) == 4096
+    assert len(compiled) <= 4 and not set(compiled) & set(known)
+    assert measuring.longest(lambda length: length, "step", 1000.0, known) is None
+
+
+def test_the_crossover_is_interpolated_in_logarithms():
+    lengths = (256, 1024, 4096)
+    assert theory.crossover(lengths, (4, 2, 0.5), (1, 1, 1)) == pytest.approx(2048)
+    assert theory.crossover(lengths, (0.5, 0.4, 0.3), (1, 1, 1)) == 256
+    assert theory.crossover(lengths, (0.5, 0.4, 3), (1, 1, 1)) is None
+    # A length at which the mechanism is cheaper does not count if a longer one is dearer.
+    assert theory.crossover((1, 2, 4, 8), (0.5, 2, 2, 0.5), (1, 1, 1, 1)) > 4
+
+
+def test_growth_is_fitted_to_the_longer_lengths():
+    lengths = [256, 512, 1024, 2048]
+    assert theory.growth(lengths, [7, 7, 1, 4]) == pytest.approx(2)
+    assert theory.growth([256], [1]) is None
+
+
+def test_the_bound_of_exact_attention():
+    """N^2 H^2 / M entries, and no fewer than queries, keys, values and outputs."""
+    assert theory.io_bound(2**16, 64, 1, 2**20) == 4 * 2**32 * 2**12 / 2**18
+    assert theory.io_bound(256, 64, 2, 2**20) == 4 * 2 * 4 * 256 * 64
+
+
+def test_bytes_per_parameter_agree_with_the_optimisers():
+    for name, each in theory.optimisers().items():
+        if not isinstance(each.state, str):
+            assert theory.state_bytes(each.make) == pytest.approx(each.state, abs=1e-3), name
+    adamw = theory.optimisers()["AdamW"]
+    assert adamw.weights + adamw.gradients + adamw.state == 16
+
+
+def test_every_family_has_sequential_operations_and_a_path():
+    families = {registry.get(name).family for name in registry.names()}
+    assert families <= theory.STEPS.keys()
+
+
+def test_caches_of_shared_heads_are_smaller():
+    found = {
+        name: caches.bytes_by_token(layer)
+        for mechanism in ("softmax", "sliding_window", "mamba2", "fnet")
+        for name, layer in caches.cache_layers(mechanism, 2048).items()
+    }
+    per_token = {name: each for name, (_, each) in found.items()}
+    assert per_token == {
+        "softmax, multi-head": 2 * 256 * 4,
+        "softmax, grouped-query": 256 * 4,
+        "softmax, multi-query": 128 * 4,
+        "sliding_window": 0,
+        "mamba2": 0,
+    }
+    assert found["mamba2"][0] > 0
+
+
+def test_steps_after_each_prefix_are_timed():
+    seconds = caches.step_seconds(Layer("aft_simple", "causal", 32), (3, 9), rounds=2)
+    assert seconds.keys() == {3, 9} and min(seconds.values()) > 0
+
+
+def test_curves_end_in_time_and_are_drawn(tmp_path):
+    points = curves.measure_lengths(("aft_simple",), (128, 256), seconds=60)
+    assert [point.length for point in points] == [128, 256]
+    assert all(point.seconds > 0 and point.bytes > 0 for point in points)
+    curves.draw(tmp_path / "curves.png", points)
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert curves.measure_lengths(("aft_simple",), (128, 256), seconds=0) == []
+
+
+def test_lengths_and_bytes_are_short():
+    assert [tables.short(n) for n in (300, 4096, 2**20)] == ["300", "4k", "1M"]
+    assert tables._bytes(4 * 2**30) == "4 GiB"
+
+
+def test_a_damaged_record_is_an_error(tmp_path):
+    (tmp_path / "a.json").write_text('{"other": 1}')
+    with pytest.raises(UserError, match="is damaged"):
+        efficiency.recall(tmp_path / "a.json", ("passes",), dict)
