@@ -21,8 +21,8 @@ import tyro
 if not __package__:  # run as `python experiments/efficiency.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.common import checks, folders, machine, metrics, outcome, user_modules
-from experiments.common.errors import UserError
+from experiments.harness import checks, folders, machine, metrics, outcome, user_modules
+from experiments.harness.errors import UserError
 
 LENGTHS = tuple(2**n for n in range(8, 21))
 QUICK_LENGTHS = (256, 1024, 4096, 16384)

@@ -32,9 +32,25 @@ class Config(task_options.TaskOptions):
     tasks: ClassVar[task_options.Tasks] = {**recall.TASKS, **copying.TASKS, **mad.TASKS}
 
 
-# Options by task and preset. The published rates are the four of Arora et al. 2023.
-RATES = (1e-3, 10**-2.5, 1e-2, 10**-1.5)
-DEFAULTS: task_options.Defaults = {}
+# A convolution below the mechanism, as in Arora et al. 2024, shows each token the one before it.
+SMALL = {
+    "first_layer": "convolution,width=3",
+    "steps": 400,
+    "batch": 64,
+    "sweep": (0.005, 0.02),
+}
+# The rates are the four of Arora et al. 2023.
+PUBLISHED = {
+    "first_layer": "convolution,width=3",
+    "steps": 20_000,
+    "batch": 256,
+    "optimiser": "adamw",
+    "weight_decay": 0.1,
+    "sweep": (1e-3, 10**-2.5, 1e-2, 10**-1.5),
+}
+DEFAULTS: task_options.Defaults = {
+    task: {"small": SMALL, "published": PUBLISHED} for task in Config.tasks
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from effattn import registry
-from experiments.common.report import markdown_table
 from experiments.costs import theory
 from experiments.costs.figures import short
 from experiments.costs.layers import EXACT, FEATURES, HEADS, PASSES
 from experiments.costs.measuring import Record
+from experiments.harness.report import markdown_table
 
 NONE = "-"
 MATRIX_LENGTHS = tuple(2**n for n in range(10, 21, 2))  # 1k to 1M

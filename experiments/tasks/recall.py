@@ -219,10 +219,10 @@ class TreeRecall(Synthetic):
 TASKS: dict[str, dict[str, Synthetic]] = {
     "multi-query": {
         "small": MultiQueryRecall(
-            vocabulary=256,
+            vocabulary=64,
             fillers=1,
-            trained=((64, 4), (64, 8), (64, 16)),
-            tested=((64, 16), (64, 8), (64, 4), (128, 32)),
+            trained=((32, 8),),
+            tested=((32, 8), (64, 8), (64, 16), (128, 16)),
             held_out_tokens=2**16,
         ),
         "published": MultiQueryRecall(

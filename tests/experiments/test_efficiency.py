@@ -5,9 +5,9 @@ from flax import nnx
 
 from effattn import registry
 from experiments import efficiency
-from experiments.common.errors import UserError
 from experiments.costs import caches, curves, layers, measuring, tables, theory
 from experiments.costs.layers import Layer
+from experiments.harness.errors import UserError
 
 BUDGET = measuring.Budget(rounds=2, seconds=1.0, program_bytes=1e9)
 
