@@ -6,6 +6,7 @@ options.
 
 import dataclasses
 import functools
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ if not __package__:  # run as `python experiments/lm.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.harness import checks, command
+from experiments.harness.metrics import write_atomically
 from experiments.harness.text_options import TextOptions, presets
 from experiments.tasks.task import Task
 
@@ -36,6 +38,8 @@ class Config(TextOptions):
     # Further held-out sets of needles and phone books, for bytes; see `experiments.tasks.probes`.
     probes: bool = False
 
+    costs: bool = False  # also measure time and memory of layers against length, for a figure
+
     # Tasks that are no text: each pixel of a digit from those before it, and each base of a genome.
     generated: ClassVar[tuple[str, ...]] = ("digits", "dna")
 
@@ -55,6 +59,21 @@ class Config(TextOptions):
         if self.corpus not in self.generated:
             super().check_output(folder)
 
+    def finish(self, folder: Path) -> None:
+        """Draws time and memory of the compared mechanisms against length, in `costs.png`."""
+        path = folder / "costs.png"
+        if not self.costs or path.is_file():
+            return
+        from effattn import registry
+        from experiments.costs import curves
+
+        plain = [name for name in self.mechanisms if name in registry.names()]
+        print("Measuring time and memory against length, for 45 seconds at most.", flush=True)
+        points = curves.measure_lengths(plain)
+        records = [point._asdict() for point in points]
+        write_atomically(folder / "costs.json", json.dumps(records, indent=1) + "\n")
+        curves.draw(path, points)
+
     @functools.cached_property
     def _generated(self) -> Task:
         from experiments.tasks import dna, images
@@ -73,6 +92,7 @@ class Config(TextOptions):
 
 
 PRESETS = presets(Config)
+PRESETS["small"] = dataclasses.replace(PRESETS["small"], costs=True)
 PRESETS["long"] = dataclasses.replace(PRESETS["long"], probes=True)
 
 

@@ -55,6 +55,7 @@ def run(experiment: str, options: Options, default: Options) -> int:
             with folders.claimed(folder, settings):
                 config.save(task, folder)
                 train_all(config, folder, task, settings, asked, made_by)
+        config.finish(folder)
         print(report.read_report(folder))
 
     return outcome.exit_status(work, "stopped; the same command resumes from the last checkpoint")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Options that choose which models of a comparison are trained and how they are shown. A run
 # folder may be used with any values of them; all other options are the same for all its runs.
 OF_RUNS = frozenset(
-    {"mechanisms", "seeds", "learning_rate", "sweep", "imports", "at_once", "output"}
+    {"mechanisms", "seeds", "learning_rate", "sweep", "imports", "at_once", "output", "costs"}
 )
 
 
@@ -92,6 +92,10 @@ class Options(abc.ABC):
 
     def save(self, task: "Task", folder: Path) -> None:
         """Writes what `make_task` would otherwise make again, such as a trained tokenizer."""
+        return
+
+    def finish(self, folder: Path) -> None:
+        """Adds files to the folder of a finished report."""
         return
 
     def check(self) -> None:

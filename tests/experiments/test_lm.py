@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from experiments import lm
+from experiments.costs import curves
 from experiments.harness import folders, metrics, outcome
 from experiments.harness.errors import UserError
 from experiments.tasks import corpora
@@ -25,7 +26,7 @@ from tests.marks import slow_but_for
 
 ROOT = Path(lm.__file__).resolve().parents[1]
 TINY = """--layers 1 --width 8 --heads 2 --context 16 --window 4 --batch 4 --eval-windows 4
-    --optimiser adamw""".split()
+    --optimiser adamw --no-costs""".split()
 
 
 SCHEDULE = "--steps 6 --evaluate-every 2 --seeds 0 7".split()
@@ -522,3 +523,25 @@ def test_help_comes_without_the_library(command):
     for field in dataclasses.fields(lm.Config):
         name = "import" if field.name == "imports" else field.name.replace("_", "-")
         assert f"--{name} " in done.stdout or f"--{name}," in done.stdout
+
+
+def test_time_and_memory_against_length_are_drawn_for_plain_names(tmp_path, monkeypatch):
+    measured = []
+
+    def measure(names):
+        measured.append(names)
+        return [curves.Point(name, n, n * 1e-6, n * 256) for name in names for n in (256, 1024)]
+
+    monkeypatch.setattr(curves, "measure_lengths", measure)
+    config = lm.parse(["--mechanisms", "softmax", "softmax/linear", "linear"])
+    config.finish(tmp_path)
+    assert measured == [["softmax", "linear"]]
+    assert (tmp_path / "costs.png").stat().st_size > 10_000
+    records = json.loads((tmp_path / "costs.json").read_text())
+    assert [(r["mechanism"], r["length"]) for r in records[:2]] == [
+        ("softmax", 256),
+        ("softmax", 1024),
+    ]
+    config.finish(tmp_path)
+    lm.parse(["--no-costs"]).finish(tmp_path / "other")
+    assert len(measured) == 1

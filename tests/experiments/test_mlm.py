@@ -11,11 +11,16 @@ from experiments.harness import checks, training
 from experiments.harness.training import train
 from experiments.tasks.task import NOTHING
 from experiments.tasks.text import PARTS
-from tests.experiments.test_lm import arguments, assert_refused, parameters, untimed
+from tests.experiments.test_lm import arguments as of_lm
+from tests.experiments.test_lm import assert_refused, parameters, untimed
 
 MECHANISMS = ["softmax", "linformer,num_projected=4"]
 SCHEDULE = ["--steps", "4", "--evaluate-every", "2", "--seeds", "0", "--no-equal-parameters"]
 SCHEDULE += ["--mechanisms", *MECHANISMS]
+
+
+def arguments(*given):
+    return [word for word in of_lm(*given) if word != "--no-costs"]
 
 
 class Watched:
