@@ -19,11 +19,11 @@ pytest = $(python) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo mlm seq2seq gallery test test-slow test-all test-gpu bench bench-gpu docs lint format clean
+.PHONY: help demo mlm seq2seq recall states lra classify efficiency scaling report gallery test test-slow test-all test-gpu bench bench-gpu docs lint format clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
-	  printf '  make %-9s %s\n' "$$target" "$$does"; done
+	  printf '  make %-10s %s\n' "$$target" "$$does"; done
 	@echo '  with PYTHON=python3.X, ARGS="..." and VENV=path where they apply'
 
 demo: ## compare mechanisms in small language models on real text
@@ -37,6 +37,17 @@ mlm: ## compare bidirectional mechanisms in masked language models
 seq2seq: ## compare bidirectional mechanisms in small encoder-decoders
 	$(setup) experiments
 	$(python) -m experiments.seq2seq $(ARGS)
+
+recall: ## compare how well mechanisms recall what was read
+states: ## compare how well mechanisms track a state
+lra: ## compare bidirectional mechanisms on long inputs
+classify: ## compare classifiers of documents and images
+scaling: ## fit power laws to the losses of a grid of models
+efficiency: ## measure time and memory of every mechanism against length
+report: ## gather all committed results in docs/report.md
+recall states lra classify scaling efficiency report:
+	$(setup) experiments
+	$(python) -m experiments.$@ $(ARGS)
 
 gallery: ## draw the pictures in docs/images
 	$(setup) experiments
