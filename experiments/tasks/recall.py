@@ -235,7 +235,7 @@ TASKS: dict[str, dict[str, Synthetic]] = {
         ),
     },
     "associative": {
-        "small": AssociativeRecall(vocabulary=256, trained=((35,),), held_out_tokens=2**16),
+        "small": AssociativeRecall(vocabulary=32, trained=((19,),), held_out_tokens=2**15),
         "published": AssociativeRecall(vocabulary=8192, trained=((35,),)),
     },
     "tree": {

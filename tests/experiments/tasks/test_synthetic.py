@@ -111,7 +111,7 @@ def test_names_of_tasks_are_different():
     [
         ("multi-query", {"vocabulary": 32}, "16 pairs need a vocabulary of 34"),
         ("multi-query", {"trained": ((64, 17),)}, "an even length of 68 or more, got 64"),
-        ("multi-query", {"fillers": 0}, "fillers must be 1 to 256"),
+        ("multi-query", {"fillers": 0}, "fillers must be 1 to 64"),
         ("multi-query", {"trained": ()}, "at least one size"),
         ("multi-query", {"held_out_tokens": 0}, "held_out_tokens"),
         ("associative", {"vocabulary": 30}, "at most the vocabulary and 3"),
