@@ -39,7 +39,20 @@ class Config(task_options.TaskOptions):
     }
 
 
-DEFAULTS: task_options.Defaults = {}
+DEFAULTS: task_options.Defaults = {
+    task: {
+        "small": {"steps": 300, "batch": 32, "learning_rate": 0.01},
+        "published": {
+            "layers": 4,
+            "width": 256,
+            "steps": 10_000,
+            "batch": 32,
+            "optimiser": "adamw",
+            "learning_rate": 1e-3,
+        },
+    }
+    for task in Config.tasks
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,7 +37,21 @@ class Config(task_options.TaskOptions):
     }
 
 
-DEFAULTS: task_options.Defaults = {}
+SMALL = {"optimiser": "adamw", "steps": 600, "batch": 64, "sweep": (0.003, 0.01)}
+# These tasks have more states, and take more examples to learn.
+LARGER = SMALL | {"steps": 800, "batch": 256}
+PUBLISHED = {
+    "optimiser": "adamw",
+    "width": 256,
+    "steps": 50_000,
+    "batch": 512,
+    "weight_decay": 0.01,
+    "sweep": (1e-4, 5e-4, 1e-3),
+}
+DEFAULTS: task_options.Defaults = {
+    task: {"small": SMALL if task in ("parity", "chess") else LARGER, "published": PUBLISHED}
+    for task in Config.tasks
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -114,7 +114,7 @@ def test_names_of_tasks_are_different():
         ("multi-query", {"fillers": 0}, "fillers must be 1 to 64"),
         ("multi-query", {"trained": ()}, "at least one size"),
         ("multi-query", {"held_out_tokens": 0}, "held_out_tokens"),
-        ("associative", {"vocabulary": 30}, "at most the vocabulary and 3"),
+        ("associative", {"vocabulary": 14}, "at most the vocabulary and 3"),
         ("associative", {"trained": ((36,),)}, "odd"),
         ("tree", {"trained": ((5,),)}, "at least 6"),
         ("tree", {"depth": 0}, "depth must be"),
