@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import machine, measure, report, run
+from benchmarks import decode, layers, machine, measure, report, run
 from benchmarks.contenders import COMPARISONS, Contender, in_jax
 from benchmarks.workloads import PASSES, draw
 
@@ -182,7 +182,8 @@ def test_a_bad_option_is_named(argv, capsys):
 
 def test_an_output_folder_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert run.parse(["--output=~/a"]).output == tmp_path / "a"
+    for program in (run, layers, decode):
+        assert program.parse(["--output=~/a"]).output == tmp_path / "a"
     file = tmp_path / "file"
     file.write_text("kept")
     assert run.main(["--output", str(file)]) == 2
