@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 RIDDLES = {"Of", "Those", "What", "Whether", "Which"}
 PRONOUNS = {"It", "Its", "Their", "They"}
-LONG, REPEATS = 60, 30
+LONG, REPEATS = 60, 19
 
 IMPERATIVES = set(
     "Add Allocate Apply Attend Broadcast Build Call Check Compile Compute Convert Copy Count "
