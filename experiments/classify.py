@@ -41,7 +41,7 @@ class Config(task_options.TaskOptions):
 
 DEFAULTS: task_options.Defaults = {
     task: {
-        "small": {"steps": 300, "batch": 32, "learning_rate": 0.01},
+        "small": {"steps": 300, "batch": 32, "learning_rate": 0.01, "seeds": (0,)},
         "published": {
             "layers": 4,
             "width": 256,

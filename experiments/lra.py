@@ -47,7 +47,7 @@ PATHFINDER = {"layers": 4, "width": 128, "heads": 8, "steps": 62_400, "batch": 5
 PUBLISHED = {"optimiser": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1}
 DEFAULTS: task_options.Defaults = {
     task: {
-        "small": {"steps": 600, "batch": 32, "learning_rate": 0.01},
+        "small": {"steps": 600, "batch": 32, "learning_rate": 0.01, "seeds": (0,)},
         "published": PUBLISHED | (PATHFINDER if "pathfinder" in task else LISTOPS),
     }
     for task in Config.tasks

@@ -37,7 +37,7 @@ class Config(task_options.TaskOptions):
     }
 
 
-SMALL = {"optimiser": "adamw", "steps": 600, "batch": 64, "sweep": (0.003, 0.01)}
+SMALL = {"optimiser": "adamw", "steps": 600, "batch": 64, "sweep": (0.003, 0.01), "seeds": (0,)}
 # These tasks have more states, and take more examples to learn.
 LARGER = SMALL | {"steps": 800, "batch": 256}
 PUBLISHED = {
