@@ -1,7 +1,7 @@
 """Comparison of causal mechanisms in how well they recall what they have read.
 
-`python -m experiments.recall` compares three mechanisms on multi-query associative recall in minutes
-on two cores; `--help` lists the options.
+`python -m experiments.recall` compares three mechanisms on multi-query associative recall in
+minutes on two cores; `--help` lists the options.
 """
 
 import dataclasses
