@@ -1,0 +1,304 @@
+"""Recovery of language models whose softmax attention is exchanged after training.
+
+`python -m experiments.finetune` trains a model with softmax attention, converts it to other
+mechanisms by `effattn.nn.convert`, and trains the converted models on; `--help` lists the options.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+if not __package__:  # run as `python experiments/finetune.py`
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experiments.harness import checks, command, folders, machine, outcome, user_modules
+from experiments.harness.metrics import read_json, write_atomically
+from experiments.harness.options import command_of
+from experiments.harness.report import markdown_table
+from experiments.harness.text_options import TextOptions, presets
+
+COMPARED = ("sliding_window", "linear", "hedgehog")
+
+# Lines of the figure.
+LINES = {"finetune": "-", "distill": "--"}
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(TextOptions):
+    """Trains a softmax language model, converts it to each mechanism, and measures the recovery.
+
+    A converted model recovers by fine-tuning on the language-model loss, as in T2R (Kasai et al.
+    2021), or by distillation from the original: first of the output of each mixer (mean squared
+    error, mixer parameters only), as in LoLCATs (Zhang et al. 2024), then of the logits
+    (Kullback-Leibler divergence, all parameters). The same models are also trained from scratch,
+    with as many tokens in total.
+
+    A stopped run resumes when the same command is given again. A finished run prints its table.
+    """
+
+    # NAME; NAME,OPTION=8; A/B by layer; A+B by head. softmax is a control: it needs no recovery.
+    mechanisms: tuple[str, ...] = COMPARED
+    ways: tuple[Literal["finetune", "distill"], ...] = ("finetune", "distill")  # ways to recover
+    seeds: tuple[int, ...] = (0,)  # seeds of parameters and order of the data
+    recovery_steps: int | None = None  # training steps after the conversion; default steps / 2
+    recovery_rate: float | None = None  # peak learning rate of recovery; default that of training
+    transfer: float = 0.5  # fraction of distillation on outputs of mixers; the rest is on logits
+    # Learning rates to try for recovery and from scratch; the best is used, by mechanism and way.
+    sweep: tuple[float, ...] = ()
+
+    def check(self) -> None:
+        super().check()
+        if self.recovery_steps is not None:
+            checks.check_counts(self, "recovery_steps")
+        if self.recovery_rate is not None:
+            checks.check_positive(self, "recovery_rate")
+        both = self.sweep and self.recovery_rate is not None
+        checks.require(not both, self, "sweep", "must be left out if --recovery-rate is given")
+        checks.require(0 <= self.transfer <= 1, self, "transfer", "must be a fraction from 0 to 1")
+        each = "all" not in self.mechanisms
+        checks.require(each, self, "mechanisms", "must name each, as some cannot be converted to")
+        good = 0 < len(self.ways) == len(set(self.ways))
+        checks.require(good, self, "ways", "must name one way or more, each once")
+        same = "must stay, as converted models keep the feed-forward layers"
+        checks.require(self.equal_parameters, self, "equal_parameters", same)
+
+    @property
+    def original_rate(self) -> float:
+        """Peak learning rate of the original."""
+        return self.learning_rate or self.default_rates[self.optimiser]
+
+    @property
+    def steps_of_recovery(self) -> int:
+        return self.recovery_steps or max(1, self.steps // 2)
+
+    def of_folder(self) -> dict[str, Any]:
+        """Returns the options that are the same for all runs of a folder: those of originals."""
+        given = super().of_folder() | {
+            "learning_rate": self.original_rate,
+            "recovery_steps": self.steps_of_recovery,
+            "evaluate_every": self.evaluate_every,
+        }
+        return {k: v for k, v in given.items() if k not in ("ways", "recovery_rate")}
+
+    def of_runs(self) -> dict[str, Any]:
+        chosen = {"ways": self.ways, "recovery_rate": self.recovery_rate, "sweep": self.sweep}
+        return super().of_runs() | chosen | {"learning_rate": self.original_rate}
+
+
+PRESETS = presets(Config)
+
+
+def runs_of(summary: Mapping[str, Any], way: str, mechanism: str) -> list[Record]:
+    """Returns the results of one kind of model, one per seed."""
+    return [r for r in summary["runs"] if (r["way"], r["mechanism"]) == (way, mechanism)]
+
+
+def markdown(summary: Mapping[str, Any]) -> str:
+    """Returns the Markdown report."""
+    from experiments.harness.models import REFERENCE
+    from experiments.harness.statistics import mean
+
+    headline, heading = summary["headline"], summary["heading"]
+
+    def spread(values: Sequence[float]) -> str:
+        value, half = mean(values)
+        return f"{value:.3f}" if half is None else f"{value:.3f} ± {half:.3f}"
+
+    def final(way: str, mechanism: str) -> list[float]:
+        return [run[headline] for run in runs_of(summary, way, mechanism)]
+
+    config = summary["config"]
+    curve = runs_of(summary, config["ways"][0], config["mechanisms"][0])[0]["curve"]
+    last = len(curve) - 1
+    # Places in the curve: budgets that double, and the last.
+    budgets = [2**n for n in range(last.bit_length()) if 2**n < last] + [last]
+    (original, *_) = runs_of(summary, "original", REFERENCE)
+    rows = [
+        [
+            REFERENCE,
+            "original",
+            spread(final("original", REFERENCE)),
+            *["-"] * (len(budgets) + 1),
+            spread(final("scratch", REFERENCE)),
+            state_of(original),
+            f"{original['learning_rate']:g}",
+        ]
+    ]
+    for mechanism in config["mechanisms"]:
+        for way in config["ways"]:
+            runs = runs_of(summary, way, mechanism)
+            starts = [run["curve"][0][headline] for run in runs]
+            lost = sum(starts) - sum(final("original", REFERENCE))
+            regained = sum(starts) - sum(final(way, mechanism))
+            rows.append(
+                [
+                    mechanism,
+                    way,
+                    spread(starts),
+                    *(spread([run["curve"][at][headline] for run in runs]) for at in budgets),
+                    f"{100 * regained / lost:.0f} %" if lost > 0 else "-",
+                    spread(final("scratch", mechanism)),
+                    state_of(runs[0]),
+                    f"{runs[0]['learning_rate']:g}",
+                ]
+            )
+    header = [
+        "mechanism",
+        "way",
+        "before recovery",
+        *(f"{curve[at]['tokens']:,} tokens" for at in budgets),
+        "regained",
+        "from scratch",
+        "decode state",
+        "learning rate",
+    ]
+
+    def count(part: str, values: Mapping[str, int]) -> str:
+        names = ", ".join(values) if part != "kept" else ""
+        return f"{sum(values.values()):,}" + (f" ({names})" if names else "")
+
+    conversions = [
+        [mechanism, *(count(part, of[part]) for part in ("kept", "new", "dropped"))]
+        for mechanism, of in summary["conversions"].items()
+    ]
+    environment = ", ".join(f"{key} {value}" for key, value in summary["environment"].items())
+    settings = ", ".join(f"{key} {value}" for key, value in config.items())
+    total = original["tokens"] + curve[last]["tokens"]
+    return "\n\n".join(
+        [
+            "# Recovery after the exchange of attention",
+            "![Loss against tokens of recovery](recovery.png)",
+            markdown_table(header, rows),
+            f"Validation {heading}; means over {len(config['seeds'])} seed(s), ± half of the 95 "
+            "% interval. A converted model starts with the parameters of the original: the "
+            f"model with softmax attention, after {original['tokens']:,} training tokens. "
+            "`finetune` trains it on the loss of the language model (Kasai et al. 2021, T2R). "
+            f"`distill` spends {config['transfer']:.0%} of the tokens on the outputs of the "
+            "original's mixers (mean squared error on the original's inputs, mixer parameters "
+            "only; Zhang et al. 2024, LoLCATs), and the others on the original's predictions "
+            "(Kullback-Leibler divergence, all parameters). The learning rate decays over the "
+            "whole recovery, so a recovery of fewer tokens ends below the loss in the column of "
+            "these tokens. Regained: the share of the loss by the exchange that recovery undid. "
+            f"From scratch: the same model after {total:,} tokens, as many as training and "
+            "recovery together. The decode state is that of one row at the length of the "
+            "validation set.",
+            "## Parameters of the conversion",
+            markdown_table(["mechanism", "kept", "new", "dropped"], conversions),
+            "Numbers of values, random features included, by `effattn.nn.conversion`.",
+            "## Configuration",
+            f"`{summary['command']}`",
+            f"{settings}.",
+            f"{environment}.\n",
+        ]
+    )
+
+
+def state_of(run: Mapping[str, Any]) -> str:
+    """Returns the size of a decode state as text."""
+    return "-" if run["state_bytes"] is None else f"{run['state_bytes'] / 1e3:,.1f} kB"
+
+
+def draw(path: Path, summary: Mapping[str, Any]) -> None:
+    """Draws the loss against the tokens of recovery, one line per mechanism and way."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    from effattn.analysis.style import COLOURS, MARKERS
+    from experiments.harness.figure import legend_below
+    from experiments.harness.models import REFERENCE
+
+    headline, config = summary["headline"], summary["config"]
+    figure, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")
+    originals = [run[headline] for run in runs_of(summary, "original", REFERENCE)]
+    axis.axhline(np.mean(originals), color="black", linestyle=":", label=f"{REFERENCE}: original")
+    for index, mechanism in enumerate(config["mechanisms"]):
+        style = {
+            "color": COLOURS[index % len(COLOURS)],
+            "marker": MARKERS[index % len(MARKERS)],
+            "markersize": 4,
+        }
+        for way in config["ways"]:
+            curves = [run["curve"] for run in runs_of(summary, way, mechanism)]
+            values = np.array([[record[headline] for record in curve] for curve in curves])
+            axis.plot(
+                [record["tokens"] / 1e6 for record in curves[0]],
+                values.mean(0),
+                **style,
+                linestyle=LINES[way],
+                label=f"{mechanism}: {way}",
+            )
+    axis.set(xlabel="training tokens after the exchange (millions)")
+    axis.set(ylabel=f"validation loss ({summary['heading']})")
+    axis.grid(alpha=0.3)
+    legend_below(figure, axis.get_lines(), "mechanism: way to recover")
+    partial = path.with_name(f"partial-{path.name}")
+    figure.savefig(partial, dpi=150)
+    plt.close(figure)
+    partial.replace(path)
+
+
+def finished(folder: Path, asked: Mapping[str, Any]) -> bool:
+    """Returns whether the report of these settings was written."""
+    if not (folder / "summary.md").is_file():
+        return False
+    remedy = f"delete {folder / 'summary.md'}, and the same command writes both again"
+    found = read_json(folder / "summary.json", ("config",), remedy)
+    return found["config"] == json.loads(json.dumps(asked))
+
+
+def run(options: Config) -> None:
+    """Trains what is missing, and writes the report."""
+    user_modules.load(options.imports)
+    options.check()
+    made_by = command_of("finetune", options, PRESETS[options.preset])
+    settings = {"experiment": "finetune", **options.of_folder(), **options.prepare()}
+    identity = folders.fingerprint(settings)
+    folder = folders.path_of(options.output, f"finetune-{options.label}-{identity}")
+    options.check_output(folder)
+    folders.check_folder(folder, settings)
+    asked = {**settings, **options.of_runs()}
+    if finished(folder, asked):
+        print(f"This run is finished; to repeat it, delete {folder} or change --output.")
+    else:
+        # Imported late: --help and bad input need not wait for JAX.
+        from experiments.recovery.training import Trainer, conversion
+
+        task = options.make_task(folder)
+        conversions = {m: conversion(options, task, m) for m in options.mechanisms}
+        print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
+        with folders.claimed(folder, settings):
+            options.save(task, folder)
+            (folder / "summary.md").unlink(missing_ok=True)
+            summary = {
+                "command": made_by,
+                "config": asked,
+                "environment": machine.environment(),
+                "headline": task.headline,
+                "heading": next(h for h, key in task.columns.items() if key == task.headline),
+                "conversions": conversions,
+                "runs": Trainer(options, task, folder, identity).train_all(),
+            }
+            write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+            draw(folder / "recovery.png", summary)
+            write_atomically(folder / "summary.md", markdown(summary))
+    print((folder / "summary.md").read_text(encoding="utf-8"))
+    print(f"In {folder}: summary.md, summary.json, recovery.png and a folder for each model.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    config = command.parse("finetune", PRESETS, argv)
+    stopped = "stopped; the same command resumes from the last checkpoint"
+    return outcome.exit_status(lambda: run(config), stopped)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

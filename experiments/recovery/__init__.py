@@ -1,0 +1,1 @@
+"""Training of models whose attention is exchanged after training, for `experiments.finetune`."""
