@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 if not __package__:  # run as `python experiments/finetune.py`
@@ -21,6 +22,9 @@ from experiments.harness.report import markdown_table
 from experiments.harness.text_options import TextOptions, presets
 
 COMPARED = ("sliding_window", "linear", "hedgehog")
+
+# The table shows the regained share of larger increases of the loss, in bits/byte.
+LEAST_INCREASE = 0.01
 
 # Lines of the figure.
 LINES = {"finetune": "-", "distill": "--"}
@@ -133,15 +137,16 @@ def markdown(summary: Mapping[str, Any]) -> str:
         for way in config["ways"]:
             runs = runs_of(summary, way, mechanism)
             starts = [run["curve"][0][headline] for run in runs]
-            lost = sum(starts) - sum(final("original", REFERENCE))
-            regained = sum(starts) - sum(final(way, mechanism))
+            start = fmean(starts)
+            increase = start - fmean(final("original", REFERENCE))
+            regained = start - fmean(final(way, mechanism))
             rows.append(
                 [
                     mechanism,
                     way,
                     spread(starts),
                     *(spread([run["curve"][at][headline] for run in runs]) for at in budgets),
-                    f"{100 * regained / lost:.0f} %" if lost > 0 else "-",
+                    f"{100 * regained / increase:.0f} %" if increase > LEAST_INCREASE else "-",
                     spread(final("scratch", mechanism)),
                     state_of(runs[0]),
                     f"{runs[0]['learning_rate']:g}",
@@ -182,11 +187,11 @@ def markdown(summary: Mapping[str, Any]) -> str:
             "original's mixers (mean squared error on the original's inputs, mixer parameters "
             "only; Zhang et al. 2024, LoLCATs), and the others on the original's predictions "
             "(Kullback-Leibler divergence, all parameters). The learning rate decays over the "
-            "whole recovery, so a recovery of fewer tokens ends below the loss in the column of "
-            "these tokens. Regained: the share of the loss by the exchange that recovery undid. "
-            f"From scratch: the same model after {total:,} tokens, as many as training and "
-            "recovery together. The decode state is that of one row at the length of the "
-            "validation set.",
+            "whole recovery, so columns of fewer tokens show a loss before the rate has "
+            "decayed. Regained: the share of the increase of the loss by the exchange that "
+            f"recovery undid, where the increase is above {LEAST_INCREASE:g}. From scratch: the "
+            f"same model after {total:,} tokens, as many as training and recovery together. The "
+            "decode state is that of one row at the length of the validation set.",
             "## Parameters of the conversion",
             markdown_table(["mechanism", "kept", "new", "dropped"], conversions),
             "Numbers of values, random features included, by `effattn.nn.conversion`.",

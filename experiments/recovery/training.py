@@ -106,7 +106,7 @@ class Trainer:
     def train(self, kinds: Sequence[Kind], steps: int, rates: Sequence[float]) -> list[Record]:
         """Trains models of each kind with each seed, at the best of the rates for the kind."""
         config, task = self.config, self.task
-        every = config.evaluate_every or max(1, steps // 8)
+        every = config.evaluate_every or math.ceil(steps / 8)
         schedule = Schedule(steps, config.batch, config.accumulate, every)
         named = {f"{way}-{folder_name(mechanism)}": (way, mechanism) for way, mechanism in kinds}
         compiling = threading.Lock()
