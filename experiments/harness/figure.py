@@ -28,7 +28,7 @@ MOST_CURVES = len(COLOURS)
 BY_POSITION, LEAST_PLACES = "bits_by_position", 8
 
 # Maximum number of letters in a line of the legend and of an axis.
-LEGEND_LETTERS, TICK_LETTERS = 100, 50
+LEGEND_LETTERS, TICK_LETTERS, SET_LETTERS = 100, 50, 12
 
 
 def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") -> None:
@@ -109,7 +109,8 @@ def _curves(seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure) -> 
             axis.fill_between(x, y.min(0), y.max(0), color=style["color"], alpha=0.2, linewidth=0)
     axes[0].set(xlabel="training tokens (millions)", ylabel=f"validation: {measure.name}")
     if len(sets) > 1:
-        axes[1].set_xticks(range(len(sets)), [_wrapped(name, 10) for name in sets], fontsize=8)
+        names = [textwrap.fill(name, SET_LETTERS) for name in sets]
+        axes[1].set_xticks(range(len(sets)), names, fontsize=8)
         axes[1].set(xlabel="held-out set, at the end")
     else:
         axes[1].set(xlabel="training time (s)")
@@ -222,6 +223,8 @@ def _states(seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure) -> 
             label=mechanism,
         )
     axis.set_xscale("log")
+    for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+        formatter("{x:g}")
     axis.set(xlabel="decode state (kB)", ylabel=f"mean of all held-out sets: {measure.name}")
     axis.grid(alpha=0.3)
     legend_below(figure, axis.get_lines(), "mechanism")
