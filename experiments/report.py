@@ -27,6 +27,10 @@ RESULTS = ROOT / "experiments" / "results"
 PUBLISHED = ROOT / "experiments" / "published.json"
 REFERENCE = "softmax"
 
+# The adviser gets the quality of a direction once there are so many tables of it: one task says
+# little about others.
+LEAST_TABLES = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -178,10 +182,12 @@ def quality(found: Sequence[Table]) -> dict[str, Any]:
     Only mechanisms by their plain name count: their options follow the length of the task.
     """
     results = []
-    for table in found:
-        values = table.measured(table.sets()[-1])
-        if REFERENCE not in values:
+    judged = [table for table in found if REFERENCE in table.runs()]
+    for table in judged:
+        same = [t for t in judged if t.summary["is_causal"] == table.summary["is_causal"]]
+        if len(same) < LEAST_TABLES:
             continue
+        values = table.measured(table.sets()[-1])
         reference = values[REFERENCE].value
         version = table.summary["environment"].get("effattn", "")
         for mechanism, of in values.items():
@@ -279,6 +285,10 @@ def draw(path: Path, found: Sequence[Table]) -> None:
                             mechanism, (x, y), (3, 3), textcoords="offset points", fontsize=7
                         )
             axis.set(xscale="log", xlabel=label)
+            axis.margins(x=0.15)
+            for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+                formatter("{x:g}")
+            axis.tick_params(axis="x", which="both", labelsize=8)
             axis.grid(alpha=0.3)
         row[0].set(ylabel=f"{table.name}\n{table.heading}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,8 +313,8 @@ def write(config: Config) -> None:
     differing = [line for table in found for line in disagreements(table, numbers)]
     parts = [
         "# Report",
-        "All results in this folder, made by the commands below each table. Intervals are over "
-        "seeds, by Student's t distribution. This page is written by `make report`.",
+        "All results in `experiments/results`, made by the commands below each table. Intervals are "
+        "over seeds, by Student's t distribution. This page is written by `make report`.",
         "## Overview",
         overview(found) if found else "There are no results yet.",
         "![Quality against decode state and speed; the Pareto fronts are named]"
@@ -317,8 +327,13 @@ def write(config: Config) -> None:
         "\n".join(f"- [{key}] {text}" for key, text in sources.items()),
     ]
     write_atomically(config.page, "\n\n".join(parts) + "\n")
-    write_atomically(config.quality, json.dumps(quality(found), indent=1) + "\n")
-    print(f"Wrote {config.page}, {figure} and {config.quality} from {len(found)} tables.")
+    judged = quality(found)
+    if judged["results"]:
+        write_atomically(config.quality, json.dumps(judged, indent=1) + "\n")
+    print(
+        f"Wrote {config.page} from {len(found)} tables, and {len(judged['results'])} scores for "
+        "effattn.advise."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """The page of all results: intervals, Pareto fronts, published numbers, quality for advice."""
 
 import json
+import shutil
 
 import pytest
 
@@ -107,6 +108,11 @@ def test_the_page_shows_all_and_the_adviser_reads_the_quality(folder, tmp_path, 
     assert "| softmax        | 95.0 ± 12.4 | 47.5 ± 6.2 |" in text
     assert "`python -m experiments.toys` with effattn 0.1" in text
     assert (tmp_path / "docs" / "images" / "report.png").stat().st_size > 10_000
+    # One task says little about others.
+    assert not quality.exists()
+    for name in ("other_toys", "more_toys"):
+        shutil.copytree(folder / "toys", folder / name)
+    assert report.main([*command, "--images", str(tmp_path / "docs" / "images")]) == 0
     found = {result.mechanism: result for result in effattn.advice.quality.read(quality)}
     # A combination is no registered mechanism.
     assert set(found) == {"softmax", "linear", "retention"}
