@@ -313,8 +313,8 @@ def write(config: Config) -> None:
     differing = [line for table in found for line in disagreements(table, numbers)]
     parts = [
         "# Report",
-        "All results in `experiments/results`, made by the commands below each table. Intervals are "
-        "over seeds, by Student's t distribution. This page is written by `make report`.",
+        "All results in `experiments/results`, made by the commands below the tables. Intervals "
+        "are over seeds, by Student's t distribution. This page is written by `make report`.",
         "## Overview",
         overview(found) if found else "There are no results yet.",
         "![Quality against decode state and speed; the Pareto fronts are named]"
