@@ -32,7 +32,7 @@ class LongformerState:
       key: `(B, G, K, H)`, keys of the global tokens so far; every query attends to these keys.
       value: `(B, G, K, Hv)`, values of the global tokens so far.
       position: `(B, G)` int32, positions of the global tokens; -1 in unfilled slots.
-      prefix: KV cache of all tokens, for queries of global tokens.
+      prefix: KV cache for queries of global tokens: all tokens, or the leading global tokens.
       max_length: static; maximum tokens of a row if that is less than `max_global`, else None.
     """
 
@@ -54,13 +54,15 @@ class LongformerDecoder:
     """Decodes causal Longformer attention with up to G global tokens a row.
 
     A local token costs O(W + G) time; a global token reads the whole prefix, O(S). The state takes
-    O(S) memory a row.
+    O(S) memory a row, and O(W + G) if the global tokens are leading.
 
     Attributes:
       options: arguments of `effattn.longformer_attention`; `max_global` (G) is required.
+      leading: whether the global tokens of each row are its first G tokens.
     """
 
     options: Mapping[str, Any]
+    leading: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "options", without_naive(self.options))
@@ -82,7 +84,7 @@ class LongformerDecoder:
             ring.empty(self._window.span, sizes),
             *sizes.heads(most),
             position=jnp.full((batch, most), -1, jnp.int32),
-            prefix=contiguous.empty(sizes),
+            prefix=contiguous.empty(sizes._replace(max_length=most) if self.leading else sizes),
             max_length=bound,
         )
 
@@ -120,7 +122,11 @@ class LongformerDecoder:
         keys, values, filled, after = ring.append(
             state.ring, key, value, lengths, self._window.span
         )
-        prefix = append_to(state.prefix, lengths, key=global_key, value=global_value)
+        kept = lengths
+        if self.leading and state.max_length is None:
+            # Queries of global tokens read no later tokens.
+            kept = jnp.minimum(lengths, state.position.shape[1] - state.prefix.length)
+        prefix = append_to(state.prefix, kept, key=global_key, value=global_value)
 
         span = state.ring.key.shape[1]
         start = state.length - span

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from effattn.arrays import checks, mesh_axes
+from effattn.arrays.segments import positions_from, positions_from_segment_ids
 from effattn.decode.longformer import LongformerDecoder
 from effattn.nn.attention import refuse
 from effattn.nn.options import SelfAttentionOptions
@@ -21,28 +22,32 @@ class LongformerSelfAttention(SelfAttention):
 
         q, k, v = x Wq, x Wk, x Wv;   y = longformer_attention(q, k, v) Wo
 
-    The argument `global_mask` of each call selects the global tokens: global tokens attend to all
-    tokens, and all tokens attend to global tokens. With `global_projections`, the queries of global
+    Global tokens attend to all tokens, and all tokens attend to global tokens. These are the first
+    `num_global` tokens of each row or packed document; or with `max_global` alone, the argument
+    `global_mask` of each call selects them. With `global_projections`, the queries of global
     tokens, and the keys and values that these queries read, use separate projections with equal
     initial weights, as in the paper:
 
         q, k, v = x Wgq, x Wgk, x Wgv    in attention from global tokens
 
-    For the attended pairs and the cost see `effattn.longformer_attention`. Without `max_global` the
-    mixer is a sliding window, with the decode state of a sliding window. With `max_global`, the
-    decode state also holds the global tokens, and the keys and values of the whole prefix, which a
-    step reads only if its token is global.
+    For the attended pairs and the cost see `effattn.longformer_attention`. With neither option the
+    mixer is a sliding window, with the decode state of a sliding window. The decode state with
+    `num_global` also holds the first tokens. With `max_global` alone, it holds the global tokens,
+    and the keys and values of the whole prefix, which a step reads only if its token is global.
 
     Args:
-      max_global: maximum number of global tokens per row; None disables global tokens. If
-        `global_mask` selects more, only the first `max_global` tokens are global.
+      num_global: number of global tokens at the start of each row or packed document. Models use
+        this option, as they pass no `global_mask`.
+      max_global: maximum number of global tokens per row; the first `max_global` count. It bounds
+        `global_mask`, and the global tokens of packed rows with `num_global`, which need it:
+        `num_global` times the largest number of documents in a row.
       global_projections: whether global tokens have separate projections.
       **options: as in `SelfAttention`, and options of `effattn.longformer_attention`:
         `local_window_size`, default 127 on each side, and `dilation`, an int, or one int per query
         head.
 
     Raises:
-      ValueError: as `SelfAttention`; also for `global_projections` without `max_global`.
+      ValueError: as `SelfAttention`; also for `global_projections` without global tokens.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class LongformerSelfAttention(SelfAttention):
         in_features: int,
         num_heads: int,
         *,
+        num_global: int = 0,
         max_global: int | None = None,
         global_projections: bool = False,
         **options: SelfAttentionOptions,
@@ -60,12 +66,18 @@ class LongformerSelfAttention(SelfAttention):
         super().__init__(in_features, num_heads, "longformer", **options)
         if max_global is not None and (not checks.is_integer(max_global) or max_global < 1):
             raise ValueError(f"max_global must be an int, 1 or more, or None, got {max_global!r}")
-        if global_projections and max_global is None:
+        num_global = checks.at_least("num_global", num_global, 0, "tokens")
+        if max_global is not None and num_global > max_global:
             raise ValueError(
-                "global_projections=True needs max_global, the largest number of global "
-                "tokens in a row, got None"
+                f"num_global must be at most max_global={max_global}, the number of global tokens "
+                f"in a row, got {num_global}"
             )
-        self.max_global = max_global
+        if global_projections and not (num_global or max_global):
+            raise ValueError(
+                "global_projections=True needs global tokens: num_global, the first tokens of a "
+                "row, or max_global, the largest number of tokens that global_mask selects"
+            )
+        self.num_global, self.max_global = num_global, max_global
         self.global_query = nnx.clone(self.query) if global_projections else None
         self.global_key = nnx.clone(self.key) if global_projections else None
         self.global_value = nnx.clone(self.value) if global_projections else None
@@ -82,14 +94,27 @@ class LongformerSelfAttention(SelfAttention):
     ) -> jax.Array:
         """Mixes whole sequences; further arguments as in `SelfAttention`.
 
-        `global_mask` is bool `(B, T)`, True for global tokens; None if no token is global. Global
-        tokens, too, attend within equal `segment_ids`.
+        `global_mask` is bool `(B, T)`, True for global tokens; None if no token is global, and with
+        `num_global`. Global tokens, too, attend within equal `segment_ids`.
         """
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         if global_mask is not None:
+            global_mask = self._checked(global_mask, x.shape[:2])
+        elif self.num_global:
+            places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+            if segment_ids is not None:
+                if self.max_global is None:
+                    raise ValueError(
+                        "segment_ids with num_global need max_global, the largest number of global "
+                        "tokens in a row; make the module with max_global, num_global times the "
+                        "largest number of documents in a row"
+                    )
+                places = positions_from_segment_ids(keywords["segment_ids"])
+            global_mask = places < self.num_global
+        if global_mask is not None:
             checks.known_length("Longformer with global tokens", x, axis=-2)
-            keywords["global_mask"] = self._checked(global_mask, x.shape[:2])
-            keywords["max_global"] = min(self.max_global or 0, x.shape[1])
+            keywords["global_mask"] = global_mask
+            keywords["max_global"] = min(self._most, x.shape[1])
             if self.global_query is not None:
                 keywords.update(zip(_GLOBAL, self._global_heads(x, positions), strict=True))
         heads = self._heads(x, positions)
@@ -109,8 +134,10 @@ class LongformerSelfAttention(SelfAttention):
         return self._extended(x, state, lengths, global_mask)
 
     def _extend(self, x, state, lengths, global_mask=None):
-        if self.max_global is None:
+        if not self._most:
             return super()._extend(x, state, lengths)
+        if self.num_global:
+            global_mask = positions_from(state.length, x.shape[1]) < self.num_global
         positions = self._positions(x, state)
         heads, global_heads = self._heads(x, positions), self._global_heads(x, positions)
         out, state = self._decoder().extend(heads, global_heads, state, lengths, global_mask)
@@ -121,13 +148,25 @@ class LongformerSelfAttention(SelfAttention):
         query, key = self._rotated(self._project_queries(x, self.global_query), key, positions)
         return query, key, value
 
+    @property
+    def _most(self) -> int:
+        """Maximum number of global tokens per row."""
+        return self.max_global or self.num_global
+
     def _decoder(self) -> Any:
         of_window = super()._decoder()
-        if self.max_global is None:
+        if not self._most:
             return of_window
-        return LongformerDecoder({**self._options(), "max_global": self.max_global})
+        # A decoded row is one document.
+        most = self.num_global or self.max_global
+        return LongformerDecoder({**self._options(), "max_global": most}, bool(self.num_global))
 
     def _checked(self, global_mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if self.num_global:
+            raise ValueError(
+                f"global_mask must be None with num_global={self.num_global}, by which the first "
+                "tokens are global; make the module with max_global alone"
+            )
         if self.max_global is None:
             raise ValueError(
                 "global_mask needs max_global, the largest number of global tokens in a row, got "

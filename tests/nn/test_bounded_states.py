@@ -29,6 +29,9 @@ WIDE = {
     "longformer, global tokens alone": lambda **options: LongformerSelfAttention(
         16, 4, local_window_size=(2, 0), max_global=10**5, **options
     ),
+    "longformer, first tokens": lambda **options: LongformerSelfAttention(
+        16, 4, local_window_size=(2, 0), num_global=10**5, global_projections=True, **options
+    ),
     "routing beside a window": lambda **options: RoutingSelfAttention(
         16,
         4,

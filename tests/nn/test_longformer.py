@@ -163,6 +163,70 @@ def test_without_global_tokens_it_is_a_window_that_decodes_as_one():
     close(y, extend(plain, x, state)[0])
 
 
+LEADING = {
+    "causal": {"num_global": 3, "max_global": None},
+    "own projections, rotary": {
+        "num_global": 3,
+        "max_global": None,
+        "global_projections": True,
+        "rotary": RotaryEmbedding(),
+    },
+    "packed, bidirectional": {"num_global": 2, "max_global": 6, "is_causal": False},
+}
+
+
+@pytest.mark.parametrize("name", LEADING)
+def test_the_first_tokens_of_each_document_are_global(name):
+    mixer = made(**LEADING[name])
+    masked = made(**{**LEADING[name], "num_global": 0, "max_global": mixer.max_global or 3})
+    x, at = floats(2, LENGTH, 16), np.arange(LENGTH)
+    close(call(mixer, x), call(masked, x, global_mask=np.tile(at < mixer.num_global, (2, 1))))
+    if mixer.max_global is None:
+        with pytest.raises(ValueError, match="segment_ids with num_global need max_global"):
+            call(mixer, x, segment_ids=np.ones((2, LENGTH), int))
+        return
+    ids = np.tile(np.repeat([1, 2, 0], (5, 6, 1)), (2, 1))
+    packed = call(mixer, np.where(ids[..., None] > 0, x, np.nan), segment_ids=ids)
+    close(packed[:, :5], call(mixer, x[:, :5]))
+    close(packed[:, 5:11], call(mixer, x[:, 5:11]))
+
+
+@pytest.mark.parametrize("name", [n for n in LEADING if "bidirectional" not in n])
+def test_decoding_with_leading_global_tokens_keeps_no_other_prefix(name):
+    mixer = made(**LEADING[name])
+    x, lengths = floats(2, LENGTH, 16), np.array([2, 5])
+    rows = np.arange(2)[:, None]
+    whole = call(mixer, x)
+    state = mixer.init_state(2, 10**6)
+    assert max(max(leaf.shape) for leaf in jax.tree.leaves(state)) < 10
+    prompt = np.where(np.arange(5)[:, None] < lengths[:, None, None], x[:, :5], np.nan)
+    first, state = extend(mixer, prompt, state, lengths)
+    after = lengths[:, None] + np.arange(5)
+    second, state = extend(mixer, x[rows, after], state, np.array([5, 5]))
+    third, _ = extend(mixer, x[rows, lengths[:, None] + 5], state)
+    for row, length in enumerate(lengths):
+        close(first[row, :length], whole[row, :length])
+    close(second, whole[rows, after])
+    close(third, whole[rows, lengths[:, None] + 5])
+
+
+def test_a_model_reads_its_first_tokens_from_beyond_the_window():
+    """The last token depends on the global tokens, and on no other token outside of its window."""
+
+    def gradients(**options):
+        mixer = made(local_window_size=(2, 0), **options)
+
+        def last(x):
+            return jnp.abs(mixer(x)[:, -1]).sum()
+
+        return np.abs(jax.jit(jax.grad(last))(floats(1, LENGTH, 16)))[0].sum(-1)
+
+    at = np.arange(LENGTH)
+    window, with_global = gradients(max_global=None), gradients(max_global=None, num_global=2)
+    np.testing.assert_array_equal(window > 0, at >= LENGTH - 3)
+    np.testing.assert_array_equal(with_global > 0, (at >= LENGTH - 3) | (at < 2))
+
+
 def test_the_registry_builds_it():
     build = registry.get("longformer").build
     mixer = filled(lambda: build(16, 4, max_global=2, rngs=nnx.Rngs(0)))
@@ -192,7 +256,9 @@ def test_padding_and_other_documents_reach_nothing():
     ("options", "message"),
     [
         ({"max_global": 0}, "max_global must be an int, 1 or more, or None, got 0"),
-        ({"max_global": None, "global_projections": True}, "global_projections=True needs max_gl"),
+        ({"max_global": None, "global_projections": True}, "global_projections=True needs global"),
+        ({"num_global": -1}, "num_global must be an int, 0 or more tokens, got -1"),
+        ({"num_global": 4}, "num_global must be at most max_global=3, .* got 4"),
         ({"global_mask": GLOBAL}, "no option global_mask; the argument global_mask of each call"),
         ({"stride": 2}, "no option stride"),
         ({"dilation": (1, 2, 1, 2)}, "must be the same for the 2 query heads"),
@@ -207,6 +273,8 @@ def test_wrong_global_masks_are_named():
     x = floats(2, LENGTH, 16)
     with pytest.raises(ValueError, match="global_mask needs max_global"):
         made(max_global=None)(x, global_mask=GLOBAL)
+    with pytest.raises(ValueError, match="global_mask must be None with num_global=2"):
+        made(num_global=2)(x, global_mask=GLOBAL)
     with pytest.raises(ValueError, match=r"bool of shape \(2, 12\), got int"):
         made()(x, global_mask=GLOBAL.astype(int))
     with pytest.raises(ValueError, match=r"shape \(2, 12\), got bool of shape \(1, 12\)"):
