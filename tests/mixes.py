@@ -73,7 +73,8 @@ def plain(mixer, **options):
 def mixture(mixer, x):
     near, far = mixer.mixers
     mixers = plain(near, local_window_size=WINDOW), plain(far)
-    inside = SimpleNamespace(mixers=mixers, choose=mixer.choose, gate=mixer.gate)
+    parts = {name: getattr(mixer, name) for name in ("choose", "gate", "capacity")}
+    inside = SimpleNamespace(mixers=mixers, **parts)
     return naive("mixture_of_mechanisms")(inside, x)
 
 

@@ -1,5 +1,6 @@
 """Mixer with a gate per token over several mechanisms."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -9,13 +10,32 @@ import numpy as np
 from flax import nnx
 
 from effattn.arrays import checks, dtypes
-from effattn.decode.state import row_lengths
+from effattn.arrays.gathers import inverse_of
+from effattn.arrays.segments import positions_from, positions_from_segment_ids
+from effattn.decode.state import new_lengths, row_lengths
+from effattn.functional.longformer import gather
 from effattn.nn import initializers
 from effattn.nn.build import Mechanism, mechanism, named
-from effattn.nn.hybrid import SeveralMixers
+from effattn.nn.hybrid import HybridState, SeveralMixers
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
+from effattn.nn.self_attention import SelfAttention
 from effattn.nn.tokens import valid_tokens
+
+# More than the tokens of a row; twice this number is an int32.
+_MANY = 2**29
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixtureState(HybridState):
+    """Decode state of a `MixtureOfMechanisms` with a capacity.
+
+    Attributes:
+      taken: `(B, M - 1)` int32, places taken so far in each mechanism but the first.
+    """
+
+    taken: jax.Array
 
 
 class MixtureOfMechanisms(SeveralMixers):
@@ -24,13 +44,26 @@ class MixtureOfMechanisms(SeveralMixers):
         y_t = sum_m g_tm mixer_m(x)_t,   g_t = softmax(x_t W_g + b_g)
 
     With `gate="top1"` the largest entry of g_t becomes 1 and the other entries 0; the gradient is
-    that of the softmax (straight-through estimator, Bengio et al. 2013). Every mechanism computes
-    outputs for all tokens; the gate selects or mixes the outputs. Add `penalty` to the loss to
+    that of the softmax (straight-through estimator, Bengio et al. 2013). Without `capacity`, every
+    mechanism computes outputs for all tokens, and the gate selects or mixes the outputs: time,
+    memory and decode state are the sums over the mechanisms. Add `penalty` to the loss to
     discourage costly mechanisms:
 
         penalty = mean_t sum_m g_tm cost_m
 
-    Time, memory and decode state are the sums over the mechanisms.
+    With `capacity` c, every mechanism but the first computes queries and outputs of at most c T
+    tokens, which read the keys and values of all T tokens. Tokens take their places in the order
+    of time: token t of a document, counted from 1, gets a place in the mechanism that it chose if
+    fewer than floor(c t) tokens have one; else it takes the first mechanism. So the choice is
+    causal and the same for every split of a sequence, unlike that of Mixture-of-Depths (Raposo et
+    al. 2024), which takes the best tokens of a whole sequence, and unlike capacities of Switch
+    Transformers (Fedus et al. 2021), which follow the length. What is lost: the first 1 / c tokens
+    take the first mechanism, and early choices may leave no place for a later, better one. The cost
+    is that of the first mechanism, of keys and values, and of c T^2 pairs, also for causal
+    attention: it is less than without the choice for c below a half. Places that no token took
+    compute the tokens with the largest gates, for the gradient of the gate alone; tokens that no
+    place computed give the gate the gradient of the penalty alone. Decoding computes all mechanisms
+    for each new token.
 
     Args:
       num_heads: N, number of heads of every mechanism.
@@ -38,13 +71,15 @@ class MixtureOfMechanisms(SeveralMixers):
         see `effattn.nn.build`.
       costs: cost of each mechanism, 0 or more; default 0, 1, ... in the order of `mechanisms`.
       gate: "soft" or "top1".
+      capacity: c, above 0 and at most 1; None without a limit. It needs `gate="top1"`, and exact
+        attention (`"softmax"`) as every mechanism but the first.
       max_length: maximum number of tokens per row, for mechanisms with parameters per position.
       **options: those of `effattn.nn.options.Projected`, and model options for all mixers, such as
         `rotary` and `num_kv_heads`.
 
     Raises:
-      ValueError: an unknown gate or mechanism, invalid costs, or an option that a mechanism does
-        not support.
+      ValueError: an unknown gate or mechanism, invalid costs or capacity, or an option that a
+        mechanism does not support.
     """
 
     _mechanism = "mixture_of_mechanisms"
@@ -57,6 +92,7 @@ class MixtureOfMechanisms(SeveralMixers):
         mechanisms: Sequence[Mechanism] = ("sliding_window", "softmax"),
         costs: Sequence[float] | None = None,
         gate: str = "soft",
+        capacity: float | None = None,
         max_length: int | None = None,
         **options: Annotated[Any, Projected],
     ):
@@ -83,11 +119,14 @@ class MixtureOfMechanisms(SeveralMixers):
             entry.build(in_features, num_heads, **{**entry.options_of_model(common), **own})
             for entry, (_, own) in zip(entries, given, strict=True)
         )
+        if capacity is not None:
+            self._check_capacity(capacity)
+        self.capacity, self._of_known_length = capacity, capacity is not None
         make = Layers(**{**options, "kernel_init": initializers.kernel_init})
         self.choose = make.linear(in_features, len(entries), use_bias=True)
 
     def gates(self, x: jax.Array) -> jax.Array:
-        """Gate values g of each token and mechanism.
+        """Gate values g of each token and mechanism, without regard to the capacity.
 
         Args:
           x: `(B, T, D)`.
@@ -95,13 +134,11 @@ class MixtureOfMechanisms(SeveralMixers):
         Returns:
           `(B, T, M)`, rows that sum to 1, in at least float32.
         """
-        logits = self.choose(x)
-        soft = jax.nn.softmax(logits.astype(dtypes.wide(logits.dtype)), -1)
+        soft = self._shares(x)
         if self.gate == "soft":
             return soft
         hard = jax.nn.one_hot(soft.argmax(-1), len(self.names), dtype=soft.dtype)
-        # The parentheses make the value exactly 0 or 1.
-        return hard + (soft - jax.lax.stop_gradient(soft))
+        return _straight_through(hard, soft)
 
     def penalty(
         self,
@@ -110,19 +147,148 @@ class MixtureOfMechanisms(SeveralMixers):
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """Mean cost over valid tokens, a scalar `()`; arguments as in `__call__`."""
+        """Mean cost over valid tokens, a scalar `()`; arguments as in `__call__`.
+
+        With `capacity`, it counts the mechanisms that the tokens take.
+        """
         if lengths is not None:
             lengths = row_lengths(lengths, *x.shape[:2])
-        valid = valid_tokens(x.shape[1], lengths, segment_ids)
-        valid = jnp.ones(x.shape[:2], bool) if valid is None else valid
-        gates = self.gates(jnp.where(valid[..., None], x, 0))
+        valid = _valid(x, lengths, segment_ids)
+        x = jnp.where(valid[..., None], x, 0)
+        if self.capacity is None:
+            gates = self.gates(x)
+        else:
+            gates, _ = self._places(self._shares(x), valid, _document_positions(x, segment_ids))
         cost = gates @ jnp.asarray(self.costs, gates.dtype)
         return jnp.where(valid, cost, 0).sum() / jnp.maximum(valid.sum(), 1)
 
+    def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
+        """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
+        state = super().init_state(batch, max_length, dtype)
+        if self.capacity is None:
+            return state
+        taken = jnp.zeros((batch, len(self.names) - 1), jnp.int32)
+        return MixtureState(state.groups, state.length, taken)
+
+    def _check_state(self, state, batch):
+        super()._check_state(state, batch)
+        if isinstance(state, MixtureState) != (self.capacity is not None):
+            raise ValueError(
+                f"state must be one that init_state made for capacity={self.capacity}; it is the "
+                "state of another layer"
+            )
+
+    def _check_capacity(self, capacity):
+        needs = "a number above 0 and at most 1, or None"
+        if not 0 < checks.real("capacity", capacity, needs) <= 1:
+            raise ValueError(f"capacity must be {needs}, got {capacity!r}")
+        if self.gate != "top1":
+            raise ValueError(f'capacity={capacity} needs gate="top1", got gate={self.gate!r}')
+        for name, mixer in zip(self.names[1:], self.mixers[1:], strict=True):
+            if not (isinstance(mixer, SelfAttention) and mixer.attends_from_any_tokens()):
+                raise ValueError(
+                    f'capacity={capacity} needs exact attention ("softmax", without bias) as every '
+                    f"mechanism but the first, which takes the other tokens, got {name!r}"
+                )
+
+    def _shares(self, x):
+        """Softmax over the mechanisms, `(B, T, M)`."""
+        logits = self.choose(x)
+        return jax.nn.softmax(logits.astype(dtypes.wide(logits.dtype)), -1)
+
     def _mix_all(self, x, lengths, segment_ids):
         given = {"lengths": lengths, "segment_ids": segment_ids}
-        return self._combined(x, [mixer(x, **given) for mixer in self.mixers])
+        if self.capacity is None:
+            return self._combined(x, [mixer(x, **given) for mixer in self.mixers])
+        valid, shares = _valid(x, lengths, segment_ids), self._shares(x)
+        gates, _ = self._places(shares, valid, _document_positions(x, segment_ids))
+        first, *others = self.mixers
+        y = first(x, **given)
+        most = int(_budget(self.capacity, np.int32(x.shape[1])))
+        if not most:
+            return y
+        gates, of_first, chosen = gates.astype(y.dtype), 1, 0
+        for m, mixer in enumerate(others, 1):
+            # Tokens with a place come first, then those with the largest gates; padding is last.
+            rank = jnp.where(valid, jax.lax.stop_gradient(gates[..., m] + shares[..., m]), -1)
+            order = jnp.argsort(-rank, axis=-1, stable=True).astype(jnp.int32)
+            slot = inverse_of(order)
+            computed = mixer.outputs_at(x, order[:, :most], **given)
+            gate = jnp.where(valid & (slot < most), gates[..., m], 0)[..., None]
+            of_first -= gate
+            chosen += gate * gather(computed, jnp.minimum(slot, most - 1))
+        return of_first * y + chosen
+
+    def _extend(self, x, state, lengths):
+        if self.capacity is None:
+            return super()._extend(x, state, lengths)
+        pairs = zip(self.mixers, state.groups, strict=True)
+        outputs, groups = zip(*(m.extend(x, s, lengths=lengths) for m, s in pairs), strict=True)
+        at = positions_from(state.length, x.shape[1])
+        gates, taken = self._places(self._shares(x), _valid(x, lengths, None), at, state.taken)
+        length = state.length + new_lengths(lengths, *x.shape[:2])
+        return _weighted(gates, outputs), MixtureState(groups, length, taken)
 
     def _combined(self, x, outputs):
-        gates = self.gates(x).astype(outputs[0].dtype)
-        return sum(gates[..., m, None] * y for m, y in enumerate(outputs))
+        return _weighted(self.gates(x), outputs)
+
+    def _places(self, shares, valid, at, taken=0):
+        """Gates of tokens that take places in the order of time.
+
+        Args:
+          shares: `(B, T, M)`, softmax of the gate.
+          valid: bool `(B, T)`.
+          at: `(B, T)`, positions in the documents.
+          taken: `(B, M - 1)`, places taken before; default 0.
+
+        Returns:
+          `(gates (B, T, M), taken (B, M - 1))`: 1 for the mechanism that a token takes, and 0; with
+          the gradient of the shares; and the places taken after these tokens.
+        """
+        wish = jax.nn.one_hot(shares.argmax(-1) - 1, len(self.names) - 1, dtype=jnp.int32)
+        wish = jnp.where(valid[..., None], wish, 0)
+        starts = (at == 0)[..., None]
+        budget = jnp.broadcast_to(_budget(self.capacity, at + 1)[..., None], wish.shape)
+
+        # Places taken are n_t = min(n_(t-1) + wish_t, budget_t), and n = 0 before a document. In
+        # its first token the large number makes n_t the minimum's other side, whatever n_(t-1).
+        def then(one, other):
+            (more, most), (more_after, most_after) = one, other
+            most = jnp.minimum(most + more_after, most_after)
+            return jnp.minimum(more + more_after, _MANY), most
+
+        at_start = jnp.minimum(wish, budget)
+        step = jnp.where(starts, _MANY, wish), jnp.where(starts, at_start, budget)
+        more, most = jax.lax.associative_scan(then, step, axis=1)
+        before = jnp.broadcast_to(taken, wish[:, 0].shape)[:, None]
+        after = jnp.minimum(before + more, most)
+        before = jnp.where(starts, 0, jnp.concatenate([before, after[:, :-1]], 1))
+        placed = (after - before).astype(shares.dtype)
+        gates = jnp.concatenate([1 - placed.sum(-1, keepdims=True), placed], -1)
+        return _straight_through(gates, shares), after[:, -1]
+
+
+def _budget(capacity, tokens):
+    """Places among the first tokens of a document, int32; equal in NumPy and JAX."""
+    return (tokens.astype(np.float32) * np.float32(capacity)).astype(np.int32)
+
+
+def _straight_through(hard, soft):
+    # The parentheses make the value exactly 0 or 1.
+    return hard + (soft - jax.lax.stop_gradient(soft))
+
+
+def _weighted(gates, outputs):
+    gates = gates.astype(outputs[0].dtype)
+    return sum(gates[..., m, None] * y for m, y in enumerate(outputs))
+
+
+def _valid(x, lengths, segment_ids):
+    valid = valid_tokens(x.shape[1], lengths, segment_ids)
+    return jnp.ones(x.shape[:2], bool) if valid is None else valid
+
+
+def _document_positions(x, segment_ids):
+    if segment_ids is not None:
+        return positions_from_segment_ids(segment_ids)
+    return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])

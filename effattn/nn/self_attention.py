@@ -1,5 +1,6 @@
 """Self-attention mixer around any attention function."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,9 @@ from flax import nnx
 from effattn import registry
 from effattn.arrays import mesh_axes
 from effattn.arrays.segments import positions_from, positions_from_segment_ids
+from effattn.cores import attention
+from effattn.decode.decoder import without_naive
+from effattn.functional.longformer import gather
 from effattn.nn.attention import Attention
 from effattn.nn.mixer import CausalMixer
 from effattn.nn.options import SelfAttentionOptions
@@ -91,6 +95,49 @@ class SelfAttention(Attention, CausalMixer):
         heads = self._heads(x, positions, lengths=lengths, segment_ids=segment_ids)
         keywords = {**keywords, **self._per_token(x), **self._dropout(rngs)}
         return self._finish(self._attend(heads, **keywords), x)
+
+    def attends_from_any_tokens(self) -> bool:
+        """Returns whether `outputs_at` works: for exact attention without a bias."""
+        exact = self.binding.registered and self.binding.name == "softmax"
+        return type(self) is SelfAttention and exact and "bias" not in self._options()
+
+    def outputs_at(
+        self,
+        x: jax.Array,
+        where: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """The outputs of a call at some tokens, without the cost of the other queries.
+
+        Keys and values are those of all tokens; there is no dropout.
+
+        Args:
+          x: `(B, T, D)`.
+          where: `(B, C)` int32, indices of tokens, in any order.
+          lengths: as in a call.
+          segment_ids: as in a call.
+
+        Returns:
+          `(B, C, D)`.
+        """
+        x, positions, keywords = self._whole(x, lengths, segment_ids)
+        keywords = dict(without_naive(keywords))
+        keywords.pop("query_seq_lengths", None)
+        everywhere = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+        if segment_ids is not None:
+            ids = keywords["segment_ids"]
+            keywords["segment_ids"] = gather(ids, where), ids
+        query = self._project_queries(gather(x, where))
+        key, value = self._project_keys(x)
+        if self.rotary is not None:
+            positions = jnp.broadcast_to(positions, x.shape[:2])
+            query = self.rotary(query, gather(positions, where))
+            key = self.rotary(key, positions)
+        given = attention.check("dot_product_attention", query, key, value, **keywords)
+        given = dataclasses.replace(given, positions=(where, everywhere))
+        return self.out(attention.attend(query, key, value, given)[0])
 
     def _attend(self, heads: tuple[jax.Array, ...], **keywords: Any) -> jax.Array:
         """Calls the attention function on (query, key, value); returns `(B, T, N, Hv)`."""

@@ -1,14 +1,18 @@
 """The mixture of mechanisms: its gate, its penalty, and its routing."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
+import effattn
+from effattn.analysis import cost
 from effattn.nn import (
     ConvolutionAttention,
     MixtureOfMechanisms,
+    RotaryEmbedding,
     TransformerConfig,
     TransformerLM,
 )
@@ -62,6 +66,22 @@ def test_the_penalty_is_the_mean_cost_of_valid_tokens():
             {"mechanisms": ({"local_window_size": 3}, "softmax")},
             'each item of mechanisms .* as "name"',
         ),
+        ({"capacity": 0.5}, "capacity=0.5 needs gate=\"top1\", got gate='soft'"),
+        ({"capacity": 0, "gate": "top1"}, "capacity must be a number above 0 and at most 1, or No"),
+        ({"capacity": 2, "gate": "top1"}, "capacity must be a number above 0 .*, got 2"),
+        ({"capacity": "half", "gate": "top1"}, "capacity must be a number above 0 .*, got 'half'"),
+        (
+            {"capacity": 0.5, "gate": "top1", "mechanisms": ("softmax", LOCAL)},
+            "capacity=0.5 needs exact attention .* every mechanism but the first, .* 'sliding_win",
+        ),
+        (
+            {
+                "capacity": 0.5,
+                "gate": "top1",
+                "mechanisms": (LOCAL, {"name": "softmax", "bias": np.zeros((7, 7))}),
+            },
+            "capacity=0.5 needs exact attention .* without bias",
+        ),
         ({"mechanisms": ("softmax", "sofmax")}, "unknown mechanism 'sofmax'"),
         ({"mechanisms": (1, 2)}, "each item of mechanisms must be a registered name, .* got 1"),
         ({"mechanisms": None}, "two or more registered names, .* got None"),
@@ -77,6 +97,116 @@ def test_the_penalty_is_the_mean_cost_of_valid_tokens():
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+LONG = np.random.default_rng(1).normal(size=(2, 40, 8)).astype(np.float32)
+SHARP = {"name": "softmax", "scale": 2.0}
+
+
+def limited(capacity=0.3, **options):
+    """A mixture in which most tokens wish for one of two dear mechanisms."""
+    options = {"mechanisms": (LOCAL, "softmax", SHARP), "gate": "top1", **options}
+    mixer = make(capacity=capacity, rotary=RotaryEmbedding(), **options)
+    mixer.choose.bias[...] = jnp.array([-1.0, 0, 0])
+    return mixer
+
+
+@jax.jit
+def mix(mixer, x, lengths=None, segment_ids=None):
+    return mixer(x, lengths=lengths, segment_ids=segment_ids)
+
+
+@pytest.mark.parametrize("capacity", [0.05, 0.3, 1 / 3])
+def test_tokens_take_places_in_the_order_of_time(capacity):
+    mixer = limited(capacity)
+    expected = jax.jit(effattn.naive.mixture_of_mechanisms)(mixer, LONG)
+    np.testing.assert_allclose(mix(mixer, LONG), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_room_for_all_changes_nothing():
+    @jax.jit
+    def run(mixer):
+        value, gradient = jax.value_and_grad(lambda m, x: (m(x) ** 2).sum(), (0, 1))(mixer, LONG)
+        return value, mixer(LONG), jax.tree.leaves(nnx.state(gradient[0], nnx.Param)), gradient[1]
+
+    for one, other in zip(
+        *map(jax.tree.leaves, map(run, (limited(1), limited(None)))), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_documents_and_padded_rows_take_the_places_that_they_take_alone(is_causal):
+    mixer = limited(is_causal=is_causal)
+    ids = np.tile(np.repeat([3, 1, 2, 0], (13, 7, 16, 4)), (2, 1))
+    x = np.where(ids[..., None] > 0, LONG, np.nan)
+    packed = mix(mixer, x, segment_ids=ids)
+    for start, end in ((0, 13), (13, 20), (20, 36)):
+        alone = mix(mixer, LONG[:, start:end])
+        np.testing.assert_allclose(packed[:, start:end], alone, rtol=1e-4, atol=1e-5)
+    lengths = np.array([13, 29])
+    x = np.where(np.arange(40)[:, None] < lengths[:, None, None], LONG, np.nan)
+    padded = mix(mixer, x, lengths)
+    for row, length in enumerate(lengths):
+        alone = mix(mixer, LONG[row : row + 1, :length])
+        np.testing.assert_allclose(padded[row : row + 1, :length], alone, rtol=1e-4, atol=1e-5)
+    loss = jax.jit(jax.grad(lambda m: (m(x, lengths=lengths)[:, :13] ** 2).sum()))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loss(mixer)))
+
+
+def test_later_tokens_take_no_place_of_earlier_ones():
+    mixer, changed = limited(), LONG.copy()
+    changed[:, 25:] = -LONG[:, 25:]
+    np.testing.assert_allclose(mix(mixer, changed)[:, :25], mix(mixer, LONG)[:, :25], atol=1e-6)
+
+
+def test_any_split_takes_the_same_places():
+    mixer = limited()
+    extend = jax.jit(lambda m, x, state, lengths: m.extend(x, state, lengths=lengths))
+    whole, state, lengths = mix(mixer, LONG), mixer.init_state(2, 40), np.array([11, 4])
+    rows = np.arange(2)[:, None]
+    first, state = extend(mixer, LONG[:, :11], state, lengths)
+    parts = [extend(mixer, LONG[rows, lengths[:, None] + np.arange(11)], state, np.array([11] * 2))]
+    for t in range(11, 14):
+        x = LONG[rows, lengths[:, None] + t]
+        parts.append(extend(mixer, x, parts[-1][1], np.ones(2, int)))
+    rest = np.concatenate([y for y, _ in parts], 1)
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(first[row, :length], whole[row, :length], rtol=1e-4, atol=1e-5)
+        expected = whole[row, length : length + 14]
+        np.testing.assert_allclose(rest[row], expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="made for capacity=None; it is the state of another lay"):
+        limited(None).extend(LONG, state)
+
+
+def test_operations_fall_with_the_capacity():
+    """Half of the capacity saves half of the logits and of the projections of queries."""
+
+    def operations(capacity, length=512):
+        x = np.zeros((1, length, 8), np.float32)
+        mixer = make(gate="top1", capacity=capacity)
+        return cost.operations(jax.make_jaxpr(lambda m, x: m(x))(mixer, x))
+
+    most, half, quarter = map(operations, (1.0, 0.5, 0.25))
+    assert quarter < operations(None)
+    np.testing.assert_allclose(half - quarter, (most - half) / 2, rtol=0.02)
+    assert half < 0.65 * most
+
+
+def test_the_penalty_counts_the_mechanisms_that_tokens_take():
+    mixer = limited(0.25)
+    penalty = jax.jit(lambda m, x: m.penalty(x))(mixer, LONG)
+    wish = np.asarray(jax.jit(lambda m, x: m.gates(x))(mixer, LONG)).argmax(-1)
+    paid = []
+    for row in wish:
+        taken = [0, 0, 0]
+        for t, m in enumerate(row, 1):
+            m = m if m and taken[m] < t // 4 else 0
+            taken[m] += 1
+            paid.append(m)
+    np.testing.assert_allclose(penalty, np.mean(paid), rtol=1e-6)
+    gradient = jax.jit(jax.grad(lambda m: m.penalty(LONG)))(mixer)
+    assert np.abs(gradient.choose.kernel[...]).max() > 0
 
 
 def test_a_model_takes_it_as_a_mixer():
