@@ -55,6 +55,23 @@ class TransformerLM(Transformer):
         """
         return self._logits(self._features(tokens, lengths, segment_ids, rngs))
 
+    @mesh_axes.on_mesh_of_input
+    def with_costs(
+        self,
+        tokens: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the logits of a call, and the cost of each token, `(B, T)`.
+
+        The cost is the sum over the layers of `MixtureOfMechanisms.token_costs`; 0 in other layers
+        and in the padding. Add its mean to the loss to discourage costly mechanisms.
+        """
+        features, costs = self._features_and_costs(tokens, lengths, segment_ids, rngs)
+        return self._logits(features), costs
+
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> TransformerState:
         """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
         if not self.config.is_causal:

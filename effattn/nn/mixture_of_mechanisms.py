@@ -140,14 +140,14 @@ class MixtureOfMechanisms(SeveralMixers):
         hard = jax.nn.one_hot(soft.argmax(-1), len(self.names), dtype=soft.dtype)
         return _straight_through(hard, soft)
 
-    def penalty(
+    def token_costs(
         self,
         x: jax.Array,
         *,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """Mean cost over valid tokens, a scalar `()`; arguments as in `__call__`.
+        """Cost of each token, `(B, T)`, 0 in the padding; arguments as in `__call__`.
 
         With `capacity`, it counts the mechanisms that the tokens take.
         """
@@ -160,7 +160,18 @@ class MixtureOfMechanisms(SeveralMixers):
         else:
             gates, _ = self._places(self._shares(x), valid, _document_positions(x, segment_ids))
         cost = gates @ jnp.asarray(self.costs, gates.dtype)
-        return jnp.where(valid, cost, 0).sum() / jnp.maximum(valid.sum(), 1)
+        return jnp.where(valid, cost, 0)
+
+    def penalty(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Mean of `token_costs` over valid tokens, a scalar `()`."""
+        costs = self.token_costs(x, lengths=lengths, segment_ids=segment_ids)
+        return costs.sum() / jnp.maximum(_valid(x, lengths, segment_ids).sum(), 1)
 
     def init_state(self, batch: int, max_length: int, dtype: Any = None) -> HybridState:
         """Returns the empty decode state; arguments as in `SelfAttention.init_state`."""
@@ -207,7 +218,7 @@ class MixtureOfMechanisms(SeveralMixers):
         most = int(_budget(self.capacity, np.int32(x.shape[1])))
         if not most:
             return y
-        gates, of_first, chosen = gates.astype(y.dtype), 1, 0
+        gates, of_first, chosen = gates.astype(y.dtype), jnp.ones((), y.dtype), jnp.zeros_like(y)
         for m, mixer in enumerate(others, 1):
             # Tokens with a place come first, then those with the largest gates; padding is last.
             rank = jnp.where(valid, jax.lax.stop_gradient(gates[..., m] + shares[..., m]), -1)
@@ -215,8 +226,8 @@ class MixtureOfMechanisms(SeveralMixers):
             slot = inverse_of(order)
             computed = mixer.outputs_at(x, order[:, :most], **given)
             gate = jnp.where(valid & (slot < most), gates[..., m], 0)[..., None]
-            of_first -= gate
-            chosen += gate * gather(computed, jnp.minimum(slot, most - 1))
+            of_first = of_first - gate
+            chosen = chosen + gate * gather(computed, jnp.minimum(slot, most - 1))
         return of_first * y + chosen
 
     def _extend(self, x, state, lengths):

@@ -131,7 +131,7 @@ class SelfAttention(Attention, CausalMixer):
             keywords["segment_ids"] = gather(ids, where), ids
         query = self._project_queries(gather(x, where))
         key, value = self._project_keys(x)
-        if self.rotary is not None:
+        if self.rotary is not None and positions is not None:
             positions = jnp.broadcast_to(positions, x.shape[:2])
             query = self.rotary(query, gather(positions, where))
             key = self.rotary(key, positions)

@@ -18,6 +18,7 @@ from effattn.nn.array_options import own_copy
 from effattn.nn.block import Block
 from effattn.nn.configuration import TransformerConfig, dtypes_of, norm_of
 from effattn.nn.dropout import dropout, dropout_key
+from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.module import Module
 from effattn.nn.routing import routing_mixers
 from effattn.nn.tokens import indices_of, token_ids, valid_tokens
@@ -127,6 +128,18 @@ class Transformer(Module):
                 )
 
         self._features(tokens, lengths, segment_ids, None, before=move)
+
+    def _features_and_costs(self, tokens, lengths, segment_ids, rngs):
+        """Features, and the costs `(B, T)` of the tokens in mixtures of mechanisms, over layers."""
+        costs = [jnp.zeros(jnp.shape(tokens))]
+
+        def collect(block, x, lengths, segment_ids):
+            if isinstance(block.mixer, MixtureOfMechanisms):
+                read, given = block.mixer_norm(x), {"lengths": lengths, "segment_ids": segment_ids}
+                costs.append(block.mixer.token_costs(read, **given))
+
+        features = self._features(tokens, lengths, segment_ids, rngs, before=collect)
+        return features, sum(costs)
 
     def _features(self, tokens, lengths, segment_ids, rngs, *contexts, before=None, name="tokens"):
         """Features `(B, T, D)` of whole sequences.

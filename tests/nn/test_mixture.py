@@ -222,6 +222,23 @@ def test_a_model_takes_it_as_a_mixer():
     assert np.isfinite(jax.jit(lambda model: model(np.arange(4)[None]))(model)).all()
 
 
+def test_a_model_adds_the_costs_of_its_layers():
+    mixer = {"name": "mixture_of_mechanisms", "mechanisms": (LOCAL, "softmax"), "costs": (1, 1)}
+    config = TransformerConfig(
+        vocab_size=5, num_layers=3, features=8, num_heads=2, mixer=(mixer, mixer, "softmax")
+    )
+    model = filled(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
+    tokens, lengths = np.arange(8).reshape(2, 4) % 5, np.array([4, 1])
+
+    @jax.jit
+    def run(model):
+        return model(tokens, lengths=lengths), *model.with_costs(tokens, lengths=lengths)
+
+    expected, logits, costs = run(model)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(costs, 2.0 * (np.arange(4) < lengths[:, None]), rtol=1e-6)
+
+
 def test_what_attends_beside_a_convolution_is_named():
     with pytest.raises(ValueError, match="attention must be a registered name, .* got None"):
         ConvolutionAttention(8, 2, attention=None, rngs=nnx.Rngs(0))
