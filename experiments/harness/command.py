@@ -100,7 +100,9 @@ def train_all(
     @functools.cache
     def compile_once(mechanism: str) -> programs.Programs:
         build = models.builder(mechanism, config, task)
-        return programs.Programs(build, optimiser, schedule, task, config.precision, config.redraw)
+        return programs.Programs(
+            build, optimiser, schedule, task, config.precision, config.redraw, config.with_costs
+        )
 
     compiling = threading.Lock()
 

@@ -27,6 +27,9 @@ MOST_CURVES = len(COLOURS)
 # Losses by position are drawn for windows of 256 tokens and more: the places are powers of two.
 BY_POSITION, LEAST_PLACES = "bits_by_position", 8
 
+# Thousand operations of a call, per token.
+OPERATIONS = "operations"
+
 # Maximum number of letters in a line of the legend and of an axis.
 LEGEND_LETTERS, TICK_LETTERS, SET_LETTERS = 100, 50, 12
 
@@ -36,7 +39,8 @@ def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") ->
 
     With losses by position in long windows, it also draws `positions.png`, which shows whether a
     mechanism uses what is far. With several mechanisms that decode, and a measure of which more is
-    better, it also draws `states.png`: that measure against the size of the decode state.
+    better, it also draws `states.png`: that measure against the size of the decode state. With the
+    operations of the models in the results, it also draws `operations.png`.
 
     Args:
       folder: run folder.
@@ -54,7 +58,11 @@ def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") ->
         _save(_positions(seeds), folder / "positions.png")
     decoding = {m: of for m, of in seeds.items() if of[0]["state_bytes"]}
     if measure.more_is_better and len({of[0]["state_bytes"] for of in decoding.values()}) > 2:
-        _save(_states(decoding, measure), folder / "states.png")
+        x = "state_bytes", 1e3, "decode state (kB)"
+        _save(_against(*x, decoding, measure), folder / "states.png")
+    if OPERATIONS in runs[0]:
+        x = OPERATIONS, 1.0, "thousand operations of a call per token"
+        _save(_against(*x, seeds, measure), folder / "operations.png")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,13 +217,19 @@ def _positions(seeds: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
     return figure
 
 
-def _states(seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure) -> Figure:
-    """Draws the mean of the measure over all held-out sets against the size of the state."""
+def _against(
+    key: str,
+    unit: float,
+    label: str,
+    seeds: Mapping[str, Sequence[dict[str, Any]]],
+    measure: Measure,
+) -> Figure:
+    """Draws the mean of the measure over all held-out sets against a cost of the results."""
     figure, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")
     for index, (mechanism, runs) in enumerate(seeds.items()):
         each = [np.mean([measure.in_set(run, name) for name in run["held_out"]]) for run in runs]
         axis.plot(
-            runs[0]["state_bytes"] / 1e3,
+            runs[0][key] / unit,
             np.mean(each),
             marker=MARKERS[index % len(MARKERS)],
             color=COLOURS[index % len(COLOURS)],
@@ -225,7 +239,7 @@ def _states(seeds: Mapping[str, Sequence[dict[str, Any]]], measure: Measure) -> 
     axis.set_xscale("log")
     for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
         formatter("{x:g}")
-    axis.set(xlabel="decode state (kB)", ylabel=f"mean of all held-out sets: {measure.name}")
+    axis.set(xlabel=label, ylabel=f"mean of all held-out sets: {measure.name}")
     axis.grid(alpha=0.3)
     legend_below(figure, axis.get_lines(), "mechanism")
     return figure

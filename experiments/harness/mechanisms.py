@@ -29,9 +29,10 @@ def sizes(
     """Returns the options that follow from the length, by mechanism.
 
     Windows have a quarter of the tokens, as have the projections, landmarks and segments of
-    mechanisms with a fixed number of those. Blocks, strides, chunks, buckets and clusters have
-    about the square root of the number of tokens, which costs least where a mechanism attends
-    within and across them.
+    mechanisms with a fixed number of those. Blocks, strides, chunks, buckets, clusters and the
+    global tokens of Longformer, the first of a row, have about the square root of the number of
+    tokens, which costs least where a mechanism attends within and across them. A mixture of
+    mechanisms chooses between this window and exact attention.
 
     Args:
       length: T, the largest number of tokens in training.
@@ -50,7 +51,10 @@ def sizes(
         for name in registry.names()
         if registry.get(name).options.get("local_window_size") is not None
     }
+    window_mixer = {"name": "sliding_window", **windowed["sliding_window"]}
     return windowed | {
+        "longformer": {**windowed["longformer"], "num_global": root},
+        "mixture_of_mechanisms": {"mechanisms": (window_mixer, "softmax")},
         "sparse_transformer": {"stride": root},
         "block_sparse": {"block_size": root},
         "bigbird": {"block_size": root},

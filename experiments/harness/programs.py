@@ -72,6 +72,8 @@ class Programs:
       task: task that the model learns.
       precision: computation dtype; "float16" scales the loss.
       redraw: steps between new random features; 0 for never.
+      with_costs: whether the mean cost of a token in mixtures of mechanisms is added to the loss of
+        training; only for language models.
 
     Attributes:
       init: `seed () int -> (params, optimiser_state)`.
@@ -94,8 +96,10 @@ class Programs:
         task: Task,
         precision: str = "float32",
         redraw: int = 0,
+        with_costs: bool = False,
     ):
         self._build, self._optimiser = build, optimiser
+        self._with_costs = with_costs
         self._scale = LossScale(dynamic=precision == "float16")
         self._graph = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), *_GROUPS)[0]
         self.redraw = redraw
@@ -128,23 +132,28 @@ class Programs:
                 module.redraw(rngs)
         return {**params, "fixed": _params_of(model)["fixed"]}
 
-    def _scores(self, params: Params, batch: Batch) -> Scores:
-        logits = self.model(params)(*batch.inputs)
+    def _scores(self, params: Params, batch: Batch) -> tuple[Scores, Any]:
+        """Scores, and the mean cost of a token; 0 unless the programs were made `with_costs`."""
+        model, costs = self.model(params), jnp.zeros(())
+        if self._with_costs:
+            logits, costs = model.with_costs(*batch.inputs)
+        else:
+            logits = model(*batch.inputs)
         counts = batch.targets != NOTHING
         targets = jnp.maximum(batch.targets, 0)
         nats = optax.softmax_cross_entropy_with_integer_labels(
             logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), targets
         )
         right = (logits.argmax(-1) == targets) & counts
-        return Scores(jnp.where(counts, nats, 0), right)
+        return Scores(jnp.where(counts, nats, 0), right), costs.mean()
 
     def one_step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
         trained, (state, scale) = params["trained"], state
         count = (batch.targets != NOTHING).sum()
 
         def scaled_loss(trained, microbatch):
-            nats = self._scores({**params, "trained": trained}, microbatch).nats
-            loss = nats.sum() / count
+            scores, costs = self._scores({**params, "trained": trained}, microbatch)
+            loss = scores.nats.sum() / count + costs / len(batch.targets)
             return self._scale.up(loss, scale), loss
 
         def add(total, microbatch):
@@ -174,7 +183,7 @@ class Programs:
         return {**params, "moved": _params_of(moving)["moved"]}
 
     def _evaluate(self, params: Params, batch: Batch) -> Scores:
-        return jax.lax.map(lambda part: self._scores(params, part), batch)
+        return jax.lax.map(lambda part: self._scores(params, part)[0], batch)
 
     def _state_bytes(self, params: Params, length: int) -> int | None:
         try:

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 SCHEMA = 2
 
 # These measures are shown as percentages.
-SHARES = frozenset({"accuracy", "exact"})
+SHARES = frozenset({"accuracy", "exact", "near", "far", "near_dear", "far_dear"})
 
 
 def summarise(comparison: Comparison, columns: Mapping[str, str], headline: str) -> list[Row]:

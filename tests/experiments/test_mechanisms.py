@@ -17,8 +17,9 @@ def test_every_causal_mechanism_by_its_name():
         found = mixers(name)
         TransformerConfig(vocab_size=9, num_layers=3, features=16, num_heads=4, mixer=found)
         windowed = registry.get(name).options.get("local_window_size") is not None
-        expected = {"local_window_size": (15, 0)} if windowed else of_length(64).get(name, {})
+        expected = of_length(64).get(name, {})
         assert found == ({"name": name, **expected},) * 3
+        assert not windowed or expected["local_window_size"] == (15, 0)
 
 
 def of_length(length, window=16, is_causal=True):
@@ -29,8 +30,12 @@ def test_options_that_are_not_given_follow_the_length():
     short, long = of_length(64, None), of_length(4096, None)
     assert short["sliding_window"] == {"local_window_size": (15, 0)}
     assert long["sliding_window"] == {"local_window_size": (1023, 0)}
-    assert of_length(4096, None, is_causal=False)["longformer"] == {"local_window_size": (512, 511)}
+    bidirectional = of_length(4096, None, is_causal=False)["longformer"]
+    assert bidirectional == {"local_window_size": (512, 511), "num_global": 64}
+    (window, _) = long["mixture_of_mechanisms"]["mechanisms"]
+    assert window == {"name": "sliding_window", "local_window_size": (1023, 0)}
     for name, option in (
+        ("longformer", "num_global"),
         ("sparse_transformer", "stride"),
         ("block_sparse", "block_size"),
         ("bigbird", "block_size"),
@@ -69,7 +74,10 @@ def test_options_that_are_given_replace_those_of_the_length():
 def test_options_of_any_length_are_positive(length, is_causal):
     for options in of_length(length, None, is_causal).values():
         for name, value in options.items():
-            assert min(value) >= 0 if name == "local_window_size" else value >= 1
+            if name == "local_window_size":
+                assert min(value) >= 0
+            elif name != "mechanisms":
+                assert value >= 1
 
 
 def test_options_turns_and_shares():
@@ -103,7 +111,7 @@ def test_windows_of_bidirectional_ones_are_half_on_each_side(name):
     windowed = registry.get(name).options.get("local_window_size") is not None
     expected = of_length(64, is_causal=False).get(name, {})
     assert found == {"name": name, **expected}
-    assert not windowed or expected == {"local_window_size": (8, 7)}
+    assert not windowed or expected["local_window_size"] == (8, 7)
 
 
 def test_windows_are_no_longer_than_the_context():

@@ -6,12 +6,12 @@ import itertools
 import numpy as np
 import pytest
 
-from experiments.tasks import copying, mad, recall
+from experiments.tasks import copying, mad, mixed_range, recall
 from experiments.tasks.task import NOTHING
 
 TASKS = {
     f"{module.__name__.rpartition('.')[2]}: {name}, {preset}": task
-    for module in (recall, copying, mad)
+    for module in (recall, copying, mad, mixed_range)
     for name, presets in module.TASKS.items()
     for preset, task in presets.items()
 }
@@ -31,8 +31,8 @@ def examples(batch):
 
 
 def test_each_task_has_small_and_published_sizes():
-    assert len(TASKS) == 22
-    for module in (recall, copying, mad):
+    assert len(TASKS) == 24
+    for module in (recall, copying, mad, mixed_range):
         assert all(list(presets) == ["small", "published"] for presets in module.TASKS.values())
 
 
@@ -103,7 +103,8 @@ def test_sizes_that_are_listed_more_often_are_drawn_more_often():
 
 
 def test_names_of_tasks_are_different():
-    assert len(recall.TASKS | copying.TASKS | mad.TASKS) * 2 == len(TASKS)
+    names = recall.TASKS | copying.TASKS | mad.TASKS | mixed_range.TASKS
+    assert 2 * len(names) == len(TASKS)
 
 
 @pytest.mark.parametrize(
