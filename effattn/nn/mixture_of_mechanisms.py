@@ -54,16 +54,17 @@ class MixtureOfMechanisms(SeveralMixers):
     With `capacity` c, every mechanism but the first computes queries and outputs of at most c T
     tokens, which read the keys and values of all T tokens. Tokens take their places in the order
     of time: token t of a document, counted from 1, gets a place in the mechanism that it chose if
-    fewer than floor(c t) tokens have one; else it takes the first mechanism. So the choice is
-    causal and the same for every split of a sequence, unlike that of Mixture-of-Depths (Raposo et
-    al. 2024), which takes the best tokens of a whole sequence, and unlike capacities of Switch
-    Transformers (Fedus et al. 2021), which follow the length. What is lost: the first 1 / c tokens
-    take the first mechanism, and early choices may leave no place for a later, better one. The cost
-    is that of the first mechanism, of keys and values, and of c T^2 pairs, also for causal
-    attention: it is less than without the choice for c below a half. Places that no token took
-    compute the tokens with the largest gates, for the gradient of the gate alone; tokens that no
-    place computed give the gate the gradient of the penalty alone. Decoding computes all mechanisms
-    for each new token.
+    fewer than floor(c t) tokens have one; else it takes the first mechanism. The choice is causal
+    and the same for every split of a sequence. Mixture-of-Depths (Raposo et al. 2024) takes the
+    best tokens of the whole sequence instead, and the capacity of Switch Transformers (Fedus et al.
+    2021) follows the length. Two things are lost: the first 1 / c tokens take the first mechanism,
+    and early choices may leave no place for a later, better choice.
+
+    The time with `capacity` is that of the first mechanism, of all keys and values, and of c T^2
+    pairs for each other mechanism, also if causal: c below 1/2 saves time. Places that no token
+    took compute the outputs of the tokens with the largest gates, for the gradient of the gate
+    alone. The gates of tokens without a computed output have no gradient but that of `penalty`.
+    Decoding computes all mechanisms for each new token.
 
     Args:
       num_heads: N, number of heads of every mechanism.

@@ -56,7 +56,7 @@ class Options(abc.ABC):
     at_once: int | None = None  # simultaneous runs; default 3 on several CPU cores, else 1
     output: Path | None = None  # run folder; default runs/EXPERIMENT-HASH, by the options
 
-    # Whether training adds the costs that mixtures of mechanisms report to the loss.
+    # True if training adds the costs that mixtures of mechanisms report to the loss.
     with_costs: ClassVar[bool] = False
     default_rates: ClassVar[Mapping[str, float]] = {"muon": 0.03, "adamw": 0.003}
 

@@ -138,7 +138,7 @@ def _exact(model: Any, tokens: np.ndarray) -> np.ndarray:
 TASKS: dict[str, dict[str, MixedRange]] = {
     "mixed-range": {
         "small": MixedRange(
-            vocabulary=24, keys=8, pairs=4, distance=32, share=0.06, trained=((512,),)
+            vocabulary=20, keys=8, pairs=4, distance=32, share=0.1, trained=((256,),)
         ),
         "published": MixedRange(
             vocabulary=64, keys=48, pairs=32, distance=256, share=0.05, trained=((1024,),)

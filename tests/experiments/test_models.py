@@ -66,6 +66,32 @@ def test_feed_forward_layers_of_translators_make_up_for_one_side(side, mechanism
     assert abs(parameters(softmax) - parameters(other)) <= a_feature / 2
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_longformer_has_global_tokens_and_is_no_sliding_window(is_causal):
+    task = CAUSAL if is_causal else BIDIRECTIONAL(numbers=256, lengths=(60,))
+    options = dataclasses.replace(OPTIONS, layers=1, width=8, heads=2, window=4)
+
+    @jax.jit
+    def run(tokens, changed):
+        window, longformer = (
+            models.builder(name, options, task)(nnx.Rngs(0))
+            for name in ("sliding_window", "longformer")
+        )
+        return window(tokens), longformer(tokens), longformer(changed)
+
+    tokens = np.random.default_rng(0).integers(256, size=(1, 60))
+    changed = tokens.copy()
+    changed[:, 30:] = tokens[:, ::-1][:, 30:]
+    window, longformer, changed = map(np.asarray, run(tokens, changed))
+    apart = np.abs(window - longformer).max(-1)[0]
+    assert (apart[8:] > 1e-3).all()
+    later = np.abs(longformer - changed).max(-1)[0]
+    assert (later[30:] > 1e-3).all()
+    # The first 8 tokens are global: they read later tokens, unless the model is causal.
+    np.testing.assert_array_equal(later[:8] > 1e-6, not is_causal)
+    assert later[8:28].max() < 1e-6
+
+
 def test_a_mechanism_that_cannot_tell_the_order_gets_learned_positions():
     assert model("aft_simple").positions is not None
     assert model("aft_simple/lsh").positions is None

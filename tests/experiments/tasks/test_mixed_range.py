@@ -47,7 +47,7 @@ def test_near_and_far_targets_are_measured_apart():
         ({"pairs": 9}, "pairs must be from 1 to keys=8"),
         ({"vocabulary": 9}, "vocabulary must be at least 10"),
         ({"share": 0.0}, "share must be above 0"),
-        ({"distance": 600}, "leave no question in 512 tokens"),
+        ({"distance": 600}, "leave no question in 256 tokens"),
     ],
 )
 def test_impossible_sizes_are_refused(options, message):
