@@ -22,9 +22,6 @@ from effattn.nn.options import Projected
 from effattn.nn.self_attention import SelfAttention
 from effattn.nn.tokens import valid_tokens
 
-# More than the tokens of a row; twice this number is an int32.
-_MANY = 2**29
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +69,7 @@ class MixtureOfMechanisms(SeveralMixers):
         see `effattn.nn.build`.
       costs: cost of each mechanism, 0 or more; default 0, 1, ... in the order of `mechanisms`.
       gate: "soft" or "top1".
-      capacity: c, above 0 and at most 1; None without a limit. It needs `gate="top1"`, and exact
+      capacity: c, between 0 and 1; None without a limit. It needs `gate="top1"`, and exact
         attention (`"softmax"`) as every mechanism but the first.
       max_length: maximum number of tokens per row, for mechanisms with parameters per position.
       **options: those of `effattn.nn.options.Projected`, and model options for all mixers, such as
@@ -191,8 +188,8 @@ class MixtureOfMechanisms(SeveralMixers):
             )
 
     def _check_capacity(self, capacity):
-        needs = "a number above 0 and at most 1, or None"
-        if not 0 < checks.real("capacity", capacity, needs) <= 1:
+        needs = "a number between 0 and 1, or None"
+        if not 0 < np.float32(checks.real("capacity", capacity, needs)) < 1:
             raise ValueError(f"capacity must be {needs}, got {capacity!r}")
         if self.gate != "top1":
             raise ValueError(f'capacity={capacity} needs gate="top1", got gate={self.gate!r}')
@@ -237,7 +234,9 @@ class MixtureOfMechanisms(SeveralMixers):
         pairs = zip(self.mixers, state.groups, strict=True)
         outputs, groups = zip(*(m.extend(x, s, lengths=lengths) for m, s in pairs), strict=True)
         at = positions_from(state.length, x.shape[1])
-        gates, taken = self._places(self._shares(x), _valid(x, lengths, None), at, state.taken)
+        gates, taken = self._places(
+            self._shares(x), _valid(x, lengths, None), at, state.taken[:, None]
+        )
         length = state.length + new_lengths(lengths, *x.shape[:2])
         return _weighted(gates, outputs), MixtureState(groups, length, taken)
 
@@ -251,7 +250,7 @@ class MixtureOfMechanisms(SeveralMixers):
           shares: `(B, T, M)`, softmax of the gate.
           valid: bool `(B, T)`.
           at: `(B, T)`, positions in the documents.
-          taken: `(B, M - 1)`, places taken before; default 0.
+          taken: `(B, 1, M - 1)`, places taken before; default 0.
 
         Returns:
           `(gates (B, T, M), taken (B, M - 1))`: 1 for the mechanism that a token takes, and 0; with
@@ -259,23 +258,14 @@ class MixtureOfMechanisms(SeveralMixers):
         """
         wish = jax.nn.one_hot(shares.argmax(-1) - 1, len(self.names) - 1, dtype=jnp.int32)
         wish = jnp.where(valid[..., None], wish, 0)
-        starts = (at == 0)[..., None]
-        budget = jnp.broadcast_to(_budget(self.capacity, at + 1)[..., None], wish.shape)
-
-        # Places taken are n_t = min(n_(t-1) + wish_t, budget_t), and n = 0 before a document. In
-        # its first token the large number makes n_t the minimum's other side, whatever n_(t-1).
-        def then(one, other):
-            (more, most), (more_after, most_after) = one, other
-            most = jnp.minimum(most + more_after, most_after)
-            return jnp.minimum(more + more_after, _MANY), most
-
-        at_start = jnp.minimum(wish, budget)
-        step = jnp.where(starts, _MANY, wish), jnp.where(starts, at_start, budget)
-        more, most = jax.lax.associative_scan(then, step, axis=1)
-        before = jnp.broadcast_to(taken, wish[:, 0].shape)[:, None]
-        after = jnp.minimum(before + more, most)
-        before = jnp.where(starts, 0, jnp.concatenate([before, after[:, :-1]], 1))
-        placed = (after - before).astype(shares.dtype)
+        budget = _budget(self.capacity, at + 1)[..., None]
+        # The count of places is n_t = min(n_(t-1) + wish_t, budget_t). As the capacity is below 1,
+        # the budget of the first token of a document is 0, so that counts start at 0.
+        taken = jnp.broadcast_to(taken, wish[:, :1].shape)
+        total = taken + jnp.cumsum(wish, 1)
+        after = total + jnp.minimum(0, jax.lax.cummin(budget - total, axis=1))
+        before = jnp.concatenate([taken, after[:, :-1]], 1)
+        placed = jnp.where(before < budget, wish, 0).astype(shares.dtype)
         gates = jnp.concatenate([1 - placed.sum(-1, keepdims=True), placed], -1)
         return _straight_through(gates, shares), after[:, -1]
 
