@@ -261,7 +261,7 @@ class MixtureOfMechanisms(SeveralMixers):
         budget = _budget(self.capacity, at + 1)[..., None]
         # The count of places is n_t = min(n_(t-1) + wish_t, budget_t). As the capacity is below 1,
         # the budget of the first token of a document is 0, so that counts start at 0.
-        taken = jnp.broadcast_to(taken, wish[:, :1].shape)
+        taken = jnp.zeros_like(wish[:, :1]) + taken
         total = taken + jnp.cumsum(wish, 1)
         after = total + jnp.minimum(0, jax.lax.cummin(budget - total, axis=1))
         before = jnp.concatenate([taken, after[:, :-1]], 1)
