@@ -18,18 +18,20 @@ from experiments.tasks.task import NOTHING, Batch, Scores, Task
 class MixedRange(Synthetic):
     """Most targets follow from two neighbouring tokens; the others are values far back.
 
-    A sequence begins with pairs of a key and a value. Random symbols follow, whose targets are the
-    sum of the token and the token before it, modulo the number of symbols. From a distance on, a
-    share of the symbols is replaced by keys of the pairs, whose targets are their values. With 10
-    symbols, the keys a and b, and `.` for a position without a target:
+    A sequence begins with tokens that each stand for a pair of a key and a value. Random symbols
+    follow, whose targets are the sum of the token and the token before it, modulo the number of
+    symbols. From a distance on, a share of the symbols is replaced by keys of the pairs, whose
+    targets are their values. With 10 symbols, the keys a and b, and `.` for a position without a
+    target:
 
-        tokens   a 3 b 8 5 2 9 4 b 1 a
-        targets  . . . . 3 7 1 3 8 2 3
+        tokens   a3 b8 5 2 9 4 b 1 a
+        targets  .  .  . 7 1 3 8 2 3
 
     A key counts as the number 10, 11, ... in the sum of the next token (here 11 + 1 for b).
 
     Attributes:
-      keys: number of different keys; the other tokens of the vocabulary are symbols.
+      vocabulary: number of symbols, which are also the values, and of keys.
+      keys: number of different keys.
       pairs: number of pairs at the start.
       distance: number of symbols between the pairs and the first question.
       share: share of questions among the tokens from the first question on.
@@ -61,8 +63,12 @@ class MixedRange(Synthetic):
 
     @property
     def symbols(self) -> int:
-        """Number of symbols, which are also the values."""
+        """Number of symbols."""
         return self.vocabulary - self.keys
+
+    @property
+    def vocab_size(self) -> int:
+        return self.vocabulary + self.keys * self.symbols
 
     def check(self, *sizes: int) -> None:
         (length,) = sizes
@@ -77,21 +83,22 @@ class MixedRange(Synthetic):
         )
 
     def _questions(self, length: int) -> int:
-        return round(self.share * (length - 2 * self.pairs - self.distance))
+        return round(self.share * (length - self.pairs - self.distance))
 
     def draw(self, rng: np.random.Generator, size: int, *sizes: int) -> Batch:
         (length,) = sizes
-        start, first = 2 * self.pairs, 2 * self.pairs + self.distance
+        first = self.pairs + self.distance
         tokens = rng.integers(self.symbols, size=(size, length), dtype=np.int32)
         keys = rng.permuted(np.tile(np.arange(self.keys), (size, 1)), axis=1)[:, : self.pairs]
-        tokens[:, 0:start:2] = self.symbols + keys
-        values = tokens[:, 1:start:2]
+        values = rng.integers(self.symbols, size=keys.shape, dtype=np.int32)
+        tokens[:, : self.pairs] = self.vocabulary + keys * self.symbols + values
         order = rng.random((size, length - first), np.float32).argsort(1)
         places = first + order[:, : self._questions(length)]
         asked = rng.integers(self.pairs, size=places.shape)
         np.put_along_axis(tokens, places, self.symbols + np.take_along_axis(keys, asked, 1), 1)
         targets = np.full_like(tokens, NOTHING)
-        targets[:, start:] = (tokens[:, start - 1 : -1] + tokens[:, start:]) % self.symbols
+        sums = tokens[:, self.pairs : -1] + tokens[:, self.pairs + 1 :]
+        targets[:, self.pairs + 1 :] = sums % self.symbols
         np.put_along_axis(targets, places, np.take_along_axis(values, asked, 1), 1)
         return Batch((tokens,), targets)
 

@@ -18,11 +18,12 @@ TINY = dataclasses.replace(TASK, trained=((64,),), held_out_tokens=2**10)
 @pytest.mark.parametrize("task", TASKS["mixed-range"].values(), ids=TASKS["mixed-range"])
 def test_a_reader_adds_neighbours_and_remembers_pairs(task):
     batch = task.training(20, 0, 0)
-    start = 2 * task.pairs
+    start = task.pairs
     for tokens, targets in zip(batch.inputs[0].tolist(), batch.targets.tolist(), strict=True):
-        values = dict(zip(tokens[0:start:2], tokens[1:start:2], strict=True))
-        assert len(values) == task.pairs and targets[:start] == [NOTHING] * start
-        for t in range(start, len(tokens)):
+        pairs = [divmod(token - task.vocabulary, task.symbols) for token in tokens[:start]]
+        values = {task.symbols + key: value for key, value in pairs}
+        assert len(values) == task.pairs and targets[: start + 1] == [NOTHING] * (start + 1)
+        for t in range(start + 1, len(tokens)):
             if tokens[t] in values:
                 assert targets[t] == values[tokens[t]] and t >= start + task.distance
             else:
@@ -45,7 +46,7 @@ def test_near_and_far_targets_are_measured_apart():
     ("options", "message"),
     [
         ({"pairs": 9}, "pairs must be from 1 to keys=8"),
-        ({"vocabulary": 9}, "vocabulary must be at least 10"),
+        ({"vocabulary": 9}, "vocabulary must be at least 10, with 2 symbols"),
         ({"share": 0.0}, "share must be above 0"),
         ({"distance": 600}, "leave no question in 256 tokens"),
     ],
