@@ -46,7 +46,7 @@ class Config(task_options.TaskOptions):
 # The window of a layer is too short for the questions, also through two layers.
 DEFAULTS: task_options.Defaults = {
     "mixed-range": {
-        "small": {"window": 4, "steps": 400},
+        "small": {"window": 4, "steps": 600},
         "published": {"window": 32, "layers": 4, "width": 256},
     }
 }
