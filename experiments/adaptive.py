@@ -24,7 +24,7 @@ MIXTURE = "mixture_of_mechanisms,gate='top1'"
 COMPARED = (
     "sliding_window",
     "softmax",
-    *(f"{MIXTURE},costs=(0,{cost})" for cost in (0.0, 0.001, 0.01)),
+    *(f"{MIXTURE},costs=(0,{cost})" for cost in (0.0, 0.001)),
     *(f"{MIXTURE},costs=(0,0.001),capacity={share}" for share in (0.125, 0.25, 0.5)),
 )
 
