@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -93,5 +94,6 @@ def main(
     of_task = defaults.get(task.partition(",")[0], {}).get(preset, {})
     default = options(**{"task": task, "preset": preset, **of_task})
     program = f"python -m experiments.{experiment}"
-    config = tyro.cli(options, prog=program, args=argv, default=default)
+    about = f"{inspect.getdoc(options)}\n\nTasks: {', '.join(options.tasks)}."
+    config = tyro.cli(options, prog=program, description=about, args=argv, default=default)
     return command.run(experiment, config, default)

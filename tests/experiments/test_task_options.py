@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from experiments import recall
 from experiments.harness import command, task_options
 from experiments.harness.errors import UserError
 from experiments.tasks.task import Task
@@ -119,3 +120,10 @@ def test_tasks_are_learnt_by_the_command(tmp_path, capsys, task):
     assert summary["config"]["task_sizes"]["lengths"] == [8, 12]
     fields = {field.name for field in dataclasses.fields(Options)}
     assert fields - {"sweep", "at_once", "output", "imports"} <= summary["config"].keys()
+
+
+def test_the_help_names_the_tasks(capsys):
+    with pytest.raises(SystemExit):
+        recall.main(["--help"])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert all(name in said for name in ("multi-query, ", "induction, ", "mad-compression"))
