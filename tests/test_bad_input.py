@@ -56,11 +56,11 @@ def parameters(annotations):
 
 
 def call_with(function, name, value):
-    """Calls the function with this argument, and with plausible arrays for required arguments."""
+    """Calls the function with this argument, and with arrays or True for required arguments."""
     given: dict[str, Any] = {name: value}
     for p in inspect.signature(function).parameters.values():
         if p.default is p.empty and p.name != name:
-            given[p.name] = np.ones((1, 4, 2, 4), np.float32)
+            given[p.name] = p.annotation is bool or np.ones((1, 4, 2, 4), np.float32)
     return function(**given)
 
 

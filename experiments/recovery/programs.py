@@ -79,8 +79,8 @@ class Distillation(FineTuning):
         )
         return {**updated, "step": params["step"] + 1}, state, loss
 
-    def _scores(self, params: Params, batch: Batch) -> Scores:
-        """Returns the losses of the present step in place of those of the targets."""
+    def _scores(self, params: Params, batch: Batch) -> tuple[Scores, Any]:
+        """Returns the losses of the present step in place of those of the targets, and no cost."""
         converted, original = self.model(params), self._original.model(params["original"])
         # Without gradients, nothing is recomputed.
         original.config = dataclasses.replace(original.config, remat=False)
@@ -105,11 +105,11 @@ class Distillation(FineTuning):
 
         losses = jax.lax.cond(params["step"] < self._transfer, of_outputs, of_logits)
         counts = batch.targets != NOTHING
-        return Scores(jnp.where(counts, losses, 0), jnp.zeros_like(counts))
+        return Scores(jnp.where(counts, losses, 0), jnp.zeros_like(counts)), jnp.zeros(())
 
     def _evaluate(self, params: Params, batch: Batch) -> Scores:
         of_targets = super()._scores
-        return jax.lax.map(lambda part: of_targets(params, part), batch)
+        return jax.lax.map(lambda part: of_targets(params, part)[0], batch)
 
 
 def _recording(mixer: Any, seen: list[tuple[jax.Array, jax.Array]]) -> Callable[..., jax.Array]:
