@@ -87,8 +87,8 @@ def repeated(rows):
     """
     for (one, first), (other, second) in itertools.combinations(rows, 2):
         named = {name for name in one if not SPEEDS.search(name)} or {*one}
-        named = {name for name in named if one[name] not in PERFECT}
-        if len(named) > 1 and one.keys() == other.keys():
+        telling = {name for name in named if one[name] not in PERFECT}
+        if len(telling) > 1 and one.keys() == other.keys():
             if all(one[name] == other[name] for name in named):
                 return first, second
     return None
