@@ -56,7 +56,10 @@ class Config(TextOptions):
     sweep: tuple[float, ...] = ()
 
     def check(self) -> None:
-        super().check()
+        # The rate is that of the original, and the sweep is for the models after it.
+        TextOptions.check(dataclasses.replace(self, learning_rate=None))
+        if self.learning_rate is not None:
+            checks.check_positive(self, "learning_rate")
         if self.recovery_steps is not None:
             checks.check_counts(self, "recovery_steps")
         if self.recovery_rate is not None:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 if not __package__:  # run as `python experiments/lm.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.harness import checks, command
-from experiments.harness.metrics import write_atomically
+from experiments.harness import checks, command, folders
+from experiments.harness.metrics import read_json, write_atomically
 from experiments.harness.text_options import TextOptions, presets
 from experiments.tasks.task import Task
 
@@ -59,20 +59,31 @@ class Config(TextOptions):
         if self.corpus not in self.generated:
             super().check_output(folder)
 
-    def finish(self, folder: Path) -> None:
-        """Draws time and memory of the compared mechanisms against length, in `costs.png`."""
-        path = folder / "costs.png"
-        if not self.costs or path.is_file():
+    def finish(self, folder: Path, settings: dict[str, Any]) -> None:
+        """Draws time and memory of the compared mechanisms against length, in `costs.png`.
+
+        Only mechanisms that are given by their name alone are measured.
+        """
+        path, numbers = folder / "costs.png", folder / "costs.json"
+        if not self.costs:
             return
         from effattn import registry
         from experiments.costs import curves
 
         plain = [name for name in self.mechanisms if name in registry.names()]
-        print("Measuring time and memory against length, for 45 seconds at most.", flush=True)
-        points = curves.measure_lengths(plain)
-        records = [point._asdict() for point in points]
-        write_atomically(folder / "costs.json", json.dumps(records, indent=1) + "\n")
-        curves.draw(path, points)
+        if numbers.is_file():
+            remedy = f"delete {numbers} to measure again"
+            if read_json(numbers, ("mechanisms",), remedy)["mechanisms"] == plain:
+                return
+        if not plain:
+            return
+        with folders.claimed(folder, settings):
+            print("Measuring time and memory against length, for 45 seconds at most.", flush=True)
+            points = curves.measure_lengths(plain)
+            if points:
+                curves.draw(path, points)
+            measured = {"mechanisms": plain, "points": [point._asdict() for point in points]}
+            write_atomically(numbers, json.dumps(measured, indent=1) + "\n")
 
     @functools.cached_property
     def _generated(self) -> Task:
@@ -84,6 +95,12 @@ class Config(TextOptions):
 
     def check(self) -> None:
         super().check()
+        if self.corpus in self.generated:
+            of_text = ("tokenizer", "vocabulary", "eval_windows", "whole_documents", "probes")
+            for name in (*of_text, *(("context",) if self.corpus == "digits" else ())):
+                given, usual = getattr(self, name), getattr(PRESETS["small"], name)
+                need = f"must be left out with --corpus {self.corpus}, which is no text"
+                checks.require(given == usual, self, name, need)
         good = not self.probes or self.tokenizer == "bytes"
         checks.require(good, self, "probes", "needs --tokenizer bytes")
 

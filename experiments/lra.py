@@ -20,7 +20,7 @@ if not __package__:  # run as `python experiments/lra.py`
 from experiments.harness import task_options
 from experiments.tasks import documents, images, listops, pathfinder
 
-COMPARED = ("softmax", "sliding_window", "linear", "linformer")
+COMPARED = ("softmax", "sliding_window", "linear", "nystrom")
 
 
 @dataclasses.dataclass(frozen=True)

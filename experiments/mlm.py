@@ -40,6 +40,10 @@ class Config(TextOptions):
 
 
 PRESETS = presets(Config)
+# The projections of Linformer have more parameters than the whole model at this length.
+PRESETS["long"] = dataclasses.replace(
+    PRESETS["long"], mechanisms=("softmax", "sliding_window", "long_short", "nystrom")
+)
 
 
 def parse(argv: Sequence[str] | None) -> Config:

@@ -261,15 +261,14 @@ def run(options: Config) -> None:
         for name, cell in config.cells().items():
             inner = folder / name
             task = cell.make_task(inner)
-            checks.check_mechanisms(cell, task)
+            left_out = checks.check_mechanisms(cell, task)
             of_cell = {"experiment": "scaling", **cell.of_folder(), **prepared}
             folders.check_folder(inner, of_cell)
-            asked = {**of_cell, **cell.of_runs()}
             with folders.claimed(inner, of_cell):
-                if not command.report.finished(inner, asked):
+                if not command.report.finished(inner, {**of_cell, **cell.of_runs()}):
                     print(f"{name}:", flush=True)
                     cell.save(task, inner)
-                    command.train_all(cell, inner, task, of_cell, asked, made_by)
+                    command.train_all(cell, inner, task, of_cell, made_by, left_out)
             each = {m: cell.steps * compute(cell, task, m) for m in cell.mechanisms}
             points += [
                 {**point, "width": cell.width, "compute": each[point["mechanism"]]}

@@ -66,6 +66,10 @@ class Config(Options):
         names = ("encoder", "decoder", "cross_attention")
         return {name: getattr(self, name) for name in names}
 
+    def fixed_mechanisms(self) -> dict[str, str]:
+        others = {name: text for name, text in self.sides().items() if name != self.side}
+        return super().fixed_mechanisms() | others
+
     def check(self) -> None:
         super().check()
         checks.check_counts(self, "examples", "held_out")

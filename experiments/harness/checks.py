@@ -1,5 +1,6 @@
 """Checks of the options, before any file is read or written."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ def check_training(config: Any) -> None:
         require(len(values) > 0, config, name, "needs at least one value")
         require(len(set(values)) == len(values), config, name, "must not repeat a value")
     check_seeds(config)
+    good = not config.first_layer or config.layers > 1
+    require(good, config, "layers", "must be at least 2 with --first-layer")
     good = config.width % config.heads == 0
     require(good, config, "width", f"must be a multiple of --heads {config.heads}")
     require(
@@ -97,14 +100,37 @@ def require(good: bool, config: Any, name: str, need: str) -> None:
         raise UserError(f"--{name.replace('_', '-')} {need}, got {shown}")
 
 
-def check_mechanisms(config: Any, task: Any) -> None:
-    """Raises `UserError` if the model of a mechanism cannot be built or called."""
+def check_mechanisms(config: Any, task: Any) -> dict[str, str]:
+    """Tries a model of each mechanism.
+
+    Returns:
+      For mechanisms that `all` stands for and that cannot be built or called, the reasons by name.
+
+    Raises:
+      UserError: another mechanism cannot be built or called.
+    """
     # Imported late: --help and bad input need not wait for JAX.
     from experiments.harness import models
 
-    for text in config.mechanisms:
+    fixed = config.fixed_mechanisms()
+    plain = {name: type(config).__dataclass_fields__[name].default for name in fixed}
+    for option, text in fixed.items():
+        alone = dataclasses.replace(config, **{**plain, option: text, "equal_parameters": False})
+
+        def build(text: str = text, alone: Any = alone) -> None:
+            models.check_call(text, models.builder(models.REFERENCE, alone, task), task)
+
+        check_mechanism(f"--{option.replace('_', '-')}", text, build)
+    left_out = {}
+    for text in config.with_all().mechanisms:
 
         def trial(text: str = text) -> None:
             models.check_call(text, models.builder(text, config, task), task)
 
-        check_mechanism("--mechanisms", text, trial)
+        try:
+            check_mechanism("--mechanisms", text, trial)
+        except UserError as error:
+            if text in config.mechanisms:
+                raise
+            left_out[text] = str(error).removeprefix("--mechanisms: ")
+    return left_out

@@ -1,10 +1,10 @@
-"""Classifier of token sequences."""
+"""Classifiers of token sequences."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn.nn import Transformer, TransformerConfig
+from effattn.nn import ConvolutionalClassifier, Transformer, TransformerConfig
 
 
 class Classifier(nnx.Module):
@@ -30,3 +30,12 @@ class Classifier(nnx.Module):
     def update_centroids(self, tokens: jax.Array, lengths: jax.Array) -> None:
         """Updates centroids as `Transformer.update_centroids`."""
         self.transformer.update_centroids(tokens, lengths=lengths)
+
+
+class Convolutional(ConvolutionalClassifier):
+    """Convolutional classifier that is called with the inputs of a task."""
+
+    def __call__(  # type: ignore[override]
+        self, tokens: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        return super().__call__(tokens, lengths=lengths)

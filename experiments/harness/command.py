@@ -3,7 +3,7 @@
 import argparse
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,17 +45,18 @@ def run(experiment: str, options: Options, default: Options) -> int:
         folder = folders.path_of(config.output, name)
         config.check_output(folder)
         folders.check_folder(folder, settings)
-        asked = {**settings, **config.of_runs()}
-        if report.finished(folder, asked):
+        # Mechanisms that `all` stands for are left out if they do not fit the task.
+        optional = set(config.mechanisms) - set(options.mechanisms)
+        if report.finished(folder, {**settings, **config.of_runs()}, optional):
             print(f"This run is finished; to repeat it, delete {folder} or change --output.")
         else:
             task = config.make_task(folder)
-            checks.check_mechanisms(config, task)
+            left_out = checks.check_mechanisms(options, task)
             print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
             with folders.claimed(folder, settings):
                 config.save(task, folder)
-                train_all(config, folder, task, settings, asked, made_by)
-        config.finish(folder)
+                train_all(config, folder, task, settings, made_by, left_out, optional)
+        config.finish(folder, settings)
         print(report.read_report(folder))
 
     return outcome.exit_status(work, "stopped; the same command resumes from the last checkpoint")
@@ -66,8 +67,9 @@ def train_all(
     folder: Path,
     task: Task,
     settings: dict[str, Any],
-    asked: dict[str, Any],
     made_by: str,
+    left_out: Mapping[str, str],
+    optional: Collection[str] = (),
 ) -> None:
     """Trains every model that is not trained yet, and writes the report.
 
@@ -76,8 +78,9 @@ def train_all(
       folder: run folder.
       task: task to learn.
       settings: settings that are the same for all runs of the folder.
-      asked: settings of the report.
       made_by: command line of the report.
+      left_out: reasons why mechanisms cannot be built, by name.
+      optional: mechanisms that are left out if they diverge.
     """
     # Imported late: --help and bad input need not wait for JAX and Flax.
     from experiments.harness import (
@@ -110,7 +113,8 @@ def train_all(
         with compiling:  # two runs of a mechanism may start at the same time
             return compile_once(mechanism)
 
-    runs = comparison.planned_runs(len(config.mechanisms), len(config.rates), len(config.seeds))
+    mechanisms = [name for name in config.mechanisms if name not in left_out]
+    runs = comparison.planned_runs(len(mechanisms), len(config.rates), len(config.seeds))
     at_once = min(runs, config.at_once or machine.runs_at_once())
     known = {trials.key_of(run): run for run in report.earlier_runs(folder)}
     with progress.Progress(runs, config.steps) as shown:
@@ -124,14 +128,20 @@ def train_all(
             known,
         )
         compared = comparison.compare(
-            config.mechanisms,
+            mechanisms,
             config.rates,
             config.seeds,
             one.run,
             trials.better(task),
             shown,
             at_once,
+            optional,
         )
+    compared.left_out.update(left_out)
+    for name, reason in compared.left_out.items():
+        print(f"left out: {name} ({reason})", flush=True)
+    asked = {**settings, **config.of_runs()}
+    asked["mechanisms"] = [name for name in asked["mechanisms"] if name not in compared.left_out]
     report.write_report(folder, compared, asked, task, made_by)
     figure.write_figures(folder, compared.runs, task)
     report.finish(folder)

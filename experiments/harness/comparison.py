@@ -1,7 +1,7 @@
 """Runs of a comparison: every mechanism with every seed, at the mechanism's best learning rate."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from experiments.harness import side_by_side
@@ -20,11 +20,13 @@ class Comparison:
       runs: one result per mechanism and seed, at the mechanism's learning rate.
       sweep: one result per mechanism and learning rate tried, with the first seed.
       at_once: number of simultaneous runs.
+      left_out: reasons why optional mechanisms have no results, by name.
     """
 
     runs: list[Result]
     sweep: list[Result]
     at_once: int = 1
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def planned_runs(mechanisms: int, rates: int, seeds: int) -> int:
@@ -40,6 +42,7 @@ def compare(
     cost: Callable[[Result], tuple[float, ...]],
     progress: Progress,
     at_once: int = 1,
+    optional: Collection[str] = (),
 ) -> Comparison:
     """Runs every mechanism with every seed, at the learning rate that is best for the first seed.
 
@@ -51,6 +54,7 @@ def compare(
       cost: key by which results are compared; the least is the best.
       progress: progress display, which also stops the other runs if one fails.
       at_once: number of simultaneous runs.
+      optional: mechanisms that are left out if they diverge.
 
     Raises:
       Diverged: a model diverged at the only rate, or at every rate of a sweep.
@@ -69,15 +73,37 @@ def compare(
 
     rate_of = dict.fromkeys(mechanisms, rates[0])
     tried: dict[Planned, Result | Diverged] = {}
+    left_out: dict[str, str] = {}
     if len(rates) > 1:
         tried = run_all([(m, rate, seeds[0]) for m in mechanisms for rate in rates], attempt)
         for mechanism in mechanisms:
-            rate_of[mechanism] = rate = _best([tried[mechanism, r, seeds[0]] for r in rates], cost)
-            progress.say(f"{mechanism}: the best learning rate is {rate:g}")
-    planned = [(m, rate_of[m], seed) for m in mechanisms for seed in seeds]
-    results = tried | run_all([p for p in planned if p not in tried])
+            try:
+                rate_of[mechanism] = rate = _best(
+                    [tried[mechanism, r, seeds[0]] for r in rates], cost
+                )
+            except Diverged as error:
+                if mechanism not in optional:
+                    raise
+                left_out[mechanism] = f"{error} (at every learning rate)"
+            else:
+                progress.say(f"{mechanism}: the best learning rate is {rate:g}")
+
+    def finish(mechanism: str, rate: float, seed: int) -> Result | Diverged:
+        try:
+            return run(mechanism, rate, seed)
+        except Diverged as error:
+            if mechanism not in optional:
+                raise
+            return error
+
+    planned = [(m, rate_of[m], seed) for m in mechanisms if m not in left_out for seed in seeds]
+    results = tried | run_all([p for p in planned if p not in tried], finish)
+    left_out |= {p[0]: str(results[p]) for p in planned if isinstance(results[p], Diverged)}
+    runs = [results[p] for p in planned if p[0] not in left_out]
+    if not runs:
+        raise next(result for result in results.values() if isinstance(result, Diverged))
     sweep = [result for result in tried.values() if not isinstance(result, Diverged)]
-    return Comparison([results[p] for p in planned], sweep, at_once)
+    return Comparison(runs, sweep, at_once, left_out)
 
 
 def _best(tried: Sequence[Result | Diverged], cost: Callable[[Result], tuple[float, ...]]) -> float:

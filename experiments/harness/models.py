@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn.nn import (
-    ConvolutionalClassifier,
     EncoderDecoder,
     EncoderDecoderConfig,
     TransformerConfig,
     TransformerLM,
 )
 from experiments.harness import mechanisms
-from experiments.harness.classifier import Classifier
+from experiments.harness.classifier import Classifier, Convolutional
 from experiments.harness.naming import options_of
 from experiments.harness.options import Options
 from experiments.tasks.task import Task
@@ -80,13 +79,13 @@ def _config(
     mechanism: str, options: Options, task: Task, hidden: int | None, is_causal: bool
 ) -> TransformerConfig:
 
-    def parse(text: str) -> tuple[Any, ...]:
-        sizes = (options.layers, options.heads, options.window, task.trained_length)
+    def parse(text: str, layers: int) -> tuple[Any, ...]:
+        sizes = (layers, options.heads, options.window, task.trained_length)
         return mechanisms.parse(text, *sizes, is_causal=is_causal, longest=task.length)
 
-    mixer = parse(mechanism)
+    mixer = parse(mechanism, options.layers)
     if options.first_layer:
-        mixer = (parse(options.first_layer)[0], *mixer[1:])
+        mixer = (*parse(options.first_layer, 1), *mixer[1:])
     return TransformerConfig(
         vocab_size=max(task.vocab_size, task.num_classes),
         num_layers=options.layers,
@@ -115,7 +114,7 @@ def _classifier(mechanism: str, options: Options, task: Task, hidden: int | None
     if name == CONVOLUTIONAL:
         sizes = {"features": options.width, "filters": hidden or options.width} | own
         vocab_size = max(task.vocab_size, task.num_classes)
-        return lambda rngs: ConvolutionalClassifier(
+        return lambda rngs: Convolutional(
             vocab_size, task.num_classes, **sizes, dtype=options.precision, rngs=rngs
         )
     config = _config(mechanism, options, task, hidden, task.is_causal)

@@ -50,9 +50,8 @@ class Options(abc.ABC):
     redraw: int = 0  # steps between new random features of Performer and others; 0 for never
     # Computation; parameters are always float32. float16 scales the loss.
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    evaluate_every: int | None = (
-        None  # steps between evaluations and checkpoints; default steps / 8
-    )
+    # Steps between evaluations, each of which writes a checkpoint; default steps / 8.
+    evaluate_every: int | None = None
     at_once: int | None = None  # simultaneous runs; default 3 on several CPU cores, else 1
     output: Path | None = None  # run folder; default runs/EXPERIMENT-HASH, by the options
 
@@ -84,6 +83,10 @@ class Options(abc.ABC):
         named = [name for m in self.mechanisms for name in (names if m == "all" else (m,))]
         return dataclasses.replace(self, mechanisms=tuple(dict.fromkeys(named)))
 
+    def fixed_mechanisms(self) -> dict[str, str]:
+        """Returns the mechanisms that are not compared, by the names of their options."""
+        return {"first_layer": self.first_layer} if self.first_layer else {}
+
     def prepare(self) -> dict[str, Any]:
         """Reads what the task needs, and returns further settings that the results depend on."""
         return {}
@@ -96,8 +99,8 @@ class Options(abc.ABC):
         """Writes what `make_task` would otherwise make again, such as a trained tokenizer."""
         return
 
-    def finish(self, folder: Path) -> None:
-        """Adds files to the folder of a finished report."""
+    def finish(self, folder: Path, settings: dict[str, Any]) -> None:
+        """Adds files to the folder of a finished report; `settings` are those of the folder."""
         return
 
     def check(self) -> None:

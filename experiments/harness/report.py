@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +139,7 @@ def write_report(
         "mechanisms": summarise(comparison, task.columns, task.headline),
         "runs": comparison.runs,
         "sweep": comparison.sweep,
+        "left_out": comparison.left_out,
     }
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
@@ -148,15 +149,25 @@ def finish(folder: Path) -> None:
     write_atomically(folder / "summary.md", _markdown(_read_summary(folder)))
 
 
-def finished(folder: Path, settings: dict[str, Any]) -> bool:
+def finished(folder: Path, settings: dict[str, Any], optional: Collection[str] = ()) -> bool:
     """Returns whether the report of these settings was written.
 
     A report of other mechanisms, seeds or learning rates does not count; runs that it shares with
     these settings are not trained again.
+
+    Args:
+      folder: run folder.
+      settings: settings of the folder and of its runs.
+      optional: mechanisms that the report may have left out.
     """
     if not (folder / "summary.md").is_file():
         return False
-    return _read_summary(folder)["config"] == json.loads(json.dumps(settings))
+    summary = _read_summary(folder)
+    lacking = summary.get("left_out", {}).keys() & set(optional)
+    wanted = json.loads(json.dumps(settings))
+    if lacking:
+        wanted["mechanisms"] = [m for m in wanted["mechanisms"] if m not in lacking]
+    return summary["config"] == wanted
 
 
 def earlier_runs(folder: Path) -> list[Row]:
@@ -256,6 +267,9 @@ def _markdown(summary: dict[str, Any]) -> str:
     if by_set is not None:
         heading = summary["headline"].replace("_", " ")
         parts += [f"## Held-out sets: {heading}", by_set]
+    if summary.get("left_out"):
+        reasons = (f"- {name}: {reason}" for name, reason in summary["left_out"].items())
+        parts += ["Left out:", "\n".join(reasons)]
     parts.append("![Results](results.png)")
     if summary["sweep"]:
         swept = [

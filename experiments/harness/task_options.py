@@ -96,4 +96,9 @@ def main(
     program = f"python -m experiments.{experiment}"
     about = f"{inspect.getdoc(options)}\n\nTasks: {', '.join(options.tasks)}."
     config = tyro.cli(options, prog=program, description=about, args=argv, default=default)
+    # A rate on the command line replaces the sweep of the preset, and the other way round.
+    if config.learning_rate != default.learning_rate and config.sweep == default.sweep:
+        config = dataclasses.replace(config, sweep=())
+    elif config.sweep != default.sweep and config.learning_rate == default.learning_rate:
+        config = dataclasses.replace(config, learning_rate=None)
     return command.run(experiment, config, default)

@@ -136,3 +136,22 @@ def test_ctrl_c_while_calls_are_begun_stops_them():
 def test_one_at_a_time_stays_in_the_present_thread():
     here = threading.get_ident()
     assert side_by_side.call(lambda _: threading.get_ident(), range(2), 1, print) == [here] * 2
+
+
+@pytest.mark.parametrize("rates", [[0.2], [0.2, 0.4]])
+def test_optional_mechanisms_that_diverge_are_left_out(rates):
+    class Partly(Runner):
+        def run(self, mechanism, rate, seed):
+            self.limit = 0.1 if mechanism == "b" and seed == 6 or mechanism == "c" else 1.0
+            return super().run(mechanism, rate, seed)
+
+    runner = Partly()
+    given = rates, [5, 6], runner.run, by_loss, runner, 1
+    comparison = compare("abc", *given, optional="bc")
+    assert {run["mechanism"] for run in comparison.runs} == {"a"}
+    assert set(comparison.left_out) == {"b", "c"}
+    assert "became NaN or infinite at step 3; try less" in comparison.left_out["b"]
+    with pytest.raises(Diverged):
+        compare("abc", *given, optional="c")
+    with pytest.raises(Diverged):
+        compare("c", *given, optional="c")

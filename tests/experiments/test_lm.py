@@ -534,14 +534,17 @@ def test_time_and_memory_against_length_are_drawn_for_plain_names(tmp_path, monk
 
     monkeypatch.setattr(curves, "measure_lengths", measure)
     config = lm.parse(["--mechanisms", "softmax", "softmax/linear", "linear"])
-    config.finish(tmp_path)
+    config.finish(tmp_path, {})
     assert measured == [["softmax", "linear"]]
     assert (tmp_path / "costs.png").stat().st_size > 10_000
-    records = json.loads((tmp_path / "costs.json").read_text())
-    assert [(r["mechanism"], r["length"]) for r in records[:2]] == [
+    points = json.loads((tmp_path / "costs.json").read_text())["points"]
+    assert [(p["mechanism"], p["length"]) for p in points[:2]] == [
         ("softmax", 256),
         ("softmax", 1024),
     ]
-    config.finish(tmp_path)
-    lm.parse(["--no-costs"]).finish(tmp_path / "other")
+    config.finish(tmp_path, {})
+    lm.parse(["--no-costs"]).finish(tmp_path / "other", {})
     assert len(measured) == 1
+    # Other mechanisms in the same folder are measured again.
+    dataclasses.replace(config, mechanisms=("linear", "softmax,dropout=0.1")).finish(tmp_path, {})
+    assert measured[1:] == [["linear"]]

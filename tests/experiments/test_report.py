@@ -201,6 +201,21 @@ def test_a_report_is_finished_for_the_same_runs_alone(tmp_path, changes):
     assert not report.finished(tmp_path, {**chosen, **changes})
 
 
+def test_a_report_says_what_it_left_out_and_is_finished_without_it(tmp_path):
+    chosen = {"mechanisms": ["softmax", "linear"], **SETTINGS}
+    left_out = {"performer": "the loss became NaN", "linformer": "it has too many parameters"}
+    compared = Comparison(RUNS, [], left_out=left_out)
+    report.write_report(tmp_path, compared, chosen, TEXT, COMMAND)
+    report.finish(tmp_path)
+    assert "- performer: the loss became NaN\n" in (tmp_path / "summary.md").read_text()
+    asked = {**chosen, "mechanisms": ["softmax", "performer", "linear"]}
+    assert report.finished(tmp_path, asked, {"performer", "linear"})
+    assert not report.finished(tmp_path, asked)
+    assert not report.finished(tmp_path, {**asked, "seeds": [0]}, {"performer"})
+    asked["mechanisms"].append("mamba")
+    assert not report.finished(tmp_path, asked, {"performer", "mamba"})
+
+
 def test_a_report_that_a_kill_left_half_written_is_not_finished(tmp_path):
     write(tmp_path, RUNS)
     others = {**SETTINGS, "seeds": [0]}
