@@ -29,18 +29,13 @@ class Arithmetic(FinalAnswer):
 
     reference: ClassVar[str] = (
         "Deletang et al. 2023, Neural Networks and the Chomsky Hierarchy; lengths of Grazzi et al. "
-        "2025, Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues, without the "
-        "answer, which they count as one more token"
+        "2025, Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues; their "
+        "lengths count the answer as one more token; ours do not"
     )
     fewest: ClassVar[int] = 2
 
-    @property
-    def vocab_size(self) -> int:
-        return len(TOKENS)
-
-    @property
-    def num_classes(self) -> int:
-        return MODULUS
+    vocab_size = len(TOKENS)
+    num_classes = MODULUS
 
     def _examples(self, rng: np.random.Generator, lengths: np.ndarray, longest: int) -> Batch:
         shape = len(lengths), longest // 2

@@ -8,7 +8,7 @@ from typing import ClassVar
 import chess
 import numpy as np
 
-from experiments.tasks.task import NOTHING, Batch, Task
+from experiments.tasks.task import NOTHING, Batch, Task, generator, require
 from experiments.tasks.tracking import StateTracking
 
 # Tokens are the 64 squares, a1, b1, ..., h8; a token for each piece that pawns become; and padding.
@@ -31,33 +31,46 @@ class ChessGames(StateTracking):
 
     Each move is a random move of a random piece among those that have a legal move. Games end when
     no legal move is left.
+
+    Attributes:
+      games: number of different training games; no held-out game is one of them.
     """
 
     reference: ClassVar[str] = (
         "Merrill et al. 2024, The Illusion of State in State-Space Models, whose notation this is; "
         "Toshniwal et al. 2022, Chess as a Testbed for Language Model State Tracking; the games "
-        "are random, and the question, which needs no list of legal moves, is our own"
+        "are random, and the question, which needs no list of legal moves, is our own; "
+        "training repeats a fixed number of games"
     )
 
-    @property
-    def vocab_size(self) -> int:
-        return PADDING + 1
+    games: int
 
-    @property
-    def num_classes(self) -> int:
-        return 6
+    vocab_size = PADDING + 1
+    num_classes = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(1 <= self.games <= 2**31, f"games must be 1 to {2**31}, got {self.games}")
+
+    def training(self, size: int, seed: int, step: int) -> Batch:
+        return _batch(generator(seed, step).integers(self.games, size=size), self.trained_length)
 
     def _examples(self, rng: np.random.Generator, lengths: np.ndarray, longest: int) -> Batch:
-        games = [_game(int(seed), longest) for seed in rng.integers(2**62, size=len(lengths))]
-        inputs, targets = np.stack(games, 1).astype(np.int32)
-        return Batch((inputs,), targets)
+        # Games of training have smaller numbers.
+        return _batch(rng.integers(2**31, 2**62, size=len(lengths)), longest)
 
 
-# Different models are trained on the same games.
-@functools.lru_cache(maxsize=100_000)
-def _game(seed: int, length: int) -> np.ndarray:
+def _batch(numbers: np.ndarray, length: int) -> Batch:
+    games = [_game(int(number), length) for number in numbers]
+    inputs, targets = np.stack(games, 1).astype(np.int32)
+    return Batch((inputs,), targets)
+
+
+# The games are read in many steps, and by all models.
+@functools.lru_cache(maxsize=300_000)
+def _game(number: int, length: int) -> np.ndarray:
     """Returns the first tokens of a random game and their targets: int8 `(2, length)`."""
-    rng, board = random.Random(seed), chess.Board()
+    rng, board = random.Random(number), chess.Board()
     tokens: list[tuple[int, int]] = []
     while len(tokens) < length and (move := _random_move(rng, board)):
         for square in (move.from_square, move.to_square):
@@ -82,9 +95,14 @@ def _random_move(rng: random.Random, board: chess.Board) -> chess.Move | None:
 
 TASKS: dict[str, dict[str, Task]] = {
     "chess": {
-        "small": ChessGames(trained=(64, 64), tested=((128, 128), (256, 256)), held_out_size=256),
+        "small": ChessGames(
+            trained=(64, 64), tested=((128, 128), (256, 256)), held_out_size=256, games=20_000
+        ),
         "published": ChessGames(
-            trained=(128, 128), tested=((256, 256), (512, 512)), held_out_size=4096
+            trained=(128, 128),
+            tested=((256, 256), (512, 512)),
+            held_out_size=4096,
+            games=200_000,
         ),
     }
 }

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from experiments.harness.errors import UserError
-from experiments.tasks.task import Batch, Task, generator
+from experiments.tasks.task import Batch, Task, generator, require
 
 
 class Examples(NamedTuple):
@@ -40,6 +40,9 @@ class Classification(Task):
     model: ClassVar = "classifier"
     is_causal: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        require(self.length >= 1, f"length must be at least 1, got {self.length}")
+
     @abc.abstractmethod
     def load(self) -> Mapping[str, Examples]:
         """Returns the sets "train", "validation" and, if there is one, "test"; always the same.
@@ -50,8 +53,19 @@ class Classification(Task):
 
     @functools.cached_property
     def sets(self) -> Mapping[str, Examples]:
-        """The result of `load`, read once."""
-        return self.load()
+        """The result of `load`, read once.
+
+        Raises:
+          UserError: a set is empty, or an error of `load`.
+        """
+        sets = self.load()
+        for name, examples in sets.items():
+            if not len(examples.labels):
+                raise UserError(
+                    f"the {name} set of this task is empty; it needs more documents, or a smaller "
+                    "length"
+                )
+        return sets
 
     def training(self, size: int, seed: int, step: int) -> Batch:
         """Returns a batch of an epoch, which is shuffled anew; the last few examples are left out.
@@ -71,7 +85,33 @@ class Classification(Task):
         return examples.take(order[at * size : (at + 1) * size]).batch()
 
     def held_out(self) -> Mapping[str, Batch]:
+        return self._held_out
+
+    @functools.cached_property
+    def _held_out(self) -> Mapping[str, Batch]:
         return {name: part.batch() for name, part in self.sets.items() if name != "train"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated(Classification):
+    """Base of the classification tasks whose examples are drawn at random.
+
+    Attributes:
+      train: number of training examples.
+      held: number of validation examples, and of test examples.
+    """
+
+    train: int
+    held: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(min(self.train, self.held) >= 1, "train and held must be at least 1")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of examples of each set."""
+        return {"train": self.train, "validation": self.held, "test": self.held}
 
 
 def split(examples: Examples, sizes: Mapping[str, int]) -> dict[str, Examples]:

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from experiments.tasks.synthetic import Synthetic, require
-from experiments.tasks.task import NOTHING, Batch
+from experiments.tasks.synthetic import Synthetic
+from experiments.tasks.task import NOTHING, Batch, require
 
 NOISE = 0
 

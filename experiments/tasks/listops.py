@@ -6,8 +6,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from experiments.tasks.classification import Classification, Examples, split
-from experiments.tasks.task import Task, generator
+from experiments.harness.errors import UserError
+from experiments.tasks.classification import Examples, Generated, split
+from experiments.tasks.task import Task, generator, require
 
 # Tokens 0 to 9 are the digits.
 MIN, MAX, MED, SM, CLOSE = range(10, 15)
@@ -16,21 +17,23 @@ NAMES = (*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 # Probability that an argument is an operation rather than a digit.
 NESTED = 0.25
 
+# Expressions that are drawn together, and draws in a row without a new expression, which are enough
+# to give up.
+DRAWN, DRAWS = 1024, 100
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ListOps(Classification):
+class ListOps(Generated):
     """Classification of an expression by its value, a digit.
 
-    In `[MAX 2 9 [SM 4 7 ] ]` the sum modulo 10 is 1, so that the value is 9. MED is the median,
-    rounded down.
+    The value of `[MAX 0 [SM 4 9 ] ]` is 3: the sum of 4 and 9 modulo 10 is 3, the larger of 0 and
+    3. MED is the median, rounded down.
 
     Attributes:
       depth: maximum number of levels, the last of which has digits only.
       arguments: maximum number of arguments of an operation, which has at least 2.
       min_length: expressions have more tokens than this.
       max_length: expressions have fewer tokens than this.
-      train: number of training examples.
-      held: number of validation examples, and of test examples.
     """
 
     depth: int = 10
@@ -47,32 +50,45 @@ class ListOps(Classification):
     )
     title: ClassVar[str] = "ListOps compared"
 
-    @property
-    def vocab_size(self) -> int:
-        return len(NAMES)
+    vocab_size = len(NAMES)
+    num_classes = 10
 
-    @property
-    def num_classes(self) -> int:
-        return 10
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(min(self.depth, self.arguments) >= 2, "depth and arguments must be at least 2")
+        longest = 1
+        for _ in range(self.depth - 1):
+            longest = min(2 + self.arguments * longest, self.max_length)
+        require(
+            min(longest, self.max_length - 1) > self.min_length,
+            f"min_length {self.min_length} and max_length {self.max_length} leave no expressions "
+            f"of depth {self.depth} with up to {self.arguments} arguments",
+        )
 
     @property
     def length(self) -> int:
         return self.max_length - 1
 
     def load(self) -> Mapping[str, Examples]:
-        sizes = {"train": self.train, "validation": self.held, "test": self.held}
-        rng, wanted = generator(0), sum(sizes.values())
+        rng, wanted, in_vain = generator(0), sum(self.counts.values()), 0
         found: dict[bytes, int] = {}
         while len(found) < wanted:
-            tokens, labels = self._expressions(rng, 1024)
+            before = len(found)
+            tokens, labels = self._expressions(rng, DRAWN)
             for row, label in zip(tokens, labels, strict=True):
                 found[row.tobytes()] = label
+            in_vain = in_vain + 1 if len(found) == before else 0
+            if in_vain == DRAWS:
+                raise UserError(
+                    f"this task needs {wanted} different expressions, and {before} were found; "
+                    "choose a smaller train and held, or a wider range of lengths"
+                )
         rows = list(found)[:wanted]
         tokens = np.frombuffer(b"".join(rows), np.uint8).reshape(wanted, self.length)
         labels = np.array([found[row] for row in rows], np.int32)
         # Only CLOSE ends an expression, so the last one marks its length.
         lengths = self.length - np.argmax(tokens[:, ::-1] == CLOSE, axis=1)
-        return split(Examples(tokens, lengths.astype(np.int32), labels), sizes)
+        return split(Examples(tokens, lengths.astype(np.int32), labels), self.counts)
 
     def _expressions(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Draws `count` expressions; returns tokens and values of those with a length as wanted."""

@@ -6,8 +6,8 @@ import itertools
 import numpy as np
 
 from experiments.tasks import copying
-from experiments.tasks.synthetic import Synthetic, require
-from experiments.tasks.task import NOTHING, Batch, generator
+from experiments.tasks.synthetic import Synthetic
+from experiments.tasks.task import NOTHING, Batch, generator, require
 
 PUBLICATION = (
     "Poli et al. 2024, Mechanistic design and scaling of hybrid architectures (arXiv 2403.17844). "

@@ -1,7 +1,7 @@
 """Short and long range in one sequence: few tokens ask for what stands far back."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -10,8 +10,8 @@ from flax import nnx
 
 from effattn.analysis import cost
 from effattn.nn import MixtureOfMechanisms, SelfAttention
-from experiments.tasks.synthetic import Synthetic, require
-from experiments.tasks.task import NOTHING, Batch, Scores, Task
+from experiments.tasks.synthetic import Synthetic
+from experiments.tasks.task import NOTHING, Batch, Scores, Task, require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class MixedRange(Synthetic):
     A key counts as the number 10, 11, ... in the sum of the next token (here 11 + 1 for b).
 
     Attributes:
-      vocabulary: number of symbols, which are also the values, and of keys.
+      vocabulary: number of symbols plus number of keys; the symbols are also the values.
       keys: number of different keys.
       pairs: number of pairs at the start.
       distance: number of symbols between the pairs and the first question.
@@ -81,6 +81,11 @@ class MixedRange(Synthetic):
             f"{self.pairs} pairs, a distance of {self.distance} and a share of {self.share} leave "
             f"no question in {length} tokens",
         )
+        require(
+            self._questions(length) < length - self.pairs - 1,
+            f"{self.pairs} pairs, a distance of {self.distance} and a share of {self.share} leave "
+            f"no near target in {length} tokens",
+        )
 
     def _questions(self, length: int) -> int:
         return round(self.share * (length - self.pairs - self.distance))
@@ -122,7 +127,7 @@ class MixedRange(Synthetic):
         batch = next(iter(self.held_out().values()))
         (tokens,) = batch.inputs
         call = jax.make_jaxpr(lambda tokens: model(tokens))(tokens[:1])
-        exact = np.concatenate([_exact(model, row) for row in np.array_split(tokens, 16)])
+        exact = _exact(model, np.array_split(tokens, 16))
         return {
             "operations": cost.operations(call) / tokens.shape[1] / 1e3,
             "near_dear": float(exact[self.is_near(batch)].mean()),
@@ -130,16 +135,18 @@ class MixedRange(Synthetic):
         }
 
 
-def _exact(model: Any, tokens: np.ndarray) -> np.ndarray:
-    """Share of the layers in which a token attends exactly, `(B, T)`."""
+def _exact(model: Any, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Share of the layers in which a token attends exactly, `(B, T)`, for parts of a batch."""
+    model = nnx.clone(model)  # the costs of the caller's model stay as they are
     always, mixers = 0, [block.mixer for block in model.blocks]
     for mixer in mixers:
         if isinstance(mixer, MixtureOfMechanisms):
             mixer.costs = tuple(float(name == "softmax") for name in mixer.names)
         elif isinstance(mixer, SelfAttention) and mixer.binding.name == "softmax":
             always += 1
-    costs = nnx.jit(lambda model, tokens: model.with_costs(tokens)[1])(model, tokens)
-    return (np.asarray(costs) + always) / len(mixers)
+    graph, state = nnx.split(model)
+    costs = jax.jit(lambda state, tokens: nnx.merge(graph, state).with_costs(tokens)[1])
+    return (np.concatenate([costs(state, tokens) for tokens in parts]) + always) / len(mixers)
 
 
 TASKS: dict[str, dict[str, MixedRange]] = {

@@ -88,13 +88,11 @@ class Translation(Task):
     prompted: ClassVar[str] = "Given these held-out sources, with their targets"
     answered: ClassVar[str] = "writes"
 
-    @property
-    def vocab_size(self) -> int:
-        return VOCABULARY
+    vocab_size = VOCABULARY
 
     @property
     def length(self) -> int:
-        return self.pairs.train.source.shape[1]
+        return max(self.pairs.train.source.shape[1], self.pairs.train.target.shape[1])
 
     def training(self, size: int, seed: int, step: int) -> Batch:
         rows = self.pairs.train

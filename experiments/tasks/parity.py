@@ -25,16 +25,11 @@ class Parity(FinalAnswer):
 
     reference: ClassVar[str] = (
         "Grazzi et al. 2025, Unlocking State-Tracking in Linear RNNs Through Negative Eigenvalues; "
-        "lengths do not count the answer, which they count as one more token"
+        "their lengths count the answer as one more token; ours do not"
     )
 
-    @property
-    def vocab_size(self) -> int:
-        return PADDING + 1
-
-    @property
-    def num_classes(self) -> int:
-        return 2
+    vocab_size = PADDING + 1
+    num_classes = 2
 
     def _examples(self, rng: np.random.Generator, lengths: np.ndarray, longest: int) -> Batch:
         bits = rng.integers(2, size=(len(lengths), longest))

@@ -7,8 +7,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from experiments.tasks.classification import Classification, Examples, joined
-from experiments.tasks.task import Task, generator
+from experiments.harness.errors import UserError
+from experiments.tasks.classification import Examples, Generated, joined
+from experiments.tasks.task import Task, generator, require
 
 # A dash that fits in none of so many directions is given up, with some dashes before it. A path is
 # given up after TRIALS directions per dash.
@@ -17,8 +18,8 @@ DIRECTIONS, TRIALS = 6, 12
 # Points per pixel of the grid that says where there are paths.
 GRID = 2
 
-# Images that are drawn together.
-CHUNK = 1000
+# Images that are drawn together, and images without two long paths that are enough to give up.
+CHUNK, GIVEN_UP = 1000, 10_000
 
 # Width of the empty edge of an image, in pixels.
 EDGE = 1
@@ -45,11 +46,12 @@ class Drawings(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pathfinder(Classification):
+class Pathfinder(Generated):
     """Classification of an image, one token per pixel, by whether its circles share a dashed path.
 
     Each image has two long paths and shorter ones that distract. One circle marks the start of a
-    long path; the other marks its end, or the end of the other long path.
+    long path; the other marks its end, or the end of the other long path. The published numbers of
+    images take from a quarter of an hour to an hour to draw, on one core.
 
     Attributes:
       size: pixels along each side.
@@ -63,8 +65,6 @@ class Pathfinder(Classification):
       seed_distance: distance between the starts of the long paths.
       radius: radius of the circles.
       contrast: brightness of the dashes, where 1 is that of the circles.
-      train: number of training examples.
-      held: number of validation examples, and of test examples.
     """
 
     size: int = 32
@@ -87,20 +87,25 @@ class Pathfinder(Classification):
     )
     title: ClassVar[str] = "Pathfinder compared"
 
-    @property
-    def vocab_size(self) -> int:
-        return 256
+    vocab_size = 256
+    num_classes = 2
 
-    @property
-    def num_classes(self) -> int:
-        return 2
+    def __post_init__(self) -> None:
+        for name, least in (("size", 1), ("dashes", 3), ("distracting", 0)):
+            require(getattr(self, name) >= least, f"{name} must be at least {least}")
+        for name in ("dash", "thickness", "seed_distance", "radius", "contrast"):
+            require(getattr(self, name) > 0, f"{name} must be above 0")
+        positive = len(self.margins) > 0 and min(self.margins) > 0
+        require(positive, "margins must be one or more numbers above 0")
+        # Paths turn by less than 180 degrees.
+        require(self.continuity > 0.5, "continuity must be above 0.5")
+        super().__post_init__()
 
     @property
     def length(self) -> int:
         return self.size**2
 
     def load(self) -> Mapping[str, Examples]:
-        sizes = {"train": self.train, "validation": self.held, "test": self.held}
         return {
             name: joined(
                 [
@@ -108,7 +113,7 @@ class Pathfinder(Classification):
                     for at in range(0, count, CHUNK)
                 ]
             )
-            for number, (name, count) in enumerate(sizes.items())
+            for number, (name, count) in enumerate(self.counts.items())
         }
 
     def _examples(self, rng: np.random.Generator, count: int) -> Examples:
@@ -117,10 +122,22 @@ class Pathfinder(Classification):
         return Examples(self.render(drawings).reshape(count, -1), lengths, drawings.labels)
 
     def draw(self, rng: np.random.Generator, count: int) -> Drawings:
-        """Draws `count` images, every second of them positive, in random order."""
+        """Draws `count` images, every second of them positive, in random order.
+
+        Raises:
+          UserError: the images are too small for two long paths.
+        """
         drawn: list[tuple[np.ndarray, np.ndarray]] = []
-        while sum(len(paths) for paths, _ in drawn) < count:
-            drawn.append(self._paths(rng, count))
+        found = in_vain = 0
+        while found < count:
+            drawn.append(self._paths(rng, CHUNK if in_vain else count))
+            more = len(drawn[-1][0])
+            found, in_vain = found + more, 0 if more else in_vain + CHUNK
+            if in_vain >= GIVEN_UP:
+                raise UserError(
+                    f"no two paths of {self.dashes} dashes fit in an image of {self.size} by "
+                    f"{self.size} pixels; choose a larger size, or fewer or shorter dashes"
+                )
         paths, distractors = (np.concatenate(part)[:count] for part in zip(*drawn, strict=True))
         labels = rng.permutation(np.arange(count, dtype=np.int32) % 2)
         first, images = rng.integers(0, 2, count), np.arange(count)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from experiments.tasks.task import Batch, Task
+from experiments.tasks.task import Batch, Task, require
 from experiments.tasks.tracking import StateTracking
 
 
@@ -36,8 +36,10 @@ class WordProblem(StateTracking):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not re.fullmatch("S[2-6]|A[3-6]", self.group):
-            raise ValueError(f"group must be one of S2 to S6 and A3 to A6, got {self.group!r}")
+        require(
+            bool(re.fullmatch("S[2-6]|A[3-6]", self.group)),
+            f"group must be one of S2 to S6 and A3 to A6, got {self.group!r}",
+        )
 
     @property
     def vocab_size(self) -> int:

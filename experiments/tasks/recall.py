@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from experiments.tasks.grammars import grammar, sentences
-from experiments.tasks.synthetic import Synthetic, require
-from experiments.tasks.task import NOTHING, Batch, generator
+from experiments.tasks.synthetic import Synthetic
+from experiments.tasks.task import NOTHING, Batch, generator, require
 
 POWER = 0.01
 PAD, BEGIN, END, FIRST = range(4)
@@ -145,7 +145,8 @@ class TreeRecall(Synthetic):
         tokens   <begin> a b c d <end> c <pad>
         targets  .       . . . . .     d .
 
-    The word in question is asked for by its last occurrence in the sentence.
+    The word in question is asked for by its last occurrence in the sentence. Short sentences occur
+    in training and in the held-out sets, because few of them exist.
 
     Attributes:
       nonterminals: number of nonterminals of the grammar.

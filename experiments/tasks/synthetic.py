@@ -7,15 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from experiments.tasks.task import Batch, Task, generator
+from experiments.tasks.task import Batch, Task, generator, held_out_generator, require
 
 MIN_EXAMPLES = 16
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises `ValueError` with the message unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +22,8 @@ class Synthetic(Task):
       vocabulary: number of different tokens that carry content.
       trained: sizes of training examples. Each step draws one of these sizes; a size that is listed
         more often is drawn more often.
-      tested: sizes of the held-out sets, the first for validation; default `trained`.
+      tested: sizes of the held-out sets, the first for validation; default `trained`. A size that
+        is listed more often has one set.
       held_out_tokens: number of tokens in a held-out set, if that gives at least 16 examples.
     """
 
@@ -74,12 +69,11 @@ class Synthetic(Task):
         return self.draw_training(rng, size, *self.trained[rng.integers(len(self.trained))])
 
     def held_out(self) -> Mapping[str, Batch]:
-        # Keys of three numbers: no training step has these random numbers.
         return {
             self.held_out_name.format(*sizes): self.draw(
-                generator(0, 0, 1 + index),
+                held_out_generator(index),
                 max(MIN_EXAMPLES, self.held_out_tokens // sizes[0]),
                 *sizes,
             )
-            for index, sizes in enumerate(self.tested or self.trained)
+            for index, sizes in enumerate(dict.fromkeys(self.tested or self.trained))
         }

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -42,7 +43,8 @@ class Task(abc.ABC):
     """Base of the tasks, which are frozen dataclasses of their sizes.
 
     Class attributes:
-      reference: the publication that the task follows, and in what it differs from it.
+      reference: the publication that the task follows, and how the task differs from the
+        publication.
       model: kind of model that learns the task.
       is_causal: whether positions may read later ones.
       headline: key of `measure` by which learning rates are chosen and tables are ordered.
@@ -50,6 +52,8 @@ class Task(abc.ABC):
       columns: keys of `measure` in the table, by heading.
       title: heading of reports; default the class's name.
       explained: sentences in reports that say what is measured.
+      prompted: heading in reports of the "prompt" of `sample`, for tasks that have one.
+      answered: verb in reports between the name of a mechanism and its "sample".
     """
 
     reference: ClassVar[str]
@@ -60,6 +64,8 @@ class Task(abc.ABC):
     columns: ClassVar[Mapping[str, str]] = {"accuracy": "accuracy"}
     title: ClassVar[str] = ""
     explained: ClassVar[str] = "Accuracy is the share of targets whose class is the likeliest."
+    prompted: ClassVar[str | None] = None
+    answered: ClassVar[str | None] = None
 
     @property
     @abc.abstractmethod
@@ -110,7 +116,10 @@ class Task(abc.ABC):
         return measures
 
     def settings(self) -> dict[str, Any]:
-        """Returns the sizes that the examples depend on, as values for JSON."""
+        """Returns what the examples depend on, as values for JSON.
+
+        This is for tasks whose fields are sizes.
+        """
         return dataclasses.asdict(self)
 
     def sample(self, model: Any, seed: int) -> dict[str, Any]:
@@ -118,6 +127,29 @@ class Task(abc.ABC):
         return {}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BitsTask(Task):
+    """Base of the tasks whose measure is the mean number of bits that a target takes."""
+
+    headline: ClassVar[str] = "bits"
+    more_is_better: ClassVar[bool] = False
+
+    def measure(self, name: str, batch: Batch, scores: Scores) -> dict[str, Any]:
+        measures = super().measure(name, batch, scores)
+        return {**measures, "bits": measures["loss"] / math.log(2)}
+
+
 def generator(*key: int) -> np.random.Generator:
     """Returns the random numbers of a task for a key, such as `(seed, step)`."""
     return np.random.default_rng(key)
+
+
+def held_out_generator(index: int) -> np.random.Generator:
+    """Returns the random numbers of a held-out set; no key `(seed, step)` has the same."""
+    return generator(0, 0, 1 + index)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `ValueError` with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)

@@ -169,7 +169,8 @@ class NextToken(Text):
     def measure(self, name: str, batch: Batch, scores: Scores) -> dict[str, Any]:
         """Returns the measures of `Text`, and bits per token by the number of tokens before it.
 
-        The numbers are powers of two: the value at 64 is the mean for 64 to 127 tokens before.
+        The numbers are powers of two: the value at 64 is the mean for 64 to 127 tokens before. If T
+        is a power of two, the last value also includes the position with all T tokens before it.
         """
         measures = super().measure(name, batch, scores)
         if name == "validation":

@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from experiments.tasks.task import NOTHING, Batch, Scores, Task, generator
+from experiments.tasks.task import (
+    NOTHING,
+    Batch,
+    Scores,
+    Task,
+    generator,
+    held_out_generator,
+    require,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,7 +23,9 @@ class StateTracking(Task):
     """Base of the state-tracking tasks, which train on short sequences and test on long sequences.
 
     Lengths count the input tokens. The lengths of a batch are drawn uniformly between a shortest
-    and a longest length, and all examples of the batch are padded to the longest length.
+    and a longest length, and all examples of the batch are padded to the longest length. Short
+    sequences occur in training and in validation, because few of them exist; test sets have longer
+    sequences.
 
     Attributes:
       trained: shortest and longest length of training and validation.
@@ -39,14 +49,20 @@ class StateTracking(Task):
     held_out_size: int
 
     def __post_init__(self) -> None:
-        for shortest, longest in (self.trained, *self.tested):
-            if not self.fewest <= shortest <= longest:
-                raise ValueError(
-                    f"trained and tested must be pairs (shortest, longest) of lengths from "
-                    f"{self.fewest} on, got ({shortest}, {longest})"
-                )
-        if self.held_out_size < 1:
-            raise ValueError(f"held_out_size must be at least 1, got {self.held_out_size}")
+        every = (self.trained, *self.tested)
+        for lengths in every:
+            require(
+                len(lengths) == 2 and self.fewest <= lengths[0] <= lengths[1],
+                "trained and tested must be pairs (shortest, longest) of lengths from "
+                f"{self.fewest} on, got {lengths}",
+            )
+        require(
+            len(set(every)) == len(every),
+            f"tested must repeat neither trained nor itself, got {self.tested}",
+        )
+        require(
+            self.held_out_size >= 1, f"held_out_size must be at least 1, got {self.held_out_size}"
+        )
 
     @property
     def length(self) -> int:
@@ -60,10 +76,9 @@ class StateTracking(Task):
         return self._drawn(generator(seed, step), size, self.trained)
 
     def held_out(self) -> Mapping[str, Batch]:
-        # The third number of the key makes it differ from the keys of all training steps.
         return {
-            _name(*lengths): self._drawn(generator(0, 0, number), self.held_out_size, lengths)
-            for number, lengths in enumerate((self.trained, *self.tested), start=1)
+            _name(*lengths): self._drawn(held_out_generator(index), self.held_out_size, lengths)
+            for index, lengths in enumerate((self.trained, *self.tested))
         }
 
     def measure(self, name: str, batch: Batch, scores: Scores) -> dict[str, Any]:

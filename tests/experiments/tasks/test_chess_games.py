@@ -5,7 +5,7 @@ import dataclasses
 import chess
 import numpy as np
 
-from experiments.tasks.chess_games import PADDING, TASKS
+from experiments.tasks.chess_games import PADDING, TASKS, _game
 from experiments.tasks.task import NOTHING
 
 TASK = dataclasses.replace(TASKS["chess"]["small"], held_out_size=128)
@@ -61,3 +61,15 @@ def test_all_pieces_move_and_the_first_squares_do_not_tell_which():
 def test_promotions_have_a_token():
     (inputs,), _ = TASK.held_out()["256 tokens"]
     assert {64, 65, 66, 67} <= set(np.unique(inputs).tolist()) <= set(range(PADDING + 1))
+
+
+def test_training_repeats_a_number_of_games_that_are_not_held_out():
+    task = dataclasses.replace(TASK, games=3)
+    batches = [task.training(16, 0, step).inputs[0] for step in range(3)]
+    trained = {game.tobytes() for batch in batches for game in batch}
+    assert len(trained) == 3
+    held_out = task.held_out()["64 tokens"].inputs[0]
+    assert not trained & {game.tobytes() for game in held_out}
+    before = _game.cache_info().misses
+    task.training(16, 1, 0)
+    assert _game.cache_info().misses == before

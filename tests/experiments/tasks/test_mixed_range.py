@@ -49,6 +49,8 @@ def test_near_and_far_targets_are_measured_apart():
         ({"vocabulary": 9}, "vocabulary must be at least 10, with 2 symbols"),
         ({"share": 0.0}, "share must be above 0"),
         ({"distance": 600}, "leave no question in 256 tokens"),
+        ({"distance": 1, "share": 1.0}, "leave no near target in 256 tokens"),
+        ({"distance": 0, "share": 1.0}, "leave no near target in 256 tokens"),
     ],
 )
 def test_impossible_sizes_are_refused(options, message):
@@ -56,14 +58,31 @@ def test_impossible_sizes_are_refused(options, message):
         dataclasses.replace(TASK, **options)
 
 
-def of(**mixer):
+def test_the_smallest_number_of_near_targets_is_one():
+    task = dataclasses.replace(TINY, distance=2, share=1.0)
+    assert (task.is_near(task.training(8, 0, 0)).sum(1) == 1).all()
+
+
+def model_of(**mixer):
     config = TransformerConfig(
         vocab_size=TINY.vocab_size, num_layers=1, features=8, num_heads=2, mixer=mixer
     )
     model = TransformerLM(config, rngs=nnx.Rngs(0))
     if mixer["name"] == "mixture_of_mechanisms":
         model.blocks[0].mixer.choose.bias[...] = jnp.array([0.0, 9.0])
-    return TINY.sample(model, 0)
+    return model
+
+
+def of(**mixer):
+    return TINY.sample(model_of(**mixer), 0)
+
+
+def test_a_sample_leaves_the_model_as_it_is():
+    window = {"name": "sliding_window", "local_window_size": (3, 0)}
+    model = model_of(name="mixture_of_mechanisms", mechanisms=(window, "softmax"))
+    before = model.blocks[0].mixer.costs
+    TINY.sample(model, 0)
+    assert model.blocks[0].mixer.costs is before
 
 
 def test_samples_tell_the_cost_and_who_attends_exactly():

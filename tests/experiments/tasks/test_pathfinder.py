@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from experiments.harness.errors import UserError
 from experiments.tasks.pathfinder import TASKS, Pathfinder
 from experiments.tasks.task import generator
 
@@ -148,3 +149,27 @@ def test_sets_are_balanced_and_differ():
     images = [row.tobytes() for part in sets.values() for row in part.tokens]
     assert len(set(images)) == 40
     assert [part.labels.mean() for part in sets.values()] == [0.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"size": 0}, "size must be at least 1"),
+        ({"dashes": 2}, "dashes must be at least 3"),
+        ({"distracting": -1}, "distracting must be at least 0"),
+        ({"dash": 0}, "dash must be above 0"),
+        ({"margins": ()}, "margins must be one or more numbers above 0"),
+        ({"continuity": 0}, "continuity must be above 0.5"),
+        ({"held": 0}, "train and held must be at least 1"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Pathfinder(**sizes)
+
+
+@pytest.mark.parametrize("train", [1, 1000])
+def test_images_that_are_too_small_are_one_sentence(train):
+    task = dataclasses.replace(TASKS["pathfinder"]["small"], size=8, train=train, held=1)
+    with pytest.raises(UserError, match="no two paths of 6 dashes fit in an image of 8 by 8"):
+        task.load()

@@ -165,3 +165,13 @@ def test_smallest_sizes_have_examples(task, sizes):
     (tokens,), targets = task.training(50, 0, 0)
     assert 0 <= tokens.min() and max(tokens.max(), targets.max()) < task.vocab_size
     assert all((batch.targets != NOTHING).any(1).all() for batch in task.held_out().values())
+
+
+def test_sizes_that_are_listed_twice_have_one_held_out_set():
+    task = recall.TASKS["associative"]["small"]
+    twice = dataclasses.replace(task, trained=((19,), (19,), (17,)))
+    once = dataclasses.replace(task, trained=((19,), (17,)))
+    assert list(twice.held_out()) == list(once.held_out())
+    assert all(
+        same(a, b) for a, b in zip(*(t.held_out().values() for t in (twice, once)), strict=True)
+    )

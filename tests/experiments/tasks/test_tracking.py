@@ -30,7 +30,7 @@ def test_examples_depend_on_seed_and_step_alone(task):
     assert not equal(batch, task.training(8, seed=4, step=5))
 
 
-def test_held_out_examples_are_always_the_same_and_never_trained_on(task):
+def test_held_out_sets_are_always_the_same_and_no_batches_of_training(task):
     held_out = task.held_out()
     assert all(equal(batch, task.held_out()[name]) for name, batch in held_out.items())
     validation = next(iter(held_out.values()))
@@ -64,6 +64,9 @@ def test_tokens_and_targets_are_in_their_ranges(name, sizes):
     [
         ({"trained": (0, 4)}, "from [12] on, got"),
         ({"tested": ((9, 8),)}, "pairs"),
+        ({"trained": (4, 5, 6)}, "pairs"),
+        ({"tested": ((70, 90), (70, 90))}, "tested must repeat neither trained nor itself"),
+        ({"trained": (4, 90), "tested": ((4, 90),)}, "tested must repeat neither trained nor"),
         ({"held_out_size": 0}, "held_out_size must be at least 1, got 0"),
     ],
 )
