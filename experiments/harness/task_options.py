@@ -18,6 +18,9 @@ from experiments.tasks.task import Task
 # Sizes of each task, by task and preset.
 Tasks = Mapping[str, Mapping[str, Task]]
 
+# Types of the values of options.
+LITERALS = (bool, int, float, str, tuple)
+
 
 @dataclasses.dataclass(frozen=True)
 class TaskOptions(Options):
@@ -45,11 +48,20 @@ class TaskOptions(Options):
         if name not in self.tasks:
             raise UserError(f"--task must be one of {', '.join(self.tasks)}, got {name!r}")
         task = self.tasks[name][self.preset]
-        known = [field.name for field in dataclasses.fields(task) if field.init]
-        for option in given.keys() - set(known):
-            raise UserError(
-                f"--task {name} has no option {option!r}; its options are {', '.join(known)}"
-            )
+        known = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+        known = {key: value for key, value in known.items() if isinstance(value, LITERALS)}
+        for option, value in given.items():
+            if option not in known:
+                raise UserError(
+                    f"--task {name} has no option {option!r}; its options are "
+                    f"{', '.join(known) or 'none'}"
+                )
+            # Other held-out sizes than those of training are empty by default.
+            example = known["trained"] if known[option] == () else known[option]
+            if not _is_like(value, example):
+                raise UserError(
+                    f"--task {name}: option {option} must be like {example!r}, got {value!r}"
+                )
         try:
             return dataclasses.replace(task, **given)
         except (ValueError, TypeError) as error:
@@ -68,6 +80,17 @@ class TaskOptions(Options):
 
     def make_task(self, folder: Path) -> Task:
         return self._task
+
+
+def _is_like(value: Any, example: Any) -> bool:
+    """Returns whether a value has the type of an example; outer tuples may have any length."""
+    if not isinstance(example, tuple):
+        return type(value) is type(example) or (type(value), type(example)) == (int, float)
+    if not isinstance(value, tuple):
+        return False
+    first = example[0]
+    is_nested = isinstance(first, tuple)
+    return all(_is_like(v, first) and (not is_nested or len(v) == len(first)) for v in value)
 
 
 Config = TypeVar("Config", bound=TaskOptions)

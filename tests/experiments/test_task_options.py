@@ -9,6 +9,7 @@ import pytest
 from experiments import recall
 from experiments.harness import command, task_options
 from experiments.harness.errors import UserError
+from experiments.tasks import images
 from experiments.tasks.task import Task
 from tests.experiments.counting import Counting, Last, Options
 
@@ -65,6 +66,11 @@ def test_defaults_are_those_of_the_task_and_the_preset(asked):
         ("counting,numbers=", "--task: option numbers must be a number, .* got ''"),
         ("counting,numbers=4,numbers=5", "--task: 'counting,.*' gives numbers twice; give it once"),
         ("counting,numbers=1", "--task counting,numbers=1: numbers must be at least 2, got 1"),
+        ("counting,numbers=1e3", r"counting: option numbers must be like 16, got 1000\.0"),
+        ("counting,numbers=True", "option numbers must be like 16, got True"),
+        ("counting,lengths=8", r"option lengths must be like \(12,\), got 8"),
+        ("counting,lengths=(8,9.5)", r"option lengths must be like \(12,\), got \(8, 9\.5\)"),
+        ("counting,is_ragged=1", "option is_ragged must be like False, got 1"),
     ],
 )
 def test_what_is_no_task_is_one_sentence(tmp_path, capsys, task, sentence):
@@ -75,6 +81,31 @@ def test_what_is_no_task_is_one_sentence(tmp_path, capsys, task, sentence):
     assert error.startswith("error: ") and error.count("\n") == 1
     assert re.search(sentence, error)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        ("multi-query,trained=(32,8)", r"must be like \(\(32, 8\),\), got \(32, 8\)"),
+        ("multi-query,trained=((32,),)", r"must be like \(\(32, 8\),\), got \(\(32,\),\)"),
+        ("associative,tested=(19,)", r"tested must be like \(\(19,\),\), got \(19,\)"),
+        ("associative,tested=((19,),(17,))", None),
+        ("multi-query,tested=()", None),
+        ("mad-noisy-recall,noise=0", None),
+    ],
+)
+def test_options_have_the_form_of_those_of_the_preset(task, sentence):
+    if sentence is None:
+        recall.Config(task=task).check()
+    else:
+        with pytest.raises(UserError, match=sentence):
+            recall.Config(task=task).check()
+
+
+def test_options_are_literals(monkeypatch):
+    monkeypatch.setattr(Options, "tasks", {"pixels": images.TASKS["digit_pixels"]})
+    with pytest.raises(UserError, match="pixels has no option 'images'; its options are none"):
+        Options(task="pixels,images=3").check()
 
 
 def test_a_preset_or_task_without_a_value_is_explained(capsys):
