@@ -77,7 +77,11 @@ def tokens_of(reaction: str) -> list[str]:
 
 
 def molecules(tokens: Sequence[str]) -> Molecules:
-    """Returns the atoms of the tokens, and which atoms are bonded."""
+    """Returns the atoms of the tokens, and which atoms are bonded; unknown elements are "?".
+
+    Raises:
+      ValueError: a bracket is closed that was not opened.
+    """
     places = [
         place
         for place, token in enumerate(tokens)
@@ -100,6 +104,8 @@ def molecules(tokens: Sequence[str]) -> Molecules:
         elif token == "(":
             branches.append(last)
         elif token == ")":
+            if not branches:
+                raise ValueError(f"no ( before the ) in {''.join(tokens)!r}")
             last = branches.pop()
         elif token in (".", ">>"):
             last = None
@@ -109,7 +115,7 @@ def molecules(tokens: Sequence[str]) -> Molecules:
             else:
                 rings[token] = last
     found = [SYMBOL.match(tokens[place]) for place in places]
-    return Molecules(places, [match[1].capitalize() for match in found if match], bonded)
+    return Molecules(places, [match[1].capitalize() if match else "?" for match in found], bonded)
 
 
 def token_ids(vocabulary: Mapping[str, int], tokens: Sequence[str]) -> list[int]:

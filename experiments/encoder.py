@@ -1,5 +1,6 @@
-"""Pretrained encoders in JAX with any attention, which return the heads of their layers.
+"""Pretrained encoders in JAX that take any attention function.
 
+They also return the queries, keys and values of each layer.
 `load` returns all-MiniLM-L6-v2 (Wang et al. 2020, "MiniLM"; Reimers and Gurevych 2019,
 "Sentence-BERT"), a BERT model of text; a Python package contains its parameters.
 """

@@ -53,6 +53,17 @@ def test_atoms_and_bonds_of_molecules():
     assert [tokens[place] for place in molecules.places[:4]] == ["C", "C", "O", "[nH]"]
 
 
+def test_an_unknown_atom_keeps_its_place():
+    molecules = atom_mapper.molecules(["C", "[?]", "O"])
+    assert molecules.elements == ["C", "?", "O"] and molecules.places == [0, 1, 2]
+
+
+def test_a_bracket_that_was_not_opened_is_one_sentence():
+    tokens = atom_mapper.tokens_of("CC)O>>CCO")
+    with pytest.raises(ValueError, match=r"no \( before the \) in '\[CLS\]CC\)O'"):
+        atom_mapper.atom_map(tokens, np.ones((len(tokens), len(tokens))))
+
+
 def test_neighbours_of_mapped_atoms_come_first():
     tokens = atom_mapper.tokens_of("CO.CN>>NC")
     weights = np.full((len(tokens), len(tokens)), 0.1)
