@@ -5,11 +5,11 @@
     python -m experiments.bare softmax --task S3 --batch 256
 
 The model is a causal Transformer whose attention is replaced by the mechanism. It learns a task
-from batches that are generated as it trains, and is tested on longer examples.
+from batches that are generated as it trains, and is tested on held-out examples, for most tasks
+also on longer ones.
 """
 
 import argparse
-import ast
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +21,7 @@ import optax
 from flax import nnx
 
 from effattn.nn import TransformerConfig, TransformerLM
+from experiments.harness import naming
 from experiments.tasks import arithmetic, chess_games, parity, permutations, recall
 from experiments.tasks.task import NOTHING, Batch, Scores, Task
 
@@ -57,15 +58,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build(config: argparse.Namespace, task: Task) -> TransformerLM:
-    """Returns an untrained model."""
-    pairs = (option.split("=", 1) for option in config.options)
-    options = {key: ast.literal_eval(text) for key, text in pairs}
+    """Returns an untrained model; raises `ValueError` for an unknown mechanism or option."""
+    name, options = naming.options_of(",".join([config.mechanism, *config.options]))
     architecture = TransformerConfig(
         vocab_size=task.vocab_size,
         num_layers=config.layers,
         features=config.width,
         num_heads=config.heads,
-        mixer={"name": config.mechanism, **options},
+        mixer={"name": name, **options},
         max_length=task.length,
     )
     return TransformerLM(architecture, rngs=nnx.Rngs(config.seed))
@@ -83,7 +83,7 @@ def score(model: TransformerLM, batch: Batch) -> tuple[jax.Array, jax.Array]:
 def train(config: argparse.Namespace, task: Task, model: TransformerLM) -> TransformerLM:
     """Returns the trained model; prints the loss now and then."""
     warmup = max(1, config.steps // 10)
-    rate = optax.warmup_cosine_decay_schedule(0, config.rate, warmup, config.steps)
+    rate = optax.warmup_cosine_decay_schedule(0, config.rate, warmup, max(config.steps, 2))
     adam = optax.adamw(rate, b2=0.99, weight_decay=config.decay)
     optimiser = optax.chain(optax.clip_by_global_norm(1.0), adam)
     graph, parameters, *rest = nnx.split(model, nnx.Param, ...)
@@ -110,14 +110,15 @@ def train(config: argparse.Namespace, task: Task, model: TransformerLM) -> Trans
 
 
 def evaluate(task: Task, model: TransformerLM, size: int) -> dict[str, dict[str, Any]]:
-    """Returns the measures of a model on each held-out set, computed in batches of `size`."""
+    """Returns the measures of a model on each held-out set; longer examples in smaller batches."""
     graph, state = nnx.split(model)
     scored = jax.jit(lambda batch: score(nnx.merge(graph, state), batch))
     measures = {}
     for name, batch in task.held_out().items():
         (inputs,), targets = batch
-        starts = range(0, len(targets), size)
-        parts = [scored(Batch((inputs[i : i + size],), targets[i : i + size])) for i in starts]
+        n = max(1, size * task.trained_length // targets.shape[1])
+        starts = range(0, len(targets), n)
+        parts = [scored(Batch((inputs[i : i + n],), targets[i : i + n])) for i in starts]
         nats, right = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         measures[name] = task.measure(name, batch, Scores(nats, right))
     return measures
@@ -127,7 +128,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains a model, prints its measures, and returns the exit status."""
     config = parse(argv)
     task = TASKS[config.task][config.sizes]
-    model = train(config, task, build(config, task))
+    try:
+        model = build(config, task)
+    except (TypeError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    model = train(config, task, model)
     rows = evaluate(task, model, config.batch)
     columns = list(next(iter(rows.values())))
     print(f"\n{config.mechanism}, {config.task}")

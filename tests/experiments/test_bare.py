@@ -28,3 +28,29 @@ def test_an_lstm_learns_parity_and_goes_on_beyond_its_training(capsys):
 def test_options_reach_the_mechanism():
     config = bare.parse(["delta_net", "allow_negative_eigenvalues=True", *SIZES])
     assert bare.build(config, SHORT).blocks[0].mixer.max_strength == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["nope"], "unknown mechanism 'nope'"),
+        (["lstm", "size"], "option size must be a number"),
+        (["lstm", "size=3"], "has no option size"),
+    ],
+)
+def test_what_is_no_mechanism_is_one_sentence(given, sentence):
+    with pytest.raises(SystemExit, match=f"^error: .*{sentence}"):
+        bare.main(given)
+
+
+def test_one_step_and_long_examples_in_smaller_batches(monkeypatch, capsys):
+    sizes, score = [], bare.score
+
+    def counted(model, batch):
+        sizes.append(batch.targets.shape)
+        return score(model, batch)
+
+    monkeypatch.setattr(bare, "score", counted)
+    assert bare.main(["lstm", *SIZES, "--batch", "16", "--steps", "1"]) == 0
+    assert sizes == [(16, 6), (16, 6), (8, 12)]
+    assert len(table(capsys)) == 2
