@@ -10,14 +10,16 @@ The file `quality.json` beside this module is optional. Its schema:
           "task": "recall",            name of the task
           "is_causal": true,           direction of the measured models
           "relative": 0.41,            score relative to softmax attention on the same task
-          "source": "experiments/results/recall (seeds 0 to 2, effattn 0.1.0)"
+          "source": "experiments/results/recall: 3 seeds, effattn 0.1.0"
         },
         ...
       ]
     }
 
 `relative` is 1 for softmax attention, and larger is better: for a measure of which less is better,
-it is the value of softmax attention divided by that of the mechanism.
+it is the value of softmax attention divided by that of the mechanism. `source` names the table and
+its number of seeds; `python -m experiments.report` writes the file from tables with softmax
+attention, and leaves out mechanisms that are in fewer than three tables of a direction.
 """
 
 import json

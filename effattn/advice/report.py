@@ -139,6 +139,10 @@ class Advice:
         for rank, option in rows:
             if rank <= EXPLAINED or option.name == REFERENCE:
                 parts.append(_explained(option))
+        sources = dict.fromkeys(task.source for _, option in rows for task in option.quality)
+        if sources:
+            title = "Quality is the mean score relative to softmax attention, measured in:"
+            parts.append("\n".join([title, *(filled(f"  {name}") for name in sources)]))
         parts.append(f"Code for {self.best.label}:\n\n{textwrap.indent(self.code, '    ')}")
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.left_out.items():

@@ -134,6 +134,7 @@ def test_measured_quality_comes_before_cost(tmp_path, monkeypatch):
     assert [o.name for o in advice.options[:3]] == ["s4d", "sliding_window", "linear"]
     assert "recall: 0.90 of softmax's score (here)" in advice.best.reasons
     assert "quality" in str(advice).splitlines()[2]
+    assert "relative to softmax attention, measured in:\n  here\n" in str(advice)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Parts of the page that `experiments.report` writes from all results."""

@@ -1,0 +1,56 @@
+"""Figures of the page: quality against speed, training memory and decode state."""
+
+from pathlib import Path
+
+from experiments.page.comparisons import COSTS, PERCENTAGES, Table, fronts
+
+
+def draw(path: Path, table: Table) -> bool:
+    """Draws quality against each cost, one panel each; returns whether there is any panel."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    from effattn.analysis.style import COLOURS
+
+    best = fronts(table)
+    if not best:
+        return False
+    figure, axes = plt.subplots(
+        1, len(best), figsize=(4.2 * len(best), 3.6), layout="constrained", squeeze=False
+    )
+    values = table.measured(table.sets[0])
+    scale = 100 if table.headline in PERCENTAGES else 1
+    for axis, (cost, named) in zip(axes[0], best.items(), strict=True):
+        for mechanism, x in table.costs(cost).items():
+            y = values[mechanism].value * scale
+            colour = COLOURS[0] if mechanism in named else "silver"
+            axis.plot(x, y, "o", color=colour, markersize=5)
+            if mechanism in named:
+                axis.annotate(mechanism, (x, y), (3, 3), textcoords="offset points", fontsize=7)
+        axis.set(xscale="log", xlabel=COSTS[cost][1])
+        axis.margins(x=0.15)
+        for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+            formatter("{x:g}")
+        axis.tick_params(axis="x", which="both", labelsize=8)
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel(table.heading())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"partial-{path.name}")
+    figure.savefig(partial, dpi=120)
+    plt.close(figure)
+    partial.replace(path)
+    return True
+
+
+def draw_all(folder: Path, tables: list[Table]) -> dict[str, str]:
+    """Draws the figures of all tables; returns their file names by table.
+
+    Earlier figures of tables that are gone are removed.
+    """
+    drawn = {table.name: f"report-{table.name}.png" for table in tables}
+    for path in folder.glob("report-*.png"):
+        if path.name not in drawn.values():
+            path.unlink()
+    return {t.name: drawn[t.name] for t in tables if draw(folder / drawn[t.name], t)}
