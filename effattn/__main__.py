@@ -75,36 +75,47 @@ def _arrays(path: str) -> tuple:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m effattn",
-        description="Lists mechanisms of attention, shows one, and advises which to use.",
+        description="Lists the mechanisms of effattn, shows one, and advises which to use.",
     )
     commands = parser.add_subparsers(required=True, metavar="list | show | advise")
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--decode", action="store_true", help="that decode token by token")
-    shared.add_argument("--exact", action="store_true", help="that weigh every pair of tokens")
+    shared.add_argument("--decode", action="store_true", help="only mechanisms that decode")
     shared.add_argument(
-        "--needs", nargs="+", default=[], metavar="CAPABILITY", help="such as segments or dropout"
+        "--exact",
+        action="store_true",
+        help="only the family exact, which compares all pairs of tokens",
+    )
+    shared.add_argument(
+        "--needs",
+        nargs="+",
+        default=[],
+        metavar="CAPABILITY",
+        help="only mechanisms with these capabilities, such as segments or dropout",
     )
 
-    listing = commands.add_parser("list", parents=[shared], help="list mechanisms by family")
-    listing.add_argument("--causal", action="store_true", help="that can be causal")
-    listing.add_argument("--bidirectional", action="store_true", help="that can be bidirectional")
-    listing.add_argument("--family", help="of one family, such as sparse")
+    listing = commands.add_parser("list", parents=[shared], help="list the mechanisms by family")
+    for name in "causal", "bidirectional":
+        only = f"only mechanisms that can be {name}"
+        listing.add_argument(f"--{name}", action="store_true", help=only)
+    listing.add_argument("--family", help="only this family, such as sparse")
     listing.set_defaults(run=_list)
 
-    showing = commands.add_parser("show", help="show a mechanism: formula, options, support")
+    showing = commands.add_parser("show", help="show the formula, options and devices of one")
     showing.add_argument("name", help="name of the mechanism")
     showing.set_defaults(run=_show)
 
-    advising = commands.add_parser("advise", parents=[shared], help="rank mechanisms for a case")
+    ranks = "rank the mechanisms by cost and quality"
+    advising = commands.add_parser("advise", parents=[shared], help=ranks)
     direction = advising.add_mutually_exclusive_group(required=True)
-    direction.add_argument("--causal", action="store_true", help="tokens read the past only")
+    direction.add_argument("--causal", action="store_true", help="tokens read no later tokens")
     direction.add_argument("--bidirectional", action="store_true", help="tokens read all tokens")
-    advising.add_argument("--length", type=int, help="tokens of a sequence")
+    advising.add_argument("--length", type=int, help="tokens of a sequence (default: the sample's)")
     advising.add_argument("--heads", type=int, default=8, help="heads of the layer (default 8)")
     advising.add_argument("--head-dim", type=int, default=64, help="size of a head (default 64)")
-    advising.add_argument("--device", help="cpu, gpu or tpu (default: this device)")
-    advising.add_argument("--measure", action="store_true", help="measure seconds on this device")
-    advising.add_argument("--sample", metavar="FILE", help=".npz with query, key and value")
+    advising.add_argument("--device", help="cpu, gpu or tpu, to name kernels (default: this one)")
+    advising.add_argument("--measure", action="store_true", help="rank by seconds on this device")
+    sample = "file .npz with query, key and value, on which errors are measured"
+    advising.add_argument("--sample", metavar="FILE", help=sample)
     advising.add_argument("--mechanisms", nargs="+", metavar="NAME", help="compare only these")
     advising.set_defaults(run=_advise)
     return parser

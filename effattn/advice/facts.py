@@ -14,13 +14,13 @@ EXACT, APPROXIMATE, OTHER = "exact", "approximate", "other"
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {
-        EXACT: "weighs every pair of tokens",
+        EXACT: "compares all pairs of tokens, without approximation (only the family exact)",
         APPROXIMATE: "approximates softmax attention, or attends to some pairs only",
         OTHER: "is another function, not an approximation of softmax attention",
     }
 )
 
-# Losses of each family beside exact softmax attention.
+# Drawbacks of each family, compared with exact softmax attention.
 _GIVES_UP: Mapping[str, str] = MappingProxyType(
     {
         "exact": "the weights are not those of softmax: a model trained with softmax attention "
@@ -39,7 +39,7 @@ _GIVES_UP: Mapping[str, str] = MappingProxyType(
         "its content",
         "synthetic": "weights come from one token or from positions, not from a comparison of two "
         "tokens",
-        "hybrid": "each part gives up what its mechanism gives up",
+        "hybrid": "each part has the drawbacks of its mechanism",
         "baseline": "the past is a small state or a window, and no token looks another one up by "
         "its content",
     }
@@ -101,9 +101,9 @@ def directions(entry: Mechanism) -> str:
 
 
 def gives_up(entry: Mechanism) -> tuple[str, ...]:
-    """Returns, in sentences without a full stop, what the mechanism gives up."""
+    """Returns the drawbacks of the mechanism, as sentences without a full stop."""
     if entry.name == "softmax":
-        return ("nothing: it is exact softmax attention",)
+        return ("none, as it is exact softmax attention",)
     unknown = f"unknown: effattn does not know the family {entry.family!r}"
     found = [_GIVES_UP.get(entry.family, unknown)]
     if entry.causality == "rounding":
@@ -113,7 +113,7 @@ def gives_up(entry: Mechanism) -> tuple[str, ...]:
     softmax = registry.get("softmax").capabilities
     missed = [name for name in _MISSED if name in softmax - entry.capabilities]
     if missed:
-        found.append(f"it has no {', '.join(missed)}")
+        found.append(f"it does not support {', '.join(missed)}")
     return tuple(found)
 
 

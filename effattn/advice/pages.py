@@ -107,7 +107,7 @@ def _facts(entry: Mechanism) -> list[str]:
         f"kind: {kind}, {facts.KINDS[kind]}",
         f"direction: {facts.directions(entry)}",
         f"time: {entry.complexity}; memory: O({_power(entry.memory_exponent)})",
-        f"gives up: {'; '.join(facts.gives_up(entry))}",
+        f"drawbacks: {'; '.join(facts.gives_up(entry))}",
         f"paper: {entry.paper}",
         *([] if function is None else [f"function: effattn.{function.__name__}"]),
         f"layer: {entry.mixer}",

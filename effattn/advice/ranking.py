@@ -1,7 +1,7 @@
 """Ranking of mechanisms for a case: `effattn.advise`.
 
     advice = effattn.advise(16384, causal=True, decode=True)
-    print(advice)              # the table, reasons, what is given up, and code
+    print(advice)              # a table, reasons, drawbacks and code
     advice.best.name           # `advice.options` has all options with their costs
 
 A mechanism is a candidate if the registry has the direction, decoding and capabilities that the
@@ -11,7 +11,7 @@ case needs. Candidates come in this order:
    layer of exact softmax attention, in operations of a forward and a backward pass (with `measure`,
    in seconds), and for decoding also in bytes of state. A mechanism whose weights do not compare
    two tokens finds nothing by content, and is in this group only if its quality is measured.
-2. Exact softmax attention, which gives up nothing.
+2. Exact softmax attention, which has no drawback but its cost.
 3. The other candidates, first those that compare tokens.
 
 Within a group the measured quality (`effattn.advice.quality`) decides, then the error on the
@@ -63,8 +63,8 @@ def advise(
       length: N, tokens of a sequence. Default: the length of the sample.
       causal: whether tokens attend to the past and the present only.
       decode: whether the layer also decodes token by token; needs `causal=True`.
-      exact: True for mechanisms that weigh every pair of tokens, False for all others, None for
-        both.
+      exact: True for the family "exact" alone, which compares all pairs of tokens; False for all
+        other families; None for both.
       needs: further capabilities, names of `effattn.registry.CAPABILITIES`.
       heads: number of heads of the layer. A sample replaces `heads` and `head_dim` by its sizes.
       head_dim: features of a head.
@@ -166,8 +166,14 @@ class _Case:
         decode = ["with decoding"] if self.decode else []
         needs = [f"with {' and '.join(self.needs)}"] if self.needs else []
         return ", ".join(
-            [f"{self.direction} attention", *exact, *decode, *needs, f"on a {self.device.upper()}"]
-        ).capitalize()
+            [
+                f"{self.direction.capitalize()} attention",
+                *exact,
+                *decode,
+                *needs,
+                f"on a {self.device.upper()}",
+            ]
+        )
 
     @property
     def direction(self) -> str:

@@ -79,7 +79,7 @@ class Option:
 
     @property
     def gives_up(self) -> tuple[str, ...]:
-        """Losses beside exact softmax attention."""
+        """Drawbacks, compared with exact softmax attention."""
         return facts.gives_up(self.layer.entry)
 
     @property
@@ -89,15 +89,16 @@ class Option:
         if self.name == REFERENCE:
             found = ["the reference for costs, errors and quality"]
         else:
-            verdict = "" if self.pays else "; that does not pay"
-            found = [f"{100 * self.share:.0f} % of the {cost} of exact softmax attention{verdict}"]
+            found = [f"{100 * self.share:.0f} % of the {cost} of exact softmax attention"]
         if self.state_bytes is not None:
-            grows = "for any length" if self.constant_state else "and grows with the length"
-            found.append(f"the decode state has {in_bytes(self.state_bytes)} {grows}")
+            grows = "at any length" if self.constant_state else "and grows with the length"
+            found.append(f"the decode state takes {in_bytes(self.state_bytes)} {grows}")
+        if self.name != REFERENCE and not self.pays:
+            found.append("these costs are too high to rank above exact softmax attention")
         if self.error is not None:
             found.append(f"the output on the sample has an error of {self.error:.2g}")
         elif self.error_note:
-            found.append(f"the sample says nothing: {self.error_note}")
+            found.append(f"no error on the sample: {self.error_note}")
         for task in self.quality:
             found.append(f"{task.task}: {task.relative:.2f} of softmax's score ({task.source})")
         if not self.quality:
@@ -135,7 +136,8 @@ class Advice:
         rows = [(rank, o) for rank, o in enumerate(self.options, 1) if o.compiled]
         parts = [filled(f"{self.case}."), _table(rows)]
         if hidden := len(self.options) - len(rows):
-            parts[-1] += f"\n({hidden} more options cost more or rank lower)"
+            parts[-1] += f"\n({hidden} more options rank lower)"
+        parts.append(filled(_COSTS))
         for rank, option in rows:
             if rank <= EXPLAINED or option.name == REFERENCE:
                 parts.append(_explained(option))
@@ -155,7 +157,7 @@ class Advice:
 
 def filled(line: str) -> str:
     """Returns the line wrapped at `WIDTH` columns; further lines are indented like its text."""
-    indent = len(line) - len(line.lstrip(" +-"))
+    indent = len(line) - len(line.lstrip(" -"))
     return textwrap.fill(
         line, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
     )
@@ -176,11 +178,18 @@ def _explained(option: Option) -> str:
     lines = [
         option.label,
         f"  {facts.idea(option.layer.entry)}.",
-        *(f"  + {reason}" for reason in option.reasons),
-        *(f"  - gives up: {loss}" for loss in option.gives_up),
+        "  Costs and quality:",
+        *(f"  - {reason}" for reason in option.reasons),
+        "  Drawbacks:",
+        *(f"  - {loss}" for loss in option.gives_up),
     ]
     return "\n".join(map(filled, lines))
 
+
+_COSTS = (
+    "Costs are those of a forward and a backward pass of one layer. The share is relative to "
+    "exact softmax attention."
+)
 
 _COLUMNS: Mapping[str, Callable[[int, Option], str | None]] = {
     "rank": lambda rank, o: str(rank),

@@ -28,7 +28,7 @@ def test_exact_attention_is_best_for_short_sequences():
     advice = small(64, causal=True)
     assert advice.best.name == "softmax"
     assert not any(option.pays for option in advice.options if option.layer.entry.takes_heads)
-    assert advice.best.gives_up == ("nothing: it is exact softmax attention",)
+    assert advice.best.gives_up == ("none, as it is exact softmax attention",)
 
 
 def test_long_decoding_takes_a_state_of_constant_size(long):
@@ -48,8 +48,8 @@ def test_the_report_fits_80_columns_and_says_why(long):
         "rank",
         "mechanism",
         "no measured quality yet",
-        "- gives up:",
-        "+ ",
+        "\n  Costs and quality:\n  - ",
+        "\n  Drawbacks:\n  - ",
         long.code[:20],
     ):
         assert part in text
