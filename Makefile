@@ -34,7 +34,7 @@ mlm: ## compare bidirectional mechanisms in masked language models
 	$(setup) experiments
 	$(python) -m experiments.mlm $(ARGS)
 
-seq2seq: ## compare bidirectional mechanisms in small encoder-decoders
+seq2seq: ## compare mechanisms in small encoder-decoders
 	$(setup) experiments
 	$(python) -m experiments.seq2seq $(ARGS)
 
@@ -44,8 +44,8 @@ lra: ## compare bidirectional mechanisms on long inputs
 classify: ## compare classifiers of documents and images
 scaling: ## fit power laws to the losses of a grid of models
 efficiency: ## measure time and memory of every mechanism against length
-adaptive: ## compare mixtures whose tokens choose their mechanism with their mechanisms
-report: ## gather all committed results in docs/report.md
+adaptive: ## compare mixtures, in which each token chooses a mechanism, with single mechanisms
+report: ## gather the results in experiments/results into docs/report.md
 recall states lra classify scaling efficiency adaptive report:
 	$(setup) experiments
 	$(python) -m experiments.$@ $(ARGS)

@@ -71,12 +71,7 @@ class FeedForward(Module):
 class SwiGLU(FeedForward):
     """`(silu(x Wg) * (x Wu)) Wd`, without biases. Shazeer 2020, "GLU Variants Improve Transformer".
 
-    Args:
-      in_features: D, number of input and output features.
-      hidden_features: F, number of hidden features.
-      kernel_init: initializer of the gate and up projections.
-      out_kernel_init: initializer of the down projection.
-      **options: see `effattn.nn.options.Parameters`.
+    The arguments are those of `FeedForward`, without `activation` and `gated`.
     """
 
     def __init__(

@@ -54,8 +54,8 @@ class MixtureOfMechanisms(SeveralMixers):
     fewer than floor(c t) tokens have one; else it takes the first mechanism. The choice is causal
     and the same for every split of a sequence. Mixture-of-Depths (Raposo et al. 2024) takes the
     best tokens of the whole sequence instead, and the capacity of Switch Transformers (Fedus et al.
-    2021) follows the length. Two things are lost: the first 1 / c tokens take the first mechanism,
-    and early choices may leave no place for a later, better choice.
+    2021) follows the length. Two things are lost: tokens t < 1 / c take the first mechanism, and
+    early choices may leave no place for a later, better choice.
 
     The time with `capacity` is that of the first mechanism, of all keys and values, and of c T^2
     pairs for each other mechanism, also if causal: c below 1/2 saves time. Places that no token
