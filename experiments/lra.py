@@ -45,9 +45,10 @@ class Config(task_options.TaskOptions):
 LISTOPS = {"layers": 4, "width": 512, "heads": 8, "steps": 5000, "batch": 32}
 PATHFINDER = {"layers": 4, "width": 128, "heads": 8, "steps": 62_400, "batch": 512}
 PUBLISHED = {"optimiser": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1}
+SMALL = {"steps": 600, "batch": 32, "learning_rate": 0.01, "seeds": (0,)}
 DEFAULTS: task_options.Defaults = {
     task: {
-        "small": {"steps": 600, "batch": 32, "learning_rate": 0.01, "seeds": (0,)},
+        "small": SMALL | ({"batch": 64} if task == "listops" else {}),
         "published": PUBLISHED | (PATHFINDER if "pathfinder" in task else LISTOPS),
     }
     for task in Config.tasks

@@ -133,7 +133,7 @@ def test_a_known_expression(words, levels, value):
 )
 def test_sizes_without_expressions_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TASKS["listops"]["small"], **sizes)
+        ListOps(**({"depth": 6, "arguments": 5, "min_length": 64, "max_length": 160} | sizes))
 
 
 def test_fewer_different_expressions_than_asked_for():
