@@ -99,7 +99,7 @@ class InductionHeads(Synthetic):
 TASKS: dict[str, dict[str, Synthetic]] = {
     "selective-copying": {
         "small": SelectiveCopying(
-            vocabulary=16, copied=8, trained=((128,),), held_out_tokens=2**16
+            vocabulary=16, copied=4, trained=((64,),), held_out_tokens=2**16
         ),
         "published": SelectiveCopying(vocabulary=16, copied=16, trained=((4096,),)),
     },
