@@ -5,9 +5,8 @@ mechanisms by `effattn.nn.convert`, and trains the converted models on; `--help`
 """
 
 import dataclasses
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -15,9 +14,7 @@ from typing import Any, Literal
 if not __package__:  # run as `python experiments/finetune.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.harness import checks, command, folders, machine, outcome, user_modules
-from experiments.harness.metrics import read_json, write_atomically
-from experiments.harness.options import command_of
+from experiments.harness import checks, command, folders, machine, report
 from experiments.harness.report import markdown_table
 from experiments.harness.text_options import TextOptions, presets
 
@@ -211,7 +208,7 @@ def state_of(run: Mapping[str, Any]) -> str:
     return "-" if run["state_bytes"] is None else f"{run['state_bytes'] / 1e3:,.1f} kB"
 
 
-def draw(path: Path, summary: Mapping[str, Any]) -> None:
+def draw(summary: Mapping[str, Any]) -> Any:
     """Draws the loss against the tokens of recovery, one line per mechanism and way."""
     import matplotlib
 
@@ -247,65 +244,52 @@ def draw(path: Path, summary: Mapping[str, Any]) -> None:
     axis.set(ylabel=f"validation loss ({summary['heading']})")
     axis.grid(alpha=0.3)
     legend_below(figure, axis.get_lines(), "mechanism: way to recover")
-    partial = path.with_name(f"partial-{path.name}")
-    figure.savefig(partial, dpi=150)
-    plt.close(figure)
-    partial.replace(path)
+    return figure
 
 
-def finished(folder: Path, asked: Mapping[str, Any]) -> bool:
-    """Returns whether the report of these settings was written."""
-    if not (folder / "summary.md").is_file():
-        return False
-    remedy = f"delete {folder / 'summary.md'}, and the same command writes both again"
-    found = read_json(folder / "summary.json", ("config",), remedy)
-    return found["config"] == json.loads(json.dumps(asked))
+def conversions_of(config: Config, task: Any) -> dict[str, Any]:
+    """Returns what each conversion keeps, adds and drops; `UserError` if one is impossible."""
+    # Imported late: --help and bad input need not wait for JAX.
+    from experiments.recovery.training import conversion
+
+    return {mechanism: conversion(config, task, mechanism) for mechanism in config.mechanisms}
 
 
-def run(options: Config) -> None:
-    """Trains what is missing, and writes the report."""
-    user_modules.load(options.imports)
-    options.check()
-    made_by = command_of("finetune", options, PRESETS[options.preset])
-    settings = {"experiment": "finetune", **options.of_folder(), **options.prepare()}
-    identity = folders.fingerprint(settings)
-    folder = folders.path_of(options.output, f"finetune-{options.label}-{identity}")
-    options.check_output(folder)
-    folders.check_folder(folder, settings)
-    asked = {**settings, **options.of_runs()}
-    if finished(folder, asked):
-        print(f"This run is finished; to repeat it, delete {folder} or change --output.")
-    else:
-        # Imported late: --help and bad input need not wait for JAX.
-        from experiments.recovery.training import Trainer, conversion
+def train(
+    config: Config,
+    folder: Path,
+    task: Any,
+    settings: dict[str, Any],
+    made_by: str,
+    conversions: Mapping[str, Any],
+    optional: Collection[str],
+) -> None:
+    """Trains what is missing, and writes the report; see `experiments.harness.command.run`."""
+    from experiments.harness import figure
+    from experiments.recovery.training import Trainer
 
-        task = options.make_task(folder)
-        conversions = {m: conversion(options, task, m) for m in options.mechanisms}
-        print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
-        with folders.claimed(folder, settings):
-            options.save(task, folder)
-            (folder / "summary.md").unlink(missing_ok=True)
-            summary = {
-                "command": made_by,
-                "config": asked,
-                "environment": machine.environment(),
-                "headline": task.headline,
-                "heading": next(h for h, key in task.columns.items() if key == task.headline),
-                "conversions": conversions,
-                "runs": Trainer(options, task, folder, identity).train_all(),
-            }
-            write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-            draw(folder / "recovery.png", summary)
-            write_atomically(folder / "summary.md", markdown(summary))
-    print((folder / "summary.md").read_text(encoding="utf-8"))
-    print(f"In {folder}: summary.md, summary.json, recovery.png and a folder for each model.")
+    summary = {
+        "command": made_by,
+        "config": {**settings, **config.of_runs()},
+        "environment": machine.environment(),
+        "headline": task.headline,
+        "heading": next(h for h, key in task.columns.items() if key == task.headline),
+        "conversions": conversions,
+        "runs": Trainer(config, task, folder, folders.fingerprint(settings)).train_all(),
+    }
+    figure.save(draw(summary), folder / "recovery.png")
+    report.write(folder, summary, markdown(summary))
+
+
+def read(folder: Path) -> str:
+    """Returns the text to print for a finished run."""
+    return report.read_markdown(folder, "recovery.png and a folder for each model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     config = command.parse("finetune", PRESETS, argv)
-    stopped = "stopped; the same command resumes from the last checkpoint"
-    return outcome.exit_status(lambda: run(config), stopped)
+    return command.run("finetune", config, PRESETS[config.preset], conversions_of, train, read)
 
 
 if __name__ == "__main__":

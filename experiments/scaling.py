@@ -5,22 +5,28 @@ lists the options.
 """
 
 import dataclasses
-import json
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 if not __package__:  # run as `python experiments/scaling.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.harness import checks, command, folders, machine, outcome, user_modules
-from experiments.harness.metrics import read_json, write_atomically
-from experiments.harness.options import command_of
+from experiments.harness import checks, command, folders, machine, report
+from experiments.harness.metrics import read_json
 from experiments.harness.report import markdown_table
 from experiments.harness.text_options import TextOptions, presets
 
 COMPARED = ("softmax", "sliding_window", "linear")
+
+# Options of one model, which the grid replaces, and what replaces them.
+OF_ONE = {
+    "width": "--widths gives the sizes of the models",
+    "steps": "--all-steps gives the training steps of the models",
+    "evaluate_every": "every model is evaluated after its last step",
+}
 
 Point = dict[str, Any]
 
@@ -30,7 +36,8 @@ class Config(TextOptions):
     """Trains language models of several widths for several numbers of steps, and fits power laws.
 
     Every model of the grid is trained on its own, with a learning rate that decays to 0 at its last
-    step. A stopped run resumes when the same command is given again.
+    step. A stopped run resumes when the same command is given again. A finished run prints its
+    table, and the folder may get a larger grid.
     """
 
     # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every registered mechanism.
@@ -38,8 +45,13 @@ class Config(TextOptions):
     widths: tuple[int, ...] = (32, 48, 64, 96)  # features per token, one model each
     all_steps: tuple[int, ...] = (125, 250, 500, 1000)  # training steps, one model each
     seeds: tuple[int, ...] = (0,)  # seeds of parameters and order of the data
+    width: int = 0  # must be left out: see --widths
+    steps: int = 0  # must be left out: see --all-steps
+    evaluate_every: int | None = 0  # must be left out: only the last step is evaluated
 
     def check(self) -> None:
+        for name, need in OF_ONE.items():
+            checks.require(not getattr(self, name), self, name, f"must be left out: {need}")
         for name in ("widths", "all_steps"):
             values = getattr(self, name)
             checks.require(len(values) > 0, self, name, "needs at least one value")
@@ -47,31 +59,52 @@ class Config(TextOptions):
         enough = len(self.widths) * len(self.all_steps) * len(self.seeds) > 5
         checks.require(enough, self, "widths", "and --all-steps must give more than 5 models")
         for cell in self.cells().values():
-            TextOptions.check(cell)
+            cell.check()
 
-    def cells(self) -> dict[str, "Config"]:
-        """Returns the options of each model size and number of steps, by the name of its folder."""
+    def cells(self) -> dict[str, TextOptions]:
+        """Returns the options of each width and number of steps, by the name of the folder."""
+        shared = {each.name: getattr(self, each.name) for each in dataclasses.fields(TextOptions)}
         return {
-            f"width{width}-steps{steps}": dataclasses.replace(
-                self, width=width, steps=steps, evaluate_every=steps
+            f"width{width}-steps{steps}": TextOptions(
+                **{**shared, "width": width, "steps": steps, "evaluate_every": steps}
             )
             for width in self.widths
             for steps in self.all_steps
         }
 
+    def of_folder(self) -> dict[str, Any]:
+        """Returns the options of all models; the folder of a grid may get a larger grid."""
+        varied = {"widths", "all_steps", *OF_ONE}
+        return {k: v for k, v in super().of_folder().items() if k not in varied}
 
-PRESETS = presets(Config)
+    def of_runs(self) -> dict[str, Any]:
+        return super().of_runs() | {"widths": self.widths, "all_steps": self.all_steps}
 
 
-def points_of(folder: Path, mechanisms: Sequence[str]) -> list[Point]:
-    """Returns the results of a cell of the grid, one per mechanism and seed."""
+# Sizes of models by preset; the other options are those of `experiments.lm`.
+GRIDS: Mapping[str, Mapping[str, Any]] = {
+    "small": {},
+    "medium": {"widths": (64, 96, 128, 192), "all_steps": (250, 500, 1000, 2000)},
+    "long": {"all_steps": (60, 125, 250, 500)},
+    "gpu": {"widths": (128, 256, 384, 512), "all_steps": (60, 125, 250, 500)},
+}
+ABSENT: Mapping[str, Any] = dict.fromkeys(OF_ONE, 0)
+PRESETS = {
+    name: dataclasses.replace(preset, **ABSENT, **GRIDS[name])
+    for name, preset in presets(Config).items()
+}
+
+
+def points_of(folder: Path, mechanisms: Sequence[str]) -> tuple[list[Point], dict[str, str]]:
+    """Returns a point for each mechanism and seed of a folder, and the mechanisms left out."""
     path = folder / "summary.json"
-    runs = read_json(path, ("runs",), f"delete {folder} to train it again")["runs"]
+    found = read_json(path, ("runs", "left_out"), f"delete {folder} to train it again")
     keys = ("mechanism", "seed", "parameters", "tokens", "loss", "bits_per_byte", "learning_rate")
-    return [{key: run[key] for key in keys} for run in runs if run["mechanism"] in mechanisms]
+    runs = [run for run in found["runs"] if run["mechanism"] in mechanisms]
+    return [{key: run[key] for key in keys} for run in runs], found["left_out"]
 
 
-def compute(config: Config, task: Any, mechanism: str) -> int:
+def compute(config: TextOptions, task: Any, mechanism: str) -> int:
     """Returns the operations of a training step, from its jaxpr."""
     import jax
     import numpy as np
@@ -187,6 +220,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
                 ["mechanism", "width", "parameters", "tokens", "operations", "bits/byte"], points
             ),
             "Operations are those of all training steps, counted from the program.",
+            *report.on_left_out(summary),
             "## Configuration",
             f"`{summary['command']}`",
             f"{config}.",
@@ -195,7 +229,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
     )
 
 
-def draw(path: Path, summary: Mapping[str, Any]) -> None:
+def draw(summary: Mapping[str, Any]) -> Any:
     """Draws the loss against compute, with the frontier, and the fits against parameters."""
     import matplotlib
 
@@ -235,64 +269,80 @@ def draw(path: Path, summary: Mapping[str, Any]) -> None:
     axes[0].set(xlabel="training operations", ylabel="validation loss (nats per token)")
     axes[1].set(xlabel="parameters; a line for each number of tokens")
     legend_below(figure, list(axes[0].get_lines()[::2]), "mechanism")
-    partial = path.with_name(f"partial-{path.name}")
-    figure.savefig(partial, dpi=150)
-    plt.close(figure)
-    partial.replace(path)
+    return figure
 
 
-def run(options: Config) -> None:
-    """Trains the grid and writes the report."""
-    user_modules.load(options.imports)
-    options.check()
-    config = options.with_all()
-    made_by = command_of("scaling", options, PRESETS[options.preset])
-    prepared = config.prepare()
-    settings = {"experiment": "scaling", **config.of_folder(), **prepared}
-    for varied in ("width", "steps", "evaluate_every", "widths", "all_steps"):
-        settings.pop(varied)
-    folder = folders.path_of(
-        config.output, f"scaling-{config.label}-{folders.fingerprint(settings)}"
-    )
-    config.check_output(folder)
-    folders.check_folder(folder, settings)
-    points = []
-    with folders.claimed(folder, settings):
-        for name, cell in config.cells().items():
-            inner = folder / name
-            task = cell.make_task(inner)
-            left_out = checks.check_mechanisms(cell, task)
-            of_cell = {"experiment": "scaling", **cell.of_folder(), **prepared}
-            folders.check_folder(inner, of_cell)
-            with folders.claimed(inner, of_cell):
-                if not command.report.finished(inner, {**of_cell, **cell.of_runs()}):
-                    print(f"{name}:", flush=True)
-                    cell.save(task, inner)
-                    command.train_all(cell, inner, task, of_cell, made_by, left_out)
-            each = {m: cell.steps * compute(cell, task, m) for m in cell.mechanisms}
-            points += [
-                {**point, "width": cell.width, "compute": each[point["mechanism"]]}
-                for point in points_of(inner, cell.mechanisms)
-            ]
+def check_grid(config: Config, task: Any) -> dict[str, str]:
+    """Tries each mechanism at every width; returns and raises as `checks.check_mechanisms`."""
+    left_out: dict[str, str] = {}
+    for width, cell in {cell.width: cell for cell in config.cells().values()}.items():
+        for mechanism, reason in checks.check_mechanisms(cell, task).items():
+            left_out.setdefault(mechanism, f"width {width}: {reason}")
+    return left_out
+
+
+def train(
+    config: Config,
+    folder: Path,
+    task: Any,
+    settings: dict[str, Any],
+    made_by: str,
+    left_out: Mapping[str, str],
+    optional: Collection[str],
+) -> None:
+    """Trains the grid and writes the report; see `experiments.harness.command.run`.
+
+    A mechanism that is left out of the models of one size is left out of all.
+    """
+    from experiments.harness import figure
+
+    left_out, points = dict(left_out), []
+    cells = config.cells()
+    of_cells = {
+        name: settings | {key: getattr(cell, key) for key in OF_ONE} for name, cell in cells.items()
+    }
+    for name, of_cell in of_cells.items():
+        folders.check_folder(folder / name, of_cell)
+
+    @functools.cache
+    def of_step(mechanism: str, width: int) -> int:
+        return compute(next(c for c in cells.values() if c.width == width), task, mechanism)
+
+    for name, of_cell in of_cells.items():
+        kept = tuple(each for each in config.mechanisms if each not in left_out)
+        cell, inner = dataclasses.replace(cells[name], mechanisms=kept), folder / name
+        with folders.claimed(inner, of_cell):
+            if not report.finished(inner, {**of_cell, **cell.of_runs()}, optional):
+                print(f"{name}:", flush=True)
+                command.train_all(cell, inner, task, of_cell, made_by, {}, optional)
+        found, diverged = points_of(inner, kept)
+        left_out |= {mechanism: f"{name}: {reason}" for mechanism, reason in diverged.items()}
+        points += [{**point, "width": cell.width, "steps": cell.steps} for point in found]
+    points = [point for point in points if point["mechanism"] not in left_out]
+    for point in points:
+        point["compute"] = point.pop("steps") * of_step(point["mechanism"], point["width"])
+    kept = tuple(each for each in config.mechanisms if each not in left_out)
     summary = {
         "command": made_by,
-        "config": {**settings, "widths": config.widths, "all_steps": config.all_steps},
+        "config": {**settings, **config.of_runs(), "mechanisms": kept},
         "environment": machine.environment(),
         "points": points,
-        "fits": {m: fits_of([p for p in points if p["mechanism"] == m]) for m in config.mechanisms},
+        "fits": {m: fits_of([p for p in points if p["mechanism"] == m]) for m in kept},
+        "left_out": left_out,
     }
-    draw(folder / "scaling.png", summary)
-    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write_atomically(folder / "summary.md", markdown(summary))
-    print((folder / "summary.md").read_text(encoding="utf-8"))
-    print(f"In {folder}: summary.md, summary.json, scaling.png and a folder for each cell.")
+    figure.save(draw(summary), folder / "scaling.png")
+    report.write(folder, summary, markdown(summary))
+
+
+def read(folder: Path) -> str:
+    """Returns the text to print for a finished grid."""
+    return report.read_markdown(folder, "scaling.png and a folder for each size of model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     config = command.parse("scaling", PRESETS, argv)
-    stopped = "stopped; the same command resumes from the last checkpoint"
-    return outcome.exit_status(lambda: run(config), stopped)
+    return command.run("scaling", config, PRESETS[config.preset], check_grid, train, read)
 
 
 if __name__ == "__main__":

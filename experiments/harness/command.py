@@ -3,7 +3,7 @@
 import argparse
 import functools
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,42 +24,6 @@ def parse(experiment: str, known: Mapping[str, Config], argv: Sequence[str] | No
     default = known.get(preset.parse_known_args(argv)[0].preset, known["small"])
     program = f"python -m experiments.{experiment}"
     return tyro.cli(type(default), prog=program, args=argv, default=default)
-
-
-def run(experiment: str, options: Options, default: Options) -> int:
-    """Runs an experiment and prints its table; returns the exit status.
-
-    Args:
-      experiment: name; run folders begin with this name.
-      options: options of the experiment.
-      default: options of the same preset, to write down the command.
-    """
-
-    def work() -> None:
-        user_modules.load(options.imports)
-        options.check()
-        config, made_by = options.with_all(), command_of(experiment, options, default)
-        prepared = config.prepare()
-        settings = {"experiment": experiment, **config.of_folder(), **prepared}
-        name = f"{experiment}-{config.label}-{folders.fingerprint(settings)}"
-        folder = folders.path_of(config.output, name)
-        config.check_output(folder)
-        folders.check_folder(folder, settings)
-        # Mechanisms that `all` stands for are left out if they do not fit the task.
-        optional = set(config.mechanisms) - set(options.mechanisms)
-        if report.finished(folder, {**settings, **config.of_runs()}, optional):
-            print(f"This run is finished; to repeat it, delete {folder} or change --output.")
-        else:
-            task = config.make_task(folder)
-            left_out = checks.check_mechanisms(options, task)
-            print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
-            with folders.claimed(folder, settings):
-                config.save(task, folder)
-                train_all(config, folder, task, settings, made_by, left_out, optional)
-        config.finish(folder, settings)
-        print(report.read_report(folder))
-
-    return outcome.exit_status(work, "stopped; the same command resumes from the last checkpoint")
 
 
 def train_all(
@@ -145,3 +109,49 @@ def train_all(
     report.write_report(folder, compared, asked, task, made_by)
     figure.write_figures(folder, compared.runs, task)
     report.finish(folder)
+
+
+def run(
+    experiment: str,
+    options: Config,
+    default: Config,
+    check: Callable[[Any, Any], Any] = checks.check_mechanisms,
+    train: Callable[..., None] = train_all,
+    read: Callable[[Path], str] = report.read_report,
+) -> int:
+    """Runs an experiment and prints its report; returns the exit status.
+
+    Args:
+      experiment: name; run folders begin with this name.
+      options: options of the experiment.
+      default: options of the same preset, to write down the command.
+      check: `(options, task) -> checked`, which raises `UserError` before any training.
+      train: trains what is missing and writes the report, with the arguments of `train_all`; the
+        result of `check` takes the place of `left_out`.
+      read: returns the text to print, from the run folder.
+    """
+
+    def work() -> None:
+        user_modules.load(options.imports)
+        options.check()
+        config, made_by = options.with_all(), command_of(experiment, options, default)
+        settings = {"experiment": experiment, **config.of_folder(), **config.prepare()}
+        name = f"{experiment}-{config.label}-{folders.fingerprint(settings)}"
+        folder = folders.path_of(config.output, name)
+        config.check_output(folder)
+        folders.check_folder(folder, settings)
+        # Mechanisms that `all` stands for are left out if they do not fit the task.
+        optional = set(config.mechanisms) - set(options.mechanisms)
+        if report.finished(folder, {**settings, **config.of_runs()}, optional):
+            print(f"This run is finished; to repeat it, delete {folder} or change --output.")
+        else:
+            task = config.make_task(folder)
+            checked = check(options, task)
+            print(f"Writing to {folder}. If stopped, the same command resumes.", flush=True)
+            with folders.claimed(folder, settings):
+                config.save(task, folder)
+                train(config, folder, task, settings, made_by, checked, optional)
+        config.finish(folder, settings)
+        print(read(folder))
+
+    return outcome.exit_status(work, "stopped; the same command resumes from the last checkpoint")

@@ -52,17 +52,17 @@ def write_figures(folder: Path, runs: Sequence[dict[str, Any]], task: "Task") ->
         seeds.setdefault(run["mechanism"], []).append(run)
     measure = Measure.of(task)
     draw = _ranking if len(seeds) > MOST_CURVES else _curves
-    _save(draw(seeds, measure), folder / "results.png")
+    save(draw(seeds, measure), folder / "results.png")
     places = runs[0]["held_out"].get("validation", {}).get(BY_POSITION, {})
     if len(places) >= LEAST_PLACES:
-        _save(_positions(seeds), folder / "positions.png")
+        save(_positions(seeds), folder / "positions.png")
     decoding = {m: of for m, of in seeds.items() if of[0]["state_bytes"]}
     if measure.more_is_better and len({of[0]["state_bytes"] for of in decoding.values()}) > 2:
         x = "state_bytes", 1e3, "decode state (kB)"
-        _save(_against(*x, decoding, measure), folder / "states.png")
+        save(_against(*x, decoding, measure), folder / "states.png")
     if OPERATIONS in runs[0]:
         x = OPERATIONS, 1.0, "thousand operations of a call per token"
-        _save(_against(*x, seeds, measure), folder / "operations.png")
+        save(_against(*x, seeds, measure), folder / "operations.png")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,8 @@ class Measure:
         return run["held_out"][name][self.key] / self.unit
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Writes and closes a figure; a killed process leaves either the old file or the new file."""
     partial = path.with_name(f"partial-{path.name}")
     figure.savefig(partial, dpi=150)
     plt.close(figure)

@@ -162,7 +162,7 @@ def finished(folder: Path, settings: dict[str, Any], optional: Collection[str] =
     """
     if not (folder / "summary.md").is_file():
         return False
-    summary = _read_summary(folder)
+    summary = _read_summary(folder, ("config",))
     lacking = summary.get("left_out", {}).keys() & set(optional)
     wanted = json.loads(json.dumps(settings))
     if lacking:
@@ -193,19 +193,40 @@ def read_report(folder: Path) -> str:
     return "\n\n".join([*parts, *shown, *_on_speeds(summary), files])
 
 
-def _read_summary(folder: Path) -> dict[str, Any]:
+def write(folder: Path, summary: Mapping[str, Any], text: str) -> None:
+    """Writes `summary.json`, and then `summary.md`, which marks the results as finished."""
+    (folder / "summary.md").unlink(missing_ok=True)
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_atomically(folder / "summary.md", text)
+
+
+def read_markdown(folder: Path, files: str) -> str:
+    """Returns the text to print for finished results: `summary.md`, and what is in the folder."""
+    text = (folder / "summary.md").read_text(encoding="utf-8")
+    return f"{text}\nIn {folder}: summary.md, summary.json, {files}."
+
+
+def _read_summary(
+    folder: Path,
+    keys: tuple[str, ...] = ("schema", "mechanisms", "runs", "sweep", "config", "headline"),
+) -> dict[str, Any]:
     path, markdown = folder / "summary.json", folder / "summary.md"
     remedy = f"delete {markdown}, and the same command writes both again"
     if not path.is_file():
         raise UserError(f"{path} is gone; {remedy}")
-    keys = ("schema", "mechanisms", "runs", "sweep", "config", "headline")
     found = read_json(path, keys, f"delete it and {markdown}; the same command writes both again")
-    if found["schema"] != SCHEMA:
+    if found.get("schema", SCHEMA) != SCHEMA:
         raise UserError(
             f"{path} has version {found['schema']} of the results, and this program reads version "
             f"{SCHEMA}; choose another --output, or delete {folder} to start over"
         )
     return found
+
+
+def on_left_out(summary: Mapping[str, Any]) -> list[str]:
+    """Returns paragraphs on the mechanisms that have no results, if there are some."""
+    reasons = [f"- {name}: {reason}" for name, reason in summary.get("left_out", {}).items()]
+    return ["Left out:", "\n".join(reasons)] if reasons else []
 
 
 def _on_speeds(summary: dict[str, Any]) -> list[str]:
@@ -267,9 +288,7 @@ def _markdown(summary: dict[str, Any]) -> str:
     if by_set is not None:
         heading = summary["headline"].replace("_", " ")
         parts += [f"## Held-out sets: {heading}", by_set]
-    if summary.get("left_out"):
-        reasons = (f"- {name}: {reason}" for name, reason in summary["left_out"].items())
-        parts += ["Left out:", "\n".join(reasons)]
+    parts += on_left_out(summary)
     parts.append("![Results](results.png)")
     if summary["sweep"]:
         swept = [

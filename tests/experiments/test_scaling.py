@@ -4,14 +4,16 @@ import json
 
 import pytest
 
+from effattn import registry
 from experiments import scaling
+from experiments.harness import checks, command
 
 TINY = """--layers 1 --heads 2 --context 16 --batch 4 --eval-windows 4 --widths 8 12 16
     --all-steps 2 4 --optimiser adamw --mechanisms linear""".split()
 
 
 @pytest.mark.slow
-def test_a_grid_is_trained_once_and_fitted(tmp_path, folder_of_text, capsys):
+def test_a_grid_is_trained_once_and_fitted(tmp_path, folder_of_text, capsys, monkeypatch):
     command = [*TINY, "--corpus", str(folder_of_text), "--output", str(tmp_path / "run")]
     assert scaling.main(command) == 0
     capsys.readouterr()
@@ -21,10 +23,69 @@ def test_a_grid_is_trained_once_and_fitted(tmp_path, folder_of_text, capsys):
     assert by_size[8, 128]["compute"] * 2 == by_size[8, 256]["compute"]
     assert by_size[8, 128]["parameters"] < by_size[16, 128]["parameters"]
     assert (tmp_path / "run" / "scaling.png").is_file()
-    before = (tmp_path / "run" / "width8-steps2" / "summary.json").stat().st_mtime_ns
+    of_cell = tmp_path / "run" / "width8-steps2" / "summary.json"
+    before = of_cell.stat().st_mtime_ns
+    monkeypatch.setattr(scaling, "train", None)
     assert scaling.main(command) == 0
-    assert "step 2/2" not in capsys.readouterr().out
-    assert (tmp_path / "run" / "width8-steps2" / "summary.json").stat().st_mtime_ns == before
+    shown = capsys.readouterr().out
+    assert "This run is finished" in shown and "# Scaling laws" in shown
+    monkeypatch.undo()
+    assert scaling.main([*command, "--all-steps", "2", "4", "6"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 6/6" in shown and "step 4/4" not in shown and "step 2/2" not in shown
+    assert of_cell.stat().st_mtime_ns == before
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert len(summary["points"]) == 9 and summary["config"]["all_steps"] == [2, 4, 6]
+
+
+def test_mechanisms_that_do_not_fit_a_width_are_left_out_of_all(monkeypatch):
+    """Only those that `all` stands for: a mechanism that is named must fit."""
+    tried = []
+
+    def check(cell, task):
+        tried.append(cell.width)
+        return {"linear": "too wide"} if cell.width == 12 else {}
+
+    monkeypatch.setattr(checks, "check_mechanisms", check)
+    assert scaling.check_grid(scaling.Config(widths=(8, 12, 16)), None) == {
+        "linear": "width 12: too wide"
+    }
+    assert tried == [8, 12, 16]
+
+
+@pytest.mark.slow
+def test_mechanisms_that_diverge_in_a_model_are_left_out_of_the_table(
+    tmp_path, folder_of_text, capsys, monkeypatch
+):
+    def train_all(cell, folder, *arguments):
+        trained.append((folder.name, cell.mechanisms))
+        names = [name for name in cell.mechanisms if name != "linear" or cell.width < 12]
+        keys = ("seed", "parameters", "tokens", "loss", "bits_per_byte", "learning_rate")
+        values = (0, 1000 * cell.width, 64 * cell.steps, 3 - cell.width / 100 - cell.steps / 50)
+        runs = [dict(zip(keys, (*values, 2, 0.1), strict=True), mechanism=n) for n in names]
+        left_out = {name: "the loss became NaN" for name in cell.mechanisms if name not in names}
+        summary = {"runs": runs, "left_out": left_out}
+        (folder / "summary.json").write_text(json.dumps(summary))
+
+    trained = []
+    monkeypatch.setattr(command, "train_all", train_all)
+    monkeypatch.setattr(
+        registry, "names", lambda *_: ["softmax", "linear", "sliding_window", "longformer"]
+    )
+    folder = tmp_path / "run"
+    given = [*TINY, "--corpus", str(folder_of_text), "--output", str(folder)]
+    assert scaling.main([*given, "--mechanisms", "all"]) == 0, capsys.readouterr().err
+    assert "- linear: width12-steps2: the loss became NaN" in capsys.readouterr().out
+    assert dict(trained)["width12-steps2"] == ("softmax", "linear", "sliding_window", "longformer")
+    assert dict(trained)["width12-steps4"] == ("softmax", "sliding_window", "longformer")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {point["mechanism"] for point in summary["points"]} == {
+        "softmax",
+        "sliding_window",
+        "longformer",
+    }
+    assert scaling.main([*given, "--mechanisms", "all"]) == 0
+    assert "This run is finished" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -33,6 +94,9 @@ def test_a_grid_is_trained_once_and_fitted(tmp_path, folder_of_text, capsys):
         (["--widths", "8"], "--widths and --all-steps must give more than 5 models, got 8"),
         (["--widths", "8", "8"], "--widths must not repeat a value, got 8 8"),
         (["--all-steps"], "--all-steps needs at least one value, got none"),
+        (["--width", "8"], "--width must be left out: --widths gives the sizes of the models, got"),
+        (["--steps", "8"], "--steps must be left out: --all-steps gives the training steps of"),
+        (["--evaluate-every", "2"], "--evaluate-every must be left out: every model is evaluated"),
         (["--widths", "8", "9", "16"], "--width must be a multiple of --heads 2, got 9"),
     ],
 )
@@ -41,3 +105,9 @@ def test_grids_that_do_not_fit_are_refused(tmp_path, folder_of_text, capsys, mor
     assert scaling.main(command) == 1
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_presets_have_grids_of_their_own():
+    for preset in scaling.PRESETS.values():
+        preset.check()
+        assert len(preset.cells()) == 16
