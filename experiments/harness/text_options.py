@@ -37,6 +37,8 @@ class TextOptions(Options):
         super().check()
         checks.check_counts(self, "context", "eval_windows", "vocabulary")
         checks.require(self.context >= 4, self, "context", "must be at least 4")
+        good = self.tokenizer == "bpe" or self.vocabulary == type(self).vocabulary
+        checks.require(good, self, "vocabulary", "needs --tokenizer bpe")
         good = self.tokenizer != "bpe" or self.vocabulary > 256
         checks.require(good, self, "vocabulary", "must be above 256, the number of bytes")
 

@@ -17,7 +17,9 @@ Modules = Annotated[tuple[str, ...], tyro.conf.arg(name="import")]
 def load(names: Sequence[str]) -> None:
     """Imports modules from the current directory or `sys.path`.
 
-    A module adds its mechanisms to the others by `effattn.registry.register(...)`.
+    A module adds its mechanisms to the others by `effattn.registry.register(...)`. Runs are known
+    by the name of the mechanism, and finished runs are not trained again: a mechanism whose code
+    has changed needs another name, or the command another `--output`.
 
     Raises:
       UserError: a name is not that of a module, no such module exists, or importing the module
