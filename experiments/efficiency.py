@@ -45,7 +45,9 @@ class Config:
 
     quick: bool = False  # few mechanisms and lengths, in under five minutes
     mechanisms: tuple[str, ...] = ()  # registered names; default all, or four with --quick
-    imports: user_modules.Modules = ()  # Python modules that register mechanisms of their own
+    # Python modules that register mechanisms of their own. A mechanism whose code has changed needs
+    # another name, or the command another --output, as nothing is measured twice.
+    imports: user_modules.Modules = ()
     directions: tuple[Literal["causal", "bidirectional"], ...] = ()  # default both; quick: causal
     lengths: tuple[int, ...] = ()  # tokens, powers of two; default 256 to 1048576
     rounds: int = 5  # calls of each program
@@ -275,16 +277,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(config)
         user_modules.load(config.imports)
         names = chosen(config)
-        import effattn
         from experiments.costs import tables
 
-        environment = {"effattn": effattn.__version__, **machine.environment()}
         settings = {
             "experiment": "efficiency",
             "rounds": config.rounds,
             "seconds": config.seconds,
             "memory": memory_of(config),
-            "environment": environment,
+            "environment": machine.environment(),
         }
         folder = folders.path_of(config.output, f"efficiency-{folders.fingerprint(settings)}")
         with folders.claimed(folder, settings):

@@ -1,4 +1,4 @@
-"""Recovery of language models whose softmax attention is exchanged after training.
+"""Recovery of language models whose softmax attention is replaced after training.
 
 `python -m experiments.finetune` trains a model with softmax attention, converts it to other
 mechanisms by `effattn.nn.convert`, and trains the converted models on; `--help` lists the options.
@@ -20,7 +20,7 @@ from experiments.harness.text_options import TextOptions, presets
 
 COMPARED = ("sliding_window", "linear", "hedgehog")
 
-# The table shows the regained share of larger increases of the loss, in bits/byte.
+# Least increase of the loss, in bits/byte, for which the table shows the share that was regained.
 LEAST_INCREASE = 0.01
 
 # Lines of the figure.
@@ -46,9 +46,10 @@ class Config(TextOptions):
     mechanisms: tuple[str, ...] = COMPARED
     ways: tuple[Literal["finetune", "distill"], ...] = ("finetune", "distill")  # ways to recover
     seeds: tuple[int, ...] = (0,)  # seeds of parameters and order of the data
-    recovery_steps: int | None = None  # training steps after the conversion; default steps / 2
+    recovery_steps: int | None = None  # training steps after the conversion; default --steps / 2
     recovery_rate: float | None = None  # peak learning rate of recovery; default that of training
-    transfer: float = 0.5  # fraction of distillation on outputs of mixers; the rest is on logits
+    # Fraction of the steps of distillation that learn outputs of mixers; the others learn logits.
+    transfer: float = 0.5
     # Learning rates to try for recovery and from scratch; the best is used, by mechanism and way.
     sweep: tuple[float, ...] = ()
 
@@ -64,11 +65,12 @@ class Config(TextOptions):
         both = self.sweep and self.recovery_rate is not None
         checks.require(not both, self, "sweep", "must be left out if --recovery-rate is given")
         checks.require(0 <= self.transfer <= 1, self, "transfer", "must be a fraction from 0 to 1")
-        each = "all" not in self.mechanisms
-        checks.require(each, self, "mechanisms", "must name each, as some cannot be converted to")
         good = 0 < len(self.ways) == len(set(self.ways))
-        checks.require(good, self, "ways", "must name one way or more, each once")
-        same = "must stay, as converted models keep the feed-forward layers"
+        checks.require(good, self, "ways", "must name finetune, distill or both, each once")
+        each = "all" not in self.mechanisms
+        need = "must not be all, as models cannot be converted to some mechanisms"
+        checks.require(each, self, "mechanisms", need)
+        same = "must stay on, as converted models keep the feed-forward layers of the original"
         checks.require(self.equal_parameters, self, "equal_parameters", same)
 
     @property
@@ -171,30 +173,35 @@ def markdown(summary: Mapping[str, Any]) -> str:
         [mechanism, *(count(part, of[part]) for part in ("kept", "new", "dropped"))]
         for mechanism, of in summary["conversions"].items()
     ]
+    count_of_seeds = len(config["seeds"])
+    seeds = f"means over {count_of_seeds} seeds ± half of the 95 % interval"
+    seeds = seeds if count_of_seeds > 1 else "for one seed"
     environment = ", ".join(f"{key} {value}" for key, value in summary["environment"].items())
     settings = ", ".join(f"{key} {value}" for key, value in config.items())
     total = original["tokens"] + curve[last]["tokens"]
     return "\n\n".join(
         [
-            "# Recovery after the exchange of attention",
-            "![Loss against tokens of recovery](recovery.png)",
+            "# Recovery after softmax attention is replaced",
+            "![Loss against training tokens after the replacement](recovery.png)",
             markdown_table(header, rows),
-            f"Validation {heading}; means over {len(config['seeds'])} seed(s), ± half of the 95 "
-            "% interval. A converted model starts with the parameters of the original: the "
-            f"model with softmax attention, after {original['tokens']:,} training tokens. "
-            "`finetune` trains it on the loss of the language model (Kasai et al. 2021, T2R). "
-            f"`distill` spends {config['transfer']:.0%} of the tokens on the outputs of the "
-            "original's mixers (mean squared error on the original's inputs, mixer parameters "
-            "only; Zhang et al. 2024, LoLCATs), and the others on the original's predictions "
-            "(Kullback-Leibler divergence, all parameters). The learning rate decays over the "
-            "whole recovery, so columns of fewer tokens show a loss before the rate has "
-            "decayed. Regained: the share of the increase of the loss by the exchange that "
-            f"recovery undid, where the increase is above {LEAST_INCREASE:g}. From scratch: the "
-            f"same model after {total:,} tokens, as many as training and recovery together. The "
-            "decode state is that of one row at the length of the validation set.",
+            f"The losses are validation {heading}, {seeds}. A converted model starts with the "
+            "parameters of the original: the model with softmax attention, after "
+            f"{original['tokens']:,} training tokens. `finetune` trains it on the loss of the "
+            "language model (Kasai et al. 2021, T2R). `distill` trains it for "
+            f"{config['transfer']:.0%} of the tokens to give the outputs of the original's mixers "
+            "(mean squared error on the original's inputs, mixer parameters only;"
+            " Zhang et al. 2024, LoLCATs), and for the other tokens to give the original's "
+            "predictions (Kullback-Leibler divergence, all parameters). The learning rate decays "
+            "until the last step of recovery, so columns of fewer tokens show losses before the "
+            "rate has decayed. Regained: the replacement increases the loss, and this is the share "
+            f"of the increase that recovery undid, for increases above {LEAST_INCREASE:g}. From "
+            f"scratch: the same model trained on {total:,} tokens, as many as training and "
+            "recovery together. The decode state is that of one sequence as long as those of the "
+            "validation set.",
             "## Parameters of the conversion",
             markdown_table(["mechanism", "kept", "new", "dropped"], conversions),
-            "Numbers of values, random features included, by `effattn.nn.conversion`.",
+            "The table shows how many numbers each conversion keeps, adds and drops, random "
+            "features included, as reported by `effattn.nn.conversion`.",
             "## Configuration",
             f"`{summary['command']}`",
             f"{settings}.",
@@ -240,7 +247,7 @@ def draw(summary: Mapping[str, Any]) -> Any:
                 linestyle=LINES[way],
                 label=f"{mechanism}: {way}",
             )
-    axis.set(xlabel="training tokens after the exchange (millions)")
+    axis.set(xlabel="training tokens after the replacement (millions)")
     axis.set(ylabel=f"validation loss ({summary['heading']})")
     axis.grid(alpha=0.3)
     legend_below(figure, axis.get_lines(), "mechanism: way to recover")

@@ -33,7 +33,7 @@ class Config(TextOptions):
     A stopped run resumes when the same command is given again. A finished run prints its table.
     """
 
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every registered mechanism.
+    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
     mechanisms: tuple[str, ...] = COMPARED
     # Further held-out sets of needles and phone books, for bytes; see `experiments.tasks.probes`.
     probes: bool = False

@@ -29,7 +29,7 @@ class Config(TextOptions):
     finished run prints its table.
     """
 
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every registered mechanism.
+    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
     mechanisms: tuple[str, ...] = COMPARED
     seeds: tuple[int, ...] = (0, 1)  # seeds of parameters, order of the data and masks
     learning_rate: float | None = None  # peak learning rate; default 0.01 for muon, 0.003 for adamw

@@ -26,7 +26,7 @@ class Config(task_options.TaskOptions):
     A stopped run resumes when the same command is given again. A finished run prints its table.
     """
 
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every registered mechanism.
+    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
     mechanisms: tuple[str, ...] = COMPARED
 
     tasks: ClassVar[task_options.Tasks] = {**recall.TASKS, **copying.TASKS, **mad.TASKS}

@@ -40,7 +40,7 @@ class Config(TextOptions):
     table, and the folder may get a larger grid.
     """
 
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every registered mechanism.
+    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
     mechanisms: tuple[str, ...] = COMPARED
     widths: tuple[int, ...] = (32, 48, 64, 96)  # features per token, one model each
     all_steps: tuple[int, ...] = (125, 250, 500, 1000)  # training steps, one model each

@@ -32,7 +32,7 @@ class Config(Options):
     """
 
     task: str = "reverse"  # sort, reverse, dates, or a file of lines SOURCE, tab, TARGET
-    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every registered mechanism.
+    # NAME; NAME,OPTION=8; A/B by layer; A+B by head; all for every mechanism that fits the task.
     mechanisms: tuple[str, ...] = COMPARED
     side: Literal["encoder", "decoder", "cross_attention"] = "encoder"  # what has the mechanisms
     encoder: str = "softmax"  # mechanism of the encoder, if it is not the compared side
@@ -73,6 +73,8 @@ class Config(Options):
     def check(self) -> None:
         super().check()
         checks.check_counts(self, "examples", "held_out")
+        need = f"must be left out with --side {self.side}: --mechanisms names those of that side"
+        checks.require(getattr(self, self.side) == "softmax", self, self.side, need)
 
     @functools.cached_property
     def _pairs(self) -> pairs.Pairs:

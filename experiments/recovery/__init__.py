@@ -1,1 +1,1 @@
-"""Training of models whose attention is exchanged after training, for `experiments.finetune`."""
+"""Training of models whose attention is replaced after training, for `experiments.finetune`."""

@@ -217,11 +217,11 @@ def test_the_table_shows_the_share_of_the_loss_that_was_regained():
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--mechanisms", "all"], "--mechanisms must name each, as some cannot be converted to"),
+        (["--mechanisms", "all"], "--mechanisms must not be all, as models cannot be converted to"),
         (["--mechanisms", "mamba"], "--mechanisms: the mixer of 'mamba' has no projections"),
         (["--mechanisms", "nothing"], "--mechanisms: unknown mechanism 'nothing'"),
-        (["--ways", "distill", "distill"], "--ways must name one way or more, each once"),
-        (["--ways"], "--ways must name one way or more, each once, got none"),
+        (["--ways", "distill", "distill"], "--ways must name finetune, distill or both, each once"),
+        (["--ways"], "--ways must name finetune, distill or both, each once, got none"),
         (["--transfer", "1.5"], "--transfer must be a fraction from 0 to 1, got 1.5"),
         (["--recovery-steps", "0"], "--recovery-steps must be at least 1, got 0"),
         (["--recovery-rate", "0"], "--recovery-rate must be positive"),
@@ -229,7 +229,7 @@ def test_the_table_shows_the_share_of_the_loss_that_was_regained():
             ["--recovery-rate", "1", "--sweep", "1", "2"],
             "--sweep must be left out if --recovery-rate is given, got 1.0 2.0",
         ),
-        (["--no-equal-parameters"], "--equal-parameters must stay"),
+        (["--no-equal-parameters"], "--equal-parameters must stay on"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path, folder_of_text, capsys, more, sentence):

@@ -408,6 +408,7 @@ def test_a_folder_without_permission_is_refused(tmp_path, folder_of_text, capsys
         (["--sweep", "0.1", "inf"], "--sweep must be positive and finite in float32, got 0.1 inf"),
         (["--sweep", "0.1", "--learning-rate", "0.1"], "--sweep must be left out if"),
         (["--tokenizer", "bpe", "--vocabulary", "256"], "--vocabulary must be above 256, the"),
+        (["--vocabulary", "300"], "--vocabulary needs --tokenizer bpe, got 300"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(tmp_path, folder_of_text, capsys, more, sentence):

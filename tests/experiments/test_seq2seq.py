@@ -154,6 +154,7 @@ def test_files_that_are_no_pairs(tmp_path, capsys, text, message):
         (["--seeds", "1", "1"], "--seeds must not repeat a value, got 1 1"),
         (["--seeds", "99999999999"], "--seeds must be at most 2147483647, got 99999999999"),
         (["--learning-rate", "-1"], "--learning-rate must be positive and finite in float32, got"),
+        (["--encoder", "linear"], "--encoder must be left out with --side encoder: --mechanisms"),
         (["--held-out", "0"], "--held-out must be at least 1, got 0"),
         (["--mechanisms", "retention"], "--mechanisms: is_causal=False was given, but"),
         (["--mechanisms", "fnet"], "--mechanisms: "),

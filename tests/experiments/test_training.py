@@ -104,6 +104,7 @@ def test_the_loss_falls_and_every_measurement_is_written(run, programs, lines):
     assert record["loss"] < evaluations[0]["loss"] < math.log(16) + 0.5
     assert [r["tokens"] for r in records] == [r["step"] * 4 * LENGTH for r in records]
     assert {r["temporary_bytes"] for r in evaluations} == {programs.step.temporary_bytes}
+    assert programs.step.temporary_bytes > 0
 
 
 def losses(model, batch):
