@@ -15,6 +15,7 @@ if not __package__:  # run as `python experiments/scaling.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.harness import checks, command, folders, machine, report
+from experiments.harness.errors import UserError
 from experiments.harness.metrics import read_json
 from experiments.harness.report import markdown_table
 from experiments.harness.text_options import TextOptions, presets
@@ -59,7 +60,11 @@ class Config(TextOptions):
         enough = len(self.widths) * len(self.all_steps) * len(self.seeds) > 5
         checks.require(enough, self, "widths", "and --all-steps must give more than 5 models")
         for cell in self.cells().values():
-            cell.check()
+            try:
+                cell.check()
+            except UserError as error:
+                named = str(error).replace("--width ", "--widths ")
+                raise UserError(named.replace("--steps ", "--all-steps ")) from None
 
     def cells(self) -> dict[str, TextOptions]:
         """Returns the options of each width and number of steps, by the name of the folder."""

@@ -6,7 +6,7 @@ import pytest
 
 from effattn import registry
 from experiments import scaling
-from experiments.harness import checks, command
+from experiments.harness import checks, command, fits
 
 TINY = """--layers 1 --heads 2 --context 16 --batch 4 --eval-windows 4 --widths 8 12 16
     --all-steps 2 4 --optimiser adamw --mechanisms linear""".split()
@@ -69,6 +69,8 @@ def test_mechanisms_that_diverge_in_a_model_are_left_out_of_the_table(
 
     trained = []
     monkeypatch.setattr(command, "train_all", train_all)
+    monkeypatch.setattr(scaling, "compute", lambda cell, task, mechanism: cell.width)
+    monkeypatch.setattr(fits, "RESAMPLES", 3)
     monkeypatch.setattr(
         registry, "names", lambda *_: ["softmax", "linear", "sliding_window", "longformer"]
     )
@@ -97,7 +99,8 @@ def test_mechanisms_that_diverge_in_a_model_are_left_out_of_the_table(
         (["--width", "8"], "--width must be left out: --widths gives the sizes of the models, got"),
         (["--steps", "8"], "--steps must be left out: --all-steps gives the training steps of"),
         (["--evaluate-every", "2"], "--evaluate-every must be left out: every model is evaluated"),
-        (["--widths", "8", "9", "16"], "--width must be a multiple of --heads 2, got 9"),
+        (["--widths", "8", "9", "16"], "--widths must be a multiple of --heads 2, got 9"),
+        (["--all-steps", "0", "4"], "--all-steps must be at least 1, got 0"),
     ],
 )
 def test_grids_that_do_not_fit_are_refused(tmp_path, folder_of_text, capsys, more, sentence):
