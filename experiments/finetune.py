@@ -15,6 +15,7 @@ if not __package__:  # run as `python experiments/finetune.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.harness import checks, command, folders, machine, report
+from experiments.harness.naming import REFERENCE
 from experiments.harness.report import markdown_table
 from experiments.harness.text_options import TextOptions, presets
 
@@ -106,7 +107,6 @@ def runs_of(summary: Mapping[str, Any], way: str, mechanism: str) -> list[Record
 
 def markdown(summary: Mapping[str, Any]) -> str:
     """Returns the Markdown report."""
-    from experiments.harness.models import REFERENCE
     from experiments.harness.statistics import mean
 
     headline, heading = summary["headline"], summary["heading"]
@@ -225,7 +225,6 @@ def draw(summary: Mapping[str, Any]) -> Any:
 
     from effattn.analysis.style import COLOURS, MARKERS
     from experiments.harness.figure import legend_below
-    from experiments.harness.models import REFERENCE
 
     headline, config = summary["headline"], summary["config"]
     figure, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments.harness.errors import UserError
+from experiments.harness.naming import REFERENCE
 
 # Step counts and seeds are int32.
 MOST = 2**31 - 1
@@ -118,7 +119,7 @@ def check_mechanisms(config: Any, task: Any) -> dict[str, str]:
         alone = dataclasses.replace(config, **{**plain, option: text, "equal_parameters": False})
 
         def build(text: str = text, alone: Any = alone) -> None:
-            models.check_call(text, models.builder(models.REFERENCE, alone, task), task)
+            models.check_call(text, models.builder(REFERENCE, alone, task), task)
 
         check_mechanism(f"--{option.replace('_', '-')}", text, build)
     left_out = {}

@@ -50,6 +50,9 @@ def check_folder(folder: Path, settings: dict[str, Any]) -> None:
     there = read_json(folder / RECORD, (), f"{no_run} that can go on: choose another --output")
     here = json.loads(json.dumps(settings))
     differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    # Other experiments have other options, which would be a long list.
+    if "experiment" in differing:
+        differing = ["experiment"]
     if differing:
         details = ", ".join(f"{k} was {there.get(k)}, now {here.get(k)}" for k in differing)
         raise UserError(

@@ -16,12 +16,11 @@ from effattn.nn import (
 )
 from experiments.harness import mechanisms
 from experiments.harness.classifier import Classifier, Convolutional
-from experiments.harness.naming import options_of
+from experiments.harness.naming import REFERENCE, options_of
 from experiments.harness.options import Options
 from experiments.tasks.task import Task
 
 CONVOLUTIONAL = "convolutional_classifier"  # Kim 2014, a whole classifier
-REFERENCE = "softmax"  # all models get as many parameters as the model of this mechanism
 
 Build = Callable[[nnx.Rngs], nnx.Module]
 

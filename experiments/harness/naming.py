@@ -4,6 +4,9 @@ import ast
 import hashlib
 from typing import Any
 
+# Parameters and costs of all other mechanisms are compared with those of this one.
+REFERENCE = "softmax"
+
 # Folder names have at most 255 bytes; learning rate and seed follow the mechanism's name.
 LONGEST_NAME = 160
 

@@ -10,6 +10,7 @@ from experiments.harness import machine
 from experiments.harness.comparison import Comparison
 from experiments.harness.errors import UserError
 from experiments.harness.metrics import read_json, write_atomically
+from experiments.harness.naming import REFERENCE
 
 if TYPE_CHECKING:
     from experiments.tasks.task import Task
@@ -95,6 +96,23 @@ def sets_table(summary: Mapping[str, Any]) -> str | None:
         for row in rows
     ]
     return markdown_table(["mechanism", *names], cells)
+
+
+def relative_table(summary: Mapping[str, Any]) -> str | None:
+    """Returns training speed and memory relative to softmax attention as a Markdown table.
+
+    Returns:
+      None if softmax attention is not compared with anything.
+    """
+    rows = {row["mechanism"]: row for row in summary["mechanisms"]}
+    reference = rows.get(REFERENCE)
+    if reference is None or len(rows) == 1:
+        return None
+    keys = ("tokens_per_second", "temporary_bytes")
+    cells = [
+        [name, *(f"{row[key] / reference[key]:.2f}" for key in keys)] for name, row in rows.items()
+    ]
+    return markdown_table(["mechanism", "training speed", "step temporaries"], cells)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -287,6 +305,9 @@ def _markdown(summary: dict[str, Any]) -> str:
     if by_set is not None:
         heading = summary["headline"].replace("_", " ")
         parts += [f"## Held-out sets: {heading}", by_set]
+    relative = relative_table(summary)
+    if relative is not None:
+        parts += [f"## Relative to {REFERENCE}", relative]
     parts += on_left_out(summary)
     parts.append("![Results](results.png)")
     if summary["sweep"]:

@@ -7,12 +7,10 @@ from experiments.page.comparisons import COSTS, PERCENTAGES, Table, fronts
 
 def draw(path: Path, table: Table) -> bool:
     """Draws quality against each cost, one panel each; returns whether there is any panel."""
-    import matplotlib
-
-    matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
     from effattn.analysis.style import COLOURS
+    from experiments.harness.figure import save
 
     best = fronts(table)
     if not best:
@@ -37,10 +35,7 @@ def draw(path: Path, table: Table) -> bool:
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel(table.heading())
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"partial-{path.name}")
-    figure.savefig(partial, dpi=120)
-    plt.close(figure)
-    partial.replace(path)
+    save(figure, path)
     return True
 
 

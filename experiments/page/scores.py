@@ -5,9 +5,8 @@ from statistics import fmean
 from typing import Any
 
 from effattn.advice import quality
+from experiments.harness.naming import REFERENCE
 from experiments.page.comparisons import Table
-
-REFERENCE = "softmax"
 
 # A mechanism gets its scores once it is in so many tables of a direction: one task says little
 # about others.

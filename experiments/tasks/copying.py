@@ -98,9 +98,7 @@ class InductionHeads(Synthetic):
 
 TASKS: dict[str, dict[str, Synthetic]] = {
     "selective-copying": {
-        "small": SelectiveCopying(
-            vocabulary=16, copied=4, trained=((64,),), held_out_tokens=2**16
-        ),
+        "small": SelectiveCopying(vocabulary=16, copied=4, trained=((64,),), held_out_tokens=2**16),
         "published": SelectiveCopying(vocabulary=16, copied=16, trained=((4096,),)),
     },
     "induction": {

@@ -123,6 +123,15 @@ def test_the_headline_of_every_held_out_set_has_a_table_of_its_own():
     assert report.sets_table(summary_of(RUNS)) is None
 
 
+def test_costs_are_also_relative_to_softmax_attention():
+    runs = [*RUNS[:1], result("linear", 0, 2.4, tokens_per_second=3000.0, temporary_bytes=625_000)]
+    _, _, softmax, linear = report.relative_table(summary_of(runs)).splitlines()
+    assert softmax == "| softmax   |           1.00 |             1.00 |"
+    assert linear == "| linear    |           3.00 |             0.25 |"
+    assert report.relative_table(summary_of(RUNS[:2])) is None
+    assert report.relative_table(summary_of(RUNS[2:])) is None
+
+
 def test_word_perplexity_is_shown_where_words_are_defined():
     text = table_of([result("softmax", 0, 2.0, word_perplexity=321.04)])
     assert "word perplexity" in text and " 321.0 " in text
