@@ -380,10 +380,10 @@ def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
     ax.grid(alpha=0.3)
 
 
-def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.Corpus) -> None:
+def run(config: Config, folder: Path, made: dict[str, Any], corpus: corpora.Corpus) -> None:
     """Measures all errors and writes the report."""
     sources = {GAUSSIAN: functools.partial(gaussian, config)}
-    if settings["encoder"]:
+    if made["config"]["encoder"]:
         sources[PRETRAINED] = functools.partial(of_text, config, corpus)
     records: list[Record] = []
     ranks = {}
@@ -391,7 +391,7 @@ def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.
         found, ranks[source] = measure(source, make(), config)
         records += found
     write_figure(folder / "errors.png", records)
-    summary = {"config": settings, "errors": records, "effective_rank": ranks}
+    summary = {**made, "errors": records, "effective_rank": ranks}
     parts = [
         "# Errors of approximations of softmax attention",
         "Relative Frobenius distances from exact attention, of the attention matrix and of the "
@@ -401,8 +401,9 @@ def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.
         "![Errors against sizes](errors.png)",
         f"The effective rank of exact attention, of at most {config.length}:",
         ranks_table(ranks),
+        *report.configuration(made),
     ]
-    report.write(folder, summary, "\n\n".join(parts) + "\n")
+    report.write(folder, summary, "\n\n".join(parts))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -255,7 +255,7 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
     save(figure, path)
 
 
-def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.Corpus) -> None:
+def run(config: Config, folder: Path, made: dict[str, Any], corpus: corpora.Corpus) -> None:
     """Measures what is missing in the folder, and writes the report."""
     path = folder / "summary.json"
     records: list[Record] = []
@@ -264,7 +264,7 @@ def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.
         records = metrics.read_json(path, ("records",), remedy)["records"]
     done = {(r["task"], r["family"], r["size"]) for r in records}
     make = {"similarity": lambda: similarity(config, corpus), "atoms": lambda: atoms(config)}
-    tasks = ["similarity", "atoms"] if settings["encoder"] else ["atoms"]
+    tasks = ["similarity", "atoms"] if made["config"]["encoder"] else ["atoms"]
     measures: dict[str, Measure] = {}
     for case in cases(config, tasks):
         if case in done:
@@ -275,8 +275,7 @@ def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.
         kept = measures[task](family, size)
         records.append({"task": task, "family": family, "size": size, "kept": kept})
         print(f"{task}  {family}  size {size}: {kept:.3f}", flush=True)
-        summary = {"config": settings, "records": records}
-        metrics.write_atomically(path, json.dumps(summary, indent=2) + "\n")
+        metrics.write_atomically(path, json.dumps({**made, "records": records}, indent=2) + "\n")
     write_figure(folder / "kept.png", records)
     count = sum(len(tokens) > max(config.sizes) for tokens in tokens_of_reactions())
     parts = [
@@ -290,8 +289,9 @@ def run(config: Config, folder: Path, settings: dict[str, Any], corpus: corpora.
         f"tokens than the largest size. The size counts {counted()}.",
         table(records),
         "![Agreement with exact attention against the size](kept.png)",
+        *report.configuration(made),
     ]
-    report.write(folder, {"config": settings, "records": records}, "\n\n".join(parts) + "\n")
+    report.write(folder, {**made, "records": records}, "\n\n".join(parts))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -176,8 +176,6 @@ def markdown(summary: Mapping[str, Any]) -> str:
     count_of_seeds = len(config["seeds"])
     seeds = f"means over {count_of_seeds} seeds ± half of the 95 % interval"
     seeds = seeds if count_of_seeds > 1 else "for one seed"
-    environment = ", ".join(f"{key} {value}" for key, value in summary["environment"].items())
-    settings = ", ".join(f"{key} {value}" for key, value in config.items())
     total = original["tokens"] + curve[last]["tokens"]
     return "\n\n".join(
         [
@@ -202,10 +200,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
             markdown_table(["mechanism", "kept", "new", "dropped"], conversions),
             "The table shows how many numbers each conversion keeps, adds and drops, random "
             "features included, as reported by `effattn.nn.conversion`.",
-            "## Configuration",
-            f"`{summary['command']}`",
-            f"{settings}.",
-            f"{environment}.\n",
+            *report.configuration(summary),
         ]
     )
 

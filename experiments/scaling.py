@@ -202,8 +202,6 @@ def markdown(summary: Mapping[str, Any]) -> str:
         ]
         for p in summary["points"]
     ]
-    config = ", ".join(f"{key} {value}" for key, value in summary["config"].items())
-    environment = ", ".join(f"{key} {value}" for key, value in summary["environment"].items())
     header = ["mechanism", "alpha", "beta", "E (nats)", "parameters ~ compute^", "frontier slope"]
     return "\n\n".join(
         [
@@ -226,10 +224,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
             ),
             "Operations are those of all training steps, counted from the program.",
             *report.on_left_out(summary),
-            "## Configuration",
-            f"`{summary['command']}`",
-            f"{config}.",
-            f"{environment}.\n",
+            *report.configuration(summary),
         ]
     )
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.harness import checks, folders, outcome, report
+from experiments.harness import checks, folders, machine, outcome, report
 from experiments.harness.errors import UserError
+from experiments.harness.options import command_of
 from experiments.tasks import corpora
 
 
@@ -55,7 +56,8 @@ def run(
       experiment: name; run folders begin with this name.
       config: options.
       check: raises `UserError` if the options do not fit together.
-      measure: writes the report, from the options, the folder, its settings and the corpus.
+      measure: writes the report, from the options, the folder, what made the
+        report (command, configuration and environment) and the corpus.
       optional: results that need the pretrained encoder.
       figure: name of the figure.
       stopped: sentence to print after Ctrl-C.
@@ -78,7 +80,12 @@ def run(
             print(f"This run is finished; to repeat it, delete {folder} or change --output.\n")
         else:
             with folders.claimed(folder, settings):
-                measure(config, folder, settings, corpus)
+                made = {
+                    "command": command_of(experiment, config, type(config)()),
+                    "config": settings,
+                    "environment": machine.environment(),
+                }
+                measure(config, folder, made, corpus)
         if settings["encoder"] is None:
             print(f"To include {optional}: {encoder.INSTALL}\n")
         print(report.read_markdown(folder, f"{figure} and config.json"))

@@ -137,7 +137,7 @@ class Options(abc.ABC):
         return chosen | ({"imports": self.imports} if self.imports else {})
 
 
-def command_of(experiment: str, options: Options, default: Options) -> str:
+def command_of(experiment: str, options: Any, default: Any) -> str:
     """Returns the command line that gives these options.
 
     Args:

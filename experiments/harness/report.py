@@ -149,8 +149,8 @@ def write_report(
         "columns": dict(task.columns),
         "headline": task.headline,
         "more_is_better": task.more_is_better,
-        "prompted": getattr(task, "prompted", None),
-        "answered": getattr(task, "answered", None),
+        "prompted": task.prompted,
+        "answered": task.answered,
         "config": settings,
         "environment": machine.environment(),
         "at_once": comparison.at_once,
@@ -215,7 +215,7 @@ def write(folder: Path, summary: Mapping[str, Any], text: str) -> None:
     """Writes `summary.json`, and then `summary.md`, which marks the results as finished."""
     (folder / "summary.md").unlink(missing_ok=True)
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write_atomically(folder / "summary.md", text)
+    write_atomically(folder / "summary.md", text + "\n")
 
 
 def read_markdown(folder: Path, files: str) -> str:
@@ -239,6 +239,19 @@ def _read_summary(
             f"{SCHEMA}; choose another --output, or delete {folder} to start over"
         )
     return found
+
+
+def configuration(summary: Mapping[str, Any]) -> list[str]:
+    """Returns paragraphs on what made the results: command, configuration and environment."""
+
+    def plain(value: Any) -> str:
+        return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+    settings, environment = (
+        ", ".join(f"{key} {plain(value)}" for key, value in summary[part].items()) + "."
+        for part in ("config", "environment")
+    )
+    return ["## Configuration", f"`{summary['command']}`", settings, environment]
 
 
 def on_left_out(summary: Mapping[str, Any]) -> list[str]:
@@ -284,8 +297,6 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 def _markdown(summary: dict[str, Any]) -> str:
     rows, runs = summary["mechanisms"], summary["runs"]
-    config = ", ".join(f"{key} {_plain(value)}" for key, value in summary["config"].items())
-    machine = ", ".join(f"{key} {value}" for key, value in summary["environment"].items())
     parts = [
         f"# {summary['title']}",
         table(summary),
@@ -325,8 +336,7 @@ def _markdown(summary: dict[str, Any]) -> str:
             markdown_table(["mechanism", "learning rate", heading], swept),
             "Each mechanism's best rate was chosen on the validation set, with the first seed.",
         ]
-    parts += ["## Task", summary["reference"], "## Configuration", f"`{summary['command']}`"]
-    parts += [config + ".", machine + "."]
+    parts += ["## Task", summary["reference"], *configuration(summary)]
     if "sample" in runs[0]:
         parts.append(f"## Samples\n\n{summary['prompted']}:\n\n{_quoted(runs[0]['prompt'])}")
         for run in runs:
@@ -338,10 +348,6 @@ def _seeds(count: int) -> str:
     if count == 1:
         return "One seed,"
     return f"Means over {count} seeds, ± the standard deviation between them,"
-
-
-def _plain(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _sample(run: Row) -> str:

@@ -57,6 +57,9 @@ def test_both_halves_are_measured_and_drawn(
     assert sorted(path.name for path in output.iterdir()) == names
     assert (output / "errors.png").stat().st_size > 10_000
     summary = json.loads((output / "summary.json").read_text())
+    assert summary["command"].startswith("python -m experiments.approximation --sizes 2 5 ")
+    assert summary["environment"]["device"]
+    assert f"`{summary['command']}`" in (output / "summary.md").read_text()
     assert [len(r) for r in summary["effective_rank"].values()] == [1, small[0].num_layers]
     records = {(r["source"], r["family"], r["size"]): r for r in summary["errors"]}
     families = [approximation.BEST, *approximation.FAMILIES]

@@ -54,10 +54,9 @@ def test_atoms_are_measured_and_a_stopped_run_goes_on(
     assert downstream.main(command) == 0
     out = capsys.readouterr().out
     assert out.count("atoms  window  size 40") == 1 and encoder.INSTALL in out
-    kept = {
-        record["family"]: record["kept"]
-        for record in json.loads((output / "summary.json").read_text())["records"]
-    }
+    summary = json.loads((output / "summary.json").read_text())
+    assert f"`{summary['command']}`" in (output / "summary.md").read_text()
+    kept = {record["family"]: record["kept"] for record in summary["records"]}
     # Most atoms of the products are farther than 20 tokens from those of the reactants.
     assert kept["exact"] == 1 and kept["window"] < 0.3 and 0 < kept["means"] < 1
     assert (output / "kept.png").stat().st_size > 10_000
