@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -249,7 +250,7 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
             )
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
-        axis.set(title=task, xlabel="size", ylabel=MEASURES[task])
+        axis.set(title=task, xlabel="size", ylabel=textwrap.fill(MEASURES[task], 30))
         axis.grid(alpha=0.3)
     legend_below(figure, axes[0, 0].get_lines(), f"size: {counted()}")
     save(figure, path)
