@@ -102,6 +102,8 @@ def train_all(
             optional,
         )
     compared.left_out.update(left_out)
+    reported = {trials.key_of(run) for run in compared.runs + compared.sweep}
+    compared.others.extend(run for key, run in known.items() if key not in reported)
     for name, reason in compared.left_out.items():
         print(f"left out: {name} ({reason})", flush=True)
     asked = {**settings, **config.of_runs()}

@@ -21,12 +21,14 @@ class Comparison:
       sweep: one result per mechanism and learning rate tried, with the first seed.
       at_once: number of simultaneous runs.
       left_out: reasons why optional mechanisms have no results, by name.
+      others: results of earlier commands, with mechanisms, rates or seeds that are not compared.
     """
 
     runs: list[Result]
     sweep: list[Result]
     at_once: int = 1
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    others: list[Result] = dataclasses.field(default_factory=list)
 
 
 def planned_runs(mechanisms: int, rates: int, seeds: int) -> int:

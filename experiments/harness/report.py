@@ -157,6 +157,8 @@ def write_report(
         "mechanisms": summarise(comparison, task.columns, task.headline),
         "runs": comparison.runs,
         "sweep": comparison.sweep,
+        # Later commands may compare these again, also where the folders of the runs are gone.
+        "others": comparison.others,
         "left_out": comparison.left_out,
     }
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -189,11 +191,11 @@ def finished(folder: Path, settings: dict[str, Any], optional: Collection[str] =
 
 
 def earlier_runs(folder: Path) -> list[Row]:
-    """Returns all results of an earlier report in the folder."""
+    """Returns all results that an earlier report in the folder shows or keeps."""
     if not (folder / "summary.json").is_file():
         return []
     summary = _read_summary(folder)
-    return [*summary["sweep"], *summary["runs"]]
+    return [*summary["sweep"], *summary["runs"], *summary.get("others", ())]
 
 
 def read_report(folder: Path) -> str:
@@ -247,11 +249,19 @@ def configuration(summary: Mapping[str, Any]) -> list[str]:
     def plain(value: Any) -> str:
         return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
-    settings, environment = (
-        ", ".join(f"{key} {plain(value)}" for key, value in summary[part].items()) + "."
-        for part in ("config", "environment")
-    )
-    return ["## Configuration", f"`{summary['command']}`", settings, environment]
+    def listed(values: Mapping[str, Any]) -> str:
+        return ", ".join(f"{key} {plain(value)}" for key, value in values.items())
+
+    here: Mapping[str, str] = summary["environment"]
+    earlier: dict[str, list[str]] = {}
+    for run in summary.get("runs", ()):
+        there = run.get("environment", here)
+        if there != here:
+            name = f"{run['mechanism']} with seed {run['seed']}"
+            earlier.setdefault(listed(there), []).append(name)
+    texts = [listed(summary["config"]), listed(here)]
+    texts += [f"Made earlier, with {there}: {', '.join(of)}" for there, of in earlier.items()]
+    return ["## Configuration", f"`{summary['command']}`", *(f"{text}." for text in texts)]
 
 
 def on_left_out(summary: Mapping[str, Any]) -> list[str]:

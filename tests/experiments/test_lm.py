@@ -184,6 +184,9 @@ def test_runs_of_a_report_are_known_without_their_folders(copied, capsys):
     assert not list(output.glob("*/"))
     rows = json.loads((output / "summary.json").read_text())["mechanisms"]
     assert [(row["mechanism"], row["seeds"]) for row in rows] == [("linear", [7]), ("softmax", [7])]
+    # The report keeps the other seeds.
+    assert lm.main([*copied, "--mechanisms", "linear", "softmax", "--seeds", "0", "7"]) == 0
+    assert not list(output.glob("*/"))
 
 
 @pytest.mark.parametrize(

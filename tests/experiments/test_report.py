@@ -210,6 +210,12 @@ def test_a_report_is_finished_for_the_same_runs_alone(tmp_path, changes):
     assert not report.finished(tmp_path, {**chosen, **changes})
 
 
+def test_runs_of_other_versions_are_named(tmp_path):
+    write(tmp_path, [{**RUNS[0], "environment": {"effattn": "0.0.9", "jax": "0.1"}}, *RUNS[1:]])
+    text = (tmp_path / "summary.md").read_text()
+    assert "Made earlier, with effattn 0.0.9, jax 0.1: softmax with seed 0.\n" in text
+
+
 def test_a_report_says_what_it_left_out_and_is_finished_without_it(tmp_path):
     chosen = {"mechanisms": ["softmax", "linear"], **SETTINGS}
     left_out = {"performer": "the loss became NaN", "linformer": "it has too many parameters"}

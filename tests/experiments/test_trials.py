@@ -3,7 +3,7 @@ import types
 
 import pytest
 
-from experiments.harness import trials
+from experiments.harness import machine, trials
 from experiments.harness.errors import UserError
 from experiments.harness.schedules import Schedule
 from experiments.harness.trials import Trials, better, key_of
@@ -54,6 +54,7 @@ def test_a_result_has_the_record_and_all_held_out_sets(one):
         "state_bytes": 3,
         "held_out": {"validation": {"loss": 1.0}, "longer": {"loss": 2.0}, "at": 2.0},
         "sample": "seed 5",
+        "environment": machine.environment(),
         "curve": [record],
     }
     (run,) = one.trained
