@@ -13,10 +13,13 @@ matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from effattn.analysis.style import COLOURS, MARKERS
 from experiments.harness.report import SHARES
+from experiments.harness.statistics import front
 
 if TYPE_CHECKING:
     from experiments.tasks.task import Task
@@ -225,25 +228,54 @@ def _against(
     seeds: Mapping[str, Sequence[dict[str, Any]]],
     measure: Measure,
 ) -> Figure:
-    """Draws the mean of the measure over all held-out sets against a cost of the results."""
-    figure, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")
-    for index, (mechanism, runs) in enumerate(seeds.items()):
+    """Draws the mean of the measure over all held-out sets against a cost of the results.
+
+    Of many mechanisms only the Pareto front has colour and names.
+    """
+    points = {}
+    for mechanism, runs in seeds.items():
         each = [np.mean([measure.in_set(run, name) for name in run["held_out"]]) for run in runs]
-        axis.plot(
-            runs[0][key] / unit,
-            np.mean(each),
-            marker=MARKERS[index % len(MARKERS)],
-            color=COLOURS[index % len(COLOURS)],
-            linestyle="none",
-            label=mechanism,
-        )
-    axis.set_xscale("log")
-    for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
-        formatter("{x:g}")
+        points[mechanism] = runs[0][key] / unit, float(np.mean(each))
+    sign = 1 if measure.more_is_better else -1
+    best = front({name: (-x, sign * y) for name, (x, y) in points.items()})
+    many = len(points) > MOST_CURVES
+    figure, axis = plt.subplots(figsize=(10, 5.5), layout="constrained")
+    for index, (mechanism, point) in enumerate(points.items()):
+        if not many:
+            style = {"color": COLOURS[index], "marker": MARKERS[index], "label": mechanism}
+        else:
+            style = {"color": COLOURS[0] if mechanism in best else "silver", "marker": "o"}
+        axis.plot(*point, linestyle="none", **style)
+        if many and mechanism in best:
+            name_point(axis, mechanism, *point)
+    set_costs(axis)
     axis.set(xlabel=label, ylabel=f"mean of all held-out sets: {measure.name}")
     axis.grid(alpha=0.3)
-    legend_below(figure, axis.get_lines(), "mechanism")
+    if many:
+        better = "more" if measure.more_is_better else "less"
+        axis.set_title(
+            f"{better} is better; names: no mechanism is better in both numbers", fontsize=10
+        )
+    else:
+        legend_below(figure, axis.get_lines(), "mechanism")
     return figure
+
+
+def name_point(axis: Axes, name: str, x: float, y: float) -> None:
+    """Writes a name beside a point; names of neighbours rarely meet, as they rise to the right."""
+    axis.annotate(name, (x, y), (3, 3), textcoords="offset points", fontsize=7, rotation=25)
+
+
+def set_costs(axis: Axes) -> None:
+    """Makes the horizontal axis logarithmic, with plain numbers, and leaves room for names."""
+    axis.set_xscale("log")
+    axis.margins(x=0.15, y=0.15)
+    low, high = axis.get_xlim()
+    # Over several decades there is no room for more numbers.
+    axis.xaxis.set_minor_locator(LogLocator(subs=(2, 5) if high > 10 * low else range(2, 10)))
+    for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
+        formatter("{x:g}")
+    axis.tick_params(axis="x", which="both", labelsize=8)
 
 
 def _array(seeds: Sequence[Sequence[dict[str, Any]]], key: str) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Means with confidence intervals."""
+"""Means with confidence intervals, and Pareto fronts."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from scipy import stats
@@ -30,3 +30,17 @@ def mean(values: Sequence[float]) -> Mean:
     quantile = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1))
     half = quantile * statistics.stdev(values) / math.sqrt(len(values))
     return Mean(statistics.fmean(values), half)
+
+
+def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Returns the names that no other name beats in both numbers, of which more is better."""
+
+    def beaten(name: str) -> bool:
+        x, y = points[name]
+        return any(
+            (a >= x and b >= y) and (a > x or b > y)
+            for other, (a, b) in points.items()
+            if other != name
+        )
+
+    return sorted((name for name in points if not beaten(name)), key=lambda name: points[name])

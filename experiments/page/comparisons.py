@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments.harness.report import SHARES, markdown_table
-from experiments.harness.statistics import Mean, mean
+from experiments.harness.statistics import Mean, front, mean
 from experiments.page.published import Published
 from experiments.page.results import Result
 
@@ -107,6 +107,11 @@ class Table(Result):
         values = self.measured(self.sets[0])
         return sorted(values, key=lambda mechanism: -self.sign * values[mechanism].value)
 
+    @property
+    def shared_machine(self) -> bool:
+        """True if runs were trained at the same time."""
+        return self.summary.get("at_once", 1) > 1
+
     def costs(self, cost: str) -> dict[str, float]:
         """Returns a cost of each mechanism that has it, as a mean over seeds."""
         value = COSTS[cost][2]
@@ -122,26 +127,15 @@ def in_seeds(counts: Sequence[int]) -> str:
     return "one seed" if list(counts) == [1] else f"{' or '.join(map(str, counts))} seeds"
 
 
-def front(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Returns the names that no other name beats in both numbers, of which more is better."""
-
-    def beaten(name: str) -> bool:
-        x, y = points[name]
-        return any(
-            (a >= x and b >= y) and (a > x or b > y)
-            for other, (a, b) in points.items()
-            if other != name
-        )
-
-    return sorted((name for name in points if not beaten(name)), key=lambda name: points[name])
-
-
 def fronts(table: Table) -> dict[str, list[str]]:
-    """Returns the Pareto front of quality and each cost that at least two mechanisms have."""
+    """Returns the Pareto front of quality and each cost that at least two mechanisms have.
+
+    Speeds of runs that shared the machine cannot be compared.
+    """
     quality = {m: table.sign * v.value for m, v in table.measured(table.sets[0]).items()}
     found = {}
     for cost, (sign, _, _) in COSTS.items():
-        costs = table.costs(cost)
+        costs = {} if cost == "speed" and table.shared_machine else table.costs(cost)
         if len(costs) > 1:
             found[cost] = front({m: (sign * value, quality[m]) for m, value in costs.items()})
     return found
@@ -200,6 +194,8 @@ def section(table: Table, published: Published, results: str, image: str | None)
             "Pareto fronts: in each list no mechanism of the table is better in both quality and "
             f"the named cost. {_sentence(lists)}."
         )
+    if table.shared_machine:
+        parts.append("Speeds are not compared, because several runs shared the machine.")
     if image is not None:
         parts += [
             f"![Quality against costs in {table.name}]({image})",

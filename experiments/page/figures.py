@@ -10,7 +10,7 @@ def draw(path: Path, table: Table) -> bool:
     import matplotlib.pyplot as plt
 
     from effattn.analysis.style import COLOURS
-    from experiments.harness.figure import save
+    from experiments.harness.figure import name_point, save, set_costs
 
     best = fronts(table)
     if not best:
@@ -26,12 +26,9 @@ def draw(path: Path, table: Table) -> bool:
             colour = COLOURS[0] if mechanism in named else "silver"
             axis.plot(x, y, "o", color=colour, markersize=5)
             if mechanism in named:
-                axis.annotate(mechanism, (x, y), (3, 3), textcoords="offset points", fontsize=7)
-        axis.set(xscale="log", xlabel=COSTS[cost][1])
-        axis.margins(x=0.15)
-        for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
-            formatter("{x:g}")
-        axis.tick_params(axis="x", which="both", labelsize=8)
+                name_point(axis, mechanism, x, y)
+        set_costs(axis)
+        axis.set(xlabel=COSTS[cost][1])
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel(table.heading())
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,8 @@ NUMBERS = [
 LEARNT = re.compile("bits/byte|perplexity|loss|error|matches|accuracy")
 # Speeds differ from run to run, even of the same program.
 SPEEDS = re.compile(r"/s$|per_second|seconds|^step$")
+# Settings are often equal, and say nothing about results.
+SETTINGS = re.compile("^learning[ _]rate$")
 # Several mechanisms may solve a task.
 PERFECT = {1.0, 0.0, "100.0 %", "0.0 %"}
 FIGURE = re.compile(r"^[-+]?\d[\d.,]*([eE][-+]?\d+)?( ?(±.*|%|×|[kMG]?B|ms|s))?$")
@@ -78,6 +80,9 @@ def leaves(value, name=""):
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, f"{name}.{index}")
     elif isinstance(value, float):
         yield name, value
 
@@ -85,11 +90,12 @@ def leaves(value, name=""):
 def repeated(rows):
     """Returns the first two rows with equal numbers; speeds are compared only if nothing else is.
 
-    Perfect scores are left out, and rows with fewer than two other numbers are skipped.
+    Rows with fewer than two numbers that are neither settings nor perfect scores are skipped.
     """
     for (one, first), (other, second) in itertools.combinations(rows, 2):
         named = {name for name in one if not SPEEDS.search(name)} or {*one}
-        telling = {name for name in named if one[name] not in PERFECT}
+        results = {name for name in named if not SETTINGS.search(name)}
+        telling = {name for name in results if one[name] not in PERFECT}
         if len(telling) > 1 and one.keys() == other.keys():
             if all(one[name] == other[name] for name in named):
                 return first, second
@@ -113,6 +119,20 @@ def test_no_two_records_are_equal(path):
 def test_two_mechanisms_may_solve_a_task():
     header = "| mechanism | accuracy | learning rate |\n|---|---:|---:|\n"
     (rows,) = rows_of_text(header + "| lstm | 100.0 % | 0.01 |\n| gru | 100.0 % | 0.01 |\n")
+    assert repeated(rows) is None
+
+
+def test_equal_accuracies_of_one_set_are_told_apart_by_other_sets():
+    means = {"accuracy": 0.875, "learning_rate": 0.1}
+    records = [
+        {"mechanism": name, "held_out": {"short": [0.875, None], "long": [long, None]}, **means}
+        for name, long in (("softmax", 0.8), ("bigbird", 0.4), ("random", 0.4))
+    ]
+    (rows, *_) = rows_of_numbers({"mechanisms": records})
+    assert repeated(rows[:2]) is None
+    assert repeated(rows) == tuple(records[1:])
+    header = "| mechanism | accuracy | learning rate |\n|---|---:|---:|\n"
+    (rows,) = rows_of_text(header + "| based | 99.9 % | 0.1 |\n| softmax | 99.9 % | 0.1 |\n")
     assert repeated(rows) is None
 
 

@@ -13,7 +13,7 @@ import effattn.advice.quality
 from effattn import registry
 from experiments import lra, recall, report, states
 from experiments.harness.report import SCHEMA
-from experiments.harness.statistics import Mean, mean
+from experiments.harness.statistics import Mean, front, mean
 from experiments.page import comparisons, figures, published, results, scores
 
 # Mechanism: accuracies of the seeds, decode state and speeds of the seeds.
@@ -193,13 +193,17 @@ def test_only_results_that_say_how_they_were_made_are_shown(folder, table):
 
 def test_a_front_has_what_nothing_else_beats(table):
     points = {"a": (1.0, 5.0), "b": (2.0, 4.0), "c": (1.5, 3.0), "d": (3.0, 1.0), "e": (1.0, 5.0)}
-    assert sorted(comparisons.front(points)) == ["a", "b", "d", "e"]
+    assert sorted(front(points)) == ["a", "b", "d", "e"]
     fronts = comparisons.fronts(table)
     assert set(fronts["decode state"]) == {"softmax", "linear"}
     # The speed is the mean over the seeds: the first seed of retention is faster than that.
     assert set(fronts["speed"]) == {"softmax", "linear"}
     assert table.costs("speed")["retention"] == pytest.approx(4e-3)
     assert "operations" not in fronts
+    table.summary["at_once"] = 3
+    assert "speed" not in comparisons.fronts(table)
+    text = comparisons.section(table, published.Published({}, []), "results", None)
+    assert "Speeds are not compared, because several runs shared the machine." in text
 
 
 def test_an_order_that_is_not_the_published_one_is_named(table):

@@ -349,6 +349,19 @@ def test_accuracy_is_shown_against_the_state_of_three_mechanisms_that_decode(tmp
     assert len({line.get_marker() for line in axis.lines}) == 3
 
 
+def test_many_mechanisms_are_named_where_nothing_beats_them(tmp_path, drawn):
+    # More accuracy takes more state, but for the last mechanism.
+    runs = [share(f"m{i}", 0, 0.1 * i, 0.1 * i, state_bytes=1000 * (i + 1)) for i in range(9)]
+    figure.write_figures(
+        tmp_path, [*runs, share("last", 0, 0.0, 0.0, state_bytes=9999)], Accurate()
+    )
+    (axis,) = drawn[1].axes
+    assert [text.get_text() for text in axis.texts] == [f"m{i}" for i in range(9)]
+    assert [line.get_xdata()[0] for line in axis.lines] == [*range(1, 10), 9.999]
+    *best, last = [line.get_color() for line in axis.lines]
+    assert set(best) == {figure.COLOURS[0]} and last == "silver"
+
+
 @pytest.mark.parametrize("places", [7, 8])
 def test_losses_by_position_are_drawn_for_long_windows(tmp_path, drawn, places):
     by_position = {str(2**place): 8.0 - place for place in range(places)}
