@@ -230,7 +230,7 @@ def _against(
 ) -> Figure:
     """Draws the mean of the measure over all held-out sets against a cost of the results.
 
-    Of many mechanisms only the Pareto front has colour and names.
+    Only the Pareto front of many mechanisms has colour and names.
     """
     points = {}
     for mechanism, runs in seeds.items():
