@@ -10,7 +10,6 @@ options.
 
 import dataclasses
 import json
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ if not __package__:  # run as `python experiments/efficiency.py`
 
 from experiments.harness import checks, folders, machine, metrics, outcome, user_modules
 from experiments.harness.errors import UserError
+from experiments.harness.options import command_of
 
 LENGTHS = tuple(2**n for n in range(8, 21))
 QUICK_LENGTHS = (256, 1024, 4096, 16384)
@@ -299,8 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 measure_plain(folder),
                 memory_of(config),
             )
-            given = sys.argv[1:] if argv is None else argv
-            command = shlex.join(["python", "-m", "experiments.efficiency", *given])
+            command = command_of("efficiency", config, Config())
             write_summary(folder, config, settings, results, command)
         print((folder / "summary.md").read_text(encoding="utf-8"))
         print(f"In {folder}: summary.md, summary.json, figures, and a file for each measurement.")

@@ -21,6 +21,9 @@ def test_a_run_measures_what_is_missing_and_writes_a_summary(tmp_path, monkeypat
     few = ["128", "--directions", "causal", "--mechanisms"]
     assert efficiency.main([*argv, *few, "aft_simple"]) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
+    command = summary["command"]
+    assert command.startswith("python -m experiments.efficiency") and "aft_simple" in command
+    assert "--output" not in command
     assert {r["mechanism"] for r in summary["layers"]} == {"softmax", "aft_simple"}
     exact, other = (r for r in summary["layers"] if r["length"] == 128)
     for which in layers.PASSES:
