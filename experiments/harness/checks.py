@@ -134,4 +134,7 @@ def check_mechanisms(config: Any, task: Any) -> dict[str, str]:
             if text in config.mechanisms:
                 raise
             left_out[text] = str(error).removeprefix("--mechanisms: ")
+    if len(left_out) == len(config.with_all().mechanisms):
+        name, reason = next(iter(left_out.items()))
+        raise UserError(f"--mechanisms: no mechanism fits; {name}: {reason}")
     return left_out

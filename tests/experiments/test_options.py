@@ -6,6 +6,8 @@ import pytest
 import tyro
 
 from experiments import lm, mlm, seq2seq
+from experiments.harness import checks, models
+from experiments.harness.errors import UserError
 from experiments.harness.options import OF_RUNS, command_of
 from tests.experiments.counting import Options
 
@@ -60,3 +62,21 @@ def test_the_runs_of_a_report_are_those_that_are_asked_for():
     assert config.of_runs() == chosen
     assert lm.parse(["--import", "a"]).of_runs()["imports"] == ("a",)
     assert mlm.Config().of_runs()["learning_rate"] == (0.01,)
+
+
+def test_mechanisms_of_all_that_cannot_be_built_are_left_out(monkeypatch):
+    failing = {"linear"}
+
+    def build(text, config, task):
+        if text in failing:
+            raise ValueError("too large")
+
+    monkeypatch.setattr(models, "builder", build)
+    monkeypatch.setattr(models, "check_call", lambda *arguments: None)
+    some = lm.parse(["--mechanisms", "softmax", "all"])
+    assert checks.check_mechanisms(some, None) == {"linear": "too large"}
+    with pytest.raises(UserError, match="--mechanisms: too large"):
+        checks.check_mechanisms(lm.parse(["--mechanisms", "linear", "all"]), None)
+    failing.update(some.with_all().mechanisms)
+    with pytest.raises(UserError, match="no mechanism fits; softmax: too large"):
+        checks.check_mechanisms(lm.parse(["--mechanisms", "all"]), None)
