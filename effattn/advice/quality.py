@@ -18,8 +18,9 @@ The file `quality.json` beside this module is optional. Its schema:
 
 `relative` is 1 for softmax attention, and larger is better: for a measure of which less is better,
 it is the value of softmax attention divided by that of the mechanism. `source` names the table and
-its number of seeds; `python -m experiments.report` writes the file from tables with softmax
-attention, and leaves out mechanisms that are in fewer than three tables of a direction.
+its number of seeds; `python -m experiments.report` writes the file from tables of twelve or more
+mechanisms, softmax attention among them, and leaves out mechanisms that are in fewer than three
+such tables of a direction.
 """
 
 import json

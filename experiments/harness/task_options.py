@@ -48,7 +48,7 @@ class TaskOptions(Options):
         if name not in self.tasks:
             raise UserError(f"--task must be one of {', '.join(self.tasks)}, got {name!r}")
         task = self.tasks[name][self.preset]
-        known = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+        known = {field.name: _example(task, field) for field in dataclasses.fields(task)}
         known = {key: value for key, value in known.items() if isinstance(value, LITERALS)}
         for option, value in given.items():
             if option not in known:
@@ -80,6 +80,12 @@ class TaskOptions(Options):
 
     def make_task(self, folder: Path) -> Task:
         return self._task
+
+
+def _example(task: Task, field: dataclasses.Field[Any]) -> Any:
+    """Returns the value of a task's field, a float if the field takes one."""
+    value = getattr(task, field.name)
+    return float(value) if field.type is float else value
 
 
 def _is_like(value: Any, example: Any) -> bool:

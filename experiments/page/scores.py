@@ -8,9 +8,10 @@ from effattn.advice import quality
 from experiments.harness.naming import REFERENCE
 from experiments.page.comparisons import Table
 
-# A mechanism gets its scores once it is in so many tables of a direction: one task says little
-# about others.
-LEAST_TABLES = 3
+# A table counts if it has so many mechanisms by their plain name: a rank among few would put a weak
+# mechanism before better ones that were not measured. A mechanism gets its scores once it is in so
+# many such tables of a direction: one task says little about others.
+LEAST_MECHANISMS, LEAST_TABLES = 12, 3
 
 # Largest score, so that one task that softmax attention fails does not decide alone.
 MOST = 2.0
@@ -24,7 +25,10 @@ def scores(tables: Sequence[Table]) -> dict[str, Any]:
     found: dict[tuple[bool, str], list[dict[str, Any]]] = {}
     for table in tables:
         is_causal = bool(table.summary["is_causal"])
-        for mechanism in filter(str.isidentifier, table.runs):
+        mechanisms = [name for name in table.runs if name.isidentifier()]
+        if len(mechanisms) < LEAST_MECHANISMS:
+            continue
+        for mechanism in mechanisms:
             score = relative(table, mechanism)
             if score is not None:
                 version = table.environment.get("effattn", "?")

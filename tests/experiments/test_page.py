@@ -243,7 +243,13 @@ def test_the_page_says_if_nothing_could_be_compared(table):
     assert len(published.sections([table], none)) == 2
 
 
-def test_the_page_shows_results_and_the_adviser_reads_the_scores(folder, tmp_path):
+@pytest.fixture
+def few(monkeypatch):
+    """Tables of two mechanisms count."""
+    monkeypatch.setattr(scores, "LEAST_MECHANISMS", 2)
+
+
+def test_the_page_shows_results_and_the_adviser_reads_the_scores(few, folder, tmp_path):
     text = run(folder, tmp_path)
     assert "| softmax        | 95.0 ± 12.4 | 47.5 ± 6.2 | 0.050 ± 0.124 |" in text
     assert "toys: accuracy (%)" in text and "(s)" not in text
@@ -272,7 +278,7 @@ def test_the_page_shows_results_and_the_adviser_reads_the_scores(folder, tmp_pat
     ]
 
 
-def test_a_mechanism_in_few_tables_gets_no_score(table):
+def test_a_mechanism_in_few_tables_gets_no_score(few, table):
     rare = summary(runs=[run for run in table.summary["runs"] if run["mechanism"] != "linear"])
     tables = [table, table, comparisons.Table(table.folder, rare)]
     assert {result["mechanism"] for result in scores.scores(tables)["results"]} == {
@@ -281,7 +287,12 @@ def test_a_mechanism_in_few_tables_gets_no_score(table):
     }
 
 
-def test_a_score_is_bounded_and_one_seed_is_marked(folder):
+def test_a_table_of_few_mechanisms_gives_no_scores(table):
+    assert len([name for name in table.runs if name.isidentifier()]) < scores.LEAST_MECHANISMS
+    assert scores.scores([table] * 3)["results"] == []
+
+
+def test_a_score_is_bounded_and_one_seed_is_marked(few, folder):
     one = [run for run in summary()["runs"] if run["seed"] == 0]
     weak = [{**r, "held_out": {"a": {"bits": 9.0 if r["mechanism"] == "softmax" else 1.0}}}
             for r in one]  # fmt: skip
@@ -325,7 +336,7 @@ def test_other_experiments_have_sections(folder, tmp_path):
     assert "best of that rank" not in text
 
 
-def test_the_page_is_quick_and_the_same_when_it_is_written_twice(folder, tmp_path):
+def test_the_page_is_quick_and_the_same_when_it_is_written_twice(few, folder, tmp_path):
     for number in range(5):
         shutil.copytree(folder / "toys", folder / f"toys-{number}")
     begin = time.process_time()

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import pathlib
 import re
 
 import pytest
 
-from experiments import recall
+from experiments import lra, recall
 from experiments.harness import command, task_options
 from experiments.harness.errors import UserError
 from experiments.tasks import images
@@ -100,6 +101,16 @@ def test_options_have_the_form_of_those_of_the_preset(task, sentence):
     else:
         with pytest.raises(UserError, match=sentence):
             recall.Config(task=task).check()
+
+
+def test_a_whole_number_in_the_preset_does_not_make_an_option_whole():
+    preset = lra.Config.tasks["pathfinder"]["small"]
+    assert isinstance(preset.seed_distance, int)
+    config = lra.Config(task="pathfinder,seed_distance=4.5")
+    config.check()
+    assert config.make_task(pathlib.Path()).seed_distance == 4.5
+    with pytest.raises(UserError, match=r"option dashes must be like 6, got 6\.0"):
+        lra.Config(task="pathfinder,dashes=6.0").check()
 
 
 def test_options_are_literals(monkeypatch):
