@@ -50,7 +50,7 @@ class Config(TextOptions):
     recovery_steps: int | None = None  # training steps after the conversion; default --steps / 2
     recovery_rate: float | None = None  # peak learning rate of recovery; default that of training
     # Fraction of the steps of distillation that learn outputs of mixers; the others learn logits.
-    transfer: float = 0.5
+    transfer: float | None = None  # default 0.5
     # Learning rates to try for recovery and from scratch; the best is used, by mechanism and way.
     sweep: tuple[float, ...] = ()
 
@@ -65,9 +65,13 @@ class Config(TextOptions):
             checks.check_positive(self, "recovery_rate")
         both = self.sweep and self.recovery_rate is not None
         checks.require(not both, self, "sweep", "must be left out if --recovery-rate is given")
-        checks.require(0 <= self.transfer <= 1, self, "transfer", "must be a fraction from 0 to 1")
         good = 0 < len(self.ways) == len(set(self.ways))
         checks.require(good, self, "ways", "must name finetune, distill or both, each once")
+        if self.transfer is not None:
+            good = 0 <= self.transfer <= 1
+            checks.require(good, self, "transfer", "must be a fraction from 0 to 1")
+            good = "distill" in self.ways
+            checks.require(good, self, "transfer", "must be left out without distill in --ways")
         each = "all" not in self.mechanisms
         need = "must not be all, as models cannot be converted to some mechanisms"
         checks.require(each, self, "mechanisms", need)
@@ -83,9 +87,14 @@ class Config(TextOptions):
     def steps_of_recovery(self) -> int:
         return self.recovery_steps or max(1, self.steps // 2)
 
+    @property
+    def fraction_of_transfer(self) -> float:
+        return 0.5 if self.transfer is None else self.transfer
+
     def of_folder(self) -> dict[str, Any]:
         """Returns the options that are the same for all runs of a folder: those of originals."""
         given = super().of_folder() | {
+            "transfer": self.fraction_of_transfer,
             "learning_rate": self.original_rate,
             "recovery_steps": self.steps_of_recovery,
             "evaluate_every": self.evaluate_every,

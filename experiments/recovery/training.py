@@ -140,7 +140,7 @@ class Trainer:
             return Programs(lambda rngs: convert(build(rngs), rngs), *options)
         if way == "finetune":
             return FineTuning(build, convert, self.trained, *options)
-        transfer = round(config.transfer * schedule.steps)
+        transfer = round(config.fraction_of_transfer * schedule.steps)
         return Distillation(transfer, build, convert, self.trained, *options)
 
     def _run(

@@ -223,6 +223,10 @@ def test_the_table_shows_the_share_of_the_loss_that_was_regained():
         (["--ways", "distill", "distill"], "--ways must name finetune, distill or both, each once"),
         (["--ways"], "--ways must name finetune, distill or both, each once, got none"),
         (["--transfer", "1.5"], "--transfer must be a fraction from 0 to 1, got 1.5"),
+        (
+            ["--transfer", "0.5", "--ways", "finetune"],
+            "--transfer must be left out without distill in --ways, got 0.5",
+        ),
         (["--recovery-steps", "0"], "--recovery-steps must be at least 1, got 0"),
         (["--recovery-rate", "0"], "--recovery-rate must be positive"),
         (
