@@ -20,14 +20,16 @@ class Classifier(nnx.Module):
         self.transformer = Transformer(config, rngs=rngs)
         self.head = nnx.Linear(config.features, num_classes, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         """Returns logits `(B, C)` of tokens `(B, T)`, of which the first `lengths (B,)` count."""
         features = self.transformer(tokens, lengths=lengths)
+        if lengths is None:
+            return self.head(features.mean(1, dtype=jnp.float32))
         is_token = jnp.arange(tokens.shape[1]) < lengths[:, None]
         total = jnp.where(is_token[..., None], features, 0).sum(1, dtype=jnp.float32)
         return self.head(total / jnp.maximum(lengths, 1)[:, None])
 
-    def update_centroids(self, tokens: jax.Array, lengths: jax.Array) -> None:
+    def update_centroids(self, tokens: jax.Array, lengths: jax.Array | None = None) -> None:
         """Updates centroids as `Transformer.update_centroids`."""
         self.transformer.update_centroids(tokens, lengths=lengths)
 
@@ -36,6 +38,6 @@ class Convolutional(ConvolutionalClassifier):
     """Convolutional classifier that is called with the inputs of a task."""
 
     def __call__(  # type: ignore[override]
-        self, tokens: jax.Array, lengths: jax.Array
+        self, tokens: jax.Array, lengths: jax.Array | None = None
     ) -> jax.Array:
         return super().__call__(tokens, lengths=lengths)

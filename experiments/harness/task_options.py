@@ -72,8 +72,8 @@ class TaskOptions(Options):
         return self._task.is_causal
 
     def fits(self, capabilities: frozenset[str]) -> bool:
-        is_padded = self._task.model != "language_model"
-        return super().fits(capabilities) and ("lengths" in capabilities or not is_padded)
+        masks = "lengths" in capabilities or not self._task.is_padded
+        return super().fits(capabilities) and masks
 
     def prepare(self) -> dict[str, Any]:
         return {"task_sizes": self._task.settings()}

@@ -17,20 +17,22 @@ class Examples(NamedTuple):
 
     Attributes:
       tokens: unsigned integers `(n, T)`.
-      lengths: int32 `(n,)`.
+      lengths: int32 `(n,)`; None if all sequences have T tokens.
       labels: int32 `(n,)`.
     """
 
     tokens: np.ndarray
-    lengths: np.ndarray
+    lengths: np.ndarray | None
     labels: np.ndarray
 
     def batch(self) -> Batch:
-        return Batch((self.tokens.astype(np.int32), self.lengths), self.labels)
+        lengths = () if self.lengths is None else (self.lengths,)
+        return Batch((self.tokens.astype(np.int32), *lengths), self.labels)
 
     def take(self, at: np.ndarray | slice) -> "Examples":
         """Returns the examples at these indices."""
-        return Examples(*(array[at] for array in self))
+        lengths = None if self.lengths is None else self.lengths[at]
+        return Examples(self.tokens[at], lengths, self.labels[at])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,4 +138,9 @@ def padded(sequences: list[np.ndarray], labels: np.ndarray, length: int) -> Exam
 
 def joined(parts: Sequence[Examples]) -> Examples:
     """Returns the examples of all parts in order."""
-    return Examples(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    lengths = [part.lengths for part in parts if part.lengths is not None]
+    return Examples(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate(lengths) if lengths else None,
+        np.concatenate([part.labels for part in parts]),
+    )

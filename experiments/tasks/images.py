@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from experiments.harness.errors import UserError
-from experiments.tasks.classification import Classification, Examples, split
+from experiments.tasks.classification import Classification, Examples, joined, split
 from experiments.tasks.sources import folder_at, packaged
 from experiments.tasks.task import Batch, BitsTask, Task
 
@@ -26,6 +26,7 @@ class Images(Classification):
 
     side: ClassVar[int]
     title: ClassVar[str] = "Image classifiers compared"
+    is_padded = False
     vocab_size = 256
     num_classes = 10
 
@@ -34,8 +35,7 @@ class Images(Classification):
         return self.side**2
 
     def _examples(self, pixels: np.ndarray, labels: np.ndarray) -> Examples:
-        lengths = np.full(len(pixels), self.length, np.int32)
-        return Examples(pixels.reshape(-1, self.length), lengths, labels.astype(np.int32))
+        return Examples(pixels.reshape(-1, self.length), None, labels.astype(np.int32))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class CIFAR(Images):
         folder = folder_at(self.path, "data_batch_1.bin and others")
         names = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")
         *train, test = (self._read(folder / name) for name in names)
-        every = Examples(*map(np.concatenate, zip(*train, strict=True)))
+        every = joined(train)
         held = len(every.labels) // 10
         return {
             **split(every, {"train": len(every.labels) - held, "validation": held}),

@@ -65,6 +65,7 @@ class Pathfinder(Generated):
       seed_distance: distance between the starts of the long paths.
       radius: radius of the circles.
       contrast: brightness of the dashes, where 1 is that of the circles.
+      levels: number of levels of brightness, which are the tokens.
     """
 
     size: int = 32
@@ -77,6 +78,7 @@ class Pathfinder(Generated):
     seed_distance: float = 7
     radius: float = 1.5
     contrast: float = 1.5
+    levels: int = 256
     train: int = 160_000
     held: int = 20_000
 
@@ -87,19 +89,24 @@ class Pathfinder(Generated):
     )
     title: ClassVar[str] = "Pathfinder compared"
 
-    vocab_size = 256
+    is_padded = False
     num_classes = 2
 
     def __post_init__(self) -> None:
-        for name, least in (("size", 1), ("dashes", 3), ("distracting", 0)):
+        for name, least in (("size", 1), ("dashes", 3), ("distracting", 0), ("levels", 2)):
             require(getattr(self, name) >= least, f"{name} must be at least {least}")
         for name in ("dash", "thickness", "seed_distance", "radius", "contrast"):
             require(getattr(self, name) > 0, f"{name} must be above 0")
         positive = len(self.margins) > 0 and min(self.margins) > 0
         require(positive, "margins must be one or more numbers above 0")
+        require(self.levels <= 256, "levels must be at most 256")
         # Paths turn by less than 180 degrees.
         require(self.continuity > 0.5, "continuity must be above 0.5")
         super().__post_init__()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.levels
 
     @property
     def length(self) -> int:
@@ -118,8 +125,7 @@ class Pathfinder(Generated):
 
     def _examples(self, rng: np.random.Generator, count: int) -> Examples:
         drawings = self.draw(rng, count)
-        lengths = np.full(count, self.length, np.int32)
-        return Examples(self.render(drawings).reshape(count, -1), lengths, drawings.labels)
+        return Examples(self.render(drawings).reshape(count, -1), None, drawings.labels)
 
     def draw(self, rng: np.random.Generator, count: int) -> Drawings:
         """Draws `count` images, every second of them positive, in random order.
@@ -274,7 +280,7 @@ class Pathfinder(Generated):
         taken[image[at[inner]], y[inner], x[inner]] = True
 
     def render(self, drawings: Drawings) -> np.ndarray:
-        """Returns the images, uint8 `(n, size, size)`."""
+        """Returns the images, uint8 `(n, size, size)`, with levels from 0."""
         count = len(drawings.labels)
         edge = math.ceil(max(self.dash + self.thickness, 2 * self.radius) / 2) + 1
         side = self.size + 2 * edge
@@ -288,7 +294,7 @@ class Pathfinder(Generated):
             image, stroke = np.nonzero(~np.isnan(strokes[:, :, 0, 0]))
             _draw(images, image, strokes[image, stroke] + edge, radius, contrast, edge)
         inner = images[:, edge:-edge, edge:-edge]
-        return np.round(255 * np.minimum(inner, 1)).astype(np.uint8)
+        return np.round((self.levels - 1) * np.minimum(inner, 1)).astype(np.uint8)
 
 
 def _draw(
@@ -344,14 +350,16 @@ def _unit(angle: np.ndarray) -> np.ndarray:
 TASKS: Mapping[str, Mapping[str, Task]] = {
     "pathfinder": {
         "small": Pathfinder(
-            size=16,
-            dashes=6,
-            distracting=4,
-            dash=1.25,
+            size=10,
+            dashes=3,
+            distracting=0,
+            dash=1,
             margins=(0.65,),
-            seed_distance=4,
-            train=5000,
-            held=500,
+            seed_distance=2.5,
+            radius=1,
+            levels=4,
+            train=20_000,
+            held=1000,
         ),
         "published": Pathfinder(),
     },

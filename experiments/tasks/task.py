@@ -16,8 +16,9 @@ class Batch(NamedTuple):
 
     Attributes:
       inputs: arguments of the model, each with the examples along its first axis. A language model
-        has `(tokens,)`, int32 `(B, T)`; a classifier `(tokens, lengths)`, with int32 `(B,)`; a
-        translator `(source, target, source_lengths, target_lengths)`.
+        has `(tokens,)`, int32 `(B, T)`; a classifier `(tokens, lengths)`, with int32 `(B,)`, or
+        `(tokens,)` if the task is not padded; a translator `(source, target, source_lengths,
+        target_lengths)`.
       targets: int32, the classes to predict: `(B, T)`, `NOTHING` at positions that do not count;
         for a classifier `(B,)`.
     """
@@ -76,6 +77,11 @@ class Task(abc.ABC):
     def num_classes(self) -> int:
         """Number of different targets."""
         return self.vocab_size
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether examples of a batch have different lengths."""
+        return self.model != "language_model"
 
     @property
     @abc.abstractmethod

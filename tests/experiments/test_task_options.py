@@ -105,12 +105,18 @@ def test_options_have_the_form_of_those_of_the_preset(task, sentence):
 
 def test_a_whole_number_in_the_preset_does_not_make_an_option_whole():
     preset = lra.Config.tasks["pathfinder"]["small"]
-    assert isinstance(preset.seed_distance, int)
-    config = lra.Config(task="pathfinder,seed_distance=4.5")
+    assert isinstance(preset.dash, int)
+    config = lra.Config(task="pathfinder,dash=1.5")
     config.check()
-    assert config.make_task(pathlib.Path()).seed_distance == 4.5
-    with pytest.raises(UserError, match=r"option dashes must be like 6, got 6\.0"):
-        lra.Config(task="pathfinder,dashes=6.0").check()
+    assert config.make_task(pathlib.Path()).dash == 1.5
+    with pytest.raises(UserError, match=r"option dashes must be like 3, got 3\.0"):
+        lra.Config(task="pathfinder,dashes=3.0").check()
+
+
+def test_mechanisms_that_mask_nothing_fit_tasks_without_padding():
+    nothing = frozenset({"bidirectional"})
+    assert lra.Config(task="pathfinder").fits(nothing)
+    assert not lra.Config(task="listops").fits(nothing)
 
 
 def test_options_are_literals(monkeypatch):
