@@ -46,7 +46,7 @@ LISTOPS = {"layers": 4, "width": 512, "heads": 8, "steps": 5000, "batch": 32}
 PATHFINDER = {"layers": 4, "width": 128, "heads": 8, "steps": 62_400, "batch": 512}
 PUBLISHED = {"optimiser": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1}
 SMALL = {"steps": 600, "batch": 32, "learning_rate": 0.01, "seeds": (0,)}
-LARGER = {"listops": {"batch": 64}, "pathfinder": {"batch": 64, "steps": 400}}
+LARGER = {"listops": {"batch": 64, "steps": 800}, "pathfinder": {"batch": 64, "steps": 400}}
 # Images have absolute positions: learned here, sinusoidal there. From relative positions, models
 # learn columns of an image much later.
 IMAGES = dict.fromkeys(("cifar", *pathfinder.TASKS), {"positions": "learned"})

@@ -177,7 +177,7 @@ def _write(
 
 TASKS: Mapping[str, Mapping[str, Task]] = {
     "listops": {
-        "small": ListOps(depth=3, arguments=4, min_length=8, max_length=40, train=20_000),
+        "small": ListOps(depth=3, arguments=4, min_length=8, max_length=40, train=50_000),
         "published": ListOps(),
     }
 }

@@ -80,7 +80,7 @@ class Task(abc.ABC):
 
     @property
     def is_padded(self) -> bool:
-        """Whether examples of a batch have different lengths."""
+        """True if examples of a batch may have different lengths."""
         return self.model != "language_model"
 
     @property
