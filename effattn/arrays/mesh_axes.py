@@ -29,10 +29,18 @@ def placed(function: Callable[..., Any], like: jax.Array, *specs: PartitionSpec)
         return function
 
     def run(*arguments):
-        with of_type(like):
+        with of_type(like), _hidden(True):
             return auto_axes(function, out_sharding=specs)(*arguments)
 
     return run
+
+
+_hidden: Any = jax.make_user_context(False)
+
+
+def are_hidden() -> bool:
+    """True in a function that `placed` calls: the mesh has explicit axes, but types do not."""
+    return _hidden.value
 
 
 @contextlib.contextmanager

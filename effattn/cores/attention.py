@@ -14,6 +14,7 @@ from effattn.arrays.combine import combine
 from effattn.arrays.segments import both, valid
 from effattn.cores import block_attention
 from effattn.cores.score_mod import Then, without_closure
+from effattn.dispatch.partition import places_of
 from effattn.interfaces.block_attention import Config, Inputs, Origin
 from effattn.options import ScoreMod
 from effattn.patterns.layouts import BlockLayout
@@ -199,7 +200,7 @@ def attend(
     if given.by_cudnn:
         refusal = functools.partial(cudnn.refusal, *whole, given)
         call = call.with_implementation("cudnn", refusal, cudnn.LIMITS)
-    chosen = dispatch.choose(given.implementation, call)
+    chosen = dispatch.choose(given.implementation, call, places_of(query))
     if "cudnn" in chosen.names:
         # cuDNN accepts calls on machines with a GPU only, so a GPU kernel before it runs instead.
         if next(n for n in chosen.names if dispatch.PLATFORMS[n] in ("cuda", None)) == "cudnn":

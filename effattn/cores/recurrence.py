@@ -19,6 +19,7 @@ from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import valid
 from effattn.cores.documents import packed, within_documents
 from effattn.cores.linear_recurrence import IMPLEMENTATIONS, call, linear_recurrence
+from effattn.dispatch.partition import places_of
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, own_chunk
 from effattn.xla.diagonal_recurrence import diagonal_recurrence
 from effattn.xla.linear_sum import linear_sum
@@ -245,9 +246,11 @@ def run(
         )
     else:
         state = checks.shaped("initial_state", initial_state, shape).astype(given.dtype)
-    *rows, _ = mesh_axes.spec(given.query if shapes.query.shape[-2] > value_heads else given.value)
+    finest = given.query if shapes.query.shape[-2] > value_heads else given.value
+    places = places_of(finest)
+    *axes, _ = mesh_axes.spec(finest)
     *examples, _, heads, _ = mesh_axes.spec(given.value)
-    specs = PartitionSpec(*rows, None), PartitionSpec(*examples, heads, None, None)
+    specs = PartitionSpec(*axes, None), PartitionSpec(*examples, heads, None, None)
 
     def core(*operands):
         # The implementation is chosen here because `within_documents` changes the operands.
@@ -255,7 +258,7 @@ def run(
             its_call = IMPLEMENTATIONS.call_in_xla(name, _ONLY_IN_XLA[attend])
         else:
             its_call = call(name, config, Inputs(*operands))
-        chosen = dispatch.choose(given.implementation, its_call)
+        chosen = dispatch.choose(given.implementation, its_call, places)
         return attend(config._replace(implementations=chosen), *operands)
 
     def run(documents, *operands):

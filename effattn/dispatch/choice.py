@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.dispatch import cache, contexts
+from effattn.dispatch.partition import Places, can_partition
 
 # Platform of each implementation; None is any platform.
 PLATFORMS = {
@@ -38,11 +39,13 @@ class Chosen(NamedTuple):
       interpreted: the value of `interpreted`: False, or how Pallas interprets kernels. Interpreted
         kernels run on any platform.
       tiles: tuned tiles of the first implementation.
+      places: mesh axes that partition the batch and the heads, where types carry shardings.
     """
 
     names: tuple[str, ...]
     interpreted: Any = False
     tiles: cache.Tiles = ()
+    places: Places | None = None
 
     def tile(self, implementation: str, kernel: str) -> tuple[int, ...] | None:
         """The tuned tile of a kernel; None if it was not tuned."""
@@ -170,13 +173,14 @@ class Call(NamedTuple):
         return {name: self.tilings(name) for name in self.accepted() if name not in ONLY_BY_NAME}
 
 
-def choose(value: Any, call: Call) -> Chosen:
+def choose(value: Any, call: Call, places: Places | None = None) -> Chosen:
     """Chooses the named implementations that exist and accept the call, in order.
 
     Args:
       value: the argument `implementation`. None means the fastest one that `effattn.tune` found for
         such calls on this device, or the result of `untuned`. "pallas" means all of `PALLAS`.
       call: description of the call.
+      places: mesh axes that partition the batch and the heads, where types carry shardings.
 
     Raises:
       NotImplementedError: no named implementation accepts the call; the message gives each reason.
@@ -190,7 +194,7 @@ def choose(value: Any, call: Call) -> Chosen:
     tiles: cache.Tiles = ()
     if names is None:
         best = cache.look_up(call)
-        names = untuned(call) if best is None else (best.implementation, "xla")
+        names = untuned(call, places) if best is None else (best.implementation, "xla")
         tiles = () if best is None else best.tiles
     chosen: list[str] = []
     reasons = []
@@ -205,33 +209,34 @@ def choose(value: Any, call: Call) -> Chosen:
             if reason is None:
                 chosen.append(one)
                 if PLATFORMS[one] is None:
-                    return _chosen(chosen, names, tiles)
+                    return _chosen(chosen, names, tiles, places)
             else:
                 reasons.append(f"the {one!r} implementation of {mechanism} {reason}")
     if not chosen:
         raise NotImplementedError(
             "; ".join(reasons) + "; implementation='xla' takes these arguments"
         )
-    return _chosen(chosen, names, tiles)
+    return _chosen(chosen, names, tiles, places)
 
 
-def untuned(call: Call) -> tuple[str, ...]:
+def untuned(call: Call, places: Places | None = None) -> tuple[str, ...]:
     """Default implementations of a call with `implementation=None` that was never tuned.
 
-    Kernels are the default on Hopper GPUs and x86-64 CPUs, where they were measured to be faster,
-    and only in programs for one device, because compilers do not partition kernels over devices.
+    Kernels are the default on Hopper GPUs and x86-64 CPUs, where they were measured to be faster.
+    On GPUs they are so only in programs for one device, because compilers do not partition kernels
+    over devices; `effattn.dispatch.partition` partitions those for CPUs.
     """
     kernels: tuple[str, ...] = ()
     if "cuda" in call.suited and _gpu_kernels_are_faster():
         kernels = tuple(name for name in PALLAS if PLATFORMS[name] == "cuda")
-    elif "cpu" in call.suited and _cpu_kernels_are_faster():
+    elif "cpu" in call.suited and _cpu_kernels_are_faster() and can_partition(places):
         kernels = ("llvm",)
     return (*(name for name in kernels if name in call.refusals), "xla")
 
 
 def _cpu_kernels_are_faster():
     is_measured = platform.machine() in ("x86_64", "AMD64")
-    return jax.default_backend() == "cpu" and is_measured and _for_one_device()
+    return jax.default_backend() == "cpu" and is_measured
 
 
 def _gpu_kernels_are_faster():
@@ -249,8 +254,9 @@ def _for_one_device():
     return jax.device_count() == 1 or {jax.sharding.AxisType.Manual} == {*axes}
 
 
-def _chosen(chosen, names, tiles):
-    return Chosen(tuple(chosen), contexts.how_interpreted(), tiles if chosen[0] == names[0] else ())
+def _chosen(chosen, names, tiles, places):
+    tiles = tiles if chosen[0] == names[0] else ()
+    return Chosen(tuple(chosen), contexts.how_interpreted(), tiles, places)
 
 
 def on_platform(
@@ -267,7 +273,7 @@ def on_platform(
     Raises:
       NotImplementedError: when the program is lowered for a platform without an implementation.
     """
-    names, interpreted, _ = chosen
+    names, interpreted, *_ = chosen
     first = forms[names[0]]
     if PLATFORMS[names[0]] is None or interpreted:
         return first(*operands)

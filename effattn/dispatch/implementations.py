@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from effattn.dispatch.choice import Call, Chosen, Limits, on_platform, open_length
+from effattn.dispatch.partition import placed_by
 
 
 class Implementations(NamedTuple):
@@ -58,4 +59,5 @@ class Implementations(NamedTuple):
     def run(self, chosen: Chosen, form: Callable[[Any], Callable], *operands: Any) -> Any:
         """Runs `form(module)(*operands)` for the first chosen module, as `on_platform` does."""
         forms = {name: form(self.module(name)) for name in chosen.names}
-        return on_platform(chosen, self.core, forms, *operands)
+        with placed_by(chosen.places):
+            return on_platform(chosen, self.core, forms, *operands)

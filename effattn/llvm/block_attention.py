@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import dispatch
+from effattn.dispatch.partition import HEADS
 from effattn.interfaces import block_attention
 from effattn.interfaces.block_attention import Config, Inputs
 from effattn.llvm import runtime
@@ -136,9 +137,13 @@ def _by_xla(static, *arrays):
     return found.query, found.key, found.value
 
 
-def _axes(static, *arrays):
-    ids = (1, 1) if len(arrays) > 3 + _ROWS[static[0]] else ()
-    return (3, 3, 3, *ids, *(2, 3, 2)[: _ROWS[static[0]]])
+def _names(static, *arrays):
+    tokens, each_query, ids = (None, HEADS, None), (None, HEADS), (None,)
+    of_inputs = (tokens,) * 3
+    given = of_inputs if len(arrays) == 3 + _ROWS[static[0]] else (*of_inputs, ids, ids)
+    if static[0] == "backward":
+        return (*given, each_query, tokens, each_query), of_inputs
+    return given, (tokens, each_query, each_query)
 
 
 def _by_kernel(static, shapes, *arrays):
@@ -160,7 +165,7 @@ def _by_kernel(static, shapes, *arrays):
     return d_query, d_key.sum(0), d_value.sum(0)
 
 
-_attention = kernel("effattn_block_attention", _by_kernel, _by_xla, _shapes, _axes)
+_attention = kernel("effattn_block_attention", _by_kernel, _by_xla, _shapes, _names)
 
 
 def _call(config, x, direction, shapes, operands, splits=1):

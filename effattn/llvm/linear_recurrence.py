@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import dispatch
+from effattn.dispatch.partition import HEADS
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, clear, masked_terms
 from effattn.llvm import runtime
 from effattn.llvm.primitive import kernel
@@ -129,8 +130,12 @@ def _by_xla(static, query, key, value, state, *cotangents):
     return found.queries, *found.keys, found.state
 
 
-def _axes(static, *arrays):
-    return (3,) * len(arrays)
+def _names(static, *arrays):
+    tokens, state = (None, HEADS, None), (HEADS, None, None)
+    operands = tokens, tokens, tokens, state
+    if static[0] == "backward":
+        return (*operands, tokens, state), operands
+    return operands, (tokens, state)
 
 
 def _by_kernel(static, shapes, *arrays: Any):
@@ -141,7 +146,7 @@ def _by_kernel(static, shapes, *arrays: Any):
     return runtime.call(f"effattn_linear_recurrence_{direction}", shapes, arrays)[:4]
 
 
-_kernel = kernel("effattn_linear_recurrence", _by_kernel, _by_xla, _shapes, _axes)
+_kernel = kernel("effattn_linear_recurrence", _by_kernel, _by_xla, _shapes, _names)
 
 
 # Kernels.

@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from effattn.arrays import mesh_axes
+from effattn.dispatch.partition import Names, partitioned, rows
 
 Form = Callable[..., Sequence[jax.Array]]
 
@@ -19,12 +20,13 @@ def kernel(
     by_kernel: Form,
     by_xla: Form,
     shapes: Callable[..., Sequence[tuple[int, ...]]],
-    axes: Callable[..., Sequence[int]],
+    names: Callable[..., tuple[Sequence[Names], Sequence[Names]]],
 ) -> Form:
     """Makes a primitive; returns the function `(static, *arrays) -> tuple of float32 arrays`.
 
-    A program lowered for CPUs of this process runs the kernel. Exported programs, which may run on
-    other machines, and forward-mode derivatives use the XLA implementation.
+    A program lowered for CPUs of this process runs the kernel, each device for its part of the
+    batch and the heads. Exported programs, which may run on other machines, and forward-mode
+    derivatives use the XLA implementation.
 
     All arrays have the same number of leading batch axes; an axis of length 1 is broadcast. Under
     `vmap`, arrays that are not mapped get a batch axis of length 1 and are not copied.
@@ -36,13 +38,14 @@ def kernel(
         are all of full length.
       shapes: `(static, *arrays) -> shapes of the results`, for arrays whose batch axes are all of
         full length.
-      axes: `(static, *arrays) ->` the number of axes of each array besides the batch axes.
+      names: `(static, *arrays) ->` the names of the axes of each array and of each result, besides
+        the batch axes, as for `effattn.dispatch.partition`.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
     def full_shapes(static, arrays):
-        counts = axes(static, *arrays)
+        counts = [len(of) for of in names(static, *arrays)[0]]
         leading = [x.shape[: x.ndim - count] for x, count in zip(arrays, counts, strict=True)]
         batch = jnp.broadcast_shapes(*leading)
         return [(*batch, *x.shape[x.ndim - n :]) for x, n in zip(arrays, counts, strict=True)]
@@ -58,10 +61,16 @@ def kernel(
     def in_kernel(static, *arrays):
         return by_kernel(static, result_shapes(static, *arrays), *arrays)
 
+    def on_each_device(static, *arrays):
+        operands, results = names(static, *arrays)
+        batch = rows(arrays[0].ndim - len(operands[0]))
+        named = [[(*batch, *of) for of in each] for each in (operands, results)]
+        return partitioned(functools.partial(primitive.bind, static=static), *named)(*arrays)
+
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     def run(static, *arrays):
         operands = mesh_axes.vary_alike(arrays)
-        results = primitive.bind(*operands, static=static)
+        results = on_each_device(static, *operands)
         return tuple(mesh_axes.vary_like(operands[0], result) for result in results)
 
     @run.defjvp

@@ -233,12 +233,6 @@ def test_calls_that_name_nothing_take_them_where_there_is_one_device(monkeypatch
     assert not kernels_of(call, half, half, half)
 
 
-@pytest.mark.devices
-def test_calls_that_name_nothing_are_those_of_xla_where_there_are_several_devices():
-    query = np.zeros((1, 16, 2, 8), np.float32)
-    assert not kernels_of(effattn.dot_product_attention, query, query, query)
-
-
 def test_its_memory_is_linear_in_length():
     """Temporary bytes of forward and backward, without arguments and results."""
 

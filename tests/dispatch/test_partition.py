@@ -1,0 +1,168 @@
+"""Kernels on eight devices: what each device computes, and what devices tell each other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import effattn
+from effattn.testing import functions
+from tests.laws.sharding import collectives
+
+pytestmark = pytest.mark.devices
+
+ROWS, TOKENS, SIZE = 8, 48, 16
+MECHANISMS = {
+    "block_attention": functools.partial(effattn.dot_product_attention, is_causal=True),
+    "linear_recurrence": functools.partial(effattn.linear_attention, is_causal=True),
+}
+BY_HEAD, BY_ROW = P("batch", None, "heads"), P("batch")
+
+
+@pytest.fixture(autouse=True)
+def on_x86(monkeypatch):
+    """Kernels are the default on these processors, whatever processor runs the tests."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+
+
+def mesh_of(shape, axis_type=AxisType.Auto):
+    return jax.make_mesh(shape, ("batch", "heads"), (axis_type,) * 2)
+
+
+def arrays_of(heads, key_heads):
+    counts = heads, key_heads, key_heads, heads
+    keys = jax.random.split(jax.random.key(heads + key_heads), 4)
+    return [
+        jax.random.normal(key, (ROWS, TOKENS, count, SIZE))
+        for key, count in zip(keys, counts, strict=True)
+    ]
+
+
+def with_gradients(function, **options):
+    """The function `(query, key, value, cotangent) -> (output, gradients)`."""
+
+    @jax.jit
+    def run(query, key, value, cotangent):
+        call = functools.partial(function, **options)
+        out, pull_back = jax.vjp(call, query, key, value)
+        return out, pull_back(cotangent)
+
+    return run
+
+
+def placed(mesh, arrays, of_queries, of_keys):
+    specs = of_queries, of_keys, of_keys, of_queries
+    return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+
+
+def kernels(lowered, name):
+    text = lowered.compile().as_text()
+    return [way for way in ("forward", "backward") if f"effattn_{name}_{way}" in text]
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "key_heads", "of_queries", "of_keys", "messages"),
+    [
+        ((4, 2), 8, 8, BY_HEAD, BY_HEAD, []),
+        ((4, 2), 8, 2, BY_HEAD, BY_HEAD, []),
+        ((8, 1), 2, 1, BY_ROW, BY_ROW, []),
+        ((4, 2), 8, 8, P(("batch", "heads")), P(("batch", "heads")), []),
+        # A key head whose query heads are on several devices: its gradients are summed.
+        ((4, 2), 8, 1, BY_HEAD, BY_ROW, ["all-reduce"]),
+        ((2, 4), 8, 2, BY_HEAD, BY_ROW, ["all-reduce"]),
+        ((2, 4), 8, 4, P(None, None, ("heads", "batch")), P(None, None, "heads"), ["all-reduce"]),
+        # Heads that cannot be divided evenly, and tokens, are gathered.
+        ((2, 4), 6, 6, BY_ROW, P(None, "heads"), ["all-gather"]),
+        ((4, 2), 8, 8, P("batch", "heads"), BY_HEAD, ["all-gather", "all-to-all"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_each_device_runs_the_kernel_for_its_rows_and_heads(
+    name, shape, heads, key_heads, of_queries, of_keys, messages
+):
+    arrays = arrays_of(heads, key_heads)
+    expected = with_gradients(MECHANISMS[name], implementation="xla")(*arrays)
+    there = placed(mesh_of(shape), arrays, of_queries, of_keys)
+    lowered = with_gradients(MECHANISMS[name]).lower(*there)
+    assert kernels(lowered, name) == ["forward", "backward"]
+    program = lowered.compile()
+    assert set(collectives(program)) <= {*messages}
+    functions.assert_close(program(*there), expected, 10 * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_explicit_axes(name):
+    """On a mesh with explicit axes, types say where rows and heads are."""
+    arrays = arrays_of(8, 2)
+    expected = with_gradients(MECHANISMS[name], implementation="xla")(*arrays)
+    mesh = mesh_of((4, 2), AxisType.Explicit)
+    there = placed(mesh, arrays, BY_HEAD, BY_HEAD)
+    with jax.set_mesh(mesh):
+        lowered = with_gradients(MECHANISMS[name]).lower(*there)
+        assert kernels(lowered, name) == ["forward", "backward"]
+        program = lowered.compile()
+        assert collectives(program) == []
+        got = program(*there)
+    functions.assert_close(got, expected, 10 * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_vmap_adds_an_axis_that_is_partitioned_too(name):
+    """The mapped axis is that of the devices; keys and values are shared."""
+    query, key, value, cotangent = arrays_of(4, 4)
+    run = with_gradients(MECHANISMS[name])
+    mapped = jax.jit(jax.vmap(run, (1, None, None, 1), (1, 0)))
+    doubled = [jnp.stack([x, 2 * x], 1) for x in (query, cotangent)]
+    expected = [run(x, key, value, y) for x, y in zip(*(jnp.moveaxis(x, 1, 0) for x in doubled),
+                                                      strict=True)]  # fmt: skip
+    mesh = mesh_of((2, 4))
+    sharding = NamedSharding(mesh, P(None, "batch", None, "heads"))
+    there = [jax.device_put(x, sharding) for x in doubled]
+    program = mapped.lower(there[0], key, value, there[1]).compile()
+    assert f"effattn_{name}_forward" in program.as_text()
+    out, gradients = program(there[0], key, value, there[1])
+    for at, (of_out, of_gradients) in enumerate(expected):
+        functions.assert_close(out[:, at], of_out, 1e-6)
+        functions.assert_close([x[at] for x in gradients], list(of_gradients), 1e-6)
+
+
+def test_programs_for_one_of_several_devices_have_no_partitions():
+    """Such programs call the kernel itself, and can be exported."""
+    query = jnp.zeros((2, 16, 2, 8))
+    run = jax.jit(MECHANISMS["block_attention"])
+    lowered = run.lower(query, query, query)
+    assert "effattn_block_attention_forward" in lowered.as_text()
+    assert "CustomSPMDPartitioning" not in lowered.as_text()
+    exported = jax.export.export(run)(query, query, query)
+    assert "custom_call @effattn" not in exported.mlir_module()
+    assert exported.call(query, query, query).shape == query.shape
+
+
+def test_kernels_of_other_options_are_other_programs():
+    """XLA's cache of compiled programs must not take one for the other."""
+    query = jax.device_put(jnp.zeros((8, 32, 2, 8)), NamedSharding(mesh_of((8, 1)), BY_ROW))
+
+    def marks(window):
+        call = functools.partial(effattn.sliding_window_attention, local_window_size=window)
+        text = jax.jit(call).lower(query, query, query).as_text()
+        return {line for line in text.splitlines() if "tensor<ui32>" in line and "dense" in line}
+
+    assert marks(3) and marks(3) == marks(3)
+    assert marks(3) != marks(5)
+
+
+def test_a_shard_map_over_some_axes_takes_xla():
+    mesh = mesh_of((4, 2))
+    query = jnp.zeros((8, 32, 2, 8))
+    call = MECHANISMS["block_attention"]
+    in_part = jax.shard_map(
+        call, mesh=mesh, in_specs=(BY_ROW,) * 3, out_specs=BY_ROW, axis_names={"batch"}
+    )
+    assert "effattn_block" not in jax.jit(in_part).lower(query, query, query).as_text()
+    whole = jax.shard_map(call, mesh=mesh, in_specs=(BY_HEAD,) * 3, out_specs=BY_HEAD)
+    assert "effattn_block" in jax.jit(whole).lower(query, query, query).as_text()
