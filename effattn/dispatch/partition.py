@@ -26,6 +26,10 @@ from effattn.arrays import mesh_axes
 # Names of the axes of an array; None for an axis that a device needs as a whole.
 Names = tuple[str | None, ...]
 HEADS = "heads"
+# Heads of a result that do not depend on the heads that share them.
+SAME = "same heads"
+# Heads of an operand that only one of the devices that share them may count; others get zeros.
+ONCE = "heads once"
 
 # Mesh axes of named axes.
 Places = tuple[tuple[str, tuple[str, ...]], ...]
@@ -44,18 +48,20 @@ def partitioned(
     """Returns `function`, so that each device calls it for its part of the batch and the heads.
 
     Named axes are partitioned as those of the operands are, and all other axes are gathered. Axes
-    with the same name have the same length, or length 1 for what all entries share. "heads" may
-    also have any divisor as its length: each entry then belongs to as many consecutive heads.
+    with the same name have the same length, or length 1 for what all entries share. An axis of
+    heads may also have any divisor as its length: each entry then belongs to as many consecutive
+    heads, which may be on several devices. These devices share the entry. Of a result, each of them
+    has its part, and the parts are added up, except for `SAME`.
 
     A program for one device, or in `jax.shard_map` over all mesh axes, calls `function` itself.
 
     Args:
       function: `(*arrays) -> arrays`, for any part of the batch and the heads.
       operands: names of the axes of each operand.
-      results: names of the axes of each result. Results that entries of an axis share are sums over
-        these entries, and are summed over devices.
+      results: names of the axes of each result. A result that lacks an axis of the operands is a
+        sum over it, and is summed over devices.
     """
-    if jax.device_count() == 1 or _is_manual() or not can_partition(_known.value):
+    if not is_needed():
         return function
 
     def on_device(places, arguments, found):
@@ -159,8 +165,17 @@ def _in_use(names, specs):
     for of, spec in zip(names, specs, strict=True):
         for name, axes in zip(of, spec, strict=False):
             if name is not None and axes is not None:
-                found.setdefault(name, axes if isinstance(axes, tuple) else (axes,))
+                found.setdefault(_kind(name), axes if isinstance(axes, tuple) else (axes,))
     return found
+
+
+def _kind(name):
+    return HEADS if name in (SAME, ONCE) else name
+
+
+def is_needed() -> bool:
+    """True if kernels that are traced now may be part of a program for several devices."""
+    return jax.device_count() > 1 and not _is_manual() and can_partition(_known.value)
 
 
 def can_partition(known: Places | None) -> bool:
@@ -208,7 +223,7 @@ class _Places(NamedTuple):
         for of, shape in zip(names, shapes, strict=True):
             for name, size in zip(of, shape, strict=True):
                 if name is not None:
-                    sizes.setdefault(name, set()).add(size)
+                    sizes.setdefault(_kind(name), set()).add(size)
         in_order = {name: sorted(found) for name, found in sizes.items()}
         places, taken = cls(mesh, in_order, {}), set[str]()
         for name, axes in wanted.items():
@@ -242,7 +257,7 @@ class _Places(NamedTuple):
 
     def _of_axis(self, name, size):
         """The mesh axes that partition an axis, and those that share it."""
-        axes = self.axes.get(name, ())
+        axes = self.axes.get(_kind(name), ())
         if name is None or size == 1:
             return (), axes
         return self._split(size, axes)
@@ -251,40 +266,43 @@ class _Places(NamedTuple):
         parts = (self._of_axis(name, size)[0] for name, size in zip(of, shape, strict=True))
         return PartitionSpec(*(axes or None for axes in parts))
 
-    def _shared_heads(self, of, shape):
-        """The axis of heads, the number of heads on a device, the mesh axes that share them.
-
-        None if a device has only heads of its own.
-        """
+    def _shared(self, of, shape):
+        """Name and axis of shared heads, their number on a device, and mesh axes that share them."""
         for axis, (name, size) in enumerate(zip(of, shape, strict=True)):
-            own, shared = self._of_axis(name, size)
-            here = size // self._count(own)
-            if name == HEADS and shared and here > 1:
-                return axis, here, shared
+            if _kind(name) == HEADS:
+                own, shared = self._of_axis(name, size)
+                if shared:
+                    return name, axis, size // self._count(own), shared
         return None
-
-    def _first(self, here, shared):
-        """Index of the head of this device among those on it."""
-        return lax.axis_index(shared) // (self._count(shared) // here)
 
     def own_heads(self, array: jax.Array, of: Names, shape: Sequence[int]) -> jax.Array:
         """Takes the head that the heads of this device share, if more heads are on the device."""
-        found = self._shared_heads(of, shape)
-        if found is None:
+        if (found := self._shared(of, shape)) is None:
             return array
-        axis, here, shared = found
-        return lax.dynamic_slice_in_dim(array, self._first(here, shared), 1, axis)
+        name, axis, here, shared = found
+        each = self._count(shared) // here  # devices that share a head
+        number = lax.axis_index(shared)
+        if here > 1:
+            array = lax.dynamic_slice_in_dim(array, number // each, 1, axis)
+        return jnp.where(number % each == 0, array, 0) if name == ONCE else array
 
     def summed(self, array: jax.Array, of: Names, shape: Sequence[int]) -> jax.Array:
-        """Adds up what devices share of a result."""
-        if (found := self._shared_heads(of, shape)) is not None:
-            axis, here, shared = found
-            full = jnp.zeros((*array.shape[:axis], here, *array.shape[axis + 1 :]), array.dtype)
-            array = lax.dynamic_update_slice_in_dim(full, array, self._first(here, shared), axis)
-        shared_by = {name: self.axes[name] for name in self.axes}
+        """Adds up the parts of a result that devices have."""
+        shared_by = dict(self.axes)
         for name, size in zip(of, shape, strict=True):
-            if name in shared_by:
-                shared_by[name] = self._of_axis(name, size)[1]
+            if _kind(name) in shared_by:
+                shared_by[_kind(name)] = self._of_axis(name, size)[1]
+        if (found := self._shared(of, shape)) is not None:
+            name, axis, here, shared = found
+            each = self._count(shared) // here
+            number = lax.axis_index(shared)
+            if name == SAME and here == 1:
+                shared_by[HEADS] = ()
+            elif name == SAME:
+                array = jnp.where(number % each == 0, array, 0)
+            if here > 1:
+                full = jnp.zeros((*array.shape[:axis], here, *array.shape[axis + 1 :]), array.dtype)
+                array = lax.dynamic_update_slice_in_dim(full, array, number // each, axis)
         axes = tuple(axis for each in shared_by.values() for axis in each)
         return lax.psum(array, axes) if axes else array
 
@@ -301,7 +319,7 @@ def _rule(operands, results, operand_shapes, result_shapes):
         if name is None or size == 1:
             whole.append(f"whole{len(whole)}")
             return whole[-1]
-        return f"{name}{size}" if name == HEADS else name
+        return f"heads{size}" if _kind(name) == HEADS else name
 
     def mappings(names, shapes):
         return tuple(

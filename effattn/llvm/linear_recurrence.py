@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import dispatch
-from effattn.dispatch.partition import HEADS
+from effattn.dispatch.partition import HEADS, ONCE, SAME
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, clear, masked_terms
 from effattn.llvm import runtime
 from effattn.llvm.primitive import kernel
@@ -134,8 +134,8 @@ def _names(static, *arrays):
     tokens, state = (None, HEADS, None), (HEADS, None, None)
     operands = tokens, tokens, tokens, state
     if static[0] == "backward":
-        return (*operands, tokens, state), operands
-    return operands, (tokens, state)
+        return (*operands, tokens, (ONCE, None, None)), operands
+    return operands, (tokens, (SAME, None, None))
 
 
 def _by_kernel(static, shapes, *arrays: Any):

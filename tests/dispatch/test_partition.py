@@ -18,8 +18,19 @@ pytestmark = pytest.mark.devices
 ROWS, TOKENS, SIZE = 8, 48, 16
 MECHANISMS = {
     "block_attention": functools.partial(effattn.dot_product_attention, is_causal=True),
-    "linear_recurrence": functools.partial(effattn.linear_attention, is_causal=True),
+    "linear_recurrence": lambda *arrays, **options: effattn.linear_attention(
+        *arrays, is_causal=True, initial_state=_initial(*arrays[1:]), return_state=True, **options
+    ),
 }
+
+
+def _initial(key, value):
+    """An initial state made of keys and values, so that its gradient is tested too."""
+    key, value = (x[..., 0, :, :] for x in (jnp.exp(key), value))
+    values = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1)
+    return key[..., :, None] * values[..., None, :]
+
+
 BY_HEAD, BY_ROW = P("batch", None, "heads"), P("batch")
 
 
@@ -48,8 +59,10 @@ def with_gradients(function, **options):
     @jax.jit
     def run(query, key, value, cotangent):
         call = functools.partial(function, **options)
-        out, pull_back = jax.vjp(call, query, key, value)
-        return out, pull_back(cotangent)
+        results, pull_back = jax.vjp(call, query, key, value)
+        # States have other shapes than outputs; their cotangent is made of the cotangent of these.
+        like = jax.tree.map(lambda x: x if x.shape != cotangent.shape else cotangent, results)
+        return results, pull_back(like)
 
     return run
 
@@ -76,7 +89,7 @@ def kernels(lowered, name):
         ((2, 4), 8, 2, BY_HEAD, BY_ROW, ["all-reduce"]),
         ((2, 4), 8, 4, P(None, None, ("heads", "batch")), P(None, None, "heads"), ["all-reduce"]),
         # Heads that cannot be divided evenly, and tokens, are gathered.
-        ((2, 4), 6, 6, BY_ROW, P(None, "heads"), ["all-gather"]),
+        ((2, 4), 6, 6, BY_ROW, P(None, "heads"), ["all-gather", "all-reduce"]),
         ((4, 2), 8, 8, P("batch", "heads"), BY_HEAD, ["all-gather", "all-to-all"]),
     ],
     ids=str,
@@ -116,19 +129,16 @@ def test_vmap_adds_an_axis_that_is_partitioned_too(name):
     """The mapped axis is that of the devices; keys and values are shared."""
     query, key, value, cotangent = arrays_of(4, 4)
     run = with_gradients(MECHANISMS[name])
-    mapped = jax.jit(jax.vmap(run, (1, None, None, 1), (1, 0)))
+    mapped = jax.jit(jax.vmap(run, (1, None, None, 1)))
     doubled = [jnp.stack([x, 2 * x], 1) for x in (query, cotangent)]
-    expected = [run(x, key, value, y) for x, y in zip(*(jnp.moveaxis(x, 1, 0) for x in doubled),
-                                                      strict=True)]  # fmt: skip
+    alone = [run(x, key, value, y) for x, y in ((query, cotangent), (2 * query, 2 * cotangent))]
     mesh = mesh_of((2, 4))
     sharding = NamedSharding(mesh, P(None, "batch", None, "heads"))
-    there = [jax.device_put(x, sharding) for x in doubled]
-    program = mapped.lower(there[0], key, value, there[1]).compile()
+    queries, cotangents = (jax.device_put(x, sharding) for x in doubled)
+    program = mapped.lower(queries, key, value, cotangents).compile()
     assert f"effattn_{name}_forward" in program.as_text()
-    out, gradients = program(there[0], key, value, there[1])
-    for at, (of_out, of_gradients) in enumerate(expected):
-        functions.assert_close(out[:, at], of_out, 1e-6)
-        functions.assert_close([x[at] for x in gradients], list(of_gradients), 1e-6)
+    expected = jax.tree.map(lambda *each: jnp.stack(each), *alone)
+    functions.assert_close(program(queries, key, value, cotangents), expected, 1e-6)
 
 
 def test_programs_for_one_of_several_devices_have_no_partitions():
