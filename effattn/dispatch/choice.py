@@ -145,6 +145,7 @@ class Call(NamedTuple):
       suited: platforms on which kernels were measured to be faster than XLA for such calls: GPUs in
         16 bits, with enough tokens for a tile unless the call decodes; CPUs in float32.
       limits: function from an implementation to its limits.
+      is_partitioned: whether kernels run on several devices, each for its part of the call.
     """
 
     mechanism: str
@@ -154,6 +155,7 @@ class Call(NamedTuple):
     differentiable: bool = True
     suited: tuple[str, ...] = ()
     limits: Callable[[str], Limits] = lambda _: Limits()
+    is_partitioned: bool = True
 
     def with_implementation(
         self, name: str, refusal: Callable[[], str | None], limits: Limits
@@ -222,25 +224,25 @@ def choose(value: Any, call: Call, places: Places | None = None) -> Chosen:
 def untuned(call: Call, places: Places | None = None) -> tuple[str, ...]:
     """Default implementations of a call with `implementation=None` that was never tuned.
 
-    Kernels are the default on Hopper GPUs and x86-64 CPUs, where they were measured to be faster.
-    On GPUs they are so only in programs for one device, because compilers do not partition kernels
-    over devices; `effattn.dispatch.partition` partitions those for CPUs.
+    Kernels are the default on Hopper GPUs and x86-64 CPUs, where they were measured to be faster,
+    and on several of these devices if each of them can run the kernel for its part.
     """
     kernels: tuple[str, ...] = ()
+    if not _for_one_device() and not (call.is_partitioned and can_partition(places)):
+        return ("xla",)
     if "cuda" in call.suited and _gpu_kernels_are_faster():
         kernels = tuple(name for name in PALLAS if PLATFORMS[name] == "cuda")
-    elif "cpu" in call.suited and _cpu_kernels_are_faster() and can_partition(places):
+    elif "cpu" in call.suited and _cpu_kernels_are_faster():
         kernels = ("llvm",)
     return (*(name for name in kernels if name in call.refusals), "xla")
 
 
 def _cpu_kernels_are_faster():
-    is_measured = platform.machine() in ("x86_64", "AMD64")
-    return jax.default_backend() == "cpu" and is_measured
+    return jax.default_backend() == "cpu" and platform.machine() in ("x86_64", "AMD64")
 
 
 def _gpu_kernels_are_faster():
-    if jax.default_backend() != "gpu" or not _for_one_device():
+    if jax.default_backend() != "gpu":
         return False
     from effattn.dispatch import device  # imported on first use: most programs run no kernels
 

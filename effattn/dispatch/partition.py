@@ -19,7 +19,9 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from effattn.arrays import mesh_axes
 
@@ -50,8 +52,8 @@ def partitioned(
     Named axes are partitioned as those of the operands are, and all other axes are gathered. Axes
     with the same name have the same length, or length 1 for what all entries share. An axis of
     heads may also have any divisor as its length: each entry then belongs to as many consecutive
-    heads, which may be on several devices. These devices share the entry. Of a result, each of them
-    has its part, and the parts are added up, except for `SAME`.
+    heads, which may be on several devices. These devices share the entry. If it is an entry of a
+    result, each device has a part of it, and the parts are added up, except for `SAME`.
 
     A program for one device, or in `jax.shard_map` over all mesh axes, calls `function` itself.
 
@@ -75,51 +77,114 @@ def partitioned(
 
     if (known := _known.value) is not None:
         return _by_shard_map(function, on_device, operands, results, dict(known))
-    run = jax.custom_batching.custom_vmap(_by_rule(function, on_device, operands, results))
+    rule = _by_rule(function, on_device, operands, results)
 
-    @run.def_vmap
-    def mapped(size, is_mapped, *arrays):
+    def mapped(is_mapped):
+        """The function with a mapped axis in front of these operands and of all results."""
         row = f"mapped{sum(str(name).startswith('mapped') for name in results[0])}"
         inner = jax.vmap(function, in_axes=[0 if each else None for each in is_mapped])
         outer = [(row, *of) if each else of for each, of in zip(is_mapped, operands, strict=True)]
-        found = partitioned(inner, outer, [(row, *of) for of in results])(*arrays)
-        return tuple(found), (True,) * len(results)
+        return partitioned(inner, outer, [(row, *of) for of in results])
+
+    def run(*arrays):
+        whole = jax.make_jaxpr(lambda *arrays: tuple(function(*arrays)))(*arrays)
+        if whole.effects:  # Pallas's interpreter of Mosaic GPU has side effects
+            return tuple(function(*arrays))
+        by_rule = jax.make_jaxpr(rule(whole))(*arrays)
+        return tuple(_partitioned.bind(*arrays, whole=whole, by_rule=by_rule, mapped=mapped))
 
     return run
 
 
+# A call by the compiler's rule. Exported programs, which cannot contain the rule, call the function
+# as a whole. The primitive's parameter `by_rule` tells JAX that lowering needs the devices.
+_partitioned = Primitive("effattn_partitioned")
+_partitioned.multiple_results = True
+
+
+@_partitioned.def_abstract_eval
+def _abstract(*_, whole, by_rule, mapped):
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in whole.out_avals]
+
+
+@_partitioned.def_impl
+def _evaluation(*arrays, whole, by_rule, mapped):
+    return jaxpr_as_fun(whole)(*arrays)
+
+
+def _lowering(context, *arrays, whole, by_rule, mapped):
+    exported = context.module_context.lowering_parameters.for_export
+    function = jaxpr_as_fun(whole if exported else by_rule)
+    return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
+
+
+def _batched(arrays, axes, *, whole, by_rule, mapped):
+    places = zip(arrays, axes, strict=True)
+    in_front = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in places]
+    results = mapped([axis is not None for axis in axes])(*in_front)
+    return results, (0,) * len(results)
+
+
+mlir.register_lowering(_partitioned, _lowering)
+batching.primitive_batchers[_partitioned] = _batched
+
+
 def _by_rule(function, on_device, operands, results):
-    """`partitioned` by a rule for the compiler, which finds the mesh axes."""
+    """Returns, for the function as a closed jaxpr, its call by a rule for the compiler."""
     names, count = (*operands, *results), len(operands)
 
     def partition(mesh, arguments, found):
         arrays = *arguments[:count], *found
+        if mesh.empty:  # shardings without a mesh
+            devices = list(arrays[0].sharding.devices_indices_map(arrays[0].shape))
+            mesh = Mesh(np.array(devices), ("devices",))
         shapes = [array.shape for array in arrays]
-        specs = [array.sharding.spec for array in arrays]
+        specs = [_spec_of(mesh, array.sharding, array.shape) for array in arrays]
         places = _Places.of(mesh, names, shapes, _in_use(names, specs))
         shardings = [NamedSharding(mesh, spec) for spec in map(places.spec, shapes, names)]
+        everywhere = [NamedSharding(mesh, PartitionSpec())] * (len(arguments) - count)
         run = on_device(places, shapes[:count], shapes[count:])
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return mesh, _unmarked(run), tuple(shardings[count:]), (*shardings[:count], everywhere)
+
+        def of_operands(*arrays):
+            return run(*arrays[:count])
+
+        return mesh, of_operands, tuple(shardings[count:]), (*shardings[:count], *everywhere)
 
     def rule(mesh, arguments, found):
+        more = [(None,) * len(array.shape) for array in arguments[count:]]
         shapes = [[array.shape for array in arrays] for arrays in (arguments, found)]
-        return _rule((*operands, ()), results, *shapes)
+        return _rule((*operands, *more), results, *shapes)
 
-    call = custom_partitioning(_unmarked(function))
-    call.def_partition(partition, sharding_rule=rule)
+    def of_whole(closed):
+        # XLA's cache of compiled programs does not see the function, so a number stands for it.
+        mark = np.uint32(zlib.crc32(str(closed).encode()))
 
-    def run(*arrays):
-        # XLA's cache of compiled programs does not see the function, so an operand stands for it.
-        text = str(jax.make_jaxpr(function)(*arrays))
-        return call(*arrays, np.uint32(zlib.crc32(text.encode())))
+        def whole(*arrays):
+            constants = arrays[count + 1 :]
+            return tuple(jax.core.eval_jaxpr(closed.jaxpr, constants, *arrays[:count]))
 
-    return run
+        call = custom_partitioning(whole)
+        call.def_partition(partition, sharding_rule=rule, decode_shardings=False)
+        return lambda *arrays: call(*arrays, mark, *closed.consts)
+
+    return of_whole
 
 
-def _unmarked(function):
-    """The function of all arguments but the last."""
-    return lambda *arrays: tuple(function(*arrays[:-1]))
+def _spec_of(mesh, sharding, shape):
+    """The mesh axes that partition each axis; None also if a part of a mesh axis does."""
+    slices = sharding.devices_indices_map(tuple(shape))
+    at, spec = np.indices(mesh.devices.shape), []
+    for axis in range(len(shape)):
+        starts = np.vectorize(lambda device, axis=axis: slices[device][axis].start or 0)
+        first = starts(mesh.devices)
+        number = first // min((n for n in first.flat if n), default=1)
+        # The number of a part is made of its device's places along mesh axes, as of digits.
+        weights = [np.take(number, 1 % size, n).flat[0] for n, size in enumerate(number.shape)]
+        is_whole = (np.tensordot(weights, at, 1) == number).all()
+        digits = zip(weights, mesh.axis_names, strict=True)
+        axes = sorted((digit for digit in digits if digit[0]), reverse=True)
+        spec.append(tuple(name for _, name in axes) or None if is_whole else None)
+    return spec
 
 
 def _by_shard_map(function, on_device, operands, results, wanted):
@@ -267,7 +332,7 @@ class _Places(NamedTuple):
         return PartitionSpec(*(axes or None for axes in parts))
 
     def _shared(self, of, shape):
-        """Name and axis of shared heads, their number on a device, and mesh axes that share them."""
+        """Name and axis of shared heads, the number on a device, and the mesh axes; or None."""
         for axis, (name, size) in enumerate(zip(of, shape, strict=True)):
             if _kind(name) == HEADS:
                 own, shared = self._of_axis(name, size)

@@ -127,6 +127,7 @@ def paged_attention(
         signature=functools.partial(_signature, *operands),
         differentiable=False,
         suited=("cuda",) if query.dtype.itemsize == 2 else (),
+        is_partitioned=False,
     )
     chosen = dispatch.choose(implementation, call)
 

@@ -153,6 +153,14 @@ def test_programs_for_one_of_several_devices_have_no_partitions():
     assert exported.call(query, query, query).shape == query.shape
 
 
+def test_programs_for_several_devices_are_exported_without_kernels():
+    query = jax.device_put(jnp.ones((8, 32, 2, 8)), NamedSharding(mesh_of((4, 2)), BY_HEAD))
+    exported = jax.export.export(jax.jit(MECHANISMS["block_attention"]))(query, query, query)
+    assert exported.nr_devices == 8
+    assert "custom_call @effattn" not in exported.mlir_module()
+    np.testing.assert_allclose(exported.call(query, query, query), 1, rtol=1e-6)
+
+
 def test_kernels_of_other_options_are_other_programs():
     """XLA's cache of compiled programs must not take one for the other."""
     query = jax.device_put(jnp.zeros((8, 32, 2, 8)), NamedSharding(mesh_of((8, 1)), BY_ROW))

@@ -161,15 +161,18 @@ def test_untuned_calls_take_kernels_on_one_hopper_gpu(beside):
 
 
 @pytest.mark.devices
-def test_untuned_calls_take_kernels_on_several_gpus_where_each_has_its_own(beside):
-    """Kernels run inside `shard_map`, because compilers do not split a kernel over GPUs."""
-    beside("9.0", 2)
-    assert taken(CALL, *half(128)) == [dispatch.XLA]
-    mesh = jax.make_mesh((2,), ("batch",), (AxisType.Auto,), devices=jax.devices()[:2])
+def test_untuned_calls_take_kernels_on_several_gpus(beside):
+    """Each GPU runs them for its part, also in `shard_map`, but there over all mesh axes alone."""
+    beside("9.0", 4)
+    assert taken(CALL, *half(128)) == [KERNELS]
+    mesh = jax.make_mesh((2, 2), ("batch", "x"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     spec = PartitionSpec("batch")
-    sharded = jax.shard_map(CALL, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-    (found,) = taken(sharded, *(np.concatenate([x, x]) for x in half(128)))
-    assert found == KERNELS
+    arrays = [np.concatenate([x, x]) for x in half(128)]
+    for names, chosen in (({"batch", "x"}, KERNELS), ({"batch"}, dispatch.XLA)):
+        sharded = jax.shard_map(
+            CALL, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names=names
+        )
+        assert taken(sharded, *arrays) == [chosen]
 
 
 def test_untuned_recurrences_take_kernels_on_one_hopper_gpu(beside):

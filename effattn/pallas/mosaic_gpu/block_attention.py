@@ -53,7 +53,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from effattn import dispatch
 from effattn.dispatch import device
 from effattn.interfaces.block_attention import Config, Inputs
-from effattn.pallas import block_tiles
+from effattn.pallas import block_tiles, partition
 from effattn.pallas.mosaic_gpu import tiles
 from effattn.pallas.mosaic_gpu.tiles import ROWS, Own, Product, Stream, Tile, Turns, down
 from effattn.xla import block_attention as xla
@@ -128,6 +128,7 @@ def _tiles_of(x: Inputs) -> dict[str, tuple[int, int]]:
     return TILES[next(width for width in TILES if width >= max(sizes))]
 
 
+@partition.forward
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the output in `dtype`, the log-sum-exp, and zeros as its rounding error.
 
@@ -158,6 +159,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
     return out.reshape(*lse.shape, plan.sizes[1]), lse, jnp.zeros_like(lse)
 
 
+@partition.backward
 def backward(
     config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:

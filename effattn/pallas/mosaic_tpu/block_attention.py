@@ -36,7 +36,7 @@ from jax.experimental.pallas import tpu as pltpu
 from effattn import dispatch
 from effattn.arrays import mesh_axes
 from effattn.interfaces.block_attention import Config, Inputs
-from effattn.pallas import block_tiles
+from effattn.pallas import block_tiles, partition
 from effattn.pallas.block_tiles import Arrays, At, Plan, Softmax, Walk
 from effattn.xla import block_attention as xla
 
@@ -60,6 +60,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
     return None
 
 
+@partition.forward
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     plan, arrays = block_tiles.arrange(config, x, _tile(config, x))
@@ -95,6 +96,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
     return out, lse, lse_error
 
 
+@partition.backward
 def backward(
     config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from effattn import dispatch
 from effattn.dispatch import device
 from effattn.interfaces.block_attention import Config, Inputs
-from effattn.pallas import block_tiles
+from effattn.pallas import block_tiles, partition
 from effattn.pallas.block_tiles import Softmax
 from effattn.pallas.triton import bias_gradient
 from effattn.pallas.triton.tiles import LEAST, Tile, call, put_rows, store, width
@@ -69,6 +69,7 @@ def refusal(config: Config, x: Inputs) -> str | None:
     return device.triton_refusal()
 
 
+@partition.forward
 def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the output in `dtype`, the log-sum-exp and the rounding error of the log-sum-exp."""
     tile, warps = _tile("forward", config, x)
@@ -86,6 +87,7 @@ def forward(config: Config, x: Inputs, dtype: jnp.dtype) -> tuple[jax.Array, jax
     return out.reshape(*x.query.shape[:-1], plan.sizes[1]), lse, lse_error
 
 
+@partition.backward
 def backward(
     config: Config, x: Inputs, lse: jax.Array, d_out: jax.Array, delta: jax.Array
 ) -> Inputs:
