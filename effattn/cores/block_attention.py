@@ -54,6 +54,7 @@ def call(mechanism: str, config: Config, x: Inputs) -> dispatch.Call:
         signature=functools.partial(signature, config, x),
         tilings=tilings,
         suited=dispatch.suited(x.query.dtype, lengths[0]),
+        capabilities=dispatch.FROM_AMPERE,
     )
 
 

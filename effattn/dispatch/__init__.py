@@ -1,6 +1,7 @@
 """Choice of the implementation that runs a call: devices, tuning cache and support table."""
 
 from effattn.dispatch.choice import (
+    FROM_AMPERE,
     PALLAS,
     PLATFORMS,
     XLA,
@@ -19,6 +20,7 @@ from effattn.dispatch.contexts import interpreted, is_interpreted, recorded
 from effattn.dispatch.implementations import Implementations
 
 __all__ = [
+    "FROM_AMPERE",
     "PALLAS",
     "PLATFORMS",
     "XLA",

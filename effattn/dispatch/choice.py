@@ -5,6 +5,7 @@ platform. The platform is known only when the program is lowered, so `on_platfor
 choice to lowering.
 """
 
+import math
 import platform
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ PLATFORMS = {
 ONLY_BY_NAME = frozenset({"cudnn"})  # implementations that None never chooses
 # Fewest tokens for which kernels are faster; below, most of a kernel's tile is empty.
 _FOR_GPU, _FOR_CPU = 128, 16
+# Ranges of the compute capabilities of GPUs.
+HOPPER, FROM_AMPERE = (9.0, 9.9), (8.0, math.inf)
 PALLAS = "mosaic_gpu", "triton", "mosaic_tpu"  # fastest first
 
 
@@ -102,12 +105,12 @@ def requested(value: Any) -> tuple[str, ...] | None:
 def asks_for_gpu_kernels(value: Any, suited: tuple[str, ...]) -> bool:
     """True if an argument `implementation` asks for a Pallas kernel.
 
-    None asks for a kernel if kernels are the default for the call on this machine; `suited` is as
-    in `Call`.
+    None asks for a kernel if block-attention kernels are the default for the call on this machine;
+    `suited` is as in `Call`.
     """
     names = requested(value)
     if names is None:
-        return "cuda" in suited and _gpu_kernels_are_faster()
+        return "cuda" in suited and _is_default(FROM_AMPERE)
     return any(name in ("pallas", *PALLAS) for name in names)
 
 
@@ -146,6 +149,7 @@ class Call(NamedTuple):
         16 bits, with enough tokens for a tile unless the call decodes; CPUs in float32.
       limits: function from an implementation to its limits.
       is_partitioned: whether kernels run on several devices, each for its part of the call.
+      capabilities: range of the compute capabilities of GPUs on which kernels are the default.
     """
 
     mechanism: str
@@ -156,6 +160,7 @@ class Call(NamedTuple):
     suited: tuple[str, ...] = ()
     limits: Callable[[str], Limits] = lambda _: Limits()
     is_partitioned: bool = True
+    capabilities: tuple[float, float] = HOPPER
 
     def with_implementation(
         self, name: str, refusal: Callable[[], str | None], limits: Limits
@@ -180,7 +185,8 @@ def choose(value: Any, call: Call, places: Places | None = None) -> Chosen:
 
     Args:
       value: the argument `implementation`. None means the fastest one that `effattn.tune` found for
-        such calls on this device, or the result of `untuned`. "pallas" means all of `PALLAS`.
+        such calls on this device, or the result of `untuned`. "pallas" means all of `PALLAS`. If
+        such a call takes no kernel on a GPU where it should, a warning gives the reason, once.
       call: description of the call.
       places: mesh axes that partition the batch and the heads, where types carry shardings.
 
@@ -194,8 +200,10 @@ def choose(value: Any, call: Call, places: Places | None = None) -> Chosen:
         recorder.taken.append({name: call.limits(name) for name in call.accepted()})
         return XLA
     tiles: cache.Tiles = ()
+    is_untuned = False
     if names is None:
         best = cache.look_up(call)
+        is_untuned = best is None
         names = untuned(call, places) if best is None else (best.implementation, "xla")
         tiles = () if best is None else best.tiles
     chosen: list[str] = []
@@ -211,6 +219,8 @@ def choose(value: Any, call: Call, places: Places | None = None) -> Chosen:
             if reason is None:
                 chosen.append(one)
                 if PLATFORMS[one] is None:
+                    if is_untuned and chosen == ["xla"]:
+                        _warn_of_xla(call, places, reasons)
                     return _chosen(chosen, names, tiles, places)
             else:
                 reasons.append(f"the {one!r} implementation of {mechanism} {reason}")
@@ -224,30 +234,61 @@ def choose(value: Any, call: Call, places: Places | None = None) -> Chosen:
 def untuned(call: Call, places: Places | None = None) -> tuple[str, ...]:
     """Default implementations of a call with `implementation=None` that was never tuned.
 
-    Kernels are the default on Hopper GPUs and x86-64 CPUs, where they were measured to be faster,
-    and on several of these devices if each of them can run the kernel for its part.
+    On x86-64 CPUs and Hopper GPUs kernels were measured to be faster, and block attention has them
+    from Ampere on. They are the default there, and on several of these devices if each of them can
+    run the kernel for its part.
     """
     kernels: tuple[str, ...] = ()
-    if not _for_one_device() and not (call.is_partitioned and can_partition(places)):
+    if _refused_devices(call, places) is not None:
         return ("xla",)
-    if "cuda" in call.suited and _gpu_kernels_are_faster():
+    if "cuda" in call.suited and _is_default(call.capabilities):
         kernels = tuple(name for name in PALLAS if PLATFORMS[name] == "cuda")
-    elif "cpu" in call.suited and _cpu_kernels_are_faster():
-        kernels = ("llvm",)
+    elif "cpu" in call.suited and jax.default_backend() == "cpu":
+        kernels = ("llvm",) if platform.machine() in ("x86_64", "AMD64") else ()
     return (*(name for name in kernels if name in call.refusals), "xla")
 
 
-def _cpu_kernels_are_faster():
-    return jax.default_backend() == "cpu" and platform.machine() in ("x86_64", "AMD64")
+def _warn_of_xla(call, places, refusals):
+    """Warns, once for each reason, that a call takes XLA on a GPU whose kernels are faster."""
+    if jax.default_backend() != "gpu" or "cuda" not in call.suited:
+        return
+    reason = _refused_devices(call, places) or "; ".join(refusals)
+    if not _is_default(call.capabilities):
+        known = " to ".join(str(n) for n in call.capabilities if n < math.inf)
+        reason = f"kernels are the default from compute capability {known}, got {_capability()}"
+    if reason:
+        cache.warn_once(
+            f"{call.mechanism} runs in XLA on this GPU, where a kernel may be several times "
+            f"faster: {reason}. effattn.tune measures which is faster for this call, and "
+            "implementation='xla' chooses XLA without this warning"
+        )
 
 
-def _gpu_kernels_are_faster():
+def _is_default(capabilities):
+    """True if kernels are the default on this machine's GPU, if it has one."""
     if jax.default_backend() != "gpu":
         return False
+    found = _capability()
+    return found is not None and capabilities[0] <= found <= capabilities[1]
+
+
+def _capability():
+    """The compute capability of the GPU, as a number such as 9.0; None without a GPU."""
     from effattn.dispatch import device  # imported on first use: most programs run no kernels
 
     gpu = device.gpu()
-    return gpu is not None and str(gpu.compute_capability).startswith("9.")
+    return None if gpu is None else float(gpu.compute_capability)
+
+
+def _refused_devices(call, places):
+    """The reason why the default takes no kernels in a program for these devices, or None."""
+    if _for_one_device():
+        return None
+    if not call.is_partitioned:
+        return f"its kernels are not partitioned over the {jax.device_count()} devices here"
+    if not can_partition(places):
+        return "kernels are not partitioned inside a jax.shard_map over some of the mesh axes"
+    return None
 
 
 def _for_one_device():

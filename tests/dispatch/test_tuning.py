@@ -156,8 +156,13 @@ def test_untuned_calls_take_kernels_on_one_hopper_gpu(beside):
     assert taken(CALL, *half(127)) == taken(CALL, *half(128, np.float32)) == [dispatch.XLA]
     named = functools.partial(CALL, implementation="xla")
     assert taken(named, *half(128)) == [dispatch.XLA]
-    beside("8.0")
-    assert taken(CALL, *half(128)) == [dispatch.XLA]
+    # Also on other GPUs from Ampere on: the Mosaic GPU kernels refuse them, those of Triton run.
+    for capability in ("8.0", "8.9", "12.0"):
+        beside(capability)
+        assert taken(CALL, *half(128)) == [dispatch.Chosen(("triton", "xla"))]
+    beside("7.5")
+    with pytest.warns(RuntimeWarning, match=r"from compute capability 8\.0, got 7\.5"):
+        assert taken(CALL, *half(128)) == [dispatch.XLA]
 
 
 @pytest.mark.devices
@@ -173,6 +178,23 @@ def test_untuned_calls_take_kernels_on_several_gpus(beside):
             CALL, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names=names
         )
         assert taken(sharded, *arrays) == [chosen]
+
+
+def test_a_gpu_user_is_told_once_why_a_call_takes_xla(beside, recwarn):
+    cache.warn_once.cache_clear()
+    beside("9.0")
+    for _ in range(2):
+        assert taken(effattn.sigmoid_attention, *half(128)) == [dispatch.XLA]
+    attend = functools.partial(effattn.linear_attention, is_causal=True)
+    beside("8.0")
+    jax.eval_shape(attend, *half(128))
+    # No warning where XLA is asked for, nor for short calls, which XLA runs as fast.
+    jax.eval_shape(functools.partial(attend, implementation="xla"), *half(128))
+    jax.eval_shape(attend, *half(127))
+    told = [str(warning.message) for warning in recwarn if warning.category is RuntimeWarning]
+    assert len(told) == 2
+    assert "takes a softmax of the logits, not sigmoid" in told[0]
+    assert "kernels are the default from compute capability 9.0 to 9.9, got 8.0" in told[1]
 
 
 def test_untuned_recurrences_take_kernels_on_one_hopper_gpu(beside):
