@@ -84,6 +84,7 @@ from effattn.patterns.layouts import BlockLayout
 if TYPE_CHECKING:
     from effattn import analysis, decode, naive, nn, patterns, testing
     from effattn.advice.ranking import advise
+    from effattn.analysis.kernels import check
 
 __version__ = "0.1.0"
 
@@ -98,6 +99,7 @@ __all__ = [
     "bigbird_attention",
     "block_linformer_attention",
     "block_sparse_attention",
+    "check",
     "combine",
     "cosformer_attention",
     "decode",
@@ -149,6 +151,7 @@ __all__ = [
     "tune",
 ]
 
+_LOADED = {"advise": "effattn.advice.ranking:advise", "check": "effattn.analysis.kernels:check"}
 _LAZY = ("analysis", "decode", "naive", "nn", "patterns", "testing")
 
 if not TYPE_CHECKING:  # where every name that it does not know would be one of these
@@ -156,10 +159,10 @@ if not TYPE_CHECKING:  # where every name that it does not know would be one of 
     def __getattr__(name: str):
         if name in _LAZY:
             return importlib.import_module(f"effattn.{name}")
-        if name == "advise":
-            return registry.load("effattn.advice.ranking:advise")
+        if name in _LOADED:
+            return registry.load(_LOADED[name])
         raise AttributeError(f"module 'effattn' has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted([*globals(), "advise", *_LAZY])
+    return sorted([*globals(), *_LOADED, *_LAZY])

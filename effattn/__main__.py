@@ -1,8 +1,9 @@
-"""Command line: lists mechanisms, shows one, and advises which to use.
+"""Command line: lists mechanisms, shows one, advises which to use, and checks kernels.
 
 python -m effattn list --causal --decode
 python -m effattn show bigbird
 python -m effattn advise --length 16384 --causal --decode
+python -m effattn check --json kernels.json
 """
 
 import argparse
@@ -15,7 +16,10 @@ from effattn.advice import facts, pages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the exit status: 0, or 2 for an error in the arguments."""
+    """Runs the command and returns the exit status.
+
+    It is 0, 1 if a check failed, or 2 for an error in the arguments.
+    """
     given = _parser().parse_args(arguments)
     try:
         text = given.run(given)
@@ -24,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     with contextlib.suppress(BrokenPipeError):  # the reader has seen enough
         print(text, flush=True)
-        return 0
+        return given.status
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     return 1
 
@@ -59,6 +63,17 @@ def _advise(given: argparse.Namespace) -> str:
     )
 
 
+def _check(given: argparse.Namespace) -> str:
+    from effattn.analysis.kernels import check  # imports JAX, which --help need not wait for
+
+    found = check(None if given.implementations is None else tuple(given.implementations))
+    given.status = 0 if found.passed else 1
+    if given.json is not None:
+        with open(given.json, "w", encoding="utf-8") as file:
+            file.write(found.to_json() + "\n")
+    return str(found)
+
+
 def _arrays(path: str) -> tuple:
     import numpy as np
 
@@ -75,9 +90,11 @@ def _arrays(path: str) -> tuple:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m effattn",
-        description="Lists the mechanisms of effattn, shows one, and advises which to use.",
+        description="Lists the mechanisms of effattn, shows one, advises which to use, and checks "
+        "the kernels of this device.",
     )
-    commands = parser.add_subparsers(required=True, metavar="list | show | advise")
+    parser.set_defaults(status=0)
+    commands = parser.add_subparsers(required=True, metavar="list | show | advise | check")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--decode", action="store_true", help="only mechanisms that decode")
     shared.add_argument(
@@ -118,6 +135,13 @@ def _parser() -> argparse.ArgumentParser:
     advising.add_argument("--sample", metavar="FILE", help=sample)
     advising.add_argument("--mechanisms", nargs="+", metavar="NAME", help="compare only these")
     advising.set_defaults(run=_advise)
+
+    compares = "compare the kernels of this device with float64, at shapes that compilers break"
+    checking = commands.add_parser("check", help=compares)
+    checking.add_argument("--json", metavar="FILE", help="also write the result to this file")
+    kernels = "kernels to check (default: all of this device)"
+    checking.add_argument("--implementations", nargs="+", metavar="NAME", help=kernels)
+    checking.set_defaults(run=_check)
     return parser
 
 

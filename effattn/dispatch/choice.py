@@ -204,8 +204,12 @@ def choose(value: Any, call: Call, places: Places | None = None) -> Chosen:
     if names is None:
         best = cache.look_up(call)
         is_untuned = best is None
-        names = untuned(call, places) if best is None else (best.implementation, "xla")
-        tiles = () if best is None else best.tiles
+        if best is None:
+            names = untuned(call, places)
+        elif _refused_devices(call, places) is None:
+            names, tiles = (best.implementation, "xla"), best.tiles
+        else:
+            names = ("xla",)
     chosen: list[str] = []
     reasons = []
     for name in names:

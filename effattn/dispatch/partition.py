@@ -5,6 +5,7 @@ gathers all operands of the kernel on every device.
 """
 
 import contextlib
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -109,12 +110,13 @@ def _abstract(*_, whole, by_rule, mapped):
 
 @_partitioned.def_impl
 def _evaluation(*arrays, whole, by_rule, mapped):
-    return jaxpr_as_fun(whole)(*arrays)
+    return jax.core.eval_jaxpr(whole.jaxpr, whole.consts, *arrays)
 
 
 def _lowering(context, *arrays, whole, by_rule, mapped):
     exported = context.module_context.lowering_parameters.for_export
-    function = jaxpr_as_fun(whole if exported else by_rule)
+    closed = whole if exported else by_rule
+    function = functools.partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts)
     return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
 
 

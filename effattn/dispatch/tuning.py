@@ -86,8 +86,7 @@ def tune(
     A candidate is not timed again once its measurements sum to two seconds, so a call of several
     seconds runs only twice.
 
-    The choice also applies on a mesh, where compilers do not partition kernels. After tuning, call
-    the function inside `jax.shard_map` there, or pass `implementation="xla"`.
+    The choice also applies on several devices, where each of them can run the kernel for its part.
 
     Args:
       function: a function of effattn, or a function that calls effattn, without `implementation`:

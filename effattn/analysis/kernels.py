@@ -1,0 +1,314 @@
+"""Check of the kernels of a device: each one, forward and backward, against float64.
+
+Compilers of kernels have had faults at few shapes: tiles of 64, one token or half a tile more than
+whole tiles, a single query, a bias in float32 beside 16-bit queries. The cases are these shapes.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import effattn
+from effattn import dispatch
+from effattn.arrays import checks
+from effattn.dispatch.choice import PLATFORMS
+
+ROWS, HEADS, KEY_HEADS = 2, 4, 2
+
+# A kernel may err so many times as much as XLA in the same dtype, and so many roundings anyway.
+TIMES, ROUNDINGS = 3.0, 2.0
+
+# Errors are relative to the RMS of an array, but at least to so much of the largest RMS of a case.
+SMALLEST = 1e-3
+
+
+class Case(NamedTuple):
+    """One call.
+
+    Attributes:
+      name: the function and its options.
+      call: `(arrays, **options) -> output`.
+      arrays: NumPy arrays in float64; arguments with gradients.
+      kept: names of the arrays that keep float32 where the others have 16 bits.
+    """
+
+    name: str
+    call: Callable[..., jax.Array]
+    arrays: Mapping[str, np.ndarray]
+    kept: frozenset[str] = frozenset()
+
+
+class Row(NamedTuple):
+    """Errors of one kernel in one case, relative to the RMS of each array.
+
+    Attributes:
+      case: the function and its options, and the number of queries.
+      implementation: name of the implementation.
+      dtype: dtype of queries, keys and values.
+      errors: RMS errors of the output and of the gradients, by name.
+      of_xla: the same for XLA in the same dtype.
+      refused: why the kernel does not take the call, or how it failed; empty if it ran.
+      failed: True if the kernel failed, or if an error is too large.
+    """
+
+    case: str
+    implementation: str
+    dtype: str
+    errors: Mapping[str, float]
+    of_xla: Mapping[str, float]
+    refused: str
+    failed: bool
+
+    @property
+    def worst(self) -> str:
+        """The array with the largest error relative to that of XLA."""
+        return max(self.errors, key=lambda name: _ratio(self, name))
+
+
+def _ratio(row, name):
+    error = row.errors[name]
+    # NaN is the largest.
+    return np.inf if np.isnan(error) else error / max(row.of_xla[name], 1e-30)
+
+
+class Checked(NamedTuple):
+    """Result of `check`; `str` gives a Markdown table.
+
+    Attributes:
+      device: kind of the device.
+      rows: one for each kernel, case and dtype.
+    """
+
+    device: str
+    rows: tuple[Row, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True if no kernel failed."""
+        return not any(row.failed for row in self.rows)
+
+    def __str__(self) -> str:
+        ran = [row for row in self.rows if row.errors]
+        broken = [row for row in self.rows if row.failed and not row.errors]
+        lines = [f"Kernels on {self.device} with jax {jax.__version__}, against float64.", ""]
+        if not ran and not broken:
+            return "\n".join([*lines, "No kernel of effattn runs on this device."])
+        lines += [
+            "| call | kernel | dtype | largest error | of | that of XLA | |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        for row in ran:
+            name = row.worst
+            verdict = "FAILED" if row.failed else "ok"
+            lines.append(
+                f"| {row.case} | {row.implementation} | {row.dtype} | {row.errors[name]:.1e} | "
+                f"{name} | {row.of_xla[name]:.1e} | {verdict} |"
+            )
+        lines += [
+            f"| {row.case} | {row.implementation} | {row.dtype} | {row.refused} | | | FAILED |"
+            for row in broken
+        ]
+        count = sum(row.failed for row in self.rows)
+        verdict = f"{count} failed" if count else "none failed"
+        refused = len(self.rows) - len(ran) - len(broken)
+        lines += [
+            "",
+            f"{len(ran) + len(broken)} kernels and calls ran, {verdict}; {refused} calls are not "
+            "taken by a kernel. Errors are RMS errors relative to the RMS of the array.",
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The result as JSON, with the versions of JAX and effattn."""
+        about = {"device": self.device, "jax": jax.__version__, "effattn": effattn.__version__}
+        rows = [row._asdict() for row in self.rows]
+        return json.dumps({**about, "passed": self.passed, "rows": rows}, indent=1)
+
+
+@checks.checked
+def check(implementations: tuple[str, ...] | None = None) -> Checked:
+    """Compares every kernel that can run on this device with float64, forward and backward.
+
+    A kernel fails if it raises, if a result is not finite, or if an RMS error is above 3 times that
+    of XLA in the same dtype and above two roundings of the dtype. The exact results are those of
+    the naive forms in float64 (`effattn.naive`), on the default device.
+
+    On two CPU cores this takes about two minutes, most of it compilation.
+
+    Args:
+      implementations: names of the implementations to check; default all of this platform.
+
+    Returns:
+      A `Checked`: print it, and see `passed`. `python -m effattn check` prints it, and its exit
+      status is 1 if a kernel failed.
+
+    Raises:
+      ValueError: an implementation is unknown or runs on another platform.
+    """
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    here = [name for name, on in PLATFORMS.items() if on == platform and name != "cudnn"]
+    names = here if implementations is None else list(implementations)
+    for name in names:
+        if name not in here and not dispatch.is_interpreted():
+            raise ValueError(
+                f"implementations must be kernels for {platform}: {', '.join(here) or 'none'}; "
+                f"got {name!r}"
+            )
+    dtypes = (jnp.float32,) if platform == "cpu" else (jnp.bfloat16, jnp.float16, jnp.float32)
+    rows = [row for case in cases() for row in _compared(case, names, dtypes)]
+    return Checked(jax.devices()[0].device_kind, tuple(rows))
+
+
+def cases() -> Iterator[Case]:
+    """The calls that are checked."""
+    for tokens in (1, 64, 129, 192, 320):
+        for size in (64, 40):
+            yield _of_tokens(
+                "dot_product_attention causal", effattn.dot_product_attention, tokens, size,
+                is_causal=True,
+            )  # fmt: skip
+    for tokens in (129, 192):
+        yield _of_tokens("dot_product_attention", effattn.dot_product_attention, tokens)
+        yield _of_tokens(
+            "sliding_window_attention", effattn.sliding_window_attention, tokens,
+            local_window_size=(50, 0),
+        )  # fmt: skip
+        ids = jnp.asarray([[1] * 70 + [2] * (tokens - 75) + [0] * 5] * ROWS)
+        yield _of_tokens(
+            "dot_product_attention of documents", effattn.dot_product_attention, tokens,
+            segment_ids=ids,
+        )  # fmt: skip
+        yield _of_tokens(
+            "bigbird_attention", effattn.bigbird_attention, tokens, block_size=64, is_causal=True
+        )
+        yield _with_bias(tokens)
+        yield _of_tokens("linear_attention", effattn.linear_attention, tokens, is_causal=True)
+        yield _of_tokens("retention", effattn.retention, tokens)
+        yield _gated(tokens)
+        yield _delta(tokens)
+    yield _one_query()
+
+
+def _draw(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def _of_tokens(name, function, tokens, size=64, **options):
+    shapes = {"query": HEADS, "key": KEY_HEADS, "value": KEY_HEADS}
+    arrays = {
+        each: _draw(number, ROWS, tokens, heads, size)
+        for number, (each, heads) in enumerate(shapes.items())
+    }
+    call = functools.partial(function, **options)
+    return Case(f"{name}, {tokens} tokens of {size}", lambda a, **how: call(**a, **how), arrays)
+
+
+def _with_bias(tokens):
+    case = _of_tokens("dot_product_attention with bias", effattn.dot_product_attention, tokens)
+    arrays = {**case.arrays, "bias": _draw(7, 1, HEADS, tokens, tokens)}
+    return case._replace(arrays=arrays, kept=frozenset({"bias"}))
+
+
+def _gated(tokens):
+    case = _of_tokens("gated_linear_attention", effattn.gated_linear_attention, tokens)
+    key = case.arrays["key"]
+
+    def call(arrays, **how):
+        log_decay = jax.nn.log_sigmoid(arrays["gate"])
+        given = {name: x for name, x in arrays.items() if name != "gate"}
+        return effattn.gated_linear_attention(**given, log_decay=log_decay, **how)
+
+    return case._replace(call=call, arrays={**case.arrays, "gate": 3 + _draw(8, *key.shape)})
+
+
+def _delta(tokens):
+    case = _of_tokens("delta_rule_attention", effattn.delta_rule_attention, tokens)
+    key = case.arrays["key"]
+    key = key / np.linalg.norm(key, axis=-1, keepdims=True)
+
+    def call(arrays, **how):
+        beta = jax.nn.sigmoid(arrays["gate"])
+        given = {name: x for name, x in arrays.items() if name != "gate"}
+        return effattn.delta_rule_attention(**given, beta=beta, **how)
+
+    arrays = {**case.arrays, "key": key, "gate": _draw(9, *key.shape[:-1])}
+    return case._replace(call=call, arrays=arrays)
+
+
+def _one_query():
+    case = _of_tokens("dot_product_attention of one query", effattn.dot_product_attention, 129)
+    return case._replace(arrays={**case.arrays, "query": case.arrays["query"][:, :1]})
+
+
+def _compared(case, names, dtypes):
+    """The rows of a case."""
+    for dtype in dtypes:
+        given = {
+            name: jnp.asarray(x, jnp.float32 if name in case.kept else dtype)
+            for name, x in case.arrays.items()
+        }
+        runs = {}
+        for name in names:
+            reason, failed = _refusal(case, given, name), False
+            if not reason:
+                try:
+                    runs[name] = _results(case, given, name)
+                    continue
+                except Exception as error:  # whatever a compiler raises
+                    reason, failed = f"{type(error).__name__}: {error}".splitlines()[0], True
+            yield Row(case.name, name, jnp.dtype(dtype).name, {}, {}, reason, failed)
+        if not runs:
+            continue
+        exact, of_xla = _exact(case, given), _results(case, given, "xla")
+        least = ROUNDINGS * float(jnp.finfo(dtype).eps)
+        by_xla = _errors(of_xla, exact)
+        for name, found in runs.items():
+            errors = _errors(found, exact)
+            # NaN compares as False.
+            good = all(errors[each] <= max(least, TIMES * by_xla[each]) for each in exact)
+            yield Row(case.name, name, jnp.dtype(dtype).name, errors, by_xla, "", not good)
+
+
+def _refusal(case, given, name):
+    """The reason why an implementation does not take the call, or an empty string."""
+    try:
+        jax.eval_shape(functools.partial(case.call, implementation=name), given)
+    except NotImplementedError as error:
+        return str(error)
+    except Exception:  # the run raises it again
+        return ""
+    return ""
+
+
+def _results(case, given, implementation):
+    """The output and the gradients, as float64 NumPy arrays by name."""
+
+    def run(arrays):
+        call = functools.partial(case.call, implementation=implementation)
+        out, pull_back = jax.vjp(call, arrays)
+        cotangent = jnp.sin(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype)
+        return {"output": out, **pull_back(cotangent)[0]}
+
+    found = jax.jit(run)(given)
+    return {name: np.asarray(x, np.float64) for name, x in found.items()}
+
+
+def _exact(case, given):
+    wide = {name: np.asarray(x, np.float64) for name, x in given.items()}
+    with jax.enable_x64(True):
+        return _results(case, {name: jnp.asarray(x) for name, x in wide.items()}, "naive")
+
+
+def _rms(x):
+    return float(np.sqrt(np.mean(x**2)))
+
+
+def _errors(found, exact):
+    # Gradients may be zero: the only key of a query has weight 1.
+    least = SMALLEST * max(_rms(x) for x in exact.values())
+    return {name: _rms(found[name] - x) / max(_rms(x), least) for name, x in exact.items()}
