@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from effattn import dispatch
-from effattn.dispatch.partition import HEADS
+from effattn.dispatch.places import HEADS
 from effattn.interfaces import block_attention
 from effattn.interfaces.block_attention import Config, Inputs
 from effattn.llvm import runtime

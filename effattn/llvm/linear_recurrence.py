@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import dispatch
-from effattn.dispatch.partition import HEADS, ONCE, SAME
+from effattn.dispatch.places import HEADS, ONCE, SAME
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, clear, masked_terms
 from effattn.llvm import runtime
 from effattn.llvm.primitive import kernel

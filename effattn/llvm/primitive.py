@@ -10,7 +10,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from effattn.arrays import mesh_axes
-from effattn.dispatch.partition import Names, partitioned, rows
+from effattn.dispatch.partition import partitioned
+from effattn.dispatch.places import Names, rows
 
 Form = Callable[..., Sequence[jax.Array]]
 
@@ -39,7 +40,7 @@ def kernel(
       shapes: `(static, *arrays) -> shapes of the results`, for arrays whose batch axes are all of
         full length.
       names: `(static, *arrays) ->` the names of the axes of each array and of each result, besides
-        the batch axes, as for `effattn.dispatch.partition`.
+        the batch axes, as for `effattn.dispatch.places`.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True

@@ -1,6 +1,6 @@
 """Kernels on several devices: which axes of their operands and results are partitioned.
 
-`effattn.dispatch.partition` explains the names of the axes. In a program for one device, the
+`effattn.dispatch.places` explains the names of the axes. In a program for one device, the
 kernels are called as they are.
 """
 
@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from effattn.dispatch.partition import HEADS, ONCE, SAME, Names, is_needed, partitioned, rows
+from effattn.dispatch.partition import is_needed, partitioned
+from effattn.dispatch.places import HEADS, ONCE, SAME, Names, rows
 from effattn.interfaces.block_attention import Config, Inputs
 
 Forward = Callable[[Config, Inputs, Any], tuple[jax.Array, jax.Array, jax.Array]]
