@@ -82,7 +82,7 @@ from effattn.dispatch.tuning import tune
 from effattn.patterns.layouts import BlockLayout
 
 if TYPE_CHECKING:
-    from effattn import analysis, decode, naive, nn, patterns, testing
+    from effattn import analysis, decode, naive, nn, parallel, patterns, testing
     from effattn.advice.ranking import advise
     from effattn.analysis.kernels import check
 
@@ -121,6 +121,7 @@ __all__ = [
     "nn",
     "nystrom_attention",
     "paged_attention",
+    "parallel",
     "patterns",
     "performer_attention",
     "performer_features",
@@ -152,7 +153,7 @@ __all__ = [
 ]
 
 _LOADED = {"advise": "effattn.advice.ranking:advise", "check": "effattn.analysis.kernels:check"}
-_LAZY = ("analysis", "decode", "naive", "nn", "patterns", "testing")
+_LAZY = ("analysis", "decode", "naive", "nn", "parallel", "patterns", "testing")
 
 if not TYPE_CHECKING:  # where every name that it does not know would be one of these
 

@@ -1,0 +1,22 @@
+"""Several devices: meshes, and sequences that devices hold in parts.
+
+Batch and heads need nothing from this package: effattn's functions run on sharded arrays under
+`jax.jit`. A sequence that is too long for one device is divided among the devices of a mesh axis,
+inside `jax.shard_map`, and they exchange what the mechanism needs:
+
+- `exchange_heads` (Ulysses): every device gets all tokens of some of the heads. It takes any
+  function of query, key and value, unchanged, and as many devices as there are heads.
+
+A model of 131,072 tokens on eight devices, two of them for the batch:
+
+    mesh = parallel.make_mesh(data=2, sequence=4)
+    tokens = PartitionSpec("data", "sequence")
+    attend = parallel.exchange_heads(effattn.dot_product_attention, "sequence")
+    run = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+    out = jax.jit(run)(query, key, value)
+"""
+
+from effattn.parallel.heads import exchange_heads
+from effattn.parallel.mesh import AXES, make_mesh
+
+__all__ = ["AXES", "exchange_heads", "make_mesh"]

@@ -1,0 +1,152 @@
+"""Sequence parallelism by exchange of heads: equal to one device, and what is moved."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import effattn
+from effattn import parallel
+from effattn.testing.functions import assert_close
+from tests.laws.sharding import collectives
+
+pytestmark = pytest.mark.devices
+
+BATCH, TOKENS, HEADS, SIZE = 2, 64, 8, 16
+OF_TOKENS, OF_HEADS = P("data", "sequence"), P()
+DRAW = np.random.default_rng(0)
+
+
+def numbers(*shape):
+    return jnp.asarray(DRAW.normal(size=shape), jnp.float32)
+
+
+def by_distance(logit, b, h, i, j):
+    return logit - (i - j) / (1 + h)
+
+
+IDS = jnp.asarray([[1] * 30 + [2] * 20 + [3] * 10 + [0] * 4] * BATCH)
+GATES = jax.nn.log_sigmoid(numbers(BATCH, TOKENS, HEADS, SIZE))
+# Function, and options that are arrays, with their sharding.
+CALLS = {
+    "softmax": (functools.partial(effattn.dot_product_attention, is_causal=True), {}),
+    "documents": (effattn.dot_product_attention, {"segment_ids": (IDS, OF_TOKENS)}),
+    "lengths": (
+        effattn.dot_product_attention,
+        {"key_value_seq_lengths": (jnp.asarray([60, 33]), P("data"))},
+    ),
+    "sink": (effattn.dot_product_attention, {"sink": (numbers(HEADS), OF_HEADS)}),
+    "score_mod": (
+        functools.partial(effattn.dot_product_attention, is_causal=True, score_mod=None),
+        {},
+    ),
+    "window": (functools.partial(effattn.sliding_window_attention, local_window_size=20), {}),
+    "bigbird": (
+        functools.partial(effattn.bigbird_attention, block_size=8),
+        {"random_blocks": (jnp.asarray(DRAW.integers(0, 8, (HEADS, 8, 2)), jnp.int32), OF_HEADS)},
+    ),
+    "linear": (functools.partial(effattn.linear_attention, is_causal=True), {}),
+    "retention": (effattn.retention, {"log_decay": (-jnp.arange(1.0, 9) / 20, OF_HEADS)}),
+    "gated linear": (effattn.gated_linear_attention, {"log_decay": (GATES, OF_TOKENS)}),
+    "delta rule": (
+        effattn.delta_rule_attention,
+        {"beta": (jax.nn.sigmoid(numbers(BATCH, TOKENS, HEADS)), OF_TOKENS)},
+    ),
+    "nystrom": (functools.partial(effattn.nystrom_attention, num_landmarks=8), {}),
+}
+
+
+def both(name, key_heads=HEADS, devices=4):
+    """The function of arrays on one device and on several, and the arrays."""
+    function, options = CALLS[name]
+    shapes = (HEADS, key_heads, key_heads, HEADS)
+    arrays = [numbers(BATCH, TOKENS, heads, SIZE) / 2 for heads in shapes]
+    mesh = parallel.make_mesh(data=-1, sequence=devices)
+    specs = [OF_TOKENS] * 4 + [spec for _, spec in options.values()]
+    names = list(options)
+    score_mod = {"score_mod": by_distance} if name == "score_mod" else {}
+
+    def attend(function, query, key, value, cotangent, *more):
+        given = {**dict(zip(names, more, strict=True)), **score_mod}
+        out, pull_back = jax.vjp(lambda *arrays: function(*arrays, **given), query, key, value)
+        return out, pull_back(cotangent)
+
+    there = functools.partial(attend, parallel.exchange_heads(function, "sequence"))
+    sharded = jax.shard_map(
+        there, mesh=mesh, in_specs=tuple(specs), out_specs=(OF_TOKENS, (OF_TOKENS,) * 3)
+    )
+    given = [*arrays, *(x for x, _ in options.values())]
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)
+    ]
+    return functools.partial(attend, function), given, jax.jit(sharded), placed
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_several_devices_give_what_one_gives(name):
+    alone, given, run, placed = both(name)
+    assert_close(run(*placed), jax.jit(alone)(*given), 1e-5)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("name", ["softmax", "linear"])
+def test_key_heads_are_repeated_where_there_are_fewer_than_devices(name, key_heads):
+    alone, given, run, placed = both(name, key_heads)
+    assert_close(run(*placed), jax.jit(alone)(*given), 1e-5)
+
+
+def moved(program):
+    """Numbers that a device passes to each kind of collective."""
+    found = {}
+    for line in program.as_text().splitlines():
+        if match := re.search(r"= (.*?) (all-[a-z-]+|collective-permute)(?:-start)?\(", line):
+            shapes = re.findall(r"f32\[([\d,]*)\]", match[1])
+            count = sum(math.prod(map(int, shape.split(","))) for shape in shapes)
+            found[match[2]] = found.get(match[2], 0) + count
+    return found
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_it_moves_four_times_the_activations_by_the_devices(devices):
+    """Query, key, value and output forward; their gradients, and these again, backward."""
+    function, _ = CALLS["softmax"]
+    mesh = parallel.make_mesh(data=-1, sequence=devices)
+    attend = parallel.exchange_heads(function, "sequence")
+    run = jax.shard_map(attend, mesh=mesh, in_specs=(OF_TOKENS,) * 3, out_specs=OF_TOKENS)
+    shape = (8 // devices, TOKENS, HEADS, SIZE)
+    sharding = NamedSharding(mesh, OF_TOKENS)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)] * 3
+    program = jax.jit(run).lower(*arrays).compile()
+    # On each device: its examples, and its tokens.
+    activations = math.prod(shape) // (8 // devices) // devices
+    assert moved(program) == {"all-to-all": 4 * activations}
+    assert set(collectives(program)) == {"all-to-all"}
+
+
+def fails(message, heads=HEADS, key_heads=HEADS, function=effattn.dot_product_attention, **options):
+    mesh = parallel.make_mesh(data=2, sequence=4)
+    attend = parallel.exchange_heads(function, "sequence")
+    run = jax.shard_map(
+        lambda *arrays: attend(*arrays, **options),
+        mesh=mesh,
+        in_specs=(OF_TOKENS,) * 3,
+        out_specs=OF_TOKENS,
+    )
+    arrays = [numbers(BATCH, TOKENS, count, SIZE) for count in (heads, key_heads, key_heads)]
+    with pytest.raises(ValueError, match=message):
+        run(*arrays)
+
+
+def test_what_cannot_be_exchanged_is_one_sentence():
+    fails("the 4 devices of the mesh axis 'sequence' must divide the 2 query heads", 2, 2)
+    fails("key must have a number of heads that divides the 4 devices .* got 6", 12, 6)
+    fails("cannot divide the option 'bias', an array", bias=jnp.zeros((1, 1, TOKENS, TOKENS)))
+    fails("needs random_blocks", function=effattn.bigbird_attention, block_size=8)
+    fails("has no dropout, got dropout_rate=0.1", dropout_rate=0.1)
+    fails("return their output alone; leave out return_residual", return_residual=True)
