@@ -12,7 +12,7 @@ from effattn import dispatch
 from effattn.arrays import checks, dropout, dtypes, mesh_axes, reverse_mode
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import both, valid
-from effattn.cores import block_attention
+from effattn.cores import block_attention, passed_states
 from effattn.cores.score_mod import Then, without_closure
 from effattn.dispatch.partition import places_of
 from effattn.interfaces.block_attention import Config, Inputs, Origin
@@ -148,6 +148,7 @@ def attend(
     The log-sum-exp of a row without keys is `dtypes.lowest`, and the output of the row is zero.
     """
     *batch, queries, heads, _ = query.shape
+    passed_states.refuse(given.mechanism)
     keys, key_heads = key.shape[-3:-1]
     by_group = (key_heads, heads // key_heads)
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from effattn import dispatch
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import valid
+from effattn.cores import passed_states
 from effattn.cores.documents import packed, within_documents
 from effattn.cores.linear_recurrence import IMPLEMENTATIONS, call, linear_recurrence
 from effattn.dispatch.partition import places_of
@@ -223,6 +224,10 @@ def run(
       attend: the core. Default: `linear_sum` for bidirectional calls without documents, and
         `linear_recurrence` for other calls.
     """
+    if not given.is_causal:
+        passed_states.refuse(f"{name} without is_causal=True")
+    if given.tokens.starts is not None:
+        passed_states.refuse(f"{name} of documents")
     if attend is None:
         in_order = given.is_causal or given.documents is not None
         attend = linear_recurrence if in_order else linear_sum
@@ -252,19 +257,26 @@ def run(
     *examples, _, heads, _ = mesh_axes.spec(given.value)
     specs = PartitionSpec(*axes, None), PartitionSpec(*examples, heads, None, None)
 
-    def core(*operands):
-        # The implementation is chosen here because `within_documents` changes the operands.
-        if attend in _ONLY_IN_XLA:
-            its_call = IMPLEMENTATIONS.call_in_xla(name, _ONLY_IN_XLA[attend])
-        else:
-            its_call = call(name, config, Inputs(*operands))
-        chosen = dispatch.choose(given.implementation, its_call, places)
-        return attend(config._replace(implementations=chosen), *operands)
+    def core_of(config):
+        def core(*operands):
+            # The implementation is chosen here because `within_documents` changes the operands.
+            if attend in _ONLY_IN_XLA:
+                its_call = IMPLEMENTATIONS.call_in_xla(name, _ONLY_IN_XLA[attend])
+            else:
+                its_call = call(name, config, Inputs(*operands))
+            chosen = dispatch.choose(given.implementation, its_call, places)
+            return attend(config._replace(implementations=chosen), *operands)
+
+        return core
 
     def run(documents, *operands):
-        if documents is None:
-            return core(*operands)
-        return within_documents(core, documents, *operands)
+        if documents is not None:
+            passed_states.refuse(f"{name} of documents")
+            return within_documents(core_of(config), documents, *operands)
+        x = Inputs(*operands)
+        state, after = passed_states.before(name, core_of, config, x)
+        out, state = core_of(config)(*x._replace(state=state))
+        return out, state if after is None else after
 
     operands = Inputs(parameters, state, queries, keys, given.tokens)
     with jax.named_scope(name):

@@ -8,6 +8,7 @@ inside `jax.shard_map`, and they exchange what the mechanism needs:
   function of query, key and value, unchanged, and as many devices as there are heads.
 - `ring_attention`: exact attention, also within windows. Keys and values pass all devices; within
   a window, only the nearest tokens pass to the neighbours.
+- `pass_states`: recurrences. One state a device passes, whatever the length.
 
 A model of 131,072 tokens on eight devices, two of them for the batch:
 
@@ -21,5 +22,6 @@ A model of 131,072 tokens on eight devices, two of them for the batch:
 from effattn.parallel.heads import exchange_heads
 from effattn.parallel.mesh import AXES, make_mesh
 from effattn.parallel.ring import ring_attention
+from effattn.parallel.states import pass_states
 
-__all__ = ["AXES", "exchange_heads", "make_mesh", "ring_attention"]
+__all__ = ["AXES", "exchange_heads", "make_mesh", "pass_states", "ring_attention"]

@@ -1,0 +1,199 @@
+"""Recurrences by passed states: equal to one device, and what is moved."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import effattn
+from effattn import parallel
+from effattn.testing.functions import assert_close
+from tests.parallel.test_heads import moved
+
+pytestmark = pytest.mark.devices
+
+BATCH, TOKENS, HEADS, SIZE = 2, 96, 2, 16
+OF_TOKENS = P("data", "sequence")
+RNG = np.random.default_rng(0)
+
+
+def numbers(*shape):
+    return jnp.asarray(RNG.normal(size=shape) / 2, jnp.float32)
+
+
+def decays(*shape):
+    return jax.nn.log_sigmoid(3 + numbers(*shape))
+
+
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+QUERY, KEY, VALUE, COTANGENT = (numbers(BATCH, TOKENS, HEADS, SIZE) for _ in range(4))
+BY_HEAD, BY_FEATURE = (BATCH, TOKENS, HEADS), (BATCH, TOKENS, HEADS, SIZE)
+STATE = numbers(BATCH, HEADS, SIZE, SIZE)
+# Function, options that tokens have, and other options.
+CALLS = {
+    "linear": (functools.partial(effattn.linear_attention, is_causal=True), {}, {}),
+    "sums": (
+        functools.partial(effattn.linear_attention, is_causal=True, normalize=False),
+        {},
+        {"initial_state": STATE},
+    ),
+    "retention": (effattn.retention, {}, {"initial_state": STATE}),
+    "gated linear": (
+        effattn.gated_linear_attention,
+        {"log_decay": decays(*BY_FEATURE)},
+        {"initial_state": STATE},
+    ),
+    "Mamba-2": (
+        effattn.state_space_duality,
+        {"step_size": jax.nn.softplus(numbers(*BY_HEAD))},
+        {"rate": jnp.asarray([-0.2, -0.1])},
+    ),
+    "delta rule": (
+        effattn.delta_rule_attention,
+        {"beta": jax.nn.sigmoid(numbers(*BY_HEAD))},
+        {"initial_state": STATE},
+    ),
+    "gated delta rule": (
+        effattn.delta_rule_attention,
+        {"beta": jax.nn.sigmoid(numbers(*BY_HEAD)), "log_decay": decays(*BY_HEAD)},
+        {},
+    ),
+    "RWKV-6": (
+        effattn.rwkv6_attention,
+        {"log_decay": decays(*BY_FEATURE)},
+        {"bonus": numbers(HEADS, SIZE), "initial_state": STATE},
+    ),
+}
+
+
+def program(function, mesh=None):
+    """Output, state and gradients of everything, on one device or on the devices of a mesh."""
+
+    def run(of_tokens, others, cotangent):
+        def call(of_tokens, others):
+            return function(**of_tokens, **others, return_state=True)
+
+        (out, state), pull_back = jax.vjp(call, of_tokens, others)
+        gradients, of_others = pull_back((cotangent, jnp.cos(state)))
+        return out, state, gradients, of_others
+
+    if mesh is None:
+        return jax.jit(run)
+
+    def on_device(of_tokens, others, cotangent):
+        passed = parallel.pass_states(function, "sequence")
+
+        def call(of_tokens, others):
+            return passed(**of_tokens, **others, return_state=True)
+
+        others = jax.tree.map(
+            lambda x: jax.lax.pcast(x, ("data", "sequence"), to="varying"), others
+        )
+        (out, state), pull_back = jax.vjp(call, of_tokens, others)
+        # Every device has the state; one of them counts its cotangent.
+        first = jax.lax.axis_index("sequence") == 0
+        gradients, of_others = pull_back((cotangent, jnp.where(first, jnp.cos(state), 0)))
+        of_others = jax.tree.map(lambda x: x[None], of_others)
+        return out, state[None], gradients, of_others
+
+    each = P("sequence", "data")
+    return jax.jit(
+        jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(OF_TOKENS, P(), OF_TOKENS),
+            out_specs=(OF_TOKENS, each, OF_TOKENS, P(("sequence", "data"))),
+        )
+    )
+
+
+def arrays_of(name):
+    function, of_tokens, others = CALLS[name]
+    key = unit(KEY) if "delta" in name else KEY
+    return function, {"query": QUERY, "key": key, "value": VALUE, **of_tokens}, others
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_several_devices_give_what_one_gives(name):
+    """All examples are on each device, as states and shared arguments are those of examples."""
+    function, of_tokens, others = arrays_of(name)
+    mesh = parallel.make_mesh(data=1, sequence=4, devices=jax.devices()[:4])
+    place = NamedSharding(mesh, OF_TOKENS)
+    there = jax.device_put(of_tokens, place), others, jax.device_put(COTANGENT, place)
+    out, states, gradients, of_others = program(function, mesh)(*there)
+    right = program(function)(of_tokens, others, COTANGENT)
+    assert_close((out, gradients), (right[0], right[2]), 2e-5)
+    for state in states:
+        assert_close(state, right[1], 2e-5)
+    summed = jax.tree.map(lambda x: x.sum(0), of_others)
+    assert_close(summed, right[3], 1e-4)
+
+
+def passed(function, devices, **options):
+    mesh = parallel.make_mesh(data=2, sequence=-1, devices=jax.devices()[: 2 * devices])
+    call = parallel.pass_states(function, "sequence")
+    run = jax.shard_map(
+        lambda *arrays: call(*arrays, **options),
+        mesh=mesh,
+        in_specs=(OF_TOKENS,) * 3,
+        out_specs=OF_TOKENS,
+    )
+    return jax.jit(run), NamedSharding(mesh, OF_TOKENS)
+
+
+def test_lengths_count_all_tokens():
+    options = {"is_causal": True, "key_value_seq_lengths": jnp.asarray([60, 60])}
+    lengths = options["key_value_seq_lengths"][:1]
+    run, _ = passed(effattn.linear_attention, 4, is_causal=True, key_value_seq_lengths=lengths)
+    assert_close(
+        run(QUERY, KEY, VALUE), effattn.linear_attention(QUERY, KEY, VALUE, **options), 1e-5
+    )
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_device_gets_one_state_from_each_device_whatever_the_length(devices):
+    found = []
+    for tokens in (64, 1024):
+        run, sharding = passed(effattn.retention, devices)
+        shape = jax.ShapeDtypeStruct((2, tokens, HEADS, SIZE), jnp.float32, sharding=sharding)
+        found.append(moved(run.lower(*[shape] * 3).compile()))
+    # A state of each head, and its decay.
+    assert found[0] == found[1] == {"all-gather": devices * HEADS * (SIZE * SIZE + 1)}
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "name"),
+    [
+        (effattn.dot_product_attention, {}, "dot_product_attention"),
+        (effattn.linear_attention, {}, "linear_attention without is_causal=True"),
+        (
+            effattn.performer_attention,
+            {"is_causal": True, "projection": np.ones((1, 8, SIZE), np.float32)},
+            "performer_attention",
+        ),
+        (
+            effattn.cosformer_attention,
+            {"is_causal": True, "max_length": TOKENS},
+            "cosformer_attention",
+        ),
+        (effattn.based_attention, {"is_causal": True}, "based_attention"),
+        (
+            effattn.retention,
+            {"segment_ids": jnp.ones((1, TOKENS // 4), jnp.int32)},
+            "retention of documents",
+        ),
+        (lambda query, key, value: value, {}, "<lambda>"),
+    ],
+    ids=["softmax", "bidirectional", "Performer", "cosFormer", "Based", "documents", "none"],
+)
+def test_other_functions_are_refused(function, options, name):
+    run, _ = passed(function, 4, **options)
+    with pytest.raises(ValueError, match=f"pass_states takes delta_rule_attention, .*got {name}; "):
+        run(QUERY, KEY, VALUE)
