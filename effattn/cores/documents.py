@@ -71,12 +71,14 @@ def within_documents(
     return permute(out, place, order)[..., keys:, :, :], state
 
 
-def packed(segment_ids: jax.Array, tokens: Tokens) -> Tokens:
+def packed(segment_ids: jax.Array, tokens: Tokens, earlier: jax.Array | None = None) -> Tokens:
     """Masks and document starts of a packed causal sequence.
 
     A query reads its own document only, and the final state is the state of the last document.
     Padding (id 0, or a masked key) counts as part of the document before it, or of the first
     document at the start of the row. Padding therefore does not reset the state.
+
+    `earlier` `(*B)` is the id of the document before the first token, 0 if there is none.
     """
     length = segment_ids.shape[-1]
     token = jnp.arange(length)
@@ -86,6 +88,11 @@ def packed(segment_ids: jax.Array, tokens: Tokens) -> Tokens:
     last = lax.cummax(jnp.where(written, token, -1), axis=segment_ids.ndim - 1)
     source = jnp.where(last < 0, first, last)
     document = jnp.take_along_axis(segment_ids, source, -1, mode="clip")
-    before = jnp.concatenate([document[..., :1], document[..., :-1]], -1)
+    before = document[..., :1]
+    if earlier is not None:
+        earlier = earlier[..., None]
+        document = jnp.where((last < 0) & (earlier != 0), earlier, document)
+        before = jnp.where(earlier != 0, earlier, document[..., :1])
+    before = jnp.concatenate([before, document[..., :-1]], -1)
     reads = in_document & (segment_ids == document)
     return Tokens(both(reads, tokens.query_mask), written, document != before)

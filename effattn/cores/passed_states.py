@@ -70,6 +70,27 @@ def refuse(name: str) -> None:
         )
 
 
+def earlier_document(segment_ids: jax.Array, key_mask: jax.Array | None) -> jax.Array | None:
+    """Id of the last document of earlier parts, `(*B)`, 0 if there is none; None outside `along`.
+
+    Args:
+      segment_ids: int `(*B, T)`, the ids of this part; 0 is padding.
+      key_mask: bool `(*B, T)`, False for padding; None if only the ids say so.
+    """
+    passing = _passing.value
+    if passing is None:
+        return None
+    ids = segment_ids if key_mask is None else jnp.where(key_mask, segment_ids, 0)
+    place = jnp.max(jnp.where(ids != 0, jnp.arange(ids.shape[-1]), 0), -1, keepdims=True)
+    last = jnp.take_along_axis(ids, place, -1)[..., 0]
+    every = lax.all_gather(last, passing.axis_name)
+    found = jnp.zeros_like(last)
+    for part in range(len(every)):
+        is_earlier = part < lax.axis_index(passing.axis_name)
+        found = jnp.where(is_earlier & (every[part] != 0), every[part], found)
+    return found
+
+
 def before(
     name: str, core: Callable[[Config], Core], config: Config, x: Inputs
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -116,12 +137,15 @@ def _transition(core, config, x, none):
         plain = config._replace(terms=_Emptied(config.terms), normalized=False)
         start = mesh_axes.vary_like(none, identity)
         return core(plain)(*x._replace(state=start))[1], jnp.matmul
-    if terms.log_decay is None:
-        return jnp.zeros_like(none[..., :1, :1]) + 1, jnp.multiply
     axis = x.state.ndim - 3
-    total = jnp.exp(terms.log_decay.sum(axis))
-    by_feature = total.ndim == axis + 2
-    return (total[..., None] if by_feature else total[..., None, None]), jnp.multiply
+    total = jnp.ones_like(none[..., :1, :1])
+    if terms.log_decay is not None:
+        total = jnp.exp(terms.log_decay.sum(axis))
+        total = total[..., None] if total.ndim == axis + 2 else total[..., None, None]
+    if x.tokens.starts is not None:  # a document that starts here knows no earlier state
+        starts = x.tokens.starts.any(-1)
+        total = jnp.where(starts[..., None, None, None], 0, total)
+    return mesh_axes.vary_like(none, total), jnp.multiply
 
 
 @dataclasses.dataclass(frozen=True)

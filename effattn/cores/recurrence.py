@@ -118,7 +118,7 @@ def check(
         query=query,
         key=key,
         value=value,
-        tokens=packed(ids[1], tokens) if is_causal and ids is not None else tokens,
+        tokens=_packed(ids[1], tokens) if is_causal and ids is not None else tokens,
         precision=precision,
         chunk=check_chunk_size(chunk_size),
         dtype=sum_dtype(query, key, value),
@@ -128,6 +128,10 @@ def check(
         return_state=return_state,
         implementation=implementation,
     )
+
+
+def _packed(segment_ids, tokens):
+    return packed(segment_ids, tokens, passed_states.earlier_document(segment_ids, tokens.key_mask))
 
 
 def _values_of_key_heads(query, key, value):
@@ -226,8 +230,6 @@ def run(
     """
     if not given.is_causal:
         passed_states.refuse(f"{name} without is_causal=True")
-    if given.tokens.starts is not None:
-        passed_states.refuse(f"{name} of documents")
     if attend is None:
         in_order = given.is_causal or given.documents is not None
         attend = linear_recurrence if in_order else linear_sum
@@ -271,7 +273,6 @@ def run(
 
     def run(documents, *operands):
         if documents is not None:
-            passed_states.refuse(f"{name} of documents")
             return within_documents(core_of(config), documents, *operands)
         x = Inputs(*operands)
         state, after = passed_states.before(name, core_of, config, x)

@@ -24,14 +24,15 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
       function: `linear_attention` with `is_causal=True`, `retention`, `gated_linear_attention`,
         `state_space_duality`, `delta_rule_attention`, `rwkv6_attention` or `rwkv7_attention` of
         effattn, or `functools.partial` of one. An `initial_state` is that before the whole
-        sequence, equal on all devices; the returned state is that after it.
+        sequence, equal on all devices; the returned state is that after it. `segment_ids` are those
+        of this device's tokens; documents may cross devices.
       axis_name: the mesh axis that divides the tokens.
 
     Returns:
       A function with the arguments and results of `function`.
 
     Raises:
-      ValueError: on call, the function is none of these, or the call has documents.
+      ValueError: on call, the function is none of these.
     """
 
     def run(query, *arrays, **options):
