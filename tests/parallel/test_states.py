@@ -70,6 +70,15 @@ CALLS = {
         {"log_decay": decays(*BY_FEATURE)},
         {"bonus": numbers(HEADS, SIZE), "initial_state": STATE},
     ),
+    "RWKV-7": (
+        effattn.rwkv7_attention,
+        {
+            "log_decay": decays(*BY_FEATURE),
+            "removal_key": unit(numbers(*BY_FEATURE)),
+            "learning_rate": jax.nn.sigmoid(numbers(*BY_FEATURE)),
+        },
+        {"initial_state": STATE},
+    ),
 }
 
 
