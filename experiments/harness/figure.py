@@ -1,6 +1,7 @@
 """Figures of a comparison: curves of a measure, or a ranking of many mechanisms."""
 
 import dataclasses
+import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -246,9 +247,9 @@ def _against(
         else:
             style = {"color": COLOURS[0] if mechanism in best else "silver", "marker": "o"}
         axis.plot(*point, linestyle="none", **style)
-        if many and mechanism in best:
-            name_point(axis, mechanism, *point)
     set_costs(axis)
+    if many:
+        name_points(axis, {name: point for name, point in points.items() if name in best})
     axis.set(xlabel=label, ylabel=f"mean of all held-out sets: {measure.name}")
     axis.grid(alpha=0.3)
     if many:
@@ -261,9 +262,31 @@ def _against(
     return figure
 
 
-def name_point(axis: Axes, name: str, x: float, y: float) -> None:
-    """Writes a name beside a point; names of neighbours rarely meet, as they rise to the right."""
-    axis.annotate(name, (x, y), (3, 3), textcoords="offset points", fontsize=7, rotation=25)
+def name_points(axis: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+    """Writes a name beside each point; points that nearly coincide share a line of names.
+
+    Names rise to the right if the points fall, and fall if the points rise, so that they rarely
+    meet the names of neighbours.
+    """
+    in_order = sorted(points.values())
+    rising = 1 if in_order[-1][1] <= in_order[0][1] else -1
+    (low, high), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+    written: dict[tuple[int, int], list[str]] = {}
+    for name, (x, y) in points.items():
+        across = math.log(x / low) / math.log(high / low)
+        place = round(12 * across), round(16 * (y - bottom) / (top - bottom))
+        written.setdefault(place, []).append(name)
+    for names in written.values():
+        axis.annotate(
+            ", ".join(names),
+            points[names[0]],
+            (3, 3 * rising),
+            textcoords="offset points",
+            fontsize=7,
+            rotation=25 * rising,
+            rotation_mode="anchor",
+            verticalalignment="bottom" if rising > 0 else "top",
+        )
 
 
 def set_costs(axis: Axes) -> None:

@@ -139,6 +139,8 @@ def write_report(
     It removes an earlier `summary.md`, so that the report is unfinished until `finish`.
     """
     (folder / "summary.md").unlink(missing_ok=True)
+    # Speeds of runs that an earlier report shows may be those of more runs at a time.
+    at_once = max(comparison.at_once, _earlier_at_once(folder))
     summary = {
         "schema": SCHEMA,
         "title": task.title or f"{type(task).__name__}: mechanisms compared",
@@ -153,7 +155,7 @@ def write_report(
         "answered": task.answered,
         "config": settings,
         "environment": machine.environment(),
-        "at_once": comparison.at_once,
+        "at_once": at_once,
         "mechanisms": summarise(comparison, task.columns, task.headline),
         "runs": comparison.runs,
         "sweep": comparison.sweep,
@@ -196,6 +198,12 @@ def earlier_runs(folder: Path) -> list[Row]:
         return []
     summary = _read_summary(folder)
     return [*summary["sweep"], *summary["runs"], *summary.get("others", ())]
+
+
+def _earlier_at_once(folder: Path) -> int:
+    if not (folder / "summary.json").is_file():
+        return 1
+    return _read_summary(folder, ("at_once",))["at_once"]
 
 
 def read_report(folder: Path) -> str:

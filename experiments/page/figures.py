@@ -10,7 +10,7 @@ def draw(path: Path, table: Table) -> bool:
     import matplotlib.pyplot as plt
 
     from effattn.analysis.style import COLOURS
-    from experiments.harness.figure import name_point, save, set_costs
+    from experiments.harness.figure import name_points, save, set_costs
 
     best = fronts(table)
     if not best:
@@ -21,13 +21,12 @@ def draw(path: Path, table: Table) -> bool:
     values = table.measured(table.sets[0])
     scale = 100 if table.headline in PERCENTAGES else 1
     for axis, (cost, named) in zip(axes[0], best.items(), strict=True):
-        for mechanism, x in table.costs(cost).items():
-            y = values[mechanism].value * scale
+        points = {m: (x, values[m].value * scale) for m, x in table.costs(cost).items()}
+        for mechanism, point in points.items():
             colour = COLOURS[0] if mechanism in named else "silver"
-            axis.plot(x, y, "o", color=colour, markersize=5)
-            if mechanism in named:
-                name_point(axis, mechanism, x, y)
+            axis.plot(*point, "o", color=colour, markersize=5)
         set_costs(axis)
+        name_points(axis, {mechanism: points[mechanism] for mechanism in named})
         axis.set(xlabel=COSTS[cost][1])
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel(table.heading())

@@ -216,6 +216,13 @@ def test_runs_of_other_versions_are_named(tmp_path):
     assert "Made earlier, with effattn 0.0.9, jax 0.1: softmax with seed 0.\n" in text
 
 
+def test_runs_of_an_earlier_report_may_have_shared_the_machine(tmp_path):
+    for now, shown in ((2, 2), (1, 2), (3, 3), (1, 3)):
+        compared = Comparison(RUNS, [], at_once=now)
+        report.write_report(tmp_path, compared, dict(SETTINGS), TEXT, COMMAND)
+        assert json.loads((tmp_path / "summary.json").read_text())["at_once"] == shown
+
+
 def test_a_report_says_what_it_left_out_and_is_finished_without_it(tmp_path):
     chosen = {"mechanisms": ["softmax", "linear"], **SETTINGS}
     left_out = {"performer": "the loss became NaN", "linformer": "it has too many parameters"}
