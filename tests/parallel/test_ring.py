@@ -61,7 +61,7 @@ def alone(arrays, ids=None, **options):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("devices", [4, 2])
+@pytest.mark.parametrize("devices", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_several_devices_give_what_one_gives(name, devices):
     arrays = draw()
     run, sharding = sharded(devices, **CALLS[name])
