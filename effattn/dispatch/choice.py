@@ -291,7 +291,10 @@ def _refused_devices(call, places):
     if not call.is_partitioned:
         return f"its kernels are not partitioned over the {jax.device_count()} devices here"
     if not can_partition(places):
-        return "kernels are not partitioned inside a jax.shard_map over some of the mesh axes"
+        return (
+            "kernels are not partitioned inside a jax.shard_map over some of the mesh axes, or "
+            "inside a mechanism that places explicit mesh axes itself"
+        )
     return None
 
 

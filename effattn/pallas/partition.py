@@ -28,14 +28,14 @@ def forward(kernel: Forward) -> Forward:
     def run(config, x, dtype):
         if not is_needed():
             return kernel(config, x, dtype)
-        spread = _Spread(config, x)
-        *_, each_query, of_tokens = spread.names()
+        given = _Operands(config, x)
+        *_, each_query, of_tokens = given.names()
 
         def on_device(*arrays):
-            return kernel(*spread.of_device(arrays), dtype)
+            return kernel(*given.of_device(arrays), dtype)
 
-        call = partitioned(on_device, spread.operands, (of_tokens, each_query, each_query))
-        return tuple(call(*spread.arrays))
+        call = partitioned(on_device, given.operands, (of_tokens, each_query, each_query))
+        return tuple(call(*given.arrays))
 
     return run
 
@@ -47,25 +47,25 @@ def backward(kernel: Backward) -> Backward:
     def run(config, x, lse, d_out, delta):
         if not is_needed():
             return kernel(config, x, lse, d_out, delta)
-        spread = _Spread(config, x)
-        *_, each_query, of_tokens = spread.names()
+        given = _Operands(config, x)
+        *_, each_query, of_tokens = given.names()
         shapes = jax.eval_shape(functools.partial(kernel, config), x, lse, d_out, delta)
         structure = jax.tree.structure(_heads_together(shapes))
-        results = _flat_names(shapes, spread.names_of(x))
+        results = _flat_names(shapes, given.names_of(x))
 
         def on_device(*arrays):
-            given, rest = arrays[:-3], arrays[-3:]
-            return jax.tree.leaves(_heads_together(kernel(*spread.of_device(given), *rest)))
+            x, rest = arrays[:-3], arrays[-3:]
+            return jax.tree.leaves(_heads_together(kernel(*given.of_device(x), *rest)))
 
-        operands = (*spread.operands, each_query, of_tokens, each_query)
+        operands = (*given.operands, each_query, of_tokens, each_query)
         call = partitioned(on_device, operands, results)
-        whole = jax.tree.unflatten(structure, call(*spread.arrays, lse, d_out, delta))
+        whole = jax.tree.unflatten(structure, call(*given.arrays, lse, d_out, delta))
         return _heads_apart(whole, x.key.shape[-2])
 
     return run
 
 
-class _Spread:
+class _Operands:
     """Inputs of block attention as a list of arrays, with the names of their axes.
 
     Biases and masks have one axis of N heads here, in place of axes of K key heads and of the heads

@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.interfaces.linear_recurrence import Config, Inputs, clear, masked_terms, normalize
-from effattn.pallas import recurrence_delta
+from effattn.pallas import partition, recurrence_delta
 from effattn.pallas.recurrence_delta import Chunks, Keys
 
 BLOCK = 64  # tokens from one saved state to the next
@@ -183,6 +183,7 @@ def _each(precision):
 
 def forward(kernels: Kernels, config: Config, x: Inputs):
     """Returns `((output, state), None)`; no residuals, as the backward recomputes the states."""
+    kernels = partition.recurrence(kernels)
     how = How(precision_of(config, x), config.implementations.interpreted)
     summed = _summed(config, x, x.parameters, x.queries, x.keys)
     arrays, states = _states(kernels, how, summed, _one_batch(x.state, 3))
@@ -199,6 +200,7 @@ def backward(
     d_state: jax.Array,
 ) -> Inputs:
     """Returns the gradients of all inputs except `tokens`."""
+    kernels = partition.recurrence(kernels)
     how = How(precision_of(config, x), config.implementations.interpreted)
 
     sums = functools.partial(_summed, config, x)

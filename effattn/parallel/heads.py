@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Options by what their arrays are made of.
@@ -115,11 +116,13 @@ class _Heads:
         """An option of the call on this device's heads."""
         if name == "score_mod" and x is not None:
             return self._with_index(x)
-        if name.startswith("dropout") and x:
-            raise ValueError(f"exchange_heads has no dropout, got {name}={x!r}")
-        leaves = jax.tree.leaves(x)
-        if not any(isinstance(leaf, jax.Array) for leaf in leaves) or name in _OF_ROWS:
+        is_rate_of_zero = isinstance(x, int | float) and x == 0
+        if name in ("dropout_rate", "dropout_rng") and x is not None and not is_rate_of_zero:
+            raise ValueError(f"exchange_heads has no dropout, got {name}; leave it out")
+        arrays = [isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(x)]
+        if not any(arrays) or name in _OF_ROWS:
             return x
+        x = jax.tree.map(jnp.asarray, x)
         if name in _GATHERED:
             return jax.tree.map(self._gather, x)
         if name == "random_blocks":  # (n, r) for all heads, or (K, n, r)

@@ -36,7 +36,7 @@ from jax.experimental.pallas import tpu as pltpu
 from effattn import dispatch
 from effattn.arrays import mesh_axes
 from effattn.interfaces.linear_recurrence import Config, Inputs
-from effattn.pallas import partition, recurrence
+from effattn.pallas import recurrence
 from effattn.pallas.recurrence import BLOCK, Arrays, How
 
 LANES = 128
@@ -349,16 +349,14 @@ def _of_chunks(plan, kernel, chunks, state, chunk_at):
     )
 
 
-KERNELS = partition.recurrence(
-    recurrence.Kernels(
-        _states,
-        _gradients_of_states,
-        _read,
-        _d_query,
-        _d_key_value,
-        _corrected,
-        _corrected_back,
-    )
+KERNELS = recurrence.Kernels(
+    _states,
+    _gradients_of_states,
+    _read,
+    _d_query,
+    _d_key_value,
+    _corrected,
+    _corrected_back,
 )
 
 

@@ -41,7 +41,7 @@ from effattn import dispatch
 from effattn.arrays import mesh_axes
 from effattn.dispatch import device
 from effattn.interfaces.linear_recurrence import Config, Inputs
-from effattn.pallas import partition, recurrence
+from effattn.pallas import recurrence
 from effattn.pallas.recurrence import BLOCK, Arrays
 from effattn.pallas.triton.recurrence_tiles import (
     TILE,
@@ -104,16 +104,14 @@ def _corrected_back(how, arrays: Arrays, chunks, d_state):
     return _walked_whole(plan_of(how, arrays), _correct_back, chunks, d_state)
 
 
-KERNELS = partition.recurrence(
-    recurrence.Kernels(
-        _states,
-        _gradients_of_states,
-        _read,
-        _d_query,
-        _d_key_value,
-        _corrected,
-        _corrected_back,
-    )
+KERNELS = recurrence.Kernels(
+    _states,
+    _gradients_of_states,
+    _read,
+    _d_query,
+    _d_key_value,
+    _corrected,
+    _corrected_back,
 )
 
 
