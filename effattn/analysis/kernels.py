@@ -138,7 +138,7 @@ def check(implementations: tuple[str, ...] | None = None) -> Checked:
     of XLA in the same dtype and above two roundings of the dtype. The exact results are those of
     the naive forms in float64 (`effattn.naive`), on the default device.
 
-    On two CPU cores this takes about two minutes, most of it compilation.
+    On two cores of a CPU this takes about 20 seconds, most of it compilation.
 
     Args:
       implementations: names of the implementations to check; default all of this platform.
