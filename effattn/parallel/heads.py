@@ -65,6 +65,11 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
 def _check_random_blocks(function, options):
     """Raises `ValueError` if the function would draw blocks by the index of a head on a device."""
     parameters = inspect.signature(function).parameters
+    if "log_decay" in parameters and parameters["log_decay"].default is None:
+        if getattr(function, "__name__", "") == "retention" and options.get("log_decay") is None:
+            raise ValueError(
+                "exchange_heads needs log_decay, because the decays of retention differ by head"
+            )
     if "random_blocks" not in parameters or options.get("random_blocks") is not None:
         return
     count = options.get("num_random_blocks", parameters["num_random_blocks"].default)
@@ -140,9 +145,9 @@ class _Heads:
         return lax.all_gather(x, self.axis_name, axis=x.ndim - 1, tiled=True)
 
     def _own(self, x):
-        """The entries of this device's heads of `(heads,)`."""
+        """The entries of this device's heads of `(heads, ...)`."""
         if len(x) < self.devices:
-            x = jnp.repeat(x, self.devices // len(x))
+            x = jnp.repeat(x, self.devices // len(x), 0)
         size = len(x) // self.devices
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis_name) * size, size)
 

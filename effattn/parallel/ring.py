@@ -10,10 +10,12 @@ alone are sent, and what is sent does not grow with the sequence.
 """
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import effattn
@@ -140,8 +142,11 @@ def ring_attention(
             f"{key.shape[-3]} and {value.shape[-3]}"
         )
     window = local_window_size
-    if isinstance(window, int):
-        window = (window, window)
+    if window is not None:
+        left, right = (window, window) if np.ndim(window) == 0 else window
+        window = operator.index(left), operator.index(right)
+        if min(window) < 0:
+            raise ValueError(f"local_window_size must be 0 or more tokens, got {window}")
     if window is not None and is_causal:
         window = (window[0], 0)
     call = _Call(axis_name, is_causal, window, tuple(options.items()))

@@ -147,6 +147,7 @@ def test_what_cannot_be_exchanged_is_one_sentence():
     fails("the 4 devices of the mesh axis 'sequence' must divide the 2 query heads", 2, 2)
     fails("key must have a number of heads that divides the 4 devices .* got 6", 12, 6)
     fails("cannot divide the option 'bias', an array", bias=jnp.zeros((1, 1, TOKENS, TOKENS)))
+    fails("needs log_decay", function=effattn.retention)
     fails("needs random_blocks", function=effattn.bigbird_attention, block_size=8)
     fails("has no dropout, got dropout_rate; leave it out", dropout_rate=0.1)
     fails("has no dropout, got dropout_rng", dropout_rate=0.0, dropout_rng=jax.random.key(0))
