@@ -5,6 +5,7 @@ it calls the mechanism on them, and a second all-to-all gives back its own token
 device sends and receives (P - 1) / P of its parts of query, key, value and output.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -65,11 +66,13 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
 def _check_random_blocks(function, options):
     """Raises `ValueError` if the function would draw blocks by the index of a head on a device."""
     parameters = inspect.signature(function).parameters
-    if "log_decay" in parameters and parameters["log_decay"].default is None:
-        if getattr(function, "__name__", "") == "retention" and options.get("log_decay") is None:
-            raise ValueError(
-                "exchange_heads needs log_decay, because the decays of retention differ by head"
-            )
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", "")
+    if name == "retention" and options.get("log_decay", parameters["log_decay"].default) is None:
+        raise ValueError(
+            "exchange_heads needs log_decay, because the decays of retention differ by head"
+        )
     if "random_blocks" not in parameters or options.get("random_blocks") is not None:
         return
     count = options.get("num_random_blocks", parameters["num_random_blocks"].default)
