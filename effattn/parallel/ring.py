@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import effattn
@@ -143,7 +142,7 @@ def ring_attention(
         )
     window = local_window_size
     if window is not None:
-        left, right = (window, window) if np.ndim(window) == 0 else window
+        left, right = window if isinstance(window, tuple | list) else (window, window)
         window = operator.index(left), operator.index(right)
         if min(window) < 0:
             raise ValueError(f"local_window_size must be 0 or more tokens, got {window}")
