@@ -195,9 +195,11 @@ class Implementation(TypedDict, total=False):
         "pallas" is the first of "mosaic_gpu", "triton" and "mosaic_tpu" that takes the call where
         it runs, and "naive" is the formula of the mechanism, with all pairs or token by token (see
         `effattn.naive`). None is the result of `effattn.tune`. Untuned, None is a kernel, if one
-        takes the call, for 16-bit inputs of 128 or more tokens on one Hopper GPU and for float32
-        inputs of 16 or more tokens on an x86-64 CPU, and "xla" otherwise. A named implementation
-        that does not take the call is a NotImplementedError.
+        takes the call, for 16-bit inputs of 128 or more tokens on GPUs (block attention from
+        compute capability 8.0 on, recurrences on Hopper) and for float32 inputs of 16 or more
+        tokens on x86-64 CPUs, and "xla" otherwise. On several devices each runs the kernel for its
+        examples and heads. A named implementation that does not take the call is a
+        NotImplementedError.
     """
 
     implementation: str | tuple[str, ...] | None

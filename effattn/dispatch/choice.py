@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.dispatch import cache, contexts
-from effattn.dispatch.partition import Known, can_partition
+from effattn.dispatch.partition import MeshAxes, can_partition
 
 # Platform of each implementation; None is any platform.
 PLATFORMS = {
@@ -48,7 +48,7 @@ class Chosen(NamedTuple):
     names: tuple[str, ...]
     interpreted: Any = False
     tiles: cache.Tiles = ()
-    places: Known | None = None
+    places: MeshAxes | None = None
 
     def tile(self, implementation: str, kernel: str) -> tuple[int, ...] | None:
         """The tuned tile of a kernel; None if it was not tuned."""
@@ -180,7 +180,7 @@ class Call(NamedTuple):
         return {name: self.tilings(name) for name in self.accepted() if name not in ONLY_BY_NAME}
 
 
-def choose(value: Any, call: Call, places: Known | None = None) -> Chosen:
+def choose(value: Any, call: Call, places: MeshAxes | None = None) -> Chosen:
     """Chooses the named implementations that exist and accept the call, in order.
 
     Args:
@@ -235,7 +235,7 @@ def choose(value: Any, call: Call, places: Known | None = None) -> Chosen:
     return _chosen(chosen, names, tiles, places)
 
 
-def untuned(call: Call, places: Known | None = None) -> tuple[str, ...]:
+def untuned(call: Call, places: MeshAxes | None = None) -> tuple[str, ...]:
     """Default implementations of a call with `implementation=None` that was never tuned.
 
     On x86-64 CPUs and Hopper GPUs kernels were measured to be faster, and block attention has them
@@ -259,12 +259,14 @@ def _warn_of_xla(call, places, refusals):
     reason = _refused_devices(call, places) or "; ".join(refusals)
     if not _is_default(call.capabilities):
         known = " to ".join(str(n) for n in call.capabilities if n < math.inf)
-        reason = f"kernels are the default from compute capability {known}, got {_capability()}"
+        reason = (
+            f"kernels are the default from compute capability {known}, got {_capability()}; "
+            "effattn.tune measures which is faster"
+        )
     if reason:
         cache.warn_once(
             f"{call.mechanism} runs in XLA on this GPU, where a kernel may be several times "
-            f"faster: {reason}. effattn.tune measures which is faster for this call, and "
-            "implementation='xla' chooses XLA without this warning"
+            f"faster: {reason}. implementation='xla' chooses XLA without this warning"
         )
 
 

@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from effattn.dispatch.places import HEADS, Names, Places, in_use, kind
+from effattn.dispatch.places import HEADS, Names, Places, in_use, plain
 
 # A call by the compiler's rule. Exported programs, which cannot contain the rule, call the function
 # as a whole. The primitive's parameter `by_rule` tells JAX that lowering needs the devices.
@@ -148,7 +148,7 @@ def propagation(operands, results, operand_shapes, result_shapes):
         if name is None or size == 1:
             whole.append(f"whole{len(whole)}")
             return whole[-1]
-        return f"heads{size}" if kind(name) == HEADS else name
+        return f"heads{size}" if plain(name) == HEADS else name
 
     def mappings(names, shapes):
         return tuple(

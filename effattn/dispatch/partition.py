@@ -14,8 +14,8 @@ from jax.sharding import AxisType
 from effattn.arrays import mesh_axes
 from effattn.dispatch.places import HEADS, Names, Places, in_use, rows
 
-# Mesh axes by the name of the axes that they partition.
-Known = tuple[tuple[str, tuple[str, ...]], ...]
+# Names of array axes, each with the mesh axes that partition it.
+MeshAxes = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def partitioned(
@@ -31,7 +31,8 @@ def partitioned(
     heads, which may be on several devices. These devices share the entry. If it is an entry of a
     result, each device has a part of it, and the parts are added up, except for `SAME`.
 
-    A program for one device, or in `jax.shard_map` over all mesh axes, calls `function` itself.
+    `function` itself is called in a program for one device, in `jax.shard_map`, and where explicit
+    mesh axes are hidden and not known.
 
     Args:
       function: `(*arrays) -> arrays`, for any part of the batch and the heads.
@@ -88,13 +89,13 @@ _known: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def placed_by(known: Known | None) -> Iterator[None]:
+def placed_by(known: MeshAxes | None) -> Iterator[None]:
     """Within, the mesh axes that partition each named axis are known; None is unknown."""
     with _known(known):
         yield
 
 
-def places_of(array: jax.Array) -> Known | None:
+def places_of(array: jax.Array) -> MeshAxes | None:
     """Mesh axes of the batch and heads of `(*B, L, heads, size)`; None without explicit axes."""
     if not mesh_axes.explicit(array):
         return None
@@ -107,11 +108,11 @@ def is_needed() -> bool:
     return jax.device_count() > 1 and not _is_manual() and can_partition(_known.value)
 
 
-def can_partition(known: Known | None) -> bool:
-    """False for kernels that a program for several devices runs as a whole on every device.
+def can_partition(known: MeshAxes | None) -> bool:
+    """False where a program for several devices would run a kernel as a whole on every device.
 
-    These are calls in a `jax.shard_map` over some but not all mesh axes, and calls in a function
-    that hides explicit mesh axes, unless the mesh axes of the batch and heads are known.
+    This is so in a `jax.shard_map` over some of the mesh axes, and in a function that hides
+    explicit mesh axes, unless the mesh axes of the batch and the heads are known.
     """
     if _is_manual():
         return {*_axis_types()} == {AxisType.Manual}

@@ -22,8 +22,8 @@ def rows(count: int) -> Names:
     return tuple(f"row{axis}" for axis in range(count))
 
 
-def kind(name: str) -> str:
-    """The name by which mesh axes are known: all kinds of heads have the same."""
+def plain(name: str) -> str:
+    """The name without what it says of shared heads: all three names of heads are `HEADS`."""
     return HEADS if name in (SAME, ONCE) else name
 
 
@@ -33,7 +33,7 @@ def in_use(names: Sequence[Names], specs: Sequence[Any]) -> dict[str, tuple[str,
     for of, spec in zip(names, specs, strict=True):
         for name, axes in zip(of, spec, strict=False):
             if name is not None and axes is not None:
-                found.setdefault(kind(name), axes if isinstance(axes, tuple) else (axes,))
+                found.setdefault(plain(name), axes if isinstance(axes, tuple) else (axes,))
     return found
 
 
@@ -63,7 +63,7 @@ class Places(NamedTuple):
         for of, shape in zip(names, shapes, strict=True):
             for name, size in zip(of, shape, strict=True):
                 if name is not None:
-                    sizes.setdefault(kind(name), set()).add(size)
+                    sizes.setdefault(plain(name), set()).add(size)
         in_order = {name: sorted(found) for name, found in sizes.items()}
         places, taken = cls(mesh, in_order, {}), set[str]()
         for name, axes in wanted.items():
@@ -99,7 +99,7 @@ class Places(NamedTuple):
         """The mesh axes that partition an axis, and those that share it."""
         if name is None:
             return (), ()
-        axes = self.axes.get(kind(name), ())
+        axes = self.axes.get(plain(name), ())
         return ((), axes) if size == 1 else self._split(size, axes)
 
     def spec(self, shape: Sequence[int], of: Names) -> PartitionSpec:
@@ -131,8 +131,8 @@ class Places(NamedTuple):
         """Adds up the parts of a result that devices have."""
         shared_by = dict(self.axes)
         for name, size in zip(of, shape, strict=True):
-            if name is not None and kind(name) in shared_by:
-                shared_by[kind(name)] = self._of_axis(name, size)[1]
+            if name is not None and plain(name) in shared_by:
+                shared_by[plain(name)] = self._of_axis(name, size)[1]
         if (found := self._shared(of, shape)) is not None:
             name, axis, here, shared = found
             each = self._count(shared) // here

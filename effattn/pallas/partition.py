@@ -229,7 +229,13 @@ def _once(array: Any) -> Names:
 
 
 def _spread(kernel, more, results):
-    """A kernel `(how, arrays, *more) -> results`, with the names of the axes of both."""
+    """Each device runs `kernel(how, arrays, *rest)` for its rows and heads.
+
+    Args:
+      kernel: a kernel of the recurrence.
+      more: names of the axes of each further argument, or a function from an array to them.
+      results: likewise, of all results.
+    """
 
     @functools.wraps(kernel)
     def run(how, arrays, *rest):

@@ -59,7 +59,7 @@ def test_right_kernels_pass():
     assert found.passed and ran
     assert all(set(row.errors) == {"output", "query", "key", "value"} for row in ran)
     assert all(0 < error < 1e-5 for row in ran for error in row.errors.values())
-    refused = [row.refused for row in found.rows if row.refused]
+    refused = [row.reason for row in found.rows if row.reason]
     assert refused and all("implementation" in reason for reason in refused)
     text = str(found)
     assert "| dot_product_attention, 129 tokens of 64 | llvm | float32 |" in text
@@ -93,9 +93,18 @@ def test_a_kernel_that_raises_fails_and_the_others_are_checked(broken):
 
     broken(raises)
     found = effattn.check()
-    assert [row.refused for row in found.rows if row.failed] == ["RuntimeError: ptxas fatal"]
+    assert [row.reason for row in found.rows if row.failed] == ["RuntimeError: ptxas fatal"]
     assert "| RuntimeError: ptxas fatal | | | FAILED |" in str(found)
     assert len(found.rows) == 2
+
+
+def test_the_table_shows_the_array_that_failed():
+    of_xla = {"output": 1e-9, "query": 1e-3}
+    row = kernels.Row("call", "llvm", "float32", {"output": 2e-8, "query": 4e-3}, of_xla, "", True)
+    assert row.worst == "query" and row.too_large  # 20 times XLA, but below two roundings
+    within = row._replace(errors={"output": 2e-8, "query": 2e-3})
+    assert not within.too_large
+    assert row._replace(errors={"output": float("nan"), "query": 4e-3}).worst == "output"
 
 
 def test_the_command_writes_json(tmp_path, capsys):
@@ -118,6 +127,11 @@ def test_interpreted_kernels_are_checked_too(few):
     with dispatch.interpreted():
         found = effattn.check(("triton",))
     assert found.passed and all(row.errors for row in found.rows) and len(found.rows) == len(few)
+
+
+def test_interpreted_kernels_must_exist_too():
+    with dispatch.interpreted(), pytest.raises(ValueError, match="must be kernels: .*'nonsense'"):
+        effattn.check(("nonsense",))
 
 
 def test_errors_of_arrays_that_are_zero_are_relative_to_the_others():
