@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -125,6 +125,42 @@ def within_placed(like: jax.Array, traced: str) -> Iterator[None]:
             f"{traced} may close over NumPy arrays only, got an array on a mesh with explicit "
             "axes; make the mesh with jax.sharding.AxisType.Auto"
         ) from error
+
+
+Wanted = Sequence[tuple[str, ...]]  # mesh axes for each axis of an array; further axes are whole
+
+
+def dividing(sizes: Mapping[str, int], shape: Sequence[int], wanted: Wanted) -> PartitionSpec:
+    """Divides the axes of an array among the devices of a mesh.
+
+    Args:
+      sizes: number of devices by mesh axis.
+      shape: shape of the array.
+      wanted: mesh axes for each axis; without those that are not in `sizes`, or that cannot divide
+        the axis evenly.
+    """
+    places = []
+    for rest, names in zip(shape, wanted, strict=False):
+        found = []
+        for name in names:
+            if name in sizes and rest % sizes[name] == 0:
+                found.append(name)
+                rest //= sizes[name]
+        places.append(tuple(found) or None)
+    return PartitionSpec(*places)
+
+
+def constrained(x: jax.Array, wanted: Wanted) -> jax.Array:
+    """Divides the axes of x among devices by `dividing`.
+
+    Only the automatic axes of a mesh that is set (`jax.set_mesh`) divide; without any that can, x
+    is returned unchanged.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    sizes = {name: mesh.shape[name] for name, kind in types if kind == AxisType.Auto}
+    place = dividing(sizes, x.shape, wanted)
+    return lax.with_sharding_constraint(x, place) if any(place) else x
 
 
 def spec(x: jax.Array) -> tuple:

@@ -42,6 +42,7 @@ from effattn.nn.mamba import Mamba
 from effattn.nn.mamba2 import Mamba2
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.performer import PerformerSelfAttention
+from effattn.nn.placement import shardings
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
 from effattn.nn.random_features import RandomFeatureSelfAttention
 from effattn.nn.recurrent_memory import RecurrentMemoryAttention
@@ -129,4 +130,5 @@ __all__ = [
     "convert",
     "generate",
     "longformer_from_transformers",
+    "shardings",
 ]

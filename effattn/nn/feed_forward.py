@@ -13,6 +13,7 @@ from effattn.nn.dropout import dropout_key
 from effattn.nn.layers import Layers
 from effattn.nn.module import Module
 from effattn.nn.options import Parameters
+from effattn.nn.placement import axes
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": activations.silu,
@@ -56,9 +57,10 @@ class FeedForward(Module):
             )
         self.activation = ACTIVATIONS[activation]
         make = Layers(kernel_init=kernel_init, out_kernel_init=out_kernel_init, **options)
-        self.gate = make.linear(in_features, hidden_features) if gated else None
-        self.up = make.linear(in_features, hidden_features)
-        self.down = make.out(hidden_features, in_features)
+        self.gate = make.hidden(in_features, hidden_features) if gated else None
+        self.up = make.hidden(in_features, hidden_features)
+        placed = axes("hidden", "features")
+        self.down = make.out(hidden_features, in_features, kernel_metadata=placed)
 
     @mesh_axes.on_mesh_of_input
     def __call__(self, x: jax.Array) -> jax.Array:

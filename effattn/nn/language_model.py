@@ -10,6 +10,7 @@ from effattn.arrays import dtypes, mesh_axes
 from effattn.decode.state import check_init
 from effattn.nn import initializers
 from effattn.nn.configuration import TransformerConfig, dtypes_of
+from effattn.nn.placement import axes
 from effattn.nn.tokens import one_token
 from effattn.nn.transformer import Transformer, TransformerState
 
@@ -35,6 +36,7 @@ class TransformerLM(Transformer):
                 use_bias=False,
                 kernel_init=initializers.embedding_init,
                 preferred_element_type=_logits_dtype(config),
+                kernel_metadata=axes("features", "vocabulary"),
                 rngs=rngs,
                 **dtypes_of(config),
             )

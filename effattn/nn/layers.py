@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn.nn import initializers
+from effattn.nn.placement import axes
 from effattn.nn.short_convolution import ShortConvolution
 
 Sizes = int | tuple[int, int]  # features, or (heads, head dimension)
@@ -35,17 +36,27 @@ class Layers:
 
     def linear(self, features_in: int, features_out: int, **options: Any) -> nnx.Linear:
         """A projection of features."""
+        options = {"kernel_metadata": axes("features", None), **options}
         return nnx.Linear(features_in, features_out, **self._of_projection(options))
+
+    def hidden(self, features_in: int, features_out: int, **options: Any) -> nnx.Linear:
+        """A projection of features to hidden features of a feed-forward layer."""
+        placed = axes("features", "hidden")
+        return self.linear(features_in, features_out, kernel_metadata=placed, **options)
 
     def heads(self, features: int, heads: Sizes, **options: Any) -> nnx.LinearGeneral:
         """A projection of features to heads."""
+        names = ("heads",) if isinstance(heads, int) else ("heads", None)
+        options = {"kernel_metadata": axes("features", *names), **options}
         return nnx.LinearGeneral(features, heads, **self._of_projection(options))
 
     def out(self, sizes: Sizes, features: int, **options: Any) -> Any:
         """The output projection, of features or of heads."""
         options = {"kernel_init": self.out_kernel_init, **options}
         if isinstance(sizes, int):
+            options = {"kernel_metadata": axes(None, "features"), **options}
             return self.linear(sizes, features, **options)
+        options = {"kernel_metadata": axes("heads", None, "features"), **options}
         return nnx.LinearGeneral(sizes, features, axis=(-2, -1), **self._of_projection(options))
 
     def rms_norm(self, features: int, **options: Any) -> nnx.RMSNorm:

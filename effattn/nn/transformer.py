@@ -20,6 +20,7 @@ from effattn.nn.configuration import TransformerConfig, dtypes_of, norm_of
 from effattn.nn.dropout import dropout, dropout_key
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.module import Module
+from effattn.nn.placement import ACTIVATIONS, axes
 from effattn.nn.routing import routing_mixers
 from effattn.nn.tokens import indices_of, token_ids, valid_tokens
 
@@ -68,7 +69,10 @@ class Transformer(Module):
             param_dtype=dtypes["param_dtype"],
             rngs=rngs,
         )
-        self.embed = embed(num_embeddings=config.vocab_size)
+        self.embed = embed(
+            num_embeddings=config.vocab_size,
+            embedding_metadata=axes("vocabulary", "features"),
+        )
         learned = config.position_kind() == "learned"
         self.positions = embed(num_embeddings=config.max_length or 0) if learned else None
         # Copies the configuration's parameters once, so that two models share none.
@@ -176,6 +180,7 @@ class Transformer(Module):
         x = self._embed(tokens, positions, valid, name)
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
         for layer, (block, *context) in enumerate(zip(self.blocks, *contexts, strict=True)):
+            x = mesh_axes.constrained(x, ACTIVATIONS)
             if before is not None:
                 before(block, x, lengths, segment_ids)
             x = self._block(block, x, lengths, segment_ids, _fold_in(key, layer), *context)

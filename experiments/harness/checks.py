@@ -1,6 +1,7 @@
 """Checks of the options, before any file is read or written."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,9 @@ from experiments.harness.naming import REFERENCE
 
 # Step counts and seeds are int32.
 MOST = 2**31 - 1
+
+# Axes of a mesh that training uses: rows; rows and parameters; tokens; heads and hidden features.
+MESH_AXES = "data", "fsdp", "sequence", "tensor"
 
 # Range of positive normal float32 numbers.
 LEAST_FLOAT, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -27,6 +31,10 @@ def check_training(config: Any) -> None:
         require(len(values) > 0, config, name, "needs at least one value")
         require(len(set(values)) == len(values), config, name, "must not repeat a value")
     check_seeds(config)
+    if config.mesh:
+        mesh_sizes(config.mesh)
+        good = config.at_once in (None, 1)
+        require(good, config, "at_once", "must be 1 with --mesh: a run has all devices")
     good = not config.first_layer or config.layers > 1
     require(good, config, "layers", "must be at least 2 with --first-layer")
     good = config.width % config.heads == 0
@@ -51,6 +59,22 @@ def check_training(config: Any) -> None:
     require(0 <= config.warmup < 1, config, "warmup", "must be a fraction from 0 to below 1")
     good = 0 <= config.weight_decay <= MOST_FLOAT
     require(good, config, "weight_decay", "must be 0 or positive, and finite in float32")
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Returns the sizes of a mesh: `{"data": 2, "tensor": 4}` of "data=2,tensor=4".
+
+    Raises:
+      UserError: the text has another form, or another axis.
+    """
+    found = [re.fullmatch(r"(\w+)=(-?\d+)", part) for part in text.split(",")]
+    sizes = {match[1]: int(match[2]) for match in found if match}
+    if len(sizes) < len(found) or not sizes.keys() <= {*MESH_AXES}:
+        raise UserError(
+            f"--mesh must be like data=2,tensor=4, with axes among {', '.join(MESH_AXES)}; "
+            f"got {text!r}"
+        )
+    return sizes
 
 
 def check_counts(config: Any, *names: str) -> None:
@@ -111,8 +135,10 @@ def check_mechanisms(config: Any, task: Any) -> dict[str, str]:
       UserError: another mechanism cannot be built or called.
     """
     # Imported late: --help and bad input need not wait for JAX.
-    from experiments.harness import models
+    from experiments.harness import meshes, models
 
+    if config.mesh:
+        meshes.check(config, task)
     fixed = config.fixed_mechanisms()
     plain = {name: type(config).__dataclass_fields__[name].default for name in fixed}
     for option, text in fixed.items():
@@ -126,7 +152,10 @@ def check_mechanisms(config: Any, task: Any) -> dict[str, str]:
     for text in config.with_all().mechanisms:
 
         def trial(text: str = text) -> None:
-            models.check_call(text, models.builder(text, config, task), task)
+            build = models.builder(text, config, task)
+            models.check_call(text, build, task)
+            if config.mesh:
+                meshes.check_model(config, build)
 
         try:
             check_mechanism("--mechanisms", text, trial)

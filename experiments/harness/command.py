@@ -50,6 +50,7 @@ def train_all(
     from experiments.harness import (
         comparison,
         figure,
+        meshes,
         models,
         optimisers,
         programs,
@@ -57,6 +58,7 @@ def train_all(
         trials,
     )
 
+    devices = meshes.Devices(checks.mesh_sizes(config.mesh) if config.mesh else None)
     schedule = Schedule(
         config.steps, config.batch, config.accumulate, config.steps_between_evaluations
     )
@@ -68,7 +70,14 @@ def train_all(
     def compile_once(mechanism: str) -> programs.Programs:
         build = models.builder(mechanism, config, task)
         return programs.Programs(
-            build, optimiser, schedule, task, config.precision, config.redraw, config.with_costs
+            build,
+            optimiser,
+            schedule,
+            task,
+            config.precision,
+            config.redraw,
+            config.with_costs,
+            devices,
         )
 
     compiling = threading.Lock()
@@ -79,7 +88,7 @@ def train_all(
 
     mechanisms = [name for name in config.mechanisms if name not in left_out]
     runs = comparison.planned_runs(len(mechanisms), len(config.rates), len(config.seeds))
-    at_once = min(runs, config.at_once or machine.runs_at_once())
+    at_once = min(runs, config.at_once or (1 if config.mesh else machine.runs_at_once()))
     known = {trials.key_of(run): run for run in report.earlier_runs(folder)}
     with progress.Progress(runs, config.steps) as shown:
         one = trials.Trials(

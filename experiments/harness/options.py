@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 # Options that choose which models of a comparison are trained and how they are shown. A run
 # folder may be used with any values of them; all other options are the same for all its runs.
 OF_RUNS = frozenset(
-    {"mechanisms", "seeds", "learning_rate", "sweep", "imports", "at_once", "output", "costs"}
+    {
+        "mechanisms",
+        "seeds",
+        "learning_rate",
+        "sweep",
+        "imports",
+        "mesh",
+        "at_once",
+        "output",
+        "costs",
+    }
 )
 
 
@@ -55,6 +65,9 @@ class Options(abc.ABC):
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     # Steps between evaluations, each of which writes a checkpoint; default steps / 8.
     evaluate_every: int | None = None
+    # Devices by axis, such as data=2,tensor=4: data and fsdp divide the batch, fsdp the parameters,
+    # tensor heads and hidden features, sequence the tokens; -1 is all that are left. Default: one.
+    mesh: str = ""
     at_once: int | None = None  # simultaneous runs; default 3 on several CPU cores, else 1
     output: Path | None = None  # run folder; default runs/EXPERIMENT-HASH, by the options
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 from effattn.nn import Centroids
 from experiments.harness.loss_scale import LossScale
+from experiments.harness.meshes import ONE, Devices
 from experiments.harness.schedules import Schedule
 from experiments.tasks.task import NOTHING, Batch, Scores, Task
 
@@ -25,11 +26,12 @@ class ByShape:
 
     Args:
       function: function of arrays.
+      devices: devices on which it runs; the last argument is placed there.
       **options: of `jax.jit`.
     """
 
-    def __init__(self, function: Callable[..., Any], **options: Any):
-        self._jitted = jax.jit(function, **options)
+    def __init__(self, function: Callable[..., Any], devices: Devices = ONE, **options: Any):
+        self._jitted, self._devices = jax.jit(function, **options), devices
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
 
@@ -39,15 +41,19 @@ class ByShape:
 
     def warm_up(self, *arguments: Any) -> None:
         """Compiles the function for these shapes, and calls it once, as a first call is slower."""
-        zeros = jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), arguments)
-        jax.block_until_ready(self(*zeros))
+
+        def zeros(x: Any) -> jax.Array:
+            return jnp.zeros(x.shape, x.dtype, device=getattr(x, "sharding", None))
+
+        jax.block_until_ready(self(*jax.tree.map(zeros, arguments)))
 
     def __call__(self, *arguments: Any) -> Any:
-        key = _shapes(arguments[-1])
-        with self._lock:
+        *others, last = arguments
+        key, last = _shapes(last), self._devices.put(last)
+        with self._lock, self._devices.tracing():
             if key not in self._compiled:
-                self._compiled[key] = self._jitted.lower(*arguments).compile()
-        return self._compiled[key](*arguments)
+                self._compiled[key] = self._jitted.lower(*others, last).compile()
+        return self._compiled[key](*others, last)
 
     @property
     def temporary_bytes(self) -> int:
@@ -74,6 +80,8 @@ class Programs:
       redraw: steps between new random features; 0 for never.
       with_costs: whether the mean cost of a token in mixtures of mechanisms is added to the loss of
         training; only for language models.
+      devices: devices of the run. On a mesh, each has its part of parameters and batches, and all
+        have the scores.
 
     Attributes:
       init: `seed () int -> (params, optimiser_state)`.
@@ -97,17 +105,26 @@ class Programs:
         precision: str = "float32",
         redraw: int = 0,
         with_costs: bool = False,
+        devices: Devices = ONE,
     ):
         self._build, self._optimiser = build, optimiser
         self._with_costs = with_costs
         self._scale = LossScale(dynamic=precision == "float16")
-        self._graph = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))), *_GROUPS)[0]
+        model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        self._graph = nnx.split(model, *_GROUPS)[0]
         self.redraw = redraw
-        self.init = jax.jit(self._init)
-        self.step = ByShape(self.one_step, donate_argnums=(0, 1))
-        self.evaluate = ByShape(self._evaluate)
-        self.draw = jax.jit(self._draw)
-        params, _ = jax.eval_shape(self._init, 0)
+        params, state = jax.eval_shape(self._init, 0)
+        of_params, of_state = devices.of_training(model, _params_of, params, state)
+        everywhere = devices.everywhere()
+        self.init = jax.jit(self._init, out_shardings=(of_params, of_state))
+        self.step = ByShape(
+            self.one_step,
+            devices,
+            donate_argnums=(0, 1),
+            out_shardings=(of_params, of_state, everywhere),
+        )
+        self.evaluate = ByShape(self._evaluate, devices, out_shardings=everywhere)
+        self.draw = jax.jit(self._draw, out_shardings=of_params)
         self.parameters = _total(params["trained"], lambda leaf: leaf.size)
         self.state_bytes = None
         if task.model == "language_model" and task.is_causal:
@@ -196,8 +213,9 @@ class Programs:
 _GROUPS: tuple[Any, ...] = (nnx.Param, Centroids, ...)
 
 
-def _params_of(model: nnx.Module) -> Params:
-    _, *groups = nnx.split(model, *_GROUPS)
+def _params_of(model: nnx.Module | nnx.State) -> Params:
+    state = model if isinstance(model, nnx.State) else nnx.state(model)
+    groups = nnx.split_state(state, *_GROUPS)
     return dict(zip(("trained", "moved", "fixed"), map(nnx.to_pure_dict, groups), strict=True))
 
 

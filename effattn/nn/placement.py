@@ -1,0 +1,92 @@
+"""Where the parameters of a model live on the devices of a mesh."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Names of the axes of kernels and embeddings, and the mesh axes that divide them. Modules have the
+# names as the metadata `out_sharding` of Flax.
+RULES: Mapping[str, str] = {
+    "features": "fsdp",  # D, of tokens
+    "heads": "tensor",
+    "hidden": "tensor",  # F, of feed-forward layers
+    "vocabulary": "tensor",
+}
+
+# Mesh axes of the rows and tokens of activations `(B, T, D)`.
+ACTIVATIONS = ("data", "fsdp"), ("sequence",)
+
+
+def axes(*names: str | None) -> dict[str, Any]:
+    """Metadata of a parameter whose axes have these names."""
+    # Without a mesh, Flax refuses to place a parameter when it is made.
+    return {"out_sharding": names, "eager_sharding": False}
+
+
+def shardings(model: Any, mesh: Mesh, rules: Mapping[str, str] = RULES) -> nnx.State:
+    """Returns the sharding of every variable of a model on a mesh.
+
+    The heads of projections, the hidden features of feed-forward layers and the vocabulary are
+    divided among the devices of the axis `tensor` (Shoeybi et al. 2019, "Megatron-LM"), the
+    features of tokens among those of `fsdp` (Rajbhandari et al. 2020, "ZeRO"). An axis that these
+    devices cannot divide evenly, and all other variables, are whole on each device.
+
+        mesh = parallel.make_mesh(fsdp=2, tensor=4)
+        state = jax.device_put(nnx.state(model), nn.shardings(model, mesh))
+        nnx.update(model, state)
+
+    Args:
+      model: a module, or one of `nnx.eval_shape`, or its state.
+      mesh: mesh, such as that of `effattn.parallel.make_mesh`.
+      rules: mesh axes by the names of parameter axes.
+
+    Returns:
+      A state with a `NamedSharding` for each variable, in the structure of `nnx.state(model)`.
+    """
+
+    def of(variable: Any) -> Any:
+        names = variable.get_metadata().get("out_sharding") or ()
+        sizes = variable.get_value().shape
+        return variable.replace(NamedSharding(mesh, _spec(names, sizes, mesh, rules)))
+
+    state = model if isinstance(model, nnx.State) else nnx.state(model)
+    return jax.tree.map(of, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def shardings_like(tree: Any, params: Any, of_params: Any, mesh: Mesh) -> Any:
+    """Returns the shardings of arrays that belong to parameters, such as an optimiser's moments.
+
+    A leaf belongs to the parameter with its shape whose path is the end of the leaf's path. A leaf
+    without a parameter is whole on each device.
+
+    Args:
+      tree: a pytree of arrays or shapes, such as the state of an optimiser of Optax.
+      params: the parameters: nested dictionaries of arrays or shapes.
+      of_params: their shardings.
+      mesh: mesh for the other leaves.
+    """
+    known = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(of_params), strict=True)
+    by_end = {(tuple(map(str, path)), leaf.shape): place for (path, leaf), place in known}
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def of(path: Sequence[Any], leaf: Any) -> NamedSharding:
+        names = tuple(map(str, path))
+        ends = ((names[start:], leaf.shape) for start in range(len(names)))
+        return next((by_end[end] for end in ends if end in by_end), whole)
+
+    return jax.tree.map_with_path(of, tree)
+
+
+def _spec(names, sizes, mesh, rules):
+    taken: set[str] = set()
+    places: list[str | None] = []
+    for name, size in zip(names, sizes, strict=False):
+        axis = rules.get(name, "") if name else ""
+        count = mesh.shape.get(axis, 1)
+        divides = count > 1 and size % count == 0 and axis not in taken
+        places.append(axis if divides else None)
+        taken |= {axis} if divides else set()
+    return PartitionSpec(*places)

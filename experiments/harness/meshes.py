@@ -1,0 +1,108 @@
+"""Training on the devices of a mesh: where parameters, optimiser states and batches live."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from effattn import nn, parallel
+from effattn.arrays import mesh_axes
+from effattn.nn import placement
+from experiments.harness import checks
+from experiments.harness.errors import UserError
+from experiments.harness.options import Options
+from experiments.tasks.task import Batch, Task
+
+
+class Devices:
+    """Devices of a run: one device, or those of a mesh.
+
+    Args:
+      sizes: sizes of the mesh by axis; None for the default device.
+
+    Raises:
+      UserError: the sizes do not fit the number of devices.
+    """
+
+    def __init__(self, sizes: Mapping[str, Any] | None = None):
+        try:
+            self.mesh = None if sizes is None else parallel.make_mesh(**sizes)
+        except ValueError as error:
+            raise UserError(f"--mesh: {error}") from error
+
+    def tracing(self) -> contextlib.AbstractContextManager[Any]:
+        """Context that sets the mesh for code that is traced within."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    def everywhere(self) -> NamedSharding | None:
+        """The sharding of an array that each device has; None without a mesh."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    def of_training(
+        self, model: nnx.Module, groups: Callable[[Any], Any], params: Any, state: Any
+    ) -> tuple[Any, Any]:
+        """The shardings of the parameters and of the optimiser's state; None without a mesh.
+
+        Args:
+          model: the model; shapes suffice.
+          groups: function from a state of NNX to the parameters.
+          params: the parameters; shapes suffice.
+          state: the optimiser's state; shapes suffice.
+        """
+        if self.mesh is None:
+            return None, None
+        of_params = groups(nn.shardings(model, self.mesh))
+        trained = params["trained"], of_params["trained"]
+        return of_params, placement.shardings_like(state, *trained, self.mesh)
+
+    def put(self, batch: Batch) -> Batch:
+        """Places a batch `(n, B, ...)`: rows and tokens divided, if they are a multiple."""
+        if (mesh := self.mesh) is None:
+            return batch
+
+        def place(x: np.ndarray) -> jax.Array:
+            spec = mesh_axes.dividing(mesh.shape, x.shape, ((), *placement.ACTIVATIONS))
+            where = NamedSharding(mesh, spec)
+            return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
+
+        return jax.tree.map(place, batch)
+
+
+ONE = Devices()
+
+
+def check(options: Options, task: Task) -> None:
+    """Raises `UserError` unless the mesh of the options fits the devices and the batches."""
+    mesh = Devices(checks.mesh_sizes(options.mesh)).mesh
+    assert mesh is not None
+    count, rows = options.batch // options.accumulate, mesh.shape["data"] * mesh.shape["fsdp"]
+    if count % rows:
+        raise UserError(
+            f"--mesh: data x fsdp, {rows}, must divide --batch / --accumulate, {count}; choose "
+            "another --batch"
+        )
+    (example, *_), _ = task.training(1, options.seeds[0], 0)
+    given = {
+        "tensor": (options.heads, "--heads", "--heads"),
+        "sequence": (example.shape[1], "the tokens of a training example", "--mesh"),
+    }
+    for axis, (count, what, remedy) in given.items():
+        _must_divide(mesh, axis, count, what, f"choose another {remedy}")
+
+
+def check_model(options: Options, build: Callable[[nnx.Rngs], nnx.Module]) -> None:
+    """Raises `ValueError` unless the mesh divides the hidden features of a model."""
+    mesh = Devices(checks.mesh_sizes(options.mesh)).mesh
+    for _, module in nnx.iter_modules(nnx.eval_shape(lambda: build(nnx.Rngs(0)))):
+        if isinstance(module, nn.FeedForward):
+            remedy = "pass --no-equal-parameters, or choose another --width"
+            _must_divide(mesh, "tensor", module.up.out_features, "the hidden features", remedy)
+
+
+def _must_divide(mesh, axis, count, what, remedy):
+    if count % mesh.shape[axis]:
+        raise UserError(f"--mesh: {axis}={mesh.shape[axis]} must divide {what}, {count}; {remedy}")

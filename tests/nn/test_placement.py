@@ -1,0 +1,157 @@
+"""Models on a mesh: where parameters live, equal results, and the collectives of each axis."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from effattn import nn, parallel
+from effattn.arrays import mesh_axes
+from effattn.nn import placement
+from tests.laws.sharding import collectives
+
+CONFIG = {"vocab_size": 64, "features": 32, "num_heads": 8, "hidden_features": 64}
+ROWS, TOKENS = 8, 16
+
+
+def build(mixer="softmax", layers=1, **options):
+    config = nn.TransformerConfig(num_layers=layers, mixer=mixer, **CONFIG, **options)
+    return nn.TransformerLM(config, rngs=nnx.Rngs(0))
+
+
+def specs(model, **sizes):
+    places = nn.shardings(model, parallel.make_mesh(**sizes, devices=jax.devices()))
+    return {".".join(map(str, path)): place.spec for path, place in nnx.to_flat_state(places)}
+
+
+def test_without_a_mesh_nothing_is_placed():
+    x = jnp.ones((2, 4, 8))
+    assert mesh_axes.constrained(x, placement.ACTIVATIONS) is x
+
+
+def test_kernels_name_their_axes():
+    model = nnx.eval_shape(build)
+    block = model.blocks[0]
+    names = {
+        "query": block.mixer.query.kernel,
+        "out": block.mixer.out.kernel,
+        "up": block.feed_forward.up.kernel,
+        "down": block.feed_forward.down.kernel,
+        "embed": model.embed.embedding,
+    }
+    assert {name: x.get_metadata()["out_sharding"] for name, x in names.items()} == {
+        "query": ("features", "heads", None),
+        "out": ("heads", None, "features"),
+        "up": ("features", "hidden"),
+        "down": ("hidden", "features"),
+        "embed": ("vocabulary", "features"),
+    }
+
+
+def test_moments_are_placed_like_their_parameters():
+    mesh = parallel.make_mesh(data=-1)
+    params = {"a": {"kernel": jnp.ones((4, 2))}, "kernel": jnp.ones((4, 2))}
+    places = {"a": {"kernel": "first"}, "kernel": "second"}
+    state = [{"mu": params, "count": jnp.zeros(())}, {"kernel": jnp.ones((2, 4))}]
+    found = placement.shardings_like(state, params, places, mesh)
+    assert found[0]["mu"] == places
+    whole = NamedSharding(mesh, P())
+    assert found[0]["count"] == found[1]["kernel"] == whole
+
+
+@pytest.mark.devices
+def test_axes_that_devices_cannot_divide_stay_whole():
+    model = nnx.eval_shape(lambda: build(num_kv_heads=2))
+    found = specs(model, fsdp=2, tensor=4)
+    assert found["blocks.0.mixer.query.kernel"] == P("fsdp", "tensor", None)
+    assert found["blocks.0.mixer.key.kernel"] == P("fsdp", None, None)  # 2 key heads
+    assert found["blocks.0.mixer_norm.scale"] == P()
+
+
+@pytest.mark.devices
+def test_activations_are_divided_as_far_as_they_can_be():
+    mesh = parallel.make_mesh(data=2, sequence=2, tensor=2)
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda x: mesh_axes.constrained(x, placement.ACTIVATIONS))
+        even, odd = run(jnp.ones((4, 6, 8))), run(jnp.ones((4, 5, 8)))
+    assert even.sharding.spec == P("data", "sequence")
+    assert odd.sharding.spec == P("data")
+
+
+def compiled(mixer, layers, gradient, **sizes):
+    mesh = parallel.make_mesh(**sizes)
+    graph, state = nnx.split(nnx.eval_shape(lambda: build(mixer, layers)))
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        state,
+        nn.shardings(state, mesh),
+    )
+    place = NamedSharding(mesh, P(("data", "fsdp"), "sequence"))
+    tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32, sharding=place)
+
+    def run(state, tokens):
+        return nnx.merge(graph, state)(tokens)
+
+    function = jax.grad(lambda *given: run(*given).sum()) if gradient else run
+    with jax.set_mesh(mesh):
+        program = jax.jit(function).lower(state, tokens).compile()
+    return collections.Counter(collectives(program))
+
+
+@pytest.mark.devices
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "gradient", "once", "of_layer"),
+    [
+        # The embedding, of which devices have parts, and two sums a layer (Megatron-LM).
+        ({"tensor": 8}, False, {"all-reduce": 1}, {"all-reduce": 2}),
+        ({"tensor": 8}, True, {"all-reduce": 1}, {"all-reduce": 4}),
+        ({"data": 8}, False, {}, {}),
+        # The gradients, all at once.
+        ({"data": 8}, True, {"all-reduce": 1}, {}),
+        # Four kernels of attention and three of the feed-forward layer; embedding and head.
+        ({"fsdp": 8}, False, {"all-gather": 2, "all-to-all": 1}, {"all-gather": 7}),
+    ],
+)
+def test_collectives_of_an_axis(sizes, gradient, once, of_layer):
+    for layers in (1, 3):
+        expected = collections.Counter(once)
+        for name, count in of_layer.items():
+            expected[name] += layers * count
+        assert compiled("softmax", layers, gradient, **sizes) == expected
+
+
+@pytest.mark.devices
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "sequence": 2, "tensor": 2}, {"tensor": 8}],
+    ids=str,
+)
+@pytest.mark.parametrize("mixer", ["softmax", "gated_delta_net", "mamba", "s4d"])
+def test_a_model_on_a_mesh_equals_that_on_one_device(sizes, mixer):
+    graph, state = nnx.split(build(mixer, 2))
+    tokens = np.random.default_rng(0).integers(0, 64, (ROWS, TOKENS))
+
+    @jax.jit
+    def run(state, tokens):
+        def loss(state):
+            logits = nnx.merge(graph, state)(tokens)
+            return jax.nn.logsumexp(logits, -1).mean() - logits[..., 0].mean(), logits
+
+        gradients, logits = jax.grad(loss, has_aux=True)(state)
+        return logits, gradients
+
+    expected = run(state, tokens)
+    mesh = parallel.make_mesh(**sizes)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(state, nn.shardings(state, mesh))
+        logits, gradients = run(placed, tokens)
+    np.testing.assert_allclose(logits, expected[0], rtol=1e-4, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4 * float(np.abs(y).max()))
