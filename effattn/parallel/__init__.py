@@ -10,6 +10,8 @@ inside `jax.shard_map`, and they exchange what the mechanism needs:
   a window, only the nearest tokens pass to the neighbours.
 - `pass_states`: recurrences. One state a device passes, whatever the length.
 
+A model that is too large for one device may have one of its stages on each: `pipeline`.
+
 A model of 131,072 tokens on eight devices, two of them for the batch:
 
     mesh = parallel.make_mesh(data=2, sequence=4)
@@ -21,7 +23,16 @@ A model of 131,072 tokens on eight devices, two of them for the batch:
 
 from effattn.parallel.heads import exchange_heads
 from effattn.parallel.mesh import AXES, make_mesh
+from effattn.parallel.pipeline import SCHEDULES, pipeline
 from effattn.parallel.ring import ring_attention
 from effattn.parallel.states import pass_states
 
-__all__ = ["AXES", "exchange_heads", "make_mesh", "pass_states", "ring_attention"]
+__all__ = [
+    "AXES",
+    "SCHEDULES",
+    "exchange_heads",
+    "make_mesh",
+    "pass_states",
+    "pipeline",
+    "ring_attention",
+]

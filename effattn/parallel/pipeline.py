@@ -1,0 +1,244 @@
+"""Pipeline parallelism: each device of a mesh axis has one stage of a model."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from effattn.arrays import mesh_axes
+
+Stage = Callable[[Any, Any], Any]
+Loss = Callable[[Any, Any, Any], jax.Array]
+SCHEDULES = "1f1b", "gpipe"
+
+
+def pipeline(
+    stage: Stage, loss: Loss, axis_name: str, schedule: str = "1f1b"
+) -> Callable[[Any, Any, Any, Any], jax.Array]:
+    """Returns the mean loss of a model whose stages the devices of a mesh axis hold.
+
+    Call the result inside `jax.shard_map`, as `run(params, head, inputs, targets)`. The first three
+    arguments have gradients. With S devices and M microbatches, a microbatch passes the devices in
+    S steps, and another one starts with each step. Devices wait for (S - 1) / (M + S - 1) of the
+    time (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters",
+    section 2.2). Each device sends one activation and one gradient a microbatch, to its neighbours.
+
+    Both schedules take as long, and recompute each stage for its gradients. They differ in the
+    number of stage inputs that a device stores:
+
+    - "gpipe": M + S - 1 (Huang et al. 2019, "GPipe"); all gradients follow the last loss.
+    - "1f1b": 2 S - 1, for any number of microbatches. The gradients of a microbatch follow its
+      loss, between the stages of later microbatches (Narayanan et al. 2019, "PipeDream").
+
+    Args:
+      stage: `(params, x) -> y`, one stage; y has the structure, shapes and dtypes of x.
+      loss: `(head, y, target) -> ()`, of the last stage's result, such as its output projection and
+        cross-entropy.
+      axis_name: the mesh axis of the stages.
+      schedule: "1f1b" or "gpipe".
+
+    Returns:
+      A function of `params`, those of this device's stage; `head`, the parameters of the loss;
+      `inputs`, arrays `(M, ...)` that enter the first stage; `targets`, arrays `(M, ...)` without
+      gradients. The last three are equal on all devices. It returns the mean of the M losses, equal
+      on all devices. The gradients of `params` are those of this device's stage; those of `head`
+      and `inputs` are equal on all devices.
+
+    Raises:
+      ValueError: an unknown schedule; on call, different numbers of microbatches, or a stage that
+        changes its input's shapes.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+
+    def run(params, head, inputs, targets):
+        count = _count(inputs, targets)
+        number = lax.axis_index(axis_name)
+        # Arrays that devices share vary in here, so that their gradients are summed outside.
+        arrays = mesh_axes.vary_alike((params, head, inputs, targets, number))
+        params, head, inputs, targets, number = arrays
+        _check(stage, params, inputs)
+        line = _Line(stage, loss, axis_name, number, count)
+        of = _gpipe if schedule == "gpipe" else _one_forward_one_backward
+        return lax.psum(of(line, params, head, inputs, targets), axis_name) / count
+
+    return run
+
+
+class _Line:
+    """The stages of a pipeline, seen from one device.
+
+    Attributes:
+      stages: S, number of devices.
+      number: index of this device's stage.
+      count: M, number of microbatches.
+      is_first: whether this is the first stage.
+      is_last: whether this is the last stage.
+    """
+
+    def __init__(self, stage, loss, axis_name, number, count):
+        self.stage, self.loss, self._axis_name = stage, loss, axis_name
+        self.stages, self.number, self.count = lax.axis_size(axis_name), number, count
+        self.is_first, self.is_last = number == 0, number == self.stages - 1
+
+    def send(self, tree, step):
+        """Passes arrays to the next stage (`step=1`) or to the one before (-1)."""
+        hops = [(at, at + step) for at in range(self.stages) if 0 <= at + step < self.stages]
+        return jax.tree.map(lambda x: lax.ppermute(x, self._axis_name, hops), tree)
+
+    def is_due(self, microbatch):
+        return (0 <= microbatch) & (microbatch < self.count)
+
+    def loss_of(self, head, y, target):
+        return self.loss(head, y, target).astype(jnp.float32)
+
+
+def _gpipe(line, params, head, inputs, targets):
+    """The sum of the losses on the last device, 0 on the others; gradients by JAX."""
+    no_loss, _ = mesh_axes.vary_alike((jnp.float32(0), line.number))
+
+    @jax.checkpoint
+    def step(params, head, x, target, is_due):
+        # Idle devices compute nothing: 0 times the gradient of a stage of zeros may be NaN.
+        y = lax.cond(is_due, line.stage, lambda _, x: x, params, x)
+        ends = is_due & line.is_last
+        return y, lax.cond(ends, line.loss_of, lambda *_: no_loss, head, y, target)
+
+    def tick(x, at):
+        microbatch = at - line.number
+        x = _where(line.is_first, _pick(inputs, microbatch), x)
+        y, found = step(params, head, x, _pick(targets, microbatch), line.is_due(microbatch))
+        return line.send(y, 1), found
+
+    start = jax.tree.map(lambda x: jnp.zeros_like(x[0]), inputs)
+    return lax.scan(tick, start, jnp.arange(line.count + line.stages - 1))[1].sum()
+
+
+def _one_forward_one_backward(line, params, head, inputs, targets):
+    """As `_gpipe`, but the gradients are computed with the losses."""
+
+    @jax.custom_vjp
+    def run(params, head, inputs):
+        return _gpipe(line, params, head, inputs, targets)
+
+    def forward(params, head, inputs):
+        return _with_gradients(line, params, head, inputs, targets)
+
+    def backward(gradients, d_value):
+        return jax.tree.map(lambda x: (x * d_value).astype(x.dtype), gradients)
+
+    run.defvjp(forward, backward)
+    return run(params, head, inputs)
+
+
+def _with_gradients(line, params, head, inputs, targets):
+    """The sum of the losses, and its gradients by `params`, `head` and `inputs`.
+
+    Stage s runs microbatch m forward in step s + m, and backward in step 2 (S - 1) - s + m. The
+    last stage does both at once.
+    """
+    slots = 2 * line.stages - 1
+
+    def forward(carry, at):
+        stored, x = carry
+        microbatch = at - line.number
+        x = _where(line.is_first, _pick(inputs, microbatch), x)
+        is_due = line.is_due(microbatch)
+        stored = _where(is_due, _put(stored, x, microbatch % slots), stored)
+        runs = is_due & ~line.is_last
+        return stored, lax.cond(runs, line.stage, lambda _, x: x, params, x)
+
+    def backward(carry, at):
+        stored, d_y, total, sums, d_inputs = carry
+        microbatch = at - 2 * (line.stages - 1) + line.number
+        x, target = _pick(stored, microbatch % slots), _pick(targets, microbatch)
+
+        def of_last(_):
+            def whole(params, head, x):
+                return line.loss_of(head, line.stage(params, x), target)
+
+            return jax.value_and_grad(whole, (0, 1, 2))(params, head, x)
+
+        def of_others(d_y):
+            d_params, d_x = jax.vjp(line.stage, params, x)[1](d_y)
+            no_loss, d_head = jax.tree.map(jnp.zeros_like, (total, head))
+            return no_loss, (d_params, d_head, d_x)
+
+        def active(d_y):
+            return lax.cond(line.is_last, of_last, of_others, d_y)
+
+        def idle(_):
+            return jax.tree.map(jnp.zeros_like, (total, (params, head, x)))
+
+        is_due = line.is_due(microbatch)
+        value, (*found, d_x) = lax.cond(is_due, active, idle, d_y)
+        sums = jax.tree.map(lambda old, new: old + new.astype(old.dtype), sums, tuple(found))
+        is_put = is_due & line.is_first
+        d_inputs = _where(is_put, _put(d_inputs, d_x, microbatch), d_inputs)
+        return total + value, sums, d_inputs, d_x
+
+    def tick(carry, at):
+        stored, x, d_y, total, sums, d_inputs = carry
+        stored, y = forward((stored, x), at)
+        total, sums, d_inputs, d_x = backward((stored, d_y, total, sums, d_inputs), at)
+        return (stored, line.send(y, 1), line.send(d_x, -1), total, sums, d_inputs), None
+
+    first = jax.tree.map(lambda x: jnp.zeros_like(x[0]), inputs)
+    stored = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), first)
+    sums = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (params, head)
+    )
+    start = (stored, first, first, jnp.float32(0), sums, jax.tree.map(jnp.zeros_like, inputs))
+    start = mesh_axes.vary_alike((start, line.number))[0]
+    steps = jnp.arange(line.count + 2 * (line.stages - 1))
+    (*_, total, sums, d_inputs), _ = lax.scan(tick, start, steps)
+    gradients = jax.tree.map(lambda x, d_x: d_x.astype(x.dtype), (params, head), sums)
+    return total, (*gradients, d_inputs)
+
+
+def _count(inputs, targets):
+    counts = {x.shape[0] if x.ndim else None for x in jax.tree.leaves((inputs, targets))}
+    if len(counts) != 1 or counts & {None, 0}:
+        raise ValueError(
+            "the first axis of inputs and targets must be that of the microbatches, got the "
+            f"lengths {', '.join(map(str, sorted(counts, key=str)))}"
+        )
+    return counts.pop()
+
+
+def _check(stage, params, inputs):
+    x = jax.tree.map(lambda x: x[0], inputs)
+    given, found = (_types(tree) for tree in (x, jax.eval_shape(stage, params, x)))
+    if given != found:
+        raise ValueError(
+            f"stage must return the shapes and dtypes of its input, {given}, got {found}"
+        )
+
+
+def _types(tree):
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+
+
+def _pick(tree, at):
+    """The entry `at` of each array, between the first and the last."""
+
+    def pick(x):
+        return lax.dynamic_index_in_dim(x, jnp.clip(at, 0, len(x) - 1), 0, keepdims=False)
+
+    return jax.tree.map(pick, tree)
+
+
+def _put(tree, entry, at):
+    """The arrays with another entry `at`."""
+
+    def put(x, y):
+        return lax.dynamic_update_index_in_dim(x, y, jnp.clip(at, 0, len(x) - 1), 0)
+
+    return jax.tree.map(put, tree, entry)
+
+
+def _where(condition, yes, no):
+    return jax.tree.map(functools.partial(jnp.where, condition), yes, no)
