@@ -44,6 +44,7 @@ from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
 from effattn.nn.performer import PerformerSelfAttention
 from effattn.nn.placement import shardings
 from effattn.nn.pretrained import bigbird_from_transformers, longformer_from_transformers
+from effattn.nn.prune import prune_heads
 from effattn.nn.random_features import RandomFeatureSelfAttention
 from effattn.nn.recurrent_memory import RecurrentMemoryAttention
 from effattn.nn.retention import RetNet
@@ -130,5 +131,6 @@ __all__ = [
     "convert",
     "generate",
     "longformer_from_transformers",
+    "prune_heads",
     "shardings",
 ]

@@ -17,6 +17,11 @@ def is_data(leaf: Any) -> bool:
     return isinstance(leaf, _DATA)
 
 
+def holds_data(option: Any) -> bool:
+    """Returns whether an option has an array, a Variable or a module."""
+    return any(map(is_data, jax.tree.leaves(option, is_leaf=is_data)))
+
+
 def own_copy(options: Any) -> Any:
     """The options with all Variables and modules copied; copies share no arrays with the originals.
 
@@ -44,7 +49,7 @@ def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     static, learned = {}, {}
     for name, option in options.items():
-        if any(map(is_data, jax.tree.leaves(option, is_leaf=is_data))):
+        if holds_data(option):
             learned[name] = option
             continue
         check_holds_none(name, option)

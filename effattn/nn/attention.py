@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from effattn.arrays import checks
-from effattn.nn.array_options import check_holds_none, own_copy, split, values
+from effattn.nn.array_options import check_holds_none, holds_data, own_copy, split, values
 from effattn.nn.binding import bind
 from effattn.nn.dropout import check_dropout_rate, dropout_key
 from effattn.nn.heads import head_size, key_heads
@@ -79,7 +79,9 @@ class Attention(Module):
 
     def _options(self) -> dict[str, Any]:
         """Arguments of the attention function that are the same in every call."""
-        return {**dict(self.options), **values(dict(self.array_options.items()))}
+        # Libraries that change models, such as qwix, set attributes of every module.
+        learned = {name: x for name, x in self.array_options.items() if holds_data(x)}
+        return {**dict(self.options), **values(learned)}
 
     def _dropout(self, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None) -> dict[str, Any]:
         key = dropout_key(rngs) if self.dropout_rate else None
