@@ -19,7 +19,7 @@ pytest = $(python) -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo mlm seq2seq recall states lra classify efficiency scaling adaptive report gallery test test-slow test-all test-gpu bench bench-gpu docs lint format clean
+.PHONY: help demo mlm seq2seq recall states lra classify efficiency scaling compress adaptive report gallery test test-slow test-all test-gpu bench bench-gpu docs lint format clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | while IFS='	' read -r target does; do \
@@ -44,9 +44,10 @@ lra: ## compare bidirectional mechanisms on long inputs
 classify: ## compare classifiers of documents and images
 scaling: ## fit power laws to the losses of a grid of models
 efficiency: ## measure time and memory of every mechanism against length
+compress: ## compare a trained model with compressed forms of it
 adaptive: ## compare mixtures, in which each token chooses a mechanism, with single mechanisms
 report: ## gather the results in experiments/results into docs/report.md
-recall states lra classify scaling efficiency adaptive report:
+recall states lra classify scaling efficiency compress adaptive report:
 	$(setup) experiments
 	$(python) -m experiments.$@ $(ARGS)
 

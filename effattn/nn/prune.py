@@ -55,6 +55,7 @@ def prune_heads(model: Model, keep: Sequence[Sequence[int]]) -> Model:
     )
     smaller = type(model)(config, rngs=nnx.Rngs(0))
     before, after = (dict(nnx.to_flat_state(nnx.state(m))) for m in (model, smaller))
+    path: Any
     for path, variable in after.items():
         array = jnp.array(before[path][...])
         if array.shape != variable.shape:

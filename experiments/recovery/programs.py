@@ -35,8 +35,12 @@ class FineTuning(Programs):
         self.init = self._start  # type: ignore[assignment]
 
     def _start(self, seed: int) -> tuple[Params, Any]:
-        original = self._original.model(self._trained[seed])
-        return Programs(lambda rngs: self._convert(original, rngs), *self._options).init(seed)
+        original, convert = self._original.model(self._trained[seed]), self._converter(seed)
+        return Programs(lambda rngs: convert(original, rngs), *self._options).init(seed)
+
+    def _converter(self, seed: int) -> Convert:
+        """The conversion of the original of a seed."""
+        return self._convert
 
 
 class Distillation(FineTuning):

@@ -1,0 +1,1 @@
+"""Training of compressed forms of a model, for `experiments.compress`."""
