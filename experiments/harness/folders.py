@@ -78,11 +78,11 @@ def claimed(folder: Path, settings: dict[str, Any]) -> Iterator[None]:
                 descriptor = os.open(folder, os.O_RDONLY)
                 stack.callback(os.close, descriptor)
                 _lock(descriptor, folder)
-            # Another process may have used the folder since the last check.
-            check_folder(folder, settings)
-            write_atomically(folder / RECORD, json.dumps(settings, indent=2) + "\n")
         except OSError as error:
             raise UserError(f"cannot write the output folder {folder}: {error.strerror}") from None
+        # Another process may have used the folder since the last check.
+        check_folder(folder, settings)
+        write_atomically(folder / RECORD, json.dumps(settings, indent=2) + "\n")
         yield
 
 

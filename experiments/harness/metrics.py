@@ -1,23 +1,38 @@
 """Files of a run folder: atomic writes, checked reads, and the metrics of a run."""
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from experiments.harness.errors import UserError
+from experiments.harness.schedules import Schedule
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file; a killed process leaves either the old text or the new text."""
+    """Writes a file; a killed process leaves either the old text or the new text.
+
+    Raises:
+      UserError: the file cannot be written, for example to a full disk; the old text is kept.
+    """
     partial = path.with_name(path.name + ".partial")
-    # A path may contain bytes that are no characters in the locale's encoding.
-    with partial.open("w", encoding="utf-8", errors="replace") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        # A path may contain bytes that are no characters in the locale's encoding.
+        with partial.open("w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write {path}: {error.strerror}; once it can be written, the same command goes on"
+    )
 
 
 def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
@@ -40,44 +55,59 @@ def read_json(path: Path, keys: tuple[str, ...], remedy: str) -> dict[str, Any]:
     return found
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a file in order, without a partial last line of a killed run.
+def read(path: Path, schedule: Schedule, step: int) -> list[dict[str, Any]]:
+    """Returns the records of a run until `step` in order, without those that a killed run added.
 
     Raises:
-      UserError: another line is damaged.
+      UserError: a record lacks, or is not as a run writes it.
     """
-    if not path.exists():
-        return []
-    records = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], 1):
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    advice = f"delete {path.parent} to train that run again"
+    records: list[dict[str, Any]] = []
+    for at, is_evaluation in schedule.records(step):
+        if len(records) == len(lines):
+            last = records[-1]["step"] if records else 0
+            raise UserError(f"{path} ends at step {last}, and the run went on to {step}; {advice}")
         try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or "step" not in record:
-            raise UserError(
-                f"{path} is damaged at line {number}; delete {path.parent} to train that run again"
-            )
+            record = _checked(lines[len(records)], at, is_evaluation)
+        except ValueError as error:
+            number = len(records) + 1
+            raise UserError(f"{path} is damaged at line {number} ({error}); {advice}") from None
         records.append(record)
     return records
 
 
-def check_reaches(path: Path, records: Sequence[dict[str, Any]], step: int) -> None:
-    """Raises `UserError` if the last record of a file is before `step`."""
-    last = records[-1]["step"] if records else 0
-    if last < step:
-        raise UserError(
-            f"{path} ends at step {last}, and the run went on to {step}; delete {path.parent} to "
-            "train that run again"
-        )
+def _checked(line: bytes, step: int, is_evaluation: bool) -> dict[str, Any]:
+    """Returns the record in a line; `ValueError` with the reason if another was expected."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise ValueError("no JSON object")
+    for key in ("step", "tokens", "seconds"):
+        if key not in record:
+            raise ValueError(f"no {key}")
+    for key, value in record.items():
+        if not _is_measure(value):
+            raise ValueError(f"{key} is {value!r}, which is not a number")
+    if record["step"] != step:
+        raise ValueError(f"step {record['step']} in place of step {step}")
+    if ("train_loss" not in record) != is_evaluation:
+        raise ValueError(f"no {'evaluation' if is_evaluation else 'train_loss'} at step {step}")
+    return record
 
 
-def evaluations(path: Path, step: int) -> list[dict[str, Any]]:
-    """Returns the records of the evaluations of a run until `step`; `UserError` if some lack."""
-    found = [record for record in read(path) if "train_loss" not in record]
-    check_reaches(path, found, step)
-    return found
+def _is_measure(value: Any) -> bool:
+    """Returns whether this is a number, None for one that overflows, or an object of these."""
+    if isinstance(value, dict):
+        return all(map(_is_measure, value.values()))
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def evaluations(path: Path, schedule: Schedule, step: int) -> list[dict[str, Any]]:
+    """Returns the records of the evaluations of a run until `step`, with the errors of `read`."""
+    return [record for record in read(path, schedule, step) if "train_loss" not in record]
 
 
 class Metrics:
@@ -85,29 +115,41 @@ class Metrics:
 
     Args:
       path: path of the file.
-      step: step at which the run resumes; later records are removed, as these steps are repeated.
+      schedule: schedule of the run.
+      step: step at which the run resumes; all that follows is removed, as these steps are repeated.
 
     Raises:
-      UserError: the file ends before that step.
+      UserError: an error of `read`, or the file cannot be written.
     """
 
-    def __init__(self, path: Path, step: int):
-        kept = [record for record in read(path) if record["step"] <= step]
-        check_reaches(path, kept, step)
+    def __init__(self, path: Path, schedule: Schedule, step: int):
+        kept = read(path, schedule, step)
         write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        # After a failed write, `close` fails too; all that is needed was written by `flush`.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one record, which has the key "step"."""
-        self._file.write(json.dumps(record) + "\n")
+        """Appends one record, which has the key "step"; `UserError` as in `flush`."""
+        with self._writing():
+            self._file.write(json.dumps(record) + "\n")
 
     def flush(self) -> None:
-        """Writes all records to the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Writes all records to the disk; `UserError` if the disk is full, for example."""
+        with self._writing():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _unwritten(self._path, error) from error

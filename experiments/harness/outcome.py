@@ -20,12 +20,13 @@ def exit_status(work: Callable[[], None], stopped: str) -> int:
 
     Args:
       work: function to run.
-      stopped: sentence to print after Ctrl-C.
+      stopped: sentence to print after Ctrl-C or SIGTERM; the exit status is then 130 or 143, as in
+        shells.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
     try:
-        with _second_interrupt_kills():
+        with _signals_end_in_order():
             work()
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -36,9 +37,9 @@ def exit_status(work: Callable[[], None], stopped: str) -> int:
             raise
         print(f"error: {reason}; choose smaller sizes", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print(stopped, file=sys.stderr)
-        return 130
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     return 0
 
 
@@ -53,18 +54,25 @@ def _out_of_memory(error: MemoryError | RuntimeError) -> str | None:
 
 
 @contextlib.contextmanager
-def _second_interrupt_kills() -> Iterator[None]:
-    """Lets a first Ctrl-C end the work in order, and a second one at once; both are safe."""
+def _signals_end_in_order() -> Iterator[None]:
+    """Lets a first Ctrl-C or SIGTERM end the work in order, and a further Ctrl-C at once.
+
+    Both are safe. The first signal is raised as a `KeyboardInterrupt` with its number. Programs
+    such as `timeout` send SIGTERM twice, so that further ones are ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        raise KeyboardInterrupt
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt(number)
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {each: signal.signal(each, interrupt) for each in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)

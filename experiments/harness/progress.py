@@ -9,8 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from experiments.harness.errors import Stopped
-
 
 class Progress:
     """Context manager that shows the progress of several runs of equal length.
@@ -60,6 +58,10 @@ class Progress:
             with self._lock:
                 print(text, flush=True)
 
+    def warn(self, text: str) -> None:
+        """Prints a warning."""
+        self.say(f"warning: {text}")
+
     def begin(self, name: str, step: int) -> "RunProgress":
         """Starts the display of the next run, which resumes after `step` steps."""
         with self._lock:
@@ -76,7 +78,7 @@ class Progress:
             self.bars.update(self._all, completed=self._done)
 
     def stop(self) -> None:
-        """Makes all runs end at their next step."""
+        """Makes all runs write a checkpoint at their next step, and end."""
         self._stopping.set()
 
     @property
@@ -116,13 +118,7 @@ class RunProgress:
         self._whole.advance(self._whole.steps - self._step, taken=False)
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Shows that the run has done `step` steps.
-
-        Raises:
-          Stopped: `Progress.stop` was called.
-        """
-        if self._whole.stopping:
-            raise Stopped
+        """Shows that the run has done `step` steps."""
         taken, self._step = step - self._step, step
         self._detail = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
         self._whole.bars.update(self._bar, completed=step, detail=self._detail)

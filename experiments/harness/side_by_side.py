@@ -1,8 +1,10 @@
 """Simultaneous calls of a function, in threads."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any, TypeVar
+
+from experiments.harness.errors import UserError
 
 Input = TypeVar("Input")
 Output = TypeVar("Output")
@@ -17,22 +19,32 @@ def call(
     """Returns the outputs of `function` for all inputs, in order.
 
     Args:
-      function: function to call; with `at_once=1` in the present thread, otherwise in other
-        threads.
+      function: function to call, in other threads: Ctrl-C or SIGTERM reach the present thread, and
+        so cannot interrupt a call where its state is inconsistent.
       inputs: inputs; calls start in this order.
       at_once: maximum number of simultaneous calls.
       stop: function that makes running calls raise soon. `call` calls `stop` at the first error or
-        at Ctrl-C, starts no further calls, and raises the error when all running calls have ended.
+        at a signal, starts no further calls, and raises the error when all running calls ended. A
+        `UserError` of a call that was to end is raised in place of the signal.
     """
-    if at_once == 1:
-        return [function(each) for each in inputs]
+    futures: list[Future[Output]] = []
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            futures = [pool.submit(function, each) for each in inputs]
+            for each in inputs:
+                futures.append(pool.submit(function, each))
             for future in as_completed(futures):
                 future.result()
-        except BaseException:
+        except BaseException as error:
             stop()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
+            if isinstance(error, KeyboardInterrupt):
+                _raise_user_errors(futures)
             raise
     return [future.result() for future in futures]
+
+
+def _raise_user_errors(futures: Sequence[Future[Any]]) -> None:
+    """Raises the error of a call that could not end in order, for example on a full disk."""
+    for future in futures:
+        if not future.cancelled() and isinstance(error := future.exception(), UserError):
+            raise error

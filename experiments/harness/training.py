@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.harness.checkpoints import Checkpoints
-from experiments.harness.errors import Diverged
+from experiments.harness.errors import Diverged, Stopped
 from experiments.harness.metrics import Metrics
 from experiments.harness.programs import Params, Programs, in_parts
 from experiments.harness.progress import Progress
 from experiments.harness.schedules import Schedule
 from experiments.tasks.task import Batch, Scores, Task
-
-# Longer runs log the loss of evenly spaced steps.
-MAX_LOGGED_LOSSES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +42,11 @@ class Run:
 def train(
     run: Run, schedule: Schedule, programs: Programs, task: Task, progress: Progress
 ) -> tuple[Params, dict[str, Any]]:
-    """Trains a model from the last checkpoint, or from the start.
+    """Trains a model from the last whole checkpoint, or from the start.
 
-    The loss of a step is read while the next step runs, so that the device never waits for the
-    host.
+    The examples of a step depend only on the seed and the step, so a checkpoint needs no other
+    state of the data. The loss of a step is read while the next step runs, and checkpoints are
+    written meanwhile, so that the device never waits for the host.
 
     Returns:
       `(params, record)`: the final parameters, and the record of the last evaluation, on the
@@ -55,12 +54,12 @@ def train(
 
     Raises:
       Diverged: the loss became NaN or infinite; the checkpoint of the last evaluation is kept.
-      Stopped: `progress.stop` was called.
+      Stopped: `progress.stop` was called; a checkpoint of the present step is written before.
+      UserError: a checkpoint or the metrics cannot be read or written.
     """
     params, optimiser_state = programs.init(run.seed)
     name, validation = next(iter(task.held_out().items()))
-    log_every = math.ceil(schedule.steps / MAX_LOGGED_LOSSES)
-    step = tokens = temporary_bytes = 0
+    step = saved = tokens = temporary_bytes = 0
     seconds = 0.0
     record: dict[str, Any] = {}
     unread: list[tuple[int, int, jax.Array]] = []
@@ -72,75 +71,86 @@ def train(
         advice = "try a lower --learning-rate, more --warmup or a lower --clip"
         return Diverged(run.name, step, f"{kept}; {advice}")
 
-    def log(step: int, tokens: int, loss: jax.Array) -> None:
-        train_loss = float(loss)
-        if not math.isfinite(train_loss):
-            raise diverged(step)
-        elapsed = time.perf_counter() - started
-        shown.step(step, train_loss, tokens / elapsed)
-        if step % log_every == 0:
-            at = {"step": step, "tokens": tokens, "seconds": elapsed}
-            metrics.write({**at, "train_loss": train_loss})
+    def log(count: int) -> None:
+        """Reads the losses of steps, all but the last `count`."""
+        while len(unread) > count:
+            step, tokens, loss = unread.pop(0)
+            train_loss = float(loss)
+            if not math.isfinite(train_loss):
+                raise diverged(step)
+            elapsed = time.perf_counter() - started
+            shown.step(step, train_loss, tokens / elapsed)
+            if schedule.logs_at(step):
+                at = {"step": step, "tokens": tokens, "seconds": elapsed}
+                metrics.write({**at, "train_loss": train_loss})
+
+    def so_far() -> dict[str, Any]:
+        largest = max(temporary_bytes, programs.step.temporary_bytes)
+        return {"tokens": tokens, "seconds": seconds, "temporary_bytes": largest}
+
+    def save() -> None:
+        metrics.flush()
+        checkpoints.save(step, (params, optimiser_state), {**so_far(), "record": record})
 
     with Checkpoints(run.folder / "checkpoints", run.identity) as checkpoints:
-        if checkpoints.latest is not None:
-            (params, optimiser_state), at = checkpoints.restore(
-                (params, optimiser_state), ("record",)
-            )
-            step, record = checkpoints.latest, at["record"]
-            seconds, tokens = record["seconds"], record["tokens"]
-            temporary_bytes = record["temporary_bytes"]
+        found = checkpoints.restore((params, optimiser_state), progress.warn)
+        if found is not None:
+            step, (params, optimiser_state), at = found
+            saved, record, tokens, seconds = step, at["record"], at["tokens"], at["seconds"]
+            temporary_bytes = at["temporary_bytes"]
         with (
             progress.begin(run.name, step) as shown,
-            Metrics(run.folder / "metrics.jsonl", step) as metrics,
+            Metrics(run.folder / "metrics.jsonl", schedule, step) as metrics,
         ):
+            # Evaluations, checkpoints and compilation do not count as training time.
+            started = time.perf_counter() - seconds
             while step < schedule.steps:
-                until = min(
-                    step - step % schedule.evaluate_every + schedule.evaluate_every, schedule.steps
-                )
-                # Evaluations, checkpoints and compilation do not count as training time.
-                started = time.perf_counter() - seconds
-                while step < until:
-                    batch = task.training(schedule.batch, run.seed, step)
-                    tokens += batch.inputs[0].size
-                    batch = in_parts(batch, schedule.batch // schedule.accumulate)
-                    if programs.redraw and step and step % programs.redraw == 0:
-                        params = programs.draw(params, step // programs.redraw)
-                    arguments = (params, optimiser_state, np.float32(run.learning_rate), batch)
-                    if not programs.step.knows(batch):
-                        while unread:
-                            log(*unread.pop(0))
-                        paused = time.perf_counter()
-                        programs.step.warm_up(*arguments)
-                        if programs.redraw:
-                            programs.draw(params, 0)
-                        started += time.perf_counter() - paused
-                    params, optimiser_state, loss = programs.step(*arguments)
-                    step += 1
-                    unread.append((step, tokens, loss))
-                    if len(unread) > 1:
-                        log(*unread.pop(0))
-                while unread:
-                    log(*unread.pop(0))
+                if progress.stopping:
+                    log(0)
+                    seconds = time.perf_counter() - started
+                    # Parameters that diverged must not replace the last good checkpoint.
+                    if step > saved and _all_finite(params):
+                        save()
+                        checkpoints.wait()
+                    raise Stopped
+                batch = task.training(schedule.batch, run.seed, step)
+                tokens += batch.inputs[0].size
+                batch = in_parts(batch, schedule.batch // schedule.accumulate)
+                if programs.redraw and step and step % programs.redraw == 0:
+                    params = programs.draw(params, step // programs.redraw)
+                arguments = (params, optimiser_state, np.float32(run.learning_rate), batch)
+                if not programs.step.knows(batch):
+                    log(0)
+                    paused = time.perf_counter()
+                    programs.step.warm_up(*arguments)
+                    if programs.redraw:
+                        programs.draw(params, 0)
+                    started += time.perf_counter() - paused
+                params, optimiser_state, loss = programs.step(*arguments)
+                step += 1
+                unread.append((step, tokens, loss))
+                log(1)
+                if not schedule.evaluates_at(step):
+                    continue
+                log(0)
                 seconds = time.perf_counter() - started
-
                 scores = evaluate(programs, params, validation, schedule, validation)
-                # Parameters that diverged must not replace the last good checkpoint.
                 if not math.isfinite(scores.nats.sum()):
                     raise diverged(step)
-                temporary_bytes = max(temporary_bytes, programs.step.temporary_bytes)
-                record = {
-                    "step": step,
-                    "tokens": tokens,
-                    "seconds": seconds,
-                    "temporary_bytes": temporary_bytes,
-                    **task.measure(name, validation, scores),
-                }
+                record = {"step": step, **so_far(), **task.measure(name, validation, scores)}
                 metrics.write(record)
-                metrics.flush()
-                checkpoints.save(step, (params, optimiser_state), {"record": record})
+                save()
+                saved = step
                 shown.evaluated(task.headline, record)
+                started = time.perf_counter() - seconds
     return params, record
+
+
+def _all_finite(params: Params) -> bool:
+    leaves = jax.tree.leaves(params)
+    return all(
+        np.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)
+    )
 
 
 def evaluate(

@@ -76,7 +76,9 @@ class Trials:
             "held_out": held_out(programs, params, self.task, self.schedule),
             **self.task.sample(programs.model(params), seed),
             "environment": machine.environment(),
-            "curve": metrics.evaluations(run.folder / "metrics.jsonl", record["step"]),
+            "curve": metrics.evaluations(
+                run.folder / "metrics.jsonl", self.schedule, record["step"]
+            ),
         }
         metrics.write_atomically(path, json.dumps(result, indent=2) + "\n")
         return result

@@ -157,7 +157,7 @@ class Trainer:
         name = f"{name}-rate{rate}-seed{seed}"
         run = Run(name, self.folder / name, f"{self.identity} {name}", seed, rate)
         params, record = train(run, schedule, programs, task, shown)
-        curve = metrics.evaluations(run.folder / "metrics.jsonl", record["step"])
+        curve = metrics.evaluations(run.folder / "metrics.jsonl", schedule, record["step"])
         if way == "original":
             self.trained[seed] = params
         elif way != "scratch":

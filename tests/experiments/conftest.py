@@ -28,11 +28,16 @@ def folder_of_text(tmp_path, documents):
 class Lines:
     """Replacement of the progress display of one run, which records all calls."""
 
+    stopping = False
+
     def __init__(self):
-        self.steps, self.losses, self.evaluations = [], [], []
+        self.steps, self.losses, self.evaluations, self.warnings = [], [], [], []
 
     def begin(self, name, step):
         return self
+
+    def warn(self, text):
+        self.warnings.append(text)
 
     def __enter__(self):
         return self

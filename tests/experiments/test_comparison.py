@@ -5,7 +5,7 @@ import pytest
 
 from experiments.harness import side_by_side
 from experiments.harness.comparison import compare, planned_runs
-from experiments.harness.errors import Diverged, Stopped
+from experiments.harness.errors import Diverged, Stopped, UserError
 
 LOSSES = {0.1: 2.0, 0.2: 1.0, 0.4: 3.0}
 
@@ -133,9 +133,22 @@ def test_ctrl_c_while_calls_are_begun_stops_them():
     assert stopping.is_set()
 
 
-def test_one_at_a_time_stays_in_the_present_thread():
+def test_calls_are_in_other_threads_which_signals_do_not_reach():
     here = threading.get_ident()
-    assert side_by_side.call(lambda _: threading.get_ident(), range(2), 1, print) == [here] * 2
+    assert here not in side_by_side.call(lambda _: threading.get_ident(), range(2), 1, print)
+
+
+def test_a_call_that_cannot_end_in_order_is_heard_of_after_ctrl_c():
+    stopping = threading.Event()
+
+    def function(each):
+        if each == 0:
+            raise KeyboardInterrupt
+        assert stopping.wait(timeout=60)
+        raise UserError("the disk is full") if each == 2 else Stopped
+
+    with pytest.raises(UserError, match="the disk is full"):
+        side_by_side.call(function, range(3), 3, stopping.set)
 
 
 @pytest.mark.parametrize("rates", [[0.2], [0.2, 0.4]])

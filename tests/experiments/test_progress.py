@@ -1,8 +1,5 @@
 """Progress display as lines, in a pipe or a log."""
 
-import pytest
-
-from experiments.harness.errors import Stopped
 from experiments.harness.progress import Progress
 
 
@@ -38,11 +35,7 @@ def test_time_left_counts_what_runs_beside_each_other_still_have_to_do(monkeypat
         assert progress.time_left == "0:00"
 
 
-def test_all_runs_end_at_their_next_step_once_stopped(capsys):
-    with Progress(runs=2, steps=4) as progress:
-        with progress.begin("one", 0) as one, progress.begin("two", 0) as two:
-            one.step(1, 1.0, 1.0)
-            progress.stop()
-            for run in (one, two):
-                with pytest.raises(Stopped):
-                    run.step(2, 1.0, 1.0)
+def test_a_warning_is_a_line(capsys):
+    with Progress(runs=1, steps=4) as progress:
+        progress.warn("the disk fails")
+    assert lines_of(capsys) == ["warning: the disk fails"]

@@ -2,22 +2,29 @@
 
 import copy
 import dataclasses
+import errno
 import functools
-import json
 import math
+import os
+import shutil
+import signal
+import threading
+import time
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 from effattn.nn import Centroids, TransformerConfig, TransformerLM
-from experiments.harness import loss_scale, metrics, training
-from experiments.harness.errors import Diverged, UserError
+from experiments.harness import loss_scale, metrics, outcome, side_by_side, training
+from experiments.harness.errors import Diverged, Stopped, UserError
 from experiments.harness.optimisers import make_optimiser
 from experiments.harness.programs import ByShape, Programs, in_parts
+from experiments.harness.progress import Progress
 from experiments.harness.schedules import Schedule
 from experiments.harness.training import Run, held_out, train
 from experiments.tasks.task import NOTHING, Batch
@@ -88,14 +95,15 @@ def assert_close(left, right):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), left, right)
 
 
-def untimed(path):
-    return [{k: v for k, v in r.items() if k != "seconds"} for r in metrics.read(path)]
+def untimed(path, schedule=SCHEDULE):
+    records = metrics.read(path, schedule, schedule.steps)
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
 
 
 def test_the_loss_falls_and_every_measurement_is_written(run, programs, lines):
     _, record = train(run, SCHEDULE, programs, TASK, lines)
     assert lines.steps == [1, 2, 3, 4, 5, 6, 7]
-    records = metrics.read(run.folder / "metrics.jsonl")
+    records = metrics.read(run.folder / "metrics.jsonl", SCHEDULE, 7)
     assert [r["step"] for r in records if "train_loss" in r] == [1, 2, 3, 4, 5, 6, 7]
     evaluations = [r for r in records if "loss" in r]
     assert [("loss", record) for record in evaluations] == lines.evaluations
@@ -190,7 +198,9 @@ def test_a_killed_run_ends_with_the_same_parameters(run, lines, variant, stopped
 def test_batches_of_two_shapes_are_trained_on_in_one_run(run, lines):
     programs = programs_of(task=TWO_LENGTHS)
     train(run, SCHEDULE, programs, TWO_LENGTHS, lines)
-    records = [r for r in metrics.read(run.folder / "metrics.jsonl") if "train_loss" in r]
+    records = [
+        r for r in metrics.read(run.folder / "metrics.jsonl", SCHEDULE, 7) if "train_loss" in r
+    ]
     assert np.diff([r["tokens"] for r in records]).tolist() == [32, 48] * 3
     assert lines.losses[-1] < lines.losses[0]
     for step in range(2):
@@ -210,7 +220,7 @@ def test_time_goes_on_where_it_stopped(run, programs):
     stop = dataclasses.replace(SCHEDULE, steps=3)
     train(run, stop, programs, TASK, Lines())
     train(run, SCHEDULE, programs, TASK, Lines())
-    seconds = [r["seconds"] for r in metrics.read(run.folder / "metrics.jsonl")]
+    seconds = [r["seconds"] for r in metrics.read(run.folder / "metrics.jsonl", SCHEDULE, 7)]
     assert seconds == sorted(seconds)
 
 
@@ -242,7 +252,7 @@ def test_compilation_and_evaluation_do_not_count_as_training_time(run, monkeypat
     monkeypatch.setattr(ByShape, "__call__", slow(ByShape.__call__, 1.0))
     train(run, SCHEDULE, programs, TWO_LENGTHS, Lines())
     assert draws == [0, 0, 1, 2, 3]
-    records = metrics.read(run.folder / "metrics.jsonl")
+    records = metrics.read(run.folder / "metrics.jsonl", SCHEDULE, 7)
     assert [r["seconds"] for r in records if "loss" in r] == [3.0, 6.0, 7.0]
 
 
@@ -446,29 +456,160 @@ def test_parameters_that_are_no_numbers_are_never_saved(run, programs):
     assert not list((run.folder / "checkpoints").iterdir())
 
 
-def test_metrics_drop_torn_and_later_lines(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    with metrics.Metrics(path, 2) as file:
-        file.write({"step": 3, "again": True})
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 1},
-        {"step": 2},
-        {"step": 3, "again": True},
-    ]
-
-
-@pytest.mark.parametrize("line", [b"garbage", b"\0\0", b"[]", b"{}"])
-def test_a_damaged_line_of_metrics_is_one_sentence(tmp_path, line):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + line + b"\n")
-    with pytest.raises(UserError, match=f"damaged at line 2; delete {tmp_path} to train"):
-        metrics.read(path)
-
-
 def test_a_run_whose_metrics_are_gone_does_not_go_on_without_them(run, programs):
     train(run, dataclasses.replace(SCHEDULE, steps=3), programs, TASK, Lines())
     (run.folder / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="ends at step 0, and the run went on to 3; delete"):
         train(run, SCHEDULE, programs, TASK, Lines())
     assert not (run.folder / "metrics.jsonl").exists()
+
+
+class Stopper(Lines):
+    """Replacement of the progress display that asks to stop at a step."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.stopped_at = step
+
+    @property
+    def stopping(self):
+        return len(self.steps) >= self.stopped_at
+
+
+@pytest.mark.parametrize(
+    ("variant", "stopped_at"),
+    [*(("one length", step) for step in (0, 1, 3)), *((each, 4) for each in VARIANTS)],
+)
+def test_a_stopped_run_goes_on_where_it_was(run, lines, variant, stopped_at):
+    programs = programs_of(**VARIANTS[variant])
+    task = VARIANTS[variant].get("task", TASK)
+    whole = dataclasses.replace(run, folder=run.folder.with_name("whole"))
+    expected, _ = train(whole, SCHEDULE, programs, task, Lines())
+    stopper = Stopper(stopped_at)
+    with pytest.raises(Stopped):
+        train(run, SCHEDULE, programs, task, stopper)
+    params, _ = train(run, SCHEDULE, programs, task, lines)
+    assert_identical(params, expected)
+    # No step is taken twice.
+    assert len(stopper.steps) - stopped_at in (0, 1)
+    assert stopper.steps + lines.steps == [1, 2, 3, 4, 5, 6, 7]
+    assert untimed(run.folder / "metrics.jsonl") == untimed(whole.folder / "metrics.jsonl")
+
+
+def test_a_stop_does_not_save_parameters_that_are_no_numbers(run, programs):
+    taken = 0
+
+    def spoil(params, state, loss):
+        nonlocal taken
+        taken += 1
+        return jax.tree.map(lambda x: x * jnp.nan if taken == 2 else x, params), state, loss
+
+    with pytest.raises(Stopped):
+        train(run, SCHEDULE, changed(programs, spoil), TASK, Stopper(1))
+    assert not list((run.folder / "checkpoints").iterdir())
+
+
+def test_a_damaged_checkpoint_costs_only_the_steps_after_the_one_before(run, programs, lines):
+    expected, record = train(run, SCHEDULE, programs, TASK, Lines())
+    measured = untimed(run.folder / "metrics.jsonl")
+    newest = run.folder / "checkpoints" / "7"
+    for path in newest.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:20])
+    params, again = train(run, SCHEDULE, programs, TASK, lines)
+    assert lines.steps == [7]
+    (warning,) = lines.warnings
+    assert f"checkpoint {newest} is damaged" in warning
+    assert_identical(params, expected)
+    assert {**again, "seconds": 0} == {**record, "seconds": 0}
+    assert untimed(run.folder / "metrics.jsonl") == measured
+
+    for name in ("6", "7"):
+        shutil.rmtree(run.folder / "checkpoints" / name / "state")
+    anew = Lines()
+    params, _ = train(run, SCHEDULE, programs, TASK, anew)
+    assert anew.steps == [1, 2, 3, 4, 5, 6, 7] and "starts anew" in anew.warnings[-1]
+    assert_identical(params, expected)
+    assert untimed(run.folder / "metrics.jsonl") == measured
+
+
+def test_a_checkpoint_that_cannot_be_written_keeps_the_last_good_one(run, programs, monkeypatch):
+    save = ocp.CheckpointManager.save
+
+    def full(manager, step, **items):
+        if step == 6:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(manager, step, **items)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", full)
+        with pytest.raises(
+            UserError, match=r"checkpoints/6 cannot .* \(.*No space left on device\)"
+        ):
+            train(run, SCHEDULE, programs, TASK, Lines())
+    lines = Lines()
+    train(run, SCHEDULE, programs, TASK, lines)
+    assert lines.steps == [4, 5, 6, 7] and not lines.warnings
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(run, programs, monkeypatch):
+    save, went_on = ocp.CheckpointManager.save, threading.Event()
+
+    class Watched(Lines):
+        def step(self, step, loss, tokens_per_second):
+            super().step(step, loss, tokens_per_second)
+            if step == 5:
+                went_on.set()
+
+    def slow(manager, step, **items):
+        assert step != 3 or went_on.wait(timeout=60)
+        return save(manager, step, **items)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", slow)
+    train(run, SCHEDULE, programs, TASK, Watched())
+    assert went_on.is_set()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_signal_saves_all_runs_and_says_so(run, programs, number, status, at_once, capsys):
+    runs = [
+        dataclasses.replace(run, folder=run.folder / name, seed=i) for i, name in enumerate("ab")
+    ]
+    expected = [
+        train(
+            dataclasses.replace(each, folder=each.folder / "whole"),
+            SCHEDULE,
+            programs,
+            TASK,
+            Lines(),
+        )[0]
+        for each in runs
+    ]
+    shown = Progress(2, SCHEDULE.steps)
+    both = threading.Barrier(at_once)
+
+    def begun(each):
+        def signalled(params, state, loss):
+            nonlocal taken
+            taken += 1
+            if taken == 2:
+                both.wait(timeout=60)
+                if each is runs[0]:
+                    os.kill(os.getpid(), number)
+                while not shown.stopping:
+                    time.sleep(0.001)
+            return params, state, loss
+
+        taken = 0
+        return train(each, SCHEDULE, changed(programs, signalled), TASK, shown)
+
+    def work():
+        side_by_side.call(begun, runs, at_once, shown.stop)
+
+    assert outcome.exit_status(work, "the same command resumes") == status
+    assert capsys.readouterr().err == "the same command resumes\n"
+    for each, wanted in zip(runs[:at_once], expected, strict=False):
+        assert [path.name for path in (each.folder / "checkpoints").iterdir()] == ["2"]
+        assert_identical(train(each, SCHEDULE, programs, TASK, Lines())[0], wanted)
+    assert (runs[1].folder / "checkpoints").exists() == (at_once == 2)

@@ -25,9 +25,10 @@ def one(tmp_path, monkeypatch, lines):
         run.folder.mkdir()
         trained.append(run)
         record = {"step": 4, "tokens": 8, "seconds": 2.0, "loss": run.learning_rate}
-        (run.folder / "metrics.jsonl").write_text(
-            f'{{"step": 3, "train_loss": 9.0}}\n{json.dumps(record)}\n'
-        )
+        at = {"tokens": 8, "seconds": 2.0}
+        losses = [{"step": step, **at, "train_loss": 9.0} for step in range(1, 5)]
+        records = [*losses[:2], {**record, "step": 2}, *losses[2:], record]
+        (run.folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
         return run.learning_rate, record
 
     trained = []
@@ -55,7 +56,7 @@ def test_a_result_has_the_record_and_all_held_out_sets(one):
         "held_out": {"validation": {"loss": 1.0}, "longer": {"loss": 2.0}, "at": 2.0},
         "sample": "seed 5",
         "environment": machine.environment(),
-        "curve": [record],
+        "curve": [{**record, "step": 2}, record],
     }
     (run,) = one.trained
     assert (run.folder, run.identity) == (one.folder / run.name, f"me {run.name}")
