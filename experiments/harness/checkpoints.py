@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from experiments.harness import processes
 from experiments.harness.errors import UserError
 
 # Orbax logs every save, and every partial checkpoint that it removes.
@@ -78,7 +79,13 @@ class Checkpoints:
             enable_async_checkpointing=False,
             cleanup_tmp_directories=True,
             lightweight_initialize=True,
+            # Each process of a run has a folder of its own.
+            create=False,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=jax.process_index(), active_processes={jax.process_index()}
+            ),
         )
+        folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
     def __enter__(self) -> "Checkpoints":
@@ -112,7 +119,8 @@ class Checkpoints:
             checkpoints are kept.
         """
         self.wait()
-        copies = {name: np.array(leaf) for name, leaf in _by_name(state).items()}
+        leaves = processes.whole(_by_name(state))
+        copies = {name: np.array(leaf) for name, leaf in leaves.items()}
         self._written = _writer.submit(self._write, step, copies, progress)
 
     def wait(self) -> None:
@@ -202,11 +210,11 @@ class Checkpoints:
             raise UserError(
                 f"the model has another array {name} than the checkpoint {where}; {advice}"
             )
-        state = self._read(step, state=ocp.args.StandardRestore(names))["state"]
+        state = self._read(step, state=ocp.args.StandardRestore(_on_host(names)))["state"]
         for name in names:
             if _sha256(state[name]) != arrays[name]["sha256"]:
                 raise _Damaged(f"the array {name} differs from its digest")
-        leaves = [state[name] for name in names]
+        leaves = [_placed(state[name], leaf) for name, leaf in names.items()]
         return jax.tree.unflatten(jax.tree.structure(template), leaves), content["progress"]
 
     def _read(self, step: int, **items: Any) -> Any:
@@ -229,6 +237,18 @@ def _by_name(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a pytree by path, in order."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def _on_host(leaves: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Arrays of these shapes in the memory of the host."""
+    return {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+
+
+def _placed(array: np.ndarray, like: Any) -> Any:
+    """The array with the sharding of another one."""
+    if not isinstance(like, jax.Array):
+        return array
+    return jax.make_array_from_callback(array.shape, like.sharding, lambda index: array[index])
 
 
 def _described(array: Any, sha256: str | None) -> dict[str, Any]:

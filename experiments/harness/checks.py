@@ -31,6 +31,7 @@ def check_training(config: Any) -> None:
         require(len(values) > 0, config, name, "needs at least one value")
         require(len(set(values)) == len(values), config, name, "must not repeat a value")
     check_seeds(config)
+    require(bool(config.mesh or not config.processes), config, "processes", "needs --mesh")
     if config.mesh:
         mesh_sizes(config.mesh)
         good = config.at_once in (None, 1)

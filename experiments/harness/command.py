@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from experiments.harness import checks, folders, machine, outcome, report, user_modules
+from experiments.harness import checks, folders, machine, outcome, processes, report, user_modules
 from experiments.harness.options import Options, command_of
 from experiments.harness.schedules import Schedule
 from experiments.tasks.task import Task
@@ -143,12 +143,19 @@ def run(
     """
 
     def work() -> None:
-        user_modules.load(options.imports)
         options.check()
+        with processes.started(options.processes, command_of(experiment, options, default)):
+            trained()
+
+    def trained() -> None:
+        user_modules.load(options.imports)
         config, made_by = options.with_all(), command_of(experiment, options, default)
         settings = {"experiment": experiment, **config.of_folder(), **config.prepare()}
         name = f"{experiment}-{config.label}-{folders.fingerprint(settings)}"
-        folder = folders.path_of(config.output, name)
+        with processes.own_folder(folders.path_of(config.output, name)) as folder:
+            in_folder(folder, config, settings, made_by)
+
+    def in_folder(folder: Path, config: Any, settings: dict[str, Any], made_by: str) -> None:
         config.check_output(folder)
         folders.check_folder(folder, settings)
         # Mechanisms that `all` stands for are left out if they do not fit the task.
@@ -162,7 +169,8 @@ def run(
             with folders.claimed(folder, settings):
                 config.save(task, folder)
                 train(config, folder, task, settings, made_by, checked, optional)
-        config.finish(folder, settings)
+        if processes.is_first():
+            config.finish(folder, settings)
         print(read(folder))
 
     return outcome.exit_status(work, "stopped; the same command resumes from the last checkpoint")

@@ -22,6 +22,7 @@ OF_RUNS = frozenset(
         "sweep",
         "imports",
         "mesh",
+        "processes",
         "at_once",
         "output",
         "costs",
@@ -68,6 +69,9 @@ class Options(abc.ABC):
     # Devices by axis, such as data=2,tensor=4: data and fsdp divide the batch, fsdp the parameters,
     # tensor heads and hidden features, sequence the tokens; -1 is all that are left. Default: one.
     mesh: str = ""
+    # Processes of the run, with --mesh: auto on Slurm, Kubernetes and others, or
+    # ADDRESS:PORT,INDEX,COUNT with the address of the first process.
+    processes: str = ""
     at_once: int | None = None  # simultaneous runs; default 3 on several CPU cores, else 1
     output: Path | None = None  # run folder; default runs/EXPERIMENT-HASH, by the options
 
@@ -163,7 +167,7 @@ def command_of(experiment: str, options: Any, default: Any) -> str:
         value = getattr(options, field.name)
         name = "import" if field.name == "imports" else field.name.replace("_", "-")
         chooses = field.name in ("preset", "task") and value != field.default
-        if field.name in ("output", "at_once") or not (
+        if field.name in ("output", "at_once", "processes") or not (
             chooses or value != getattr(default, field.name)
         ):
             continue

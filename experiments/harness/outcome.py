@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from experiments.harness.errors import UserError
+from experiments.harness import processes
+from experiments.harness.errors import Stopped, UserError
 
 
 def exit_status(work: Callable[[], None], stopped: str) -> int:
@@ -25,6 +26,14 @@ def exit_status(work: Callable[[], None], stopped: str) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal has every character
+    with processes.errors_end():
+        status = _status(work, stopped)
+        if status == 1:
+            processes.end()
+    return status
+
+
+def _status(work: Callable[[], None], stopped: str) -> int:
     try:
         with _signals_end_in_order():
             work()
@@ -40,6 +49,9 @@ def exit_status(work: Callable[[], None], stopped: str) -> int:
     except KeyboardInterrupt as interrupt:
         print(stopped, file=sys.stderr)
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+    except Stopped:  # as all processes of the run have agreed
+        print(stopped, file=sys.stderr)
+        return 128 + signal.SIGTERM
     return 0
 
 

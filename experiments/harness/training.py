@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.harness import processes
 from experiments.harness.checkpoints import Checkpoints
 from experiments.harness.errors import Diverged, Stopped
 from experiments.harness.metrics import Metrics
@@ -98,6 +99,7 @@ def train(
             step, (params, optimiser_state), at = found
             saved, record, tokens, seconds = step, at["record"], at["tokens"], at["seconds"]
             temporary_bytes = at["temporary_bytes"]
+        processes.check_same_step(step)
         with (
             progress.begin(run.name, step) as shown,
             Metrics(run.folder / "metrics.jsonl", schedule, step) as metrics,
@@ -105,7 +107,7 @@ def train(
             # Evaluations, checkpoints and compilation do not count as training time.
             started = time.perf_counter() - seconds
             while step < schedule.steps:
-                if progress.stopping:
+                if progress.stopping or processes.stops_at(step):
                     log(0)
                     seconds = time.perf_counter() - started
                     # Parameters that diverged must not replace the last good checkpoint.
@@ -149,7 +151,7 @@ def train(
 def _all_finite(params: Params) -> bool:
     leaves = jax.tree.leaves(params)
     return all(
-        np.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)
+        jnp.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.harness import machine, metrics
+from experiments.harness import machine, metrics, processes
 from experiments.harness.naming import folder_name
 from experiments.harness.programs import Programs
 from experiments.harness.progress import Progress
@@ -74,7 +74,7 @@ class Trials:
             "parameters": programs.parameters,
             "state_bytes": programs.state_bytes,
             "held_out": held_out(programs, params, self.task, self.schedule),
-            **self.task.sample(programs.model(params), seed),
+            **self.task.sample(programs.model(processes.whole(params)), seed),
             "environment": machine.environment(),
             "curve": metrics.evaluations(
                 run.folder / "metrics.jsonl", self.schedule, record["step"]
