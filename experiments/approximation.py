@@ -343,19 +343,12 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
     save(figure, path)
 
 
-def look(index: int) -> dict[str, Any]:
-    """Returns the colour, marker and line of a family; up to 21 families differ."""
-    from effattn.analysis.style import COLOURS, MARKERS
-
-    turn, index = divmod(index, len(COLOURS))
-    style = ("-", ":", "-.")[turn]
-    return {"color": COLOURS[index], "marker": MARKERS[index - turn], "linestyle": style}
-
-
 def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
     """Draws one measure of one source of queries and keys."""
     import numpy as np
     from matplotlib.ticker import LogLocator, NullFormatter
+
+    from effattn.analysis.style import line
 
     for index, family in enumerate([*FAMILIES, BEST]):
         of_family = [r for r in records if r["family"] == family and r[measure] is not None]
@@ -364,12 +357,12 @@ def draw(ax: Any, measure: str, records: Sequence[Record]) -> None:
         sizes = [record["size"] for record in of_family]
         errors = np.array([record[measure] for record in of_family])
         if family == BEST:
-            line = {"color": "black", "linestyle": "--"}
+            style = {"color": "black", "linestyle": "--"}
         else:
-            line = look(index)
-            band = {"color": line["color"], "alpha": 0.15, "linewidth": 0}
+            style = line(index)
+            band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
             ax.fill_between(sizes, errors.min(1), errors.max(1), **band)
-        ax.plot(sizes, errors.mean(1), linewidth=1.6, markersize=5, label=family, **line)
+        ax.plot(sizes, errors.mean(1), linewidth=1.6, markersize=5, label=family, **style)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -25,7 +25,7 @@ import tyro
 if not __package__:  # run as `python experiments/downstream.py`
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.approximation import FAMILIES, counted, look
+from experiments.approximation import FAMILIES, counted
 from experiments.harness import checks, measurement, metrics, report
 from experiments.harness.errors import UserError
 from experiments.tasks import corpora
@@ -231,6 +231,7 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
+    from effattn.analysis.style import line
     from experiments.harness.figure import legend_below, save
 
     tasks = list(dict.fromkeys(record["task"] for record in records))
@@ -244,7 +245,7 @@ def write_figure(path: Path, records: Sequence[Record]) -> None:
                 [record["size"] for record in points],
                 [record["kept"] for record in points],
                 label=family,
-                **look(index),
+                **line(index),
                 linewidth=1.6,
                 markersize=5,
             )

@@ -7,6 +7,14 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vPX"
 
 EMPTY = "#f2f2f2"
+_LINES = "-", ":", "-."
+
+
+def line(index: int) -> dict[str, Any]:
+    """Returns colour, marker and line style of the line `index`; up to 21 lines differ in two."""
+    turn, index = divmod(index, len(COLOURS))
+    marker = MARKERS[(index - turn) % len(MARKERS)]
+    return {"color": COLOURS[index], "marker": marker, "linestyle": _LINES[turn % len(_LINES)]}
 
 
 def pyplot() -> Any:

@@ -12,11 +12,10 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-from effattn.analysis.style import COLOURS, MARKERS
+from effattn.analysis.style import line
 from experiments.harness.figure import save
 
 GREY = "#999999"
-LINE_STYLES = ("-", "--")  # after as many lines as there are colours, the next style
 
 # Longer names in a legend of two columns would make the panels narrow.
 LONGEST_IN_TWO_COLUMNS = 18
@@ -99,11 +98,9 @@ def draw_side_by_side(
 def _draw_lines(axes: Any, quantity: Quantity, lines: Mapping[str, Line]) -> None:
     for index, (name, (lengths, values)) in enumerate(lines.items()):
         # Later markers are smaller, so that they do not hide earlier ones at the same point.
-        lap, colour = divmod(index, len(COLOURS))
         axes.plot(
-            lengths, _in(quantity, values), label=name, color=COLOURS[colour],
-            marker=MARKERS[(colour + lap) % len(MARKERS)], markersize=max(3, 5 - index / 2),
-            linestyle=LINE_STYLES[lap % len(LINE_STYLES)], linewidth=1.1, zorder=2,
+            lengths, _in(quantity, values), label=name, **line(index),
+            markersize=max(3, 5 - index / 2), linewidth=1.1, zorder=2,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from effattn.analysis.style import COLOURS, MARKERS
+from effattn.analysis.style import COLOURS, MARKERS, line
 from experiments.harness.report import SHARES
 from experiments.harness.statistics import front
 
@@ -210,8 +210,7 @@ def _positions(seeds: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
         axis.plot(
             [int(place) for place in each[0]],
             np.mean([list(of_run.values()) for of_run in each], axis=0),
-            marker=MARKERS[index % len(MARKERS)],
-            color=COLOURS[index % len(COLOURS)],
+            **line(index),
             markersize=4,
             label=mechanism,
         )

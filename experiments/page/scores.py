@@ -45,11 +45,15 @@ def scores(tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def relative(table: Table, mechanism: str) -> float | None:
-    """Returns the score of a mechanism, as a mean over the held-out sets; None if unknown."""
+    """Returns the score of a mechanism; None if unknown.
+
+    It is the mean over the held-out sets. Of losses, only that of the validation set counts: the
+    others are probes, at which a small model may be surely wrong where another one guesses.
+    """
     if REFERENCE not in table.runs:
         return None
     ratios = []
-    for name in table.sets:
+    for name in table.sets if table.sign > 0 else table.sets[:1]:
         values = table.measured(name)
         ours, reference = values[mechanism].value, values[REFERENCE].value
         top, bottom = (ours, reference) if table.sign > 0 else (reference, ours)

@@ -302,6 +302,17 @@ def test_a_score_is_bounded_and_one_seed_is_marked(few, folder):
     assert ": one seed, " in scores.scores([table] * 3)["results"][0]["source"]
 
 
+def test_of_losses_the_validation_set_alone_counts(folder):
+    sets = {
+        "softmax": {"a": {"bits": 2.0}, "b": {"bits": 9.0}},
+        "linear": {"a": {"bits": 4.0}, "b": {"bits": 3.0}},
+    }
+    runs = [{**r, "held_out": sets[r["mechanism"]]} for r in summary()["runs"]
+            if r["mechanism"] in sets]  # fmt: skip
+    content = summary(runs=runs, headline="bits", more_is_better=False)
+    assert scores.relative(comparisons.Table(folder / "toys", content), "linear") == 0.5
+
+
 def test_a_table_of_one_mechanism_has_no_figure(folder, tmp_path):
     alone = [run for run in summary()["runs"] if run["mechanism"] == "softmax"]
     table = comparisons.Table(folder / "toys", summary(runs=alone))
