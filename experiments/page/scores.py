@@ -47,8 +47,8 @@ def scores(tables: Sequence[Table]) -> dict[str, Any]:
 def relative(table: Table, mechanism: str) -> float | None:
     """Returns the score of a mechanism; None if unknown.
 
-    It is the mean over the held-out sets. Of losses, only that of the validation set counts: the
-    others are probes, at which a small model may be surely wrong where another one guesses.
+    It is the mean over the held-out sets. Losses count on the validation set alone: the others are
+    probes, at which a small model may be surely wrong where another one guesses.
     """
     if REFERENCE not in table.runs:
         return None
