@@ -174,7 +174,10 @@ class Checkpoints:
                 aside = where.with_name(f"{step}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 where.rename(aside)
-                warn(f"the checkpoint {where} is damaged ({error}) and was renamed to {aside.name}")
+                warn(
+                    f"the checkpoint {where} is damaged ({error}) and was renamed to {aside.name}; "
+                    "the one before is used"
+                )
         self._manager.reload()
         if steps and found is None:
             warn(f"no checkpoint in {self._folder} is whole; training starts anew")
@@ -230,7 +233,10 @@ class Checkpoints:
 def _reason(error: Exception) -> str:
     """Returns the first line of an error's message, without TensorStore's internal state."""
     line = str(error).strip().partition("\n")[0]
-    return re.split(r" \[[a-z_ ]+(?:\[\d+\])?=|\. See full TensorStore details", line)[0]
+    line = re.split(r" \[[a-z_ ]+(?:\[\d+\])?=|\. See full TensorStore details", line)[0]
+    clauses = line.split(": ")
+    # Clauses with quotation marks name drivers and files within the checkpoint.
+    return ": ".join([clause for clause in clauses if '"' not in clause] or clauses)
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
