@@ -10,6 +10,9 @@ inside `jax.shard_map`, and they exchange what the mechanism needs:
   a window, only the nearest tokens pass to the neighbours.
 - `pass_states`: recurrences. One state a device passes, whatever the length.
 
+The experts of `effattn.nn.MixtureOfExperts` may be divided among devices, too. By `exchange_tokens`
+the tokens travel to their experts and back.
+
 A model of 131,072 tokens on eight devices, two of them for the batch:
 
     mesh = parallel.make_mesh(data=2, sequence=4)
@@ -19,9 +22,17 @@ A model of 131,072 tokens on eight devices, two of them for the batch:
     out = jax.jit(run)(query, key, value)
 """
 
+from effattn.parallel.experts import exchange_tokens
 from effattn.parallel.heads import exchange_heads
 from effattn.parallel.mesh import AXES, make_mesh
 from effattn.parallel.ring import ring_attention
 from effattn.parallel.states import pass_states
 
-__all__ = ["AXES", "exchange_heads", "make_mesh", "pass_states", "ring_attention"]
+__all__ = [
+    "AXES",
+    "exchange_heads",
+    "exchange_tokens",
+    "make_mesh",
+    "pass_states",
+    "ring_attention",
+]
