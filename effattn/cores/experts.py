@@ -202,7 +202,10 @@ def without_capacity(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _by_device(places, activation, *arrays):
-    """`without_capacity`, by each device for its part of the batch."""
+    """`without_capacity`, by each device for its part of the batch.
+
+    The backward pass computes the outputs again: sorted rows have no sharding of their own.
+    """
     leaves, structure = jax.tree.flatten(arrays)
 
     def on_device(*leaves):

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
 from effattn.cores.experts import Kernels, RoutingStats, mix, route, statistics
 from effattn.decode.state import row_lengths
 from effattn.dispatch.partition import places_of
@@ -177,7 +177,9 @@ class MixtureOfExperts(Module):
             return module._mix_tokens(zero_padding(x, valid), valid, capacity_factor, places)
 
         specs = PartitionSpec(*mesh_axes.spec(x)), PartitionSpec()
-        return mesh_axes.placed(mix, x, *specs)(self, x, valid)
+        other = "a sum over all experts, with weight 0 for those that are not chosen"
+        with jax.named_scope("experts"), reverse_mode.only("a mixture of experts", other):
+            return mesh_axes.placed(mix, x, *specs)(self, x, valid)
 
     def _mix_tokens(self, x, valid, capacity_factor, places):
         routing = route(self._logits(x), self.experts.experts_per_token, valid)

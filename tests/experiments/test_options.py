@@ -5,7 +5,7 @@ import shlex
 import pytest
 import tyro
 
-from experiments import lm, mlm, seq2seq
+from experiments import adaptive, lm, mlm, seq2seq
 from experiments.harness import checks, models
 from experiments.harness.errors import UserError
 from experiments.harness.options import OF_RUNS, command_of
@@ -54,6 +54,23 @@ def test_the_folder_depends_on_the_training_alone():
     # An option of its default value is no other option.
     given = ["--evaluate-every", str(usual.steps_between_evaluations)]
     assert lm.parse(given).of_folder() == usual.of_folder()
+
+
+def test_options_of_experts_fit_together():
+    for arguments, message in {
+        "--experts-per-token 1": "--experts-per-token must be left out without --experts, got 1",
+        "--expert-capacity 2": "--expert-capacity must be left out without --experts, got 2",
+        "--shared-experts 1": "--shared-experts must be left out without --experts, got 1",
+        "--experts 0": "--experts must be at least 1, got 0",
+        "--experts 1": "--experts-per-token must be at most --experts 1, got 2",
+        "--experts 4 --expert-capacity 0": "--expert-capacity must be positive and finite",
+        "--experts 4 --shared-experts -1": "--shared-experts must not be negative, got -1",
+    }.items():
+        with pytest.raises(UserError, match=f"^{message}"):
+            lm.parse(arguments.split()).check()
+    with pytest.raises(UserError, match="--experts must be left out, because this experiment"):
+        adaptive.Config(task="mixed-range", experts=4).check()
+    lm.parse("--experts 4 --expert-capacity 1.25 --shared-experts 1".split()).check()
 
 
 def test_the_runs_of_a_report_are_those_that_are_asked_for():

@@ -268,6 +268,11 @@ def test_it_promotes_no_dtype_in_silence(factor, wide):
     assert y.dtype == jnp.bfloat16 and {each.dtype for each in stats} == {jnp.dtype("float32")}
 
 
+def test_derivatives_are_those_of_reverse_mode():
+    with pytest.raises(TypeError, match="a mixture of experts has a derivative in reverse mode"):
+        jax.jvp(make(), (X,), (X,))
+
+
 CONFIG = TransformerConfig(
     vocab_size=5, num_layers=2, features=8, num_heads=2, hidden_features=8, experts=Experts(4)
 )
