@@ -57,9 +57,9 @@ class RoutingStats(NamedTuple):
     Attributes:
       load_balancing_loss: `()`, E sum_i f_i p_i, where f_i is the load of expert i and p_i its mean
         probability (Fedus et al. 2021, "Switch Transformers", equation 4). 1 for equal loads. If a
-        token has k experts, each counts as 1 / k token (Dai et al. 2024, "DeepSeekMoE", equation
-        13). The gradient is that of p.
-      router_z_loss: `()`, mean of logsumexp(logits)^2 (Zoph et al. 2022, "ST-MoE", equation 5).
+        token has k experts, each counts as 1 / k token (Dai et al. 2024, "DeepSeekMoE"). The
+        gradient is that of p.
+      router_z_loss: `()`, mean of logsumexp(logits)^2 (Zoph et al. 2022, "ST-MoE").
       load: `(E,)`, share of the choices that fall on each expert, before any token is dropped.
       dropped: `()`, share of the choices that the capacity leaves out; 0 without a capacity.
     """
@@ -114,14 +114,15 @@ def statistics(
     valid = routing.experts[..., 0] < number
     z = jnp.where(valid, jax.nn.logsumexp(routing.logits, -1), 0) ** 2
     probabilities = jnp.where(valid[..., None], routing.probabilities, 0)
-    counts, tokens, kept = total(
+    counts, tokens, kept, probabilities, z = total(
         (
             _is_expert(routing.experts, number).sum((0, 1, 2), dtype=jnp.int32).astype(wide),
             valid.sum(dtype=jnp.int32).astype(wide),
             kept.sum(dtype=jnp.int32).astype(wide),
+            probabilities.sum((0, 1)),
+            z.sum(),
         )
     )
-    probabilities, z = total((probabilities.sum((0, 1)), z.sum()))
     tokens, chosen = jnp.maximum(tokens, 1), jnp.maximum(counts.sum(), 1)
     load = counts / chosen
     return RoutingStats(
@@ -201,18 +202,15 @@ def without_capacity(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_device(places, activation, *arrays):
+def _by_device(places, activation, x, experts, weights, kernels):
     """`without_capacity`, by each device for its part of the batch.
 
     The backward pass computes the outputs again: sorted rows have no sharding of their own.
     """
-    leaves, structure = jax.tree.flatten(arrays)
-
-    def on_device(*leaves):
-        return (without_capacity(activation, *jax.tree.unflatten(structure, leaves)),)
-
+    call, names, leaves = _of_leaves(activation, x, weights, kernels)
     with placed_by(places):
-        return partitioned(on_device, _names(leaves), [_OF_TOKENS])(*leaves)[0]
+        run = partitioned(lambda *given: (call(*given),), [_OF_TOKENS, *names], [_OF_TOKENS])
+        return run(experts, *leaves)[0]
 
 
 def _by_device_fwd(places, activation, *arrays):
@@ -220,27 +218,16 @@ def _by_device_fwd(places, activation, *arrays):
 
 
 def _by_device_bwd(places, activation, arrays, d_out):
-    leaves, structure = jax.tree.flatten(arrays)
-    learnt = [n for n, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+    x, experts, weights, kernels = arrays
+    call, names, leaves = _of_leaves(activation, x, weights, kernels)
 
-    def on_device(d_out, *leaves):
-        def call(*some):
-            every = [*leaves]
-            for n, x in zip(learnt, some, strict=True):
-                every[n] = x
-            return without_capacity(activation, *jax.tree.unflatten(structure, every))
+    def on_device(d_out, experts, *leaves):
+        return jax.vjp(functools.partial(call, experts), *leaves)[1](d_out)
 
-        return jax.vjp(call, *(leaves[n] for n in learnt))[1](d_out)
-
-    names = _names(leaves)
     with placed_by(places):
-        found = partitioned(on_device, [_OF_TOKENS, *names], [names[n] for n in learnt])(
-            d_out, *leaves
-        )
-    every: list[Any] = [None] * len(leaves)
-    for n, x in zip(learnt, found, strict=True):
-        every[n] = x
-    return jax.tree.unflatten(structure, every)
+        run = partitioned(on_device, [_OF_TOKENS, _OF_TOKENS, *names], names)
+        d_x, d_weights, *d_kernels = run(d_out, experts, *leaves)
+    return d_x, None, d_weights, jax.tree.unflatten(jax.tree.structure(kernels), d_kernels)
 
 
 _by_device.defvjp(_by_device_fwd, _by_device_bwd)
@@ -248,9 +235,16 @@ _by_device.defvjp(_by_device_fwd, _by_device_bwd)
 _OF_TOKENS: Names = ("row0", None, None)
 
 
-def _names(leaves):
-    """Names of the axes of x, experts, weights and kernels."""
-    return [_OF_TOKENS] * 3 + [(None,) * 3] * (len(leaves) - 3)
+def _of_leaves(activation, x, weights, kernels):
+    """`without_capacity` of a list of arrays, the names of their axes, and the arrays."""
+    each, structure = jax.tree.flatten(kernels)
+
+    def call(experts, x, weights, *each):
+        kernels = jax.tree.unflatten(structure, each)
+        return without_capacity(activation, x, experts, weights, kernels)
+
+    names = [_OF_TOKENS] * 2 + [(None, None, None)] * len(each)
+    return call, names, (x, weights, *each)
 
 
 def with_capacity(
@@ -282,9 +276,9 @@ def with_capacity(
     tokens = jax.vmap(take)(x, taken.token, taken.slot)
     tokens = jnp.where(taken.is_filled[..., None], tokens, 0)
     out = call(tokens.reshape(len(x), number, slots, -1)).reshape(len(x), number * slots, -1)
-    out = jax.vmap(take)(out, jnp.maximum(taken.slot, 0), taken.choice)
     kept = taken.slot >= 0
-    return _weighted(jnp.where(kept, routing.weights, 0), out), kept
+    out = jax.vmap(take)(out, jnp.maximum(taken.slot, 0), taken.choice)
+    return _weighted(routing.weights, jnp.where(kept[..., None], out, 0)), kept
 
 
 class _Slots(NamedTuple):

@@ -20,7 +20,7 @@ from experiments.tasks.task import NOTHING, Batch, Scores, Task
 Params = dict[str, Any]
 
 # Factors of the auxiliary losses of experts, which are summed over the layers: Fedus et al. 2021,
-# "Switch Transformers", section 2.2, and Zoph et al. 2022, "ST-MoE", section 3.2.
+# "Switch Transformers", and Zoph et al. 2022, "ST-MoE".
 LOAD_BALANCING, ROUTER_Z = 0.01, 0.001
 
 

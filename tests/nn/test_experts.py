@@ -175,6 +175,16 @@ def test_padding_reaches_nothing():
         assert np.isfinite(np.asarray(stats.load)).all() and float(stats.load.sum()) == 1
 
 
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_nan_in_a_token_reaches_that_token_alone(factor):
+    """Also where tokens are dropped: the first token has a slot, and later tokens have none."""
+    layer = filled(lambda: make(capacity_factor=factor))
+    broken = X.copy()
+    broken[:, 0] = np.nan
+    y, _ = jax.device_get(mixed(layer, broken, LENGTHS))
+    assert np.isnan(y[:, 0]).all() and np.isfinite(y[:, 1:]).all()
+
+
 def test_padding_takes_no_slots():
     """A padded row gives what it gives alone: the capacity follows its valid tokens."""
     layer = filled(lambda: make(capacity_factor=0.5))
