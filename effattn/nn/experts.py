@@ -74,6 +74,9 @@ class MixtureOfExperts(Module):
     nothing from this expert, and pass by in the residual connection. The number of slots follows
     the valid tokens of the row; documents that are packed in a row share the slots.
 
+    Give rows as a batch: without a capacity, `jax.vmap` over x alone raises a NotImplementedError,
+    because JAX's ragged product does not take it.
+
     Decoding (`extend`) drops no token, so that any split of a sequence gives the same outputs. With
     a capacity these differ from the outputs of a call where the call drops tokens.
 

@@ -18,6 +18,8 @@ OF_RUNS = frozenset(
     {"mechanisms", "seeds", "learning_rate", "sweep", "imports", "at_once", "output", "costs"}
 )
 
+OF_EXPERTS = frozenset({"experts", "experts_per_token", "expert_capacity", "shared_experts"})
+
 
 @dataclasses.dataclass(frozen=True)
 class Options(abc.ABC):
@@ -131,9 +133,10 @@ class Options(abc.ABC):
     def of_folder(self) -> dict[str, Any]:
         """Returns the options that are the same for all runs of a folder."""
         given = dataclasses.asdict(self)
-        evaluate_every = self.steps_between_evaluations
-        return {k: v for k, v in given.items() if k not in OF_RUNS} | {
-            "evaluate_every": evaluate_every
+        # Without experts, folders from before there were such options stay valid.
+        others = OF_RUNS if self.experts else OF_RUNS | OF_EXPERTS
+        return {k: v for k, v in given.items() if k not in others} | {
+            "evaluate_every": self.steps_between_evaluations
         }
 
     def of_runs(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import tyro
 from experiments import adaptive, lm, mlm, seq2seq
 from experiments.harness import checks, models
 from experiments.harness.errors import UserError
-from experiments.harness.options import OF_RUNS, command_of
+from experiments.harness.options import OF_EXPERTS, OF_RUNS, command_of
 from tests.experiments.counting import Options
 
 
@@ -51,6 +51,9 @@ def test_the_folder_depends_on_the_training_alone():
     assert not OF_RUNS & usual.of_folder().keys()
     for changes in (["--key-heads", "1"], ["--redraw", "4"], ["--precision", "float16"]):
         assert lm.parse(changes).of_folder() != usual.of_folder()
+    # Folders without experts say nothing of experts.
+    assert not OF_EXPERTS & usual.of_folder().keys()
+    assert OF_EXPERTS <= lm.parse(["--experts", "4"]).of_folder().keys()
     # An option of its default value is no other option.
     given = ["--evaluate-every", str(usual.steps_between_evaluations)]
     assert lm.parse(given).of_folder() == usual.of_folder()
