@@ -322,6 +322,12 @@ def _work(eqn) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
         return 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+    if name == "ragged_dot_general":  # each row is multiplied by one group
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+        left, right = (each.aval.shape for each in eqn.invars[:2])
+        others = {*range(len(right))} - {*contracted, *batch, *numbers.rhs_group_dimensions}
+        return 2 * math.prod(left) * math.prod(right[axis] for axis in others)
     if name in _ELEMENTWISE:
         return math.prod(eqn.outvars[0].aval.shape)
     if name in _REDUCTIONS:

@@ -23,6 +23,7 @@ from effattn.nn.encoder_decoder import (
     EncoderDecoderConfig,
     EncoderDecoderState,
 )
+from effattn.nn.experts import Experts, MixtureOfExperts, RoutingStats, expert_specs
 from effattn.nn.feed_forward import ChunkedFeedForward, FeedForward, SwiGLU
 from effattn.nn.fnet import FNet
 from effattn.nn.gated_delta_net import GatedDeltaNet
@@ -84,6 +85,7 @@ __all__ = [
     "EncoderDecoder",
     "EncoderDecoderConfig",
     "EncoderDecoderState",
+    "Experts",
     "FNet",
     "FeedForward",
     "GRU",
@@ -102,6 +104,7 @@ __all__ = [
     "LongformerSelfAttention",
     "Mamba",
     "Mamba2",
+    "MixtureOfExperts",
     "MixtureOfMechanisms",
     "PerformerSelfAttention",
     "RWKV4",
@@ -114,6 +117,7 @@ __all__ = [
     "ReversibleStack",
     "RotaryEmbedding",
     "RoutingSelfAttention",
+    "RoutingStats",
     "S4",
     "S4D",
     "SelfAttention",
@@ -129,6 +133,7 @@ __all__ = [
     "bigbird_from_transformers",
     "conversion",
     "convert",
+    "expert_specs",
     "generate",
     "longformer_from_transformers",
     "prune_heads",

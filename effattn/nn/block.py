@@ -1,5 +1,6 @@
 """Layer of a Transformer: a mixer and a feed-forward layer with residual connections."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ from flax import nnx
 
 from effattn import registry
 from effattn.arrays import mesh_axes
+from effattn.cores.experts import RoutingStats
 from effattn.nn import initializers
 from effattn.nn.alibi import Alibi
 from effattn.nn.build import mechanism
@@ -18,13 +20,20 @@ from effattn.nn.configuration import (
     norm_of,
 )
 from effattn.nn.dropout import dropout
+from effattn.nn.experts import MixtureOfExperts
 from effattn.nn.feed_forward import FeedForward
 from effattn.nn.hybrid import HybridHeads
 from effattn.nn.module import Module
 from effattn.nn.rotary import RotaryEmbedding
 
+# The statistics of each mixture of experts, from the first layer to the last.
+Routing = tuple[RoutingStats, ...]
+
 # (norm, layer). A sublayer whose norm is None reads the mixer's normalised input.
-Sublayer = tuple[Callable[[jax.Array], jax.Array] | None, Callable[[jax.Array], jax.Array]]
+Sublayer = tuple[
+    Callable[[jax.Array], jax.Array] | None,
+    Callable[[jax.Array], tuple[jax.Array, RoutingStats | None]],
+]
 
 
 class Layer(Module):
@@ -38,9 +47,12 @@ class Layer(Module):
         if hidden_features is None:
             gated = -(-config.features * 8 // 3 // 8) * 8
             hidden_features = gated if kind["gated"] else 4 * config.features
-        self.feed_forward = FeedForward(
+        experts = config.layer_experts(layer)
+        sizes = {} if experts is None else dataclasses.asdict(experts)
+        self.feed_forward = (FeedForward if experts is None else MixtureOfExperts)(
             config.features,
             hidden_features,
+            **sizes,
             **kind,
             out_kernel_init=residual_init,
             rngs=rngs,
@@ -50,9 +62,15 @@ class Layer(Module):
         self.feed_forward_norm = None if config.parallel else norm_of(config, rngs)
         self.dropout_rate = config.dropout_rate
 
-    def _others(self) -> tuple[Sublayer, ...]:
-        """The sublayers after the mixer."""
-        return ((self.feed_forward_norm, self.feed_forward),)
+    def _others(self, call: Callable[[MixtureOfExperts, jax.Array], Any]) -> tuple[Sublayer, ...]:
+        """The sublayers after the mixer; `call` calls the feed-forward layer if it has experts."""
+
+        def feed_forward(h):
+            if isinstance(self.feed_forward, MixtureOfExperts):
+                return call(self.feed_forward, h)
+            return self.feed_forward(h), None
+
+        return ((self.feed_forward_norm, feed_forward),)
 
     def _keys(self, rngs: jax.Array | None, others: int = 1) -> tuple[Any, Any]:
         """Random key of the mixer, and dropout keys of the mixer output and `others` sublayers."""
@@ -62,15 +80,22 @@ class Layer(Module):
         return mixer_key, keys
 
     def _sublayers(self, x, mix, others, keys):
-        """Adds the outputs of the mixer and of `others` to x; returns x and the mixer's state."""
+        """Adds the outputs of the mixer and of `others` to x.
+
+        Returns:
+          `(x, state, routing)`, with the mixer's state and the statistics of experts.
+        """
         keys = iter((None,) * (1 + len(others)) if keys is None else keys)
         read = self.mixer_norm(x)
         mixed, state = mix(read)
         x = x + dropout(mixed, self.dropout_rate, next(keys))
+        routing: Routing = ()
         for norm, layer in others:
-            h = layer(read if norm is None else norm(x))
+            h, stats = layer(read if norm is None else norm(x))
             x = x + dropout(h, self.dropout_rate, next(keys))
-        return x, state
+            if stats is not None:
+                routing += (stats,)
+        return x, state, routing
 
 
 class Block(Layer):
@@ -92,20 +117,37 @@ class Block(Layer):
         rngs: jax.Array | None = None,
     ) -> jax.Array:
         """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout."""
+        return self.with_routing(x, lengths=lengths, segment_ids=segment_ids, rngs=rngs)[0]
+
+    @mesh_axes.on_mesh_of_input
+    def with_routing(
+        self,
+        x: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing]:
+        """Returns the output of a call, and the statistics of its experts, if it has experts."""
         mixer_key, keys = self._keys(rngs)
+        padding = {"lengths": lengths, "segment_ids": segment_ids}
 
         def mix(h):
-            return self.mixer(h, lengths=lengths, segment_ids=segment_ids, rngs=mixer_key), None
+            return self.mixer(h, **padding, rngs=mixer_key), None
 
-        return self._sublayers(x, mix, self._others(), keys)[0]
+        others = self._others(lambda experts, h: experts.with_routing(h, **padding))
+        x, _, routing = self._sublayers(x, mix, others, keys)
+        return x, routing
 
     def extend(
         self, x: jax.Array, state: Any, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """Applies the layer to T new tokens; `state` is the mixer's decode state."""
-        return self._sublayers(
-            x, lambda h: self.mixer.extend(h, state, lengths=lengths), self._others(), None
+        others = self._others(lambda experts, h: (experts.extend(h, lengths=lengths), None))
+        x, state, _ = self._sublayers(
+            x, lambda h: self.mixer.extend(h, state, lengths=lengths), others, None
         )
+        return x, state
 
 
 def build_mixer(config: TransformerConfig, layer: int, **common: Any) -> Any:

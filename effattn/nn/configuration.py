@@ -11,6 +11,7 @@ from effattn.arrays import checks
 from effattn.nn import build
 from effattn.nn.dropout import check_dropout_rate
 from effattn.nn.equality import same_fields
+from effattn.nn.experts import Experts
 from effattn.nn.module import check_dtype
 
 # Options of `FeedForward`, and classes, by the names in the configuration.
@@ -47,6 +48,8 @@ class TransformerConfig:
         (see `FeedForward`).
       hidden_features: hidden size of the feed-forward layer; default 8/3 D, rounded up to a
         multiple of 8, with a gate, and else 4 D.
+      experts: `Experts`, for a `MixtureOfExperts` of such feed-forward layers in place of one; a
+        tuple of L entries, one for each layer, with None for a single feed-forward layer; or None.
       norm: normalisation before each sublayer and at the end, "rms" or "layer", with scale (and
         bias).
       mixer: a registered name; a mixer class or an attention function (see `effattn.nn.build`); a
@@ -87,6 +90,7 @@ class TransformerConfig:
     head_dim: int | None = None
     feed_forward: str = "swiglu"
     hidden_features: int | None = None
+    experts: Experts | tuple[Experts | None, ...] | None = None
     norm: str = "rms"
     # Mappings are not hashable, so the hash leaves this field out.
     mixer: build.Mechanism | tuple[build.Mechanism, ...] | list[build.Mechanism] = (
@@ -145,6 +149,14 @@ class TransformerConfig:
                 f"mixer must be one mixer for all layers, or num_layers={self.num_layers} mixers, "
                 f"one for each layer, got {len(self.mixer)}"
             )
+        several = self.experts if isinstance(self.experts, tuple) else (self.experts,)
+        if not all(each is None or isinstance(each, Experts) for each in several) or (
+            isinstance(self.experts, tuple) and len(several) != self.num_layers
+        ):
+            raise ValueError(
+                f"experts must be Experts or None for all layers, or a tuple of {self.num_layers}, "
+                f"one for each layer, got {self.experts!r}"
+            )
         for layer in range(self.num_layers):
             for mixer in self.layer_mixer(layer):
                 build.mechanism(mixer["name"])
@@ -176,6 +188,10 @@ class TransformerConfig:
                     f"{kind!r}, got {name}={getattr(self, name)}; leave {name} out"
                 )
         return kind
+
+    def layer_experts(self, layer: int) -> Experts | None:
+        """The experts of a layer; None for a single feed-forward layer."""
+        return self.experts[layer] if isinstance(self.experts, tuple) else self.experts
 
     def layer_mixer(self, layer: int) -> tuple[dict[str, Any], ...]:
         """Name (or callable) and options of a layer's mixer, one mapping per group of heads."""

@@ -10,7 +10,7 @@ from effattn import registry
 from effattn.arrays import mesh_axes
 from effattn.decode.state import check_state, row_lengths
 from effattn.nn import initializers
-from effattn.nn.block import Layer, Sublayer
+from effattn.nn.block import Layer, Routing, Sublayer
 from effattn.nn.build import Mechanism, named
 from effattn.nn.configuration import TransformerConfig, dtypes_of, norm_of
 from effattn.nn.cross_attention import CrossAttention
@@ -144,33 +144,52 @@ class DecoderBlock(Layer):
         rngs: jax.Array | None = None,
     ) -> jax.Array:
         """Maps x `(B, T, D)` to `(B, T, D)`; `rngs` is a dropout key, or None for no dropout."""
+        padding = {"lengths": lengths, "segment_ids": segment_ids}
+        return self.with_routing(x, context, **padding, rngs=rngs)[0]
+
+    @mesh_axes.on_mesh_of_input
+    def with_routing(
+        self,
+        x: jax.Array,
+        context: Context,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing]:
+        """Returns the output of a call, and the statistics of its experts, if it has experts."""
         mixer_key, keys = self._keys(rngs, 3)
+        padding = {"lengths": lengths, "segment_ids": segment_ids}
 
         def mix(h):
-            return self.mixer(h, lengths=lengths, segment_ids=segment_ids, rngs=mixer_key), None
+            return self.mixer(h, **padding, rngs=mixer_key), None
 
         cross_key, keys = (None, None) if keys is None else (keys[0], keys[1:])
-        others = self._with_cross(context, lengths, rngs=cross_key)
-        return self._sublayers(x, mix, others, keys)[0]
+        others = self._others(lambda experts, h: experts.with_routing(h, **padding))
+        cross = self._cross(context, lengths, rngs=cross_key)
+        x, _, routing = self._sublayers(x, mix, (cross, *others), keys)
+        return x, routing
 
     @mesh_axes.on_mesh_of_input
     def extend(
         self, x: jax.Array, state: Any, context: Context, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """Applies the layer to T new tokens; `state` is the mixer's decode state."""
-        others = self._with_cross(context, lengths, query_offset=state.length)
-        return self._sublayers(
-            x, lambda h: self.mixer.extend(h, state, lengths=lengths), others, None
+        others = self._others(lambda experts, h: (experts.extend(h, lengths=lengths), None))
+        cross = self._cross(context, lengths, query_offset=state.length)
+        x, state, _ = self._sublayers(
+            x, lambda h: self.mixer.extend(h, state, lengths=lengths), (cross, *others), None
         )
+        return x, state
 
-    def _with_cross(self, context, lengths, **given) -> tuple[Sublayer, ...]:
+    def _cross(self, context, lengths, **given) -> Sublayer:
         given = {"lengths": lengths, "context_lengths": context.lengths, **given}
         given = {name: array for name, array in given.items() if array is not None}
 
         def attend(h):
-            return self.cross.attend(h, context.key, context.value, **given)
+            return self.cross.attend(h, context.key, context.value, **given), None
 
-        return ((self.cross_norm, attend), *self._others())
+        return self.cross_norm, attend
 
 
 class _Decoder(TransformerLM):
@@ -234,14 +253,33 @@ class EncoderDecoder(Module):
         Returns:
           `(B, T, V)`, at least float32.
         """
+        lengths = {"source_lengths": source_lengths, "target_lengths": target_lengths}
+        return self.with_routing(source, target, **lengths, rngs=rngs)[0]
+
+    @mesh_axes.on_mesh_of_input
+    def with_routing(
+        self,
+        source: jax.Array,
+        target: jax.Array,
+        *,
+        source_lengths: jax.Array | None = None,
+        target_lengths: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing]:
+        """Returns the logits of a call, and the `RoutingStats` of each layer that has experts.
+
+        The layers of the encoder come first. See `Transformer.with_routing`.
+        """
         key = dropout_key(rngs)
         keys = (None, None) if key is None else jax.random.split(key)
-        encoded = self.encode(source, lengths=source_lengths, rngs=keys[0])
+        encoded, of_encoder = self.encoder._features(
+            source, source_lengths, None, keys[0], name="source"
+        )
         contexts = self._contexts(encoded, source_lengths)
-        features = self.decoder._features(
+        features, of_decoder = self.decoder._features(
             target, target_lengths, None, keys[1], contexts, name="target"
         )
-        return self.decoder._logits(features)
+        return self.decoder._logits(features), (*of_encoder, *of_decoder)
 
     @mesh_axes.on_mesh_of_input
     def encode(
@@ -252,7 +290,7 @@ class EncoderDecoder(Module):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array:
         """Encoder output `(B, S, D)` for source tokens `(B, S)`."""
-        return self.encoder._features(source, lengths, None, rngs, name="source")
+        return self.encoder._features(source, lengths, None, rngs, name="source")[0]
 
     @mesh_axes.on_mesh_of_input
     def given(self, source: jax.Array, *, lengths: jax.Array | None = None) -> "Given":

@@ -22,6 +22,13 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def activation_of(name: str) -> Callable[[jax.Array], jax.Array]:
+    """Returns the activation function of this name; raises `ValueError` for unknown names."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return ACTIVATIONS[name]
+
+
 class FeedForward(Module):
     """Feed-forward layer without biases, with or without a gate.
 
@@ -51,11 +58,7 @@ class FeedForward(Module):
     ):
         checks.at_least("in_features", in_features, 1, "features")
         checks.at_least("hidden_features", hidden_features, 1, "features")
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-            )
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation_of(activation)
         make = Layers(kernel_init=kernel_init, out_kernel_init=out_kernel_init, **options)
         self.gate = make.hidden(in_features, hidden_features) if gated else None
         self.up = make.hidden(in_features, hidden_features)

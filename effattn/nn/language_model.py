@@ -9,6 +9,7 @@ from flax import nnx
 from effattn.arrays import dtypes, mesh_axes
 from effattn.decode.state import check_init
 from effattn.nn import initializers
+from effattn.nn.block import Routing
 from effattn.nn.configuration import TransformerConfig, dtypes_of
 from effattn.nn.placement import axes
 from effattn.nn.tokens import one_token
@@ -55,7 +56,23 @@ class TransformerLM(Transformer):
 
         Arguments are those of `Transformer`; the logits `(B, T, V)` are at least float32.
         """
-        return self._logits(self._features(tokens, lengths, segment_ids, rngs))
+        return self._logits(self._features(tokens, lengths, segment_ids, rngs)[0])
+
+    @mesh_axes.on_mesh_of_input
+    def with_routing(
+        self,
+        tokens: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing]:
+        """Returns the logits of a call, and the `RoutingStats` of each layer that has experts.
+
+        See `Transformer.with_routing`.
+        """
+        features, routing = self._features(tokens, lengths, segment_ids, rngs)
+        return self._logits(features), routing
 
     @mesh_axes.on_mesh_of_input
     def with_costs(

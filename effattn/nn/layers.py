@@ -71,9 +71,9 @@ class Layers:
         """A short causal convolution of each feature."""
         return ShortConvolution(features, width, **self.numbers, **options)
 
-    def drawn(self, init: Callable[..., Any], *shape: int) -> nnx.Param:
-        """A parameter with random initial values."""
-        return nnx.Param(init(self.rngs.params(), shape, self.param_dtype))
+    def drawn(self, init: Callable[..., Any], *shape: int, **metadata: Any) -> nnx.Param:
+        """A parameter with random initial values, and with metadata such as `placement.axes`."""
+        return nnx.Param(init(self.rngs.params(), shape, self.param_dtype), **metadata)
 
     def constant(self, values: Any) -> nnx.Param:
         """A parameter with these initial values."""

@@ -13,11 +13,12 @@ RULES: Mapping[str, str] = {
     "features": "fsdp",  # D, of tokens
     "heads": "tensor",
     "hidden": "tensor",  # F, of feed-forward layers
+    "experts": "expert",  # E, of mixtures of experts
     "vocabulary": "tensor",
 }
 
 # Mesh axes of the rows and tokens of activations `(B, T, D)`.
-ACTIVATIONS = ("data", "fsdp"), ("sequence",)
+ACTIVATIONS = ("data", "fsdp", "expert"), ("sequence",)
 
 
 def axes(*names: str | None) -> dict[str, Any]:
@@ -31,7 +32,8 @@ def shardings(model: Any, mesh: Mesh, rules: Mapping[str, str] = RULES) -> nnx.S
 
     The heads of projections, the hidden features of feed-forward layers and the vocabulary are
     divided among the devices of the axis `tensor` (Shoeybi et al. 2019, "Megatron-LM"), the
-    features of tokens among those of `fsdp` (Rajbhandari et al. 2020, "ZeRO"). An axis that these
+    features of tokens among those of `fsdp` (Rajbhandari et al. 2020, "ZeRO"), and experts among
+    those of `expert` (Lepikhin et al. 2020, "GShard"). An axis that these
     devices cannot divide evenly, and all other variables, are whole on each device.
 
         mesh = parallel.make_mesh(fsdp=2, tensor=4)

@@ -15,7 +15,7 @@ from effattn.arrays.segments import positions_from, positions_from_segment_ids, 
 from effattn.decode.state import check_capacity, check_state, is_concrete, new_lengths, row_lengths
 from effattn.nn import initializers
 from effattn.nn.array_options import own_copy
-from effattn.nn.block import Block
+from effattn.nn.block import Block, Routing
 from effattn.nn.configuration import TransformerConfig, dtypes_of, norm_of
 from effattn.nn.dropout import dropout, dropout_key
 from effattn.nn.mixture_of_mechanisms import MixtureOfMechanisms
@@ -106,6 +106,22 @@ class Transformer(Module):
         Returns:
           `(B, T, D)`.
         """
+        return self._features(tokens, lengths, segment_ids, rngs)[0]
+
+    @mesh_axes.on_mesh_of_input
+    def with_routing(
+        self,
+        tokens: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing]:
+        """Returns the output of a call, and the `RoutingStats` of each layer that has experts.
+
+        Add the sums of both losses over the layers to the loss of training (see
+        `MixtureOfExperts.with_routing`).
+        """
         return self._features(tokens, lengths, segment_ids, rngs)
 
     def update_centroids(
@@ -142,11 +158,11 @@ class Transformer(Module):
                 read, given = block.mixer_norm(x), {"lengths": lengths, "segment_ids": segment_ids}
                 costs.append(block.mixer.token_costs(read, **given))
 
-        features = self._features(tokens, lengths, segment_ids, rngs, before=collect)
+        features, _ = self._features(tokens, lengths, segment_ids, rngs, before=collect)
         return features, sum(costs)
 
     def _features(self, tokens, lengths, segment_ids, rngs, *contexts, before=None, name="tokens"):
-        """Features `(B, T, D)` of whole sequences.
+        """Features `(B, T, D)` of whole sequences, and the statistics of experts.
 
         `contexts` are sequences with one further block argument per layer. `before` is called as
         `before(block, x, lengths, segment_ids)` ahead of each block. `name` is the argument name of
@@ -179,12 +195,14 @@ class Transformer(Module):
         key = dropout_key(rngs)
         x = self._embed(tokens, positions, valid, name)
         x = dropout(x, self.config.dropout_rate, _fold_in(key, self.config.num_layers))
+        routing: Routing = ()
         for layer, (block, *context) in enumerate(zip(self.blocks, *contexts, strict=True)):
             x = mesh_axes.constrained(x, ACTIVATIONS)
             if before is not None:
                 before(block, x, lengths, segment_ids)
-            x = self._block(block, x, lengths, segment_ids, _fold_in(key, layer), *context)
-        return self.norm(x)
+            x, stats = self._block(block, x, lengths, segment_ids, _fold_in(key, layer), *context)
+            routing += stats
+        return self.norm(x), routing
 
     def _extend(self, tokens, state, lengths, *contexts):
         """Returns the features of new tokens, and the decode state after these tokens."""
@@ -219,14 +237,17 @@ class Transformer(Module):
 
     def _block(self, block, x, *args):
         def call(block, x, lengths, segment_ids, key, *context):
-            return block(x, *context, lengths=lengths, segment_ids=segment_ids, rngs=key)
+            return block.with_routing(
+                x, *context, lengths=lengths, segment_ids=segment_ids, rngs=key
+            )
 
         if self.config.remat:
             policy = self.config.remat_policy
             if isinstance(policy, str):
                 policy = getattr(jax.checkpoint_policies, policy)
             call = jax.checkpoint(call, policy=policy)
-        return mesh_axes.placed_like(x, call, block, x, *args)
+        specs = PartitionSpec(*mesh_axes.spec(x)), PartitionSpec()
+        return mesh_axes.placed(call, x, *specs)(block, x, *args)
 
 
 def _extend_block(block, x, state, lengths, *context):

@@ -11,6 +11,8 @@ inside `jax.shard_map`, and they exchange what the mechanism needs:
 - `pass_states`: recurrences. One state a device passes, whatever the length.
 
 A model that is too large for one device may have one of its stages on each: `pipeline`.
+The experts of `effattn.nn.MixtureOfExperts` may be divided among devices, too. By `exchange_tokens`
+the tokens travel to their experts and back.
 
 A model of 131,072 tokens on eight devices, two of them for the batch:
 
@@ -21,6 +23,7 @@ A model of 131,072 tokens on eight devices, two of them for the batch:
     out = jax.jit(run)(query, key, value)
 """
 
+from effattn.parallel.experts import exchange_tokens
 from effattn.parallel.heads import exchange_heads
 from effattn.parallel.mesh import AXES, make_mesh
 from effattn.parallel.pipeline import SCHEDULES, pipeline
@@ -31,6 +34,7 @@ __all__ = [
     "AXES",
     "SCHEDULES",
     "exchange_heads",
+    "exchange_tokens",
     "make_mesh",
     "pass_states",
     "pipeline",

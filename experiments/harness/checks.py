@@ -11,8 +11,9 @@ from experiments.harness.naming import REFERENCE
 # Step counts and seeds are int32.
 MOST = 2**31 - 1
 
-# Axes of a mesh that training uses: rows; rows and parameters; tokens; heads and hidden features.
-MESH_AXES = "data", "fsdp", "sequence", "tensor"
+# Axes of a mesh that training uses: rows; rows and parameters; rows and experts; tokens; heads and
+# hidden features.
+MESH_AXES = "data", "fsdp", "expert", "sequence", "tensor"
 
 # Range of positive normal float32 numbers.
 LEAST_FLOAT, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -49,6 +50,7 @@ def check_training(config: Any) -> None:
     if config.key_heads is not None:
         good = config.heads % config.key_heads == 0
         require(good, config, "key_heads", f"must divide --heads {config.heads}")
+    _check_experts(config)
     good = config.batch % config.accumulate == 0
     require(good, config, "batch", f"must be a multiple of --accumulate {config.accumulate}")
     check_positive(config, "clip", "sweep")
@@ -76,6 +78,22 @@ def mesh_sizes(text: str) -> dict[str, int]:
             f"got {text!r}"
         )
     return sizes
+
+
+def _check_experts(config: Any) -> None:
+    if config.experts is None:
+        for name in ("experts_per_token", "expert_capacity", "shared_experts"):
+            usual = getattr(config, name) == type(config).__dataclass_fields__[name].default
+            require(usual, config, name, "must be left out without --experts")
+        return
+    check_counts(config, "experts", "experts_per_token")
+    good = config.experts_per_token <= config.experts
+    require(good, config, "experts_per_token", f"must be at most --experts {config.experts}")
+    if config.expert_capacity is not None:
+        check_positive(config, "expert_capacity")
+    require(config.shared_experts >= 0, config, "shared_experts", "must not be negative")
+    need = "must be left out, because this experiment adds the costs of mechanisms to the loss"
+    require(not config.with_costs, config, "experts", need)
 
 
 def check_counts(config: Any, *names: str) -> None:

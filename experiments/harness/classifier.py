@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from effattn.nn import ConvolutionalClassifier, Transformer, TransformerConfig
+from effattn.nn import ConvolutionalClassifier, RoutingStats, Transformer, TransformerConfig
 
 
 class Classifier(nnx.Module):
@@ -22,12 +22,18 @@ class Classifier(nnx.Module):
 
     def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         """Returns logits `(B, C)` of tokens `(B, T)`, of which the first `lengths (B,)` count."""
-        features = self.transformer(tokens, lengths=lengths)
+        return self.with_routing(tokens, lengths)[0]
+
+    def with_routing(
+        self, tokens: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple[RoutingStats, ...]]:
+        """Returns the logits, and the statistics of each layer that has experts."""
+        features, routing = self.transformer.with_routing(tokens, lengths=lengths)
         if lengths is None:
-            return self.head(features.mean(1, dtype=jnp.float32))
+            return self.head(features.mean(1, dtype=jnp.float32)), routing
         is_token = jnp.arange(tokens.shape[1]) < lengths[:, None]
         total = jnp.where(is_token[..., None], features, 0).sum(1, dtype=jnp.float32)
-        return self.head(total / jnp.maximum(lengths, 1)[:, None])
+        return self.head(total / jnp.maximum(lengths, 1)[:, None]), routing
 
     def update_centroids(self, tokens: jax.Array, lengths: jax.Array | None = None) -> None:
         """Updates centroids as `Transformer.update_centroids`."""

@@ -1,6 +1,7 @@
 """Training on the devices of a mesh: where parameters, optimiser states and batches live."""
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,12 +80,15 @@ def check(options: Options, task: Task) -> None:
     """Raises `UserError` unless the mesh of the options fits the devices and the batches."""
     mesh = Devices(checks.mesh_sizes(options.mesh)).mesh
     assert mesh is not None
-    count, rows = options.batch // options.accumulate, mesh.shape["data"] * mesh.shape["fsdp"]
+    count = options.batch // options.accumulate
+    rows = math.prod(mesh.shape[axis] for axis in placement.ACTIVATIONS[0])
     if count % rows:
         raise UserError(
-            f"--mesh: data x fsdp, {rows}, must divide --batch / --accumulate, {count}; choose "
-            "another --batch"
+            f"--mesh: data x fsdp x expert, {rows}, must divide --batch / --accumulate, {count}; "
+            "choose another --batch"
         )
+    if mesh.shape["expert"] > 1:
+        _must_divide(mesh, "expert", options.experts or 1, "--experts", "choose other --experts")
     (example, *_), _ = task.training(1, options.seeds[0], 0)
     given = {
         "tensor": (options.heads, "--heads", "--heads"),

@@ -99,9 +99,11 @@ def _checked(line: bytes, step: int, is_evaluation: bool) -> dict[str, Any]:
 
 
 def _is_measure(value: Any) -> bool:
-    """Returns whether this is a number, None for one that overflows, or an object of these."""
+    """Returns whether this is a number, None for one that overflows, or a tree of these."""
     if isinstance(value, dict):
         return all(map(_is_measure, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_measure, value))
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 

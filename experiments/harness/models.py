@@ -11,6 +11,8 @@ from flax import nnx
 from effattn.nn import (
     EncoderDecoder,
     EncoderDecoderConfig,
+    Experts,
+    RoutingStats,
     TransformerConfig,
     TransformerLM,
 )
@@ -85,6 +87,14 @@ def _config(
     mixer = parse(mechanism, options.layers)
     if options.first_layer:
         mixer = (*parse(options.first_layer, 1), *mixer[1:])
+    experts = None
+    if options.experts:
+        experts = Experts(
+            options.experts,
+            options.experts_per_token,
+            options.expert_capacity,
+            options.shared_experts,
+        )
     return TransformerConfig(
         vocab_size=max(task.vocab_size, task.num_classes),
         num_layers=options.layers,
@@ -96,6 +106,7 @@ def _config(
         positions=options.positions,
         norm=options.norm,
         feed_forward=options.feed_forward,
+        experts=experts,
         dtype=options.precision,
         max_length=task.length,
         remat=options.remat,
@@ -140,7 +151,17 @@ class Translator(EncoderDecoder):
         source_lengths: jax.Array,
         target_lengths: jax.Array,
     ) -> jax.Array:
-        return super().__call__(
+        return self.with_routing(source, target, source_lengths, target_lengths)[0]
+
+    def with_routing(  # type: ignore[override]
+        self,
+        source: jax.Array,
+        target: jax.Array,
+        source_lengths: jax.Array,
+        target_lengths: jax.Array,
+    ) -> tuple[jax.Array, tuple[RoutingStats, ...]]:
+        """Returns logits and statistics as `EncoderDecoder.with_routing`."""
+        return super().with_routing(
             source, target, source_lengths=source_lengths, target_lengths=target_lengths
         )
 

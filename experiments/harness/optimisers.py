@@ -54,11 +54,14 @@ def _kernels(params: Any) -> Any:
 def _muon_axes(params: Any) -> Any:
     """Returns the input and output axes of each kernel; None for parameters that are no kernels.
 
-    Projections to heads are `(D, N, H)`. Projections from heads, named `out`, are `(N, H, D)`.
+    Projections to heads are `(D, N, H)`. Projections from heads, named `out`, are `(N, H, D)`. The
+    kernels of several experts are `(E, D, F)`, each a matrix of its own.
     """
 
     def axes(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
         *_, parent, name = (getattr(key, "key", None) for key in path)
+        if name in ("gate_kernels", "up_kernels", "down_kernels"):
+            return optax.contrib.MuonDimensionNumbers((1,), (2,))
         if name != "kernel":
             return None
         inputs = leaf.ndim - 1 if parent == "out" else 1

@@ -29,6 +29,8 @@ OF_RUNS = frozenset(
     }
 )
 
+OF_EXPERTS = frozenset({"experts", "experts_per_token", "expert_capacity", "shared_experts"})
+
 
 @dataclasses.dataclass(frozen=True)
 class Options(abc.ABC):
@@ -48,6 +50,11 @@ class Options(abc.ABC):
     positions: Literal["rotary", "learned", "alibi", "none"] | None = None  # default by mechanism
     norm: Literal["rms", "layer"] = "rms"  # normalisation before each sublayer
     feed_forward: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"  # feed-forward layer
+    experts: int | None = None  # feed-forward layers in place of each, among which tokens choose
+    experts_per_token: int = 2  # experts that each token chooses; 1 is Switch Transformers
+    # Slots of an expert, as a multiple of its share of a row's tokens; default no limit.
+    expert_capacity: float | None = None
+    shared_experts: int = 0  # further experts, which all tokens have
     # Give all models equally many parameters, by the width of their feed-forward layers.
     equal_parameters: bool = True
     batch: int = 16  # examples per step
@@ -66,8 +73,9 @@ class Options(abc.ABC):
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     # Steps between evaluations, each of which writes a checkpoint; default steps / 8.
     evaluate_every: int | None = None
-    # Devices by axis, such as data=2,tensor=4: data and fsdp divide the batch, fsdp the parameters,
-    # tensor heads and hidden features, sequence the tokens; -1 is all that are left. Default: one.
+    # Devices by axis, such as data=2,tensor=4: data, fsdp and expert divide the batch, fsdp the
+    # parameters, expert the experts, tensor heads and hidden features, sequence the tokens; -1 is
+    # all that are left. Default: one.
     mesh: str = ""
     # Processes of the run, with --mesh: auto on Slurm, Kubernetes and others, or
     # ADDRESS:PORT,INDEX,COUNT with the address of the first process.
@@ -143,9 +151,10 @@ class Options(abc.ABC):
     def of_folder(self) -> dict[str, Any]:
         """Returns the options that are the same for all runs of a folder."""
         given = dataclasses.asdict(self)
-        evaluate_every = self.steps_between_evaluations
-        return {k: v for k, v in given.items() if k not in OF_RUNS} | {
-            "evaluate_every": evaluate_every
+        # Without experts, folders from before there were such options stay valid.
+        others = OF_RUNS if self.experts else OF_RUNS | OF_EXPERTS
+        return {k: v for k, v in given.items() if k not in others} | {
+            "evaluate_every": self.steps_between_evaluations
         }
 
     def of_runs(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from effattn.nn import Centroids
+from effattn.nn import Centroids, MixtureOfExperts
 from experiments.harness.loss_scale import LossScale
 from experiments.harness.meshes import ONE, Devices
 from experiments.harness.schedules import Schedule
@@ -19,6 +19,10 @@ from experiments.tasks.task import NOTHING, Batch, Scores, Task
 # Arrays of a model: "trained" parameters; "moved" centroids, which training steps update; "fixed"
 # variables such as random features, which are the same for all seeds, and which `redraw` replaces.
 Params = dict[str, Any]
+
+# Factors of the auxiliary losses of experts, which are summed over the layers: Fedus et al. 2021,
+# "Switch Transformers", and Zoph et al. 2022, "ST-MoE".
+LOAD_BALANCING, ROUTER_Z = 0.01, 0.001
 
 
 class ByShape:
@@ -79,7 +83,7 @@ class Programs:
       precision: computation dtype; "float16" scales the loss.
       redraw: steps between new random features; 0 for never.
       with_costs: whether the mean cost of a token in mixtures of mechanisms is added to the loss of
-        training; only for language models.
+        training; only for language models without experts.
       devices: devices of the run. On a mesh, each has its part of parameters and batches, and all
         have the scores.
 
@@ -90,6 +94,8 @@ class Programs:
         loss is the mean over all targets.
         The program reuses the memory of `params` and `optimiser_state`.
       evaluate: `(params, batch) -> scores`; the arrays of batch and scores are `(n, B, ...)`.
+      load: `(params, batch) -> (load (L, E), dropped (L,))` of the L layers that have E experts.
+      has_experts: whether the model has experts.
       parameters: number of trained parameters.
       state_bytes: size of one row's decode state at the length of the validation set; None if the
         model does not decode.
@@ -112,6 +118,8 @@ class Programs:
         self._scale = LossScale(dynamic=precision == "float16")
         model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
         self._graph = nnx.split(model, *_GROUPS)[0]
+        modules = [module for _, module in nnx.iter_modules(model)]
+        self.has_experts = any(isinstance(module, MixtureOfExperts) for module in modules)
         self.redraw = redraw
         params, state = jax.eval_shape(self._init, 0)
         of_params, of_state = devices.of_training(model, _params_of, params, state)
@@ -124,6 +132,7 @@ class Programs:
             out_shardings=(of_params, of_state, everywhere),
         )
         self.evaluate = ByShape(self._evaluate, devices, out_shardings=everywhere)
+        self.load = ByShape(self._load, devices, out_shardings=everywhere)
         self.draw = jax.jit(self._draw, out_shardings=of_params)
         self.parameters = _total(params["trained"], lambda leaf: leaf.size)
         self.state_bytes = None
@@ -150,27 +159,37 @@ class Programs:
         return {**params, "fixed": _params_of(model)["fixed"]}
 
     def _scores(self, params: Params, batch: Batch) -> tuple[Scores, Any]:
-        """Scores, and the mean cost of a token; 0 unless the programs were made `with_costs`."""
-        model, costs = self.model(params), jnp.zeros(())
-        if self._with_costs:
-            logits, costs = model.with_costs(*batch.inputs)
-        else:
-            logits = model(*batch.inputs)
+        """Scores, and the further losses of training."""
+        logits, others = self._logits(self.model(params), batch)
         counts = batch.targets != NOTHING
         targets = jnp.maximum(batch.targets, 0)
         nats = optax.softmax_cross_entropy_with_integer_labels(
             logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), targets
         )
         right = (logits.argmax(-1) == targets) & counts
-        return Scores(jnp.where(counts, nats, 0), right), costs.mean()
+        return Scores(jnp.where(counts, nats, 0), right), others
+
+    def _logits(self, model: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Logits, and the sum of further losses: those of experts, or the mean cost of a token."""
+        if self.has_experts:
+            logits, routing = model.with_routing(*batch.inputs)
+            others = [
+                LOAD_BALANCING * stats.load_balancing_loss + ROUTER_Z * stats.router_z_loss
+                for stats in routing
+            ]
+            return logits, jnp.stack(others).sum()
+        if self._with_costs:
+            logits, costs = model.with_costs(*batch.inputs)
+            return logits, costs.mean()
+        return model(*batch.inputs), jnp.zeros(())
 
     def one_step(self, params: Params, state: Any, learning_rate: jax.Array, batch: Batch) -> Any:
         trained, (state, scale) = params["trained"], state
         count = (batch.targets != NOTHING).sum()
 
         def scaled_loss(trained, microbatch):
-            scores, costs = self._scores({**params, "trained": trained}, microbatch)
-            loss = scores.nats.sum() / count + costs / len(batch.targets)
+            scores, others = self._scores({**params, "trained": trained}, microbatch)
+            loss = scores.nats.sum() / count + others / len(batch.targets)
             return self._scale.up(loss, scale), loss
 
         def add(total, microbatch):
@@ -201,6 +220,14 @@ class Programs:
 
     def _evaluate(self, params: Params, batch: Batch) -> Scores:
         return jax.lax.map(lambda part: self._scores(params, part)[0], batch)
+
+    def _load(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        def of_part(part: Batch) -> tuple[jax.Array, jax.Array]:
+            _, routing = self.model(params).with_routing(*part.inputs)
+            loads, dropped = zip(*((stats.load, stats.dropped) for stats in routing), strict=True)
+            return jnp.stack(loads), jnp.stack(dropped)
+
+        return jax.tree.map(lambda parts: parts.mean(0), jax.lax.map(of_part, batch))
 
     def _state_bytes(self, params: Params, length: int) -> int | None:
         try:

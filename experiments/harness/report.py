@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from experiments.harness import machine
 from experiments.harness.comparison import Comparison
 from experiments.harness.errors import UserError
@@ -46,6 +48,9 @@ def summarise(comparison: Comparison, columns: Mapping[str, str], headline: str)
         }
         row["tokens_per_second"] = statistics.fmean(run["tokens_per_second"] for run in runs)
         row["seeds"] = [run["seed"] for run in runs]
+        if "expert_load" in runs[0]:
+            for key in ("expert_load", "expert_dropped"):
+                row[key] = np.mean([run[key] for run in runs], 0).tolist()
         for key in ("parameters", "temporary_bytes", "state_bytes", "learning_rate", "tokens"):
             row[key] = runs[0][key]
         rows[mechanism] = row
@@ -78,11 +83,24 @@ def table(summary: Mapping[str, Any]) -> str:
     }
     if all(row["state_bytes"] is None for row in rows):
         del columns["decode state"]
+    if any("expert_load" in row for row in rows):
+        columns |= {"expert load": _load, "dropped": _dropped}
     cells = [
         [row["mechanism"], *measured(row), *(cell(row) for cell in columns.values())]
         for row in rows
     ]
     return markdown_table(["mechanism", *measures, *columns], cells)
+
+
+def _load(row: Row) -> str:
+    if "expert_load" not in row:
+        return "-"
+    low, high = (100 * edge(row["expert_load"]) for edge in (np.min, np.max))
+    return f"{low:.1f} to {high:.1f} %"
+
+
+def _dropped(row: Row) -> str:
+    return f"{100 * np.mean(row['expert_dropped']):.1f} %" if "expert_dropped" in row else "-"
 
 
 def sets_table(summary: Mapping[str, Any]) -> str | None:
@@ -325,6 +343,12 @@ def _markdown(summary: dict[str, Any]) -> str:
     ]
     if any(row["state_bytes"] for row in rows):
         parts.append("The decode state is that of one row at the length of the validation set.")
+    if any("expert_load" in row for row in rows):
+        parts.append(
+            "The expert load is the least and the largest share of the choices of tokens that fall "
+            "on an expert of a layer, on the validation set. Dropped choices are those for which "
+            "the expert has no slot."
+        )
     counts = [row["parameters"] for row in rows]
     if max(counts) > 1.01 * min(counts):
         parts.append("**The models differ in their numbers of parameters.**")

@@ -139,7 +139,12 @@ def train(
                 scores = evaluate(programs, params, validation, schedule, validation)
                 if not math.isfinite(scores.nats.sum()):
                     raise diverged(step)
-                record = {"step": step, **so_far(), **task.measure(name, validation, scores)}
+                record = {
+                    "step": step,
+                    **so_far(),
+                    **task.measure(name, validation, scores),
+                    **expert_loads(programs, params, validation, schedule),
+                }
                 metrics.write(record)
                 save()
                 saved = step
@@ -173,6 +178,22 @@ def evaluate(
         return x.reshape(-1, *x.shape[2:])[:count]
 
     return jax.tree.map(whole, programs.evaluate(params, parts))
+
+
+def expert_loads(
+    programs: Programs, params: Params, batch: Batch, schedule: Schedule
+) -> dict[str, Any]:
+    """Returns the load of the experts of each layer on a batch; nothing for other models.
+
+    Returns:
+      "expert_load", `(L, E)`, the share of the choices that fall on each expert; and
+      "expert_dropped", `(L,)`, the share of the choices that a capacity leaves out.
+    """
+    if not programs.has_experts:
+        return {}
+    loads = programs.load(params, in_parts(batch, schedule.batch // schedule.accumulate))
+    load, dropped = (np.asarray(each, float).tolist() for each in loads)
+    return {"expert_load": load, "expert_dropped": dropped}
 
 
 def held_out(

@@ -84,7 +84,10 @@ class Distillation(FineTuning):
         return {**updated, "step": params["step"] + 1}, state, loss
 
     def _scores(self, params: Params, batch: Batch) -> tuple[Scores, Any]:
-        """Returns the losses of the present step in place of those of the targets, and no cost."""
+        """Returns the losses of the present step in place of those of the targets.
+
+        The further losses of experts are added where the losses are those of logits.
+        """
         converted, original = self.model(params), self._original.model(params["original"])
         # Without gradients, nothing is recomputed.
         original.config = dataclasses.replace(original.config, remat=False)
@@ -93,23 +96,21 @@ class Distillation(FineTuning):
             block.mixer = _recording(block.mixer, seen)
         logits = original(*batch.inputs)
 
-        def of_outputs() -> jax.Array:
+        def of_outputs() -> tuple[jax.Array, jax.Array]:
             errors = [
                 jnp.square(block.mixer(x).astype(jnp.float32) - y).mean(-1)
                 for block, (x, y) in zip(converted.blocks, seen, strict=True)
             ]
-            return jnp.stack(errors).mean(0)
+            return jnp.stack(errors).mean(0), jnp.zeros(())
 
-        def of_logits() -> jax.Array:
-            wanted, found = (
-                jax.nn.log_softmax(x.astype(jnp.float32))
-                for x in (logits, converted(*batch.inputs))
-            )
-            return jnp.sum(jnp.exp(wanted) * (wanted - found), -1)
+        def of_logits() -> tuple[jax.Array, jax.Array]:
+            found, others = self._logits(converted, batch)
+            wanted, found = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in (logits, found))
+            return jnp.sum(jnp.exp(wanted) * (wanted - found), -1), others
 
-        losses = jax.lax.cond(params["step"] < self._transfer, of_outputs, of_logits)
+        losses, others = jax.lax.cond(params["step"] < self._transfer, of_outputs, of_logits)
         counts = batch.targets != NOTHING
-        return Scores(jnp.where(counts, losses, 0), jnp.zeros_like(counts)), jnp.zeros(())
+        return Scores(jnp.where(counts, losses, 0), jnp.zeros_like(counts)), others
 
     def _evaluate(self, params: Params, batch: Batch) -> Scores:
         of_targets = super()._scores

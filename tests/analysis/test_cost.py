@@ -14,6 +14,17 @@ def test_a_product_counts_multiplications_and_additions():
     assert counted(jnp.matmul, (3, 4), (4, 5)) == 2 * 3 * 4 * 5
 
 
+def test_each_row_of_a_ragged_product_counts_for_one_group():
+    sizes = jnp.array([4, 0, 3])
+
+    def product(x, w):
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    shapes = (7, 4), (3, 4, 5)
+    assert counted(product, *shapes) == 2 * 7 * 4 * 5
+    assert counted(lambda x, w, y: jax.vjp(product, x, w)[1](y), *shapes, (7, 5)) == 6 * 7 * 4 * 5
+
+
 def test_a_loop_counts_as_often_as_it_runs():
     def loop(x):
         return jax.lax.fori_loop(0, x.shape[0], lambda i, y: y + x[i], jnp.zeros(x.shape[1]))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from effattn.nn import Centroids, Transformer
+from effattn.nn import Centroids, Experts, MixtureOfExperts, Transformer
 from experiments import lm, mlm, seq2seq
 from experiments.harness import models
 from experiments.tasks import pairs
@@ -125,6 +125,24 @@ def test_options_of_the_model_reach_all_kinds(option, field, usual, changed):
 
         assert {getattr(config, field) for config in configs()} == {usual}
         assert {getattr(config, field) for config in configs(**{option: changed})} == {changed}
+
+
+def test_experts_reach_all_kinds_and_keep_the_models_equally_large():
+    options = {
+        "experts": 4,
+        "experts_per_token": 1,
+        "expert_capacity": 1.5,
+        "shared_experts": 1,
+    }
+    for task, usual in ((CAUSAL, OPTIONS), (Last(), OPTIONS), (PAIRS, SIDES)):
+        given = dataclasses.replace(usual, **options)
+        softmax, other = (model(m, task, given) for m in ("softmax", "mixture_of_mechanisms"))
+        layers = [m for _, m in nnx.iter_modules(softmax) if isinstance(m, MixtureOfExperts)]
+        count = OPTIONS.layers * (2 if task is PAIRS else 1)
+        assert [layer.experts for layer in layers] == [Experts(4, 1, 1.5, 1)] * count
+        # A hidden feature of each expert, and of the shared one.
+        a_feature = 3 * OPTIONS.width * count * 5
+        assert abs(parameters(softmax) - parameters(other)) <= a_feature / 2
 
 
 @pytest.mark.parametrize("script", [lm, mlm, seq2seq], ids=["lm", "mlm", "seq2seq"])

@@ -12,6 +12,7 @@ def ones(*shape):
 PARAMS = {
     "embed": {"embedding": ones(6, 4)},
     "mixer": {"query": {"kernel": ones(4, 2, 3)}, "out": {"kernel": ones(2, 3, 4)}},
+    "experts": {"up_kernels": ones(3, 4, 5), "down_kernels": ones(3, 5, 4)},
     "norm": {"scale": ones(4)},
 }
 
@@ -36,7 +37,9 @@ def test_muon_orthogonalises_kernels_read_from_inputs_to_outputs():
     (update,) = updates("muon", random_gradients(), warmup=0.1)
     query = np.asarray(update["mixer"]["query"]["kernel"]).reshape(4, 6)
     out = np.asarray(update["mixer"]["out"]["kernel"]).reshape(6, 4)
-    for matrix in (query, out):
+    experts = [matrix for kernels in update["experts"].values() for matrix in np.asarray(kernels)]
+    assert len(experts) == 6
+    for matrix in (query, out, *experts):
         singular = np.linalg.svd(matrix, compute_uv=False)
         # Five Newton-Schulz steps bring singular values near max(1, sqrt(outputs / inputs)).
         assert singular.max() / singular.min() < 2
@@ -74,6 +77,7 @@ def test_only_kernels_decay(name):
     zeros = jax.tree.map(np.zeros_like, PARAMS)
     (update,) = updates(name, zeros, weight_decay=0.5, warmup=0.1)
     np.testing.assert_allclose(update["mixer"]["query"]["kernel"], -0.5, rtol=1e-6)
+    np.testing.assert_allclose(update["experts"]["up_kernels"], -0.5, rtol=1e-6)
     np.testing.assert_array_equal(update["embed"]["embedding"], 0)
     np.testing.assert_array_equal(update["norm"]["scale"], 0)
 

@@ -5,10 +5,10 @@ import shlex
 import pytest
 import tyro
 
-from experiments import lm, mlm, seq2seq
+from experiments import adaptive, lm, mlm, seq2seq
 from experiments.harness import checks, models
 from experiments.harness.errors import UserError
-from experiments.harness.options import OF_RUNS, command_of
+from experiments.harness.options import OF_EXPERTS, OF_RUNS, command_of
 from tests.experiments.counting import Options
 
 
@@ -51,9 +51,29 @@ def test_the_folder_depends_on_the_training_alone():
     assert not OF_RUNS & usual.of_folder().keys()
     for changes in (["--key-heads", "1"], ["--redraw", "4"], ["--precision", "float16"]):
         assert lm.parse(changes).of_folder() != usual.of_folder()
+    # Folders without experts say nothing of experts.
+    assert not OF_EXPERTS & usual.of_folder().keys()
+    assert OF_EXPERTS <= lm.parse(["--experts", "4"]).of_folder().keys()
     # An option of its default value is no other option.
     given = ["--evaluate-every", str(usual.steps_between_evaluations)]
     assert lm.parse(given).of_folder() == usual.of_folder()
+
+
+def test_options_of_experts_fit_together():
+    for arguments, message in {
+        "--experts-per-token 1": "--experts-per-token must be left out without --experts, got 1",
+        "--expert-capacity 2": "--expert-capacity must be left out without --experts, got 2",
+        "--shared-experts 1": "--shared-experts must be left out without --experts, got 1",
+        "--experts 0": "--experts must be at least 1, got 0",
+        "--experts 1": "--experts-per-token must be at most --experts 1, got 2",
+        "--experts 4 --expert-capacity 0": "--expert-capacity must be positive and finite",
+        "--experts 4 --shared-experts -1": "--shared-experts must not be negative, got -1",
+    }.items():
+        with pytest.raises(UserError, match=f"^{message}"):
+            lm.parse(arguments.split()).check()
+    with pytest.raises(UserError, match="--experts must be left out, because this experiment"):
+        adaptive.Config(task="mixed-range", experts=4).check()
+    lm.parse("--experts 4 --expert-capacity 1.25 --shared-experts 1".split()).check()
 
 
 def test_the_runs_of_a_report_are_those_that_are_asked_for():

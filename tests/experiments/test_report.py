@@ -115,6 +115,20 @@ def test_shares_are_percentages():
     assert row.startswith("| softmax   |   50.0 % |         12.5 % |")
 
 
+def test_models_with_experts_show_their_load():
+    loads = [[[0.2, 0.8], [0.5, 0.5]], [[0.4, 0.6], [0.5, 0.5]]]
+    runs = [
+        share("softmax", s, 0.5, 0.5, expert_load=load, expert_dropped=[0.1, 0.2 * s])
+        for s, load in enumerate(loads)
+    ]
+    (row,) = summary_of(runs, Accurate())["mechanisms"]
+    assert row["expert_load"] == [[pytest.approx(0.3), pytest.approx(0.7)], [0.5, 0.5]]
+    header, _, softmax, linear = table_of([*runs, *SHARES[2:]], Accurate()).splitlines()
+    assert header.endswith("|    expert load | dropped |")
+    assert softmax.endswith("| 30.0 to 70.0 % |  10.0 % |")
+    assert linear.endswith("|              - |       - |")
+
+
 def test_the_headline_of_every_held_out_set_has_a_table_of_its_own():
     header, _, softmax, linear = report.sets_table(summary_of(SHARES, Accurate())).splitlines()
     assert header == "| mechanism |    validation |    length 64 |"
