@@ -98,24 +98,25 @@ def label(form: str) -> str:
     if form.startswith("int"):
         return f"{form[3:]} bits a weight"
     if form.startswith("heads-"):
-        return f"{form[6:]} fewer heads a layer"
+        count = int(form[6:])
+        return f"{count} {'head' if count == 1 else 'heads'} fewer in each layer"
     return ORIGINAL if form == ORIGINAL else f"{ORIGINAL}, trained on"
 
 
-def markdown(summary: Mapping[str, Any]) -> str:
-    """Returns the Markdown report."""
+def spread(values: Sequence[float]) -> str:
+    """Returns the mean and half of the 95 % interval as text."""
     from experiments.harness.statistics import mean
 
-    headline, heading = summary["headline"], summary["heading"]
+    value, half = mean(values)
+    return f"{value:.3f}" if half is None else f"{value:.3f} ± {half:.3f}"
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """Returns the table of the forms."""
+    headline = summary["headline"]
     by_form: dict[str, list[Record]] = {}
     for run in summary["runs"]:
         by_form.setdefault(run["way"], []).append(run)
-
-    def spread(values: Sequence[float]) -> str:
-        value, half = mean(values)
-        return f"{value:.3f}" if half is None else f"{value:.3f} ± {half:.3f}"
-
-    (original, *_) = by_form[ORIGINAL]
     rows = []
     for form, runs in by_form.items():
         before = [run["curve"][0][headline] for run in runs]
@@ -124,11 +125,18 @@ def markdown(summary: Mapping[str, Any]) -> str:
         size = summary["bytes"][form]
         times = summary["bytes"][ORIGINAL] / size
         rows.append([label(form), *first, f"{size / 1e3:,.0f} kB", f"{times:.2f}"])
+    return markdown_table(["form", "as it is", "trained on", "parameters", "times smaller"], rows)
+
+
+def markdown(summary: Mapping[str, Any]) -> str:
+    """Returns the Markdown report."""
+    heading = summary["heading"]
+    original, *_ = (run for run in summary["runs"] if run["way"] == ORIGINAL)
     steps = f"{original['tokens']:,} tokens"
     more = f"{max(run['tokens'] for run in summary['runs'] if run['way'] != ORIGINAL):,} tokens"
     parts = [
         f"# Compression of a model with {summary['config']['mechanisms'][0]} attention",
-        markdown_table(["form", "as it is", "trained on", "parameters", "times smaller"], rows),
+        table(summary),
         f"Validation {heading}. The original was trained on {steps}. Each form starts from it, and "
         f"is then trained on {more}; so is the original itself, for comparison. Forms with fewer "
         "bits round the kernels of projections in each training step too (quantisation-aware "

@@ -89,7 +89,8 @@ def _checked(line: bytes, step: int, is_evaluation: bool) -> dict[str, Any]:
         if key not in record:
             raise ValueError(f"no {key}")
     for key, value in record.items():
-        if not _is_measure(value):
+        is_right = _is_number if key in ("step", "tokens", "seconds") else _is_measure
+        if not is_right(value):
             raise ValueError(f"{key} is {value!r}, which is not a number")
     if record["step"] != step:
         raise ValueError(f"step {record['step']} in place of step {step}")
@@ -103,8 +104,12 @@ def _is_measure(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_measure, value.values()))
     if isinstance(value, list):
-        return all(map(_is_measure, value))
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+        return bool(value) and all(map(_is_measure, value))
+    return value is None or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def evaluations(path: Path, schedule: Schedule, step: int) -> list[dict[str, Any]]:

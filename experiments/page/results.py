@@ -14,6 +14,7 @@ COMPARISON = "comparison"
 KINDS: Mapping[str, frozenset[str]] = {
     COMPARISON: frozenset({"columns", "headline", "runs"}),
     "approximation": frozenset({"errors", "effective_rank"}),
+    "compress": frozenset({"bytes", "heads", "heading", "runs"}),
     "downstream": frozenset({"records"}),
     "efficiency": frozenset({"layers", "longest", "caches", "plain", "memory"}),
     "finetune": frozenset({"conversions", "heading", "runs"}),

@@ -55,6 +55,17 @@ def _downstream(summary: Summary) -> list[str]:
     ]
 
 
+def _compress(summary: Summary) -> list[str]:
+    from experiments.compress import table
+
+    return [
+        f"Validation {summary['heading']} of a trained language model and of compressed forms of "
+        "it, as they are and after further training; means over seeds, ± half of the 95 % "
+        "interval.",
+        table(summary),
+    ]
+
+
 def _efficiency(summary: Summary) -> list[str]:
     # Imported late, as it imports JAX.
     from experiments.costs.tables import Results, crossovers
@@ -129,6 +140,7 @@ def _finetune(summary: Summary) -> list[str]:
 
 _CONTENTS: Mapping[str, Callable[[Summary], list[str]]] = {
     "approximation": _approximation,
+    "compress": _compress,
     "downstream": _downstream,
     "efficiency": _efficiency,
     "finetune": _finetune,

@@ -35,7 +35,7 @@ def test_every_form_is_measured_before_and_after_it_is_trained_on(tmp_path, fold
     sizes = summary["bytes"]
     assert sizes["original"] == sizes["longer"] > sizes["heads-1"] > sizes["int8"] > sizes["int4"]
     shown = capsys.readouterr().out
-    assert "| 4 bits a weight " in shown and "| 1 fewer heads a layer " in shown
+    assert "| 4 bits a weight " in shown and "| 1 head fewer in each layer " in shown
     assert compress.main([*command, "--seeds", "0", "1"]) == 0
     assert "This run is finished" in capsys.readouterr().out
 

@@ -94,6 +94,18 @@ def test_training_on_a_mesh_equals_that_on_one_device(tmp_path, changes):
 
 @pytest.mark.devices
 @pytest.mark.slow
+@pytest.mark.parametrize("capacity", [None, 1.5])
+def test_experts_on_a_mesh_equal_those_on_one_device(tmp_path, capacity):
+    changes = {"experts": 4, "expert_capacity": capacity}
+    expected, *params = trained(tmp_path / "one", 6, **changes)
+    found, *others = trained(tmp_path / "mesh", 6, "expert=4,tensor=2", **changes)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.devices
+@pytest.mark.slow
 def test_a_run_resumes_on_another_mesh(tmp_path):
     expected, *params = trained(tmp_path / "one", 6)
     trained(tmp_path / "moved", 3, "data=2,tensor=4")

@@ -80,6 +80,16 @@ def of_efficiency():
     return {"command": "toys", "config": {"rounds": 1, "environment": MADE["environment"]}, **of}
 
 
+def of_compress():
+    def run(way, *losses):
+        return {"way": way, "bits": losses[-1], "curve": [{"bits": loss} for loss in losses]}
+
+    runs = [run("original", 2.0), run("int4", 2.5, 2.25), run("heads-2", 4.0, 3.0)]
+    sizes = {"original": 4000, "int4": 1000, "heads-2": 3200}
+    of = {"headline": "bits", "heading": "bits/byte", "heads": [], "bytes": sizes, "runs": runs}
+    return MADE | of | {"config": {"mechanisms": ["softmax"]}}
+
+
 def of_finetune():
     def run(way, mechanism, seed, *losses):
         curve = [{"tokens": i, "bits": loss} for i, loss in enumerate(losses)]
@@ -324,6 +334,7 @@ def test_a_table_of_one_mechanism_has_no_figure(folder, tmp_path):
 def test_other_experiments_have_sections(folder, tmp_path):
     made = {
         "approximation": of_approximation(),
+        "compress": of_compress(),
         "downstream": of_downstream(),
         "efficiency": of_efficiency(),
         "finetune": of_finetune(),
@@ -341,6 +352,7 @@ def test_other_experiments_have_sections(folder, tmp_path):
         "|window|0.250|0.125|",
         "|window|0.080|0.160|0.080|0.160|",
         "|`linear`|512|512|512|<=256|1M|256k|",
+        "|4bitsaweight|2.500|2.250|1kB|4.00|",
         "|linear|distill|4.000±0.000|2.255±0.064|2.500±0.000|",
         "|linear|0.30(0.20to0.40)|0.40(0.30to0.50)|1.000|0.57(0.50to0.60)|",
     } <= rows
