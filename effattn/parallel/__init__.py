@@ -5,12 +5,14 @@ Batch and heads need nothing from this package: effattn's functions run on shard
 inside `jax.shard_map`, and they exchange what the mechanism needs:
 
 - `exchange_heads` (Ulysses): every device gets all tokens of some of the heads. It takes any
-  function of query, key and value, unchanged, and as many devices as there are heads.
+  function over heads, unchanged; the number of devices must divide the number of query heads.
 - `ring_attention`: exact attention, also within windows. Keys and values pass all devices; within
   a window, only the nearest tokens pass to the neighbours.
-- `pass_states`: recurrences. One state a device passes, whatever the length.
+- `pass_states`: recurrences. Each device sends one state and one transition to all others,
+  whatever the length.
 
-A model of 131,072 tokens on eight devices, two of them for the batch:
+One call of attention on global arrays `(B, T, N, H)`, such as 131,072 tokens, on eight devices: two
+parts of the batch, and four parts of the tokens, so the number of heads N is a multiple of 4:
 
     mesh = parallel.make_mesh(data=2, sequence=4)
     tokens = PartitionSpec("data", "sequence")

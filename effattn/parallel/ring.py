@@ -2,11 +2,13 @@
 
 The devices of a mesh axis hold consecutive parts of T tokens. Keys and values travel around the
 ring; each device attends to every part that passes, and combines the results by their log-sum-exps.
-Backward, keys and values travel once more, with their gradients. A device never has more than two
-parts, so its memory falls with the number of devices.
+Backward, keys and values travel once more, with their gradients in at least float32, and one more
+hop brings these gradients home. A device never has more than two parts, so its memory falls with
+the number of devices.
 
 Within a window of at most T tokens, a device needs only the nearest tokens of its neighbours: these
-alone are sent, and what is sent does not grow with the sequence.
+alone are sent, and what is sent does not grow with the sequence. For a wider window of w tokens,
+whole parts travel over the nearest ceil(w / T) devices.
 """
 
 import functools
@@ -102,8 +104,10 @@ def ring_attention(
 
     Call it inside `jax.shard_map`, with the tokens of this device; device n has the n-th part.
     Every device computes O(T S) of the attention, and holds O(T) of keys, for S = P T tokens on P
-    devices. It sends P - 1 times its keys and values, and twice as much with gradients backward;
-    within a window of at most T tokens, it sends the tokens of one window.
+    devices. Forward, it sends keys and values of T tokens P - 1 times. Backward, it sends them
+    again, their gradients (at least float32) beside them, and these gradients once more. Within a
+    window of w <= T tokens it sends keys and values of w tokens, and their gradients backward;
+    within a wider one, ceil(w / T) times those of T tokens in place of P - 1 times.
 
     Causal attention leaves devices with early parts idle while others compute.
 

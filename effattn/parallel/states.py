@@ -15,10 +15,15 @@ def pass_states(function: Callable[..., Any], axis_name: str) -> Callable[..., A
     """Returns a recurrence for a sequence whose tokens the devices of a mesh axis hold in parts.
 
     Call the result inside `jax.shard_map`. Its arrays of tokens are those of this device, where
-    device n has the n-th part; lengths count all tokens. Each device sends and receives one state
-    and one transition for each device, whatever the length, and runs the recurrence twice: once for
-    the state that its own tokens add, and once from the state before them. The delta form runs once
-    more, for its transition.
+    device n has the n-th part; lengths count all tokens. Each device sends one state and one
+    transition to every other device, whatever the length, in at least float32. It runs the
+    recurrence twice: once for the state that its own tokens add, and once from the state before
+    them. A transition is one number for each head, or one for each feature; in the delta form it is
+    a matrix F x F for each head, as large as a state, and the recurrence runs once more for it.
+
+    The returned state is equal on all devices, but its type varies over the mesh axis: return
+    `state[None]` with that axis in `out_specs`, one copy a device. In a loss that devices sum, only
+    one device may count it.
 
     Args:
       function: `linear_attention` with `is_causal=True`, `retention`, `gated_linear_attention`,

@@ -43,7 +43,7 @@ CALLS = {
     ),
     "sink": (effattn.dot_product_attention, {"sink": (numbers(HEADS), OF_HEADS)}),
     "score_mod": (
-        functools.partial(effattn.dot_product_attention, is_causal=True, score_mod=None),
+        functools.partial(effattn.dot_product_attention, is_causal=True, score_mod=by_distance),
         {},
     ),
     "window": (functools.partial(effattn.sliding_window_attention, local_window_size=20), {}),
@@ -70,10 +70,9 @@ def both(name, key_heads=HEADS, devices=4):
     mesh = parallel.make_mesh(data=-1, sequence=devices)
     specs = [OF_TOKENS] * 4 + [spec for _, spec in options.values()]
     names = list(options)
-    score_mod = {"score_mod": by_distance} if name == "score_mod" else {}
 
     def attend(function, query, key, value, cotangent, *more):
-        given = {**dict(zip(names, more, strict=True)), **score_mod}
+        given = dict(zip(names, more, strict=True))
         out, pull_back = jax.vjp(lambda *arrays: function(*arrays, **given), query, key, value)
         return out, pull_back(cotangent)
 
@@ -99,6 +98,49 @@ def test_several_devices_give_what_one_gives(name):
 def test_key_heads_are_repeated_where_there_are_fewer_than_devices(name, key_heads):
     alone, given, run, placed = both(name, key_heads)
     assert_close(run(*placed), jax.jit(alone)(*given), 1e-5)
+
+
+def test_bonus_of_fewer_key_heads_than_devices():
+    """RWKV-6: the bonus of each key head goes with the repeated key heads."""
+    mesh = parallel.make_mesh(data=2, sequence=4)
+    sizes = HEADS, 2, 2, 2
+    query, key, value, gate = (numbers(BATCH, TOKENS, heads, SIZE) for heads in sizes)
+    bonus, gate = numbers(2, SIZE), jax.nn.log_sigmoid(gate)
+    call = parallel.exchange_heads(effattn.rwkv6_attention, "sequence")
+    run = jax.shard_map(
+        lambda *arrays: call(*arrays[:3], log_decay=arrays[3], bonus=arrays[4]),
+        mesh=mesh,
+        in_specs=(OF_TOKENS,) * 4 + (OF_HEADS,),
+        out_specs=OF_TOKENS,
+    )
+    right = effattn.rwkv6_attention(query, key, value, log_decay=gate, bonus=bonus)
+    assert_close(jax.jit(run)(query, key, value, gate, bonus), right, 1e-5)
+
+
+def test_lsh_attention_shares_queries_and_keys():
+    mesh = parallel.make_mesh(data=2, sequence=4)
+    query_key, value = (numbers(BATCH, TOKENS, HEADS, SIZE) for _ in range(2))
+    rotations = effattn.lsh_rotations(jax.random.key(0), 2, 8, SIZE, num_heads=HEADS)
+    function = functools.partial(
+        effattn.lsh_attention, num_rounds=2, num_buckets=8, chunk_length=8, is_causal=True
+    )
+    call = parallel.exchange_heads(function, "sequence")
+    run = jax.shard_map(
+        lambda *arrays: call(*arrays[:2], rotations=arrays[2]),
+        mesh=mesh,
+        in_specs=(OF_TOKENS,) * 2 + (OF_HEADS,),
+        out_specs=OF_TOKENS,
+    )
+    right = function(query_key, value, rotations=rotations)
+    assert_close(jax.jit(run)(query_key, value, rotations), right, 1e-5)
+    drawn = jax.shard_map(
+        lambda *arrays: call(*arrays, rng=jax.random.key(0)),
+        mesh=mesh,
+        in_specs=(OF_TOKENS,) * 2,
+        out_specs=OF_TOKENS,
+    )
+    with pytest.raises(ValueError, match="cannot divide the option 'rng', an array"):
+        drawn(query_key, value)
 
 
 def moved(program):
@@ -144,7 +186,7 @@ def fails(message, heads=HEADS, key_heads=HEADS, function=effattn.dot_product_at
 
 
 def test_what_cannot_be_exchanged_is_one_sentence():
-    fails("the 4 devices of the mesh axis 'sequence' must divide the 2 query heads", 2, 2)
+    fails("the 4 devices of the mesh axis 'sequence' must divide the 2 heads of query", 2, 2)
     fails("key must have a number of heads that divides the 4 devices .* got 6", 12, 6)
     fails("cannot divide the option 'bias', an array", bias=jnp.zeros((1, 1, TOKENS, TOKENS)))
     fails("needs log_decay", function=effattn.retention)
@@ -153,4 +195,8 @@ def test_what_cannot_be_exchanged_is_one_sentence():
     fails("has no dropout, got dropout_rng", dropout_rate=0.0, dropout_rng=jax.random.key(0))
     # Arrays of NumPy are arrays too.
     fails("cannot divide the option 'bias', an array", bias=np.zeros((1, 1, TOKENS, TOKENS)))
+    fails("cannot divide the option 'mask', an array", mask=jnp.ones((1, 1, TOKENS, TOKENS), bool))
+    dilated = functools.partial(effattn.sliding_window_attention, local_window_size=2)
+    fails("needs one dilation for all heads", function=dilated, dilation=[1, 2] * 4)
+    fails("beta must have shape", function=effattn.delta_rule_attention, beta=jnp.ones((2, 9, 8)))
     fails("return their output alone; leave out return_residual", return_residual=True)
