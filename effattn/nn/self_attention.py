@@ -10,8 +10,8 @@ from flax import nnx
 
 from effattn import registry
 from effattn.arrays import mesh_axes
-from effattn.arrays.segments import positions_from, positions_from_segment_ids
-from effattn.cores import attention
+from effattn.arrays.segments import positions_from
+from effattn.cores import attention, sequence_parts
 from effattn.decode.decoder import without_naive
 from effattn.functional.longformer import gather
 from effattn.nn.attention import Attention
@@ -168,11 +168,7 @@ class SelfAttention(Attention, CausalMixer):
             padding["is_causal"] = True
         positions = None
         if self.rotary is not None:
-            positions = (
-                jnp.arange(time)
-                if segment_ids is None
-                else positions_from_segment_ids(padding["segment_ids"])
-            )
+            positions = sequence_parts.positions(time, padding.get("segment_ids"))
         return zero_padding(x, valid), positions, {**self._options(), **padding}
 
     def _heads(

@@ -7,9 +7,12 @@ inside `jax.shard_map`, and they exchange what the mechanism needs:
 - `exchange_heads` (Ulysses): every device gets all tokens of some of the heads. It takes any
   function over heads, unchanged; the number of devices must divide the number of query heads.
 - `ring_attention`: exact attention, also within windows. Keys and values pass all devices; within
-  a window, only the nearest tokens pass to the neighbours.
-- `pass_states`: recurrences. Each device sends one state and one transition to all others,
-  whatever the length.
+  a window, only the nearest tokens pass to the neighbours. The order of `zigzag_order` gives all
+  devices equal work in causal calls.
+- `pass_states`: recurrences, and their mixers with short convolutions. Each device sends one state
+  and one transition to all others, whatever the length.
+- `exchange_channels`: long convolutions and other mixers of tokens without heads, and their
+  modules. Every device gets all tokens of some of the channels.
 
 One call of attention on global arrays `(B, T, N, H)`, such as 131,072 tokens, on eight devices: two
 parts of the batch, and four parts of the tokens, so the number of heads N is a multiple of 4:
@@ -21,9 +24,18 @@ parts of the batch, and four parts of the tokens, so the number of heads N is a 
     out = jax.jit(run)(query, key, value)
 """
 
+from effattn.parallel.channels import exchange_channels
 from effattn.parallel.heads import exchange_heads
 from effattn.parallel.mesh import AXES, make_mesh
-from effattn.parallel.ring import ring_attention
+from effattn.parallel.ring import ring_attention, zigzag_order
 from effattn.parallel.states import pass_states
 
-__all__ = ["AXES", "exchange_heads", "make_mesh", "pass_states", "ring_attention"]
+__all__ = [
+    "AXES",
+    "exchange_channels",
+    "exchange_heads",
+    "make_mesh",
+    "pass_states",
+    "ring_attention",
+    "zigzag_order",
+]

@@ -62,6 +62,14 @@ CALLS = {
 }
 
 
+def quick(names, *quick):
+    """The names as parameters, all but some of them marked slow."""
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+QUICK = "softmax", "documents", "lengths", "sink", "score_mod", "window", "linear"
+
+
 def both(name, key_heads=HEADS, devices=4):
     """The function of arrays on one device and on several, and the arrays."""
     function, options = CALLS[name]
@@ -87,14 +95,14 @@ def both(name, key_heads=HEADS, devices=4):
     return functools.partial(attend, function), given, jax.jit(sharded), placed
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", quick(CALLS, *QUICK))
 def test_several_devices_give_what_one_gives(name):
     alone, given, run, placed = both(name)
     assert_close(run(*placed), jax.jit(alone)(*given), 1e-5)
 
 
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-@pytest.mark.parametrize("name", ["softmax", "linear"])
+@pytest.mark.parametrize("key_heads", quick([1, 2, 4], 2))
+@pytest.mark.parametrize("name", quick(["softmax", "linear"], "softmax"))
 def test_key_heads_are_repeated_where_there_are_fewer_than_devices(name, key_heads):
     alone, given, run, placed = both(name, key_heads)
     assert_close(run(*placed), jax.jit(alone)(*given), 1e-5)
