@@ -46,11 +46,6 @@ CALLS = {
         functools.partial(effattn.dot_product_attention, is_causal=True, score_mod=by_distance),
         {},
     ),
-    "window": (functools.partial(effattn.sliding_window_attention, local_window_size=20), {}),
-    "bigbird": (
-        functools.partial(effattn.bigbird_attention, block_size=8),
-        {"random_blocks": (jnp.asarray(DRAW.integers(0, 8, (HEADS, 8, 2)), jnp.int32), OF_HEADS)},
-    ),
     "linear": (functools.partial(effattn.linear_attention, is_causal=True), {}),
     "retention": (effattn.retention, {"log_decay": (-jnp.arange(1.0, 9) / 20, OF_HEADS)}),
     "gated linear": (effattn.gated_linear_attention, {"log_decay": (GATES, OF_TOKENS)}),
@@ -58,7 +53,6 @@ CALLS = {
         effattn.delta_rule_attention,
         {"beta": (jax.nn.sigmoid(numbers(BATCH, TOKENS, HEADS)), OF_TOKENS)},
     ),
-    "nystrom": (functools.partial(effattn.nystrom_attention, num_landmarks=8), {}),
 }
 
 
@@ -67,7 +61,7 @@ def quick(names, *quick):
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-QUICK = "softmax", "documents", "lengths", "sink", "score_mod", "window", "linear"
+QUICK = "softmax", "documents", "lengths", "sink", "score_mod"
 
 
 def both(name, key_heads=HEADS, devices=4):
@@ -125,32 +119,6 @@ def test_bonus_of_fewer_key_heads_than_devices():
     assert_close(jax.jit(run)(query, key, value, gate, bonus), right, 1e-5)
 
 
-def test_lsh_attention_shares_queries_and_keys():
-    mesh = parallel.make_mesh(data=2, sequence=4)
-    query_key, value = (numbers(BATCH, TOKENS, HEADS, SIZE) for _ in range(2))
-    rotations = effattn.lsh_rotations(jax.random.key(0), 2, 8, SIZE, num_heads=HEADS)
-    function = functools.partial(
-        effattn.lsh_attention, num_rounds=2, num_buckets=8, chunk_length=8, is_causal=True
-    )
-    call = parallel.exchange_heads(function, "sequence")
-    run = jax.shard_map(
-        lambda *arrays: call(*arrays[:2], rotations=arrays[2]),
-        mesh=mesh,
-        in_specs=(OF_TOKENS,) * 2 + (OF_HEADS,),
-        out_specs=OF_TOKENS,
-    )
-    right = function(query_key, value, rotations=rotations)
-    assert_close(jax.jit(run)(query_key, value, rotations), right, 1e-5)
-    drawn = jax.shard_map(
-        lambda *arrays: call(*arrays, rng=jax.random.key(0)),
-        mesh=mesh,
-        in_specs=(OF_TOKENS,) * 2,
-        out_specs=OF_TOKENS,
-    )
-    with pytest.raises(ValueError, match="cannot divide the option 'rng', an array"):
-        drawn(query_key, value)
-
-
 def moved(program):
     """Numbers that a device passes to each kind of collective."""
     found = {}
@@ -198,6 +166,11 @@ def test_what_cannot_be_exchanged_is_one_sentence():
     fails("key must have a number of heads that divides the 4 devices .* got 6", 12, 6)
     fails("cannot divide the option 'bias', an array", bias=jnp.zeros((1, 1, TOKENS, TOKENS)))
     fails("needs log_decay", function=effattn.retention)
+    hashed = functools.partial(
+        lambda query_key, _, value, **options: effattn.lsh_attention(query_key, value, **options),
+        **{"num_rounds": 2, "num_buckets": 4, "chunk_length": 4},
+    )
+    fails("cannot divide the option 'rng', an array", function=hashed, rng=jax.random.key(0))
     fails("needs random_blocks", function=effattn.bigbird_attention, block_size=8)
     fails("has no dropout, got dropout_rate; leave it out", dropout_rate=0.1)
     fails("has no dropout, got dropout_rng", dropout_rate=0.0, dropout_rng=jax.random.key(0))

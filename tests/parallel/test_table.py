@@ -1,0 +1,171 @@
+"""The table of docs/performance.md: every mechanism runs by the call that it names, or by none."""
+
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import effattn
+from effattn import parallel, registry
+from effattn.testing.functions import assert_close
+from tests.parallel import test_modules
+from tests.parallel.test_heads import quick
+
+pytestmark = pytest.mark.devices
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "performance.md"
+ROW = re.compile(
+    r"^\| `?(ring_attention|pass_states|exchange_\w+|none)`? \|([^|]*)\|([^|]*)\|$", re.M
+)
+ROWS = [
+    (name, call, reason)
+    for call, mechanisms, reason in ROW.findall(PAGE.read_text())
+    for name in re.findall(r"`(\w+)`", mechanisms)
+]
+CALLED = {name: call for name, call, _ in ROWS}
+
+BATCH, TOKENS, HEADS, KEY_HEADS, SIZE, DEVICES = 2, 32, 4, 2, 8, 4
+OF_TOKENS, OF_HEADS = P(None, "sequence"), P()
+RNG = np.random.default_rng(0)
+
+
+def numbers(*shape):
+    return jnp.asarray(RNG.normal(size=shape) / 2, jnp.float32)
+
+
+PROJECTION = np.kron(np.eye(4), np.full(TOKENS // 4, 4 / TOKENS)).astype(np.float32)
+IN_BLOCK = np.kron(np.eye(2), np.full(4, 1 / 4)).astype(np.float32)
+BLOCKS = RNG.integers(0, 8, (KEY_HEADS, 8, 2)).astype(np.int32)
+# Options that are the same on all devices, and arrays by head.
+OPTIONS = {
+    "softmax": {"is_causal": True},
+    "sigmoid": {"logit_bias": -2.0},
+    "squared_relu": {"divisor": 7.0},
+    "sliding_window": {"local_window_size": (7, 3)},
+    "dilated": {"local_window_size": (2, 1), "dilation": 3},
+    "longformer": {"local_window_size": 3},
+    "sparse_transformer": {"stride": 4},
+    "block_sparse": {"block_size": 4, "block_mask": lambda m, n: (m + 2 * n) % 3 != 1},
+    "bigbird": {"block_size": 4, "num_window_blocks": 1},
+    "random": {"block_size": 4},
+    "hierarchical": {"segment_size": 4, "num_levels": 2, "num_summaries": 2, "is_causal": True},
+    "based": {"is_causal": True, "local_window_size": (3, 0)},
+    "cosformer": {"is_causal": True, "max_length": TOKENS},
+    "hedgehog": {"is_causal": True},
+    "performer": {"is_causal": True},
+    "linformer": {"key_projection": PROJECTION, "value_projection": PROJECTION},
+    "block_linformer": {"key_projection": IN_BLOCK, "value_projection": IN_BLOCK},
+    "long_short": {"window_size": 3, "segment_size": 4, "projection": IN_BLOCK.T},
+    "nystrom": {"num_landmarks": 4},
+    "lsh": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4},
+    "routing": {"cluster_size": 8},
+}
+ARRAYS = {
+    "additive": {
+        "query_kernel": numbers(HEADS, SIZE, 3),
+        "key_kernel": numbers(HEADS, SIZE, 3),
+        "score": numbers(HEADS, 3),
+    },
+    "bigbird": {"random_blocks": BLOCKS},
+    "random": {"random_blocks": BLOCKS},
+    "hierarchical": {"summary_query": numbers(KEY_HEADS, SIZE)},
+    "hedgehog": {
+        "query_projection": numbers(KEY_HEADS, 4, SIZE),
+        "key_projection": numbers(KEY_HEADS, 4, SIZE),
+    },
+    "performer": {"projection": numbers(KEY_HEADS, 7, SIZE)},
+    "random_features": {"projection": numbers(KEY_HEADS, 7, SIZE) / 3},
+    "long_short": {
+        "window_norm": (numbers(KEY_HEADS, SIZE), numbers(KEY_HEADS, SIZE)),
+        "slot_norm": (numbers(KEY_HEADS, SIZE), numbers(KEY_HEADS, SIZE)),
+    },
+    "nystrom": {"skip_kernel": numbers(KEY_HEADS, 3)},
+    "lsh": {"rotations": effattn.lsh_rotations(jax.random.key(0), 2, 4, SIZE, num_heads=HEADS)},
+    "routing": {"centroids": numbers(HEADS, 5, SIZE)},
+}
+
+
+def inputs_of(name):
+    """The arrays of tokens."""
+    if name == "lsh":
+        return [numbers(BATCH, TOKENS, HEADS, SIZE) for _ in range(2)]
+    if name == "synthesizer_factorized":
+        return [numbers(BATCH, TOKENS, HEADS, n) for n in (8, 4, SIZE)]
+    heads = [HEADS] * 3 if name.startswith("synthesizer") else [HEADS, KEY_HEADS, KEY_HEADS]
+    return [numbers(BATCH, TOKENS, n, SIZE) for n in heads]
+
+
+def attended(name, call=None):
+    """Output and gradients of the inputs and of the arrays by head."""
+    function = registry.get(name).function
+    function = functools.partial(function, **OPTIONS.get(name, {}))
+    inputs, arrays = INPUTS[name], ARRAYS.get(name, {})
+    given = {n: x for n, x in arrays.items() if n != "random_blocks"}
+    fixed = {n: x for n, x in arrays.items() if n == "random_blocks"}
+
+    def run(inputs, given, cotangent):
+        attend = functools.partial(function, **fixed)
+        if call is not None:
+            attend = call(attend, "sequence")
+        out, back = jax.vjp(lambda inputs, given: attend(*inputs, **given), inputs, given)
+        return out, back(cotangent)
+
+    operands = inputs, given, numbers_like(inputs[0], inputs[-1])
+    if call is None:
+        return jax.jit(run)(*operands)
+    mesh = parallel.make_mesh(sequence=DEVICES, devices=jax.devices()[:DEVICES])
+    sharded = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(OF_TOKENS, OF_HEADS, OF_TOKENS),
+        out_specs=(OF_TOKENS, (OF_TOKENS, OF_HEADS)),
+    )
+    return jax.jit(sharded)(*operands)
+
+
+def numbers_like(query, value):
+    shape = (*query.shape[:-1], value.shape[-1])
+    return jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
+
+
+BY_HEADS = [name for name, call, _ in ROWS if call == "exchange_heads"]
+INPUTS = {name: inputs_of(name) for name in BY_HEADS}
+
+
+def test_each_mechanism_has_one_row():
+    assert sorted(name for name, _, _ in ROWS) == sorted(registry.names())
+    assert all(reason.strip() for _, _, reason in ROWS)
+
+
+@pytest.mark.parametrize("name", quick(BY_HEADS, "linformer", "longformer"))
+def test_exchange_heads_takes_the_mechanism(name):
+    assert_close(attended(name, parallel.exchange_heads), attended(name), 1e-4)
+
+
+def test_the_other_calls_are_tested_beside():
+    """By the mixers in `test_modules`, and softmax and windows in `test_ring`."""
+    tested = {
+        "ring_attention": {"softmax", "sliding_window"},
+        "pass_states": {*test_modules.STATES},
+        "exchange_channels": {*test_modules.CHANNELS},
+    }
+    for call, names in tested.items():
+        assert {name for name in CALLED if CALLED[name] == call} == names
+
+
+@pytest.mark.parametrize("name", [name for name, call, _ in ROWS if call == "none"])
+@pytest.mark.parametrize("call", [parallel.pass_states, parallel.exchange_channels])
+def test_mechanisms_without_a_call_are_refused(name, call):
+    options = {
+        "recurrent_memory": {"segment_size": 4, "num_slots": 2},
+        "mixture_of_mechanisms": {"mechanisms": ({"name": "softmax"}, {"name": "linear"})},
+        "synthesizer_random": {"max_length": TOKENS},
+    }
+    module = test_modules.made(name, **options.get(name, {}))
+    with pytest.raises(ValueError, match=f"got {type(module).__name__}; |cannot take"):
+        test_modules.program(module, call)
