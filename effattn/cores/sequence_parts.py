@@ -44,6 +44,14 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "exchange_channels": frozenset(
             {"attention_free", "fourier_mixing", "hyena_convolution", "spatial_gating", "S4"}
         ),
+        "share_keys": frozenset(
+            {
+                "block_linformer_attention",
+                "hierarchical_attention",
+                "linformer_attention",
+                "nystrom_attention",
+            }
+        ),
     }
 )
 _NOT_LINEAR = (
@@ -58,6 +66,7 @@ _REASONS = {
 _INSTEAD = {
     "pass_states": "exchange_heads takes any function over heads, exchange_channels convolutions",
     "exchange_channels": "pass_states takes recurrences, exchange_heads functions over heads",
+    "share_keys": "exchange_heads takes any function over heads",
 }
 
 
@@ -85,6 +94,18 @@ class Parts:
         """Index of this device's part."""
         return lax.axis_index(self.axis_name)
 
+    def sum(self, x: Any) -> Any:
+        """The sum of the arrays of all parts; None stays None."""
+        return lax.psum(x, self.axis_name)
+
+    def gather(self, x: jax.Array, axis: int) -> jax.Array:
+        """The arrays of all parts, side by side."""
+        return lax.all_gather(x, self.axis_name, axis=axis, tiled=True)
+
+    def own(self, x: jax.Array, size: int, axis: int) -> jax.Array:
+        """This part's `size` entries of an array for the whole sequence."""
+        return lax.dynamic_slice_in_dim(x, self.index * size, size, axis)
+
 
 _current: Any = jax.make_user_context(None)
 
@@ -100,6 +121,13 @@ def along(form: str, axis_name: str) -> Iterator[Parts]:
     parts = Parts(form, axis_name)
     with _current(parts):
         yield parts
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Within, mechanisms run as on one device, on what the form has exchanged."""
+    with _current(None):
+        yield
 
 
 def refuse(name: str) -> None:
@@ -151,6 +179,33 @@ def tokens_before(x: jax.Array, count: int) -> jax.Array:
     parts.calls += 1
     pairs = [(n, n + 1) for n in range(parts.devices - 1)]
     return lax.ppermute(x[:, tokens - count :], parts.axis_name, pairs)
+
+
+def with_neighbours(x: jax.Array, count: int, axis: int) -> jax.Array:
+    """x with the `count` tokens before and after it; zeros past the ends of the sequence."""
+    parts, tokens = current(), x.shape[axis]
+    assert parts is not None
+    if tokens < count:
+        raise ValueError(
+            f"each device must have at least the {count} tokens that a token reads on each side, "
+            f"got {tokens}; choose fewer devices for the mesh axis {parts.axis_name!r}"
+        )
+    forwards = [(n, n + 1) for n in range(parts.devices - 1)]
+    last = lax.slice_in_dim(x, tokens - count, tokens, axis=axis)
+    first = lax.slice_in_dim(x, 0, count, axis=axis)
+    before = lax.ppermute(last, parts.axis_name, forwards)
+    after = lax.ppermute(first, parts.axis_name, [(m, n) for n, m in forwards])
+    return jnp.concatenate([before, x, after], axis)
+
+
+def check_blocks(what: str, size: int, tokens: int) -> None:
+    """Raises `ValueError` if a device has a part of a block of `size` tokens."""
+    parts = current()
+    if parts is not None and tokens % size:
+        raise ValueError(
+            f"the {tokens} tokens of each device must be whole {what} of {size} tokens; choose "
+            f"another size, or other devices for the mesh axis {parts.axis_name!r}"
+        )
 
 
 def all_tokens(count: int) -> int:
@@ -212,11 +267,11 @@ def over_channels(
                     arguments[name] = _own_channels(name, jnp.asarray(x), axis, parts)
             if arguments.get("lengths") is not None:
                 # The lengths of all parts add up to those of the sequence.
-                arguments["lengths"] = lax.psum(arguments["lengths"], parts.axis_name)
+                arguments["lengths"] = parts.sum(arguments["lengths"])
             for name in ("segment_ids", "initial_state"):
                 if arguments.get(name) is not None:
                     raise ValueError(f"exchange_channels has no {name}; leave it out")
-            with _current(None):
+            with alone():
                 y = function(*given.args, **given.kwargs)
             if not isinstance(y, jax.Array):
                 raise ValueError(
@@ -249,5 +304,4 @@ def _own_channels(name, x, axis, parts):
         )
     if count < devices:
         x, count = jnp.repeat(x, devices // count, axis), devices
-    size = count // devices
-    return lax.dynamic_slice_in_dim(x, parts.index * size, size, axis)
+    return parts.own(x, count // devices, axis)

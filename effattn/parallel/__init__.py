@@ -13,6 +13,8 @@ inside `jax.shard_map`, and they exchange what the mechanism needs:
   and one transition to all others, whatever the length.
 - `exchange_channels`: long convolutions and other mixers of tokens without heads, and their
   modules. Every device gets all tokens of some of the channels.
+- `share_keys`: attention to compressed keys (low rank, landmarks, hierarchies). Compressed keys and
+  values pass to all devices.
 
 One call of attention on global arrays `(B, T, N, H)`, such as 131,072 tokens, on eight devices: two
 parts of the batch, and four parts of the tokens, so the number of heads N is a multiple of 4:
@@ -26,6 +28,7 @@ parts of the batch, and four parts of the tokens, so the number of heads N is a 
 
 from effattn.parallel.channels import exchange_channels
 from effattn.parallel.heads import exchange_heads
+from effattn.parallel.keys import share_keys
 from effattn.parallel.mesh import AXES, make_mesh
 from effattn.parallel.ring import ring_attention, zigzag_order
 from effattn.parallel.states import pass_states
@@ -37,5 +40,6 @@ __all__ = [
     "make_mesh",
     "pass_states",
     "ring_attention",
+    "share_keys",
     "zigzag_order",
 ]

@@ -25,10 +25,17 @@ def over_parts(form: str, function: Callable[..., Any], axis_name: str) -> Calla
     Raises:
       ValueError: on call, the form does not take the function.
     """
+    given: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        given = {**function.keywords, **given}
+        function = function.func
     name, known = _names_of(function)
     first, *_ = inspect.signature(function).parameters
 
     def run(*arrays, **options):
+        options = {**given, **options}
+        if options.get("dropout_rate"):
+            raise ValueError(f"{form} has no dropout, got dropout_rate; leave it out")
         x = jnp.asarray(arrays[0] if arrays else options[first])
         for lengths in _LENGTHS.keys() & options.keys():
             if options[lengths] is not None:
@@ -51,8 +58,6 @@ def _names_of(function):
 
     A module is refused if it is not known, as it may mix its tokens beside the calls of functions.
     """
-    while isinstance(function, functools.partial):
-        function = function.func
     if hasattr(function, "__name__"):
         return function.__name__, None
     name, binding = type(function).__name__, getattr(function, "binding", None)

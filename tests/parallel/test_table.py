@@ -8,19 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import effattn
 from effattn import parallel, registry
 from effattn.testing.functions import assert_close
 from tests.parallel import test_modules
-from tests.parallel.test_heads import quick
+from tests.parallel.test_heads import moved, quick
 
 pytestmark = pytest.mark.devices
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "performance.md"
 ROW = re.compile(
-    r"^\| `?(ring_attention|pass_states|exchange_\w+|none)`? \|([^|]*)\|([^|]*)\|$", re.M
+    r"^\| `?(ring_attention|pass_states|share_keys|exchange_\w+|none)`? \|([^|]*)\|([^|]*)\|$", re.M
 )
 ROWS = [
     (name, call, reason)
@@ -100,10 +101,10 @@ def inputs_of(name):
     return [numbers(BATCH, TOKENS, n, SIZE) for n in heads]
 
 
-def attended(name, call=None):
+def attended(name, call=None, **options):
     """Output and gradients of the inputs and of the arrays by head."""
     function = registry.get(name).function
-    function = functools.partial(function, **OPTIONS.get(name, {}))
+    function = functools.partial(function, **OPTIONS.get(name, {}), **options)
     inputs, arrays = INPUTS[name], ARRAYS.get(name, {})
     given = {n: x for n, x in arrays.items() if n != "random_blocks"}
     fixed = {n: x for n, x in arrays.items() if n == "random_blocks"}
@@ -128,12 +129,19 @@ def attended(name, call=None):
     return jax.jit(sharded)(*operands)
 
 
+def equal(found, right):
+    (out, gradients), (right_out, right_gradients) = found, right
+    assert_close(out, right_out, 1e-5)
+    assert_close(gradients, right_gradients, 1e-4)
+
+
 def numbers_like(query, value):
     shape = (*query.shape[:-1], value.shape[-1])
     return jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
 
 
-BY_HEADS = [name for name, call, _ in ROWS if call == "exchange_heads"]
+SHARED = [name for name, call, _ in ROWS if call == "share_keys"]
+BY_HEADS = [name for name, call, _ in ROWS if call in ("exchange_heads", "share_keys")]
 INPUTS = {name: inputs_of(name) for name in BY_HEADS}
 
 
@@ -142,9 +150,22 @@ def test_each_mechanism_has_one_row():
     assert all(reason.strip() for _, _, reason in ROWS)
 
 
-@pytest.mark.parametrize("name", quick(BY_HEADS, "linformer", "longformer"))
+@pytest.mark.parametrize("name", quick(BY_HEADS, "longformer"))
 def test_exchange_heads_takes_the_mechanism(name):
-    assert_close(attended(name, parallel.exchange_heads), attended(name), 1e-4)
+    equal(attended(name, parallel.exchange_heads), attended(name))
+
+
+@pytest.mark.parametrize("name", quick(SHARED, "linformer"))
+def test_share_keys_takes_the_mechanism(name):
+    equal(attended(name, parallel.share_keys), attended(name))
+
+
+@pytest.mark.parametrize("name", quick(SHARED, "nystrom"))
+def test_lengths_of_shared_keys_count_all_tokens(name):
+    lengths = jnp.asarray([TOKENS, 13])
+    given = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    found = attended(name, parallel.share_keys, **given)
+    equal(found, attended(name, **given))
 
 
 def test_the_other_calls_are_tested_beside():
@@ -169,3 +190,47 @@ def test_mechanisms_without_a_call_are_refused(name, call):
     module = test_modules.made(name, **options.get(name, {}))
     with pytest.raises(ValueError, match=f"got {type(module).__name__}; |cannot take"):
         test_modules.program(module, call)
+
+
+def shared(name, tokens=TOKENS, **options):
+    """Numbers by collective that a device passes in a call of `share_keys`."""
+    mesh = parallel.make_mesh(sequence=DEVICES, devices=jax.devices()[:DEVICES])
+    function = functools.partial(registry.get(name).function, **OPTIONS[name], **options)
+    run = jax.shard_map(
+        parallel.share_keys(function, "sequence"),
+        mesh=mesh,
+        in_specs=(OF_TOKENS,) * 3,
+        out_specs=OF_TOKENS,
+    )
+    place = NamedSharding(mesh, OF_TOKENS)
+    arrays = [
+        jax.ShapeDtypeStruct((1, tokens, heads, SIZE), jnp.float32, sharding=place)
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    ]
+    return moved(jax.jit(run).lower(*arrays).compile())
+
+
+def test_compressed_keys_alone_are_sent():
+    assert shared("linformer") == {"all-reduce": 4 * 2 * KEY_HEADS * SIZE}
+    landmarks = 4
+    assert shared("nystrom") == {
+        "all-reduce": landmarks * (HEADS + KEY_HEADS) * SIZE,
+        "all-gather": DEVICES * landmarks * HEADS * (SIZE + 1),
+    }
+    slots, summaries = TOKENS // 8 * 2, TOKENS // 4 * 2
+    assert shared("block_linformer") == {"all-gather": slots * 2 * KEY_HEADS * SIZE}
+    # With the logarithm of the weight of a summary.
+    assert shared("hierarchical") == {"all-gather": summaries * KEY_HEADS * (2 * SIZE + 1)}
+
+
+def test_what_cannot_share_keys_is_one_sentence():
+    with pytest.raises(ValueError, match="the 9 tokens of each device must be whole blocks of 8"):
+        shared("block_linformer", 36)
+    with pytest.raises(ValueError, match="the 9 tokens of each device must be whole segments of 4"):
+        shared("hierarchical", 36)
+    with pytest.raises(ValueError, match=r"key_projection of shape \(4, 32\) is for at most 32"):
+        shared("linformer", 64)
+    with pytest.raises(ValueError, match="share_keys has no dropout, got dropout_rate"):
+        shared("linformer", dropout_rate=0.5, dropout_rng=jax.random.key(0))
+    with pytest.raises(ValueError, match="share_keys takes .* got routing_attention; "):
+        shared("routing", centroids=numbers(HEADS, 5, SIZE))
