@@ -20,7 +20,7 @@ from effattn.arrays.segments import positions_from_segment_ids
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The functions that each form takes, and modules without such a function.
+# The functions that each form takes, and modules that are known by their own name.
 TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "pass_states": frozenset(
@@ -44,6 +44,23 @@ TAKEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "exchange_channels": frozenset(
             {"attention_free", "fourier_mixing", "hyena_convolution", "spatial_gating", "S4"}
         ),
+        "exchange_heads": frozenset(
+            {
+                "AdditiveSelfAttention",
+                "BasedSelfAttention",
+                "BlockLinformerSelfAttention",
+                "ConvolutionAttention",
+                "DeltaNet",
+                "GatedDeltaNet",
+                "GatedLinearAttention",
+                "HedgehogSelfAttention",
+                "LinformerSelfAttention",
+                "LongShortSelfAttention",
+                "PerformerSelfAttention",
+                "RandomFeatureSelfAttention",
+                "SelfAttention",
+            }
+        ),
         "share_keys": frozenset(
             {
                 "block_linformer_attention",
@@ -66,6 +83,7 @@ _REASONS = {
 _INSTEAD = {
     "pass_states": "exchange_heads takes any function over heads, exchange_channels convolutions",
     "exchange_channels": "pass_states takes recurrences, exchange_heads functions over heads",
+    "exchange_heads": "it takes any function over heads",
     "share_keys": "exchange_heads takes any function over heads",
 }
 
@@ -143,6 +161,20 @@ def refuse(name: str) -> None:
         f"{parts.form} takes {', '.join(sorted(TAKEN[parts.form]))} and their modules, got "
         f"{name}; {_INSTEAD[parts.form]}"
     )
+
+
+def check_mixer(mixer: Any) -> None:
+    """Raises `ValueError` if the form that runs does not know the mixer.
+
+    A mixer may mix its tokens beside the function that it calls.
+    """
+    parts, name = current(), type(mixer).__name__
+    if parts is None:
+        return
+    mechanism = getattr(getattr(mixer, "binding", None), "mechanism", None)
+    called = None if mechanism is None else getattr(mechanism.function, "__name__", None)
+    if not {name, called} & TAKEN[parts.form]:
+        refuse(name)
 
 
 def taken(name: str, form: str) -> Parts | None:

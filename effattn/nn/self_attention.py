@@ -19,6 +19,7 @@ from effattn.nn.mixer import CausalMixer
 from effattn.nn.options import SelfAttentionOptions
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
+from effattn.parallel.heads import attend_in_parts
 
 
 class SelfAttention(Attention, CausalMixer):
@@ -91,6 +92,7 @@ class SelfAttention(Attention, CausalMixer):
         Returns:
           `(B, T, D)`. Valid tokens do not depend on the padding.
         """
+        sequence_parts.check_mixer(self)
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         heads = self._heads(x, positions, lengths=lengths, segment_ids=segment_ids)
         keywords = {**keywords, **self._per_token(x), **self._dropout(rngs)}
@@ -142,7 +144,7 @@ class SelfAttention(Attention, CausalMixer):
     def _attend(self, heads: tuple[jax.Array, ...], **keywords: Any) -> jax.Array:
         """Calls the attention function on (query, key, value); returns `(B, T, N, Hv)`."""
         self.binding.check_complete(keywords)
-        return self.attention(*heads, **keywords)
+        return attend_in_parts(self.attention, heads, keywords)
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         """Further per-token arguments of the attention function, by name."""

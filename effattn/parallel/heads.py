@@ -7,7 +7,7 @@ heads. Each device sends and receives (P - 1) / P of its parts of query, key, va
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,11 +16,14 @@ import numpy as np
 from jax import lax
 
 from effattn.arrays import checks
+from effattn.cores import sequence_parts
+from effattn.parallel.parts import over_parts
 
 _GATHERED = frozenset({"global_mask", "positions", "segment_ids"})  # (*B, T), needed whole
 _OF_ROWS = frozenset(
     {"key_value_seq_lengths", "lengths", "query_offset", "query_seq_lengths", "scale"}
 )
+_LENGTHS = "query_seq_lengths", "key_value_seq_lengths"
 _OF_HEADS = {"logit_bias": 0, "sink": 0}  # shared options (heads, ...), and their axes for one head
 
 
@@ -34,7 +37,9 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
 
     Args:
       function: attention `(query, key, value, **options) -> output` over heads, such as those of
-        effattn, or `functools.partial` of one. LSH attention `(query_key, value)` and Synthesizers
+        effattn, or `functools.partial` of one; or a mixer of one from `effattn.nn`, such as
+        `nn.SelfAttention`, whose short convolutions get the last tokens of the device before. LSH
+        attention `(query_key, value)` and Synthesizers
         are such functions too; a device has its part of the rows of a table `(S, N, A)`. Options
         that are arrays are those that all heads share (`segment_ids`, `positions`, `global_mask`,
         lengths, `query_offset`, `scale`), `sink`, `logit_bias`, and the arrays by token or by head
@@ -51,6 +56,8 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
     Raises:
       ValueError: on call, the heads cannot be divided by the devices, or an option is refused.
     """
+    if hasattr(function, "binding"):  # a mixer, which calls `attend_in_parts`
+        return over_parts("exchange_heads", function, axis_name)
     given: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:
         given = {**function.keywords, **given}
@@ -70,6 +77,25 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
         return heads.join(out)
 
     return run
+
+
+def attend_in_parts(
+    function: Callable[..., Any], inputs: tuple[jax.Array, ...], options: Mapping[str, Any]
+) -> jax.Array:
+    """The call of an attention function in a mixer, by the heads of all devices where one runs so.
+
+    Args:
+      function: attention.
+      inputs: query, key and value.
+      options: keyword arguments; lengths are those of this device's part.
+    """
+    parts = sequence_parts.current()
+    if parts is None or parts.form != "exchange_heads":
+        return function(*inputs, **options)
+    parts.calls += 1
+    lengths = {name: parts.sum(x) for name, x in options.items() if name in _LENGTHS}
+    with sequence_parts.alone():
+        return exchange_heads(function, parts.axis_name)(*inputs, **{**options, **lengths})
 
 
 def _named(function, arrays, options):

@@ -29,7 +29,6 @@ def over_parts(form: str, function: Callable[..., Any], axis_name: str) -> Calla
     while isinstance(function, functools.partial) and not function.args:
         given = {**function.keywords, **given}
         function = function.func
-    name, known = _names_of(function)
     first, *_ = inspect.signature(function).parameters
 
     def run(*arrays, **options):
@@ -43,24 +42,11 @@ def over_parts(form: str, function: Callable[..., Any], axis_name: str) -> Calla
                 here = jnp.asarray(options[lengths]) - lax.axis_index(axis_name) * tokens
                 options[lengths] = jnp.clip(here, 0, tokens)
         with sequence_parts.along(form, axis_name) as parts:
-            if known is not None and not known & sequence_parts.TAKEN[form]:
-                sequence_parts.refuse(name)
+            if not hasattr(function, "__name__"):
+                sequence_parts.check_mixer(function)
             found = function(*arrays, **options)
             if not parts.calls:
-                sequence_parts.refuse(name)
+                sequence_parts.refuse(getattr(function, "__name__", type(function).__name__))
         return found
 
     return run
-
-
-def _names_of(function):
-    """The name for messages, and for a module the names by which a form may know it.
-
-    A module is refused if it is not known, as it may mix its tokens beside the calls of functions.
-    """
-    if hasattr(function, "__name__"):
-        return function.__name__, None
-    name, binding = type(function).__name__, getattr(function, "binding", None)
-    of_mechanism = None if binding is None or binding.mechanism is None else binding.mechanism
-    called = None if of_mechanism is None else getattr(of_mechanism.function, "__name__", None)
-    return name, {name, called}

@@ -46,6 +46,29 @@ CHANNELS = {
     "aft_conv": {"local_window_size": 9},
     "fnet": {},
 }
+HEADS = {
+    "softmax": {"rotary": ROTARY},
+    "sliding_window": {"local_window_size": 9, "num_kv_heads": 2},
+    "convolution_attention": {"width": 3, "rotary": ROTARY},
+    "delta_net": {},
+    "gated_delta_net": {},
+    "gated_linear": {},
+    "linear": {},
+    "additive": {},
+    "based": {},
+    "hedgehog": {},
+    "performer": {},
+    "random_features": {},
+    "block_linformer": {"block_size": 4, "num_projected": 2},
+    "linformer": {"max_length": TOKENS, "num_projected": 4, "is_causal": False},
+    "long_short": {"window_size": 3, "segment_size": 4, "num_projected": 2},
+}
+SHARED = {
+    "linformer": HEADS["linformer"],
+    "block_linformer": HEADS["block_linformer"],
+    "hierarchical": {"segment_size": 4, "num_summaries": 2, "rotary": ROTARY},
+    "nystrom": {"num_landmarks": 4, "is_causal": False},
+}
 # Documents that end within a device and at its edge, that cover a device, and paddings.
 IDS = np.array(
     [
@@ -56,9 +79,9 @@ IDS = np.array(
 LENGTHS = np.array([32, 13])
 
 
-def made(name, **options):
+def made(name, heads=2, **options):
     def build():
-        return registry.get(name).build(FEATURES, 2, rngs=nnx.Rngs(0), **options)
+        return registry.get(name).build(FEATURES, heads, rngs=nnx.Rngs(0), **options)
 
     return filled_at_random(build)
 
@@ -127,6 +150,22 @@ def test_lengths_count_all_tokens_of_channels(name):
     check(name, parallel.exchange_channels, CHANNELS[name], lengths=LENGTHS)
 
 
+@pytest.mark.parametrize("name", quick(HEADS, "convolution_attention"))
+def test_mixers_exchange_heads(name):
+    check(name, parallel.exchange_heads, {**HEADS[name], "heads": 4})
+
+
+@pytest.mark.parametrize("name", quick(["softmax", "convolution_attention", "delta_net"]))
+def test_documents_of_exchanged_heads(name):
+    options = {**HEADS[name], "heads": 4}
+    check(name, parallel.exchange_heads, options, segment_ids=IDS, lengths=LENGTHS)
+
+
+@pytest.mark.parametrize("name", quick(SHARED))
+def test_mixers_share_keys(name):
+    check(name, parallel.share_keys, SHARED[name], lengths=LENGTHS)
+
+
 @pytest.mark.parametrize(
     ("name", "form", "message"),
     [
@@ -136,10 +175,16 @@ def test_lengths_count_all_tokens_of_channels(name):
         ("convolution_attention", parallel.pass_states, "got ConvolutionAttention; "),
         ("aft_full", parallel.pass_states, "got attention_free with position_bias"),
         ("mamba", parallel.exchange_channels, "got Mamba; pass_states takes recurrences"),
+        ("lsh", parallel.exchange_heads, "got LSHSelfAttention; it takes any function over heads"),
+        ("routing", parallel.exchange_heads, "got RoutingSelfAttention; "),
     ],
 )
 def test_other_modules_are_refused(name, form, message):
-    options = {"max_length": TOKENS} if name == "aft_full" else {}
+    options = {
+        "aft_full": {"max_length": TOKENS},
+        "lsh": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4},
+        "routing": {"num_clusters": 4, "cluster_size": 8, "local_window_size": 2},
+    }.get(name, {})
     with pytest.raises(ValueError, match=message):
         program(made(name, **options), form)
 
