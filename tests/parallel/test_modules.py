@@ -125,7 +125,7 @@ def check(name, form, options, **padding):
     assert_close(found[1], right[1], 1e-4)
 
 
-@pytest.mark.parametrize("name", quick(STATES, "retention", "convolution"))
+@pytest.mark.parametrize("name", quick(STATES, "convolution"))
 def test_mixers_pass_states(name):
     check(name, parallel.pass_states, STATES[name])
 
@@ -135,7 +135,7 @@ def test_documents_cross_devices(name):
     check(name, parallel.pass_states, STATES[name], segment_ids=IDS)
 
 
-@pytest.mark.parametrize("name", quick(STATES, "s4d"))
+@pytest.mark.parametrize("name", quick(STATES))
 def test_lengths_count_all_tokens(name):
     check(name, parallel.pass_states, STATES[name], lengths=LENGTHS)
 

@@ -60,9 +60,7 @@ def alone(arrays, ids=None, **options):
     return out, pull_back(cotangent)
 
 
-@pytest.mark.parametrize(
-    "name", quick(CALLS, "bidirectional", "causal", "causal window", "long window")
-)
+@pytest.mark.parametrize("name", quick(CALLS, "bidirectional", "causal window", "long window"))
 @pytest.mark.parametrize("devices", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_several_devices_give_what_one_gives(name, devices):
     arrays = draw()

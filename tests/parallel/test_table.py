@@ -154,12 +154,12 @@ def test_each_mechanism_has_one_row():
     assert all(reason.strip() for _, _, reason in ROWS)
 
 
-@pytest.mark.parametrize("name", quick(BY_HEADS, "longformer"))
+@pytest.mark.parametrize("name", quick(BY_HEADS))
 def test_exchange_heads_takes_the_mechanism(name):
     equal(attended(name, parallel.exchange_heads), attended(name))
 
 
-@pytest.mark.parametrize("name", quick(SHARED, "linformer"))
+@pytest.mark.parametrize("name", quick(SHARED))
 def test_share_keys_takes_the_mechanism(name):
     equal(attended(name, parallel.share_keys), attended(name))
 
