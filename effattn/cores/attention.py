@@ -12,7 +12,7 @@ from effattn import dispatch
 from effattn.arrays import checks, dropout, dtypes, mesh_axes, reverse_mode
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import both, valid
-from effattn.cores import block_attention, passed_states
+from effattn.cores import block_attention, sequence_parts
 from effattn.cores.score_mod import Then, without_closure
 from effattn.dispatch.partition import places_of
 from effattn.interfaces.block_attention import Config, Inputs, Origin
@@ -26,8 +26,9 @@ class Arguments:
     """Checked arguments of a softmax mechanism, except query, key and value.
 
     The fields from `origin` on are set by mechanisms only; `Config` and `Inputs` in
-    `effattn.interfaces.block_attention` document them, and `by_cudnn` adds the implementation
-    "cudnn".
+    `effattn.interfaces.block_attention` document them, `by_cudnn` adds the implementation "cudnn",
+    and `results` are those over all keys, if the keys of the call are a part of them (see
+    `block_attention.known_attention`).
     """
 
     bias: jax.Array | None
@@ -56,6 +57,7 @@ class Arguments:
     additive: jax.Array | None = None
     activation: str | None = None
     by_cudnn: bool = False
+    results: tuple[jax.Array, jax.Array] | None = None
 
 
 def check(
@@ -148,7 +150,7 @@ def attend(
     The log-sum-exp of a row without keys is `dtypes.lowest`, and the output of the row is zero.
     """
     *batch, queries, heads, _ = query.shape
-    passed_states.refuse(given.mechanism)
+    sequence_parts.refuse(given.mechanism)
     keys, key_heads = key.shape[-3:-1]
     by_group = (key_heads, heads // key_heads)
 
@@ -211,10 +213,11 @@ def attend(
     with reverse_mode.only("softmax attention in tiles", "jax.nn.dot_product_attention"):
         *axes, _ = mesh_axes.spec(query)
         specs = PartitionSpec(*axes, None), PartitionSpec(*axes)
-        run = mesh_axes.placed(
-            functools.partial(block_attention.block_attention, config), query, *specs
-        )
-        out, lse = run(operands)
+        core: Any = block_attention.block_attention
+        if given.results is not None:
+            core = block_attention.known_attention
+        run = mesh_axes.placed(functools.partial(core, config), query, *specs)
+        out, lse = run(operands, *(given.results or ()))
     if given.sink is not None:
         out, lse = _with_sink(out, lse, given.sink)
     return clear_rows(out, lse, query_mask)

@@ -162,3 +162,42 @@ def _attend_bwd(config: Config, saved, cotangents):
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def known_attention(
+    config: Config, x: Inputs, out: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The given results of attention over all keys, with the gradients of the keys in `x` alone.
+
+    For keys that come in parts: the gradients of a part need the output and the log-sum-exp over
+    all keys, and not those over the part.
+
+    Args:
+      config: configuration of `block_attention`.
+      x: the queries, and the keys of one part.
+      out: output over all keys, at least float32; its gradient is zero.
+      lse: log-sum-exp over all keys; its gradient is zero.
+
+    Returns:
+      `out` in the dtype of `value`, and `lse`.
+    """
+    arrays, out, lse = mesh_axes.vary_alike((x._replace(constants=()), out, lse))
+    return _known(config, arrays._replace(constants=x.constants), out, _finite(lse))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _known(config: Config, x: Inputs, out, lse):
+    return out.astype(x.value.dtype), lse
+
+
+def _known_fwd(config: Config, x: Inputs, out, lse):
+    return _known(config, x, out, lse), (x, out, lse, jnp.zeros_like(lse))
+
+
+def _known_bwd(config: Config, saved, cotangents):
+    _, out, lse, _ = saved
+    return *_attend_bwd(config, saved, cotangents), jnp.zeros_like(out), jnp.zeros_like(lse)
+
+
+_known.defvjp(_known_fwd, _known_bwd)

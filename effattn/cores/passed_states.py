@@ -10,9 +10,8 @@ the part, one number for each head or feature; in the delta form A is (F, F), th
 part for the identity before it, with values of zero.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,54 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn.arrays import mesh_axes
+from effattn.cores import sequence_parts
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, masked_terms
 
-# Functions whose tokens know of earlier ones by the state alone.
-TAKEN = frozenset(
-    {
-        "linear_attention",
-        "retention",
-        "gated_linear_attention",
-        "state_space_duality",
-        "delta_rule_attention",
-        "rwkv6_attention",
-        "rwkv7_attention",
-    }
-)
-
 Core = Callable[..., tuple[jax.Array, jax.Array]]
-
-_passing: Any = jax.make_user_context(None)
-
-
-@dataclasses.dataclass(eq=False)
-class Passing:
-    """States pass along a mesh axis.
-
-    Attributes:
-      axis_name: the mesh axis.
-      calls: number of recurrences that passed states.
-    """
-
-    axis_name: str
-    calls: int = 0
-
-
-@contextlib.contextmanager
-def along(axis_name: str) -> Iterator[Passing]:
-    """Within, recurrences pass states along a mesh axis, and other mechanisms are refused."""
-    passing = Passing(axis_name)
-    with _passing(passing):
-        yield passing
-
-
-def refuse(name: str) -> None:
-    """Raises `ValueError` if states pass along a mesh axis: `name` needs more than states."""
-    if _passing.value is not None:
-        raise ValueError(
-            f"pass_states takes {', '.join(sorted(TAKEN))}, got {name}; exchange_heads takes any "
-            "function over heads"
-        )
 
 
 def earlier_document(segment_ids: jax.Array, key_mask: jax.Array | None) -> jax.Array | None:
@@ -77,22 +32,45 @@ def earlier_document(segment_ids: jax.Array, key_mask: jax.Array | None) -> jax.
       segment_ids: int `(*B, T)`, the ids of this part; 0 is padding.
       key_mask: bool `(*B, T)`, False for padding; None if only the ids say so.
     """
-    passing = _passing.value
-    if passing is None:
+    parts = sequence_parts.current()
+    if parts is None:
         return None
     ids = segment_ids if key_mask is None else jnp.where(key_mask, segment_ids, 0)
     place = jnp.max(jnp.where(ids != 0, jnp.arange(ids.shape[-1]), 0), -1, keepdims=True)
     last = jnp.take_along_axis(ids, place, -1)[..., 0]
-    every = lax.all_gather(last, passing.axis_name)
+    every = lax.all_gather(last, parts.axis_name)
     found = jnp.zeros_like(last)
     for part in range(len(every)):
-        is_earlier = part < lax.axis_index(passing.axis_name)
-        found = jnp.where(is_earlier & (every[part] != 0), every[part], found)
+        found = jnp.where((part < parts.index) & (every[part] != 0), every[part], found)
     return found
 
 
+def chained(
+    parts: sequence_parts.Parts, pairs: Any, state: Any, after: Callable[[Any, Any], Any]
+) -> tuple[Any, Any]:
+    """The state before this device's part of the sequence, and that after the whole sequence.
+
+    Args:
+      parts: the sequence in parts.
+      pairs: pytree with the transition of this part and the state that it adds.
+      state: the state before the whole sequence.
+      after: `(state before a part, its pairs) -> state after it`.
+    """
+    pairs, state = mesh_axes.vary_alike((pairs, state))
+    every = lax.all_gather(pairs, parts.axis_name)
+    last, states = lax.scan(lambda state, pairs: (after(state, pairs), state), state, every)
+    own = jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, parts.index, 0, keepdims=False), states
+    )
+    return own, last
+
+
 def before(
-    name: str, core: Callable[[Config], Core], config: Config, x: Inputs
+    name: str,
+    core: Callable[[Config], Core],
+    config: Config,
+    x: Inputs,
+    total_decay: Callable[[Inputs], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The state before this device's part of the sequence, and that after the whole sequence.
 
@@ -101,29 +79,22 @@ def before(
       core: the recurrence of a configuration, `(*inputs) -> (output, state)`.
       config: the configuration.
       x: the inputs; the state is that before the whole sequence.
+      total_decay: the product of the decays of all tokens, which broadcasts to the state, if the
+        terms do not tell it.
 
     Returns:
-      Two states; outside of `along` the given state, and None.
+      Two states; outside of `sequence_parts.along` the given state, and None.
     """
-    passing = _passing.value
-    if passing is None:
+    parts = sequence_parts.taken(name, "pass_states")
+    if parts is None:
         return x.state, None
-    if name not in TAKEN:
-        refuse(name)
-    passing.calls += 1
-    axis_name = passing.axis_name
     none = mesh_axes.vary_like(jax.tree.leaves(x.queries)[0], jnp.zeros_like(x.state))
     _, added = core(config)(*x._replace(state=none))
-    kept, apply = _transition(core, config, x, none)
-    every = lax.all_gather((kept, added), axis_name)
-    start = mesh_axes.vary_like(added, x.state)
-
-    def chain(state, part):
-        kept, added = part
-        return apply(kept, state) + added, state
-
-    after, states = lax.scan(chain, start, every)
-    return lax.dynamic_index_in_dim(states, lax.axis_index(axis_name), 0, keepdims=False), after
+    if total_decay is None:
+        kept, apply = _transition(core, config, x, none)
+    else:
+        kept, apply = _reset(total_decay(x), x.tokens), jnp.multiply
+    return chained(parts, (kept, added), x.state, lambda s, pair: apply(pair[0], s) + pair[1])
 
 
 def _transition(core, config, x, none):
@@ -142,10 +113,14 @@ def _transition(core, config, x, none):
     if terms.log_decay is not None:
         total = jnp.exp(terms.log_decay.sum(axis))
         total = total[..., None] if total.ndim == axis + 2 else total[..., None, None]
-    if x.tokens.starts is not None:  # a document that starts here knows no earlier state
-        starts = x.tokens.starts.any(-1)
-        total = jnp.where(starts[..., None, None, None], 0, total)
-    return mesh_axes.vary_like(none, total), jnp.multiply
+    return mesh_axes.vary_like(none, _reset(total, x.tokens)), jnp.multiply
+
+
+def _reset(total, tokens):
+    """A document that starts here knows no earlier state."""
+    if tokens.starts is None:
+        return total
+    return jnp.where(tokens.starts.any(-1)[..., None, None, None], 0, total)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 from effattn import dispatch
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import valid
-from effattn.cores import passed_states
+from effattn.cores import passed_states, sequence_parts
 from effattn.cores.documents import packed, within_documents
 from effattn.cores.linear_recurrence import IMPLEMENTATIONS, call, linear_recurrence
 from effattn.dispatch.partition import places_of
 from effattn.interfaces.linear_recurrence import Config, Inputs, Terms, Tokens, own_chunk
-from effattn.xla.diagonal_recurrence import diagonal_recurrence
+from effattn.xla.diagonal_recurrence import diagonal_decay, diagonal_recurrence
 from effattn.xla.linear_sum import linear_sum
 
 
@@ -229,7 +229,7 @@ def run(
         `linear_recurrence` for other calls.
     """
     if not given.is_causal:
-        passed_states.refuse(f"{name} without is_causal=True")
+        sequence_parts.refuse(f"{name} without is_causal=True")
     if attend is None:
         in_order = given.is_causal or given.documents is not None
         attend = linear_recurrence if in_order else linear_sum
@@ -275,7 +275,8 @@ def run(
         if documents is not None:
             return within_documents(core_of(config), documents, *operands)
         x = Inputs(*operands)
-        state, after = passed_states.before(name, core_of, config, x)
+        total_decay = diagonal_decay if attend is diagonal_recurrence else None
+        state, after = passed_states.before(name, core_of, config, x, total_decay)
         out, state = core_of(config)(*x._replace(state=state))
         return out, state if after is None else after
 

@@ -8,6 +8,7 @@ from jax import lax
 
 from effattn.arrays.axes import lead
 from effattn.arrays.segments import positions_from, within
+from effattn.cores.sequence_parts import Parts
 
 
 def segment_means(x: jax.Array, lengths: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -54,6 +55,29 @@ def _means_bwd(count, residuals, cotangent):
 
 
 _means.defvjp(_means_fwd, _means_bwd)
+
+
+def means_of_parts(
+    parts: Parts, x: jax.Array, lengths: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """`segment_means` of a sequence that devices hold in parts, by a sum of `count` tokens.
+
+    `x` and `lengths` are those of this device's part.
+    """
+    length = x.shape[-3]
+    count = min(count, length * parts.devices)
+    total = parts.sum(lengths)
+    at_least, longer = (part[..., None] for part in jnp.divmod(total, count))
+    token = lead(jnp.arange(length, dtype=lengths.dtype), lengths.ndim + 1) + parts.index * length
+    later = token - longer * (at_least + 1)
+    is_longer = later < 0
+    after = longer + later // jnp.maximum(at_least, 1)
+    segment = jnp.where(is_longer, token // (at_least + 1), after)
+    size = jnp.maximum(at_least + is_longer.astype(lengths.dtype), 1)
+    inside = (segment[..., None] == jnp.arange(count)) & within(lengths, length)[..., None]
+    weights = jnp.where(inside, 1 / size[..., None].astype(x.dtype), 0)  # (*B, L, count)
+    means = jnp.einsum("...lc,...lkh->...ckh", weights, x, precision="highest")
+    return parts.sum(means), jnp.minimum(total, count)
 
 
 def _take(x, index):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from effattn.arrays import checks
 from effattn.arrays.segments import within
+from effattn.cores import sequence_parts
 
 
 def check(
@@ -60,10 +61,9 @@ def check(
             )
         ids = pair[0]
         valid = (ids != 0) if valid is None else (ids != 0) & valid
-        changes = ids[:, 1:] != ids[:, :-1]
-        starts = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), changes], 1)
+        before = jnp.concatenate([sequence_parts.tokens_before(ids, 1), ids], 1)[:, :-1]
         # Padding starts no document: the last state is that of the last document.
-        starts = starts & valid
+        starts = (ids != before) & valid
     return *(cleared(x, valid) for x in arrays.values()), valid, starts
 
 

@@ -8,6 +8,7 @@ from jax import lax
 
 from effattn.arrays import checks
 from effattn.arrays.axes import lead
+from effattn.cores import passed_states, sequence_parts
 from effattn.xla.linear_scan import linear_scan, max_plus_scan
 
 # Lower than any key; differences of such exponents do not overflow.
@@ -123,6 +124,45 @@ def running_sums(
     )
     values, weights = jnp.split(both, 2, -1)
     return Sums(values, weights, largest)
+
+
+def passed_sums(
+    name: str,
+    key: jax.Array,
+    value: jax.Array,
+    decay: jax.Array,
+    valid: jax.Array | None = None,
+    starts: jax.Array | None = None,
+    initial: Sums | None = None,
+) -> tuple[Sums | None, Sums | None]:
+    """The sums before this device's part of a sequence, and those after the whole sequence.
+
+    The arguments after `name`, that of the function for messages, are those of `running_sums`.
+    Outside of `sequence_parts.along`, the results are `initial` and None.
+    """
+    parts = sequence_parts.taken(name, "pass_states")
+    if parts is None:
+        return initial, None
+    time = key.shape[1]
+    present = jnp.ones(key.shape[:2], bool) if valid is None else valid
+    count = present.sum(1)
+    later = count[:, None] - jnp.cumsum(present, 1)
+    fall, resets = lead(decay, 2) * count[:, None], jnp.zeros_like(count, bool)
+    if starts is not None:
+        first = jnp.where(starts, jnp.arange(time), 0).max(1)
+        present, resets = present & (jnp.arange(time) >= first[:, None]), starts.any(1)
+    exponent = jnp.where(present[..., None], key - lead(decay, 3) * later[..., None], _LOWEST)
+    largest = lax.stop_gradient(exponent.max(1))
+    weight = jnp.where(present[..., None], jnp.exp(exponent - largest[:, None]), 0)
+    added = Sums((weight * value).sum(1), weight.sum(1), largest)
+    kept = jnp.where(resets[:, None], 0, 1).astype(key.dtype)
+
+    def after(before, pair):
+        kept, fall, added = pair
+        before = Sums(before.values * kept, before.weights * kept, before.largest - fall)
+        return before.plus(added)
+
+    return passed_states.chained(parts, (kept, fall, added), initial_sums(initial, key), after)
 
 
 def with_initial(initial: Sums | None, sums: Sums) -> Sums:

@@ -8,11 +8,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import lead
-from effattn.cores import token_mixing
+from effattn.cores import sequence_parts, token_mixing
 from effattn.cores.token_mixing import cleared
-from effattn.cores.weighted_sums import Sums, empty_sums, one_token, running_sums, with_initial
+from effattn.cores.weighted_sums import (
+    Sums,
+    empty_sums,
+    one_token,
+    passed_sums,
+    running_sums,
+    with_initial,
+)
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, TokenMixing, declared
 
@@ -63,6 +70,7 @@ def pair_biases(position_bias, window, distance, features):
 
 
 @with_naive(over_pairs(naive, heads=False, wide=True))
+@sequence_parts.over_channels(("query", "key", "value"), {"position_bias": 0})
 @jax.named_scope("attention_free")
 @declared
 def attention_free(
@@ -134,9 +142,13 @@ def attention_free(
         )
     if valid is not None:
         key = jnp.where(valid[..., None], key, dtypes.lowest(wide))
+    if bias is not None or not is_causal:
+        sequence_parts.refuse("attention_free with position_bias or without is_causal=True")
     if bias is not None:
         average = biased_average(key, values, valid, bias, local_window_size, is_causal)
     elif is_causal:
+        decay = jnp.zeros(features, wide)
+        initial, after = passed_sums("attention_free", key, values, decay, valid, starts, initial)
         sums = _running(key, values, valid, starts, initial)
         average = sums.average()
     else:
@@ -145,7 +157,9 @@ def attention_free(
     y = cleared(y, valid).astype(dtype)
     if not return_state:
         return y
-    return y, jax.tree.map(lambda x: x[:, -1], with_initial(initial, sums))
+    if after is None:
+        after = jax.tree.map(lambda x: x[:, -1], with_initial(initial, sums))
+    return y, after
 
 
 def check_bias(
@@ -279,6 +293,7 @@ def _pairs(bias, key, value):
 
 def _local(key, value, valid, bias, window, is_causal):
     """AFT-local and AFT-conv: sums outside the window, then adds one distance at a time."""
+    key, value, valid, bias = mesh_axes.vary_alike((key, value, valid, bias))
     time = key.shape[1]
     sums = _beyond(_running(key, value, valid), window)
     if not is_causal:

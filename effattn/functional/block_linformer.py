@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from effattn import registry
 from effattn.arrays import checks
 from effattn.arrays.combine import combine
-from effattn.cores import attention, folding
+from effattn.cores import attention, folding, sequence_parts
 from effattn.functional import softmax
 from effattn.functional.linformer import mean_pooling, project
 from effattn.naive import over_pairs, with_naive
@@ -129,10 +129,13 @@ def check_projections(of_keys: Any, of_values: Any, heads: int) -> tuple[jax.Arr
 
 def _attend(projections, query, key, value, given: attention.Arguments):
     """Attends to the own block and to slots of earlier blocks in one softmax."""
-    length = query.shape[-3]
+    parts, length = sequence_parts.taken("block_linformer_attention", "share_keys"), query.shape[-3]
     slots, size = projections[0].shape[-2:]
-    own = folding.attend_inside(size, query, key, value, given)
-    finished = math.ceil(length / size) - 1
+    sequence_parts.check_blocks("blocks", size, length)
+    with sequence_parts.alone():
+        own = folding.attend_inside(size, query, key, value, given)
+    # The last block of a device is finished before the first one of the next device.
+    finished = math.ceil(length / size) - (parts is None)
     if finished < 1:
         return own
     lengths = folding.fold_lengths(given.key_lengths, finished, size)
@@ -140,18 +143,26 @@ def _attend(projections, query, key, value, given: attention.Arguments):
         project_blocks(projection, x[..., : finished * size, :, :], lengths, given.precision)
         for projection, x in zip(projections, (key, value), strict=True)
     )
+    total, first = given.key_lengths, 0
+    if parts is not None:
+        keys, values = (parts.gather(x, x.ndim - 3) for x in (keys, values))
+        finished, first = finished * parts.devices, parts.index * length
+        total = None if total is None else parts.sum(total)
     of_slots = None
-    if given.key_lengths is not None:
-        of_slots = slots * -(-jnp.clip(given.key_lengths, 0, finished * size) // size)
+    if total is not None:
+        of_slots = slots * -(-jnp.clip(total, 0, finished * size) // size)
     before = dataclasses.replace(
         given,
         is_causal=False,
         sink=None,
+        query_offset=first,
         key_lengths=of_slots,
         pattern=EarlierBlocks(slots, size),
         origin=_origin_of_slots(slots, size),
     )
-    return combine(*zip(own, attention.attend(query, keys, values, before), strict=True))
+    with sequence_parts.alone():
+        of_earlier = attention.attend(query, keys, values, before)
+    return combine(*zip(own, of_earlier, strict=True))
 
 
 def project_blocks(projection, array, lengths, precision):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from effattn import registry
 from effattn.arrays import checks, dtypes
+from effattn.cores import sequence_parts
 from effattn.naive import over_examples, with_naive
 
 
@@ -59,7 +60,17 @@ def fourier_mixing(x: jax.Array, *, norm: str = "backward") -> jax.Array:
     if 0 in x.shape:
         return x
     wide = x.astype(dtypes.wide(x.dtype))
-    return jnp.real(jnp.fft.fft2(wide, norm=norm)).astype(x.dtype)
+    if sequence_parts.current() is None:
+        y = jnp.real(jnp.fft.fft2(wide, norm=norm))
+    else:
+        y = _over_tokens(jnp.fft.fft(wide, norm=norm), norm)
+    return y.astype(x.dtype)
+
+
+@sequence_parts.over_channels(("x",), name="fourier_mixing")
+def _over_tokens(x: jax.Array, norm: str) -> jax.Array:
+    """Real part of the Fourier transform over tokens of complex x `(*B, T, D)`."""
+    return jnp.real(jnp.fft.fft(x, axis=-2, norm=norm))
 
 
 registry.register(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
-from effattn.cores import token_mixing
+from effattn.cores import sequence_parts, token_mixing
 from effattn.cores.token_mixing import cleared
 from effattn.naive import dot, over_pairs, with_naive
 from effattn.options import Direction, Lengths, declared
@@ -25,6 +25,7 @@ def naive(gate, value, pairs, *, weights, bias):
 
 
 @with_naive(over_pairs(naive, heads=False))
+@sequence_parts.over_channels(("gate", "value"))
 @jax.named_scope("spatial_gating")
 @declared
 def spatial_gating(

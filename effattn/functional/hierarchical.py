@@ -15,8 +15,8 @@ from effattn.arrays import checks, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
-from effattn.cores import attention, folding
-from effattn.cores.pooling import pool, tokens
+from effattn.cores import attention, folding, sequence_parts
+from effattn.cores.pooling import Runs, pool, tokens
 from effattn.cores.score_mod import Score
 from effattn.naive import dot, masked_softmax, over_pairs, projected, with_naive
 from effattn.options import Direction, Sink, Softmax, Tile, declared
@@ -206,32 +206,42 @@ class _Keys(NamedTuple):
 def _attend(hierarchy: Hierarchy, query, key, value, summary_query, given: attention.Arguments):
     """Attends to the own segment, the siblings and units of the last level in one softmax."""
     batch, length = query.shape[:-3], query.shape[-3]
-    if length <= hierarchy.segment:
+    held = sequence_parts.taken("hierarchical_attention", "share_keys")
+    sequence_parts.check_blocks("segments", hierarchy.segment, length)
+    whole, first = sequence_parts.all_tokens(length), 0 if held is None else held.index * length
+    if whole <= hierarchy.segment:
         return attention.attend(query, key, value, given)
-    siblings = hierarchy.siblings(length)
-    has_others = hierarchy.segments(length) > 2**siblings
+    siblings = hierarchy.siblings(whole)
+    has_others = hierarchy.segments(whole) > 2**siblings
     lengths = jnp.full(batch, length) if given.key_lengths is None else given.key_lengths
     present = within(lengths, length)
     runs = tokens(key, value, present, summary_query, given.scale)
     levels = []
     for level in range(1, siblings + has_others + 1):
         runs = pool(runs, hierarchy.piece(1) if level == 1 else 2)
+        if level == 1 and held is not None:
+            runs = Runs(*(held.gather(x, len(batch)) for x in runs))
         start = jnp.arange(runs.present.shape[-1], dtype=jnp.int32) * hierarchy.piece(level)
         last = lead(start, runs.present.ndim) + jnp.maximum(runs.present, 1) - 1
         keys, values = runs.key.astype(key.dtype), runs.value.astype(value.dtype)
         levels.append(_Keys(keys, values, runs.present > 0, last))
 
-    parts = [folding.attend_inside(hierarchy.segment, query, key, value, given)]
-    far = dataclasses.replace(given, sink=None, is_causal=False, key_lengths=None)
-    if siblings:
-        seen = _siblings(hierarchy, levels[:siblings], length, given.is_causal)
-        parts.append(_attend_siblings(hierarchy, query, seen, far))
-    if has_others:
-        level = siblings + 1
-        others = _OtherUnits(hierarchy.unit(level), given.is_causal)
-        weight = _LogTokens(hierarchy, level)
-        far = dataclasses.replace(far, pattern=others, score_mod=weight)
-        parts.append(_attend_summaries(jnp.arange(length), query, levels[siblings], far))
+    with sequence_parts.alone():
+        parts = [folding.attend_inside(hierarchy.segment, query, key, value, given)]
+        far = dataclasses.replace(given, sink=None, is_causal=False, key_lengths=None)
+        positions = jnp.arange(length) + first
+        if siblings:
+            seen = _siblings(hierarchy, levels[:siblings], whole, given.is_causal)
+            if held is not None:
+                own = hierarchy.segments(length)
+                seen = _Keys(*(held.own(x, own, len(batch)) for x in seen))
+            parts.append(_attend_siblings(hierarchy, positions, query, seen, far))
+        if has_others:
+            level = siblings + 1
+            others = _OtherUnits(hierarchy.unit(level), given.is_causal)
+            weight = _LogTokens(hierarchy, level)
+            far = dataclasses.replace(far, pattern=others, score_mod=weight)
+            parts.append(_attend_summaries(positions, query, levels[siblings], far))
     return combine(*zip(*parts, strict=True))
 
 
@@ -259,7 +269,9 @@ def _siblings(hierarchy: Hierarchy, levels: list[_Keys], length: int, is_causal:
     return _Keys(*(jnp.concatenate(arrays, axis + 1) for arrays in zip(*each_level, strict=True)))
 
 
-def _attend_siblings(hierarchy: Hierarchy, query, keys: _Keys, given: attention.Arguments):
+def _attend_siblings(
+    hierarchy: Hierarchy, positions, query, keys: _Keys, given: attention.Arguments
+):
     """Attends from each segment to the pieces of its siblings."""
     length, axis, size = query.shape[-3], query.ndim - 3, hierarchy.segment
     blocks = hierarchy.segments(length)
@@ -269,7 +281,7 @@ def _attend_siblings(hierarchy: Hierarchy, query, keys: _Keys, given: attention.
         score_mod=_LogTokens(hierarchy, None),
         origin=_example_of_blocks(blocks),
     )
-    positions = jnp.arange(blocks * size).reshape(blocks, size)
+    positions = (jnp.arange(blocks * size) + positions[0]).reshape(blocks, size)
     out, lse = _attend_summaries(positions, folding.fold(query, size, axis), keys, folded)
     return folding.unfold(out, length, axis), folding.unfold(lse, length, axis)
 

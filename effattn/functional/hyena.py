@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
-from effattn.cores import token_mixing
+from effattn.cores import sequence_parts, token_mixing
 from effattn.cores.token_mixing import cleared
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Lengths, declared
@@ -34,6 +34,7 @@ def _gates_of_tokens(*, gates, filters, **_):
 @with_naive(
     over_pairs(naive, per_token=("gates",), derived=_gates_of_tokens, heads=False, wide=True)
 )
+@sequence_parts.over_channels(("gates", "value"), {"filters": -1, "skip": -1})
 @jax.named_scope("hyena_convolution")
 @declared
 def hyena_convolution(

@@ -11,7 +11,7 @@ import numpy as np
 from effattn import registry
 from effattn.arrays import checks, dtypes
 from effattn.arrays.segments import within
-from effattn.cores import attention
+from effattn.cores import attention, sequence_parts
 from effattn.functional import softmax
 from effattn.naive import over_pairs, with_naive
 from effattn.options import Direction, Sink, Softmax, Tile, declared
@@ -106,17 +106,28 @@ def linformer_attention(
 
 
 def _attend(query, key, value, key_projection, value_projection, given: attention.Arguments):
-    lengths = given.key_lengths
-    keys = project(key_projection, key, lengths, given.precision)
-    values = project(value_projection, value, lengths, given.precision)
+    parts = sequence_parts.taken("linformer_attention", "share_keys")
+    lengths, length, sum_parts = given.key_lengths, key.shape[-3], None
+    if parts is not None:
+        sum_parts = parts.sum
+        key_projection, value_projection = (
+            parts.own(x, length, x.ndim - 1) for x in (key_projection, value_projection)
+        )
+    keys = project(key_projection, key, lengths, given.precision, sum_parts)
+    values = project(value_projection, value, lengths, given.precision, sum_parts)
     if lengths is not None:
+        lengths = lengths if parts is None else parts.sum(lengths)
         rows = jnp.where(lengths > 0, keys.shape[-3], 0)
         given = dataclasses.replace(given, key_lengths=rows)
-    return attention.attend(query, keys, values, given)
+    with sequence_parts.alone():
+        return attention.attend(query, keys, values, given)
 
 
-def project(projection, array, lengths, precision):
-    """Projects `(*B, S, K, H)` to `(*B, r, K, H)`, with sums in at least float32."""
+def project(projection, array, lengths, precision, sum_parts=None):
+    """Projects `(*B, S, K, H)` to `(*B, r, K, H)`, with sums in at least float32.
+
+    `sum_parts` sums over the devices that hold parts of the tokens.
+    """
     length = array.shape[-3]
     if lengths is not None:
         present = within(lengths, length)
@@ -128,13 +139,14 @@ def project(projection, array, lengths, precision):
         precision=precision,
         preferred_element_type=dtypes.wide(projection, array),
     )
+    projected = projected if sum_parts is None else sum_parts(projected)
     return projected.astype(array.dtype)
 
 
 def _check_projection(name: str, given: Any, key: jax.Array) -> jax.Array:
     """Returns the checked projection, `(r, L)` or `(K, r, L)`, with L at least the key length."""
     array = jnp.asarray(given)
-    length, heads = key.shape[-3:-1]
+    length, heads = sequence_parts.all_tokens(key.shape[-3]), key.shape[-2]
     if (
         not jnp.issubdtype(array.dtype, jnp.floating)
         or array.ndim not in (2, 3)

@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec
 from effattn import registry
 from effattn.arrays import checks, dtypes, mesh_axes, reverse_mode
 from effattn.arrays.axes import lead
+from effattn.arrays.combine import combine
 from effattn.arrays.segments import within
-from effattn.cores import attention
-from effattn.cores.segment_means import clear_after, segment_means
+from effattn.cores import attention, sequence_parts
+from effattn.cores.segment_means import clear_after, means_of_parts, segment_means
 from effattn.naive import masked_softmax, over_pairs, with_naive
 from effattn.options import Execution, Padding, Scale, Tile, declared
 from effattn.xla.depthwise_convolution import convolve
@@ -116,7 +117,7 @@ def nystrom_attention(
     num_iterations = checks.at_least("num_iterations", num_iterations, 1)
     given = attention.check("nystrom_attention", query, key, value, **options)
     checks.known_length("nystrom_attention", query, key)
-    longest = max(query.shape[-3], key.shape[-3])
+    longest = sequence_parts.all_tokens(max(query.shape[-3], key.shape[-3]))
     if 0 < longest < num_landmarks:
         raise ValueError(
             f"num_landmarks must be at most {longest}, the number of tokens, got {num_landmarks}; "
@@ -159,6 +160,8 @@ def _attend(
     groups, is_padded = query.shape[-2] // key.shape[-2], given.key_lengths is not None
     plain = dataclasses.replace(given, scale=1.0, query_lengths=None, key_lengths=None)
     dtype = dtypes.wide(query, key, value)
+    parts = sequence_parts.taken("nystrom_attention", "share_keys")
+    means = segment_means if parts is None else functools.partial(means_of_parts, parts)
 
     def attend(query, key, value, scale, skip_kernel, query_lengths, key_lengths):
         query, key, value, scale, skip_kernel, query_lengths, key_lengths = mesh_axes.vary_alike(
@@ -166,8 +169,8 @@ def _attend(
         )
         query = scale * clear_after(query, query_lengths).astype(dtype)
         key, value = (clear_after(x, key_lengths).astype(dtype) for x in (key, value))
-        of_queries, landmarks = segment_means(query, query_lengths, num_landmarks)
-        of_keys, key_landmarks = segment_means(key, key_lengths, num_landmarks)
+        of_queries, landmarks = means(query, query_lengths, num_landmarks)
+        of_keys, key_landmarks = means(key, key_lengths, num_landmarks)
         of_keys = jnp.repeat(of_keys, groups, -2)
         # An empty example gets one zero landmark, which keeps the inverse finite.
         weights = _softmax(
@@ -176,12 +179,17 @@ def _attend(
         inverse = pseudo_inverse(weights, num_iterations)
 
         of_all = dataclasses.replace(plain, key_lengths=key_lengths if is_padded else None)
-        read, _ = attention.attend(of_queries, key, value, of_all)
+        with sequence_parts.alone():
+            read, lse = attention.attend(of_queries, key, value, of_all)
+        if parts is not None:
+            read, _ = combine(*(list(lax.all_gather(x, parts.axis_name)) for x in (read, lse)))
         read = jnp.einsum("...nji,...inh->...jnh", inverse, read, precision="highest")
         to_all = dataclasses.replace(plain, key_lengths=key_landmarks if is_padded else None)
-        out, _ = attention.attend(query, of_keys, read, to_all)
+        with sequence_parts.alone():
+            out, _ = attention.attend(query, of_keys, read, to_all)
         if skip_kernel is not None:
-            out = out + convolve(jnp.repeat(value, groups, -2), skip_kernel.astype(dtype))
+            of_heads = jnp.repeat(value, groups, -2)
+            out = out + _convolved(of_heads, skip_kernel.astype(dtype), parts)
         return (clear_after(out, query_lengths),)
 
     def lengths(of, size):
@@ -199,6 +207,15 @@ def _attend(
         lengths(given.key_lengths, keys),
     )
     return out.astype(value.dtype)
+
+
+def _convolved(value, kernel, parts):
+    """Convolution of the values, with those of the neighbours where devices hold parts."""
+    if parts is None:
+        return convolve(value, kernel)
+    axis, size, reach = value.ndim - 3, value.shape[-3], kernel.shape[-1] // 2
+    around = convolve(sequence_parts.with_neighbours(value, reach, axis), kernel)
+    return lax.slice_in_dim(around, reach, reach + size, axis=axis)
 
 
 def _softmax(query, key, queries, keys):

@@ -11,7 +11,7 @@ from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.cores import token_mixing
 from effattn.cores.token_mixing import cleared
-from effattn.cores.weighted_sums import Sums, one_token, running_sums, with_initial
+from effattn.cores.weighted_sums import Sums, one_token, passed_sums, running_sums, with_initial
 from effattn.naive import over_tokens, with_naive
 from effattn.options import TokenMixing, declared
 
@@ -81,15 +81,17 @@ def rwkv4_mixing(
     key, values = key.astype(wide), value.astype(wide)
     decay = checks.shaped("decay", decay, size).astype(wide)
     bonus = checks.shaped("bonus", bonus, size).astype(wide)
-    sums = running_sums(key, values, decay, valid, starts, initial)
-    sums = with_initial(initial, sums)
+    given = key, values, decay, valid, starts
+    initial, after = passed_sums("rwkv4_mixing", *given, initial)
+    sums = with_initial(initial, running_sums(*given, initial))
     before = jax.tree.map(lambda x: x[:, :-1], sums)
     if starts is not None:
         values_before, weights = (jnp.where(starts[..., None], 0, x) for x in before[:2])
         before = Sums(values_before, weights, before.largest)
     y = before.plus(one_token(key + lead(bonus, 3), values)).average()
     y = cleared(y, valid).astype(dtype)
-    return (y, jax.tree.map(lambda x: x[:, -1], sums)) if options.get("return_state") else y
+    after = jax.tree.map(lambda x: x[:, -1], sums) if after is None else after
+    return (y, after) if options.get("return_state") else y
 
 
 registry.register(

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.segments import positions_from, within
-from effattn.cores import token_mixing
+from effattn.cores import passed_states, sequence_parts, token_mixing
 from effattn.cores.token_mixing import cleared
 from effattn.naive import over_tokens, with_naive
 from effattn.options import TokenMixing, declared
@@ -103,17 +103,44 @@ def s4_convolution(
             f"{state.shape}"
         )
     state = state.astype(rate.dtype)
-    if starts is not None or method == "recurrence":
-        y, state = _recurrence(u, jnp.exp(logs), written, output, state, valid, starts)
+    by_recurrence = starts is not None or method == "recurrence"
+
+    def last_from(state):
+        if by_recurrence:
+            return _recurrence(u, jnp.exp(logs), written, output, state, valid, starts)[1]
+        return _last(u, logs, written, state, lengths)
+
+    count = jnp.full((batch,), time) if valid is None else valid.sum(1)
+    state, after = _passed(last_from, logs, state, count, starts)
+    if by_recurrence:
+        y, last = _recurrence(u, jnp.exp(logs), written, output, state, valid, starts)
     else:
         y = long_convolution(u, _kernel(logs, output * written, time))
-        if initial is not None:
+        if initial is not None or after is not None:
             y = y + _seen(logs, output, state, time)
-        state = _last(u, logs, written, state, lengths)
+        last = last_from(state)
     if skip is not None:
         y = y + lead(checks.shaped("skip", skip, (features,)).astype(wide), 3) * u
     y = cleared(y, valid).astype(dtype)
-    return (y, state) if options.get("return_state") else y
+    return (y, last if after is None else after) if options.get("return_state") else y
+
+
+def _passed(last_from, logs, state, count, starts):
+    """The state before this device's part of a sequence, and that after the whole sequence.
+
+    `last_from(state)` is the state after this part, of `count (B,)` valid tokens. Outside of
+    `sequence_parts.along`, the results are `state` and None.
+    """
+    parts = sequence_parts.taken("s4_convolution", "pass_states")
+    if parts is None:
+        return state, None
+    kept = jnp.exp(dtypes.product(logs[None], count[:, None, None]))
+    if starts is not None:
+        kept = jnp.where(starts.any(1)[:, None, None], 0, kept)
+    pair = kept, last_from(jnp.zeros_like(state))
+    return passed_states.chained(
+        parts, pair, state, lambda before, pair: pair[0] * before + pair[1]
+    )
 
 
 def _complex(name: str, value: Any, features: int, dtype: Any) -> jax.Array:
@@ -176,6 +203,7 @@ def _last(u, logs, written, state, lengths):
 
 def _recurrence(u, decay, written, output, state, valid, starts):
     """Runs the recurrence chunk by chunk; the backward pass recomputes the states."""
+    u, decay, written, output, state = mesh_axes.vary_alike((u, decay, written, output, state))
     batch, time, features = u.shape
     chunk = max(1, min(_CHUNK, time))
 

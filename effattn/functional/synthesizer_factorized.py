@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn import registry
-from effattn.arrays import checks, dtypes
+from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.axes import lead
 from effattn.arrays.segments import positions_from, within
 from effattn.functional.synthesizer import CAPABILITIES, entry
@@ -111,6 +111,7 @@ def factorized_synthesizer_attention(
         empty = jnp.zeros(a.shape[:3], wide)
         start = jnp.zeros((*a.shape[:3], value.shape[-1]), wide), empty, empty - 1e30
         per_block = jnp.arange(blocks), values, jnp.moveaxis(a, -1, 0)[:blocks]
+        start, _ = mesh_axes.vary_alike((start, (a, b, values, seen_keys)))
         (out, total, _), _ = jax.lax.scan(add, start, per_block)
         return out / jnp.where(total > 0, total, 1)[..., None]
 

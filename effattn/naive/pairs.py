@@ -364,5 +364,5 @@ def over_pairs(
         state = lifting.first_of_groups(result[1], len(shape), counts[-1], state_axes)
         return result[0], state
 
-    call.per_token, call.per_head = (*per_token, *per_query), tuple(ranks)  # type: ignore[attr-defined]
+    call.per_token, call.per_head = (*per_token, *per_query), ranks  # type: ignore[attr-defined]
     return call

@@ -119,7 +119,7 @@ def over_tokens(
             state = lifting.first_of_groups(state, len(shape), last.shape[-2])
         return (out, state) if given.get("return_state") else out
 
-    call.per_token, call.per_head = tuple(per_token), tuple(ranks)  # type: ignore[attr-defined]
+    call.per_token, call.per_head = tuple(per_token), ranks  # type: ignore[attr-defined]
     return call
 
 

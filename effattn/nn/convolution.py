@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
+from effattn.cores import sequence_parts
 from effattn.decode.recurrent import RecurrentState
 from effattn.decode.state import bounded, check_bound, new_lengths
 from effattn.nn.layers import Layers
@@ -50,14 +51,17 @@ class DilatedConvolution(RecurrentMixer):
     def _mix(self, x, state, lengths, segment_ids):
         batch, time = x.shape[:2]
         dtype = self._computed_in(x)
-        before = jnp.zeros((batch, 0, self.in_features), x.dtype) if state is None else state
+        missing = 0 if sequence_parts.current() is None else self._reach
+        before = sequence_parts.tokens_before(x, missing) if state is None else state
         read = jnp.concatenate([before.astype(x.dtype), x], 1)
         y = jnp.zeros((), dtypes.wide(dtype))
         ids = None if segment_ids is None else jnp.asarray(segment_ids)
+        if ids is not None:
+            ids_read = jnp.concatenate([sequence_parts.tokens_before(ids, missing), ids], 1)
         for j, kernel in enumerate(self.kernel[...].astype(dtype)):
             tokens = _before(read, j * self.dilation, time).astype(dtype)
             if ids is not None:
-                same = _before(ids, j * self.dilation, time) == ids
+                same = _before(ids_read, j * self.dilation, time) == ids
                 tokens = jnp.where(same[..., None], tokens, 0)
             y = y + jnp.matmul(tokens, kernel, preferred_element_type=y.dtype)
         value, gate = jnp.split((y + lead(self.bias[...], 3).astype(y.dtype)).astype(dtype), 2, -1)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from effattn.arrays import checks, dtypes, mesh_axes
 from effattn.arrays.segments import within
+from effattn.cores import sequence_parts
 from effattn.decode.state import bound_of, check_init, check_state, new_lengths
 from effattn.nn.binding import Binding
 from effattn.nn.module import Module
@@ -71,6 +72,7 @@ class Mixer(Module):
 
         There is no dropout, so `rngs` changes nothing.
         """
+        sequence_parts.check_mixer(self)
         x = tokens_of("x", x, self.in_features)
         if self._of_known_length:
             checks.known_length(f"the mixer {self.binding.name!r}", x, axis=-2)

@@ -10,12 +10,15 @@ from jax import lax
 from effattn.arrays import checks, dtypes
 from effattn.arrays.axes import lead
 from effattn.arrays.segments import within
+from effattn.cores import sequence_parts
 from effattn.decode.recurrent import RecurrentState
 from effattn.functional.s4 import hippo, low_rank_kernel
 from effattn.nn.layers import Layers
 from effattn.nn.options import Projected
 from effattn.nn.state_space import StateSpace, complex_of
 from effattn.xla.long_convolution import long_convolution
+
+_convolution = sequence_parts.over_channels(("x",), {"filter": -1}, "S4")(long_convolution)
 
 
 class S4(StateSpace):
@@ -63,11 +66,11 @@ class S4(StateSpace):
         x = x.astype(self._computed_in(x))
         wide = dtypes.wide(x.dtype)
         L, P, B, output, dt = self._arrays(wide)
-        length = max(x.shape[1], self.max_length)
+        length = max(sequence_parts.all_tokens(x.shape[1]), self.max_length)
         if length > self.max_length:
             output = self._truncated(length, wide)
         kernel = low_rank_kernel(L, P, B, output, dt, length)
-        y = long_convolution(x, kernel) + dtypes.product(lead(self.skip[...].astype(wide), 3), x)
+        y = _convolution(x, kernel) + dtypes.product(lead(self.skip[...].astype(wide), 3), x)
         return self._finish(y.astype(x.dtype))
 
     def _empty(self, batch, max_length, dtype):

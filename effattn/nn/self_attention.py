@@ -10,8 +10,8 @@ from flax import nnx
 
 from effattn import registry
 from effattn.arrays import mesh_axes
-from effattn.arrays.segments import positions_from, positions_from_segment_ids
-from effattn.cores import attention
+from effattn.arrays.segments import positions_from
+from effattn.cores import attention, sequence_parts
 from effattn.decode.decoder import without_naive
 from effattn.functional.longformer import gather
 from effattn.nn.attention import Attention
@@ -19,6 +19,7 @@ from effattn.nn.mixer import CausalMixer
 from effattn.nn.options import SelfAttentionOptions
 from effattn.nn.rotary import RotaryEmbedding
 from effattn.nn.tokens import padding_of, tokens_of, zero_padding
+from effattn.parallel.heads import attend_in_parts
 
 
 class SelfAttention(Attention, CausalMixer):
@@ -91,6 +92,7 @@ class SelfAttention(Attention, CausalMixer):
         Returns:
           `(B, T, D)`. Valid tokens do not depend on the padding.
         """
+        sequence_parts.check_mixer(self)
         x, positions, keywords = self._whole(x, lengths, segment_ids)
         heads = self._heads(x, positions, lengths=lengths, segment_ids=segment_ids)
         keywords = {**keywords, **self._per_token(x), **self._dropout(rngs)}
@@ -142,7 +144,7 @@ class SelfAttention(Attention, CausalMixer):
     def _attend(self, heads: tuple[jax.Array, ...], **keywords: Any) -> jax.Array:
         """Calls the attention function on (query, key, value); returns `(B, T, N, Hv)`."""
         self.binding.check_complete(keywords)
-        return self.attention(*heads, **keywords)
+        return attend_in_parts(self.attention, heads, keywords)
 
     def _per_token(self, x: jax.Array) -> dict[str, jax.Array]:
         """Further per-token arguments of the attention function, by name."""
@@ -168,11 +170,7 @@ class SelfAttention(Attention, CausalMixer):
             padding["is_causal"] = True
         positions = None
         if self.rotary is not None:
-            positions = (
-                jnp.arange(time)
-                if segment_ids is None
-                else positions_from_segment_ids(padding["segment_ids"])
-            )
+            positions = sequence_parts.positions(time, padding.get("segment_ids"))
         return zero_padding(x, valid), positions, {**self._options(), **padding}
 
     def _heads(

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from effattn.arrays import checks, dtypes, mesh_axes
+from effattn.cores import sequence_parts
+from effattn.cores.sequence_parts import tokens_before
 from effattn.decode.state import row_lengths, state_dtype
 from effattn.nn.activations import silu
 from effattn.nn.module import Module
@@ -81,7 +83,7 @@ class ShortConvolution(Module):
         pair = checks.segment_ids(segment_ids, (batch,), time, time)
         ids = None if pair is None else pair[0]
         valid = self._valid(lengths, batch, time, ids)
-        return self._convolve(self._before(zero_padding(x, valid)), valid, ids)
+        return self._convolve(self._with_before(zero_padding(x, valid)), valid, ids)
 
     def init_state(self, batch: int, dtype: Any = None) -> jax.Array:
         """Returns the empty decode state of `batch` rows, zeros `(B, width - 1, D)`.
@@ -120,9 +122,9 @@ class ShortConvolution(Module):
         lengths = None if lengths is None else row_lengths(lengths, batch, time)
         return valid_tokens(time, lengths, ids)
 
-    def _before(self, x: jax.Array) -> jax.Array:
-        """Pads x with `width - 1` zeros before the first token."""
-        return jnp.pad(x, ((0, 0), (self.width - 1, 0), *[(0, 0)] * (x.ndim - 2)))
+    def _with_before(self, x: jax.Array) -> jax.Array:
+        """x after the `width - 1` tokens before it: zeros, or those of the device before."""
+        return jnp.concatenate([tokens_before(x, self.width - 1), x], 1)
 
     def _convolve(
         self, read: jax.Array, valid: jax.Array | None, ids: jax.Array | None
@@ -134,7 +136,7 @@ class ShortConvolution(Module):
         # Round parameters to the computation dtype, as other layers do.
         taps, read = taps.astype(dtype).astype(wide), read.astype(dtype).astype(wide)
         time = read.shape[1] - self.width + 1
-        ids_read = None if ids is None else self._before(ids)
+        ids_read = None if ids is None else self._with_before(ids)
         y = jnp.zeros((), wide) if bias is None else bias.astype(dtype).astype(wide)[None, None]
         for token, tap in enumerate(taps):
             x = read[:, token : token + time]
@@ -158,8 +160,9 @@ def convolved(
 ) -> tuple[jax.Array, jax.Array]:
     """Convolves tokens that follow `state`; returns `(y, state)`.
 
-    `segment_ids` need the state before the first token, and then the new state has no meaning.
+    `segment_ids`, and a sequence that devices hold in parts, need the state before the first token,
+    and then the new state has no meaning.
     """
-    if segment_ids is None:
+    if segment_ids is None and sequence_parts.current() is None:
         return convolution.extend(x, state, lengths)
     return convolution(x, lengths=lengths, segment_ids=segment_ids), state

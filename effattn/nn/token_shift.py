@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from effattn.arrays import checks
+from effattn.cores.sequence_parts import tokens_before
 from effattn.nn.tokens import last_tokens
 
 
@@ -25,7 +26,8 @@ def token_shift(
 
     Args:
       x: `(B, T, D)`, zero in the padding.
-      before: `(B, D)`, the token before `x_0`; None means zeros.
+      before: `(B, D)`, the token before `x_0`; None means zeros, or, where devices hold parts of a
+        sequence, the last token of the device before.
       lengths: `(B,)` int, valid tokens of each right-padded row.
       segment_ids: `(B, T)` int, packed sequences; the first token of a document follows zeros.
 
@@ -33,11 +35,11 @@ def token_shift(
       `(shifted (B, T, D), last (B, D))`: `last` is the last valid token, the argument `before` of
       the next call.
     """
-    before = jnp.zeros_like(x[:, :1].sum(1)) if before is None else before
+    before = tokens_before(x, 1)[:, 0] if before is None else before
     read = jnp.concatenate([before[:, None].astype(x.dtype), x], 1)
     shifted = read[:, :-1]
     if segment_ids is not None:
         ids = jnp.asarray(segment_ids)
-        same = jnp.concatenate([jnp.zeros_like(ids[:, :1], bool), ids[:, 1:] == ids[:, :-1]], 1)
+        same = ids == jnp.concatenate([tokens_before(ids, 1), ids], 1)[:, :-1]
         shifted = jnp.where(same[..., None], shifted, 0)
     return shifted, last_tokens(read, 1, lengths)[:, 0].astype(before.dtype)

@@ -1,13 +1,13 @@
 """Sequence parallelism by exchange of heads (Jacobs et al. 2023, DeepSpeed-Ulysses).
 
-Each of P devices has T / P tokens of all heads. An all-to-all gives it all T tokens of N / P heads;
-it calls the mechanism on them, and a second all-to-all gives back its own tokens of all heads. Each
-device sends and receives (P - 1) / P of its parts of query, key, value and output.
+Each of P devices has T / P tokens of all N heads. An all-to-all gives it all T tokens of N / P
+heads; it calls the mechanism on them, and a second all-to-all gives back its own tokens of all
+heads. Each device sends and receives (P - 1) / P of its parts of query, key, value and output.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,12 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Options by what their arrays are made of.
-_GATHERED = frozenset({"segment_ids", "positions"})  # (*B, T), needed for all tokens
-# (*B, T, heads, ...)
-_OF_TOKENS = frozenset({"beta", "gate", "learning_rate", "log_decay", "removal_key", "step_size"})
-_OF_HEADS = frozenset({"bonus", "log_decay", "logit_bias", "rate", "sink", "skip"})  # (heads, ...)
-_OF_ROWS = frozenset({"query_seq_lengths", "key_value_seq_lengths", "query_offset", "scale"})
+from effattn.arrays import checks
+from effattn.cores import sequence_parts
+from effattn.parallel.parts import over_parts
+
+_GATHERED = frozenset({"global_mask", "positions", "segment_ids"})  # (*B, T), needed whole
+_OF_ROWS = frozenset(
+    {"key_value_seq_lengths", "lengths", "query_offset", "query_seq_lengths", "scale"}
+)
+_LENGTHS = "query_seq_lengths", "key_value_seq_lengths"
+_OF_HEADS = {"logit_bias": 0, "sink": 0}  # shared options (heads, ...), and their axes for one head
 
 
 def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callable[..., jax.Array]:
@@ -28,32 +32,44 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
 
     Call the result inside `jax.shard_map`. Its arrays of tokens are those of this device; lengths
     and offsets count all tokens. Positions, windows and causality are those of the whole sequence.
-    With fewer key heads than devices, key heads are repeated, so that each device has its own.
+    The number of devices must divide the number of query heads. With fewer key heads than devices,
+    key heads are repeated, so that each device has its own.
 
     Args:
       function: attention `(query, key, value, **options) -> output` over heads, such as those of
-        effattn, or `functools.partial` of one for options without arrays. Other options are: what
-        all heads share (`segment_ids`, `positions`, lengths, `query_offset`, `scale`); what each
-        token has for each head (`beta`, `gate`, `learning_rate`, `log_decay`, `removal_key`,
-        `step_size`); what each head has (`bonus`, `log_decay`, `logit_bias`, `random_blocks`,
-        `rate`, `sink`, `skip`); and a `score_mod`, which gets the index of a head among all heads.
+        effattn, or `functools.partial` of one; or a mixer of one from `effattn.nn`, such as
+        `nn.SelfAttention`, whose short convolutions get the last tokens of the device before. LSH
+        attention `(query_key, value)` and Synthesizers
+        are such functions too; a device has its part of the rows of a table `(S, N, A)`. Options
+        that are arrays are those that all heads share (`segment_ids`, `positions`, `global_mask`,
+        lengths, `query_offset`, `scale`), `sink`, `logit_bias`, and the arrays by token or by head
+        that the naive form of the function names. A `score_mod` gets the index of a head among all
+        heads. Refused are other arrays (such as `bias`, `mask`, `initial_state` and `rng`),
+        dropout, a `dilation` that differs by head, and second results (`return_residual`,
+        `return_state`).
       axis_name: the mesh axis that divides the tokens.
 
     Returns:
-      A function `(query, key, value, **options) -> output`, with query `(*B, T / P, N, H)`.
+      A function with the arguments of `function`, the first of them `(*B, T / P, N, H)`, that
+      returns `(*B, T / P, N, Hv)`.
 
     Raises:
-      ValueError: on call, the heads cannot be divided by the devices, or an option cannot be
-        exchanged.
+      ValueError: on call, the heads cannot be divided by the devices, or an option is refused.
     """
+    if hasattr(function, "binding"):  # a mixer, which calls `attend_in_parts`
+        return over_parts("exchange_heads", function, axis_name)
+    given: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        given = {**function.keywords, **given}
+        function = function.func
 
-    def run(query, key, value, **options):
-        devices = lax.axis_size(axis_name)
-        _check_random_blocks(function, options)
-        heads = _Heads(axis_name, devices, query, key, value)
-        given = {name: heads.option(name, x) for name, x in options.items()}
-        out = function(heads.split(query), heads.split(key), heads.split(value), **given)
-        if not isinstance(out, jax.Array) or out.ndim != query.ndim:
+    def run(*arrays, **options):
+        inputs, options = _named(function, arrays, {**given, **options})
+        heads = _Heads(function, axis_name, inputs)
+        _check_drawn(function, options)
+        options = {name: heads.option(name, x) for name, x in options.items()}
+        out = function(*map(heads.split, inputs.values()), **options)
+        if not isinstance(out, jax.Array) or out.ndim != heads.tokens + 3:
             raise ValueError(
                 "exchange_heads takes functions that return their output alone; leave out "
                 "return_residual and return_state"
@@ -63,13 +79,43 @@ def exchange_heads(function: Callable[..., jax.Array], axis_name: str) -> Callab
     return run
 
 
-def _check_random_blocks(function, options):
-    """Raises `ValueError` if the function would draw blocks by the index of a head on a device."""
+def attend_in_parts(
+    function: Callable[..., Any], inputs: tuple[jax.Array, ...], options: Mapping[str, Any]
+) -> jax.Array:
+    """The call of an attention function in a mixer, by the heads of all devices where one runs so.
+
+    Args:
+      function: attention.
+      inputs: query, key and value.
+      options: keyword arguments; lengths are those of this device's part.
+    """
+    parts = sequence_parts.current()
+    if parts is None or parts.form != "exchange_heads":
+        return function(*inputs, **options)
+    parts.calls += 1
+    lengths = {name: parts.sum(x) for name, x in options.items() if name in _LENGTHS}
+    with sequence_parts.alone():
+        return exchange_heads(function, parts.axis_name)(*inputs, **{**options, **lengths})
+
+
+def _named(function, arrays, options):
+    """The inputs by name (the arguments without a default), and the other arguments by name."""
+    known = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    names = [p.name for p in known] + [f"array {n}" for n in range(len(known), len(arrays))]
+    given = {**dict(zip(names, arrays, strict=False)), **options}
+    optional = {p.name for p in known if p.default is not p.empty}
+    inputs = [name for name in names if name in given and name not in optional]
+    return {name: given.pop(name) for name in inputs}, given
+
+
+def _check_drawn(function, options):
+    """Raises `ValueError` if the function would choose by the index of a head on a device."""
     parameters = inspect.signature(function).parameters
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__name__", "")
-    if name == "retention" and options.get("log_decay", parameters["log_decay"].default) is None:
+    if getattr(function, "__name__", "") == "retention" and options.get("log_decay") is None:
         raise ValueError(
             "exchange_heads needs log_decay, because the decays of retention differ by head"
         )
@@ -91,30 +137,40 @@ class _Heads:
       devices: P.
       tokens: axis of the tokens in arrays `(*B, T, heads, ...)`.
       count: N, the number of query heads.
+      per_token: names of options `(*B, T, heads, ...)`.
+      per_head: names of options `(heads, ...)`, and their number of axes for one head.
     """
 
-    def __init__(self, axis_name, devices, query, key, value):
-        self.axis_name, self.devices = axis_name, devices
-        self.tokens, self.count = query.ndim - 3, query.shape[-2]
-        for name, array in (("query", query), ("key", key), ("value", value)):
+    def __init__(self, function, axis_name, inputs):
+        self.axis_name, self.devices = axis_name, lax.axis_size(axis_name)
+        (first, of_queries), *_ = inputs.items()
+        last = [*inputs.values()][-1]
+        self.tokens, self.count = last.ndim - 3, of_queries.shape[-2]
+        self.shape = last.shape[: self.tokens + 1]
+        naive = getattr(function, "naive", None)
+        self.per_token = frozenset(getattr(naive, "per_token", ()))
+        self.per_head = {**_OF_HEADS, **getattr(naive, "per_head", {})}
+        for name, array in inputs.items():
             heads = array.shape[-2]
-            if heads % devices and devices % heads:
+            if heads % self.devices and self.devices % heads:
                 raise ValueError(
-                    f"{name} must have a number of heads that divides the {devices} devices of "
-                    f"the mesh axis {axis_name!r}, or is a multiple of them, got {heads}"
+                    f"{name} must have a number of heads that divides the {self.devices} devices "
+                    f"of the mesh axis {axis_name!r}, or is a multiple of them, got {heads}"
                 )
-        if self.count % devices:
+        if self.count % self.devices:
             raise ValueError(
-                f"the {devices} devices of the mesh axis {axis_name!r} must divide the "
-                f"{self.count} query heads; choose a smaller mesh axis or more heads"
+                f"the {self.devices} devices of the mesh axis {axis_name!r} must divide the "
+                f"{self.count} heads of {first}; choose a smaller mesh axis or more heads"
             )
 
     def split(self, x: jax.Array) -> jax.Array:
-        """All tokens of the heads of this device, from its tokens of all heads."""
-        axis = self.tokens + 1
-        if x.shape[axis] < self.devices:
-            x = jnp.repeat(x, self.devices // x.shape[axis], axis)
-        return lax.all_to_all(x, self.axis_name, axis, self.tokens, tiled=True)
+        """All tokens of the heads of this device, from its tokens `(*B, T, heads, H)`."""
+        return self._exchanged(x, x.ndim - 3)
+
+    def _exchanged(self, x, tokens):
+        if x.shape[tokens + 1] < self.devices:
+            x = jnp.repeat(x, self.devices // x.shape[tokens + 1], tokens + 1)
+        return lax.all_to_all(x, self.axis_name, tokens + 1, tokens, tiled=True)
 
     def join(self, x: jax.Array) -> jax.Array:
         """The tokens of this device of all heads."""
@@ -124,31 +180,43 @@ class _Heads:
         """An option of the call on this device's heads."""
         if name == "score_mod" and x is not None:
             return self._with_index(x)
+        if name == "dilation" and not checks.is_integer(x):
+            raise ValueError(
+                f"exchange_heads needs one dilation for all heads, an int, got {x!r}; call it once "
+                "for the heads of each dilation"
+            )
         is_rate_of_zero = isinstance(x, int | float) and x == 0
         if name in ("dropout_rate", "dropout_rng") and x is not None and not is_rate_of_zero:
             raise ValueError(f"exchange_heads has no dropout, got {name}; leave it out")
-        arrays = [isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(x)]
-        if not any(arrays) or name in _OF_ROWS:
+        leaves = jax.tree.leaves(x)
+        if not any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves) or name in _OF_ROWS:
             return x
-        x = jax.tree.map(jnp.asarray, x)
         if name in _GATHERED:
             return jax.tree.map(self._gather, x)
-        if name == "random_blocks":  # (n, r) for all heads, or (K, n, r)
-            return x if x.ndim == 2 else self._own(x)
-        if name in _OF_TOKENS and x.ndim > self.tokens + 1:
-            return self.split(x)
-        if name in _OF_HEADS:
-            return self._own(x)
+        if name in self.per_token and jnp.ndim(x) > self.tokens + 1:
+            if x.shape[: self.tokens + 1] != self.shape:
+                raise ValueError(
+                    f"{name} must have shape {(*self.shape, 'heads', '...')} on each device, got "
+                    f"{x.shape}"
+                )
+            return self._exchanged(jnp.asarray(x), self.tokens)
+        if name in self.per_head:
+            # Arrays of a tuple stand for one array with an axis more.
+            rank = self.per_head[name] - isinstance(x, tuple | list)
+            return jax.tree.map(lambda leaf: self._own(leaf) if leaf.ndim > rank else leaf, x)
+        known = _GATHERED | _OF_ROWS | self.per_token | self.per_head.keys()
         raise ValueError(
-            f"exchange_heads cannot divide the option {name!r}, an array, among devices; it takes "
-            f"arrays for {', '.join(sorted(_GATHERED | _OF_TOKENS | _OF_HEADS | _OF_ROWS))}"
+            f"exchange_heads cannot divide the option {name!r}, an array, among devices; for this "
+            f"function it takes arrays for {', '.join(sorted(known))}"
         )
 
     def _gather(self, x):
+        x = jnp.asarray(x)
         return lax.all_gather(x, self.axis_name, axis=x.ndim - 1, tiled=True)
 
     def _own(self, x):
         """The entries of this device's heads of `(heads, ...)`."""
+        x = jnp.asarray(x)
         if len(x) < self.devices:
             x = jnp.repeat(x, self.devices // len(x), 0)
         size = len(x) // self.devices

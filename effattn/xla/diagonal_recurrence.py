@@ -21,7 +21,7 @@ from jax import lax
 
 from effattn.arrays import mesh_axes, reverse_mode
 from effattn.arrays.axes import lead
-from effattn.interfaces.linear_recurrence import Config, Tokens, clear
+from effattn.interfaces.linear_recurrence import Config, Inputs, Tokens, clear
 
 # Tokens in a chunk; few, so that their decays and states fit in a CPU's cache.
 CHUNK = 16
@@ -53,6 +53,14 @@ def diagonal_recurrence(
     A, state, query, keys, tokens = mesh_axes.vary_alike(arguments)
     with reverse_mode.only("the selective scan", "a step-by-step jax.lax.scan of it"):
         return _recurrence(config, A, state, query, keys, tokens)
+
+
+def diagonal_decay(x: Inputs) -> jax.Array:
+    """Product of the decays of all tokens, exp(A * sum_t dt_t), `(*B, K, F, D)`."""
+    dtype, mask = x.state.dtype, None if x.tokens is None else x.tokens.key_mask
+    total = clear(x.keys, mask)[2].astype(dtype).sum(x.state.ndim - 3)
+    A = jnp.swapaxes(x.parameters.astype(dtype), -1, -2)
+    return jnp.exp(lead(A, x.state.ndim) * total[..., None, :])
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from effattn.arrays import reverse_mode
+from effattn.arrays import mesh_axes, reverse_mode
 
 _CHUNK = 64
 
@@ -49,7 +49,7 @@ def linear_scan(decay: jax.Array, added: jax.Array, initial: jax.Array) -> jax.A
       TypeError: in forward-mode differentiation.
     """
     with reverse_mode.only("a scan in chunks", "a step-by-step jax.lax.scan of it"):
-        return _linear(decay, added, initial)
+        return _linear(*mesh_axes.vary_alike((decay, added, initial)))
 
 
 def max_plus_scan(change: jax.Array, floor: jax.Array, initial: jax.Array) -> jax.Array:
@@ -57,7 +57,8 @@ def max_plus_scan(change: jax.Array, floor: jax.Array, initial: jax.Array) -> ja
 
     Shapes and cost as in `linear_scan`.
     """
-    return _states(_MAX_PLUS, *map(lax.stop_gradient, (change, floor, initial)))
+    arrays = mesh_axes.vary_alike((change, floor, initial))
+    return _states(_MAX_PLUS, *map(lax.stop_gradient, arrays))
 
 
 @jax.custom_vjp

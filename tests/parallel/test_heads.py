@@ -43,13 +43,8 @@ CALLS = {
     ),
     "sink": (effattn.dot_product_attention, {"sink": (numbers(HEADS), OF_HEADS)}),
     "score_mod": (
-        functools.partial(effattn.dot_product_attention, is_causal=True, score_mod=None),
+        functools.partial(effattn.dot_product_attention, is_causal=True, score_mod=by_distance),
         {},
-    ),
-    "window": (functools.partial(effattn.sliding_window_attention, local_window_size=20), {}),
-    "bigbird": (
-        functools.partial(effattn.bigbird_attention, block_size=8),
-        {"random_blocks": (jnp.asarray(DRAW.integers(0, 8, (HEADS, 8, 2)), jnp.int32), OF_HEADS)},
     ),
     "linear": (functools.partial(effattn.linear_attention, is_causal=True), {}),
     "retention": (effattn.retention, {"log_decay": (-jnp.arange(1.0, 9) / 20, OF_HEADS)}),
@@ -58,8 +53,15 @@ CALLS = {
         effattn.delta_rule_attention,
         {"beta": (jax.nn.sigmoid(numbers(BATCH, TOKENS, HEADS)), OF_TOKENS)},
     ),
-    "nystrom": (functools.partial(effattn.nystrom_attention, num_landmarks=8), {}),
 }
+
+
+def quick(names, *quick):
+    """The names as parameters, all but some of them marked slow."""
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+QUICK = "softmax", "documents", "lengths", "sink", "score_mod"
 
 
 def both(name, key_heads=HEADS, devices=4):
@@ -70,10 +72,9 @@ def both(name, key_heads=HEADS, devices=4):
     mesh = parallel.make_mesh(data=-1, sequence=devices)
     specs = [OF_TOKENS] * 4 + [spec for _, spec in options.values()]
     names = list(options)
-    score_mod = {"score_mod": by_distance} if name == "score_mod" else {}
 
     def attend(function, query, key, value, cotangent, *more):
-        given = {**dict(zip(names, more, strict=True)), **score_mod}
+        given = dict(zip(names, more, strict=True))
         out, pull_back = jax.vjp(lambda *arrays: function(*arrays, **given), query, key, value)
         return out, pull_back(cotangent)
 
@@ -88,17 +89,34 @@ def both(name, key_heads=HEADS, devices=4):
     return functools.partial(attend, function), given, jax.jit(sharded), placed
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", quick(CALLS, *QUICK))
 def test_several_devices_give_what_one_gives(name):
     alone, given, run, placed = both(name)
     assert_close(run(*placed), jax.jit(alone)(*given), 1e-5)
 
 
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-@pytest.mark.parametrize("name", ["softmax", "linear"])
+@pytest.mark.parametrize("key_heads", quick([1, 2, 4]))
+@pytest.mark.parametrize("name", quick(["softmax", "linear"]))
 def test_key_heads_are_repeated_where_there_are_fewer_than_devices(name, key_heads):
     alone, given, run, placed = both(name, key_heads)
     assert_close(run(*placed), jax.jit(alone)(*given), 1e-5)
+
+
+def test_bonus_of_fewer_key_heads_than_devices():
+    """RWKV-6: the bonus of each key head goes with the repeated key heads."""
+    mesh = parallel.make_mesh(data=2, sequence=4)
+    sizes = HEADS, 2, 2, 2
+    query, key, value, gate = (numbers(BATCH, TOKENS, heads, SIZE) for heads in sizes)
+    bonus, gate = numbers(2, SIZE), jax.nn.log_sigmoid(gate)
+    call = parallel.exchange_heads(effattn.rwkv6_attention, "sequence")
+    run = jax.shard_map(
+        lambda *arrays: call(*arrays[:3], log_decay=arrays[3], bonus=arrays[4]),
+        mesh=mesh,
+        in_specs=(OF_TOKENS,) * 4 + (OF_HEADS,),
+        out_specs=OF_TOKENS,
+    )
+    right = effattn.rwkv6_attention(query, key, value, log_decay=gate, bonus=bonus)
+    assert_close(jax.jit(run)(query, key, value, gate, bonus), right, 1e-5)
 
 
 def moved(program):
@@ -112,7 +130,7 @@ def moved(program):
     return found
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", quick([2, 8], 8))
 def test_it_moves_four_times_the_activations_by_the_devices(devices):
     """Query, key, value and output forward; their gradients, and these again, backward."""
     function, _ = CALLS["softmax"]
@@ -144,13 +162,22 @@ def fails(message, heads=HEADS, key_heads=HEADS, function=effattn.dot_product_at
 
 
 def test_what_cannot_be_exchanged_is_one_sentence():
-    fails("the 4 devices of the mesh axis 'sequence' must divide the 2 query heads", 2, 2)
+    fails("the 4 devices of the mesh axis 'sequence' must divide the 2 heads of query", 2, 2)
     fails("key must have a number of heads that divides the 4 devices .* got 6", 12, 6)
     fails("cannot divide the option 'bias', an array", bias=jnp.zeros((1, 1, TOKENS, TOKENS)))
     fails("needs log_decay", function=effattn.retention)
+    hashed = functools.partial(
+        lambda query_key, _, value, **options: effattn.lsh_attention(query_key, value, **options),
+        **{"num_rounds": 2, "num_buckets": 4, "chunk_length": 4},
+    )
+    fails("cannot divide the option 'rng', an array", function=hashed, rng=jax.random.key(0))
     fails("needs random_blocks", function=effattn.bigbird_attention, block_size=8)
     fails("has no dropout, got dropout_rate; leave it out", dropout_rate=0.1)
     fails("has no dropout, got dropout_rng", dropout_rate=0.0, dropout_rng=jax.random.key(0))
     # Arrays of NumPy are arrays too.
     fails("cannot divide the option 'bias', an array", bias=np.zeros((1, 1, TOKENS, TOKENS)))
+    fails("cannot divide the option 'mask', an array", mask=jnp.ones((1, 1, TOKENS, TOKENS), bool))
+    dilated = functools.partial(effattn.sliding_window_attention, local_window_size=2)
+    fails("needs one dilation for all heads", function=dilated, dilation=[1, 2] * 4)
+    fails("beta must have shape", function=effattn.delta_rule_attention, beta=jnp.ones((2, 9, 8)))
     fails("return their output alone; leave out return_residual", return_residual=True)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import effattn
 from effattn import parallel
 from effattn.testing.functions import assert_close
-from tests.parallel.test_heads import moved
+from tests.parallel.test_heads import moved, quick
 
 pytestmark = pytest.mark.devices
 
@@ -60,7 +60,7 @@ def alone(arrays, ids=None, **options):
     return out, pull_back(cotangent)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", quick(CALLS, "bidirectional", "causal window", "long window"))
 @pytest.mark.parametrize("devices", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_several_devices_give_what_one_gives(name, devices):
     arrays = draw()
@@ -69,12 +69,69 @@ def test_several_devices_give_what_one_gives(name, devices):
     assert_close(run(*placed), alone(arrays, **CALLS[name]), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["bidirectional", "causal", "window of neighbours", "long window"])
+@pytest.mark.parametrize(
+    "name",
+    quick(["bidirectional", "causal", "window of neighbours", "long window"], "causal"),
+)
 def test_documents_that_cross_devices_and_shared_key_heads(name):
     arrays, ids = draw(key_heads=2), jnp.asarray(IDS)
     run, sharding = sharded(4, ids=ids, **CALLS[name])
     placed = [jax.device_put(x, sharding) for x in (*arrays, ids)]
     assert_close(run(*placed), alone(arrays, ids, **CALLS[name]), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "documents", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["documents", "one"]
+)
+@pytest.mark.parametrize("devices", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_zigzag_order(documents, devices):
+    """Each device has an early and a late chunk; key heads are shared, documents cross chunks."""
+    arrays, ids = draw(key_heads=2), jnp.asarray(IDS) if documents else None
+    order = parallel.zigzag_order(96, devices)
+    run, sharding = sharded(devices, ids=ids, is_causal=True, order="zigzag")
+    given = [x[:, order] for x in (*arrays, ids) if x is not None]
+    found = run(*[jax.device_put(x, sharding) for x in given])
+    back = jax.tree.map(lambda x: x[:, np.argsort(order)], found)
+    assert_close(back, alone(arrays, ids, is_causal=True), 1e-5)
+
+
+def test_zigzag_order_balances_the_pairs():
+    """Tiles with a pair that attends, on the busiest device, for 8 tiles in each of 8 parts."""
+    devices, tiles = 8, 8
+    orders = {
+        "contiguous": np.arange(devices * tiles),
+        "zigzag": parallel.zigzag_order(devices * tiles, devices),
+    }
+    busiest = {}
+    for name, order in orders.items():
+        attends = order[:, None] >= order
+        of_devices = attends.reshape(devices, tiles, devices, tiles).sum((1, 3))
+        busiest[name] = of_devices.sum(1).max()
+        if name == "zigzag":  # half of the pairs at every hop
+            assert (of_devices[~np.eye(devices, dtype=bool)] == tiles**2 / 2).all()
+    own = tiles * (tiles + 1) // 2
+    assert busiest == {
+        "contiguous": (devices - 1) * tiles**2 + own,
+        "zigzag": (devices - 1) * tiles**2 // 2 + own,
+    }
+
+
+def test_the_backward_pass_does_not_repeat_the_forward_pass():
+    """Backward, a part takes five products of each pair; forward, two."""
+    both, _ = sharded(4, implementation="xla")
+    call = functools.partial(
+        parallel.ring_attention, axis_name="sequence", implementation="xla", is_causal=False
+    )
+    mesh = parallel.make_mesh(data=2, sequence=4)
+    forward = jax.shard_map(call, mesh=mesh, in_specs=(OF_TOKENS,) * 3, out_specs=OF_TOKENS)
+    shape = jax.ShapeDtypeStruct((2, 96, 4, 16), jnp.float32)
+
+    def products(function, arrays):
+        return str(jax.make_jaxpr(function)(*[shape] * arrays)).count("dot_general")
+
+    # The device's own part, and the part that passes.
+    assert products(forward, 3) == 2 * 2
+    assert products(both, 4) == 2 * (2 + 5)
 
 
 def test_16_bits():
@@ -147,9 +204,13 @@ def test_other_options_are_one_sentence():
     for options, message in (
         ({"dropout_rate": 0.1}, "takes the options scale, .*, got 'dropout_rate'"),
         ({"scale": jnp.float32(1)}, "without arrays, got 'scale'"),
+        ({"order": "ring"}, 'order must be "contiguous" or "zigzag", got \'ring\''),
+        ({"order": "zigzag"}, "balances causal calls without a window, got is_causal=False"),
     ):
         run, _ = sharded(4, **options)
         with pytest.raises(ValueError, match=message):
             run(*arrays)
+    with pytest.raises(ValueError, match="a multiple of 8, two chunks for each of the 4 devices"):
+        parallel.zigzag_order(12, 4)
     with pytest.raises(ValueError, match="equally many tokens on a device, got 96, 95 and 95"):
         parallel.ring_attention(arrays[0], *(x[:, 1:] for x in arrays[1:3]), axis_name="sequence")

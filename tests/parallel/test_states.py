@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import effattn
 from effattn import parallel
+from effattn.cores.weighted_sums import Sums
 from effattn.testing.functions import assert_close
-from tests.parallel.test_heads import moved
+from tests.parallel.test_heads import moved, quick
 
 pytestmark = pytest.mark.devices
 
@@ -79,6 +80,43 @@ CALLS = {
         },
         {"initial_state": STATE},
     ),
+    "Mamba": (
+        effattn.selective_scan,
+        {"step_size": jax.nn.softplus(numbers(*BY_FEATURE))},
+        {
+            "rate": -jnp.exp(numbers(HEADS, SIZE, SIZE)),
+            "skip": numbers(HEADS, SIZE),
+            "initial_state": STATE,
+        },
+    ),
+}
+# Mechanisms without heads.
+X, Y, GATE, OF_FLAT = (numbers(BATCH, TOKENS, SIZE) for _ in range(4))
+MODES = jnp.exp(1j * numbers(SIZE, 4)) * numbers(SIZE, 4)
+S4D = {
+    "rate": -0.1 - jnp.abs(MODES.real) + 1j * MODES.imag,
+    "output": MODES,
+    "step_size": jnp.full(SIZE, 0.1),
+    "initial_state": MODES[None] * jnp.arange(1.0, BATCH + 1)[:, None, None],
+}
+SUMS = Sums(numbers(BATCH, SIZE), 1 + numbers(BATCH, SIZE) ** 2, numbers(BATCH, SIZE))
+FLAT = {
+    "S4D": (effattn.s4_convolution, {"x": X}, S4D),
+    "S4D by recurrence": (
+        functools.partial(effattn.s4_convolution, method="recurrence"),
+        {"x": X},
+        S4D,
+    ),
+    "RWKV-4": (
+        effattn.rwkv4_mixing,
+        {"key": X, "value": Y},
+        {"decay": jnp.abs(numbers(SIZE)), "bonus": numbers(SIZE), "initial_state": SUMS},
+    ),
+    "AFT-simple": (
+        functools.partial(effattn.attention_free, is_causal=True),
+        {"query": GATE, "key": X, "value": Y},
+        {"initial_state": SUMS},
+    ),
 }
 
 
@@ -90,7 +128,7 @@ def program(function, mesh=None):
             return function(**of_tokens, **others, return_state=True)
 
         (out, state), pull_back = jax.vjp(call, of_tokens, others)
-        gradients, of_others = pull_back((cotangent, jnp.cos(state)))
+        gradients, of_others = pull_back((cotangent, jax.tree.map(jnp.cos, state)))
         return out, state, gradients, of_others
 
     if mesh is None:
@@ -108,9 +146,10 @@ def program(function, mesh=None):
         (out, state), pull_back = jax.vjp(call, of_tokens, others)
         # Every device has the state; one of them counts its cotangent.
         first = jax.lax.axis_index("sequence") == 0
-        gradients, of_others = pull_back((cotangent, jnp.where(first, jnp.cos(state), 0)))
-        of_others = jax.tree.map(lambda x: x[None], of_others)
-        return out, state[None], gradients, of_others
+        counted = jax.tree.map(lambda x: jnp.where(first, jnp.cos(x), 0), state)
+        gradients, of_others = pull_back((cotangent, counted))
+        state, of_others = jax.tree.map(lambda x: x[None], (state, of_others))
+        return out, state, gradients, of_others
 
     each = P("sequence", "data")
     return jax.jit(
@@ -124,23 +163,29 @@ def program(function, mesh=None):
 
 
 def arrays_of(name):
+    if name in FLAT:
+        return FLAT[name]
     function, of_tokens, others = CALLS[name]
     key = unit(KEY) if "delta" in name else KEY
     return function, {"query": QUERY, "key": key, "value": VALUE, **of_tokens}, others
 
 
-@pytest.mark.parametrize("name", CALLS)
+QUICK = "linear", "delta rule", "Mamba", "S4D", "RWKV-4"
+
+
+@pytest.mark.parametrize("name", quick([*CALLS, *FLAT], *QUICK))
 def test_several_devices_give_what_one_gives(name):
     """All examples are on each device, as states and shared arguments are those of examples."""
     function, of_tokens, others = arrays_of(name)
     mesh = parallel.make_mesh(data=1, sequence=4, devices=jax.devices()[:4])
     place = NamedSharding(mesh, OF_TOKENS)
-    there = jax.device_put(of_tokens, place), others, jax.device_put(COTANGENT, place)
+    cotangent = OF_FLAT if name in FLAT else COTANGENT
+    there = jax.device_put(of_tokens, place), others, jax.device_put(cotangent, place)
     out, states, gradients, of_others = program(function, mesh)(*there)
-    right = program(function)(of_tokens, others, COTANGENT)
+    right = program(function)(of_tokens, others, cotangent)
     assert_close((out, gradients), (right[0], right[2]), 2e-5)
-    for state in states:
-        assert_close(state, right[1], 2e-5)
+    for device in range(4):
+        assert_close(jax.tree.map(lambda x, n=device: x[n], states), right[1], 2e-5)
     summed = jax.tree.map(lambda x: x.sum(0), of_others)
     assert_close(summed, right[3], 1e-4)
 
@@ -156,7 +201,9 @@ IDS = jnp.asarray(
 )
 
 
-@pytest.mark.parametrize("name", ["linear", "retention", "gated linear", "delta rule", "RWKV-6"])
+@pytest.mark.parametrize(
+    "name", quick(["linear", "retention", "gated linear", "delta rule", "RWKV-6"], "retention")
+)
 def test_documents_that_cross_devices(name):
     function, of_tokens, others = arrays_of(name)
     others = {k: x for k, x in others.items() if k != "initial_state"}
@@ -202,7 +249,7 @@ def test_lengths_count_all_tokens():
     )
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_device_gets_one_state_from_each_device_whatever_the_length(devices):
     found = []
     for tokens in (64, 1024):
@@ -235,5 +282,5 @@ def test_a_device_gets_one_state_from_each_device_whatever_the_length(devices):
 )
 def test_other_functions_are_refused(function, options, name):
     run, _ = passed(function, 4, **options)
-    with pytest.raises(ValueError, match=f"pass_states takes delta_rule_attention, .*got {name}; "):
+    with pytest.raises(ValueError, match=f"pass_states takes .*got {name}; "):
         run(QUERY, KEY, VALUE)

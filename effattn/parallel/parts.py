@@ -1,0 +1,52 @@
+"""Functions and modules for the tokens of one device, by a form of exchange."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from effattn.cores import sequence_parts
+
+# Arguments with numbers of tokens, and the axis of the tokens in the first argument beside them.
+_LENGTHS = {"lengths": -2, "query_seq_lengths": -3, "key_value_seq_lengths": -3}
+
+
+def over_parts(form: str, function: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
+    """The function or module for the tokens of this device; lengths count all tokens.
+
+    Args:
+      form: a key of `sequence_parts.TAKEN`.
+      function: a function or module of tokens.
+      axis_name: the mesh axis.
+
+    Raises:
+      ValueError: on call, the form does not take the function.
+    """
+    given: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        given = {**function.keywords, **given}
+        function = function.func
+    first, *_ = inspect.signature(function).parameters
+
+    def run(*arrays, **options):
+        options = {**given, **options}
+        if options.get("dropout_rate"):
+            raise ValueError(f"{form} has no dropout, got dropout_rate; leave it out")
+        x = jnp.asarray(arrays[0] if arrays else options[first])
+        for lengths in _LENGTHS.keys() & options.keys():
+            if options[lengths] is not None:
+                tokens = x.shape[_LENGTHS[lengths]]
+                here = jnp.asarray(options[lengths]) - lax.axis_index(axis_name) * tokens
+                options[lengths] = jnp.clip(here, 0, tokens)
+        with sequence_parts.along(form, axis_name) as parts:
+            if not hasattr(function, "__name__"):
+                sequence_parts.check_mixer(function)
+            found = function(*arrays, **options)
+            if not parts.calls:
+                sequence_parts.refuse(getattr(function, "__name__", type(function).__name__))
+        return found
+
+    return run

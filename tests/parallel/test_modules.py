@@ -1,0 +1,240 @@
+"""Mixers by passed states and by exchanged channels: equal to one device, and what is moved."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import effattn
+from effattn import nn, parallel, registry
+from effattn.testing.functions import assert_close
+from effattn.testing.subjects import filled_at_random
+from tests.parallel.test_heads import moved, quick
+
+pytestmark = pytest.mark.devices
+
+BATCH, TOKENS, FEATURES, DEVICES = 2, 32, 16, 4
+OF_TOKENS = P(None, "sequence")
+ROTARY = nn.RotaryEmbedding(theta=100.0)
+# Options of mixers by the form that takes them.
+STATES = {
+    "linear": {"rotary": ROTARY},
+    "retention": {},
+    "gated_linear": {},
+    "mamba": {"state_size": 4},
+    "mamba2": {"state_size": 4},
+    "delta_net": {},
+    "gated_delta_net": {},
+    "rwkv4": {},
+    "rwkv6": {},
+    "rwkv7": {},
+    "aft_simple": {},
+    "s4d": {"state_size": 4},
+    "convolution": {"width": 4, "dilation": 2},
+}
+CHANNELS = {
+    "hyena": {"max_length": TOKENS, "filter_features": 5, "frequency": 1.0},
+    "s4": {"max_length": 24, "state_size": 4},
+    "gmlp": {"max_length": TOKENS + 1, "hidden_features": 16},
+    "aft_full": {"max_length": TOKENS, "rank": 3},
+    "aft_local": {"max_length": TOKENS, "rank": 3, "local_window_size": 9},
+    "aft_conv": {"local_window_size": 9},
+    "fnet": {},
+}
+HEADS = {
+    "softmax": {"rotary": ROTARY},
+    "sliding_window": {"local_window_size": 9, "num_kv_heads": 2},
+    "convolution_attention": {"width": 3, "rotary": ROTARY},
+    "delta_net": {},
+    "gated_delta_net": {},
+    "gated_linear": {},
+    "linear": {},
+    "additive": {},
+    "based": {},
+    "hedgehog": {},
+    "performer": {},
+    "random_features": {},
+    "block_linformer": {"block_size": 4, "num_projected": 2},
+    "linformer": {"max_length": TOKENS, "num_projected": 4, "is_causal": False},
+    "long_short": {"window_size": 3, "segment_size": 4, "num_projected": 2},
+}
+SHARED = {
+    "linformer": HEADS["linformer"],
+    "block_linformer": HEADS["block_linformer"],
+    "hierarchical": {"segment_size": 4, "num_summaries": 2, "rotary": ROTARY},
+    "nystrom": {"num_landmarks": 4, "is_causal": False},
+}
+# Documents that end within a device and at its edge, that cover a device, and paddings.
+IDS = np.array(
+    [
+        [1] * 8 + [2] * 5 + [0] * 3 + [3] * 13 + [4] * 3,
+        [0] * 3 + [7] * 20 + [0] + [8] * 8,
+    ]
+)
+LENGTHS = np.array([32, 13])
+
+
+def made(name, heads=2, **options):
+    def build():
+        return registry.get(name).build(FEATURES, heads, rngs=nnx.Rngs(0), **options)
+
+    return filled_at_random(build)
+
+
+def tokens(seed):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(BATCH, TOKENS, FEATURES)), jnp.float32)
+
+
+def program(module, form=None, **padding):
+    """Output and gradients of the module and its tokens, on one device or on several."""
+
+    def run(module, x, cotangent, given):
+        def call(module, x):
+            call = module if form is None else form(module, "sequence")
+            return call(x, **given)
+
+        out, pull_back = jax.vjp(call, module, x)
+        return out, pull_back(cotangent)
+
+    given = {name: jnp.asarray(x, jnp.int32) for name, x in padding.items()}
+    arrays = module, tokens(0), tokens(1), given
+    if form is None:
+        return jax.jit(run)(*arrays)
+    mesh = parallel.make_mesh(sequence=DEVICES, devices=jax.devices()[:DEVICES])
+    specs = {"segment_ids": OF_TOKENS, "lengths": P()}
+    of_given = {name: specs[name] for name in given}
+    sharded = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(P(), OF_TOKENS, OF_TOKENS, of_given),
+        out_specs=(OF_TOKENS, (P(), OF_TOKENS)),
+    )
+    return jax.jit(sharded)(*arrays)
+
+
+def check(name, form, options, **padding):
+    module = made(name, **options)
+    found, right = program(module, form, **padding), program(module, **padding)
+    assert_close(found[0], right[0], 1e-5)
+    assert_close(found[1], right[1], 1e-4)
+
+
+@pytest.mark.parametrize("name", quick(STATES, "convolution"))
+def test_mixers_pass_states(name):
+    check(name, parallel.pass_states, STATES[name])
+
+
+@pytest.mark.parametrize("name", quick(STATES, "mamba", "rwkv4"))
+def test_documents_cross_devices(name):
+    check(name, parallel.pass_states, STATES[name], segment_ids=IDS)
+
+
+@pytest.mark.parametrize("name", quick(STATES))
+def test_lengths_count_all_tokens(name):
+    check(name, parallel.pass_states, STATES[name], lengths=LENGTHS)
+
+
+@pytest.mark.parametrize("name", quick(CHANNELS, "fnet"))
+def test_mixers_exchange_channels(name):
+    check(name, parallel.exchange_channels, CHANNELS[name])
+
+
+@pytest.mark.parametrize("name", quick([n for n in CHANNELS if n != "fnet"], "hyena"))
+def test_lengths_count_all_tokens_of_channels(name):
+    check(name, parallel.exchange_channels, CHANNELS[name], lengths=LENGTHS)
+
+
+@pytest.mark.parametrize("name", quick(HEADS, "convolution_attention"))
+def test_mixers_exchange_heads(name):
+    check(name, parallel.exchange_heads, {**HEADS[name], "heads": 4})
+
+
+@pytest.mark.parametrize("name", quick(["softmax", "convolution_attention", "delta_net"]))
+def test_documents_of_exchanged_heads(name):
+    options = {**HEADS[name], "heads": 4}
+    check(name, parallel.exchange_heads, options, segment_ids=IDS, lengths=LENGTHS)
+
+
+@pytest.mark.parametrize("name", quick(SHARED))
+def test_mixers_share_keys(name):
+    check(name, parallel.share_keys, SHARED[name], lengths=LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "message"),
+    [
+        ("lstm", parallel.pass_states, "cannot take LSTM, whose next state is not a linear"),
+        ("gru", parallel.exchange_channels, "cannot take GRU, whose next state is not a linear"),
+        ("softmax", parallel.pass_states, "got SelfAttention; exchange_heads takes any function"),
+        ("convolution_attention", parallel.pass_states, "got ConvolutionAttention; "),
+        ("aft_full", parallel.pass_states, "got attention_free with position_bias"),
+        ("mamba", parallel.exchange_channels, "got Mamba; pass_states takes recurrences"),
+        ("lsh", parallel.exchange_heads, "got LSHSelfAttention; it takes any function over heads"),
+        ("routing", parallel.exchange_heads, "got RoutingSelfAttention; "),
+    ],
+)
+def test_other_modules_are_refused(name, form, message):
+    options = {
+        "aft_full": {"max_length": TOKENS},
+        "lsh": {"num_rounds": 2, "num_buckets": 4, "chunk_length": 4},
+        "routing": {"num_clusters": 4, "cluster_size": 8, "local_window_size": 2},
+    }.get(name, {})
+    with pytest.raises(ValueError, match=message):
+        program(made(name, **options), form)
+
+
+def test_what_does_not_fit_is_one_sentence():
+    long = {"width": 9, "dilation": 2}
+    with pytest.raises(ValueError, match="at least the 16 tokens that a token reads .* got 8; "):
+        program(made("convolution", **long), parallel.pass_states)
+    short = {"max_length": TOKENS - 1, "filter_features": 5}
+    with pytest.raises(ValueError, match="at least the 32 tokens"):
+        program(made("hyena", **short), parallel.exchange_channels)
+    with pytest.raises(ValueError, match="exchange_channels has no segment_ids; leave it out"):
+        program(made("aft_simple"), parallel.exchange_channels, segment_ids=IDS)
+    weights, bias = jnp.ones((TOKENS, TOKENS)), jnp.ones(TOKENS)
+    call = functools.partial(effattn.spatial_gating, weights=weights, bias=bias)
+    run = jax.shard_map(
+        lambda gate, value: parallel.exchange_channels(call, "sequence")(gate, value),
+        mesh=parallel.make_mesh(data=2, sequence=4),
+        in_specs=(OF_TOKENS,) * 2,
+        out_specs=OF_TOKENS,
+    )
+    with pytest.raises(ValueError, match="must divide the 6 channels of gate"):
+        run(*[jnp.ones((1, TOKENS, 6))] * 2)
+
+
+def traffic(module, form, tokens):
+    mesh = parallel.make_mesh(data=2, sequence=DEVICES)
+    call = jax.shard_map(
+        lambda module, x: form(module, "sequence")(x),
+        mesh=mesh,
+        in_specs=(P(), P("data", "sequence")),
+        out_specs=P("data", "sequence"),
+    )
+    place = NamedSharding(mesh, P("data", "sequence"))
+    x = jax.ShapeDtypeStruct((2, tokens, FEATURES), jnp.float32, sharding=place)
+    return moved(jax.jit(call).lower(module, x).compile())
+
+
+def test_states_and_last_tokens_pass_whatever_the_length():
+    module = made("mamba", **STATES["mamba"])
+    short, long = (traffic(module, parallel.pass_states, tokens) for tokens in (32, 256))
+    states = DEVICES * 2 * module.state_size * 2 * FEATURES  # a decay for each entry of a state
+    of_convolution = 3 * 2 * FEATURES
+    assert short == long == {"all-gather": states, "collective-permute": of_convolution}
+    module = made("convolution", **STATES["convolution"])
+    assert traffic(module, parallel.pass_states, 64) == {"collective-permute": 6 * FEATURES}
+
+
+def test_a_hyena_moves_its_gates_value_and_output():
+    module = made("hyena", **CHANNELS["hyena"])
+    part = TOKENS // DEVICES * FEATURES
+    found = traffic(module, parallel.exchange_channels, TOKENS)
+    assert found == {"all-to-all": (2 + 1 + 1) * part, "collective-permute": 2 * 3 * FEATURES}
